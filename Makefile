@@ -1,0 +1,80 @@
+# make test, make demo: everything from a fresh clone, on a machine with g++, make and Python 3.10+.
+#
+#   TORCH=2.15.0     another torch      PYTHON=python3.12   another Python
+#   FORMATS="…"      formats of the demo                    JOBS=2   compile jobs
+
+TORCH ?= 2.11.0
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3.10 python3,\
+            $(shell $(p) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(p))))
+JOBS ?= $(shell nproc)
+VENV := $(CURDIR)/.venv
+BIN := $(VENV)/bin
+
+# The venv's own cmake and ninja, and never more compilers than JOBS.
+export PATH := $(BIN):$(PATH)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: test demo build format-check unit-test asan-test python-test clean
+
+test: format-check unit-test asan-test python-test
+
+demo: build
+	python examples/demo.py $(if $(FORMATS),--formats $(FORMATS))
+
+# One virtual environment per torch version asked for; the stamp's name says which is there.
+venv := $(VENV)/torch-$(TORCH)
+$(venv): pyproject.toml
+	$(if $(PYTHON),,$(error no Python 3.10 or newer with venv and ensurepip found; set PYTHON=…))
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	python -m pip install --quiet torch==$(TORCH) numpy tqdm tabulate matplotlib pytest expecttest \
+	  scikit-build-core cmake ninja
+	rm -f $(VENV)/torch-*
+	touch $@
+
+# GoogleTest comes from the system.
+gtest := /usr/include/gtest/gtest.h
+$(gtest):
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get install --yes libgtest-dev || (apt-get update && apt-get install --yes libgtest-dev); \
+	else \
+	  echo "GoogleTest is missing; install it, for example: sudo apt-get install libgtest-dev" >&2; \
+	  exit 1; \
+	fi
+
+# Compiled in build/ci, shared with the GoogleTests; pip then packs and installs what is there.
+sources := $(shell find CMakeLists.txt CMakePresets.json cmake kernels dispatch ops fsdp qshard \
+             -type f -not -name '*.pyc')
+built := $(venv)-built
+build: $(built)
+$(built): $(venv) $(sources)
+	cmake --preset ci -DQSHARD_BUILD_TESTS=OFF -DPython_EXECUTABLE=$(BIN)/python
+	cmake --build --preset ci
+	python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
+	  --config-settings=build-dir=build/ci .
+	touch $@
+
+format-check: $(venv)
+	@if command -v clang-format >/dev/null || command -v clang-format-14 >/dev/null; then \
+	  cmake --preset ci -DPython_EXECUTABLE=$(BIN)/python -DQSHARD_BUILD_TESTS=OFF >/dev/null && \
+	  cmake --build --preset ci --target clang-format-check; \
+	else \
+	  echo "clang-format not found: format not checked"; \
+	fi
+
+unit-test: $(built) $(gtest)
+	cmake --preset ci -DPython_EXECUTABLE=$(BIN)/python
+	cmake --build --preset ci
+	ctest --preset ci
+
+asan-test: $(venv) $(gtest)
+	cmake --preset asan -DPython_EXECUTABLE=$(BIN)/python
+	cmake --build --preset asan
+	ctest --preset asan
+
+# pytest's exit status 5, "no tests collected", fails like any other.
+python-test: $(built)
+	pytest -v --durations=15 test/python
+
+clean:
+	rm -rf build $(VENV) demo-out

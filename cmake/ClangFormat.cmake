@@ -1,0 +1,15 @@
+# `clang-format-check` fails on C++/CUDA files that clang-format would change; `clang-format-fix`
+# rewrites them.
+find_program(CLANG_FORMAT NAMES clang-format clang-format-14)
+mark_as_advanced(CLANG_FORMAT)
+if(CLANG_FORMAT)
+  set(ours "")
+  foreach(folder kernels dispatch ops fsdp test/cpp cmake)
+    foreach(suffix h cpp cu cuh)
+      list(APPEND ours ${CMAKE_SOURCE_DIR}/${folder}/*.${suffix})
+    endforeach()
+  endforeach()
+  file(GLOB_RECURSE ours CONFIGURE_DEPENDS ${ours})
+  add_custom_target(clang-format-check COMMAND ${CLANG_FORMAT} --dry-run --Werror ${ours} VERBATIM)
+  add_custom_target(clang-format-fix COMMAND ${CLANG_FORMAT} -i ${ours} VERBATIM)
+endif()

@@ -1,0 +1,22 @@
+# One executable, qshard_tests, from test/cpp/*.cpp; it needs no Python process.
+enable_testing()
+file(GLOB test_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/test/cpp/*.cpp)
+if(NOT test_sources)
+  return()
+endif()
+find_package(GTest QUIET)
+if(NOT GTest_FOUND)
+  message(FATAL_ERROR "GoogleTest not found: install libgtest-dev, or -DQSHARD_BUILD_TESTS=OFF")
+endif()
+find_package(Threads REQUIRED)
+
+add_executable(qshard_tests ${test_sources})
+target_link_libraries(qshard_tests PRIVATE qshard GTest::gtest_main Threads::Threads)
+qshard_warnings(qshard_tests)
+qshard_sanitize(qshard_tests)
+target_precompile_headers(qshard_tests PRIVATE ${CMAKE_SOURCE_DIR}/cmake/precompiled.h)
+# One ctest test: loading torch costs more than all of them. torch's process-wide registries are never
+# freed, by its design, so leaks are not looked for.
+add_test(NAME qshard_tests COMMAND qshard_tests)
+set_tests_properties(qshard_tests PROPERTIES TIMEOUT 600 ENVIRONMENT
+                     "ASAN_OPTIONS=detect_leaks=0;UBSAN_OPTIONS=print_stacktrace=1")

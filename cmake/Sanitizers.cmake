@@ -1,0 +1,11 @@
+# AddressSanitizer and UndefinedBehaviorSanitizer for the library and its GoogleTests.
+#
+# `vptr` is left out: it asks for type information of classes that torch, built without it, hides.
+function(qshard_sanitize target)
+  if(QSHARD_SANITIZE)
+    set(flags -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all
+              -fno-omit-frame-pointer)
+    target_compile_options(${target} PRIVATE ${flags})
+    target_link_options(${target} PRIVATE ${flags})
+  endif()
+endfunction()
