@@ -1,0 +1,29 @@
+// Kernels on one contiguous run of elements that share one scale: the inner loops of the CPU path.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/formats.h"
+
+namespace qshard::cpu {
+
+/// One set of inner loops. Value types are indexed by DType: float32, bfloat16, float16.
+struct RowKernels {
+  /// Largest |x| of n values as fp32 bits; every NaN counts as kNaNBits. 0 for n == 0.
+  uint32_t (*amax[3])(const void* values, int64_t n);
+  /// codes[i] = E4M3(values[i] * scale), nearest even, saturating.
+  void (*encode[3])(const void* values, int64_t n, float scale, uint8_t* codes);
+  /// values[i] = codes[i] * scale_inv, rounded once to the value type.
+  void (*decode[3])(const uint8_t* codes, int64_t n, float scale_inv, void* values);
+};
+
+/// Plain C++; the definition of the results on every CPU.
+const RowKernels& portable_row_kernels();
+
+/// The same bits with AVX2 and F16C, or null where the build or this CPU has none.
+const RowKernels* avx2_row_kernels();
+
+/// The fastest set this CPU runs.
+const RowKernels& row_kernels();
+
+}  // namespace qshard::cpu

@@ -1,0 +1,63 @@
+#include "kernels/cpu/row_kernels.h"
+#include "kernels/float8.h"
+
+namespace qshard::cpu {
+namespace {
+
+// How each value type is read and written; `Storage` is what lies in memory.
+struct Float32 {
+  using Storage = float;
+  static float load(float x) { return x; }
+  static float store(float x) { return x; }
+};
+struct BFloat16 {
+  using Storage = uint16_t;
+  static float load(uint16_t x) { return bfloat16_to_float(x); }
+  static uint16_t store(float x) { return float_to_bfloat16(x); }
+};
+struct Float16 {
+  using Storage = uint16_t;
+  static float load(uint16_t x) { return half_to_float(x); }
+  static uint16_t store(float x) { return float_to_half(x); }
+};
+
+template <typename Value>
+uint32_t amax(const void* values, int64_t n) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t abs = float_bits(Value::load(x[i])) & kAbsMask;
+    largest = abs > largest ? abs : largest;
+  }
+  return canonical_amax(largest);
+}
+
+template <typename Value>
+void encode(const void* values, int64_t n, float scale, uint8_t* codes) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; ++i) codes[i] = encode_e4m3(Value::load(x[i]) * scale);
+}
+
+template <typename Value>
+void decode(const uint8_t* codes, int64_t n, float scale_inv, void* values) {
+  auto* x = static_cast<typename Value::Storage*>(values);
+  scale_inv = canonical_nan(scale_inv);
+  for (int64_t i = 0; i < n; ++i) x[i] = Value::store(decode_e4m3(codes[i]) * scale_inv);
+}
+
+}  // namespace
+
+const RowKernels& portable_row_kernels() {
+  static constexpr RowKernels kernels{{amax<Float32>, amax<BFloat16>, amax<Float16>},
+                                      {encode<Float32>, encode<BFloat16>, encode<Float16>},
+                                      {decode<Float32>, decode<BFloat16>, decode<Float16>}};
+  return kernels;
+}
+
+const RowKernels& row_kernels() {
+  static const RowKernels& kernels =
+      avx2_row_kernels() ? *avx2_row_kernels() : portable_row_kernels();
+  return kernels;
+}
+
+}  // namespace qshard::cpu

@@ -1,0 +1,169 @@
+// One 128x128 tile of an activation: read once, written as codes in both orientations.
+//
+// A thread holds kRows x kCols neighbouring values in registers. Row and column maxima come from
+// shuffles; the transposed codes pass through shared memory in 8-byte chunks of one column.
+#pragma once
+
+#include "kernels/cuda/activation_kernels.h"
+#include "kernels/cuda/value_types.cuh"
+
+namespace qshard::cuda {
+
+constexpr int kTile = 128;
+constexpr int kTileThreads = 256;
+
+template <typename Value>
+struct ActivationTile {
+  using Raw = typename Value::Raw;
+  static constexpr int kCols = Vector<Value>::kSize;
+  static constexpr int kRows = kTile * kTile / kTileThreads / kCols;
+  static constexpr int kLanesPerRow = kTile / kCols;
+  static constexpr int kWarps = kTileThreads / 32;
+  static constexpr int kChunks = kTile / 8;  // 8-byte chunks in a row of transposed codes
+
+  struct Shared {
+    uint2 transposed[kTile][kChunks];
+    uint32_t column_amax[kWarps][kTile / Value::kPerWord];
+    float column_scale[kTile];
+  };
+
+  Vector<Value> values[kRows];
+  int row;  // of the thread's first value, within the tile
+  int col;
+
+  __device__ ActivationTile() {
+    row = static_cast<int>(threadIdx.x) / kLanesPerRow * kRows;
+    col = static_cast<int>(threadIdx.x) % kLanesPerRow * kCols;
+  }
+
+  // Values outside (m, k) are 0, which changes no amax and has code 0.
+  __device__ void load(const ActivationTask& task, int64_t tile_row, int64_t tile_col,
+                       bool vectorized) {
+    const int64_t c = tile_col + col;
+    const Raw* from = static_cast<const Raw*>(task.values) + (tile_row + row) * task.k + c;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      values[i] = {};
+      if (tile_row + row + i >= task.m) continue;
+      if (vectorized) {
+        if (c < task.k) values[i] = load_vector<Value>(from + i * task.k);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+          const uint32_t raw = c + j < task.k ? from[i * task.k + j] : 0;
+          values[i].word[j / Value::kPerWord] |= raw << (j % Value::kPerWord * 16);
+        }
+      }
+    }
+  }
+
+  /// fp32 bits of the largest |x| of each of the thread's rows over the whole tile row.
+  __device__ void row_amax(uint32_t (&amax)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      uint32_t largest = 0;
+#pragma unroll
+      for (uint32_t word : values[i].word) largest = Value::max(largest, Value::magnitudes(word));
+#pragma unroll
+      for (int lane = kLanesPerRow / 2; lane > 0; lane /= 2) {
+        largest = Value::max(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+      }
+      amax[i] = Value::amax_bits(largest);
+    }
+  }
+
+  /// Leaves each warp's column maxima in shared memory; the caller synchronises.
+  __device__ void column_amax(Shared& shared) const {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      uint32_t largest = 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        largest = Value::max(largest, Value::magnitudes(values[i].word[w]));
+      }
+      // A warp holds 32 / kLanesPerRow groups of rows.
+#pragma unroll
+      for (int lane = kLanesPerRow; lane < 32; lane *= 2) {
+        largest = Value::max(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+      }
+      if (threadIdx.x % 32 < kLanesPerRow) {
+        shared.column_amax[threadIdx.x / 32][col / Value::kPerWord + w] = largest;
+      }
+    }
+  }
+
+  /// fp32 bits of the largest |x| of a column, once column_amax is done.
+  __device__ static uint32_t reduce_column_amax(const Shared& shared, int column) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      largest = Value::max(largest, shared.column_amax[warp][column / Value::kPerWord]);
+    }
+    return Value::amax_bits(largest, column % Value::kPerWord);
+  }
+
+  /// Writes the tile's codes; scale_of(i) is the scale of the thread's i-th row.
+  template <typename Code, typename ScaleOf>
+  __device__ void store_rows(const ActivationTask& task, int64_t tile_row, int64_t tile_col,
+                             const ScaleOf& scale_of) const {
+    const int64_t c = tile_col + col;
+    if (c >= task.k_padded) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t r = tile_row + row + i;
+      if (r >= task.m_padded) return;
+      *reinterpret_cast<VectorCodes<Code, Value>*>(task.codes + r * task.k_padded + c) = {
+          values[i], scale_of(i)};
+    }
+  }
+
+  /// Writes the transposed tile's codes; scale_of(j) is the scale of the thread's j-th column.
+  /// Synchronises the CUDA block.
+  template <typename Code, typename ScaleOf>
+  __device__ void store_columns(const ActivationTask& task, int64_t tile_row, int64_t tile_col,
+                                Shared& shared, const ScaleOf& scale_of) const {
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+      const float scale = scale_of(j);
+#pragma unroll
+      for (int chunk = 0; chunk < kRows / 8; ++chunk) {
+        uint32_t pair[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int r = chunk * 8 + i * 2;
+          constexpr int kPerWord = Value::kPerWord;
+          pair[i] = encode2<Code, Value>(values[r].word_of(j), j % kPerWord, scale,
+                                         values[r + 1].word_of(j), j % kPerWord, scale);
+        }
+        // The xor spreads the columns that a warp writes at once over the banks.
+        shared.transposed[col + j][(row / 8 + chunk) ^ swizzle(col + j)] =
+            make_uint2(pair[0] | (pair[1] << 16), pair[2] | (pair[3] << 16));
+      }
+    }
+    __syncthreads();
+    const int chunk = static_cast<int>(threadIdx.x) % kChunks;
+#pragma unroll
+    for (int pass = 0; pass < kTile * kChunks / kTileThreads; ++pass) {
+      const int c = static_cast<int>(threadIdx.x) / kChunks + pass * (kTileThreads / kChunks);
+      if (tile_col + c >= task.k_padded) return;
+      *reinterpret_cast<uint2*>(task.codes_t + (tile_col + c) * task.m_padded_t + tile_row +
+                                chunk * 8) = shared.transposed[c][chunk ^ swizzle(c)];
+    }
+  }
+
+ private:
+  __device__ static int swizzle(int column) { return (column >> 3) & (kChunks - 1); }
+};
+
+/// CUDA blocks that cover a task: one per tile, columns fastest.
+inline dim3 activation_grid(const ActivationTask& task) {
+  return dim3(static_cast<unsigned>((task.k + kTile - 1) / kTile),
+              static_cast<unsigned>((task.m + kTile - 1) / kTile));
+}
+
+inline bool activation_is_vectorized(const ActivationTask& task, DType dtype) {
+  const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
+  return reinterpret_cast<uintptr_t>(task.values) % 16 == 0 && task.k * size % 16 == 0;
+}
+
+}  // namespace qshard::cuda

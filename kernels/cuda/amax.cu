@@ -1,0 +1,69 @@
+// Largest |x| of each scale block, as float bits: an integer maximum, so that NaN wins.
+#include "kernels/cuda/row_image_tile.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+__global__ void __launch_bounds__(kThreads)
+    amax_reset(const __grid_constant__ RowImageBatch batch) {
+  int block = static_cast<int>(blockIdx.x);
+  const RowImageTask& task = find_task(batch, block);
+  const int i = block * kThreads + static_cast<int>(threadIdx.x);
+  if (i < task.grid_numel) task.amax[i] = 0.f;
+}
+
+template <typename Value>
+__global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ RowImageBatch batch) {
+  using Raw = typename Value::Raw;
+  int block = static_cast<int>(blockIdx.x);
+  const RowImageTask& task = find_task(batch, block);
+  const Tile tile = find_tile(task, block);
+  const Raw* values = static_cast<const Raw*>(task.values);
+
+  uint32_t largest = 0;
+  if (task.vectorized) {
+    for_each_group<Vector<Value>::kSize>(tile, task.cols, [&](int row, int col) {
+      const auto v = load_vector<Value>(values + static_cast<int64_t>(row) * task.cols + col);
+#pragma unroll
+      for (uint32_t word : v.word) largest = Value::max(largest, Value::magnitudes(word));
+    });
+  } else {
+    for_each_group<1>(tile, task.cols, [&](int row, int col) {
+      const uint32_t word = values[static_cast<int64_t>(row) * task.cols + col];
+      largest = Value::max(largest, Value::magnitudes(word));
+    });
+  }
+  largest = Value::amax_bits(largest);
+
+  __shared__ uint32_t of_warp[kThreads / 32];
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    largest = threadIdx.x < kThreads / 32 ? of_warp[threadIdx.x] : 0;
+    largest = __reduce_max_sync(0xffffffffu, largest);
+    if (threadIdx.x == 0) {
+      atomicMax(reinterpret_cast<unsigned int*>(task.amax) + tile.grid_index,
+                canonical_amax(largest));
+    }
+  }
+}
+
+}  // namespace
+
+int amax_reset_blocks(const RowImageTask& task) {
+  return (task.grid_numel + kThreads - 1) / kThreads;
+}
+
+int amax_blocks(const RowImageTask& task) { return task.live_tile_rows * task.tile_cols; }
+
+cudaError_t launch_amax_reset(const RowImageBatch& batch, cudaStream_t stream) {
+  return launch_batch(amax_reset, batch, stream);
+}
+
+cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
+  return with_value_type(
+      value_dtype, [&](auto value) { return launch_batch(amax<decltype(value)>, batch, stream); });
+}
+
+}  // namespace qshard::cuda

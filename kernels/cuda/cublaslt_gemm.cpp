@@ -1,0 +1,191 @@
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/Exception.h>
+#include <cublasLt.h>
+
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <string_view>
+#include <unordered_map>
+
+#include "kernels/gemm.h"
+
+namespace qshard {
+namespace {
+
+constexpr size_t kWorkspaceBytes = 32u << 20;  // NVIDIA's recommendation for Hopper
+constexpr size_t kMaxPlans = 4096;             // per thread; ragged token counts make new ones
+
+void check(cublasStatus_t status, const char* call) {
+  TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "cuBLASLt: ", cublasLtGetStatusString(status),
+              " in ", call);
+}
+#define QSHARD_CUBLAS_CHECK(call) check(call, #call)
+
+cudaDataType_t cuda_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return CUDA_R_32F;
+    case DType::kBFloat16:
+      return CUDA_R_16BF;
+    case DType::kFloat16:
+      return CUDA_R_16F;
+    case DType::kFloat8E4M3:
+      return CUDA_R_8F_E4M3;
+    case DType::kFloat8E5M2:
+      return CUDA_R_8F_E5M2;
+    case DType::kUInt8:
+      break;
+  }
+  TORCH_CHECK(false, "qshard: no GEMM for raw bytes");
+}
+
+cublasLtMatmulMatrixScale_t cublas_scale_mode(ScaleMode mode) {
+  switch (mode) {
+    case ScaleMode::kBlock1x128:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case ScaleMode::kBlock128x128:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    case ScaleMode::kTensor:
+      break;
+  }
+  return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+}
+
+uint32_t alignment_of(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
+  return static_cast<uint32_t>(address & (~address + 1));
+}
+
+// Everything the choice of an algorithm depends on; compared and hashed as bytes.
+struct PlanKey {
+  int64_t rows_a, rows_b, k, ld_a, ld_b;
+  uint32_t align_a, align_b, align_out;
+  int32_t device;
+  DType dtype_a, dtype_b, dtype_out;
+  ScaleMode scale_a, scale_b;
+  bool has_bias, fast_accumulate;
+  uint8_t unused;
+
+  bool operator==(const PlanKey& other) const {
+    return std::memcmp(this, &other, sizeof(*this)) == 0;
+  }
+};
+static_assert(sizeof(PlanKey) == 5 * 8 + 4 * 4 + 8, "no padding: the key is hashed as bytes");
+
+struct PlanHash {
+  size_t operator()(const PlanKey& key) const {
+    return std::hash<std::string_view>()({reinterpret_cast<const char*>(&key), sizeof(key)});
+  }
+};
+
+// cuBLASLt is column-major: our row-major out (a.rows, b.rows) is its D (b.rows x a.rows), so its A
+// is our b. FP8 on Hopper takes A transposed and B not, which is both operands with k contiguous.
+struct Descriptors {
+  cublasLtMatmulDescOpaque_t matmul;
+  cublasLtMatrixLayoutOpaque_t a, b, d;
+
+  explicit Descriptors(const Fp8Gemm& gemm) {
+    QSHARD_CUBLAS_CHECK(cublasLtMatmulDescInit(&matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(gemm.fast_accumulate));
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, cublas_scale_mode(gemm.b.scale_mode));
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, cublas_scale_mode(gemm.a.scale_mode));
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, gemm.b.scale_inv);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, gemm.a.scale_inv);
+    if (gemm.bias != nullptr) {
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, gemm.bias);
+      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(gemm.out_dtype));
+    }
+    QSHARD_CUBLAS_CHECK(
+        cublasLtMatrixLayoutInit(&a, cuda_type(gemm.b.dtype), gemm.k, gemm.b.rows, gemm.b.ld));
+    QSHARD_CUBLAS_CHECK(
+        cublasLtMatrixLayoutInit(&b, cuda_type(gemm.a.dtype), gemm.k, gemm.a.rows, gemm.a.ld));
+    QSHARD_CUBLAS_CHECK(cublasLtMatrixLayoutInit(&d, cuda_type(gemm.out_dtype), gemm.b.rows,
+                                                 gemm.a.rows, gemm.b.rows));
+  }
+
+ private:
+  template <typename T>
+  void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
+    QSHARD_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(&matmul, attribute, &value, sizeof(value)));
+  }
+};
+
+// Empty: cuBLASLt has no kernel.
+using Plan = std::optional<cublasLtMatmulAlgo_t>;
+
+Plan make_plan(cublasLtHandle_t handle, const PlanKey& key, Descriptors& descriptors) {
+  cublasLtMatmulPreferenceOpaque_t preference;
+  QSHARD_CUBLAS_CHECK(cublasLtMatmulPreferenceInit(&preference));
+  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+    QSHARD_CUBLAS_CHECK(
+        cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
+  };
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kWorkspaceBytes));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.align_b);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.align_a);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.align_out);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.align_out);
+  cublasLtMatmulHeuristicResult_t result = {};
+  int found = 0;
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+      handle, &descriptors.matmul, &descriptors.a, &descriptors.b, &descriptors.d, &descriptors.d,
+      &preference, 1, &result, &found);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return {};
+  QSHARD_CUBLAS_CHECK(status);
+  if (found == 0 || result.state != CUBLAS_STATUS_SUCCESS) return {};
+  return result.algo;
+}
+
+}  // namespace
+
+bool fp8_gemm(const Fp8Gemm& gemm) {
+  if (gemm.a.rows == 0 || gemm.b.rows == 0) return true;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
+  const PlanKey key{gemm.a.rows,
+                    gemm.b.rows,
+                    gemm.k,
+                    gemm.a.ld,
+                    gemm.b.ld,
+                    alignment_of(gemm.a.codes),
+                    alignment_of(gemm.b.codes),
+                    alignment_of(gemm.out),
+                    stream.device_index(),
+                    gemm.a.dtype,
+                    gemm.b.dtype,
+                    gemm.out_dtype,
+                    gemm.a.scale_mode,
+                    gemm.b.scale_mode,
+                    gemm.bias != nullptr,
+                    gemm.fast_accumulate,
+                    0};
+  Descriptors descriptors(gemm);
+  thread_local std::unordered_map<PlanKey, Plan, PlanHash> plans;
+  auto found = plans.find(key);
+  if (found == plans.end()) {
+    if (plans.size() >= kMaxPlans) plans.clear();
+    found = plans.emplace(key, make_plan(handle, key, descriptors)).first;
+  }
+  if (!found->second) return false;
+  const auto workspace = c10::cuda::CUDACachingAllocator::get()->allocate(kWorkspaceBytes);
+  const float alpha = 1.f;
+  const float beta = 0.f;
+  const cublasStatus_t status = cublasLtMatmul(
+      handle, &descriptors.matmul, &alpha, gemm.b.codes, &descriptors.a, gemm.a.codes,
+      &descriptors.b, &beta, gemm.out, &descriptors.d, gemm.out, &descriptors.d, &*found->second,
+      workspace.get(), kWorkspaceBytes, stream.stream());
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) {  // found only now: nothing was launched
+    found->second.reset();
+    return false;
+  }
+  check(status, "cublasLtMatmul");
+  return true;
+}
+
+}  // namespace qshard

@@ -1,0 +1,47 @@
+// FP8 linear on Hopper: quantized operands and their GEMMs. Runs on the current device and stream.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "kernels/gemm.h"
+#include "kernels/linear.h"
+
+namespace qshard::cuda {
+
+/// Whether the device runs every FP8 GEMM below: compute capability 9.0.
+bool has_fp8_gemm(at::Device device);
+
+/// An activation or gradient (M, K) as GEMM operands that contract along K and, transposed, along
+/// M.
+struct Fp8Activation {
+  at::Tensor buffer;   // owns rows' memory
+  Fp8Operand rows;     // (M or M padded to 16, K padded to 16)
+  at::Tensor saved;    // owns columns' memory: uint8 (saved_input_bytes(M, K),)
+  Fp8Operand columns;  // (K padded to 16, M padded to 128)
+};
+
+/// Quantizes x (M, K) once, in the orientations asked for, as `format` scales activations.
+Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DType code_dtype,
+                                  bool rows, bool columns);
+
+/// The transposed operand that quantize_activation saved.
+Fp8Operand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k);
+
+/// The values of a saved operand, (m, k) in `dtype`.
+at::Tensor dequantize_saved(const at::Tensor& saved, const Format& format, int64_t m, int64_t k,
+                            at::ScalarType dtype);
+
+/// The GEMMs. Each returns an undefined tensor if cuBLASLt has no kernel.
+/// (m, N) = x @ weight^T + bias.
+at::Tensor fp8_forward(const Fp8Operand& x, int64_t m, const WeightOperand& weight,
+                       const std::optional<at::Tensor>& bias, const at::TensorOptions& options);
+/// (m, K) = grad @ weight.
+at::Tensor fp8_grad_input(const Fp8Operand& grad, int64_t m, const WeightOperand& weight,
+                          const at::TensorOptions& options);
+/// (n, k) = grad^T @ x, both operands transposed.
+at::Tensor fp8_grad_weight(const Fp8Operand& grad_t, const Fp8Operand& x_t, int64_t n, int64_t k,
+                           const at::TensorOptions& options);
+
+}  // namespace qshard::cuda

@@ -1,0 +1,68 @@
+// Row images from values, and grids of scale_inv, given the blocks' amaxes.
+//
+// The first CUDA blocks of a task each write one tile of the image; the rest write the grid, which
+// covers the whole logical tensor.
+#include "kernels/cuda/row_image_tile.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+template <typename Value>
+__global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ RowImageBatch batch) {
+  using Raw = typename Value::Raw;
+  constexpr int kSize = Vector<Value>::kSize;
+  int block = static_cast<int>(blockIdx.x);
+  const RowImageTask& task = find_task(batch, block);
+
+  const int tiles = tile_count(task);
+  if (block >= tiles) {
+    const int i = (block - tiles) * kThreads + static_cast<int>(threadIdx.x);
+    if (i < task.grid_numel) {
+      task.grid[i] = inverse_scale(scale_from_amax(task.amax[i], task.code_max, task.power_of_two));
+    }
+    return;
+  }
+
+  const Tile tile = find_tile(task, block);
+  if (tile.grid_index < 0) {
+    for_each_group<16>(tile, task.row_bytes, [&](int row, int col) {
+      *reinterpret_cast<uint4*>(task.image + static_cast<int64_t>(row) * task.row_bytes + col) =
+          make_uint4(0, 0, 0, 0);
+    });
+    return;
+  }
+  const float scale = scale_from_amax(task.amax[tile.grid_index], task.code_max, task.power_of_two);
+  const Raw* values = static_cast<const Raw*>(task.values);
+  if (task.vectorized) {
+    for_each_group<kSize>(tile, task.row_bytes, [&](int row, int col) {
+      VectorCodes<E4M3, Value> codes = {};
+      if (col < task.cols) {
+        codes = {load_vector<Value>(values + static_cast<int64_t>(row) * task.cols + col), scale};
+      }
+      *reinterpret_cast<VectorCodes<E4M3, Value>*>(
+          task.image + static_cast<int64_t>(row) * task.row_bytes + col) = codes;
+    });
+  } else {
+    for_each_group<1>(tile, task.row_bytes, [&](int row, int col) {
+      uint8_t code = 0;
+      if (col < task.cols) {
+        code = encode<E4M3, Value>(values[static_cast<int64_t>(row) * task.cols + col], scale);
+      }
+      task.image[static_cast<int64_t>(row) * task.row_bytes + col] = code;
+    });
+  }
+}
+
+}  // namespace
+
+int quantize_blocks(const RowImageTask& task) {
+  return tile_count(task) + (task.grid_numel + kThreads - 1) / kThreads;
+}
+
+cudaError_t launch_quantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
+  return with_value_type(value_dtype, [&](auto value) {
+    return launch_batch(quantize<decltype(value)>, batch, stream);
+  });
+}
+
+}  // namespace qshard::cuda

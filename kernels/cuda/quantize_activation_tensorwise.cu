@@ -1,0 +1,48 @@
+#include "kernels/cuda/activation_tile.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+template <typename Value, typename Code>
+__global__ void __launch_bounds__(kTileThreads)
+    quantize_tensorwise(const __grid_constant__ ActivationTask task, const float* amax,
+                        bool vectorized) {
+  using Tile = ActivationTile<Value>;
+  __shared__ typename Tile::Shared shared;
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  const float scale = scale_from_amax(*amax, Code::kMax, task.power_of_two);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
+    if (task.codes != nullptr) *task.scale_inv = inverse_scale(scale);
+    if (task.codes_t != nullptr) *task.scale_inv_t = inverse_scale(scale);
+  }
+  Tile tile;
+  tile.load(task, tile_row, tile_col, vectorized);
+  const auto scale_of = [&](int) { return scale; };
+  if (task.codes != nullptr) tile.template store_rows<Code>(task, tile_row, tile_col, scale_of);
+  if (task.codes_t != nullptr) {
+    tile.template store_columns<Code>(task, tile_row, tile_col, shared, scale_of);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, const float* amax,
+                                                  DType value_dtype, DType code_dtype,
+                                                  cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  const bool vectorized = activation_is_vectorized(task, value_dtype);
+  return with_value_type(value_dtype, [&](auto value) {
+    using Value = decltype(value);
+    if (code_dtype == DType::kFloat8E5M2) {
+      quantize_tensorwise<Value, E5M2>
+          <<<activation_grid(task), kTileThreads, 0, stream>>>(task, amax, vectorized);
+    } else {
+      quantize_tensorwise<Value, E4M3>
+          <<<activation_grid(task), kTileThreads, 0, stream>>>(task, amax, vectorized);
+    }
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace qshard::cuda

@@ -1,0 +1,141 @@
+#include "kernels/cuda/quantize_cuda.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/cuda/row_image_kernels.h"
+
+namespace qshard::cuda {
+namespace {
+
+constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
+
+bool rows_are_vectors(const void* values, int64_t cols, DType dtype) {
+  const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
+  return reinterpret_cast<uintptr_t>(values) % 16 == 0 && cols * size % 16 == 0;
+}
+
+// Describes rows whose row 0 is logical row `row_offset`; live_rows of them belong to the tensor.
+RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, int64_t live_rows,
+                      DType value_dtype, const void* values) {
+  const Format& format = *layout.format;
+  TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.has_grid() &&
+                  (format.block_rows == 0 || format.block_rows == kTileRows) &&
+                  (format.block_cols == 0 || format.block_cols == kTileCols),
+              "qshard: no CUDA kernel for format ", format.name);
+  TORCH_CHECK(rows <= kMaxInt && layout.row_bytes() <= kMaxInt && layout.amax_numel() <= kMaxInt,
+              "qshard: a quantized tensor of ", rows, " x ", layout.cols,
+              " is too large for the CUDA kernels");
+  RowImageTask task = {};
+  task.values = const_cast<void*>(values);
+  task.row_offset = row_offset;
+  task.matrix_rows = layout.matrix_rows;
+  task.rows = static_cast<int>(rows);
+  task.live_rows = static_cast<int>(live_rows);
+  task.cols = static_cast<int>(layout.cols);
+  task.row_bytes = static_cast<int>(layout.row_bytes());
+  task.tile_cols = static_cast<int>(ceil_div(layout.cols, kTileCols));
+  task.grid_numel = static_cast<int>(layout.amax_numel());
+  task.grid_cols = static_cast<int>(layout.grid_cols());
+  task.code_max = format.code_max;
+  task.blockwise = format.block_rows != 0;
+  task.power_of_two = format.power_of_two_scales;
+  task.vectorized = rows_are_vectors(values, layout.cols, value_dtype);
+  if (live_rows > 0) {
+    const int64_t tiles_per_matrix = ceil_div(layout.matrix_rows, kTileRows);
+    const auto tile_row = [&](int64_t row) {
+      return row / layout.matrix_rows * tiles_per_matrix + row % layout.matrix_rows / kTileRows;
+    };
+    task.tiles_per_matrix = static_cast<int>(tiles_per_matrix);
+    task.first_tile_row = tile_row(row_offset);
+    task.live_tile_rows =
+        static_cast<int>(tile_row(row_offset + live_rows - 1) - task.first_tile_row + 1);
+  }
+  return task;
+}
+
+RowImageTask describe(const QuantizeTask& task) {
+  const Layout& layout = task.layout;
+  RowImageTask out = describe(layout, layout.row_offset == Layout::kOpen ? 0 : layout.row_offset,
+                              layout.rows, layout.live_rows(), task.value_dtype, task.values);
+  out.image = task.image;
+  out.amax = task.amax;
+  out.grid = task.grid;
+  return out;
+}
+
+// A window of an image is a shard of its own, whose row 0 is the window's.
+RowImageTask describe(const DequantizeTask& task) {
+  const Layout& layout = task.layout;
+  const int64_t offset =
+      (layout.row_offset == Layout::kOpen ? 0 : layout.row_offset) + task.first_row;
+  const int64_t live = std::clamp<int64_t>(layout.logical_rows - offset, 0, task.rows);
+  RowImageTask out = describe(layout, offset, task.rows, live, task.value_dtype, task.values);
+  out.image = const_cast<uint8_t*>(task.image) + task.first_row * layout.row_bytes();
+  out.grid = const_cast<float*>(task.grid);
+  return out;
+}
+
+// Packs the tasks that `select`s into as few launches as possible.
+template <typename Task, typename Select, typename Blocks, typename Launch>
+void launch_batches(std::span<const Task> tasks, const Select& select, const Blocks& blocks_of,
+                    const Launch& launch) {
+  RowImageBatch batch;
+  const auto flush = [&] {
+    if (batch.count > 0) C10_CUDA_CHECK(launch(batch));
+    batch.count = 0;
+  };
+  for (const Task& task : tasks) {
+    if (!select(task)) continue;
+    const RowImageTask described = describe(task);
+    const int blocks = blocks_of(described);
+    if (blocks == 0) continue;
+    if (batch.count == RowImageBatch::kCapacity ||
+        batch.first_block[batch.count] > kMaxInt - blocks) {
+      flush();
+    }
+    batch.tasks[batch.count] = described;
+    batch.first_block[batch.count + 1] = batch.first_block[batch.count] + blocks;
+    ++batch.count;
+  }
+  flush();
+}
+
+// One launch sequence per value type: a batch holds one type.
+template <typename Task, typename Blocks, typename Launch>
+void launch_by_type(std::span<const Task> tasks, const Blocks& blocks_of, const Launch& launch) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    launch_batches(
+        tasks, [&](const Task& task) { return task.value_dtype == dtype; }, blocks_of,
+        [&](const RowImageBatch& batch) { return launch(batch, dtype); });
+  }
+}
+
+}  // namespace
+
+void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  launch_batches(
+      tasks, [](const QuantizeTask&) { return true; }, amax_reset_blocks,
+      [&](const RowImageBatch& batch) { return launch_amax_reset(batch, cuda_stream); });
+  launch_by_type(tasks, amax_blocks, [&](const RowImageBatch& batch, DType dtype) {
+    return launch_amax(batch, dtype, cuda_stream);
+  });
+}
+
+void quantize(std::span<const QuantizeTask> tasks, void* stream) {
+  launch_by_type(tasks, quantize_blocks, [&](const RowImageBatch& batch, DType dtype) {
+    return launch_quantize(batch, dtype, static_cast<cudaStream_t>(stream));
+  });
+}
+
+void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
+  launch_by_type(tasks, dequantize_blocks, [&](const RowImageBatch& batch, DType dtype) {
+    return launch_dequantize(batch, dtype, static_cast<cudaStream_t>(stream));
+  });
+}
+
+}  // namespace qshard::cuda

@@ -1,0 +1,186 @@
+// How kernels read, write and encode each value type. `Raw` is what lies in memory: kernels keep it
+// in registers and convert late.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "kernels/float8.h"
+#include "kernels/formats.h"
+
+namespace qshard::cuda {
+
+/// A 32-bit word holds kPerWord values, the first in its low bits. `i` is a compile-time constant
+/// wherever it matters: loops over it are unrolled.
+struct Float32 {
+  using Raw = uint32_t;
+  static constexpr int kPerWord = 1;
+  __device__ static float load(uint32_t word, int) { return __uint_as_float(word); }
+  __device__ static Raw store(float x) { return __float_as_uint(x); }
+  __device__ static uint32_t sign_of_code(uint32_t word, int) { return (word >> 24) & 0x80u; }
+  // Magnitudes order as the values do, NaN on top, so maxima need no conversion.
+  __device__ static uint32_t magnitudes(uint32_t word) { return word & kAbsMask; }
+  __device__ static uint32_t max(uint32_t a, uint32_t b) { return ::max(a, b); }
+  /// fp32 bits of one magnitude, and of the larger of a word's.
+  __device__ static uint32_t amax_bits(uint32_t word, int) { return word; }
+  __device__ static uint32_t amax_bits(uint32_t word) { return word; }
+};
+
+struct SixteenBits {
+  using Raw = uint16_t;
+  static constexpr int kPerWord = 2;
+  __device__ static uint32_t sign_of_code(uint32_t word, int i) {
+    return (word >> (8 + 16 * i)) & 0x80u;
+  }
+  __device__ static uint32_t magnitudes(uint32_t word) { return word & 0x7fff7fffu; }
+  __device__ static uint32_t max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+};
+
+struct BFloat16 : SixteenBits {
+  __device__ static float load(uint32_t word, int i) {
+    return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
+  }
+  __device__ static Raw store(float x) { return float_to_bfloat16(x); }
+  __device__ static uint32_t amax_bits(uint32_t word, int i) {
+    return __float_as_uint(load(word, i));
+  }
+  __device__ static uint32_t amax_bits(uint32_t word) {
+    return ::max(amax_bits(word, 0), amax_bits(word, 1));
+  }
+};
+
+struct Float16 : SixteenBits {
+  __device__ static float load(uint32_t word, int i) {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(word >> (16 * i))));
+  }
+  __device__ static Raw store(float x) {
+    // The conversion drops the sign of a NaN.
+    const uint32_t bits = __float_as_uint(x);
+    if ((bits & kAbsMask) > kInfBits) return float_to_half(x);
+    return __half_as_ushort(__float2half_rn(x));
+  }
+  __device__ static uint32_t amax_bits(uint32_t word, int i) {
+    return __float_as_uint(load(word, i));
+  }
+  __device__ static uint32_t amax_bits(uint32_t word) {
+    return ::max(amax_bits(word, 0), amax_bits(word, 1));
+  }
+};
+
+/// 16 bytes of values.
+template <typename Value>
+struct alignas(16) Vector {
+  static constexpr int kSize = 4 * Value::kPerWord;
+  uint32_t word[4];
+
+  __device__ uint32_t word_of(int i) const { return word[i / Value::kPerWord]; }
+};
+
+/// Reads 16 bytes that no thread of this kernel writes, so that loads may move ahead of stores.
+template <typename Value>
+__device__ __forceinline__ Vector<Value> load_vector(const typename Value::Raw* values) {
+  const uint4 bits = __ldg(reinterpret_cast<const uint4*>(values));
+  return {{bits.x, bits.y, bits.z, bits.w}};
+}
+
+/// Writes 16 bytes: store_of(i) is the i-th value.
+template <typename Value, typename StoreOf>
+__device__ __forceinline__ void store_vector(typename Value::Raw* values, const StoreOf& store_of) {
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    word[i] = store_of(i * Value::kPerWord);
+    if constexpr (Value::kPerWord == 2) {
+      word[i] |= static_cast<uint32_t>(store_of(i * 2 + 1)) << 16;
+    }
+  }
+  *reinterpret_cast<uint4*>(values) = make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+struct E4M3 {
+  static constexpr float kMax = kE4M3Max;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+  static constexpr __nv_fp8_interpretation_t kInterpretation = __NV_E4M3;
+#endif
+  __device__ static uint32_t encode_portable(float x) { return encode_e4m3(x); }
+};
+
+struct E5M2 {
+  static constexpr float kMax = kE5M2Max;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+  static constexpr __nv_fp8_interpretation_t kInterpretation = __NV_E5M2;
+#endif
+  __device__ static uint32_t encode_portable(float x) { return encode_e5m2(x); }
+};
+
+/// Codes of two values, the first in the low byte: value i_a of word a times scale_a, and so for b.
+/// A NaN loses its sign in the product, so signs come from the words.
+template <typename Code, typename Value>
+__device__ __forceinline__ uint32_t encode2(uint32_t a, int i_a, float scale_a, uint32_t b, int i_b,
+                                            float scale_b) {
+  const float x = __fmul_rn(Value::load(a, i_a), scale_a);
+  const float y = __fmul_rn(Value::load(b, i_b), scale_b);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  const uint32_t codes =
+      __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, Code::kInterpretation);
+#else
+  const uint32_t codes = Code::encode_portable(x) | (Code::encode_portable(y) << 8);
+#endif
+  return codes | Value::sign_of_code(a, i_a) | (Value::sign_of_code(b, i_b) << 8);
+}
+
+template <typename Code, typename Value>
+__device__ __forceinline__ uint8_t encode(typename Value::Raw raw, float scale) {
+  return static_cast<uint8_t>(encode2<Code, Value>(raw, 0, scale, raw, 0, scale));
+}
+
+/// Codes of a whole vector times one scale, four to a word.
+template <typename Code, typename Value>
+struct alignas(Vector<Value>::kSize) VectorCodes {
+  static constexpr int kWords = Vector<Value>::kSize / 4;
+  uint32_t word[kWords];
+
+  VectorCodes() = default;
+  __device__ __forceinline__ VectorCodes(const Vector<Value>& v, float scale) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      word[i] = pair(v, 4 * i, scale) | (pair(v, 4 * i + 2, scale) << 16);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t pair(const Vector<Value>& v, int i, float scale) {
+    constexpr int kPerWord = Value::kPerWord;
+    return encode2<Code, Value>(v.word_of(i), i % kPerWord, scale, v.word_of(i + 1),
+                                (i + 1) % kPerWord, scale);
+  }
+};
+
+/// value of an E4M3 code times scale_inv; NaN keeps its sign.
+__device__ __forceinline__ float decode_e4m3_scaled(uint32_t code, float scale_inv) {
+  const uint32_t magnitude = code & 0x7fu;
+  // Shifted left by 7 the code is the fp16 of value * 2^-8, subnormals included.
+  const uint32_t half = ((code & 0x80u) << 8) | (magnitude << 7);
+  const float value = __half2float(__ushort_as_half(static_cast<uint16_t>(half))) * 256.f;
+  const float scaled = __fmul_rn(value, scale_inv);
+  return magnitude == 0x7fu ? __uint_as_float(kNaNBits | ((code & 0x80u) << 24)) : scaled;
+}
+
+/// Calls run(Value{}) with the type of `dtype`.
+template <typename Run>
+cudaError_t with_value_type(DType dtype, const Run& run) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return run(Float32{});
+    case DType::kBFloat16:
+      return run(BFloat16{});
+    case DType::kFloat16:
+      return run(Float16{});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace qshard::cuda

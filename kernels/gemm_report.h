@@ -1,0 +1,34 @@
+// Which GEMM path each linear took: the counts behind backend_report().
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/formats.h"
+
+namespace qshard {
+
+enum class GemmDirection : uint8_t { kForward, kGradInput, kGradWeight };
+constexpr int kGemmDirections = 3;
+
+/// Why a GEMM ran on dequantized values.
+enum class GemmFallback : uint8_t {
+  kNone,  // it did not: FP8
+  kCpu,
+  kDevice,
+  kDtype,
+  kOutFeatures,
+  kWindow,
+  kAlignment,
+  kTooLarge,
+  kNoKernel,
+};
+constexpr int kGemmFallbacks = 9;
+
+/// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
+void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);
+
+/// One line per path taken in this process.
+std::string gemm_report();
+
+}  // namespace qshard

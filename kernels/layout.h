@@ -1,0 +1,65 @@
+// Where the bytes of a quantized shard lie: the row image and the scale grid.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/formats.h"
+
+namespace qshard {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+/// Placement and geometry of the rows one buffer holds.
+///
+/// The logical tensor is `logical_rows x cols`: `logical_rows / matrix_rows` matrices of
+/// `matrix_rows` rows each (one for a 2-D weight, one per expert for N-D weights). Scale blocks are
+/// anchored at each matrix's row 0, never at a shard's row 0, and never span matrices.
+struct Layout {
+  static constexpr int64_t kOpen = -1;  // row_offset not known yet: owns no logical rows
+
+  const Format* format = nullptr;
+  int64_t rows = 0;          // rows held, padding included
+  int64_t cols = 0;          // K, elements per row
+  int64_t logical_rows = 0;  // R
+  int64_t matrix_rows = 0;   // rows per matrix; logical_rows % matrix_rows == 0
+  int64_t row_offset = 0;    // logical row of row 0, or kOpen
+
+  /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row.
+  int64_t code_bytes() const { return ceil_div(cols * format->code_bits, 8); }
+  int64_t row_scale_offset() const { return round_up(code_bytes(), 16); }
+  int64_t row_scale_bytes() const {
+    return format->row_scale_cols ? ceil_div(cols, format->row_scale_cols) : 0;
+  }
+  int64_t row_bytes() const { return round_up(row_scale_offset() + row_scale_bytes(), 16); }
+  int64_t image_bytes() const { return rows * row_bytes(); }
+
+  /// Blocks of the logical tensor: block (i, j) holds rows `[i*B, (i+1)*B)` of its matrix. The
+  /// amaxes of these blocks are what a flush agrees on between ranks.
+  int64_t matrices() const { return matrix_rows ? logical_rows / matrix_rows : 0; }
+  int64_t block_rows_per_matrix() const {
+    return format->block_rows ? ceil_div(matrix_rows, format->block_rows) : 1;
+  }
+  int64_t grid_rows() const { return matrices() * block_rows_per_matrix(); }
+  int64_t grid_cols() const {
+    return cols == 0 ? 0 : format->block_cols ? ceil_div(cols, format->block_cols) : 1;
+  }
+  int64_t amax_numel() const { return grid_rows() * grid_cols(); }
+  int64_t grid_numel() const { return format->has_grid() ? amax_numel() : 0; }
+
+  /// Grid row of a logical row.
+  int64_t grid_row(int64_t logical_row) const {
+    const int64_t in_matrix = logical_row % matrix_rows;
+    return logical_row / matrix_rows * block_rows_per_matrix() +
+           (format->block_rows ? in_matrix / format->block_rows : 0);
+  }
+
+  /// Rows held that are rows of the logical tensor: padding and open placements own none.
+  int64_t live_rows() const {
+    if (row_offset == kOpen) return 0;
+    const int64_t left = logical_rows - row_offset;
+    return left < 0 ? 0 : left < rows ? left : rows;
+  }
+};
+
+}  // namespace qshard

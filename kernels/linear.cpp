@@ -1,0 +1,256 @@
+#include "kernels/linear.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+
+#include <limits>
+
+#include "kernels/gemm_report.h"
+#include "kernels/quantize.h"
+#include "kernels/value_dtype.h"
+#ifdef QSHARD_WITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels/cuda/linear_fp8.h"
+#endif
+
+namespace qshard {
+namespace {
+
+bool device_has_fp8_gemm([[maybe_unused]] at::Device device) {
+#ifdef QSHARD_WITH_CUDA
+  return cuda::has_fp8_gemm(device);
+#else
+  return false;
+#endif
+}
+
+Stream current_stream([[maybe_unused]] at::Device device) {
+#ifdef QSHARD_WITH_CUDA
+  if (device.is_cuda()) return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
+#endif
+  return {device.is_cuda(), nullptr};
+}
+
+// The kernels count rows and tiles in 32 bits, and tiles of rows in 16.
+bool is_too_large(int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kMaxTileRows = 65535 * int64_t{128};
+  return m > kMaxTileRows || n > kMaxTileRows || k > kMaxTileRows;
+}
+
+// Why a GEMM that does not read the weight (grad_weight) cannot run in FP8.
+GemmFallback shape_fallback(at::Device device, at::ScalarType dtype, int64_t m, int64_t n,
+                            int64_t k) {
+  if (device.is_cpu()) return GemmFallback::kCpu;
+  if (!device_has_fp8_gemm(device)) return GemmFallback::kDevice;
+  if (!is_value_dtype(dtype)) return GemmFallback::kDtype;
+  if (n % 16 != 0) return GemmFallback::kOutFeatures;
+  return is_too_large(m, n, k) ? GemmFallback::kTooLarge : GemmFallback::kNone;
+}
+
+// Why a GEMM that reads the weight in place cannot run in FP8.
+GemmFallback weight_fallback(const WeightOperand& weight, at::ScalarType dtype, int64_t m) {
+  const Layout& layout = weight.layout;
+  const GemmFallback shape =
+      shape_fallback(weight.image.device(), dtype, m, weight.rows, layout.cols);
+  if (shape != GemmFallback::kNone) return shape;
+  const int64_t first =
+      (layout.row_offset == Layout::kOpen ? 0 : layout.row_offset) + weight.first_row;
+  const int64_t in_matrix = first % layout.matrix_rows;
+  const bool one_matrix = in_matrix + weight.rows <= layout.matrix_rows;
+  const int64_t block = layout.format->block_rows;
+  const bool usable =
+      first + weight.rows <= layout.logical_rows &&
+      (block == 0 ? one_matrix
+                  : in_matrix % block == 0 && (one_matrix || layout.matrix_rows % block == 0));
+  if (!usable) return GemmFallback::kWindow;
+  const bool aligned = reinterpret_cast<uintptr_t>(weight.image.const_data_ptr()) % 16 == 0;
+  return aligned ? GemmFallback::kNone : GemmFallback::kAlignment;
+}
+
+at::Tensor dequantize_weight(const WeightOperand& weight, at::ScalarType dtype) {
+  const bool direct = is_value_dtype(dtype);
+  at::Tensor values = at::empty({weight.rows, weight.layout.cols},
+                                weight.image.options().dtype(direct ? dtype : at::kFloat));
+  DequantizeTask task;
+  task.layout = weight.layout;
+  task.image = static_cast<const uint8_t*>(weight.image.const_data_ptr());
+  task.grid = weight.grid.defined() ? weight.grid.const_data_ptr<float>() : nullptr;
+  task.first_row = weight.first_row;
+  task.rows = weight.rows;
+  task.value_dtype = value_dtype(values.scalar_type());
+  task.values = values.mutable_data_ptr();
+  dequantize({&task, 1}, current_stream(weight.image.device()));
+  return direct ? values : values.to(dtype);
+}
+
+void check_weight(const WeightOperand& weight) {
+  const Layout& layout = weight.layout;
+  TORCH_CHECK(
+      weight.first_row >= 0 && weight.rows >= 0 && weight.first_row + weight.rows <= layout.rows,
+      "qshard: weight rows [", weight.first_row, ", ", weight.first_row + weight.rows,
+      ") lie outside an image of ", layout.rows, " rows");
+  TORCH_CHECK(weight.image.scalar_type() == at::kByte && weight.image.is_contiguous() &&
+                  weight.image.numel() == layout.image_bytes(),
+              "qshard: a weight's image must be contiguous uint8 of ", layout.image_bytes(),
+              " bytes");
+  TORCH_CHECK(!layout.format->has_grid() || (weight.grid.defined() && weight.grid.is_contiguous() &&
+                                             weight.grid.scalar_type() == at::kFloat &&
+                                             weight.grid.numel() == layout.grid_numel()),
+              "qshard: a weight's grid must be contiguous float32 of ", layout.grid_numel(),
+              " scales");
+}
+
+void check_activation(const at::Tensor& x, const WeightOperand& weight, int64_t cols,
+                      const char* name) {
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == cols, "qshard: linear's ", name, " must be (M, ", cols,
+              "), got ", x.sizes());
+  TORCH_CHECK(x.device() == weight.image.device(), "qshard: linear's ", name, " is on ", x.device(),
+              ", its weight on ", weight.image.device());
+  TORCH_CHECK(x.is_floating_point(), "qshard: linear's ", name, " must be floating point, got ",
+              x.scalar_type());
+}
+
+// a @ b rounded once to `dtype`, where the device can.
+at::Tensor mm_to(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype) {
+  const bool widens = dtype == at::kFloat && a.scalar_type() != at::kFloat && a.is_cuda() &&
+                      is_value_dtype(a.scalar_type());
+  return widens ? at::mm(a, b, dtype) : at::mm(a, b).to(dtype);
+}
+
+at::Tensor dequantized_forward(const at::Tensor& input, const WeightOperand& weight,
+                               const std::optional<at::Tensor>& bias) {
+  const at::Tensor values = dequantize_weight(weight, input.scalar_type());
+  return bias ? at::addmm(bias->to(input.scalar_type()), input, values.t())
+              : at::mm(input, values.t());
+}
+
+}  // namespace
+
+bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k) {
+  return m > 0 && n > 0 && k > 0 && n % 16 == 0 && !is_too_large(m, n, k) && device.is_cuda() &&
+         device_has_fp8_gemm(device);
+}
+
+int64_t saved_input_bytes(int64_t m, int64_t k) {
+  return round_up(k, 16) * (round_up(m, 128) + 4 * ceil_div(m, 128));
+}
+
+LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
+                             const std::optional<at::Tensor>& bias, bool save_quantized_input) {
+  check_weight(weight);
+  check_activation(input, weight, weight.layout.cols, "input");
+  const c10::OptionalDeviceGuard guard(input.device());
+  const int64_t m = input.size(0);
+  const int64_t n = weight.rows;
+  const int64_t k = weight.layout.cols;
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == n), "qshard: linear's bias must be (",
+              n, ",), got ", bias->sizes());
+  TORCH_CHECK(!save_quantized_input || can_save_quantized_input(input.device(), m, n, k),
+              "qshard: linear cannot save an FP8 input of ", m, " x ", k, " on ", input.device());
+  LinearForward result;
+  const auto no_bytes = input.options().dtype(at::kByte);
+  result.saved = at::empty({0}, no_bytes);
+  if (m == 0 || n == 0 || k == 0) {
+    result.output = at::zeros({m, n}, input.options());
+    if (bias) result.output.add_(*bias);
+    return result;
+  }
+  GemmFallback fallback = weight_fallback(weight, input.scalar_type(), m);
+#ifdef QSHARD_WITH_CUDA
+  const bool fp8 = fallback == GemmFallback::kNone;
+  if (fp8 || save_quantized_input) {
+    const Format& format = *weight.layout.format;
+    const cuda::Fp8Activation x = cuda::quantize_activation(input, format, DType::kFloat8E4M3,
+                                                            /*rows=*/fp8, save_quantized_input);
+    if (save_quantized_input) result.saved = x.saved;
+    if (fp8) result.output = cuda::fp8_forward(x.rows, m, weight, bias, input.options());
+    if (fp8 && !result.output.defined()) fallback = GemmFallback::kNoKernel;
+  }
+#endif
+  record_gemm(*weight.layout.format, GemmDirection::kForward, fallback);
+  if (!result.output.defined()) result.output = dequantized_forward(input, weight, bias);
+  return result;
+}
+
+LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weight,
+                               const at::Tensor& input, bool input_is_quantized, bool needs_input,
+                               bool needs_weight, at::ScalarType weight_grad_dtype) {
+  check_weight(weight);
+  check_activation(grad, weight, weight.rows, "gradient");
+  const c10::OptionalDeviceGuard guard(grad.device());
+  const Format& format = *weight.layout.format;
+  const int64_t m = grad.size(0);
+  const int64_t n = weight.rows;
+  const int64_t k = weight.layout.cols;
+  LinearBackward result;
+  if (m == 0 || n == 0 || k == 0) {
+    if (needs_input) result.grad_input = at::zeros({m, k}, grad.options());
+    if (needs_weight) {
+      result.grad_weight = at::zeros({n, k}, grad.options().dtype(weight_grad_dtype));
+    }
+    return result;
+  }
+  if (needs_weight && input_is_quantized) {
+    TORCH_CHECK(can_save_quantized_input(grad.device(), m, n, k) &&
+                    input.scalar_type() == at::kByte && input.numel() == saved_input_bytes(m, k),
+                "qshard: linear's saved input must be uint8 of ", saved_input_bytes(m, k),
+                " bytes, got ", input.scalar_type(), " ", input.sizes());
+  } else if (needs_weight) {
+    check_activation(input, weight, k, "input");
+    TORCH_CHECK(input.size(0) == m, "qshard: linear's input has ", input.size(0),
+                " rows, its gradient ", m);
+  }
+  GemmFallback for_input = weight_fallback(weight, grad.scalar_type(), m);
+  GemmFallback for_weight = shape_fallback(grad.device(), grad.scalar_type(), m, n, k);
+  at::Tensor values = input;
+#ifdef QSHARD_WITH_CUDA
+  const bool fp8_input = needs_input && for_input == GemmFallback::kNone;
+  const bool fp8_weight = needs_weight && for_weight == GemmFallback::kNone &&
+                          (input_is_quantized || is_value_dtype(input.scalar_type()));
+  if (fp8_input || fp8_weight) {
+    const cuda::Fp8Activation dy =
+        cuda::quantize_activation(grad, format, format.grad_dtype, fp8_input, fp8_weight);
+    if (fp8_input) {
+      result.grad_input = cuda::fp8_grad_input(dy.rows, m, weight, grad.options());
+      if (!result.grad_input.defined()) for_input = GemmFallback::kNoKernel;
+    }
+    if (fp8_weight) {
+      at::Tensor saved = input;
+      if (!input_is_quantized) {
+        saved = cuda::quantize_activation(input, format, DType::kFloat8E4M3, /*rows=*/false,
+                                          /*columns=*/true)
+                    .saved;
+      }
+      result.grad_weight =
+          cuda::fp8_grad_weight(dy.columns, cuda::saved_operand(saved, format, m, k), n, k,
+                                grad.options().dtype(weight_grad_dtype));
+      if (!result.grad_weight.defined()) for_weight = GemmFallback::kNoKernel;
+    }
+  }
+  if (needs_weight && input_is_quantized && !result.grad_weight.defined()) {
+    values = cuda::dequantize_saved(input, format, m, k, grad.scalar_type());
+  }
+#endif
+  if (needs_input) {
+    record_gemm(format, GemmDirection::kGradInput, for_input);
+    if (!result.grad_input.defined()) {
+      result.grad_input = at::mm(grad, dequantize_weight(weight, grad.scalar_type()));
+    }
+  }
+  if (needs_weight) {
+    record_gemm(format, GemmDirection::kGradWeight, for_weight);
+    if (!result.grad_weight.defined()) {
+      result.grad_weight = mm_to(grad.t(), values.to(grad.scalar_type()), weight_grad_dtype);
+    }
+  }
+  return result;
+}
+
+std::string backend_report() { return gemm_report(); }
+
+}  // namespace qshard

@@ -1,0 +1,57 @@
+// The linear layer's GEMMs with a quantized weight, on plain tensors.
+//
+// CUDA on Hopper: FP8 GEMM through cuBLASLt, activations and gradients quantized on the way in.
+// Elsewhere, or where a shape has no FP8 GEMM: dequantized weight and a GEMM in the activation
+// dtype; each such reason is warned about once and listed by backend_report().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "kernels/layout.h"
+
+namespace qshard {
+
+/// A weight (N, K) as plain tensors: N rows of a row image and its grid.
+struct WeightOperand {
+  Layout layout;          // of the whole buffer
+  at::Tensor image;       // uint8 (layout.rows, layout.row_bytes())
+  at::Tensor grid;        // float32 (grid_rows, grid_cols), undefined if the format has none
+  int64_t first_row = 0;  // rows [first_row, first_row + rows) of the image are the weight
+  int64_t rows = 0;       // N
+};
+
+/// Whether linear_forward can keep its input as FP8 for wgrad: decided from the device and sizes
+/// only, so that tracing with fake tensors decides alike. M tokens, N out features, K in features.
+bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k);
+
+/// Bytes of the packed saved input: codes of x^T plus its scales, for every format alike.
+int64_t saved_input_bytes(int64_t m, int64_t k);
+
+struct LinearForward {
+  at::Tensor output;  // (M, N) in the input's dtype
+  at::Tensor saved;   // uint8 (saved_input_bytes,) if asked for, else empty (0,)
+};
+
+/// output = input @ weight^T + bias; input (M, K) float32/bfloat16/float16, bias (N,).
+LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
+                             const std::optional<at::Tensor>& bias, bool save_quantized_input);
+
+struct LinearBackward {
+  at::Tensor grad_input;   // (M, K) in grad's dtype, undefined unless asked for
+  at::Tensor grad_weight;  // (N, K) in weight_grad_dtype, undefined unless asked for
+};
+
+/// grad (M, N); `input` is (M, K) plain, or what linear_forward saved when `input_is_quantized`.
+/// The gradient is quantized once, in the orientations that are needed.
+LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weight,
+                               const at::Tensor& input, bool input_is_quantized, bool needs_input,
+                               bool needs_weight, at::ScalarType weight_grad_dtype);
+
+/// One line per GEMM path taken so far in this process: format, direction, backend, count, and for
+/// a fallback its reason.
+std::string backend_report();
+
+}  // namespace qshard

@@ -1,0 +1,48 @@
+// Quantize and dequantize row images on plain memory, CPU or CUDA, many tensors per call.
+#pragma once
+
+#include <span>
+
+#include "kernels/layout.h"
+
+namespace qshard {
+
+/// Where a kernel runs. `stream` is a cudaStream_t; the caller holds the device guard.
+struct Stream {
+  bool is_cuda = false;
+  void* handle = nullptr;
+};
+
+/// One shard of one parameter. All pointers are device memory of the call's stream.
+struct QuantizeTask {
+  Layout layout;
+  DType value_dtype = DType::kFloat32;  // float32, bfloat16 or float16
+  const void* values = nullptr;         // (rows, cols), contiguous
+  uint8_t* image = nullptr;             // (rows, row_bytes), 16-byte aligned
+  float* amax = nullptr;                // (grid_rows, grid_cols)
+  float* grid = nullptr;                // (grid_rows, grid_cols) scale_inv; null if !has_grid()
+};
+
+/// Sets every entry of `amax`: the largest |x| of the task's live rows in each logical block (as
+/// float bits, so that NaN compares above infinity), 0 where this shard has no rows.
+void compute_amax(std::span<const QuantizeTask> tasks, Stream stream);
+
+/// Writes the whole `grid` (all logical blocks) from the agreed `amax`, and codes and row-local
+/// scales of the live rows from `values`. Padding rows and padding bytes become zero.
+void quantize(std::span<const QuantizeTask> tasks, Stream stream);
+
+struct DequantizeTask {
+  Layout layout;
+  const uint8_t* image = nullptr;
+  const float* grid = nullptr;
+  int64_t first_row = 0;  // rows [first_row, first_row + rows) of the image
+  int64_t rows = 0;
+  DType value_dtype = DType::kFloat32;
+  void* values = nullptr;  // (rows, cols), contiguous
+};
+
+/// values = code * scale_inv, rounded once to value_dtype. Rows that are not live read as zero; an
+/// open placement (row_offset == kOpen) reads its blocks as if row_offset were 0.
+void dequantize(std::span<const DequantizeTask> tasks, Stream stream);
+
+}  // namespace qshard

@@ -1,0 +1,66 @@
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+
+#include "kernels/layout.h"
+
+namespace qshard {
+namespace {
+
+TEST(Formats, AreFoundByName) {
+  for (const Format& format : formats()) EXPECT_EQ(&find_format(format.name), &format);
+}
+
+TEST(Formats, AnUnknownNameNamesTheKnownOnes) {
+  try {
+    find_format("float7");
+    FAIL();
+  } catch (const std::invalid_argument& error) {
+    const std::string what = error.what();
+    EXPECT_NE(what.find("float7"), std::string::npos);
+    for (const Format& format : formats()) EXPECT_NE(what.find(format.name), std::string::npos);
+  }
+}
+
+struct LayoutCase {
+  const char* format;
+  int64_t rows, cols, logical_rows, matrix_rows, row_offset;
+  int64_t row_bytes, grid_rows, grid_cols, live_rows;
+};
+
+class Layouts : public ::testing::TestWithParam<LayoutCase> {};
+
+TEST_P(Layouts, Arithmetic) {
+  const LayoutCase& c = GetParam();
+  const Layout layout{&find_format(c.format), c.rows,        c.cols,
+                      c.logical_rows,         c.matrix_rows, c.row_offset};
+  EXPECT_EQ(layout.row_bytes(), c.row_bytes);
+  EXPECT_EQ(layout.image_bytes(), c.rows * c.row_bytes);
+  EXPECT_EQ(layout.grid_rows(), c.grid_rows);
+  EXPECT_EQ(layout.grid_cols(), c.grid_cols);
+  EXPECT_EQ(layout.live_rows(), c.live_rows);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sizes, Layouts,
+    ::testing::Values(LayoutCase{"float8_tensorwise", 8, 16, 8, 8, 0, 16, 1, 1, 8},
+                      LayoutCase{"float8_tensorwise", 8, 17, 8, 4, 0, 32, 2, 1, 8},
+                      LayoutCase{"float8_tensorwise", 8, 0, 8, 8, 0, 0, 1, 0, 8},
+                      LayoutCase{"float8_tensorwise", 0, 8, 0, 0, 0, 16, 0, 1, 0},
+                      LayoutCase{"float8_blockwise", 64, 129, 300, 300, 250, 144, 3, 2, 50},
+                      LayoutCase{"float8_blockwise", 64, 128, 300, 150, 0, 128, 4, 1, 64},
+                      LayoutCase{"float8_blockwise", 4, 128, 300, 300, Layout::kOpen, 128, 3, 1, 0},
+                      LayoutCase{"float8_blockwise", 4, 128, 8, 8, 12, 128, 1, 1, 0}));
+
+TEST(Layout, GridRowsStartAnewInEveryMatrix) {
+  const Layout layout{&find_format("float8_blockwise"), 600, 8, 600, 200, 0};
+  EXPECT_EQ(layout.grid_row(0), 0);
+  EXPECT_EQ(layout.grid_row(127), 0);
+  EXPECT_EQ(layout.grid_row(128), 1);
+  EXPECT_EQ(layout.grid_row(199), 1);
+  EXPECT_EQ(layout.grid_row(200), 2);
+  EXPECT_EQ(layout.grid_row(599), 5);
+}
+
+}  // namespace
+}  // namespace qshard

@@ -1,0 +1,272 @@
+// The linear layer's three GEMMs on every device, against the same GEMM of dequantized operands in
+// double precision. On Hopper that covers the FP8 operands, their scale layouts and cuBLASLt.
+#include <c10/util/Exception.h>
+
+#include "kernel_cases.h"
+#include "kernels/linear.h"
+#ifdef QSHARD_WITH_CUDA
+#include "kernels/cuda/linear_fp8.h"
+#endif
+
+namespace qshard::testing {
+namespace {
+
+bool is_fp8(at::Device device) { return can_save_quantized_input(device, 16, 16, 16); }
+
+WeightOperand weight_operand(const at::Tensor& values, const Layout& layout) {
+  const Quantized q = quantized(values, layout);
+  return {layout, q.image, q.grid, 0, layout.rows};
+}
+
+Layout whole(const char* format, int64_t rows, int64_t cols) {
+  return {&find_format(format), rows, cols, rows, rows, 0};
+}
+
+at::Tensor dequantized(const WeightOperand& weight) {
+  const Quantized q{{}, weight.grid, weight.image};
+  return dequantized(q, weight.layout, at::kFloat, weight.first_row, weight.rows).cpu();
+}
+
+// What a GEMM sees of x (M, K) when it contracts along K; float, on the CPU.
+at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarType code) {
+  const at::Tensor values = x.cpu().to(at::kFloat).contiguous();
+  at::Tensor out = at::empty_like(values);
+  Format scaled = format;
+  scaled.code_max = code == at::kFloat8_e5m2 ? kE5M2Max : kE4M3Max;
+  const auto convert = [&](const at::Tensor& part, at::Tensor target) {
+    const float scale = reference_scale(part.abs().max().item<float>(), scaled);
+    const at::Tensor codes = (part * scale).clamp(-scaled.code_max, scaled.code_max).to(code);
+    target.copy_(codes.to(at::kFloat) * (1.f / scale));
+  };
+  if (format.block_rows == 0) {
+    convert(values, out);
+    return out;
+  }
+  for (int64_t row = 0; row < x.size(0); ++row) {
+    for (int64_t col = 0; col < x.size(1); col += 128) {
+      const int64_t width = std::min<int64_t>(128, x.size(1) - col);
+      convert(values[row].narrow(0, col, width), out[row].narrow(0, col, width));
+    }
+  }
+  return out;
+}
+
+at::ScalarType grad_code(const Format& format) {
+  return format.grad_dtype == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+}
+
+// Error relative to what rounding the sum of |a||b| costs.
+void expect_product(const at::Tensor& got, const at::Tensor& a, const at::Tensor& b,
+                    const char* what) {
+  const at::Tensor exact = a.to(at::kDouble).matmul(b.to(at::kDouble));
+  const at::Tensor size = a.to(at::kDouble).abs().matmul(b.to(at::kDouble).abs());
+  const double epsilon = got.scalar_type() == at::kBFloat16 ? 0x1p-8
+                         : got.scalar_type() == at::kHalf   ? 0x1p-11
+                                                            : 0x1p-22;
+  const at::Tensor allowed = exact.abs() * epsilon + size * 0x1p-11 + 1e-6;
+  const at::Tensor error = (got.cpu().to(at::kDouble) - exact).abs();
+  EXPECT_TRUE((error <= allowed).all().item<bool>())
+      << what << ": worst " << (error / allowed).max().item<double>() << " of what is allowed";
+}
+
+struct Sizes {
+  int64_t m, n, k;
+};
+
+class Linear : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType>> {};
+
+const Sizes kSizes[] = {
+    {64, 48, 32}, {200, 256, 384}, {16, 16, 16},   {128, 128, 128}, {129, 160, 1032}, {1, 128, 256},
+    {7, 32, 100}, {256, 384, 640}, {96, 272, 200}, {40, 20, 64},    {300, 1040, 520},
+};
+
+TEST_P(Linear, ForwardAndBackward) {
+  at::manual_seed(0);
+  const auto [name, dtype] = GetParam();
+  const Format& format = find_format(name);
+  for (const at::Device device : devices()) {
+    for (const auto& [m, n, k] : kSizes) {
+      SCOPED_TRACE(::testing::Message() << device << " " << m << "x" << n << "x" << k);
+      const bool saves = can_save_quantized_input(device, m, n, k);
+      const auto values = at::TensorOptions().dtype(dtype).device(device);
+      const at::Tensor x = at::randn({m, k}).mul(at::rand({m, 1}).add(0.1)).to(values);
+      const at::Tensor dy = at::randn({m, n}).mul(1e-3).to(values);
+      const at::Tensor bias = at::randn({n}).to(values);
+      const WeightOperand weight =
+          weight_operand(at::randn({n, k}).mul(0.02).to(device), whole(name, n, k));
+      const at::Tensor w = dequantized(weight);
+      const bool fp8 = is_fp8(device) && n % 16 == 0;
+      const at::Tensor x_seen =
+          fp8 ? as_activation(x, format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat);
+      const at::Tensor w_seen = fp8 ? w : w.to(dtype);
+
+      const LinearForward plain = linear_forward(x, weight, std::nullopt, false);
+      EXPECT_EQ(plain.saved.numel(), 0);
+      ASSERT_EQ(plain.output.sizes(), (at::IntArrayRef{m, n}));
+      ASSERT_EQ(plain.output.scalar_type(), dtype);
+      EXPECT_FALSE(plain.output.is_view());
+      EXPECT_EQ(plain.output.storage().nbytes(), plain.output.nbytes());
+      expect_product(plain.output, x_seen, w_seen.t(), "forward");
+
+      const LinearForward forward = linear_forward(x, weight, bias, saves);
+      const at::Tensor ones = at::ones({m, 1});
+      expect_product(forward.output, at::cat({x_seen, ones}, 1),
+                     at::cat({w_seen.t(), bias.cpu().to(w_seen.scalar_type()).unsqueeze(0)}, 0),
+                     "forward with bias");
+
+      const at::Tensor dy_seen =
+          fp8 ? as_activation(dy, format, grad_code(format)) : dy.cpu().to(at::kFloat);
+      const at::Tensor dy_t_seen =
+          fp8 ? as_activation(dy.t(), format, grad_code(format)) : dy.cpu().to(at::kFloat).t();
+      const at::Tensor x_t_seen =
+          fp8 ? as_activation(x.t(), format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat).t();
+      const bool quantized_inputs[] = {false, true};
+      for (const bool is_quantized : quantized_inputs) {
+        if (is_quantized && !saves) continue;
+        for (const at::ScalarType grad_dtype : {dtype, at::kFloat}) {
+          const LinearBackward backward = linear_backward(
+              dy, weight, is_quantized ? forward.saved : x, is_quantized, true, true, grad_dtype);
+          ASSERT_EQ(backward.grad_input.sizes(), (at::IntArrayRef{m, k}));
+          ASSERT_EQ(backward.grad_weight.sizes(), (at::IntArrayRef{n, k}));
+          EXPECT_EQ(backward.grad_input.scalar_type(), dtype);
+          EXPECT_EQ(backward.grad_weight.scalar_type(), grad_dtype);
+          expect_product(backward.grad_input, dy_seen, w_seen, "grad_input");
+          if (fp8 || grad_dtype == dtype) {
+            expect_product(backward.grad_weight, dy_t_seen, x_t_seen.t(), "grad_weight");
+          }
+        }
+      }
+    }
+  }
+}
+
+// Windows of one image: rows, matrices, a shard that starts inside a block.
+TEST_P(Linear, WeightWindows) {
+  at::manual_seed(1);
+  const auto [name, dtype] = GetParam();
+  const Format& format = find_format(name);
+  for (const at::Device device : devices()) {
+    for (const int64_t matrix_rows : {512, 256, 128}) {
+      const Layout layout{&find_format(name), 512, 144, 512, matrix_rows, 0};
+      const WeightOperand all = weight_operand(at::randn({512, 144}).to(device), layout);
+      const at::Tensor x = at::randn({48, 144}).to(device, dtype);
+      const at::Tensor dy = at::randn({48, 128}).to(device, dtype);
+      for (const int64_t first : {0, 128, 144, 384}) {
+        SCOPED_TRACE(::testing::Message() << device << " " << matrix_rows << " first " << first);
+        WeightOperand window = all;
+        window.first_row = first;
+        window.rows = 128;
+        const bool crosses = first % matrix_rows + 128 > matrix_rows;
+        const bool fp8 = is_fp8(device) && (format.block_rows ? first % 128 == 0 : !crosses);
+        const at::Tensor w = fp8 ? dequantized(window) : dequantized(window).to(dtype);
+        const at::Tensor x_seen =
+            fp8 ? as_activation(x, format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat);
+        const at::Tensor dy_seen =
+            fp8 ? as_activation(dy, format, grad_code(format)) : dy.cpu().to(at::kFloat);
+        expect_product(linear_forward(x, window, std::nullopt, false).output, x_seen, w.t(),
+                       "forward");
+        expect_product(linear_backward(dy, window, x, false, true, false, dtype).grad_input,
+                       dy_seen, w, "grad_input");
+      }
+    }
+  }
+}
+
+TEST_P(Linear, EmptySizes) {
+  const auto [name, dtype] = GetParam();
+  for (const at::Device device : devices()) {
+    const auto options = at::TensorOptions().dtype(dtype).device(device);
+    for (const auto& [m, n, k] : {Sizes{0, 16, 16}, Sizes{4, 0, 16}, Sizes{4, 16, 0}}) {
+      EXPECT_FALSE(can_save_quantized_input(device, m, n, k));
+      const WeightOperand weight = weight_operand(at::randn({n, k}).to(device), whole(name, n, k));
+      const at::Tensor bias = at::ones({n}, options);
+      const LinearForward forward = linear_forward(at::zeros({m, k}, options), weight, bias, false);
+      EXPECT_TRUE(at::equal(forward.output, at::ones({m, n}, options)));
+      const LinearBackward backward =
+          linear_backward(at::ones({m, n}, options), weight, at::zeros({m, k}, options), false,
+                          true, true, at::kFloat);
+      EXPECT_TRUE(at::equal(backward.grad_input, at::zeros({m, k}, options)));
+      EXPECT_TRUE(at::equal(backward.grad_weight, at::zeros({n, k}, options.dtype(at::kFloat))));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, Linear,
+    ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
+                                         "float8_blockwise", "float8_blockwise_fp32_scale"),
+                       ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
+    [](const auto& param) {
+      return std::string(std::get<0>(param.param)) + "_" + c10::toString(std::get<1>(param.param));
+    });
+
+TEST(LinearErrors, NameWhatIsWrong) {
+  const WeightOperand weight =
+      weight_operand(at::randn({16, 32}), whole("float8_tensorwise", 16, 32));
+  EXPECT_THROW(linear_forward(at::zeros({4, 31}), weight, std::nullopt, false), c10::Error);
+  EXPECT_THROW(linear_forward(at::zeros({4, 32}), weight, at::zeros({15}), false), c10::Error);
+  EXPECT_THROW(linear_forward(at::zeros({4, 32}), weight, std::nullopt, true), c10::Error);
+  EXPECT_THROW(linear_forward(at::zeros({4, 32}, at::kLong), weight, std::nullopt, false),
+               c10::Error);
+}
+
+TEST(BackendReport, ListsThePathsTaken) {
+  const WeightOperand weight =
+      weight_operand(at::randn({16, 32}), whole("float8_tensorwise", 16, 32));
+  linear_forward(at::zeros({4, 32}), weight, std::nullopt, false);
+  EXPECT_NE(backend_report().find("float8_tensorwise forward: dequantized GEMM"),
+            std::string::npos);
+  if (is_fp8(devices().back())) {
+    EXPECT_EQ(backend_report().find("has no FP8 kernel"), std::string::npos) << backend_report();
+  }
+}
+
+#ifdef QSHARD_WITH_CUDA
+// Codes and scales of both orientations, byte for byte.
+TEST_P(Linear, ActivationOperands) {
+  const auto [name, dtype] = GetParam();
+  const at::Device device = devices().back();
+  if (!device.is_cuda()) GTEST_SKIP() << "no CUDA device";
+  at::manual_seed(2);
+  const Format& format = find_format(name);
+  for (const auto& [m, n, k] : kSizes) {
+    SCOPED_TRACE(::testing::Message() << m << "x" << k);
+    const at::Tensor x = random_values(m, k, dtype);
+    for (const DType code : {DType::kFloat8E4M3, format.grad_dtype}) {
+      const at::ScalarType type =
+          code == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+      const cuda::Fp8Activation got =
+          cuda::quantize_activation(x.to(device), format, code, true, true);
+      const at::Tensor expected[] = {as_activation(x, format, type),
+                                     as_activation(x.t(), format, type)};
+      const Fp8Operand operands[] = {got.rows, got.columns};
+      const at::Tensor buffers[] = {got.buffer.cpu(), got.saved.cpu()};
+      for (int i = 0; i < 2; ++i) {
+        const Fp8Operand& operand = operands[i];
+        const int64_t bytes = operand.rows * operand.ld;
+        const at::Tensor codes = buffers[i].narrow(0, 0, bytes).view({operand.rows, operand.ld});
+        at::Tensor scales =
+            buffers[i].narrow(0, bytes, buffers[i].numel() - bytes).view(at::kFloat);
+        scales = format.block_rows ? scales.view({ceil_div(expected[i].size(1), 128), operand.rows})
+                                         .t()
+                                         .repeat_interleave(128, 1)
+                                         .narrow(1, 0, expected[i].size(1))
+                                         .narrow(0, 0, expected[i].size(0))
+                                   : scales[0];
+        const at::Tensor inside =
+            codes.narrow(0, 0, expected[i].size(0)).narrow(1, 0, expected[i].size(1));
+        EXPECT_TRUE(at::equal(inside.contiguous().view(type).to(at::kFloat) * scales, expected[i]))
+            << (i ? "columns" : "rows");
+        EXPECT_EQ(codes.count_nonzero().item<int64_t>(), inside.count_nonzero().item<int64_t>());
+      }
+      if (code == DType::kFloat8E4M3) {
+        EXPECT_TRUE(at::equal(cuda::dequantize_saved(got.saved, format, m, k, at::kFloat).cpu(),
+                              expected[1].t()));
+      }
+    }
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace qshard::testing

@@ -1,0 +1,213 @@
+// Row images and grids, on every device there is, against the slow reference.
+#include "kernel_cases.h"
+
+namespace qshard::testing {
+namespace {
+
+constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
+
+struct Shape {
+  int64_t rows, cols, logical_rows, matrix_rows, row_offset;
+};
+
+const Shape kShapes[] = {
+    {1, 1, 1, 1, 0},
+    {128, 128, 128, 128, 0},
+    {256, 512, 256, 256, 0},
+    {300, 200, 300, 300, 0},
+    {130, 129, 130, 130, 0},
+    {5, 0, 5, 5, 0},
+    {0, 16, 0, 0, 0},
+    {0, 16, 256, 256, 128},
+    {77, 264, 300, 300, 100},          // begins and ends inside a block
+    {300, 136, 512, 512, 60},          // three blocks' rows, none of them whole at the ends
+    {140, 31, 300, 300, 200},          // 100 rows, then padding
+    {9, 48, 300, 300, 300},            // padding only
+    {9, 48, 300, 300, Layout::kOpen},  // open: owns no rows
+    {390, 64, 390, 130, 0},            // three matrices, a block and two rows each
+    {200, 80, 390, 130, 120},          // crosses two matrices
+    {12, 20, 12, 3, 0},                // matrices smaller than a block
+    {600, 40, 512, 256, 0},            // whole, with padding
+};
+
+class Quantize : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType>> {
+ protected:
+  Layout layout_of(const Shape& s) const {
+    return {&find_format(std::get<0>(GetParam())),
+            s.rows,
+            s.cols,
+            s.logical_rows,
+            s.matrix_rows,
+            s.row_offset};
+  }
+  at::ScalarType dtype() const { return std::get<1>(GetParam()); }
+
+  // Compares everything; `values` are on the CPU.
+  void check(const at::Tensor& values, const Layout& layout) {
+    const Quantized expected = reference(values, layout);
+    for (const at::Device device : devices()) {
+      SCOPED_TRACE(device.str());
+      const Quantized q = quantized(values.to(device), layout);
+      ASSERT_TRUE(same_values(q.amax, expected.amax));
+      ASSERT_TRUE(at::equal(q.grid.cpu(), expected.grid));
+      ASSERT_TRUE(at::equal(q.image.cpu(), expected.image));
+    }
+  }
+};
+
+TEST_P(Quantize, EqualsTheReference) {
+  at::manual_seed(0);
+  for (const Shape& shape : kShapes) {
+    SCOPED_TRACE(::testing::Message() << shape.rows << "x" << shape.cols << " of "
+                                      << shape.logical_rows << " at " << shape.row_offset);
+    check(random_values(shape.rows, shape.cols, dtype()), layout_of(shape));
+  }
+}
+
+TEST_P(Quantize, SpecialValues) {
+  const float inf = std::numeric_limits<float>::infinity();
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const float specials[] = {inf, -inf, nan, -nan, 0.f, -0.f, 1e-45f, -1e-45f, 3e38f, 448.f, 6e-8f};
+  const Layout layout = layout_of({140, 144, 140, 140, 0});
+  for (const float special : specials) {
+    SCOPED_TRACE(special);
+    for (const float rest : {0.f, 1.f, 1e-40f}) {
+      at::Tensor values = at::full({140, 144}, rest).to(dtype());
+      values[3][5] = special;
+      values[139][143] = special;
+      check(values, layout);
+    }
+  }
+}
+
+// The codes of amaxes at a power of two and one ulp to both sides.
+TEST_P(Quantize, AmaxAroundPowersOfTwo) {
+  const Layout layout = layout_of({1, 16, 1, 1, 0});
+  for (int exponent = -20; exponent <= 14; ++exponent) {
+    for (const float base : {1.f, 1.75f}) {
+      const float x = std::ldexp(base, exponent);
+      for (const float amax : {x, std::nextafter(x, 0.f), std::nextafter(x, 1e30f)}) {
+        const at::Tensor fractions = at::arange(16).to(at::kFloat).div(15.);
+        check((fractions * amax).view({1, 16}).to(dtype()), layout);
+      }
+    }
+  }
+}
+
+// Any cut into shards gives the rows of the whole, once the shards agree on the amaxes.
+TEST_P(Quantize, ShardsEqualTheWhole) {
+  at::manual_seed(1);
+  const Layout whole = layout_of({700, 150, 700, 350, 0});
+  const at::Tensor values = random_values(700, 150, dtype());
+  const Quantized expected = quantized(values, whole);
+  for (const int64_t ranks : {2, 3, 7, 11}) {
+    const int64_t rows = ceil_div(700, ranks);
+    std::vector<at::Tensor> padded;
+    at::Tensor agreed = at::zeros_like(expected.amax);
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      at::Tensor shard = at::full({rows, 150}, 1e6).to(dtype());  // padding must not count
+      const int64_t live = std::min(rows, 700 - rank * rows);
+      shard.narrow(0, 0, live).copy_(values.narrow(0, rank * rows, live));
+      padded.push_back(shard);
+      const Layout layout = layout_of({rows, 150, 700, 350, rank * rows});
+      agreed = at::maximum(agreed, amax_of(shard, layout));
+    }
+    ASSERT_TRUE(at::equal(agreed, expected.amax));
+    for (const at::Device device : devices()) {
+      std::vector<at::Tensor> images;
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        const Layout layout = layout_of({rows, 150, 700, 350, rank * rows});
+        const Quantized q = quantized(padded[rank].to(device), layout, agreed.to(device));
+        ASSERT_TRUE(at::equal(q.grid.cpu(), expected.grid));
+        images.push_back(q.image.cpu());
+      }
+      const at::Tensor gathered = at::cat(images);
+      EXPECT_TRUE(at::equal(gathered.narrow(0, 0, 700), expected.image));
+      EXPECT_EQ(gathered.narrow(0, 700, gathered.size(0) - 700).count_nonzero().item<int64_t>(), 0);
+    }
+  }
+}
+
+TEST_P(Quantize, DequantizesWindows) {
+  at::manual_seed(2);
+  for (const Shape& shape : kShapes) {
+    const Layout layout = layout_of(shape);
+    at::Tensor values = random_values(shape.rows, shape.cols, dtype());
+    if (values.numel() > 8) values.view(-1)[7] = std::numeric_limits<float>::quiet_NaN();
+    Layout at_zero = layout;
+    if (layout.row_offset == Layout::kOpen) at_zero.row_offset = 0;
+    Quantized q = quantized(values, at_zero);
+    const at::Tensor codes = q.image.narrow(1, 0, layout.cols).contiguous();
+    at::Tensor expected = at::zeros({layout.rows, layout.cols});
+    for (int64_t row = 0; row < at_zero.live_rows() && layout.cols > 0; ++row) {
+      const at::Tensor scales = q.grid[at_zero.grid_row(at_zero.row_offset + row)];
+      const int64_t width = layout.format->block_cols ? layout.format->block_cols : layout.cols;
+      expected[row] = codes[row].view(at::kFloat8_e4m3fn).to(at::kFloat) *
+                      scales.repeat_interleave(width).narrow(0, 0, layout.cols);
+    }
+    for (const at::Device device : devices()) {
+      const Quantized there{q.amax, q.grid.to(device), q.image.to(device)};
+      for (const int64_t first : {int64_t{0}, shape.rows / 3}) {
+        const int64_t rows = shape.rows - first - shape.rows / 5;
+        const at::Tensor got = dequantized(there, layout, dtype(), first, rows);
+        EXPECT_TRUE(same_values(got, expected.to(dtype()).narrow(0, first, rows)))
+            << device << " " << shape.rows << "x" << shape.cols << " rows " << first;
+      }
+    }
+  }
+}
+
+// More tasks than one CUDA launch holds, of mixed types.
+TEST_P(Quantize, ManyTensorsAtOnce) {
+  at::manual_seed(3);
+  for (const at::Device device : devices()) {
+    std::vector<at::Tensor> values;
+    std::vector<Quantized> results;
+    std::vector<QuantizeTask> tasks;
+    for (int64_t i = 0; i < 75; ++i) {
+      const Layout layout = layout_of({i * 5 % 140, 1 + i * 7 % 300, i * 5 % 140, i * 5 % 140, 0});
+      values.push_back(random_values(layout.rows, layout.cols, kDtypes[i % 3]).to(device));
+      const auto options = values.back().options();
+      results.push_back(
+          {at::full({layout.grid_rows(), layout.grid_cols()}, -1, options.dtype(at::kFloat)),
+           at::full({layout.grid_rows(), layout.grid_cols()}, -1, options.dtype(at::kFloat)),
+           at::full({layout.rows, layout.row_bytes()}, 255, options.dtype(at::kByte))});
+      QuantizeTask task;
+      task.layout = layout;
+      task.value_dtype = value_dtype(kDtypes[i % 3]);
+      task.values = values.back().const_data_ptr();
+      task.image = static_cast<uint8_t*>(results.back().image.mutable_data_ptr());
+      task.amax = results.back().amax.mutable_data_ptr<float>();
+      task.grid = results.back().grid.mutable_data_ptr<float>();
+      tasks.push_back(task);
+    }
+    compute_amax(tasks, stream_of(device));
+    quantize(tasks, stream_of(device));
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      const Quantized expected = reference(values[i], tasks[i].layout);
+      EXPECT_TRUE(at::equal(results[i].amax.cpu(), expected.amax)) << device << i;
+      EXPECT_TRUE(at::equal(results[i].grid.cpu(), expected.grid)) << device << i;
+      EXPECT_TRUE(at::equal(results[i].image.cpu(), expected.image)) << device << i;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, Quantize,
+    ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
+                                         "float8_blockwise", "float8_blockwise_fp32_scale"),
+                       ::testing::ValuesIn(kDtypes)),
+    [](const auto& param) {
+      return std::string(std::get<0>(param.param)) + "_" + c10::toString(std::get<1>(param.param));
+    });
+
+#ifndef QSHARD_WITH_CUDA
+TEST(QuantizeWithoutCuda, SaysSo) {
+  QuantizeTask task;
+  task.layout.format = &find_format("float8_tensorwise");
+  EXPECT_THROW(quantize({&task, 1}, {true, nullptr}), c10::Error);
+}
+#endif
+
+}  // namespace
+}  // namespace qshard::testing

@@ -1,0 +1,1 @@
+"""Plain-torch oracle: what every kernel must compute, written slowly and obviously."""

@@ -1,0 +1,30 @@
+"""Activations and gradients on their way into a GEMM: 1x128 blocks, or one scale per tensor."""
+
+import torch
+
+from .formats import amax_of, encode, scale_from_amax
+
+
+def quantize_1x128(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two: bool = True):
+    """codes (M, K) uint8 and scale_inv (M, ceil(K / 128)) of blocks of 128 along the last dim."""
+    m, k = x.shape
+    blocks = -(-k // 128)
+    codes = torch.zeros(m, k, dtype=torch.uint8)
+    scale_inv = torch.ones(m, blocks)
+    for j in range(blocks):
+        part = x[:, 128 * j : 128 * (j + 1)]
+        amax = torch.stack([amax_of(row) for row in part]) if m else torch.zeros(0)
+        scale = scale_from_amax(amax, torch.finfo(dtype).max, power_of_two)
+        codes[:, 128 * j : 128 * (j + 1)] = encode(part, scale[:, None], dtype)
+        scale_inv[:, j] = 1 / scale
+    return codes, scale_inv
+
+
+def quantize_tensorwise(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two: bool = True):
+    """codes of x's shape and the scalar scale_inv; gradients use float8_e5m2."""
+    scale = scale_from_amax(amax_of(x), torch.finfo(dtype).max, power_of_two)
+    return encode(x, scale, dtype), 1 / scale
+
+
+def expand_1x128(scale_inv: torch.Tensor, k: int) -> torch.Tensor:
+    return scale_inv.repeat_interleave(128, dim=1)[:, :k]
