@@ -1,0 +1,148 @@
+// Factories that take a quantized template.
+//
+// `new_zeros`, `new_empty` and `empty_like` keep the kind: FSDP2's padding and `to_empty` rest on
+// them. Optimizers make their states with `zeros_like`, which must be plain.
+#include <fmt/format.h>
+
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/native_kernels.h"
+#include "dispatch/quantized_tensor_impl.h"
+
+namespace qshard {
+namespace {
+
+using DTypeArg = std::optional<at::ScalarType>;
+using LayoutArg = std::optional<at::Layout>;
+using DeviceArg = std::optional<at::Device>;
+using BoolArg = std::optional<bool>;
+using FormatArg = std::optional<at::MemoryFormat>;
+
+struct NewArgs {
+  at::ScalarType dtype;
+  at::Device device;
+  bool pinned;
+
+  NewArgs(const at::Tensor& self, DTypeArg dtype, DeviceArg device, BoolArg pinned)
+      : dtype(dtype.value_or(self.scalar_type())),
+        device(device.value_or(self.device())),
+        pinned(pinned.value_or(false)) {}
+
+  at::TensorOptions plain() const {
+    return at::TensorOptions().dtype(dtype).device(device).pinned_memory(pinned);
+  }
+};
+
+/// Codes have no more precision than the nominal dtype: wider, or not a float of ours, means plain.
+bool keeps_kind(const at::Tensor& self, at::ScalarType dtype) {
+  return is_nominal_dtype(dtype) && c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
+}
+
+bool same_inner_shape(const at::Tensor& self, at::IntArrayRef sizes) {
+  return self.dim() == static_cast<int64_t>(sizes.size()) &&
+         self.sizes().slice(1).equals(sizes.slice(1));
+}
+
+/// The layout of a new tensor of `sizes`. Rows that fit the template's logical tensor may become a
+/// shard of it: only their row offset is open until a quantized copy_ says. Other shapes are
+/// logical tensors of their own.
+Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
+  const QuantizedBuffer& from = buffer_of(self);
+  Layout layout = from.layout;
+  layout.rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  if (same_inner_shape(self, sizes) && sizes.back() == layout.cols &&
+      layout.rows <= layout.logical_rows) {
+    layout.row_offset = Layout::kOpen;
+    return layout;
+  }
+  layout.cols = sizes.back();
+  layout.logical_rows = layout.rows;
+  layout.matrix_rows = sizes[sizes.size() - 2];
+  layout.row_offset = 0;
+  return layout;
+}
+
+at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const NewArgs& args,
+                         std::optional<int64_t> row_offset = std::nullopt) {
+  PlainGuard guard;
+  QuantizedBuffer& from = buffer_of(self);
+  Layout layout = layout_for(self, sizes);
+  const bool is_shard = layout.row_offset == Layout::kOpen;
+  if (is_shard && row_offset) layout.row_offset = *row_offset;
+  auto buffer = QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device);
+  if (is_shard) {
+    if (buffer->grid.defined() && !buffer->is_meta() && !from.is_meta()) {
+      buffer->grid.copy_(from.grid);
+      buffer->generation = from.generation;
+    }
+    buffer->group = from.group;
+    buffer->dirty = from.is_dirty();
+  }
+  return make_tensor(std::move(buffer), sizes);
+}
+
+/// `new_empty([])` is what deepcopy and DCP's stager build `set_(storage, ...)` on: it carries the
+/// template's metadata and no bytes.
+at::Tensor rebuild_template(const at::Tensor& self, const NewArgs& args) {
+  PlainGuard guard;
+  const QuantizedBuffer& from = buffer_of(self);
+  auto buffer = c10::make_intrusive<QuantizedBuffer>();
+  buffer->layout = from.layout;
+  buffer->dtype = args.dtype;
+  buffer->group = from.group;
+  buffer->dirty = from.is_dirty();
+  const auto bytes = at::TensorOptions().dtype(at::kByte).device(args.device);
+  buffer->image = at::empty({0}, bytes);
+  buffer->storage = buffer->image.storage();
+  if (from.keeps_master()) buffer->master = at::empty({0}, bytes.dtype(args.dtype));
+  buffer->mark_flushed(/*agreed=*/true);
+  buffer->dirty = from.is_dirty();
+  return make_tensor(std::move(buffer), {});
+}
+
+at::Tensor new_empty(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg dtype, LayoutArg,
+                     DeviceArg device, BoolArg pinned) {
+  const NewArgs args(self, dtype, device, pinned);
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (!keeps_kind(self, args.dtype) || sizes.size() == 1) return at::empty(sizes, args.plain());
+  if (sizes.empty()) return rebuild_template(self, args);
+  return new_quantized(self, sizes, args);
+}
+
+at::Tensor new_zeros(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg dtype, LayoutArg,
+                     DeviceArg device, BoolArg pinned) {
+  const NewArgs args(self, dtype, device, pinned);
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  if (!keeps_kind(self, args.dtype) || sizes.size() < 2) return at::zeros(sizes, args.plain());
+  return new_quantized(self, sizes, args);
+}
+
+at::Tensor empty_like(const at::Tensor& self, DTypeArg dtype, LayoutArg layout, DeviceArg device,
+                      BoolArg pinned, FormatArg) {
+  const NewArgs args(self, dtype, device, pinned);
+  const auto rows = row_window(self);
+  const bool is_whole_rows =
+      self.dim() >= 2 && rows && self.size(-1) == buffer_of(self).layout.cols;
+  if (!keeps_kind(self, args.dtype) || !is_whole_rows ||
+      layout.value_or(at::kStrided) != at::kStrided) {
+    return at::empty(self.sizes(), args.plain());
+  }
+  const int64_t offset = buffer_of(self).layout.row_offset;
+  if (offset == Layout::kOpen) return new_quantized(self, self.sizes(), args);
+  return new_quantized(self, self.sizes(), args, offset + rows->first);
+}
+
+at::Tensor zeros_like(const at::Tensor& self, DTypeArg dtype, LayoutArg, DeviceArg device,
+                      BoolArg pinned, FormatArg) {
+  return at::zeros(self.sizes(), NewArgs(self, dtype, device, pinned).plain());
+}
+
+}  // namespace
+
+void register_factories(torch::Library& aten) {
+  aten.impl("new_empty", &new_empty);
+  aten.impl("new_zeros", &new_zeros);
+  aten.impl("empty_like", &empty_like);
+  aten.impl("zeros_like", &zeros_like);
+}
+
+}  // namespace qshard

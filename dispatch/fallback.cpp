@@ -1,0 +1,207 @@
+#include "dispatch/fallback.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <fmt/format.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/registration.h"
+
+namespace qshard {
+namespace {
+
+std::atomic<bool> g_tracing{false};
+std::mutex g_trace_mutex;
+std::map<std::string, int64_t> g_trace;
+
+void trace(const c10::OperatorHandle& op) {
+  if (!g_tracing.load(std::memory_order_relaxed)) return;
+  std::lock_guard lock(g_trace_mutex);
+  ++g_trace[op_name(op)];
+}
+
+/// The plain tensors that stand for quantized arguments during one call.
+class Substitution {
+ public:
+  explicit Substitution(std::string name) : name_(std::move(name)) {}
+
+  at::Tensor read(const at::Tensor& tensor) {
+    return is_quantized_argument(tensor) ? value_of(tensor) : tensor;
+  }
+
+  at::Tensor write(const at::Tensor& tensor) {
+    if (!is_quantized_argument(tensor)) return tensor;
+    QuantizedBuffer& buffer = buffer_of(tensor);
+    const bool made_pending = makes_pending(buffer);
+    at::Tensor plane = tensor.numel() == 0 ? buffer.value_plane() : buffer.write_plane();
+    writes_.push_back({tensor, window(plane, tensor), Kind::kInPlace, made_pending});
+    return writes_.back().plain;
+  }
+
+  at::Tensor out(const at::Tensor& tensor) {
+    if (!is_quantized_argument(tensor)) return tensor;
+    writes_.push_back({tensor, value_copy(tensor), Kind::kOut, makes_pending(buffer_of(tensor))});
+    return writes_.back().plain;
+  }
+
+  void commit() {
+    for (const Write& write : writes_) {
+      if (write.kind != Kind::kOut) continue;
+      check_shape(write);
+      at::assert_no_internal_overlap(write.quantized);
+    }
+    for (const Write& write : writes_) {
+      QuantizedBuffer& buffer = buffer_of(write.quantized);
+      if (write.kind == Kind::kOut && write.quantized.numel() > 0) {
+        window(buffer.write_plane(), write.quantized).copy_(write.plain);
+      }
+      buffer.mark_written();
+      bump_version(write.quantized);
+    }
+  }
+
+  /// After an error: planes made only for this call go, so that the tensor is what it was. A master
+  /// may hold part of the result, as a plain tensor would (one of a list), so its image is stale.
+  void roll_back() {
+    for (const Write& write : writes_) {
+      QuantizedBuffer& buffer = buffer_of(write.quantized);
+      if (write.made_pending) {
+        buffer.pending.reset();
+      } else if (write.kind == Kind::kInPlace) {
+        buffer.mark_written();
+      }
+    }
+  }
+
+  /// The caller's tensor for a result that is one of the plain stand-ins.
+  at::Tensor restore(const at::Tensor& result) const {
+    for (const Write& write : writes_) {
+      if (result.is_same(write.plain)) return write.quantized;
+    }
+    return result;
+  }
+
+ private:
+  enum class Kind { kInPlace, kOut };
+  struct Write {
+    at::Tensor quantized;
+    at::Tensor plain;
+    Kind kind;
+    bool made_pending;
+  };
+
+  std::string name_;
+  std::vector<Write> writes_;
+
+  static bool makes_pending(const QuantizedBuffer& buffer) {
+    return !buffer.keeps_master() && !buffer.pending.defined();
+  }
+
+  static bool is_quantized_argument(const at::Tensor& tensor) {
+    if (!has_key(tensor)) return false;
+    impl_of(tensor);  // refuses impostors by name
+    return true;
+  }
+
+  void check_shape(const Write& write) const {
+    TORCH_CHECK(write.plain.sizes() == write.quantized.sizes(),
+                fmt::format("{}: out= is a {} and cannot be resized; pass a tensor of the result's "
+                            "shape",
+                            name_, describe(write.quantized)));
+  }
+
+  /// ADInplaceOrView does this for the tensors it sees; inside TensorLists, and below it, nobody
+  /// does, and autograd's saved-tensor check would miss the write.
+  static void bump_version(const at::Tensor& tensor) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+};
+
+template <typename Convert>
+void convert_value(c10::IValue& value, const Convert& convert) {
+  if (value.isTensor()) {
+    const at::Tensor tensor = value.toTensor();
+    if (tensor.defined()) value = convert(tensor);
+  } else if (value.isTensorList()) {
+    c10::List<at::Tensor> converted;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      converted.push_back(tensor.defined() ? convert(tensor) : tensor);
+    }
+    value = std::move(converted);
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> converted;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList().vec()) {
+      converted.push_back(tensor && tensor->defined() ? std::optional(convert(*tensor)) : tensor);
+    }
+    value = std::move(converted);
+  }
+}
+
+void refuse_what_cannot_fall_back(const c10::OperatorHandle& op, const std::string& name) {
+  const auto& name_space = op.operator_name().name;
+  TORCH_CHECK(name_space.rfind("c10d::", 0) != 0,
+              fmt::format("{} is not supported on quantized tensors. Supported collectives: broadcast, "
+                          "scatter, all_gather, send, recv; or pass qshard::dequantize(tensor)",
+                          name));
+  const auto traits = OpTraits::of(op);
+  TORCH_CHECK(!traits.changes_metadata,
+              fmt::format("{} would change the shape or storage of a quantized tensor in place, which "
+                          "is not supported; make a new tensor from qshard::dequantize(tensor)",
+                          name));
+  TORCH_CHECK(!traits.returns_view,
+              fmt::format("{} returns a view, and this view of a quantized tensor cannot be "
+                          "expressed; use qshard::dequantize(tensor) first",
+                          name));
+}
+
+}  // namespace
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  trace(op);
+  const auto& schema = op.schema();
+  const size_t first_argument = stack->size() - schema.arguments().size();
+  Substitution substitution(op_name(op));
+  PlainGuard guard;
+  refuse_what_cannot_fall_back(op, op_name(op));
+
+  c10::OptionalDeviceGuard device_guard;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto& argument = schema.arguments()[i];
+    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
+    convert_value((*stack)[first_argument + i], [&](const at::Tensor& tensor) {
+      if (!device_guard.current_device() && has_key(tensor)) {
+        device_guard.reset_device(tensor.device());
+      }
+      if (!written) return substitution.read(tensor);
+      return argument.is_out() ? substitution.out(tensor) : substitution.write(tensor);
+    });
+  }
+  try {
+    op.callBoxed(stack);
+    substitution.commit();
+  } catch (...) {
+    substitution.roll_back();
+    throw;
+  }
+  const size_t first_return = stack->size() - schema.returns().size();
+  for (size_t i = first_return; i < stack->size(); ++i) {
+    convert_value((*stack)[i],
+                  [&](const at::Tensor& result) { return substitution.restore(result); });
+  }
+}
+
+void set_fallback_tracing(bool enabled) {
+  std::lock_guard lock(g_trace_mutex);
+  if (enabled) g_trace.clear();
+  g_tracing = enabled;
+}
+
+std::map<std::string, int64_t> traced_fallbacks() {
+  std::lock_guard lock(g_trace_mutex);
+  return g_trace;
+}
+
+}  // namespace qshard

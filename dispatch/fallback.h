@@ -1,0 +1,25 @@
+// The boxed kernel of every operator that has no native quantized kernel.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <map>
+#include <string>
+
+namespace qshard {
+
+/// Runs `op` on plain tensors in place of the quantized ones:
+///   read arguments     the value, dense, in the nominal dtype
+///   written arguments  the window of the master (or pending) plane with the same strides, so the
+///                      stock kernel updates full-precision values at full speed
+///   out= arguments     a plain tensor, copied in afterwards if its shape still fits
+/// Results are plain; a result that is a written argument is that argument.
+/// @throws c10::Error naming the op for view ops, collectives, and ops that change metadata.
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+/// Counting of operators that took the fallback, for qshard.trace_fallbacks().
+void set_fallback_tracing(bool enabled);
+std::map<std::string, int64_t> traced_fallbacks();
+
+}  // namespace qshard

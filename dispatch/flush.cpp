@@ -1,0 +1,184 @@
+#include "dispatch/flush.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "dispatch/kernel_bridge.h"
+
+namespace qshard {
+namespace {
+
+AllReduceMax g_all_reduce_max = nullptr;
+
+void all_reduce_max(at::Tensor bits, const std::string& group) {
+  TORCH_INTERNAL_ASSERT(g_all_reduce_max != nullptr);
+  g_all_reduce_max(bits, group);
+}
+
+enum class Pending { kDrop, kKeep };
+
+/// Whether codes and scales of this dirty buffer are final: a local flush made them, from all rows.
+bool is_settled(const QuantizedBuffer& buffer) {
+  return buffer.local_amax.defined() && !buffer.is_stale();
+}
+
+/// Requantizes buffers of one device and one group; an empty group means no collective.
+/// Nothing is written before the ranks have agreed, so an error leaves every buffer as it was.
+/// Returns the amaxes of all buffers, one after the other.
+at::Tensor requantize(const std::vector<BufferPtr>& buffers, const std::string& group,
+                      Pending pending = Pending::kDrop) {
+  PlainGuard guard;
+  const at::Device device = buffers.front()->device();
+  c10::OptionalDeviceGuard device_guard(device);
+  const Stream stream = current_stream(device);
+
+  int64_t amax_numel = 0;
+  for (const auto& buffer : buffers) amax_numel += buffer->layout.amax_numel();
+  auto amax = at::empty({amax_numel}, at::TensorOptions().dtype(at::kFloat).device(device));
+
+  std::vector<QuantizeTask> tasks;
+  std::vector<at::Tensor> values;  // keeps dequantized values alive
+  tasks.reserve(buffers.size());
+  float* next_amax = amax.mutable_data_ptr<float>();
+  for (const auto& buffer : buffers) {
+    if (is_settled(*buffer)) {
+      const int64_t first = next_amax - amax.const_data_ptr<float>();
+      amax.narrow(0, first, buffer->layout.amax_numel()).copy_(buffer->local_amax);
+      next_amax += buffer->layout.amax_numel();
+      continue;
+    }
+    values.push_back(buffer->value_plane());
+    tasks.push_back({buffer->layout, to_kernel_dtype(buffer->dtype),
+                     values.back().const_data_ptr(), buffer->image.mutable_data_ptr<uint8_t>(),
+                     next_amax,
+                     buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr});
+    next_amax += buffer->layout.amax_numel();
+  }
+  compute_amax(tasks, stream);
+  if (!group.empty()) all_reduce_max(amax.view(at::kInt), group);
+  quantize(tasks, stream);
+
+  for (const auto& buffer : buffers) {
+    if (is_settled(*buffer)) continue;
+    buffer->generation = QuantizedBuffer::next_generation();
+    buffer->grid_snapshot.reset();
+    if (pending == Pending::kKeep) continue;
+    // The flush may run on another stream than the one `pending` was allocated on (FSDP2's copy-in
+    // stream), so the allocator has to be told before it is let go.
+    record_on_current_stream(buffer->pending);
+    buffer->pending.reset();
+  }
+  return amax;
+}
+
+struct Batch {
+  at::Device device;
+  std::string group;
+  std::vector<BufferPtr> buffers;
+};
+
+/// By device and reduction group, in order of first appearance; each buffer once.
+std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
+  std::vector<Batch> batches;
+  for (const auto& buffer : buffers) {
+    if (buffer->is_meta()) continue;
+    auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
+      return b.device == buffer->device() && b.group == buffer->group;
+    });
+    if (batch == batches.end()) {
+      batches.push_back({buffer->device(), buffer->group, {}});
+      batch = batches.end() - 1;
+    }
+    const auto& seen = batch->buffers;
+    if (std::find(seen.begin(), seen.end(), buffer) == seen.end()) batch->buffers.push_back(buffer);
+  }
+  return batches;
+}
+
+void check_group_is_known(const QuantizedBuffer& buffer) {
+  TORCH_CHECK(!buffer.group.empty() || buffer.holds_all_rows(),
+              fmt::format("qshard::flush: this tensor holds rows [{}, {}) of {} and no reduction "
+                          "group is known for it yet. FSDP2's first all-gather, optimizer.step() and "
+                          "qshard.flush(model) know the group",
+                          buffer.layout.row_offset, buffer.layout.row_offset + buffer.layout.rows,
+                          buffer.layout.logical_rows));
+}
+
+}  // namespace
+
+void set_all_reduce_max(AllReduceMax all_reduce) { g_all_reduce_max = all_reduce; }
+
+bool can_flush_locally(const QuantizedBuffer& buffer) {
+  return buffer.group.empty() && buffer.holds_all_rows();
+}
+
+void flush_locally(const BufferPtr& buffer) {
+  check_group_is_known(*buffer);
+  if (!buffer->is_meta()) {
+    const auto amax = requantize({buffer}, "");
+    if (!buffer->keeps_master()) buffer->local_amax = amax;
+  }
+  buffer->mark_flushed(/*agreed=*/false);
+}
+
+void require_fresh_image(const BufferPtr& buffer, const char* op) {
+  if (!buffer->is_stale()) return;
+  if (can_flush_locally(*buffer)) return flush_locally(buffer);
+  if (buffer->owns_its_blocks()) {
+    // The codes are final, the grid rows of other ranks are not: the flush still has to come, from
+    // the written values.
+    requantize({buffer}, "", Pending::kKeep);
+    buffer->mark_flushed(/*agreed=*/false);
+    return;
+  }
+  TORCH_CHECK(false,
+              fmt::format("{}: rows [{}, {}) of a {} tensor of {} rows were written and share scales "
+                          "with rows on other ranks. Call qshard.flush(model) on all ranks first",
+                          op, buffer->layout.row_offset,
+                          buffer->layout.row_offset + buffer->layout.live_rows(),
+                          buffer->layout.format->name, buffer->layout.logical_rows));
+}
+
+void flush(const std::vector<BufferPtr>& buffers) {
+  for (auto& batch : batches_of(buffers)) {
+    std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->is_dirty(); });
+    if (batch.buffers.empty()) continue;
+    for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
+    requantize(batch.buffers, batch.group);
+    for (const auto& buffer : batch.buffers) buffer->mark_flushed(/*agreed=*/true);
+  }
+}
+
+void flush_any_dirty(const std::vector<BufferPtr>& buffers) {
+  for (auto& batch : batches_of(buffers)) {
+    for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
+    if (!batch.group.empty()) {
+      PlainGuard guard;
+      auto flags = at::zeros({static_cast<int64_t>(batch.buffers.size())}, at::kInt);
+      for (size_t i = 0; i < batch.buffers.size(); ++i) {
+        flags.mutable_data_ptr<int32_t>()[i] = batch.buffers[i]->is_dirty();
+      }
+      auto agreed = flags.to(batch.device);
+      all_reduce_max(agreed, batch.group);
+      flags = agreed.cpu();
+      for (size_t i = 0; i < batch.buffers.size(); ++i) {
+        if (flags.const_data_ptr<int32_t>()[i]) batch.buffers[i]->mark_written();
+      }
+    }
+    std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->is_dirty(); });
+    if (batch.buffers.empty()) continue;
+    requantize(batch.buffers, batch.group);
+    for (const auto& buffer : batch.buffers) buffer->mark_flushed(/*agreed=*/true);
+  }
+}
+
+at::Tensor grid_snapshot(QuantizedBuffer& buffer) {
+  if (buffer.grid.defined() && !buffer.grid_snapshot.defined()) {
+    PlainGuard guard;
+    buffer.grid_snapshot = buffer.grid.clone();
+  }
+  return buffer.grid_snapshot;
+}
+
+}  // namespace qshard

@@ -1,0 +1,60 @@
+#include "dispatch/kernel_bridge.h"
+
+#include <fmt/format.h>
+
+#ifdef QSHARD_WITH_CUDA
+#include <c10/core/Event.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace qshard {
+
+bool is_nominal_dtype(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+DType to_kernel_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    default:
+      TORCH_CHECK(false, fmt::format("qshard: dtype {} cannot be quantized; use float32, bfloat16 "
+                                     "or float16",
+                                     c10::toString(dtype)));
+  }
+}
+
+Stream current_stream([[maybe_unused]] at::Device device) {
+#ifdef QSHARD_WITH_CUDA
+  if (device.is_cuda()) {
+    return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
+  }
+#endif
+  return {device.is_cuda(), nullptr};
+}
+
+void wait_for_default_stream([[maybe_unused]] at::Device device) {
+#ifdef QSHARD_WITH_CUDA
+  if (!device.is_cuda()) return;
+  const auto current = c10::cuda::getCurrentCUDAStream(device.index());
+  const auto default_stream = c10::cuda::getDefaultCUDAStream(device.index());
+  if (current == default_stream) return;
+  c10::Event written(c10::DeviceType::CUDA);
+  written.record(default_stream.unwrap());
+  written.block(current.unwrap());
+#endif
+}
+
+void record_on_current_stream([[maybe_unused]] const at::Tensor& tensor) {
+#ifdef QSHARD_WITH_CUDA
+  if (tensor.defined() && tensor.is_cuda()) {
+    tensor.record_stream(c10::cuda::getCurrentCUDAStream(tensor.device().index()).unwrap());
+  }
+#endif
+}
+
+}  // namespace qshard

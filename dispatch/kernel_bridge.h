@@ -1,0 +1,35 @@
+// From ATen's vocabulary to the kernels': dtypes, streams, and the guards kernels run under.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/InferenceMode.h>
+
+#include "kernels/quantize.h"
+
+namespace qshard {
+
+/// Plain-tensor work inside a kernel of the quantized key: no autograd, no view tracking, and never
+/// inference tensors, because what is allocated here outlives the caller's inference_mode.
+struct PlainGuard {
+  c10::InferenceMode no_inference{false};
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+};
+
+/// @throws c10::Error if `dtype` is not float32, bfloat16 or float16.
+DType to_kernel_dtype(at::ScalarType dtype);
+
+/// dtypes a quantized tensor may be nominally.
+bool is_nominal_dtype(at::ScalarType dtype);
+
+/// The calling thread's current stream on `device`.
+Stream current_stream(at::Device device);
+
+/// Makes the current stream wait for work queued on the default stream. No-op off CUDA.
+void wait_for_default_stream(at::Device device);
+
+/// Tells the caching allocator that `tensor` is in use on the current stream. No-op off CUDA.
+void record_on_current_stream(const at::Tensor& tensor);
+
+}  // namespace qshard

@@ -1,0 +1,101 @@
+#include "dispatch/matmul.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "dispatch/flush.h"
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/native_kernels.h"
+#include "dispatch/quantized_tensor_impl.h"
+
+namespace qshard {
+
+WeightOperand weight_operand(const at::Tensor& weight, const char* op) {
+  TORCH_CHECK(is_quantized(weight),
+              fmt::format("{}: the weight is a plain {} tensor, not a quantized one. Quantize it with "
+                          "qshard.quantize_(model, recipe); after load_state_dict(assign=True), again",
+                          op, c10::toString(weight.scalar_type())));
+  const BufferPtr& buffer = impl_of(weight).buffer();
+  const auto rows = row_window(weight);
+  TORCH_CHECK(weight.dim() == 2 && rows && weight.size(1) == buffer->layout.cols,
+              fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}",
+                          op, describe(weight), weight.strides().vec()));
+  buffer->check_is_allocated();
+  require_fresh_image(buffer, op);
+  return {buffer->layout, buffer->image, buffer->grid, rows->first, weight.size(0)};
+}
+
+namespace {
+
+bool is_row_window(const at::Tensor& tensor) {
+  return has_key(tensor) && tensor.dim() == 2 && row_window(tensor) &&
+         tensor.size(1) == buffer_of(tensor).layout.cols;
+}
+
+/// The values a GEMM multiplies by: dequantized codes for a quantized tensor.
+at::Tensor gemm_value(const at::Tensor& tensor, const char* op) {
+  if (!has_key(tensor)) return tensor;
+  const BufferPtr& buffer = impl_of(tensor).buffer();
+  require_fresh_image(buffer, op);
+  return window(buffer->dequantize_rows(0, buffer->layout.rows, buffer->dtype), tensor);
+}
+
+void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
+  TORCH_CHECK(a.scalar_type() == b.scalar_type(),
+              fmt::format("{}: expected both matrices to have the same dtype, but got {} and {}", op,
+                          c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
+}
+
+bool shapes_fit(const at::Tensor& a, const at::Tensor& b) {
+  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0);
+}
+
+/// x @ weight.t() and x @ weight run as the linear layer's forward and dgrad do; this is what DTensor
+/// decomposes F.linear and its backward into.
+at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
+  constexpr const char* kOp = "aten::mm";
+  PlainGuard guard;
+  if (!has_key(a) && shapes_fit(a, b)) {
+    check_same_dtype(a, b, kOp);
+    c10::OptionalDeviceGuard device_guard(b.device());
+    if (is_row_window(b.t())) {
+      return linear_forward(a, weight_operand(b.t(), kOp), std::nullopt, false).output;
+    }
+    if (is_row_window(b)) {
+      return linear_backward(a, weight_operand(b, kOp), {}, false, true, false, a.scalar_type())
+          .grad_input;
+    }
+  }
+  return at::mm(gemm_value(a, kOp), gemm_value(b, kOp));
+}
+
+at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,
+                 const at::Scalar& beta, const at::Scalar& alpha) {
+  constexpr const char* kOp = "aten::addmm";
+  PlainGuard guard;
+  const bool is_linear = !has_key(a) && !has_key(bias) && has_key(b) && shapes_fit(a, b) &&
+                         is_row_window(b.t()) && bias.dim() == 1 && bias.size(0) == b.size(1) &&
+                         beta.equal(1) && alpha.equal(1);
+  if (is_linear) {
+    check_same_dtype(a, b, kOp);
+    c10::OptionalDeviceGuard device_guard(b.device());
+    return linear_forward(a, weight_operand(b.t(), kOp), bias, false).output;
+  }
+  return at::addmm(has_key(bias) ? value_of(bias) : bias, gemm_value(a, kOp), gemm_value(b, kOp),
+                   beta, alpha);
+}
+
+at::Tensor bmm(const at::Tensor& a, const at::Tensor& b) {
+  PlainGuard guard;
+  return at::bmm(gemm_value(a, "aten::bmm"), gemm_value(b, "aten::bmm"));
+}
+
+}  // namespace
+
+void register_matmul(torch::Library& aten) {
+  aten.impl("mm", &mm);
+  aten.impl("addmm", &addmm);
+  aten.impl("bmm", &bmm);
+}
+
+}  // namespace qshard

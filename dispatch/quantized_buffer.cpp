@@ -1,0 +1,289 @@
+#include "dispatch/quantized_buffer.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "dispatch/kernel_bridge.h"
+#include "kernels/quantize.h"
+
+namespace qshard {
+namespace {
+
+constexpr int64_t kPlaneAlignment = 16;
+
+int64_t master_offset(const Layout& layout) {
+  return round_up(layout.image_bytes(), kPlaneAlignment);
+}
+
+int64_t master_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_master) {
+  return keeps_master ? layout.rows * layout.cols * static_cast<int64_t>(c10::elementSize(dtype))
+                      : 0;
+}
+
+int64_t grid_offset(const Layout& layout, at::ScalarType dtype, bool keeps_master) {
+  return master_offset(layout) + round_up(master_bytes(layout, dtype, keeps_master),
+                                          kPlaneAlignment);
+}
+
+at::TensorOptions bytes_on(at::Device device) {
+  return at::TensorOptions().dtype(at::kByte).device(device);
+}
+
+c10::Storage zeroed_storage(int64_t bytes, at::Device device) {
+  return at::zeros({bytes}, bytes_on(device)).storage();
+}
+
+/// A contiguous plain tensor inside a packed storage. Built directly: narrow and view would cost ten
+/// times as much, and FSDP2 makes buffers per parameter.
+at::Tensor plane_at(const c10::Storage& storage, at::ScalarType dtype, int64_t byte_offset,
+                    at::IntArrayRef sizes) {
+  const auto device = storage.device();
+  const auto key = device.is_meta()   ? c10::DispatchKey::Meta
+                   : device.is_cuda() ? c10::DispatchKey::CUDA
+                                      : c10::DispatchKey::CPU;
+  auto plane = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  plane.unsafeGetTensorImpl()->set_storage_offset(byte_offset /
+                                                  static_cast<int64_t>(c10::elementSize(dtype)));
+  plane.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return plane;
+}
+
+}  // namespace
+
+int64_t QuantizedBuffer::next_generation() {
+  static std::atomic<int64_t> counter{0};
+  return ++counter;
+}
+
+int64_t QuantizedBuffer::packed_bytes(const Layout& layout, at::ScalarType dtype,
+                                      bool keeps_master) {
+  return grid_offset(layout, dtype, keeps_master) +
+         round_up(layout.grid_numel() * static_cast<int64_t>(sizeof(float)), kPlaneAlignment);
+}
+
+void QuantizedBuffer::bind_planes(c10::Storage packed, bool keeps_master) {
+  storage = std::move(packed);
+  image = plane_at(storage, at::kByte, 0, {layout.rows, layout.row_bytes()});
+  if (keeps_master) {
+    master = plane_at(storage, dtype, master_offset(layout), {layout.rows, layout.cols});
+  }
+  if (layout.format->has_grid()) {
+    grid = plane_at(storage, at::kFloat, grid_offset(layout, dtype, keeps_master),
+                    {layout.grid_rows(), layout.grid_cols()});
+  }
+  mark_flushed(true);
+}
+
+void QuantizedBuffer::fill_unit_scales() {
+  if (!grid.defined() || is_meta()) return;
+  if (device().is_cpu()) {
+    std::fill_n(grid.mutable_data_ptr<float>(), grid.numel(), 1.f);
+  } else {
+    grid.fill_(1.0);
+  }
+}
+
+BufferPtr QuantizedBuffer::allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
+                                    at::Device device) {
+  PlainGuard guard;
+  auto buffer = c10::make_intrusive<QuantizedBuffer>();
+  buffer->layout = layout;
+  buffer->dtype = dtype;
+  buffer->generation = next_generation();
+  buffer->bind_planes(zeroed_storage(packed_bytes(layout, dtype, keeps_master), device),
+                      keeps_master);
+  buffer->fill_unit_scales();
+  return buffer;
+}
+
+BufferPtr QuantizedBuffer::from_storage(c10::Storage storage, const Layout& layout,
+                                        at::ScalarType dtype, bool keeps_master) {
+  PlainGuard guard;
+  const int64_t expected = packed_bytes(layout, dtype, keeps_master);
+  TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) == expected,
+              fmt::format("qshard: a storage of {} bytes is not a packed {} tensor of {} x {}, "
+                          "which takes {} bytes",
+                          storage.nbytes(), layout.format->name, layout.rows, layout.cols,
+                          expected));
+  auto buffer = c10::make_intrusive<QuantizedBuffer>();
+  buffer->layout = layout;
+  buffer->dtype = dtype;
+  buffer->generation = next_generation();
+  buffer->bind_planes(std::move(storage), keeps_master);
+  return buffer;
+}
+
+BufferPtr QuantizedBuffer::from_image(const at::Tensor& bytes, const at::Tensor& grid,
+                                      const Layout& layout, at::ScalarType dtype,
+                                      int64_t generation) {
+  auto buffer = c10::make_intrusive<QuantizedBuffer>();
+  buffer->layout = layout;
+  buffer->dtype = dtype;
+  buffer->generation = generation;
+  buffer->storage = bytes.storage();
+  buffer->image = bytes.view({layout.rows, layout.row_bytes()});
+  buffer->grid = grid;
+  return buffer;
+}
+
+at::Tensor QuantizedBuffer::packed() const {
+  return plane_at(storage, at::kByte, 0, {packed_bytes()});
+}
+
+bool QuantizedBuffer::is_packed() const {
+  return !source && static_cast<int64_t>(storage.nbytes()) == packed_bytes() &&
+         (!grid.defined() || grid.storage().is_alias_of(storage));
+}
+
+bool QuantizedBuffer::owns_its_blocks() const {
+  if (holds_all_rows()) return true;
+  const int64_t block = layout.format->block_rows;
+  const int64_t live = layout.live_rows();
+  if (block == 0 || layout.row_offset == Layout::kOpen || live == 0) return false;
+  const auto is_cut = [&](int64_t logical_row) {
+    return logical_row % layout.matrix_rows % block != 0;
+  };
+  return !is_cut(layout.row_offset) && !is_cut(layout.row_offset + live);
+}
+
+bool QuantizedBuffer::master_was_written() const {
+  return master.defined() && master._version() != static_cast<int64_t>(seen_master_version_);
+}
+
+void QuantizedBuffer::mark_written() {
+  dirty = stale = true;
+  ++writes;
+}
+
+void QuantizedBuffer::inherit_flags(const QuantizedBuffer& other) {
+  mark_flushed(true);
+  dirty = other.is_dirty();
+  stale = other.is_stale();
+  local_amax = other.local_amax;
+  ++writes;
+}
+
+void QuantizedBuffer::mark_flushed(bool agreed) {
+  // A write through an alias of the master is known only by its version: note it before forgetting.
+  dirty = !agreed && is_dirty();
+  stale = false;
+  if (agreed) local_amax.reset();
+  if (master.defined()) seen_master_version_ = static_cast<uint32_t>(master._version());
+}
+
+void QuantizedBuffer::check_is_allocated() const {
+  TORCH_CHECK(is_meta() || static_cast<int64_t>(image.storage().nbytes()) >= layout.image_bytes(),
+              fmt::format("qshard: the storage of this gathered {} tensor was freed: FSDP resharded "
+                          "it. Read it between unshard() and reshard()",
+                          layout.format->name));
+}
+
+at::Tensor QuantizedBuffer::dequantize_rows(int64_t first, int64_t count,
+                                            at::ScalarType out_dtype) const {
+  auto out = at::empty({count, layout.cols}, image.options().dtype(out_dtype));
+  if (out.numel() == 0 || is_meta()) return out;
+  check_is_allocated();
+  c10::OptionalDeviceGuard device_guard(device());
+  const DequantizeTask task{layout,
+                            image.const_data_ptr<uint8_t>(),
+                            grid.defined() ? grid.const_data_ptr<float>() : nullptr,
+                            first,
+                            count,
+                            to_kernel_dtype(out_dtype),
+                            out.mutable_data_ptr()};
+  dequantize({&task, 1}, current_stream(device()));
+  return out;
+}
+
+at::Tensor QuantizedBuffer::value_plane() {
+  detach_from_source();
+  if (master.defined()) return master;
+  if (pending.defined()) return pending;
+  return dequantize_rows(0, layout.rows, dtype);
+}
+
+at::Tensor QuantizedBuffer::write_plane() {
+  detach_from_source();
+  if (layout.row_offset == Layout::kOpen) anchor();
+  if (master.defined()) return master;
+  if (!pending.defined()) pending = dequantize_rows(0, layout.rows, dtype);
+  return pending;
+}
+
+BufferPtr QuantizedBuffer::image_copy(const Ptr& from, at::Device device) {
+  PlainGuard guard;
+  auto copy = c10::make_intrusive<QuantizedBuffer>();
+  copy->layout = from->layout;
+  copy->dtype = from->dtype;
+  copy->group = from->group;
+  copy->image = at::empty({from->layout.rows, from->layout.row_bytes()}, bytes_on(device));
+  copy->storage = copy->image.storage();
+  if (from->grid.defined()) copy->grid = at::empty(from->grid.sizes(), from->grid.options().device(device));
+  copy->source = from;
+  if (from->is_stale()) {
+    // Nothing worth sending yet: the flush comes first.
+    copy->source_writes = from->writes;
+    copy->dirty = copy->stale = true;
+  } else {
+    copy->refresh_from_source();
+  }
+  return copy;
+}
+
+void QuantizedBuffer::refresh_from_source() {
+  PlainGuard guard;
+  source_writes = source->writes;
+  dirty = source->is_dirty();
+  stale = source->is_stale();
+  if (generation == source->generation) return;
+  image.copy_(source->image, /*non_blocking=*/true);
+  if (grid.defined()) grid.copy_(source->grid, /*non_blocking=*/true);
+  grid_snapshot.reset();
+  generation = source->generation;
+}
+
+void QuantizedBuffer::detach_from_source() {
+  if (!source) return;
+  PlainGuard guard;
+  TORCH_CHECK(source->writes == source_writes && !source->master_was_written(),
+              "qshard: this device copy of a quantized tensor was made before the original was last "
+              "written; copy it again with .to(device)");
+  const Ptr from = std::move(source);
+  source.reset();
+  const auto own_image = image;
+  const auto own_grid = grid;
+  bind_planes(zeroed_storage(packed_bytes(layout, dtype, from->keeps_master()), device()),
+              from->keeps_master());
+  image.copy_(own_image);
+  if (grid.defined()) grid.copy_(own_grid);
+  if (from->keeps_master()) master.copy_(from->value_plane());
+  if (from->pending.defined()) pending = from->pending.to(device());
+  inherit_flags(*from);
+}
+
+void QuantizedBuffer::anchor() {
+  layout.logical_rows = layout.rows;
+  if (layout.matrix_rows == 0 || layout.rows % layout.matrix_rows != 0) {
+    layout.matrix_rows = layout.rows;
+  }
+  layout.row_offset = 0;
+  generation = next_generation();
+  bind_planes(zeroed_storage(packed_bytes(), device()), master.defined());
+  fill_unit_scales();
+}
+
+void QuantizedBuffer::release_resources() {
+  image.reset();
+  master.reset();
+  grid.reset();
+  pending.reset();
+  grid_snapshot.reset();
+  local_amax.reset();
+  source.reset();
+}
+
+}  // namespace qshard

@@ -1,0 +1,132 @@
+// QuantizedBuffer: the bytes of one shard, shared by all views of it as a Storage is shared.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <string>
+
+#include "kernels/layout.h"
+
+namespace qshard {
+
+/// Planes of one shard in one packed storage, each plane 16-byte aligned:
+///
+///   image   uint8   (rows, row_bytes)          codes and row-local scales, one row per row
+///   master  `dtype` (rows, cols)               the full-precision value, if kept
+///   grid    float32 (grid_rows, grid_cols)     scale_inv of the whole logical tensor, replicated
+///
+/// The packing is a pure function of (layout, dtype, keeps_master), so that `set_` on a copy of the
+/// storage rebuilds the buffer exactly.
+///
+/// The tensor's value is the master if kept, else `pending` (a write not yet quantized), else the
+/// dequantized image.
+struct QuantizedBuffer final : c10::intrusive_ptr_target {
+  using Ptr = c10::intrusive_ptr<QuantizedBuffer>;
+
+  Layout layout;
+  at::ScalarType dtype;  // nominal; also the dtype of master and pending
+  c10::Storage storage;
+  at::Tensor image;
+  at::Tensor master;
+  at::Tensor grid;
+  at::Tensor pending;
+
+  /// Written since the last flush that all ranks took part in. Equal on all ranks.
+  bool dirty = false;
+  /// The image does not show the current value. A local matter: implies `dirty`, not the reverse.
+  bool stale = false;
+  /// Names the reduction group once known (c10d group name); empty before.
+  std::string group;
+  /// Which grid the codes belong to. Codes move as bytes only within one generation.
+  int64_t generation = 0;
+  /// Grid handed to gathered tensors; replaced, never written, by a flush.
+  at::Tensor grid_snapshot;
+  /// The amaxes that a local flush found, until the flush that all ranks take part in: without a
+  /// master the values it would look at are rounded by then, and have other amaxes.
+  at::Tensor local_amax;
+  /// Set on a `.to(device, non_blocking=True)` copy until it is written or its value is read: such a
+  /// copy holds image and grid only. FSDP2 moves an offloaded shard this way for every gather, and
+  /// the master (4 B per element) has no business on that wire.
+  Ptr source;
+  uint32_t source_writes = 0;  // source->writes when this copy was made
+  uint32_t writes = 0;
+
+  static int64_t next_generation();
+
+  /// Total bytes of the packed storage.
+  static int64_t packed_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_master);
+
+  /// A new buffer; zero codes, unit scales. Meta devices have planes without data.
+  static Ptr allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
+                      at::Device device);
+
+  /// Planes over a packed storage of exactly packed_bytes(...).
+  static Ptr from_storage(c10::Storage storage, const Layout& layout, at::ScalarType dtype,
+                          bool keeps_master);
+
+  /// A buffer without a master over gathered bytes (rows * row_bytes, uint8), no copy.
+  static Ptr from_image(const at::Tensor& bytes, const at::Tensor& grid, const Layout& layout,
+                        at::ScalarType dtype, int64_t generation);
+
+  bool keeps_master() const { return master.defined() || (source && source->keeps_master()); }
+  at::Device device() const { return image.device(); }
+  bool is_meta() const { return image.is_meta(); }
+  int64_t packed_bytes() const { return packed_bytes(layout, dtype, master.defined()); }
+  /// All planes as one flat uint8 tensor that aliases the storage.
+  at::Tensor packed() const;
+  /// Gathered tensors and image-only copies keep their grid elsewhere: they are not packed.
+  bool is_packed() const;
+
+  /// Whether this buffer holds every row of its logical tensor.
+  bool holds_all_rows() const {
+    return layout.row_offset == 0 && layout.rows >= layout.logical_rows;
+  }
+  /// Whether every block that these rows touch lies within them.
+  bool owns_its_blocks() const;
+
+  bool is_dirty() const { return dirty || master_was_written(); }
+  bool is_stale() const { return stale || master_was_written(); }
+
+  /// Marks a write to the value plane, before any early return on numel 0: whether ranks meet in a
+  /// flush must not depend on how many rows each of them holds.
+  void mark_written();
+  /// Adopts the dirtiness of `other`, whose value this buffer took.
+  void inherit_flags(const QuantizedBuffer& other);
+  /// The image shows the value. `agreed`: all ranks know.
+  void mark_flushed(bool agreed);
+
+  /// The current value, (rows, cols) in `dtype`. Aliases master or pending; a fresh tensor otherwise.
+  at::Tensor value_plane();
+  /// The plane writes go to: the master, or `pending`, made from the image at the first write.
+  at::Tensor write_plane();
+  /// Dequantized rows [first, first + count) of the image in `out_dtype`, stale or not.
+  at::Tensor dequantize_rows(int64_t first, int64_t count, at::ScalarType out_dtype) const;
+
+  /// @throws c10::Error if FSDP2 freed the gathered bytes (reshard).
+  void check_is_allocated() const;
+
+  /// An image-only copy of this buffer on `device` that remembers its source.
+  static Ptr image_copy(const Ptr& from, at::Device device);
+  /// Brings an image-only copy up to date with its flushed source: one byte per element.
+  void refresh_from_source();
+  /// Gives an image-only copy all planes of its source.
+  /// @throws c10::Error if the source was written since the copy was made.
+  void detach_from_source();
+  /// Turns an open buffer into a logical tensor of its own rows, so that plain values can be stored.
+  void anchor();
+
+  void release_resources() override;
+
+ private:
+  uint32_t seen_master_version_ = 0;
+
+  bool master_was_written() const;
+  void bind_planes(c10::Storage packed, bool keeps_master);
+  void fill_unit_scales();
+};
+
+using BufferPtr = QuantizedBuffer::Ptr;
+
+}  // namespace qshard

@@ -1,0 +1,189 @@
+#include "dispatch/quantized_tensor_impl.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <typeinfo>
+#include <utility>
+
+#include "dispatch/flush.h"
+#include "dispatch/kernel_bridge.h"
+
+namespace qshard {
+
+QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, at::IntArrayRef sizes,
+                                         at::IntArrayRef strides, int64_t offset)
+    : c10::TensorImpl(c10::Storage(buffer->storage), c10::DispatchKeySet(kKey),
+                      c10::scalarTypeToTypeMeta(buffer->dtype)),
+      buffer_(std::move(buffer)) {
+  set_sizes_and_strides(sizes, strides);
+  set_storage_offset(offset);
+}
+
+QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, c10::DispatchKeySet key_set,
+                                         at::IntArrayRef sizes, at::IntArrayRef strides,
+                                         int64_t offset, bool is_export)
+    : c10::TensorImpl(c10::TensorImpl::VIEW, c10::Storage(buffer->storage), key_set,
+                      c10::scalarTypeToTypeMeta(buffer->dtype)),
+      buffer_(std::move(buffer)),
+      is_export_(is_export) {
+  set_sizes_and_strides(sizes, strides);
+  set_storage_offset(offset);
+}
+
+void QuantizedTensorImpl::set_buffer(BufferPtr buffer) {
+  buffer_ = std::move(buffer);
+  storage_ = buffer_->storage;
+  data_type_ = c10::scalarTypeToTypeMeta(buffer_->dtype);
+}
+
+const c10::Storage& QuantizedTensorImpl::storage() const {
+  // FSDP2 compares storage addresses of shards that still await a collective flush (lazy init after
+  // meta init), so a stale image is no error here; copies that must not lose a pending write
+  // (deepcopy, pickle) do not come this way.
+  if (buffer_->is_stale() && can_flush_locally(*buffer_)) flush_locally(buffer_);
+  return buffer_->storage;
+}
+
+template <typename Version>
+c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::copy_and_detach(Version&& version_counter,
+                                                                         bool allow_change) const {
+  auto copy = c10::make_intrusive<QuantizedTensorImpl>(buffer_, key_set_, sizes(), strides(),
+                                                       storage_offset(), is_export_);
+  if (!copy->is_inference()) copy->set_version_counter(std::forward<Version>(version_counter));
+  copy->set_allow_tensor_metadata_change(allow_change);
+  return copy;
+}
+
+c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::shallow_copy_and_detach(
+    const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
+  return copy_and_detach(version_counter, allow_tensor_metadata_change);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::shallow_copy_and_detach(
+    c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const {
+  return copy_and_detach(std::move(version_counter), allow_tensor_metadata_change);
+}
+
+void QuantizedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& other) {
+  TORCH_CHECK(typeid(*other) == typeid(QuantizedTensorImpl),
+              "qshard: a quantized tensor cannot take over the data of a plain tensor; use copy_(), "
+              "or assign a new Parameter");
+  auto* source = static_cast<QuantizedTensorImpl*>(other.get());
+  copy_tensor_metadata(source, this, version_counter(), allow_tensor_metadata_change());
+  buffer_ = source->buffer_;
+  is_export_ = source->is_export_;
+  storage_ = source->storage_;
+}
+
+bool is_quantized(const at::Tensor& tensor) {
+  return has_key(tensor) && typeid(*tensor.unsafeGetTensorImpl()) == typeid(QuantizedTensorImpl);
+}
+
+QuantizedTensorImpl& impl_of(const at::Tensor& tensor) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  TORCH_CHECK(typeid(*impl) == typeid(QuantizedTensorImpl),
+              fmt::format("qshard: a tensor carries the quantized dispatch key ({}) but is not a quantized "
+                          "tensor; a compiler or another library reinterpreted one. Under "
+                          "torch.compile use qshard.nn.Linear",
+                          c10::toString(kKey)));
+  return static_cast<QuantizedTensorImpl&>(*impl);
+}
+
+c10::DimVector dense_strides(at::IntArrayRef sizes) {
+  c10::DimVector strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  return strides;
+}
+
+at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
+                       int64_t offset) {
+  return at::detail::make_tensor<QuantizedTensorImpl>(std::move(buffer), sizes, strides, offset);
+}
+
+at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes) {
+  return make_tensor(std::move(buffer), sizes, dense_strides(sizes), 0);
+}
+
+namespace {
+
+void check_within(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::IntArrayRef strides,
+                  int64_t offset) {
+  int64_t last = offset;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return;
+    last += (sizes[i] - 1) * strides[i];
+  }
+  const Layout& layout = self.buffer()->layout;
+  TORCH_CHECK(offset >= 0 && last < layout.rows * layout.cols,
+              fmt::format("qshard: a view of sizes {}, strides {} and storage_offset {} (in elements) "
+                          "does not lie within a quantized tensor of {} x {} elements",
+                          sizes, strides, offset, layout.rows, layout.cols));
+}
+
+}  // namespace
+
+at::Tensor make_view(const at::Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides,
+                     int64_t offset) {
+  const auto& impl = impl_of(self);
+  check_within(impl, sizes, strides, offset);
+  return at::detail::make_tensor<QuantizedTensorImpl>(impl.buffer(), impl.key_set(), sizes, strides,
+                                                      offset, impl.is_export());
+}
+
+at::Tensor make_export_view(const at::Tensor& self) {
+  const auto& impl = impl_of(self);
+  return at::detail::make_tensor<QuantizedTensorImpl>(impl.buffer(), impl.key_set(), impl.sizes(),
+                                                      impl.strides(), impl.storage_offset(), true);
+}
+
+at::Tensor window(const at::Tensor& plane, const at::Tensor& self) {
+  if (self.numel() == 0) return at::empty(self.sizes(), plane.options());
+  return plane.as_strided(self.sizes(), self.strides(),
+                          plane.storage_offset() + self.storage_offset());
+}
+
+std::optional<RowWindow> row_window(const at::Tensor& self) {
+  const Layout& layout = buffer_of(self).layout;
+  const int64_t cols = layout.cols;
+  if (self.numel() == 0) {
+    const bool at_row = cols == 0 || self.storage_offset() % cols == 0;
+    return RowWindow{at_row && cols ? self.storage_offset() / cols : 0, 0};
+  }
+  if (!self.is_contiguous() || self.storage_offset() % cols != 0 || self.numel() % cols != 0) {
+    return std::nullopt;
+  }
+  return RowWindow{self.storage_offset() / cols, self.numel() / cols};
+}
+
+bool covers_live_rows(const at::Tensor& self) {
+  const Layout& layout = buffer_of(self).layout;
+  const int64_t live = layout.row_offset == Layout::kOpen ? layout.rows : layout.live_rows();
+  const auto rows = row_window(self);
+  return rows && (live == 0 || (rows->first == 0 && rows->count >= live));
+}
+
+at::Tensor value_of(const at::Tensor& self) {
+  PlainGuard guard;
+  return window(buffer_of(self).value_plane(), self);
+}
+
+at::Tensor value_copy(const at::Tensor& self) {
+  PlainGuard guard;
+  QuantizedBuffer& buffer = buffer_of(self);
+  const auto value = window(buffer.value_plane(), self);
+  const bool fresh = !buffer.keeps_master() && !buffer.pending.defined() && value.is_contiguous();
+  return fresh ? value : value.clone(at::MemoryFormat::Contiguous);
+}
+
+std::string describe(const at::Tensor& self) {
+  const QuantizedBuffer& buffer = buffer_of(self);
+  return fmt::format("{} {}[{}] on {}", buffer.layout.format->name, c10::toString(buffer.dtype),
+                     fmt::join(self.sizes(), ", "), buffer.device().str());
+}
+
+}  // namespace qshard

@@ -1,0 +1,161 @@
+#include "dispatch/registration.h"
+
+#include <fmt/format.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+
+#include "dispatch/fallback.h"
+#include "dispatch/native_kernels.h"
+#include "dispatch/quantized_tensor_impl.h"
+
+namespace qshard {
+
+OpTraits OpTraits::of(const c10::OperatorHandle& op) {
+  const auto& schema = op.schema();
+  OpTraits traits;
+  traits.changes_metadata = op.hasTag(at::Tag::inplace_view) ||
+                            schema.name() == "aten::shallow_copy_data_";
+  for (const auto& result : schema.returns()) {
+    const auto* alias = result.alias_info();
+    traits.returns_view |= alias != nullptr && !alias->isWrite();
+  }
+  for (const auto& argument : schema.arguments()) {
+    traits.takes_tensor |= argument.type()->str().find("Tensor") != std::string::npos;
+  }
+  return traits;
+}
+
+std::string op_name(const c10::OperatorHandle& op) { return c10::toString(op.operator_name()); }
+
+namespace {
+
+constexpr auto kBoxedFallback = [] {
+  return torch::CppFunction::makeFromBoxedFunction<&fallback>();
+};
+constexpr auto kBoxedView = [] {
+  return torch::CppFunction::makeFromBoxedFunction<&view_kernel>();
+};
+constexpr auto kBoxedInplaceView = [] {
+  return torch::CppFunction::makeFromBoxedFunction<&inplace_view_kernel>();
+};
+
+/// Private-use keys are first come, first served (c10/core/DispatchKey.h, "Note [Private use
+/// DispatchKey]"; pytorch#74763). Returns an operator that someone else registered, or "".
+std::string foreign_owner_of_key() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return "a backend fallback";
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (op && op->hasKernelForDispatchKey(kKey)) return c10::toString(name);
+  }
+  return "";
+}
+
+/// Ops that keep their CompositeImplicit decomposition, so that DTensor sees their parts.
+bool decomposes(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+bool is_composite_explicit(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+}
+
+/// Composite out= ops resize `out` below the dispatcher (at::native::resize_output), which on our
+/// tensors changes the shape and the packed storage under it. They run on plain stand-ins instead.
+bool writes_out(const c10::OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  return std::any_of(arguments.begin(), arguments.end(),
+                     [](const c10::Argument& argument) { return argument.is_out(); });
+}
+
+void composite_out_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                          torch::jit::Stack* stack) {
+  // As the parts of the op would have said; the fallback is below autograd and would not.
+  for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    TORCH_CHECK(!(value.isTensor() && value.toTensor().requires_grad() && at::GradMode::is_enabled()),
+                fmt::format("{}: functions with out=... arguments don't support automatic "
+                            "differentiation, but one of the arguments requires grad",
+                            op_name(op)));
+  }
+  fallback(op, keys, stack);
+}
+
+/// The stock composite kernel reads memory directly if no gradient is needed; this is its other way.
+at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::IntArrayRef stride,
+                      at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
+  return std::get<0>(
+      at::max_pool1d_with_indices(self, kernel_size, stride, padding, dilation, ceil_mode));
+}
+
+/// In-place view ops whose new shape needs other bytes than the tensor has: named errors.
+bool needs_other_storage(const std::string& name) {
+  for (const char* prefix : {"resize", "set_", "_resize", "sparse_", "rename"}) {
+    if (name.rfind(prefix, 0) == 0) return true;
+  }
+  return false;
+}
+
+constexpr auto kBoxedCompositeOut = [] {
+  return torch::CppFunction::makeFromBoxedFunction<&composite_out_kernel>();
+};
+
+/// Every aten op that would otherwise run a composite kernel on raw storage, and every view op. The
+/// lists differ between torch versions, so they are read from the dispatcher.
+void register_remaining(torch::Library& aten) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    const auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(kKey)) continue;
+    const auto traits = OpTraits::of(*op);
+    if (!traits.takes_tensor) continue;
+
+    const std::string plain_name = name.name.substr(6);
+    const std::string full_name =
+        name.overload_name.empty() ? plain_name : plain_name + "." + name.overload_name;
+    if (decomposes(*op)) {
+      if (writes_out(*op)) aten.impl(full_name.c_str(), kBoxedCompositeOut());
+    } else if (op->hasTag(at::Tag::inplace_view) && !needs_other_storage(plain_name)) {
+      aten.impl(full_name.c_str(), kBoxedInplaceView());
+    } else if (traits.returns_view) {
+      aten.impl(full_name.c_str(), kBoxedView());
+    } else if (is_composite_explicit(*op)) {
+      aten.impl(full_name.c_str(), kBoxedFallback());
+    }
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, aten) {
+  const std::string owner = foreign_owner_of_key();
+  if (!owner.empty()) {
+    TORCH_WARN(fmt::format("qshard: the dispatch key PrivateUse3 is already in use by another library "
+                           "in this process ({}); quantized tensors will not work",
+                           owner));
+    return;
+  }
+  register_views(aten);
+  register_factories(aten);
+  register_copies(aten);
+  register_matmul(aten);
+  aten.impl("max_pool1d", &max_pool1d);
+  register_remaining(aten);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse3, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// Core registers this fallthrough for its own backends only (VariableFallbackKernel.cpp).
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(c10d, PrivateUse3, m) { register_collectives(m); }
+TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse3, m) { register_functional_collectives(m); }
+
+}  // namespace qshard

@@ -1,0 +1,151 @@
+// Autograd of the public operators. The low-precision work stays in opaque operators, so that
+// tracing records one node for each and never looks inside a quantized tensor.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/linear.h"
+#include "ops/ops.h"
+
+namespace qshard {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+template <typename Signature>
+auto typed_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+void refuse_double_backward(const Tensor& grad, const char* op) {
+  TORCH_CHECK(!(at::GradMode::is_enabled() && grad.requires_grad()),
+              fmt::format("{}: double backward (create_graph=True) is not supported for quantized "
+                          "weights",
+                          op));
+}
+
+/// Rounding passes the gradient straight through.
+struct QuantizeFunction : Function<QuantizeFunction> {
+  static Tensor forward(AutogradContext*, const Tensor& self, c10::string_view format,
+                        bool keep_master, std::optional<c10::SymInt> logical_rows,
+                        c10::SymInt row_offset) {
+    at::AutoDispatchBelowAutograd guard;
+    static const auto op = typed_op<decltype(quantize)>("qshard::quantize");
+    return op.call(self, format, keep_master, std::move(logical_rows), std::move(row_offset));
+  }
+  static variable_list backward(AutogradContext*, variable_list grads) {
+    return {grads[0], {}, {}, {}, {}};
+  }
+};
+
+struct DequantizeFunction : Function<DequantizeFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& self,
+                        std::optional<at::ScalarType> dtype) {
+    ctx->saved_data["dtype"] = self.scalar_type();
+    at::AutoDispatchBelowAutograd guard;
+    static const auto op = typed_op<decltype(dequantize)>("qshard::dequantize");
+    return op.call(self, dtype);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto dtype = ctx->saved_data["dtype"].toScalarType();
+    return {grads[0].defined() ? grads[0].to(dtype) : Tensor(), {}};
+  }
+};
+
+struct LinearFunction : Function<LinearFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& bias) {
+    at::AutoDispatchBelowAutograd guard;
+    static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
+    const bool saves_codes = weight.requires_grad() && saves_quantized_input(input, weight);
+    auto [output, saved] = op.call(input, weight, bias, saves_codes);
+    ctx->save_for_backward({saves_codes ? saved : input, weight});
+    ctx->saved_data["saves_codes"] = saves_codes;
+    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
+    if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
+    refuse_double_backward(grad, "qshard::linear");
+    const auto saved = ctx->get_saved_variables();
+    const bool needs_input = ctx->needs_input_grad(0);
+    const bool needs_weight = ctx->needs_input_grad(1);
+    Tensor grad_input, grad_weight, grad_bias;
+    if (needs_input || needs_weight) {
+      at::AutoDispatchBelowAutograd guard;
+      static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
+      std::tie(grad_input, grad_weight) =
+          op.call(grad, saved[1], saved[0], ctx->saved_data["saves_codes"].toBool(), needs_input,
+                  needs_weight);
+    }
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
+      grad_bias = grad.reshape_symint({-1, grad.sym_size(-1)})
+                      .sum(0)
+                      .to(ctx->saved_data["bias_dtype"].toScalarType());
+    }
+    return {needs_input ? grad_input : Tensor(), needs_weight ? grad_weight : Tensor(), grad_bias};
+  }
+
+ private:
+  /// Decided from sizes and device alone: a traced call must decide as the real one does.
+  static bool saves_quantized_input(const Tensor& input, const Tensor& weight) {
+    if (!input.is_cuda() || input.dim() == 0 || has_key(input)) return false;
+    for (const auto& size : {input.sym_numel(), weight.sym_size(0), weight.sym_size(1)}) {
+      if (size.is_symbolic() && !size.maybe_as_int()) return false;
+    }
+    const int64_t k = input.size(-1);
+    if (k == 0) return false;
+    return can_save_quantized_input(input.device(), input.numel() / k, weight.size(0), k);
+  }
+};
+
+}  // namespace
+
+Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,
+                         std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
+  return QuantizeFunction::apply(self, format, keep_master, std::move(logical_rows),
+                                 std::move(row_offset));
+}
+
+Tensor dequantize_autograd(const Tensor& self, std::optional<at::ScalarType> dtype) {
+  return DequantizeFunction::apply(self, dtype);
+}
+
+Tensor codes_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(codes)>("qshard::codes");
+  return op.call(self);
+}
+
+Tensor scale_inv_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(scale_inv)>("qshard::scale_inv");
+  return op.call(self);
+}
+
+OptionalTensor master_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(master)>("qshard::master");
+  return op.call(self);
+}
+
+Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  return LinearFunction::apply(input, weight, bias);
+}
+
+Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const auto plain = [](const Tensor& tensor) {
+    return has_key(tensor) ? DequantizeFunction::apply(tensor, std::nullopt) : tensor;
+  };
+  const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
+  if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
+  return LinearFunction::apply(plain(input), weight, plain_bias);
+}
+
+}  // namespace qshard

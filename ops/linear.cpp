@@ -1,0 +1,81 @@
+// linear on plain and quantized tensors, below autograd.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/matmul.h"
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/linear.h"
+#include "ops/ops.h"
+
+namespace qshard {
+namespace {
+
+Tensor as_matrix(const Tensor& tensor) {
+  const int64_t cols = tensor.size(-1);
+  return tensor.reshape({cols == 0 ? c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1))
+                                   : tensor.numel() / cols,
+                         cols});
+}
+
+void check_linear_shapes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK(input.dim() >= 1 && input.size(-1) == weight.size(1),
+              fmt::format("qshard::linear: input of shape {} does not fit a weight of shape {}; the "
+                          "last input dimension must be {}",
+                          input.sizes().vec(), weight.sizes().vec(), weight.size(1)));
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)),
+              fmt::format("qshard::linear: bias of shape {} does not fit a weight of shape {}",
+                          bias ? bias->sizes().vec() : std::vector<int64_t>{},
+                          weight.sizes().vec()));
+  TORCH_CHECK(is_nominal_dtype(input.scalar_type()),
+              fmt::format("qshard::linear: input dtype {} is not supported; use float32, bfloat16 or "
+                          "float16",
+                          c10::toString(input.scalar_type())));
+  TORCH_CHECK(input.device() == weight.device(),
+              fmt::format("qshard::linear: input is on {} but the weight is on {}",
+                          input.device().str(), weight.device().str()));
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
+                                             const OptionalTensor& bias,
+                                             bool save_quantized_input) {
+  PlainGuard guard;
+  const auto operand = weight_operand(weight, "qshard::linear");
+  check_linear_shapes(input, weight, bias);
+  c10::OptionalDeviceGuard device_guard(input.device());
+  auto result = linear_forward(as_matrix(has_key(input) ? value_of(input) : input), operand, bias,
+                               save_quantized_input);
+  auto sizes = input.sizes().vec();
+  sizes.back() = weight.size(0);
+  // Detached from the 2-D result, so that N-D outputs are no views (FSDP2 warns about those).
+  if (input.dim() != 2) result.output = at::_unsafe_view(result.output, sizes);
+  return {result.output, result.saved};
+}
+
+std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
+                                              const Tensor& input, bool input_is_quantized,
+                                              bool needs_input, bool needs_weight) {
+  PlainGuard guard;
+  const auto operand = weight_operand(weight, "qshard::linear_backward");
+  c10::OptionalDeviceGuard device_guard(grad.device());
+  const Tensor input_matrix = input_is_quantized || !needs_weight ? input : as_matrix(input);
+  auto result = linear_backward(as_matrix(grad), operand, input_matrix, input_is_quantized,
+                                needs_input, needs_weight, weight.scalar_type());
+  if (needs_input) {
+    auto sizes = grad.sizes().vec();
+    sizes.back() = weight.size(1);
+    if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
+  } else {
+    result.grad_input = at::empty({0}, grad.options());
+  }
+  if (!needs_weight) result.grad_weight = at::empty({0}, grad.options().dtype(weight.scalar_type()));
+  return {result.grad_input, result.grad_weight};
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  return std::get<0>(linear_forward_op(input, weight, bias, /*save_quantized_input=*/false));
+}
+
+}  // namespace qshard

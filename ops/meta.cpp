@@ -1,0 +1,53 @@
+#include <ATen/ATen.h>
+
+#include "kernels/linear.h"
+#include "ops/ops.h"
+
+namespace qshard {
+
+Tensor quantize_meta(const Tensor& self, c10::string_view format, bool keep_master,
+                     std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
+  const bool is_fake = self.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+  if (is_fake) return at::empty_symint(self.sym_sizes(), self.options());
+  return quantize(self, format, keep_master, std::move(logical_rows), std::move(row_offset));
+}
+
+Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype) {
+  return at::empty_symint(self.sym_sizes(),
+                          self.options().dtype(dtype.value_or(self.scalar_type())));
+}
+
+bool is_quantized_meta(const Tensor&) { return false; }
+
+void flush_meta(at::TensorList) {}
+
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&) {
+  auto sizes = input.sym_sizes().vec();
+  sizes.back() = weight.sym_size(0);
+  return at::empty_symint(sizes, input.options());
+}
+
+std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
+                                               const OptionalTensor& bias,
+                                               bool save_quantized_input) {
+  c10::SymInt saved_bytes = 0;
+  if (save_quantized_input) {
+    // Only asked for when all sizes are known (ops/autograd.cpp).
+    const int64_t k = input.size(-1);
+    saved_bytes = saved_input_bytes(input.numel() / k, k);
+  }
+  return {linear_meta(input, weight, bias),
+          at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
+}
+
+std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
+                                                const Tensor&, bool, bool needs_input,
+                                                bool needs_weight) {
+  auto sizes = grad.sym_sizes().vec();
+  sizes.back() = weight.sym_size(1);
+  const std::vector<c10::SymInt> none{0};
+  return {at::empty_symint(needs_input ? sizes : none, grad.options()),
+          at::empty_symint(needs_weight ? weight.sym_sizes().vec() : none, weight.options())};
+}
+
+}  // namespace qshard

@@ -1,0 +1,70 @@
+// Implementations behind the schemas in schemas.cpp. Semantics are documented there and in
+// qshard/ops.py; errors name the operator and the way out.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/Dict.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace qshard {
+
+using at::Tensor;
+using OptionalTensor = std::optional<at::Tensor>;
+
+// ops/quantize.cpp
+Tensor quantize(const Tensor& self, c10::string_view format, bool keep_master,
+                std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset);
+Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype);
+bool is_quantized_op(const Tensor& self);
+std::string format(const Tensor& self);
+Tensor codes(const Tensor& self);
+Tensor scale_inv(const Tensor& self);
+OptionalTensor master(const Tensor& self);
+void flush_op(at::TensorList self);
+
+// ops/linear.cpp
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
+                                             const OptionalTensor& bias, bool save_quantized_input);
+std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
+                                              const Tensor& input, bool input_is_quantized,
+                                              bool needs_input, bool needs_weight);
+
+// ops/report.cpp
+std::vector<std::string> format_names();
+std::string backend_report_op();
+void set_fallback_tracing_op(bool enabled);
+c10::Dict<std::string, int64_t> traced_fallbacks_op();
+c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self);
+bool keeps_master(const Tensor& self);
+
+// ops/meta.cpp: shapes and dtypes only. FakeTensor describes a quantized tensor as a plain strided
+// one of its nominal dtype, so nothing here may ask for a format.
+Tensor quantize_meta(const Tensor& self, c10::string_view format, bool keep_master,
+                     std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset);
+Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
+bool is_quantized_meta(const Tensor& self);
+void flush_meta(at::TensorList self);
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
+                                               const OptionalTensor& bias,
+                                               bool save_quantized_input);
+std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
+                                                const Tensor& input, bool input_is_quantized,
+                                                bool needs_input, bool needs_weight);
+
+// ops/autograd.cpp
+Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,
+                         std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset);
+Tensor dequantize_autograd(const Tensor& self, std::optional<at::ScalarType> dtype);
+Tensor codes_autograd(const Tensor& self);
+Tensor scale_inv_autograd(const Tensor& self);
+OptionalTensor master_autograd(const Tensor& self);
+Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+
+}  // namespace qshard

@@ -1,0 +1,189 @@
+// quantize, dequantize and the accessors of a quantized tensor's planes.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <stdexcept>
+
+#include "dispatch/flush.h"
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/formats.h"
+#include "ops/ops.h"
+
+namespace qshard {
+namespace {
+
+const Format& checked_format(c10::string_view name, const char* op) {
+  try {
+    return find_format(std::string_view(name.data(), name.size()));
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, fmt::format("{}: {}", op, error.what()));
+  }
+}
+
+void check_can_be_quantized(const Tensor& self) {
+  TORCH_CHECK_TYPE(is_nominal_dtype(self.scalar_type()),
+                   fmt::format("qshard::quantize: expected a float32, bfloat16 or float16 tensor, got "
+                               "{}",
+                               c10::toString(self.scalar_type())));
+  TORCH_CHECK_VALUE(self.dim() >= 2,
+                    fmt::format("qshard::quantize: expected at least 2 dimensions (rows x columns), "
+                                "got shape {}",
+                                self.sizes().vec()));
+  TORCH_CHECK_VALUE(self.layout() == at::kStrided,
+                    fmt::format("qshard::quantize: expected a strided tensor, got layout {}",
+                                c10::str(self.layout())));
+  const auto device = self.device();
+  TORCH_CHECK_VALUE(device.is_cpu() || device.is_cuda() || device.is_meta(),
+                    fmt::format("qshard::quantize: expected a tensor on cpu or cuda, got {}",
+                                device.str()));
+}
+
+Layout layout_of(const Tensor& self, const Format& format, std::optional<int64_t> logical_rows,
+                 int64_t row_offset) {
+  Layout layout;
+  layout.format = &format;
+  layout.cols = self.size(-1);
+  layout.rows = c10::multiply_integers(self.sizes().slice(0, self.dim() - 1));
+  layout.logical_rows = logical_rows.value_or(layout.rows);
+  layout.matrix_rows = self.dim() == 2 ? layout.logical_rows : self.size(-2);
+  layout.row_offset = row_offset;
+  TORCH_CHECK_VALUE(row_offset >= 0 && row_offset + layout.rows <= layout.logical_rows,
+                    fmt::format("qshard::quantize: rows [{}, {}) do not lie within logical_rows={}",
+                                row_offset, row_offset + layout.rows, layout.logical_rows));
+  TORCH_CHECK_VALUE(layout.matrix_rows == 0 || layout.logical_rows % layout.matrix_rows == 0,
+                    fmt::format("qshard::quantize: logical_rows={} is not a whole number of matrices "
+                                "of {} rows",
+                                layout.logical_rows, layout.matrix_rows));
+  return layout;
+}
+
+QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
+  TORCH_CHECK_TYPE(is_quantized(self),
+                   fmt::format("{}: expected a quantized tensor, got a plain {} tensor", op,
+                               c10::toString(self.scalar_type())));
+  return buffer_of(self);
+}
+
+}  // namespace
+
+Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_master,
+                std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
+  const Format& format = checked_format(format_name, "qshard::quantize");
+  check_can_be_quantized(self);
+  const bool is_shard = logical_rows.has_value();
+  const Layout layout =
+      layout_of(self, format, is_shard ? std::optional(logical_rows->expect_int()) : std::nullopt,
+                row_offset.expect_int());
+  PlainGuard guard;
+  c10::OptionalDeviceGuard device_guard(self.device());
+  const Tensor values = has_key(self) ? value_of(self) : self;
+  auto buffer =
+      QuantizedBuffer::allocate(layout, self.scalar_type(), keep_master, self.device());
+  if (!buffer->is_meta()) {
+    const Tensor rows = values.reshape({layout.rows, layout.cols});
+    if (keep_master) {
+      buffer->master.copy_(rows);
+    } else {
+      // A shard waits for its flush with values of its own; a whole tensor is done with them here.
+      buffer->pending = is_shard && rows.is_alias_of(self) ? rows.clone() : rows.contiguous();
+    }
+  }
+  buffer->mark_written();
+  if (can_flush_locally(*buffer)) flush_locally(buffer);
+  if (!is_shard) buffer->mark_flushed(/*agreed=*/true);
+  return make_tensor(std::move(buffer), self.sizes());
+}
+
+Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {
+  quantized_buffer(self, "qshard::dequantize");
+  const BufferPtr& buffer = impl_of(self).buffer();
+  const auto dtype = dtype_arg.value_or(buffer->dtype);
+  TORCH_CHECK_TYPE(at::isFloatingType(dtype),
+                   fmt::format("qshard::dequantize: expected a floating point dtype, got {}",
+                               c10::toString(dtype)));
+  require_fresh_image(buffer, "qshard::dequantize");
+  PlainGuard guard;
+  const auto kernel_dtype = is_nominal_dtype(dtype) ? dtype : at::kFloat;
+  Tensor result;
+  if (const auto rows = row_window(self)) {
+    result = buffer->dequantize_rows(rows->first, rows->count, kernel_dtype).view(self.sizes());
+  } else {
+    result = window(buffer->dequantize_rows(0, buffer->layout.rows, kernel_dtype), self)
+                 .clone(at::MemoryFormat::Contiguous);
+  }
+  return result.to(dtype);
+}
+
+bool is_quantized_op(const Tensor& self) { return is_quantized(self); }
+
+std::string format(const Tensor& self) {
+  return std::string(quantized_buffer(self, "qshard::format").layout.format->name);
+}
+
+Tensor codes(const Tensor& self) {
+  const QuantizedBuffer& buffer = quantized_buffer(self, "qshard::codes");
+  require_fresh_image(impl_of(self).buffer(), "qshard::codes");
+  buffer.check_is_allocated();
+  const Layout& layout = buffer.layout;
+  PlainGuard guard;
+  // A stride counts elements of the dense virtual buffer: whole rows, or single columns.
+  const auto to_image = [&](int64_t elements, bool is_offset) {
+    if (layout.cols == 0) return int64_t{0};
+    const int64_t column = elements % layout.cols;
+    TORCH_CHECK_VALUE(is_offset || column == 0 || elements == 1,
+                      fmt::format("qshard::codes: {} with strides {} is not a window of rows and "
+                                  "columns",
+                                  describe(self), self.strides().vec()));
+    return elements / layout.cols * layout.row_bytes() + column;
+  };
+  c10::DimVector strides;
+  for (const int64_t stride : self.strides()) strides.push_back(to_image(stride, false));
+  const auto image = buffer.image.view(at::kFloat8_e4m3fn);
+  if (self.numel() == 0) return image.new_empty(self.sizes());
+  return image.as_strided(self.sizes(), strides, to_image(self.storage_offset(), true));
+}
+
+Tensor scale_inv(const Tensor& self) {
+  const QuantizedBuffer& buffer = quantized_buffer(self, "qshard::scale_inv");
+  require_fresh_image(impl_of(self).buffer(), "qshard::scale_inv");
+  const Layout& layout = buffer.layout;
+  const auto rows = row_window(self);
+  TORCH_CHECK_VALUE(rows, fmt::format("qshard::scale_inv: {} with strides {} is not a window of whole "
+                                      "rows",
+                                      describe(self), self.strides().vec()));
+  PlainGuard guard;
+  const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows->first;
+  const int64_t last = std::min(first + rows->count, layout.logical_rows) - 1;
+  if (last < first) return buffer.grid.narrow(0, 0, 0);
+  const int64_t first_row = layout.grid_row(first);
+  auto scales = buffer.grid.narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
+  if (self.dim() == 2 || rows->count % layout.matrix_rows != 0) return scales;
+  c10::DimVector sizes(self.sizes().slice(0, self.dim() - 2));
+  sizes.push_back(layout.block_rows_per_matrix());
+  sizes.push_back(layout.grid_cols());
+  return scales.view(sizes);
+}
+
+OptionalTensor master(const Tensor& self) {
+  QuantizedBuffer& buffer = quantized_buffer(self, "qshard::master");
+  if (!buffer.keeps_master()) return std::nullopt;
+  PlainGuard guard;
+  buffer.detach_from_source();
+  auto alias = window(buffer.master, self);
+  // One counter for the plane and its aliases: in-place loads through an alias mark it written.
+  alias.unsafeGetTensorImpl()->set_version_counter(
+      buffer.master.unsafeGetTensorImpl()->version_counter());
+  return alias;
+}
+
+void flush_op(at::TensorList self) {
+  std::vector<BufferPtr> buffers;
+  for (const Tensor& tensor : self) {
+    quantized_buffer(tensor, "qshard::flush");
+    buffers.push_back(impl_of(tensor).buffer());
+  }
+  flush_any_dirty(buffers);
+}
+
+}  // namespace qshard

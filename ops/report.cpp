@@ -1,0 +1,41 @@
+#include "dispatch/fallback.h"
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/linear.h"
+#include "ops/ops.h"
+
+namespace qshard {
+
+std::vector<std::string> format_names() {
+  std::vector<std::string> names;
+  for (const Format& format : formats()) names.emplace_back(format.name);
+  return names;
+}
+
+std::string backend_report_op() { return backend_report(); }
+
+void set_fallback_tracing_op(bool enabled) { set_fallback_tracing(enabled); }
+
+c10::Dict<std::string, int64_t> traced_fallbacks_op() {
+  c10::Dict<std::string, int64_t> counts;
+  for (const auto& [name, count] : traced_fallbacks()) counts.insert(name, count);
+  return counts;
+}
+
+c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self) {
+  const QuantizedBuffer& buffer = buffer_of(self);
+  c10::Dict<std::string, int64_t> bytes;
+  const auto add = [&](const char* name, const Tensor& plane) {
+    bytes.insert(name, plane.defined() ? static_cast<int64_t>(plane.nbytes()) : 0);
+  };
+  add("image", buffer.image);
+  add("master", buffer.master);
+  add("grid", buffer.grid);
+  add("pending", buffer.pending);
+  add("grid_snapshot", buffer.grid_snapshot);
+  bytes.insert("storage", static_cast<int64_t>(buffer.storage.nbytes()));
+  return bytes;
+}
+
+bool keeps_master(const Tensor& self) { return buffer_of(self).keeps_master(); }
+
+}  // namespace qshard

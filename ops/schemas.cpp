@@ -1,0 +1,107 @@
+// The public operators: every schema, then which function implements it for which key.
+//
+// `linear_forward` and `linear_backward` are what `linear` is made of under autograd; list them in
+// selective activation checkpointing policies. Names with a leading underscore serve the embedded
+// Python (fsdp/*.py) and may change.
+#include <torch/library.h>
+
+#include "ops/ops.h"
+
+namespace qshard {
+
+TORCH_LIBRARY(qshard, m) {
+  // Quantize and look inside.
+  m.def(
+      "quantize(Tensor self, str format, *, bool keep_master=False, SymInt? logical_rows=None, "
+      "SymInt row_offset=0) -> Tensor");
+  m.def("dequantize(Tensor self, *, ScalarType? dtype=None) -> Tensor");
+  m.def("is_quantized(Tensor self) -> bool");
+  m.def("format(Tensor self) -> str");
+  m.def("codes(Tensor(a) self) -> Tensor(a)");
+  m.def("scale_inv(Tensor(a) self) -> Tensor(a)");
+  m.def("master(Tensor(a) self) -> Tensor(a)?");
+  m.def("flush(Tensor[] self) -> ()");
+
+  // Linear.
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
+  m.def(
+      "linear_forward(Tensor input, Tensor weight, Tensor? bias, bool save_quantized_input) "
+      "-> (Tensor output, Tensor saved_input)");
+  m.def(
+      "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
+      "bool needs_input, bool needs_weight) -> (Tensor grad_input, Tensor grad_weight)");
+
+  // Reports.
+  m.def("formats() -> str[]");
+  m.def("backend_report() -> str");
+  m.def("_set_fallback_tracing(bool enabled) -> ()");
+  m.def("_traced_fallbacks() -> Dict(str, int)");
+  m.def("_storage_bytes(Tensor self) -> Dict(str, int)");
+  m.def("_keeps_master(Tensor self) -> bool");
+
+  // FSDP2 and checkpoints, implemented in fsdp/.
+  m.def("_pre_all_gather(Tensor self, str group) -> (Tensor image, Tensor? grid, int generation)");
+  m.def(
+      "_post_all_gather(Tensor self, Tensor image, Tensor? grid, int generation, "
+      "ScalarType dtype) -> Tensor");
+  m.def(
+      "_refresh_gathered(Tensor unsharded, Tensor image, Tensor? grid, int generation) -> ()");
+  m.def("_set_reduction_group(Tensor self, str group) -> ()");
+  m.def("_flush_dirty(Tensor[] self, str[] groups) -> ()");
+  m.def("_mark_written(Tensor self) -> ()");
+  m.def("_export_view(Tensor(a) self) -> Tensor(a)");
+  m.def("_is_export(Tensor self) -> bool");
+  m.def("_has_pending_update(Tensor self) -> bool");
+  m.def("_pack(Tensor self) -> (Tensor bytes, Tensor? pending, int[] layout, str format)");
+  m.def(
+      "_unpack(Tensor bytes, Tensor? pending, int[] layout, str format, int[] size, int[] stride, "
+      "int storage_offset, ScalarType dtype) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
+  m.impl("quantize", &quantize);
+  m.impl("dequantize", &dequantize);
+  m.impl("is_quantized", &is_quantized_op);
+  m.impl("format", &format);
+  m.impl("codes", &codes);
+  m.impl("scale_inv", &scale_inv);
+  m.impl("master", &master);
+  m.impl("flush", &flush_op);
+
+  m.impl("linear", &linear);
+  m.impl("linear_forward", &linear_forward_op);
+  m.impl("linear_backward", &linear_backward_op);
+
+  m.impl("formats", &format_names);
+  m.impl("backend_report", &backend_report_op);
+  m.impl("_set_fallback_tracing", &set_fallback_tracing_op);
+  m.impl("_traced_fallbacks", &traced_fallbacks_op);
+  m.impl("_storage_bytes", &storage_bytes);
+  m.impl("_keeps_master", &keeps_master);
+}
+
+// Shapes for meta and fake tensors. `codes`, `scale_inv` and `master` have theirs in fsdp/glue.py:
+// the shape of scales under FakeTensor is data-dependent.
+TORCH_LIBRARY_IMPL(qshard, Meta, m) {
+  m.impl("quantize", &quantize_meta);
+  m.impl("dequantize", &dequantize_meta);
+  m.impl("is_quantized", &is_quantized_meta);
+  m.impl("flush", &flush_meta);
+  m.impl("linear", &linear_meta);
+  m.impl("linear_forward", &linear_forward_meta);
+  m.impl("linear_backward", &linear_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
+  m.impl("quantize", &quantize_autograd);
+  m.impl("dequantize", &dequantize_autograd);
+  m.impl("codes", &codes_autograd);
+  m.impl("scale_inv", &scale_inv_autograd);
+  m.impl("master", &master_autograd);
+  m.impl("linear", &linear_autograd);
+}
+
+// F.linear must not decompose into matmul before it gets here (DTensor never does: it acts above).
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, m) { m.impl("linear", &aten_linear_autograd); }
+
+}  // namespace qshard
