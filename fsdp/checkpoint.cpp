@@ -1,0 +1,101 @@
+// What checkpoints, pickles and deepcopy take a quantized tensor apart into.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/library.h>
+
+#include "dispatch/flush.h"
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/formats.h"
+
+namespace qshard {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// Order of the integers in a packed tensor's `layout` list. Saved files hold these: append only.
+enum LayoutField { kRows, kCols, kLogicalRows, kMatrixRows, kRowOffset, kKeepsMaster, kDirty, kFields };
+
+Tensor export_view(const Tensor& self) { return make_export_view(self); }
+
+bool is_export(const Tensor& self) { return is_quantized(self) && impl_of(self).is_export(); }
+
+/// Whether the packed storage alone would lose a write: one that only a collective can flush.
+bool has_pending_update(const Tensor& self) {
+  const QuantizedBuffer& buffer = buffer_of(self);
+  return buffer.is_stale() && !buffer.keeps_master() && !can_flush_locally(buffer);
+}
+
+/// The exact planes of the whole buffer behind `self`, and a write that no flush has reached yet.
+std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string> pack(const Tensor& self) {
+  BufferPtr buffer = impl_of(self).buffer();
+  buffer->check_is_allocated();
+  if (!buffer->is_packed()) {
+    // Gathered tensors and offload copies keep their grid elsewhere.
+    buffer = impl_of(make_tensor(buffer, {buffer->layout.rows, buffer->layout.cols}).clone()).buffer();
+  }
+  if (buffer->is_stale() && can_flush_locally(*buffer)) flush_locally(buffer);
+  PlainGuard guard;
+  const Layout& layout = buffer->layout;
+  std::vector<int64_t> fields(kFields);
+  fields[kRows] = layout.rows;
+  fields[kCols] = layout.cols;
+  fields[kLogicalRows] = layout.logical_rows;
+  fields[kMatrixRows] = layout.matrix_rows;
+  fields[kRowOffset] = layout.row_offset;
+  fields[kKeepsMaster] = buffer->keeps_master();
+  fields[kDirty] = buffer->is_dirty();
+  return {buffer->packed().clone(),
+          buffer->pending.defined() ? OptionalTensor(buffer->pending.clone()) : std::nullopt, fields,
+          std::string(layout.format->name)};
+}
+
+/// @throws c10::Error if the fields do not describe `bytes`: files come from anywhere.
+Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRef fields,
+              c10::string_view format, at::IntArrayRef size, at::IntArrayRef stride,
+              int64_t storage_offset, at::ScalarType dtype) {
+  PlainGuard guard;
+  TORCH_CHECK(fields.size() == kFields && bytes.scalar_type() == at::kByte && bytes.dim() == 1 &&
+                  is_nominal_dtype(dtype) && size.size() == stride.size(),
+              "qshard: this is not a saved quantized tensor");
+  Layout layout;
+  layout.format = &find_format(std::string_view(format.data(), format.size()));
+  layout.rows = fields[kRows];
+  layout.cols = fields[kCols];
+  layout.logical_rows = fields[kLogicalRows];
+  layout.matrix_rows = fields[kMatrixRows];
+  layout.row_offset = fields[kRowOffset];
+  constexpr int64_t kLimit = int64_t{1} << 40;
+  for (const auto field : {layout.rows, layout.cols, layout.logical_rows, layout.matrix_rows}) {
+    TORCH_CHECK(field >= 0 && field < kLimit,
+                "qshard: a saved quantized tensor has an impossible size");
+  }
+  TORCH_CHECK(layout.row_offset >= Layout::kOpen && layout.row_offset <= layout.logical_rows &&
+                  (layout.matrix_rows == 0 ? layout.logical_rows == 0
+                                           : layout.logical_rows % layout.matrix_rows == 0),
+              "qshard: a saved quantized tensor has an impossible placement");
+  auto buffer = QuantizedBuffer::from_storage(bytes.clone().storage(), layout, dtype,
+                                              fields[kKeepsMaster] != 0);
+  if (pending) {
+    TORCH_CHECK(pending->sizes() == at::IntArrayRef({layout.rows, layout.cols}) &&
+                    pending->scalar_type() == dtype,
+                "qshard: the pending update of a saved quantized tensor does not fit it");
+    buffer->pending = pending->clone();
+  }
+  buffer->dirty = buffer->stale = fields[kDirty] != 0;
+  const auto whole = make_tensor(buffer, {layout.rows, layout.cols});
+  return make_view(whole, size, stride, storage_offset);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
+  m.impl("_export_view", &export_view);
+  m.impl("_is_export", &is_export);
+  m.impl("_has_pending_update", &has_pending_update);
+  m.impl("_pack", &pack);
+  m.impl("_unpack", &unpack);
+}
+
+}  // namespace qshard

@@ -1,0 +1,190 @@
+"""Checkpoints hold plain tensors; pickles and deep copies hold exact planes.
+
+DCP asks a DTensor's local tensor for the shard it may write or fill (torch/distributed/tensor/
+_api.py: __get_tensor_shard__): it gets the master, or an export view that decays to plain values.
+"""
+
+import copy
+import sys
+
+import torch
+from _qshard_hooks import is_quantized, tensor_property
+
+ops = torch.ops.qshard
+
+
+# ------------------------------------------------------------------------------------------ DCP
+
+
+@tensor_property("__get_tensor_shard__")
+def get_tensor_shard(self):
+    def shard(index):
+        master = ops.master(self.detach())
+        return ops._export_view(self.detach()) if master is None else master
+
+    return shard
+
+
+@tensor_property("__create_chunk_list__")
+def create_chunk_list(self):
+    """DTensor asks every rank for this when it plans a load, and only then. An in-place load writes
+    nothing on ranks without rows, yet they must take part in the flush that follows."""
+    ops._mark_written(self)
+    raise AttributeError("__create_chunk_list__")
+
+
+def stage_as_plain_values(stager_type):
+    """Async saves copy tensors through data_ptr(), which quantized tensors refuse."""
+    stock = stager_type._offload_tensor
+
+    def _offload_tensor(self, x, memo, non_blocking=False):
+        if not is_quantized(x):
+            return stock(self, x, memo, non_blocking=non_blocking)
+        staged = plain_values(x).to("cpu", copy=True)
+        memo[id(x)] = staged
+        return staged
+
+    stager_type._offload_tensor = _offload_tensor
+
+
+def plain_values(tensor):
+    """What a checkpoint holds for this tensor."""
+    return ops._export_view(tensor.detach()).clone()
+
+
+class PatchOnImport:
+    """Patches the stager when torch.distributed.checkpoint is first imported: importing it here
+    would cost every user its time."""
+
+    name = "torch.distributed.checkpoint._state_dict_stager"
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        from importlib.util import find_spec
+
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            patch_stager(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def patch_stager(module):
+    stager_type = getattr(module, "StateDictStager", None)
+    if hasattr(stager_type, "_offload_tensor"):
+        stage_as_plain_values(stager_type)
+
+
+if PatchOnImport.name in sys.modules:
+    patch_stager(sys.modules[PatchOnImport.name])
+else:
+    sys.meta_path.insert(0, PatchOnImport())
+
+
+# -------------------------------------------------------------------------- pickle, deepcopy, ...
+
+
+def rebuild_tensor(data, pending, layout, format, size, stride, storage_offset, dtype, requires_grad):
+    """Unpickles a quantized tensor. Needs the library; ordinary checkpoints do not hold any."""
+    tensor = ops._unpack(
+        data, pending, layout, format, size, stride, storage_offset, dtype
+    )
+    return tensor.requires_grad_(requires_grad)
+
+
+def reduce_tensor(tensor):
+    data, pending, layout, format = ops._pack(tensor.detach())
+    return rebuild_tensor, (
+        data,
+        pending,
+        list(layout),
+        format,
+        list(tensor.shape),
+        list(tensor.stride()),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.requires_grad,
+    )
+
+
+def wrap_method(name):
+    """Replaces torch.Tensor.<name> by `wrapped(stock, self, ...)` for quantized tensors only."""
+
+    def install(wrapped):
+        stock = getattr(torch.Tensor, name)
+
+        def method(self, *args, **kwargs):
+            if is_quantized(self):
+                return wrapped(stock, self, *args, **kwargs)
+            return stock(self, *args, **kwargs)
+
+        method.__name__ = name
+        method.__doc__ = stock.__doc__
+        setattr(torch.Tensor, name, method)
+        return wrapped
+
+    return install
+
+
+@wrap_method("_reduce_ex_internal")
+def _reduce_ex_internal(stock, self, proto):
+    if ops._is_export(self):
+        return stock(plain_values(self), proto)
+    return reduce_tensor(self)
+
+
+@wrap_method("__deepcopy__")
+def __deepcopy__(stock, self, memo):
+    # The stock way copies the storage, which does not hold an update that awaits a collective.
+    if id(self) in memo or not self.is_leaf or not ops._has_pending_update(self):
+        return stock(self, memo)
+    rebuild, args = reduce_tensor(self)
+    result = rebuild(*args)
+    if type(self) is torch.nn.Parameter:
+        result = torch.nn.Parameter(result, self.requires_grad)
+    memo[id(self)] = result
+    if self.grad is not None:
+        result.grad = copy.deepcopy(self.grad, memo)
+    return result
+
+
+@wrap_method("tolist")
+def tolist(stock, self):
+    # tolist(), and with it print(), reads memory directly.
+    return plain_values(self).tolist()
+
+
+torch.serialization.add_safe_globals([rebuild_tensor])
+
+
+def register_forking_reducers():
+    """Queues and DataLoader workers: the stock reducer segfaults on a tensor without storage."""
+    from multiprocessing.reduction import ForkingPickler
+
+    from torch.multiprocessing.reductions import reduce_tensor as reduce_plain_tensor
+
+    def reduce_shared(tensor):
+        if not is_quantized(tensor):
+            return reduce_plain_tensor(tensor)
+        rebuild, args = reduce_tensor(tensor)
+        if type(tensor) is torch.nn.Parameter:
+            return rebuild_parameter, args
+        return rebuild, args
+
+    for tensor_type in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(tensor_type, reduce_shared)
+
+
+def rebuild_parameter(*args):
+    return torch.nn.Parameter(rebuild_tensor(*args[:-1], False), args[-1])
+
+
+register_forking_reducers()

@@ -1,0 +1,108 @@
+// What FSDP2's all-gather hooks do: one uint8 input per parameter, the padded row image, zero copy
+// on the way in and out. The hooks themselves are installed by fsdp/glue.py.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/library.h>
+
+#include "dispatch/flush.h"
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/quantized_tensor_impl.h"
+
+namespace qshard {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<at::Tensor>;
+
+void set_group(QuantizedBuffer& buffer, const std::string& group) {
+  buffer.group = group;
+  if (buffer.source) buffer.source->group = group;
+}
+
+/// (image, grid snapshot, generation) of a shard, flushed over `group` if it was written since its
+/// last flush. Every rank of the group gets here, with or without rows.
+std::tuple<Tensor, OptionalTensor, int64_t> pre_all_gather(const Tensor& self,
+                                                           c10::string_view group) {
+  const BufferPtr& buffer = impl_of(self).buffer();
+  set_group(*buffer, std::string(group.data(), group.size()));
+  // An offloaded shard arrives as a fresh device copy: flush the original, once, not every copy.
+  const BufferPtr& owner = buffer->source ? buffer->source : buffer;
+  PlainGuard guard;
+  c10::OptionalDeviceGuard device_guard(buffer->device());
+  if (owner->is_dirty()) {
+    // This runs on FSDP2's copy-in stream; the write it flushes was made on the default stream.
+    wait_for_default_stream(buffer->device());
+    flush({owner});
+  }
+  if (buffer->source) buffer->refresh_from_source();
+  const Tensor grid = grid_snapshot(*buffer);
+  return {buffer->image.view(-1), grid.defined() ? OptionalTensor(grid) : std::nullopt,
+          buffer->generation};
+}
+
+/// The unsharded tensor over the gathered bytes of shard `self`.
+Tensor post_all_gather(const Tensor& self, const Tensor& image, const OptionalTensor& grid,
+                       int64_t generation, at::ScalarType dtype) {
+  PlainGuard guard;
+  Layout layout = buffer_of(self).layout;
+  TORCH_CHECK(image.scalar_type() == at::kByte && image.numel() % layout.row_bytes() == 0,
+              fmt::format("qshard: gathered {} {} elements are not rows of {} bytes",
+                          image.numel(), c10::toString(image.scalar_type()), layout.row_bytes()));
+  layout.rows = image.numel() / layout.row_bytes();
+  layout.row_offset = 0;
+  auto buffer = QuantizedBuffer::from_image(image.view(-1), grid.value_or(Tensor()), layout, dtype,
+                                            generation);
+  auto sizes = self.sizes().vec();
+  const int64_t rows_per_slice =
+      c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
+  sizes[0] = rows_per_slice == 0 ? 0 : layout.rows / rows_per_slice;
+  return make_tensor(std::move(buffer), sizes);
+}
+
+/// A later gather into the same storage: new codes, new scales.
+void refresh_gathered(const Tensor& unsharded, const Tensor& image, const OptionalTensor& grid,
+                      int64_t generation) {
+  PlainGuard guard;
+  QuantizedBuffer& buffer = buffer_of(unsharded);
+  if (!image.is_alias_of(buffer.image)) {
+    buffer.image = image.view({buffer.layout.rows, buffer.layout.row_bytes()});
+    buffer.storage = image.storage();
+  }
+  buffer.grid = grid.value_or(Tensor());
+  buffer.grid_snapshot.reset();
+  buffer.generation = generation;
+  buffer.pending.reset();
+  buffer.mark_flushed(/*agreed=*/true);
+}
+
+void set_reduction_group(const Tensor& self, c10::string_view group) {
+  set_group(buffer_of(self), std::string(group.data(), group.size()));
+}
+
+/// After an optimizer step: what was written, in the order of the list. `groups[i]` is the group that
+/// tensor i's DTensor names; FSDP2's mesh, if a gather already told it, says the same.
+void flush_dirty(at::TensorList self, const std::vector<std::string>& groups) {
+  TORCH_CHECK(groups.size() == self.size(), "qshard::_flush_dirty: one group per tensor");
+  std::vector<BufferPtr> buffers;
+  buffers.reserve(self.size());
+  for (size_t i = 0; i < self.size(); ++i) {
+    buffers.push_back(impl_of(self[i]).buffer());
+    if (!groups[i].empty() && buffers.back()->group.empty()) set_group(*buffers.back(), groups[i]);
+  }
+  flush(buffers);
+}
+
+void mark_written(const Tensor& self) { buffer_of(self).mark_written(); }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
+  m.impl("_pre_all_gather", &pre_all_gather);
+  m.impl("_post_all_gather", &post_all_gather);
+  m.impl("_refresh_gathered", &refresh_gathered);
+  m.impl("_set_reduction_group", &set_reduction_group);
+  m.impl("_flush_dirty", &flush_dirty);
+  m.impl("_mark_written", &mark_written);
+}
+
+}  // namespace qshard

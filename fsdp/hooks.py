@@ -1,0 +1,160 @@
+"""FSDP2's all-gather hooks and the optimizer's flush, installed when the library is loaded.
+
+Hooks are found by `hasattr` on the local tensor of a parameter (torch/distributed/fsdp/_fully_shard/
+_fsdp_param.py), so they are properties of torch.Tensor that exist for quantized tensors only.
+"""
+
+import inspect
+import sys
+import weakref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+ops = torch.ops.qshard
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_quantized(tensor):
+    """Exact types only: a subclass (DTensor, FakeTensor, ShardedTensor) answers for itself."""
+    return type(tensor) in _TENSOR_TYPES and _has_key(tensor)
+
+
+def _has_key(tensor, keys=torch._C._dispatch_keys, key=torch._C.DispatchKey.PrivateUse3):
+    return keys(tensor).has(key)
+
+
+def local_of(tensor):
+    """The local tensor of a DTensor; any other tensor itself."""
+    return tensor if type(tensor) in _TENSOR_TYPES else getattr(tensor, "_local_tensor", tensor)
+
+
+def tensor_property(name):
+    """Installs `make(tensor)` as torch.Tensor.<name>, absent on tensors that are not quantized."""
+
+    def install(make):
+        def get(self):
+            if not is_quantized(self):
+                raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+            return make(self)
+
+        setattr(torch.Tensor, name, property(get))
+        return make
+
+    return install
+
+
+# ------------------------------------------------------------------------------ reduction groups
+
+_mesh_groups = {}
+
+
+def mesh_group(mesh):
+    """c10d name of a 1-D mesh's group, '' for one rank. Meshes are told apart by identity."""
+    known = _mesh_groups.get(id(mesh))
+    if known is not None and known[0]() is mesh:
+        return known[1]
+    name = mesh.get_group().group_name if mesh.size() > 1 else ""
+    _mesh_groups[id(mesh)] = (weakref.ref(mesh), name)
+    return name
+
+
+_spec_groups = {}
+
+
+def dtensor_group(dtensor):
+    """Name of the group whose ranks hold the rows of this DTensor."""
+    mesh, placements = dtensor.device_mesh, dtensor.placements
+    key = (id(mesh), placements)
+    known = _spec_groups.get(key)
+    if known is not None and known[0]() is mesh:
+        return known[1]
+    dims = [i for i, p in enumerate(placements) if p.is_shard() and mesh.size(i) > 1]
+    if len(dims) > 1:
+        raise NotImplementedError(
+            "qshard: a quantized parameter sharded over several mesh dimensions "
+            f"({placements}) has no reduction group"
+        )
+    name = mesh.get_group(dims[0]).group_name if dims else ""
+    _spec_groups[key] = (weakref.ref(mesh), name)
+    return name
+
+
+# -------------------------------------------------------------------------------- FSDP2's hooks
+
+
+class PreAllGather:
+    # One argument, not five: the five-argument form asserts on the size of padded shards, on the
+    # padded ranks only, and leaves the others in the collective (pytorch#137005).
+    __signature__ = inspect.Signature(
+        [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+    __slots__ = ("shard",)
+
+    def __init__(self, shard):
+        self.shard = shard
+
+    def __call__(self, mesh):
+        image, grid, generation = ops._pre_all_gather(self.shard, mesh_group(mesh))
+        return (image,), (grid, generation)
+
+
+class PostAllGather:
+    __slots__ = ("shard",)
+
+    def __init__(self, shard):
+        self.shard = shard
+
+    def __call__(self, outputs, metadata, param_dtype, *, out=None):
+        (image,), (grid, generation) = outputs, metadata
+        if out is not None:
+            ops._refresh_gathered(local_of(out), image, grid, generation)
+            return None
+        refuse_unsupported(sys._getframe(1).f_locals.get("self"))
+        return ops._post_all_gather(self.shard, image, grid, generation, param_dtype), ()
+
+
+def refuse_unsupported(fsdp_param):
+    """Names what FSDP2 cannot do with any all-gather extension, at the first gather.
+
+    FSDP2 itself fails later, with errors that do not say why. Its attributes are read if they are
+    there; without them its own error stands.
+    """
+    placement = getattr(fsdp_param, "fsdp_placement", None)
+    if placement is not None and placement.dim != 0:
+        raise NotImplementedError(
+            f"qshard: FSDP2 shards this quantized parameter by {placement}; rows are the unit of "
+            "quantized shards. Return Shard(0) from shard_placement_fn"
+        )
+    post_forward = getattr(fsdp_param, "post_forward_mesh_info", None)
+    if post_forward is not None and post_forward is not fsdp_param.mesh_info:
+        raise NotImplementedError(
+            "qshard: reshard_after_forward=<int> is not supported for quantized parameters (FSDP2 "
+            "has no hook for it); use True or False"
+        )
+
+
+tensor_property("fsdp_pre_all_gather")(PreAllGather)
+tensor_property("fsdp_post_all_gather")(PostAllGather)
+
+
+# ------------------------------------------------------------------------------ optimizer.step()
+
+
+def flush_after_step(optimizer, args, kwargs):
+    """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
+    same on all ranks whatever gradients and rows each has, which no registry of parameters is."""
+    shards, groups = [], []
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            local = local_of(param)
+            if is_quantized(local):
+                shards.append(local)
+                groups.append("" if local is param else dtensor_group(param))
+    if shards:
+        ops._flush_dirty(shards, groups)
+
+
+# What torch._dynamo.disable sets; importing torch._dynamo here would cost every user a second.
+flush_after_step._torchdynamo_disable = True
+register_optimizer_step_post_hook(flush_after_step)
