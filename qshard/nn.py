@@ -1,0 +1,22 @@
+"""Modules whose forward is one opaque operator, for torch.compile."""
+
+import torch
+
+_linear = torch.ops.qshard.linear.default
+
+
+class Linear(torch.nn.Linear):
+    """nn.Linear with a quantized weight; `quantize_` turns nn.Linear into it. State-dict names are
+    nn.Linear's.
+
+    Forward, dgrad and wgrad are operators that torch.compile does not look into, so
+    `layer.compile(fullgraph=True)` works. A stock nn.Linear holding a quantized weight runs the same
+    kernels, in eager mode only.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features) in the dtype of `input`.
+
+        Raises if the weight is not quantized (say, after load_state_dict(assign=True) of a plain
+        one)."""
+        return _linear(input, self.weight, self.bias)

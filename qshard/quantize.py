@@ -1,0 +1,162 @@
+"""quantize_: make a model's weights quantized parameters."""
+
+from collections.abc import Callable
+
+import torch
+from _qshard_hooks import dtensor_group, is_quantized as _is_quantized_local, local_of
+from torch import nn as torch_nn
+from torch.distributed.tensor import DTensor
+
+from qshard import nn
+
+ops = torch.ops.qshard
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or the local tensor of a DTensor, is quantized."""
+    return _is_quantized_local(local_of(tensor))
+
+
+def quantize_(
+    model: torch_nn.Module,
+    recipe,
+    *,
+    keep_master: bool = True,
+    filter_fn: Callable[[torch_nn.Module, str], bool] | None = None,
+) -> torch_nn.Module:
+    """Quantizes the weights of a model's linear layers in place, and returns the model.
+
+    model: on any device, meta included; before or after `fully_shard`, but before the first forward.
+    recipe: e.g. qshard.Float8BlockScaling().
+    keep_master: keep each weight's current value beside its codes, in its own dtype. Optimizer steps
+        are then exactly those of a plain parameter. Without, the codes are all there is: 1 byte per
+        element, and updates smaller than their resolution are lost.
+    filter_fn(module, name): which nn.Linear to quantize; all by default.
+
+    On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
+    Nothing is changed if it raises.
+    """
+    format = _format_of(recipe)
+    chosen = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch_nn.Linear) and (filter_fn is None or filter_fn(module, name)):
+            chosen.append((name, module))
+    if not chosen:
+        raise ValueError("qshard.quantize_: no nn.Linear was chosen; check filter_fn")
+    _refuse_after_first_forward(model)
+
+    quantized = {}  # by id of the old parameter: tied weights stay tied
+    for name, module in chosen:
+        weight = module.weight
+        if id(weight) not in quantized:
+            quantized[id(weight)] = _quantized_parameter(weight, format, keep_master, name)
+    for _, module in chosen:
+        module.weight = quantized[id(module.weight)]
+        _prepare_module(module)
+    _retie(model, quantized)
+    flush(model)
+    return model
+
+
+def flush(model: torch_nn.Module) -> None:
+    """Requantizes every weight that was written since its last flush, on any rank: one all-reduce
+    per reduction group. Collective: call it on all ranks. Optimizer steps and FSDP2's all-gathers do
+    it by themselves; this is for writes of your own, and coalesces what they would do one by one."""
+    shards = []
+    for param in model.parameters():
+        local = local_of(param)
+        if _is_quantized_local(local) and not local.is_meta:
+            if local is not param:
+                ops._set_reduction_group(local, dtensor_group(param))
+            shards.append(local)
+    ops.flush(shards)
+
+
+def _format_of(recipe) -> str:
+    format = getattr(recipe, "format", None)
+    if not isinstance(format, str):
+        raise TypeError(
+            f"qshard.quantize_: expected a recipe such as qshard.Float8BlockScaling(), got {recipe!r}"
+        )
+    return format
+
+
+def _refuse_after_first_forward(model):
+    """FSDP2 keeps the parameters it saw at its first forward and would put them back, silently. Its
+    root flag is read if it is there (pytorch has no public name for it)."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in model.modules():
+        state = fully_shard.state(module) if hasattr(fully_shard, "state") else None
+        if getattr(state, "_is_root", None) is not None:
+            raise RuntimeError(
+                "qshard.quantize_: this model has run a forward under fully_shard, and FSDP2 would "
+                "put the plain parameters back; call quantize_ before the first forward"
+            )
+
+
+def _quantized_parameter(param, format, keep_master, name):
+    with torch.no_grad():
+        value = quantize_like(param.detach(), format, keep_master, name)
+    new = torch_nn.Parameter(value, requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    return new
+
+
+def quantize_like(value, format, keep_master, name):
+    """Quantizes a plain tensor or DTensor; a DTensor keeps its mesh and placements."""
+    if not isinstance(value, DTensor):
+        return ops.quantize(value, format, keep_master=keep_master)
+    mesh, placements = value.device_mesh, value.placements
+    sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(sharded) > 1 or any(not placements[i].is_shard(0) for i in sharded):
+        raise NotImplementedError(
+            f"qshard.quantize_: {name} is placed as {placements}; supported are Shard(0) on one mesh "
+            "dimension, with or without Replicate() on another"
+        )
+    local = value.to_local()
+    rows_per_slice = value.shape[1:-1].numel()
+    offset, rows = 0, value.shape[0] * rows_per_slice
+    if sharded:
+        # torch.chunk's rule, which FSDP2 and DTensor share: ceil(rows / ranks) per rank.
+        chunk = -(-value.shape[0] // mesh.size(sharded[0]))
+        first = min(chunk * mesh.get_local_rank(sharded[0]), value.shape[0])
+        offset = first * rows_per_slice
+    shard = ops.quantize(
+        local, format, keep_master=keep_master, logical_rows=rows, row_offset=offset
+    )
+    return DTensor.from_local(
+        shard, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+def _prepare_module(module):
+    if type(module) is torch_nn.Linear:
+        module.__class__ = nn.Linear
+    if not getattr(module, "_qshard_load_hook", False):
+        module.register_load_state_dict_pre_hook(_quantize_on_assign)
+        module._qshard_load_hook = True
+
+
+def _retie(model, quantized):
+    """Parameters tied to modules that are not linears (an embedding) follow."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if id(param) in quantized:
+                module._parameters[name] = quantized[id(param)]
+
+
+def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
+    """load_state_dict(assign=True) would put plain parameters where quantized ones are; DCP's
+    set_model_state_dict does that to meta models."""
+    if not local_metadata.get("assign_to_params_buffers", False):
+        return
+    key = prefix + "weight"
+    old, new = module.weight, state_dict.get(key)
+    if new is None or not is_quantized(old) or is_quantized(new):
+        return
+    local = local_of(old)
+    with torch.no_grad():
+        state_dict[key] = quantize_like(
+            new.detach(), ops.format(local), ops._keeps_master(local), key
+        )
