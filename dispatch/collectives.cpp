@@ -54,9 +54,11 @@ void byte_collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
       value = wire_bytes(value.toTensor(), name, received);
     } else if (value.isTensorList()) {
       value = convert_list(value.toTensorVector());
-    } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {
+    } else if (value.isList() && !value.toListRef().empty() &&
+               value.toListRef()[0].isTensorList()) {
       c10::List<c10::List<at::Tensor>> lists;
-      for (const auto& list : value.toListRef()) lists.push_back(convert_list(list.toTensorVector()));
+      for (const auto& list : value.toListRef())
+        lists.push_back(convert_list(list.toTensorVector()));
       value = std::move(lists);
     }
   }

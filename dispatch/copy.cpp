@@ -1,4 +1,5 @@
 // copy_, clone, _to_copy, set_ and what else moves whole tensors.
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -32,8 +33,8 @@ std::optional<int64_t> placement_after_copy(const at::Tensor& self, const at::Te
   if (self.numel() == 0) return to.layout.row_offset;
   if (from.layout.row_offset == Layout::kOpen) return std::nullopt;
   const int64_t place = from.layout.row_offset + from_rows->first - to_rows->first;
-  const bool fits = to.layout.row_offset == Layout::kOpen ? place >= 0
-                                                          : place == to.layout.row_offset;
+  const bool fits =
+      to.layout.row_offset == Layout::kOpen ? place >= 0 : place == to.layout.row_offset;
   return fits ? std::optional(place) : std::nullopt;
 }
 
@@ -51,8 +52,8 @@ void copy_rows(const at::Tensor& to, RowWindow to_rows, const at::Tensor& from, 
       .copy_(from.narrow(0, from_rows.first, from_rows.count), non_blocking);
 }
 
-/// Copies codes (and master rows) as bytes where that shows exactly the source's value and leaves no
-/// block with two scales: within one grid generation, or all live rows together with their grid.
+/// Copies codes (and master rows) as bytes where that shows exactly the source's value and leaves
+/// no block with two scales: within one grid generation, or all live rows together with their grid.
 bool copy_bytes(const at::Tensor& self, const at::Tensor& src, int64_t place, bool non_blocking) {
   QuantizedBuffer& to = buffer_of(self);
   QuantizedBuffer& from = buffer_of(src);
@@ -63,10 +64,12 @@ bool copy_bytes(const at::Tensor& self, const at::Tensor& src, int64_t place, bo
   placed.row_offset = place;
   const auto to_rows = *row_window(self);
   const auto from_rows = *row_window(src);
-  const bool whole = placed.live_rows() == 0 ||
-                     (to_rows.first == 0 && to_rows.count >= placed.live_rows());
+  const bool whole =
+      placed.live_rows() == 0 || (to_rows.first == 0 && to_rows.count >= placed.live_rows());
   if (!whole && (to.generation != from.generation || to.is_stale())) return false;
 
+  from.check_is_allocated();
+  to.check_is_allocated();
   to.detach_from_source();
   to.layout = placed;
   if (to_rows.count > 0) {
@@ -92,8 +95,15 @@ bool copy_bytes(const at::Tensor& self, const at::Tensor& src, int64_t place, bo
 
 void write_values(const at::Tensor& self, const at::Tensor& values, bool non_blocking) {
   QuantizedBuffer& buffer = buffer_of(self);
-  if (self.numel() > 0) {
-    window(buffer.write_plane(), self).copy_(values.expand(self.sizes()), non_blocking);
+  const bool had_pending = buffer.pending.defined();
+  at::assert_no_internal_overlap(self);
+  try {
+    if (self.numel() > 0) {
+      window(buffer.write_plane(), self).copy_(values.expand(self.sizes()), non_blocking);
+    }
+  } catch (...) {
+    if (!had_pending) buffer.pending.reset();
+    throw;
   }
   buffer.mark_written();
 }
@@ -122,10 +132,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
 /// All planes of `from` on another device or in another nominal dtype; padding rows and placement
 /// included, because FSDP2 hands copies of padded shards to its hooks. `rows` may exceed the
 /// source's: the rest is zero. A change of dtype rounds the master and keeps the codes, which were
-/// rounded from the wider value: autocast casts the weight of F.linear this way, and its GEMM should
-/// not see values rounded twice.
+/// rounded from the wider value: autocast casts the weight of F.linear this way, and its GEMM
+/// should not see values rounded twice.
 BufferPtr copy_buffer(QuantizedBuffer& from, at::ScalarType dtype, at::Device device,
                       bool non_blocking, int64_t rows, bool pinned = false) {
+  from.check_is_allocated();
   from.detach_from_source();
   Layout layout = from.layout;
   layout.rows = rows;
@@ -147,8 +158,9 @@ BufferPtr copy_buffer(QuantizedBuffer& from, at::ScalarType dtype, at::Device de
   }
   to->group = from.group;
   if (to->is_meta() != from.is_meta()) {
-    TORCH_CHECK(to->is_meta(), "qshard: cannot copy a quantized tensor out of the meta device; there "
-                               "is no data. Use to_empty() and initialise it");
+    TORCH_CHECK(to->is_meta(),
+                "qshard: cannot copy a quantized tensor out of the meta device; there "
+                "is no data. Use to_empty() and initialise it");
     to->dirty = from.is_dirty();
     return to;
   }
@@ -184,8 +196,8 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_a
   const auto& impl = impl_of(self);
   const auto dtype = dtype_arg.value_or(self.scalar_type());
   const auto device = device_arg.value_or(self.device());
-  const bool narrows = is_nominal_dtype(dtype) &&
-                       c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
+  const bool narrows =
+      is_nominal_dtype(dtype) && c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(device.is_meta() ? self.device() : device);
   if (impl.is_export() || !narrows || layout.value_or(at::kStrided) != at::kStrided) {
@@ -196,8 +208,8 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_a
   if (non_blocking && dtype == from->dtype && !device.is_meta() && !from->is_meta()) {
     copy = QuantizedBuffer::image_copy(from->source ? from->source : from, device);
   } else {
-    copy = copy_buffer(*from, dtype, device, non_blocking, from->layout.rows,
-                       pinned.value_or(false));
+    copy =
+        copy_buffer(*from, dtype, device, non_blocking, from->layout.rows, pinned.value_or(false));
   }
   return make_tensor(std::move(copy), self.sizes(), self.strides(), self.storage_offset());
 }
@@ -227,13 +239,13 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset
                         c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
   auto& impl = impl_of(self);
   const QuantizedBuffer& old = *impl.buffer();
-  auto buffer = QuantizedBuffer::from_storage(std::move(source), old.layout, old.dtype,
-                                              old.keeps_master());
+  auto buffer =
+      QuantizedBuffer::from_storage(std::move(source), old.layout, old.dtype, old.keeps_master());
   buffer->group = old.group;
   buffer->dirty = old.is_dirty();
   buffer->stale = buffer->dirty && buffer->keeps_master();
-  const auto view = make_tensor(buffer, C10_AS_INTARRAYREF_SLOW(sizes),
-                                C10_AS_INTARRAYREF_SLOW(strides), 0);
+  const auto view =
+      make_tensor(buffer, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), 0);
   make_view(view, view.sizes(), view.strides(), offset.expect_int());  // bounds check
   impl.set_buffer(std::move(buffer));
   impl.set_sizes_and_strides(view.sizes(), view.strides(), offset.expect_int());

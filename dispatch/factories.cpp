@@ -68,12 +68,14 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
   Layout layout = layout_for(self, sizes);
   const bool is_shard = layout.row_offset == Layout::kOpen;
   if (is_shard && row_offset) layout.row_offset = *row_offset;
-  auto buffer = QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device);
+  const bool inherits_grid =
+      is_shard && from.grid.defined() && !args.device.is_meta() && !from.is_meta();
+  auto buffer = QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device,
+                                          /*unit_scales=*/!inherits_grid);
   if (is_shard) {
-    if (buffer->grid.defined() && !buffer->is_meta() && !from.is_meta()) {
-      buffer->grid.copy_(from.grid);
-      buffer->generation = from.generation;
-    }
+    if (inherits_grid) buffer->grid.copy_(from.grid);
+    // Without the grid (meta has none) it is another generation: codes must not match as bytes.
+    if (inherits_grid || !from.grid.defined()) buffer->generation = from.generation;
     buffer->group = from.group;
     buffer->dirty = from.is_dirty();
   }

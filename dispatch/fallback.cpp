@@ -26,10 +26,16 @@ void trace(const c10::OperatorHandle& op) {
 /// The plain tensors that stand for quantized arguments during one call.
 class Substitution {
  public:
-  explicit Substitution(std::string name) : name_(std::move(name)) {}
+  Substitution(std::string name, const c10::FunctionSchema& schema)
+      : name_(std::move(name)),
+        counts_storage_(schema.argumentIndexWithName("storage_offset").has_value()) {}
 
   at::Tensor read(const at::Tensor& tensor) {
-    return is_quantized_argument(tensor) ? value_of(tensor) : tensor;
+    if (!is_quantized_argument(tensor)) return tensor;
+    // as_strided_copy and its like count elements of the storage. A master lies somewhere within
+    // the packed storage; a copy of the plane starts at its own.
+    return counts_storage_ ? window(buffer_of(tensor).value_plane().clone(), tensor)
+                           : value_of(tensor);
   }
 
   at::Tensor write(const at::Tensor& tensor) {
@@ -94,6 +100,7 @@ class Substitution {
   };
 
   std::string name_;
+  bool counts_storage_;
   std::vector<Write> writes_;
 
   static bool makes_pending(const QuantizedBuffer& buffer) {
@@ -142,15 +149,17 @@ void convert_value(c10::IValue& value, const Convert& convert) {
 
 void refuse_what_cannot_fall_back(const c10::OperatorHandle& op, const std::string& name) {
   const auto& name_space = op.operator_name().name;
-  TORCH_CHECK(name_space.rfind("c10d::", 0) != 0,
-              fmt::format("{} is not supported on quantized tensors. Supported collectives: broadcast, "
-                          "scatter, all_gather, send, recv; or pass qshard::dequantize(tensor)",
-                          name));
+  TORCH_CHECK(
+      name_space.rfind("c10d::", 0) != 0,
+      fmt::format("{} is not supported on quantized tensors. Supported collectives: broadcast, "
+                  "scatter, all_gather, send, recv; or pass qshard::dequantize(tensor)",
+                  name));
   const auto traits = OpTraits::of(op);
-  TORCH_CHECK(!traits.changes_metadata,
-              fmt::format("{} would change the shape or storage of a quantized tensor in place, which "
-                          "is not supported; make a new tensor from qshard::dequantize(tensor)",
-                          name));
+  TORCH_CHECK(
+      !traits.changes_metadata,
+      fmt::format("{} would change the shape or storage of a quantized tensor in place, which "
+                  "is not supported; make a new tensor from qshard::dequantize(tensor)",
+                  name));
   TORCH_CHECK(!traits.returns_view,
               fmt::format("{} returns a view, and this view of a quantized tensor cannot be "
                           "expressed; use qshard::dequantize(tensor) first",
@@ -163,7 +172,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   trace(op);
   const auto& schema = op.schema();
   const size_t first_argument = stack->size() - schema.arguments().size();
-  Substitution substitution(op_name(op));
+  Substitution substitution(op_name(op), schema);
   PlainGuard guard;
   refuse_what_cannot_fall_back(op, op_name(op));
 

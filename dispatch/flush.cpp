@@ -49,9 +49,8 @@ at::Tensor requantize(const std::vector<BufferPtr>& buffers, const std::string& 
       continue;
     }
     values.push_back(buffer->value_plane());
-    tasks.push_back({buffer->layout, to_kernel_dtype(buffer->dtype),
-                     values.back().const_data_ptr(), buffer->image.mutable_data_ptr<uint8_t>(),
-                     next_amax,
+    tasks.push_back({buffer->layout, to_kernel_dtype(buffer->dtype), values.back().const_data_ptr(),
+                     buffer->image.mutable_data_ptr<uint8_t>(), next_amax,
                      buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr});
     next_amax += buffer->layout.amax_numel();
   }
@@ -97,12 +96,19 @@ std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
 }
 
 void check_group_is_known(const QuantizedBuffer& buffer) {
-  TORCH_CHECK(!buffer.group.empty() || buffer.holds_all_rows(),
-              fmt::format("qshard::flush: this tensor holds rows [{}, {}) of {} and no reduction "
-                          "group is known for it yet. FSDP2's first all-gather, optimizer.step() and "
-                          "qshard.flush(model) know the group",
-                          buffer.layout.row_offset, buffer.layout.row_offset + buffer.layout.rows,
-                          buffer.layout.logical_rows));
+  TORCH_CHECK(
+      !buffer.group.empty() || buffer.layout.row_offset != Layout::kOpen,
+      fmt::format("qshard::flush: this tensor is a shard of {} rows, made by new_zeros, "
+                  "new_empty or empty_like, and does not know yet which rows it holds. Copy "
+                  "from a quantized tensor, or write plain values, first",
+                  buffer.layout.logical_rows));
+  TORCH_CHECK(
+      !buffer.group.empty() || buffer.holds_all_rows(),
+      fmt::format("qshard::flush: this tensor holds rows [{}, {}) of {} and no reduction "
+                  "group is known for it yet. FSDP2's first all-gather, optimizer.step() and "
+                  "qshard.flush(model) know the group",
+                  buffer.layout.row_offset, buffer.layout.row_offset + buffer.layout.rows,
+                  buffer.layout.logical_rows));
 }
 
 }  // namespace
@@ -123,6 +129,7 @@ void flush_locally(const BufferPtr& buffer) {
 }
 
 void require_fresh_image(const BufferPtr& buffer, const char* op) {
+  buffer->check_is_allocated();
   if (!buffer->is_stale()) return;
   if (can_flush_locally(*buffer)) return flush_locally(buffer);
   if (buffer->owns_its_blocks()) {
@@ -132,12 +139,13 @@ void require_fresh_image(const BufferPtr& buffer, const char* op) {
     buffer->mark_flushed(/*agreed=*/false);
     return;
   }
-  TORCH_CHECK(false,
-              fmt::format("{}: rows [{}, {}) of a {} tensor of {} rows were written and share scales "
-                          "with rows on other ranks. Call qshard.flush(model) on all ranks first",
-                          op, buffer->layout.row_offset,
-                          buffer->layout.row_offset + buffer->layout.live_rows(),
-                          buffer->layout.format->name, buffer->layout.logical_rows));
+  TORCH_CHECK(
+      false,
+      fmt::format("{}: rows [{}, {}) of a {} tensor of {} rows were written and share scales "
+                  "with rows on other ranks. Call qshard.flush(model) on all ranks first",
+                  op, buffer->layout.row_offset,
+                  buffer->layout.row_offset + buffer->layout.live_rows(),
+                  buffer->layout.format->name, buffer->layout.logical_rows));
 }
 
 void flush(const std::vector<BufferPtr>& buffers) {

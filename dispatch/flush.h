@@ -11,8 +11,8 @@
 
 namespace qshard {
 
-/// MAX over all ranks of the group, in place, on int32 (the bits of non-negative floats order as the
-/// floats do, with NaN on top, on every backend). fsdp/ provides it.
+/// MAX over all ranks of the group, in place, on int32 (the bits of non-negative floats order as
+/// the floats do, with NaN on top, on every backend). fsdp/ provides it.
 using AllReduceMax = void (*)(at::Tensor& bits, const std::string& group);
 void set_all_reduce_max(AllReduceMax all_reduce);
 
@@ -24,8 +24,9 @@ bool can_flush_locally(const QuantizedBuffer& buffer);
 /// @throws c10::Error if !can_flush_locally.
 void flush_locally(const BufferPtr& buffer);
 
-/// For readers of image or grid (codes, GEMM, byte copies): flushes locally, or throws an error that
-/// names `op` and the way out. A shard cut at block boundaries shows exact codes of its own rows.
+/// For readers of image or grid (codes, GEMM, byte copies): flushes locally, or throws an error
+/// that names `op` and the way out. A shard cut at block boundaries shows exact codes of its own
+/// rows.
 void require_fresh_image(const BufferPtr& buffer, const char* op);
 
 /// Flushes the dirty buffers, in the given order; the list must be the same on all ranks of each

@@ -11,16 +11,17 @@
 namespace qshard {
 
 WeightOperand weight_operand(const at::Tensor& weight, const char* op) {
-  TORCH_CHECK(is_quantized(weight),
-              fmt::format("{}: the weight is a plain {} tensor, not a quantized one. Quantize it with "
-                          "qshard.quantize_(model, recipe); after load_state_dict(assign=True), again",
-                          op, c10::toString(weight.scalar_type())));
+  TORCH_CHECK(
+      has_key(weight),
+      fmt::format("{}: the weight is a plain {} tensor, not a quantized one. Quantize it with "
+                  "qshard.quantize_(model, recipe); after load_state_dict(assign=True), again",
+                  op, c10::toString(weight.scalar_type())));
   const BufferPtr& buffer = impl_of(weight).buffer();
   const auto rows = row_window(weight);
-  TORCH_CHECK(weight.dim() == 2 && rows && weight.size(1) == buffer->layout.cols,
-              fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}",
-                          op, describe(weight), weight.strides().vec()));
-  buffer->check_is_allocated();
+  TORCH_CHECK(
+      weight.dim() == 2 && rows && weight.size(1) == buffer->layout.cols,
+      fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
+                  describe(weight), weight.strides().vec()));
   require_fresh_image(buffer, op);
   return {buffer->layout, buffer->image, buffer->grid, rows->first, weight.size(0)};
 }
@@ -42,16 +43,16 @@ at::Tensor gemm_value(const at::Tensor& tensor, const char* op) {
 
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
   TORCH_CHECK(a.scalar_type() == b.scalar_type(),
-              fmt::format("{}: expected both matrices to have the same dtype, but got {} and {}", op,
-                          c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
+              fmt::format("{}: expected both matrices to have the same dtype, but got {} and {}",
+                          op, c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
 }
 
 bool shapes_fit(const at::Tensor& a, const at::Tensor& b) {
   return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0);
 }
 
-/// x @ weight.t() and x @ weight run as the linear layer's forward and dgrad do; this is what DTensor
-/// decomposes F.linear and its backward into.
+/// x @ weight.t() and x @ weight run as the linear layer's forward and dgrad do; this is what
+/// DTensor decomposes F.linear and its backward into.
 at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
   constexpr const char* kOp = "aten::mm";
   PlainGuard guard;

@@ -13,8 +13,7 @@ void register_matmul(torch::Library& aten);
 
 /// Boxed kernel of view ops without a hand-written kernel: runs the op on a meta tensor with the
 /// same virtual strides and wraps the result. In-place view ops (`t_`, `squeeze_`) likewise.
-void view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                 torch::jit::Stack* stack);
+void view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 void inplace_view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                          torch::jit::Stack* stack);
 

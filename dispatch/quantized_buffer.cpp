@@ -24,8 +24,8 @@ int64_t master_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_mast
 }
 
 int64_t grid_offset(const Layout& layout, at::ScalarType dtype, bool keeps_master) {
-  return master_offset(layout) + round_up(master_bytes(layout, dtype, keeps_master),
-                                          kPlaneAlignment);
+  return master_offset(layout) +
+         round_up(master_bytes(layout, dtype, keeps_master), kPlaneAlignment);
 }
 
 at::TensorOptions bytes_on(at::Device device) {
@@ -36,8 +36,8 @@ c10::Storage zeroed_storage(int64_t bytes, at::Device device) {
   return at::zeros({bytes}, bytes_on(device)).storage();
 }
 
-/// A contiguous plain tensor inside a packed storage. Built directly: narrow and view would cost ten
-/// times as much, and FSDP2 makes buffers per parameter.
+/// A contiguous plain tensor inside a packed storage. Built directly: narrow and view would cost
+/// ten times as much, and FSDP2 makes buffers per parameter.
 at::Tensor plane_at(const c10::Storage& storage, at::ScalarType dtype, int64_t byte_offset,
                     at::IntArrayRef sizes) {
   const auto device = storage.device();
@@ -88,7 +88,7 @@ void QuantizedBuffer::fill_unit_scales() {
 }
 
 BufferPtr QuantizedBuffer::allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
-                                    at::Device device) {
+                                    at::Device device, bool unit_scales) {
   PlainGuard guard;
   auto buffer = c10::make_intrusive<QuantizedBuffer>();
   buffer->layout = layout;
@@ -96,7 +96,7 @@ BufferPtr QuantizedBuffer::allocate(const Layout& layout, at::ScalarType dtype, 
   buffer->generation = next_generation();
   buffer->bind_planes(zeroed_storage(packed_bytes(layout, dtype, keeps_master), device),
                       keeps_master);
-  buffer->fill_unit_scales();
+  if (unit_scales) buffer->fill_unit_scales();
   return buffer;
 }
 
@@ -104,11 +104,11 @@ BufferPtr QuantizedBuffer::from_storage(c10::Storage storage, const Layout& layo
                                         at::ScalarType dtype, bool keeps_master) {
   PlainGuard guard;
   const int64_t expected = packed_bytes(layout, dtype, keeps_master);
-  TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) == expected,
-              fmt::format("qshard: a storage of {} bytes is not a packed {} tensor of {} x {}, "
-                          "which takes {} bytes",
-                          storage.nbytes(), layout.format->name, layout.rows, layout.cols,
-                          expected));
+  TORCH_CHECK(
+      static_cast<int64_t>(storage.nbytes()) == expected,
+      fmt::format("qshard: a storage of {} bytes is not a packed {} tensor of {} x {}, "
+                  "which takes {} bytes",
+                  storage.nbytes(), layout.format->name, layout.rows, layout.cols, expected));
   auto buffer = c10::make_intrusive<QuantizedBuffer>();
   buffer->layout = layout;
   buffer->dtype = dtype;
@@ -176,10 +176,11 @@ void QuantizedBuffer::mark_flushed(bool agreed) {
 }
 
 void QuantizedBuffer::check_is_allocated() const {
-  TORCH_CHECK(is_meta() || static_cast<int64_t>(image.storage().nbytes()) >= layout.image_bytes(),
-              fmt::format("qshard: the storage of this gathered {} tensor was freed: FSDP resharded "
-                          "it. Read it between unshard() and reshard()",
-                          layout.format->name));
+  TORCH_CHECK(
+      is_meta() || static_cast<int64_t>(image.storage().nbytes()) >= layout.image_bytes(),
+      fmt::format("qshard: the storage of this gathered {} tensor was freed: FSDP resharded "
+                  "it. Read it between unshard() and reshard()",
+                  layout.format->name));
 }
 
 at::Tensor QuantizedBuffer::dequantize_rows(int64_t first, int64_t count,
@@ -222,7 +223,8 @@ BufferPtr QuantizedBuffer::image_copy(const Ptr& from, at::Device device) {
   copy->group = from->group;
   copy->image = at::empty({from->layout.rows, from->layout.row_bytes()}, bytes_on(device));
   copy->storage = copy->image.storage();
-  if (from->grid.defined()) copy->grid = at::empty(from->grid.sizes(), from->grid.options().device(device));
+  if (from->grid.defined())
+    copy->grid = at::empty(from->grid.sizes(), from->grid.options().device(device));
   copy->source = from;
   if (from->is_stale()) {
     // Nothing worth sending yet: the flush comes first.
@@ -249,9 +251,10 @@ void QuantizedBuffer::refresh_from_source() {
 void QuantizedBuffer::detach_from_source() {
   if (!source) return;
   PlainGuard guard;
-  TORCH_CHECK(source->writes == source_writes && !source->master_was_written(),
-              "qshard: this device copy of a quantized tensor was made before the original was last "
-              "written; copy it again with .to(device)");
+  TORCH_CHECK(
+      source->writes == source_writes && !source->master_was_written(),
+      "qshard: this device copy of a quantized tensor was made before the original was last "
+      "written; copy it again with .to(device)");
   const Ptr from = std::move(source);
   source.reset();
   const auto own_image = image;

@@ -46,9 +46,9 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// The amaxes that a local flush found, until the flush that all ranks take part in: without a
   /// master the values it would look at are rounded by then, and have other amaxes.
   at::Tensor local_amax;
-  /// Set on a `.to(device, non_blocking=True)` copy until it is written or its value is read: such a
-  /// copy holds image and grid only. FSDP2 moves an offloaded shard this way for every gather, and
-  /// the master (4 B per element) has no business on that wire.
+  /// Set on a `.to(device, non_blocking=True)` copy until it is written or its value is read: such
+  /// a copy holds image and grid only. FSDP2 moves an offloaded shard this way for every gather,
+  /// and the master (4 B per element) has no business on that wire.
   Ptr source;
   uint32_t source_writes = 0;  // source->writes when this copy was made
   uint32_t writes = 0;
@@ -58,9 +58,10 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// Total bytes of the packed storage.
   static int64_t packed_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_master);
 
-  /// A new buffer; zero codes, unit scales. Meta devices have planes without data.
+  /// A new buffer of zero codes. Its scales are 1, or zero for callers that write the grid next.
+  /// Meta devices have planes without data.
   static Ptr allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
-                      at::Device device);
+                      at::Device device, bool unit_scales = true);
 
   /// Planes over a packed storage of exactly packed_bytes(...).
   static Ptr from_storage(c10::Storage storage, const Layout& layout, at::ScalarType dtype,
@@ -97,7 +98,8 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// The image shows the value. `agreed`: all ranks know.
   void mark_flushed(bool agreed);
 
-  /// The current value, (rows, cols) in `dtype`. Aliases master or pending; a fresh tensor otherwise.
+  /// The current value, (rows, cols) in `dtype`. Aliases master or pending; a fresh tensor
+  /// otherwise.
   at::Tensor value_plane();
   /// The plane writes go to: the master, or `pending`, made from the image at the first write.
   at::Tensor write_plane();
@@ -114,7 +116,8 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// Gives an image-only copy all planes of its source.
   /// @throws c10::Error if the source was written since the copy was made.
   void detach_from_source();
-  /// Turns an open buffer into a logical tensor of its own rows, so that plain values can be stored.
+  /// Turns an open buffer into a logical tensor of its own rows, so that plain values can be
+  /// stored.
   void anchor();
 
   void release_resources() override;

@@ -66,9 +66,10 @@ c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::shallow_copy_and_detach
 }
 
 void QuantizedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& other) {
-  TORCH_CHECK(typeid(*other) == typeid(QuantizedTensorImpl),
-              "qshard: a quantized tensor cannot take over the data of a plain tensor; use copy_(), "
-              "or assign a new Parameter");
+  TORCH_CHECK(
+      typeid(*other) == typeid(QuantizedTensorImpl),
+      "qshard: a quantized tensor cannot take over the data of a plain tensor; use copy_(), "
+      "or assign a new Parameter");
   auto* source = static_cast<QuantizedTensorImpl*>(other.get());
   copy_tensor_metadata(source, this, version_counter(), allow_tensor_metadata_change());
   buffer_ = source->buffer_;
@@ -82,11 +83,12 @@ bool is_quantized(const at::Tensor& tensor) {
 
 QuantizedTensorImpl& impl_of(const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  TORCH_CHECK(typeid(*impl) == typeid(QuantizedTensorImpl),
-              fmt::format("qshard: a tensor carries the quantized dispatch key ({}) but is not a quantized "
-                          "tensor; a compiler or another library reinterpreted one. Under "
-                          "torch.compile use qshard.nn.Linear",
-                          c10::toString(kKey)));
+  TORCH_CHECK(
+      typeid(*impl) == typeid(QuantizedTensorImpl),
+      fmt::format("qshard: a tensor carries the quantized dispatch key ({}) but is not a quantized "
+                  "tensor; a compiler or another library reinterpreted one. Under "
+                  "torch.compile use qshard.nn.Linear",
+                  c10::toString(kKey)));
   return static_cast<QuantizedTensorImpl&>(*impl);
 }
 
@@ -119,10 +121,11 @@ void check_within(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::In
     last += (sizes[i] - 1) * strides[i];
   }
   const Layout& layout = self.buffer()->layout;
-  TORCH_CHECK(offset >= 0 && last < layout.rows * layout.cols,
-              fmt::format("qshard: a view of sizes {}, strides {} and storage_offset {} (in elements) "
-                          "does not lie within a quantized tensor of {} x {} elements",
-                          sizes, strides, offset, layout.rows, layout.cols));
+  TORCH_CHECK(
+      offset >= 0 && last < layout.rows * layout.cols,
+      fmt::format("qshard: a view of sizes {}, strides {} and storage_offset {} (in elements) "
+                  "does not lie within a quantized tensor of {} x {} elements",
+                  sizes, strides, offset, layout.rows, layout.cols));
 }
 
 }  // namespace
@@ -150,10 +153,11 @@ at::Tensor window(const at::Tensor& plane, const at::Tensor& self) {
 std::optional<RowWindow> row_window(const at::Tensor& self) {
   const Layout& layout = buffer_of(self).layout;
   const int64_t cols = layout.cols;
-  if (self.numel() == 0) {
-    const bool at_row = cols == 0 || self.storage_offset() % cols == 0;
-    return RowWindow{at_row && cols ? self.storage_offset() / cols : 0, 0};
+  if (cols == 0) {  // rows without elements still count
+    return RowWindow{
+        0, self.dim() < 2 ? 0 : c10::multiply_integers(self.sizes().slice(0, self.dim() - 1))};
   }
+  if (self.numel() == 0) return RowWindow{self.storage_offset() / cols, 0};
   if (!self.is_contiguous() || self.storage_offset() % cols != 0 || self.numel() % cols != 0) {
     return std::nullopt;
   }

@@ -15,8 +15,8 @@ namespace qshard {
 OpTraits OpTraits::of(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   OpTraits traits;
-  traits.changes_metadata = op.hasTag(at::Tag::inplace_view) ||
-                            schema.name() == "aten::shallow_copy_data_";
+  traits.changes_metadata =
+      op.hasTag(at::Tag::inplace_view) || schema.name() == "aten::shallow_copy_data_";
   for (const auto& result : schema.returns()) {
     const auto* alias = result.alias_info();
     traits.returns_view |= alias != nullptr && !alias->isWrite();
@@ -75,19 +75,29 @@ void composite_out_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet key
                           torch::jit::Stack* stack) {
   // As the parts of the op would have said; the fallback is below autograd and would not.
   for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
-    TORCH_CHECK(!(value.isTensor() && value.toTensor().requires_grad() && at::GradMode::is_enabled()),
-                fmt::format("{}: functions with out=... arguments don't support automatic "
-                            "differentiation, but one of the arguments requires grad",
-                            op_name(op)));
+    TORCH_CHECK(
+        !(value.isTensor() && value.toTensor().requires_grad() && at::GradMode::is_enabled()),
+        fmt::format("{}: functions with out=... arguments don't support automatic "
+                    "differentiation, but one of the arguments requires grad",
+                    op_name(op)));
   }
   fallback(op, keys, stack);
 }
 
-/// The stock composite kernel reads memory directly if no gradient is needed; this is its other way.
-at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::IntArrayRef stride,
-                      at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
-  return std::get<0>(
-      at::max_pool1d_with_indices(self, kernel_size, stride, padding, dilation, ceil_mode));
+/// Composite kernels that read memory themselves (quantile since torch 2.15) run on the values. `* 1`
+/// keeps the bits and lets the gradient through: this is still above autograd.
+void composite_on_values_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet,
+                                torch::jit::Stack* stack) {
+  for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
+    c10::IValue& value = (*stack)[i];
+    if (value.isTensor() && has_key(value.toTensor())) value = value.toTensor().mul(1);
+  }
+  op.callBoxed(stack);
+}
+
+bool reads_memory(const std::string& name) {
+  constexpr std::array kNames{"aten::max_pool1d", "aten::quantile", "aten::nanquantile"};
+  return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
 /// In-place view ops whose new shape needs other bytes than the tensor has: named errors.
@@ -100,6 +110,10 @@ bool needs_other_storage(const std::string& name) {
 
 constexpr auto kBoxedCompositeOut = [] {
   return torch::CppFunction::makeFromBoxedFunction<&composite_out_kernel>();
+};
+
+constexpr auto kBoxedCompositeOnValues = [] {
+  return torch::CppFunction::makeFromBoxedFunction<&composite_on_values_kernel>();
 };
 
 /// Every aten op that would otherwise run a composite kernel on raw storage, and every view op. The
@@ -117,7 +131,11 @@ void register_remaining(torch::Library& aten) {
     const std::string full_name =
         name.overload_name.empty() ? plain_name : plain_name + "." + name.overload_name;
     if (decomposes(*op)) {
-      if (writes_out(*op)) aten.impl(full_name.c_str(), kBoxedCompositeOut());
+      if (writes_out(*op)) {
+        aten.impl(full_name.c_str(), kBoxedCompositeOut());
+      } else if (reads_memory(name.name)) {
+        aten.impl(full_name.c_str(), kBoxedCompositeOnValues());
+      }
     } else if (op->hasTag(at::Tag::inplace_view) && !needs_other_storage(plain_name)) {
       aten.impl(full_name.c_str(), kBoxedInplaceView());
     } else if (traits.returns_view) {
@@ -133,16 +151,16 @@ void register_remaining(torch::Library& aten) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse3, aten) {
   const std::string owner = foreign_owner_of_key();
   if (!owner.empty()) {
-    TORCH_WARN(fmt::format("qshard: the dispatch key PrivateUse3 is already in use by another library "
-                           "in this process ({}); quantized tensors will not work",
-                           owner));
+    TORCH_WARN(
+        fmt::format("qshard: the dispatch key PrivateUse3 is already in use by another library "
+                    "in this process ({}); quantized tensors will not work",
+                    owner));
     return;
   }
   register_views(aten);
   register_factories(aten);
   register_copies(aten);
   register_matmul(aten);
-  aten.impl("max_pool1d", &max_pool1d);
   register_remaining(aten);
 }
 
@@ -151,9 +169,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse3, m) {
 }
 
 // Core registers this fallthrough for its own backends only (VariableFallbackKernel.cpp).
-TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
-}
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(c10d, PrivateUse3, m) { register_collectives(m); }
 TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse3, m) { register_functional_collectives(m); }

@@ -7,7 +7,7 @@ namespace qshard {
 
 /// What a schema says about one operator, in the terms the registration and the fallback need.
 struct OpTraits {
-  bool returns_view = false;    // some return aliases an argument without being written
+  bool returns_view = false;      // some return aliases an argument without being written
   bool changes_metadata = false;  // gives its argument another shape or other data
   bool takes_tensor = false;
 

@@ -1,8 +1,8 @@
 // Views: new sizes, strides and offset over the same virtual dense buffer.
 //
 // `detach`, `alias`, `view`, `as_strided`, `slice`, `select`, `split`, `t` and `transpose` are what
-// FSDP2, DTensor and optimizers call per parameter and step, so they are written out; all other view
-// ops go through view_kernel.
+// FSDP2, DTensor and optimizers call per parameter and step, so they are written out; all other
+// view ops go through view_kernel.
 #include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/WrapDimUtils.h>
@@ -91,8 +91,8 @@ std::vector<at::Tensor> split(const at::Tensor& self, c10::SymInt split_size_, i
     const int64_t length = i + 1 < count ? split_size : size - start;
     c10::DimVector sizes(self.sizes());
     sizes[dim] = length;
-    pieces.push_back(make_view(self, sizes, self.strides(),
-                               self.storage_offset() + start * self.stride(dim)));
+    pieces.push_back(
+        make_view(self, sizes, self.strides(), self.storage_offset() + start * self.stride(dim)));
   }
   return pieces;
 }
@@ -125,11 +125,12 @@ at::Tensor meta_twin(const at::Tensor& self) {
 }
 
 void check_expressible(const at::Tensor& twin, const at::Tensor& self, const std::string& name) {
-  TORCH_CHECK(twin.layout() == at::kStrided && twin.scalar_type() == self.scalar_type() &&
-                  !twin.is_conj() && !twin.is_neg() && twin.is_meta(),
-              fmt::format("{} returns a view, and this view of a {} cannot be expressed by sizes and "
-                          "strides; use qshard::dequantize(tensor) first",
-                          name, describe(self)));
+  TORCH_CHECK(
+      twin.layout() == at::kStrided && twin.scalar_type() == self.scalar_type() &&
+          !twin.is_conj() && !twin.is_neg() && twin.is_meta(),
+      fmt::format("{} returns a view, and this view of a {} cannot be expressed by sizes and "
+                  "strides; use qshard::dequantize(tensor) first",
+                  name, describe(self)));
 }
 
 /// Replaces the quantized first argument by its meta twin and runs the op on it.

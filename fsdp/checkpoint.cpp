@@ -15,7 +15,16 @@ using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
 /// Order of the integers in a packed tensor's `layout` list. Saved files hold these: append only.
-enum LayoutField { kRows, kCols, kLogicalRows, kMatrixRows, kRowOffset, kKeepsMaster, kDirty, kFields };
+enum LayoutField {
+  kRows,
+  kCols,
+  kLogicalRows,
+  kMatrixRows,
+  kRowOffset,
+  kKeepsMaster,
+  kDirty,
+  kFields
+};
 
 Tensor export_view(const Tensor& self) { return make_export_view(self); }
 
@@ -33,7 +42,8 @@ std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string> pack(const
   buffer->check_is_allocated();
   if (!buffer->is_packed()) {
     // Gathered tensors and offload copies keep their grid elsewhere.
-    buffer = impl_of(make_tensor(buffer, {buffer->layout.rows, buffer->layout.cols}).clone()).buffer();
+    buffer =
+        impl_of(make_tensor(buffer, {buffer->layout.rows, buffer->layout.cols}).clone()).buffer();
   }
   if (buffer->is_stale() && can_flush_locally(*buffer)) flush_locally(buffer);
   PlainGuard guard;
@@ -47,8 +57,8 @@ std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string> pack(const
   fields[kKeepsMaster] = buffer->keeps_master();
   fields[kDirty] = buffer->is_dirty();
   return {buffer->packed().clone(),
-          buffer->pending.defined() ? OptionalTensor(buffer->pending.clone()) : std::nullopt, fields,
-          std::string(layout.format->name)};
+          buffer->pending.defined() ? OptionalTensor(buffer->pending.clone()) : std::nullopt,
+          fields, std::string(layout.format->name)};
 }
 
 /// @throws c10::Error if the fields do not describe `bytes`: files come from anywhere.

@@ -162,6 +162,15 @@ def tolist(stock, self):
     return plain_values(self).tolist()
 
 
+@wrap_method("storage")
+def storage(stock, self):
+    # A typed storage would show the packed bytes as if they were values.
+    raise TypeError(
+        "torch.Tensor.storage() is not supported on quantized tensors: their bytes are codes and "
+        "scales. Use untyped_storage(), or qshard::dequantize(tensor)"
+    )
+
+
 torch.serialization.add_safe_globals([rebuild_tensor])
 
 

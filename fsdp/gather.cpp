@@ -19,12 +19,24 @@ void set_group(QuantizedBuffer& buffer, const std::string& group) {
   if (buffer.source) buffer.source->group = group;
 }
 
+/// FSDP2 cuts columns as willingly as rows and fails much later, with an error about a view. A
+/// shard that holds all rows of its tensor, with other ranks in its group, is not a shard of rows.
+void check_is_sharded_by_rows(const Tensor& self, const QuantizedBuffer& buffer) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      buffer.group.empty() || !buffer.holds_all_rows() || buffer.layout.logical_rows <= 1,
+      fmt::format("qshard: this quantized parameter is sharded by another dimension than its rows "
+                  "(each rank holds a {}); rows are the unit of quantized shards. Return Shard(0) "
+                  "from shard_placement_fn",
+                  describe(self)));
+}
+
 /// (image, grid snapshot, generation) of a shard, flushed over `group` if it was written since its
 /// last flush. Every rank of the group gets here, with or without rows.
 std::tuple<Tensor, OptionalTensor, int64_t> pre_all_gather(const Tensor& self,
                                                            c10::string_view group) {
   const BufferPtr& buffer = impl_of(self).buffer();
   set_group(*buffer, std::string(group.data(), group.size()));
+  check_is_sharded_by_rows(self, *buffer);
   // An offloaded shard arrives as a fresh device copy: flush the original, once, not every copy.
   const BufferPtr& owner = buffer->source ? buffer->source : buffer;
   PlainGuard guard;
@@ -46,8 +58,8 @@ Tensor post_all_gather(const Tensor& self, const Tensor& image, const OptionalTe
   PlainGuard guard;
   Layout layout = buffer_of(self).layout;
   TORCH_CHECK(image.scalar_type() == at::kByte && image.numel() % layout.row_bytes() == 0,
-              fmt::format("qshard: gathered {} {} elements are not rows of {} bytes",
-                          image.numel(), c10::toString(image.scalar_type()), layout.row_bytes()));
+              fmt::format("qshard: gathered {} {} elements are not rows of {} bytes", image.numel(),
+                          c10::toString(image.scalar_type()), layout.row_bytes()));
   layout.rows = image.numel() / layout.row_bytes();
   layout.row_offset = 0;
   auto buffer = QuantizedBuffer::from_image(image.view(-1), grid.value_or(Tensor()), layout, dtype,
@@ -79,8 +91,8 @@ void set_reduction_group(const Tensor& self, c10::string_view group) {
   set_group(buffer_of(self), std::string(group.data(), group.size()));
 }
 
-/// After an optimizer step: what was written, in the order of the list. `groups[i]` is the group that
-/// tensor i's DTensor names; FSDP2's mesh, if a gather already told it, says the same.
+/// After an optimizer step: what was written, in the order of the list. `groups[i]` is the group
+/// that tensor i's DTensor names; FSDP2's mesh, if a gather already told it, says the same.
 void flush_dirty(at::TensorList self, const std::vector<std::string>& groups) {
   TORCH_CHECK(groups.size() == self.size(), "qshard::_flush_dirty: one group per tensor");
   std::vector<BufferPtr> buffers;

@@ -117,15 +117,9 @@ class PostAllGather:
 def refuse_unsupported(fsdp_param):
     """Names what FSDP2 cannot do with any all-gather extension, at the first gather.
 
-    FSDP2 itself fails later, with errors that do not say why. Its attributes are read if they are
-    there; without them its own error stands.
+    FSDP2 itself fails later, with an error that does not say why. Its attributes are read if they
+    are there; without them its own error stands.
     """
-    placement = getattr(fsdp_param, "fsdp_placement", None)
-    if placement is not None and placement.dim != 0:
-        raise NotImplementedError(
-            f"qshard: FSDP2 shards this quantized parameter by {placement}; rows are the unit of "
-            "quantized shards. Return Shard(0) from shard_placement_fn"
-        )
     post_forward = getattr(fsdp_param, "post_forward_mesh_info", None)
     if post_forward is not None and post_forward is not fsdp_param.mesh_info:
         raise NotImplementedError(

@@ -13,24 +13,27 @@ namespace {
 
 Tensor as_matrix(const Tensor& tensor) {
   const int64_t cols = tensor.size(-1);
-  return tensor.reshape({cols == 0 ? c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1))
-                                   : tensor.numel() / cols,
+  return tensor.reshape({cols == 0
+                             ? c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1))
+                             : tensor.numel() / cols,
                          cols});
 }
 
 void check_linear_shapes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  TORCH_CHECK(input.dim() >= 1 && input.size(-1) == weight.size(1),
-              fmt::format("qshard::linear: input of shape {} does not fit a weight of shape {}; the "
-                          "last input dimension must be {}",
-                          input.sizes().vec(), weight.sizes().vec(), weight.size(1)));
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)),
-              fmt::format("qshard::linear: bias of shape {} does not fit a weight of shape {}",
-                          bias ? bias->sizes().vec() : std::vector<int64_t>{},
-                          weight.sizes().vec()));
-  TORCH_CHECK(is_nominal_dtype(input.scalar_type()),
-              fmt::format("qshard::linear: input dtype {} is not supported; use float32, bfloat16 or "
-                          "float16",
-                          c10::toString(input.scalar_type())));
+  TORCH_CHECK(
+      input.dim() >= 1 && input.size(-1) == weight.size(1),
+      fmt::format("qshard::linear: input of shape {} does not fit a weight of shape {}; the "
+                  "last input dimension must be {}",
+                  input.sizes().vec(), weight.sizes().vec(), weight.size(1)));
+  TORCH_CHECK(
+      !bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)),
+      fmt::format("qshard::linear: bias of shape {} does not fit a weight of shape {}",
+                  bias ? bias->sizes().vec() : std::vector<int64_t>{}, weight.sizes().vec()));
+  TORCH_CHECK(
+      is_nominal_dtype(input.scalar_type()),
+      fmt::format("qshard::linear: input dtype {} is not supported; use float32, bfloat16 or "
+                  "float16",
+                  c10::toString(input.scalar_type())));
   TORCH_CHECK(input.device() == weight.device(),
               fmt::format("qshard::linear: input is on {} but the weight is on {}",
                           input.device().str(), weight.device().str()));
@@ -70,7 +73,8 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
   } else {
     result.grad_input = at::empty({0}, grad.options());
   }
-  if (!needs_weight) result.grad_weight = at::empty({0}, grad.options().dtype(weight.scalar_type()));
+  if (!needs_weight)
+    result.grad_weight = at::empty({0}, grad.options().dtype(weight.scalar_type()));
   return {result.grad_input, result.grad_weight};
 }
 

@@ -22,21 +22,23 @@ const Format& checked_format(c10::string_view name, const char* op) {
 }
 
 void check_can_be_quantized(const Tensor& self) {
-  TORCH_CHECK_TYPE(is_nominal_dtype(self.scalar_type()),
-                   fmt::format("qshard::quantize: expected a float32, bfloat16 or float16 tensor, got "
-                               "{}",
-                               c10::toString(self.scalar_type())));
-  TORCH_CHECK_VALUE(self.dim() >= 2,
-                    fmt::format("qshard::quantize: expected at least 2 dimensions (rows x columns), "
-                                "got shape {}",
-                                self.sizes().vec()));
+  TORCH_CHECK_TYPE(
+      is_nominal_dtype(self.scalar_type()),
+      fmt::format("qshard::quantize: expected a float32, bfloat16 or float16 tensor, got "
+                  "{}",
+                  c10::toString(self.scalar_type())));
+  TORCH_CHECK_VALUE(
+      self.dim() >= 2,
+      fmt::format("qshard::quantize: expected at least 2 dimensions (rows x columns), "
+                  "got shape {}",
+                  self.sizes().vec()));
   TORCH_CHECK_VALUE(self.layout() == at::kStrided,
                     fmt::format("qshard::quantize: expected a strided tensor, got layout {}",
                                 c10::str(self.layout())));
   const auto device = self.device();
-  TORCH_CHECK_VALUE(device.is_cpu() || device.is_cuda() || device.is_meta(),
-                    fmt::format("qshard::quantize: expected a tensor on cpu or cuda, got {}",
-                                device.str()));
+  TORCH_CHECK_VALUE(
+      device.is_cpu() || device.is_cuda() || device.is_meta(),
+      fmt::format("qshard::quantize: expected a tensor on cpu or cuda, got {}", device.str()));
 }
 
 Layout layout_of(const Tensor& self, const Format& format, std::optional<int64_t> logical_rows,
@@ -51,15 +53,16 @@ Layout layout_of(const Tensor& self, const Format& format, std::optional<int64_t
   TORCH_CHECK_VALUE(row_offset >= 0 && row_offset + layout.rows <= layout.logical_rows,
                     fmt::format("qshard::quantize: rows [{}, {}) do not lie within logical_rows={}",
                                 row_offset, row_offset + layout.rows, layout.logical_rows));
-  TORCH_CHECK_VALUE(layout.matrix_rows == 0 || layout.logical_rows % layout.matrix_rows == 0,
-                    fmt::format("qshard::quantize: logical_rows={} is not a whole number of matrices "
-                                "of {} rows",
-                                layout.logical_rows, layout.matrix_rows));
+  TORCH_CHECK_VALUE(
+      layout.matrix_rows == 0 || layout.logical_rows % layout.matrix_rows == 0,
+      fmt::format("qshard::quantize: logical_rows={} is not a whole number of matrices "
+                  "of {} rows",
+                  layout.logical_rows, layout.matrix_rows));
   return layout;
 }
 
 QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
-  TORCH_CHECK_TYPE(is_quantized(self),
+  TORCH_CHECK_TYPE(has_key(self),
                    fmt::format("{}: expected a quantized tensor, got a plain {} tensor", op,
                                c10::toString(self.scalar_type())));
   return buffer_of(self);
@@ -78,8 +81,7 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(self.device());
   const Tensor values = has_key(self) ? value_of(self) : self;
-  auto buffer =
-      QuantizedBuffer::allocate(layout, self.scalar_type(), keep_master, self.device());
+  auto buffer = QuantizedBuffer::allocate(layout, self.scalar_type(), keep_master, self.device());
   if (!buffer->is_meta()) {
     const Tensor rows = values.reshape({layout.rows, layout.cols});
     if (keep_master) {
@@ -124,7 +126,6 @@ std::string format(const Tensor& self) {
 Tensor codes(const Tensor& self) {
   const QuantizedBuffer& buffer = quantized_buffer(self, "qshard::codes");
   require_fresh_image(impl_of(self).buffer(), "qshard::codes");
-  buffer.check_is_allocated();
   const Layout& layout = buffer.layout;
   PlainGuard guard;
   // A stride counts elements of the dense virtual buffer: whole rows, or single columns.
@@ -149,9 +150,10 @@ Tensor scale_inv(const Tensor& self) {
   require_fresh_image(impl_of(self).buffer(), "qshard::scale_inv");
   const Layout& layout = buffer.layout;
   const auto rows = row_window(self);
-  TORCH_CHECK_VALUE(rows, fmt::format("qshard::scale_inv: {} with strides {} is not a window of whole "
-                                      "rows",
-                                      describe(self), self.strides().vec()));
+  TORCH_CHECK_VALUE(rows,
+                    fmt::format("qshard::scale_inv: {} with strides {} is not a window of whole "
+                                "rows",
+                                describe(self), self.strides().vec()));
   PlainGuard guard;
   const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows->first;
   const int64_t last = std::min(first + rows->count, layout.logical_rows) - 1;

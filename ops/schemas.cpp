@@ -44,8 +44,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "_post_all_gather(Tensor self, Tensor image, Tensor? grid, int generation, "
       "ScalarType dtype) -> Tensor");
-  m.def(
-      "_refresh_gathered(Tensor unsharded, Tensor image, Tensor? grid, int generation) -> ()");
+  m.def("_refresh_gathered(Tensor unsharded, Tensor image, Tensor? grid, int generation) -> ()");
   m.def("_set_reduction_group(Tensor self, str group) -> ()");
   m.def("_flush_dirty(Tensor[] self, str[] groups) -> ()");
   m.def("_mark_written(Tensor self) -> ()");

@@ -201,8 +201,9 @@ at::Tensor fp8_forward(const Fp8Operand& x, int64_t m, const WeightOperand& weig
                        const std::optional<at::Tensor>& bias, const at::TensorOptions& options) {
   const WeightScales scales = weight_scales(weight, /*contract_rows=*/false);
   const int64_t k = round_up(weight.layout.cols, 16);
-  // As other FP8 recipes do: the forward output is rounded to the activation dtype anyway.
-  const bool fast_accumulate = !is_blockwise(*weight.layout.format);
+  // As other FP8 recipes do: the sum is rounded to 16 bits anyway. An fp32 output would show it.
+  const bool fast_accumulate = !is_blockwise(*weight.layout.format) &&
+                               c10::typeMetaToScalarType(options.dtype()) != at::kFloat;
   return gemm(x, weight_rows(weight, scales), k, m, weight.rows, bias, options, fast_accumulate);
 }
 
