@@ -1,0 +1,230 @@
+"""Runs functions on several ranks.
+
+Starting a process and importing torch takes seconds, so ranks are kept: worker i of a device runs
+rank i of whatever world a test asks for, and every call gets a default process group of its own with
+a short timeout. A hang is a failure of that test; workers that do not come back are replaced.
+"""
+
+import atexit
+import contextlib
+import datetime
+import gc
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT_S = 20
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+# ------------------------------------------------------------------------------- in the test
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function did on one rank."""
+
+    value: object = None
+    error: str | None = None  # traceback, or how the process ended
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class World:
+    """`size` ranks on one kind of device."""
+
+    device: str
+    size: int
+
+    def __str__(self):
+        return f"{self.device}-{self.size}"
+
+    def run(self, function, *args, **kwargs):
+        """`function(*args, **kwargs)` on every rank; the results by rank. Fails if a rank failed."""
+        outcomes = self.outcomes(function, *args, **kwargs)
+        errors = {}  # by last line: ranks that fail alike are shown once
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error:
+                last_line = outcome.error.strip().splitlines()[-1]
+                errors.setdefault(last_line, f"rank {rank}:\n{outcome.error}")
+        if errors:
+            pytest.fail(
+                f"{function.__name__} on {self}\n" + "\n".join(errors.values()), pytrace=False
+            )
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, function, *args, wait_s=300, **kwargs):
+        """As run(), but errors are part of the answer. `wait_s`: for ranks still at work."""
+        return _pool(self.device).call(self.size, pickle.dumps((function, args, kwargs)), wait_s)
+
+
+def on_worlds(*sizes, devices=("cpu", "cuda")):
+    """Parametrizes a test over worlds; those without the hardware are skipped and say so."""
+    return pytest.mark.parametrize(
+        "world", [_world_param(device, size) for device in devices for size in sizes]
+    )
+
+
+def _world_param(device, size):
+    world = World(device, size)
+    gpus = torch.cuda.device_count() if device == "cuda" else size
+    reason = f"{world} needs {size} GPUs, found {gpus}"
+    return pytest.param(world, id=str(world), marks=pytest.mark.skipif(gpus < size, reason=reason))
+
+
+# ------------------------------------------------------------------------------- the workers
+
+
+class _Worker:
+    def __init__(self, device, rank):
+        context = get_context("spawn")
+        self.pipe, remote = context.Pipe()
+        self.process = context.Process(target=_serve, args=(remote, device, rank), daemon=True)
+        self.process.start()
+        remote.close()
+
+    def receive(self, wait_s):
+        try:
+            if self.pipe.poll(max(0, wait_s)):
+                return self.pipe.recv()
+            return Outcome(error=f"no answer after {wait_s:.0f} s")
+        except (EOFError, ConnectionError):
+            self.process.join(5)
+            return Outcome(error=f"the process ended with exit code {self.process.exitcode}")
+
+    def stop(self):
+        self.pipe.close()
+        self.process.terminate()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+class _Pool:
+    # After the first error the others fail at their next collective, within its timeout.
+    GRACE_S = 2 * COLLECTIVE_TIMEOUT_S + 10
+
+    def __init__(self, device):
+        self.device = device
+        self.workers = []
+
+    def call(self, size, job, wait_s):
+        while len(self.workers) < size:
+            self.workers.append(_Worker(self.device, len(self.workers)))
+        with tempfile.TemporaryDirectory() as folder:
+            workers = self.workers[:size]
+            for worker in workers:
+                worker.pipe.send((job, size, os.path.join(folder, "store")))
+            deadline = time.monotonic() + wait_s
+            outcomes = []
+            for worker in workers:
+                outcomes.append(worker.receive(deadline - time.monotonic()))
+                if outcomes[-1].error:
+                    deadline = min(deadline, time.monotonic() + self.GRACE_S)
+            if any(outcome.error for outcome in outcomes):
+                self.close()
+        return outcomes
+
+    def close(self):
+        for worker in self.workers:
+            worker.stop()
+        self.workers.clear()
+
+
+_pools = {}
+
+
+def _pool(device):
+    if device not in _pools:
+        _pools[device] = _Pool(device)
+        atexit.register(_pools[device].close)
+    return _pools[device]
+
+
+def _serve(pipe, device, rank):
+    import conftest  # loads the library
+
+    assert conftest.load_library
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    while True:
+        try:
+            job, size, store = pipe.recv()
+        except EOFError:
+            return
+        start = time.monotonic()
+        try:
+            _init_process_group(device, rank, size, store)
+            function, args, kwargs = pickle.loads(job)
+            value, error = function(*args, **kwargs), None
+            gc.collect()
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:  # CheckpointException derives from it
+            value, error = None, traceback.format_exc()
+        pipe.send(Outcome(value, error, time.monotonic() - start))
+        if error:
+            # As in a real job: the process goes, and its peers find out at their next collective.
+            os._exit(1)
+
+
+def _init_process_group(device_type, rank, size, store):
+    global _device
+    _device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    dist.init_process_group(
+        BACKENDS[device_type],
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        device_id=_device if device_type == "cuda" else None,
+    )
+
+
+# ---------------------------------------------------------------------- for code on the ranks
+
+_device = torch.device("cpu")
+
+
+def device():
+    """The device of this rank."""
+    return _device
+
+
+def full_mesh(*shape, names=None):
+    """A device mesh of the given shape over the whole world; 1-D without one."""
+    return dist.device_mesh.init_device_mesh(
+        _device.type, shape or (dist.get_world_size(),), mesh_dim_names=names
+    )
+
+
+def gather_objects(value):
+    """`value` of every rank, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """A folder that all ranks see and that is gone afterwards."""
+    folder = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
+    path = [folder.name if folder else None]
+    dist.broadcast_object_list(path)
+    try:
+        yield Path(path[0])
+        dist.barrier()
+    finally:
+        if folder:
+            folder.cleanup()

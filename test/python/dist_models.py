@@ -1,0 +1,263 @@
+"""Models, training runs and ways to look at weights, for the distributed tests."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dist_helpers import device, full_mesh
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import qshard
+
+ops = torch.ops.qshard
+
+FORMATS = ("float8_tensorwise", "float8_blockwise")
+RECIPES = {
+    "float8_tensorwise": qshard.Float8CurrentScaling(),
+    "float8_blockwise": qshard.Float8BlockScaling(),
+}
+WIDTH = 100  # not a multiple of 16, nor of a block
+
+
+# --------------------------------------------------------------------------------- models
+
+
+class Block(nn.Module):
+    """An MLP block: quantized weights, plain norm and bias in one FSDP group."""
+
+    def __init__(self, rows, linear=nn.Linear, recompute=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = linear(WIDTH, rows, bias=False)
+        self.down = linear(rows, WIDTH)
+        self.recompute = recompute  # None, or use_reentrant of activation checkpointing
+
+    def forward(self, x):
+        if self.recompute is None:
+            return self.mlp(x)
+        return checkpoint(self.mlp, x, use_reentrant=self.recompute)
+
+    def mlp(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, rows=257, linear=nn.Linear, recompute=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(rows, linear, recompute) for _ in range(2))
+        self.head = linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def shard(model, mesh=None, **kwargs):
+    """fully_shard per block and for the rest, as one does."""
+    mesh = mesh or full_mesh()
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, mesh=mesh, **kwargs)
+    return fully_shard(model, mesh=mesh, **kwargs)
+
+
+def build(format, *, rows=257, keep_master=True, recompute=None, prepare=None, **kwargs):
+    """A quantized, sharded Model; `prepare(model)` runs in between."""
+    torch.manual_seed(0)
+    model = Model(rows, recompute=recompute).to(device())
+    qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
+    if prepare:
+        prepare(model)
+    return shard(model, **kwargs)
+
+
+class _QuantizeDequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, format):
+        return ops.dequantize(ops.quantize(weight, format))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def quantize_dequantize(weight, format):
+    """The value a quantized weight shows to forward and backward; its gradient passes through."""
+    return _QuantizeDequantize.apply(weight, format)
+
+
+def plain_linear(format):
+    """nn.Linear with a plain weight and the arithmetic of a quantized one on CPU: what stock FSDP2
+    does with it is the oracle for what ours must do."""
+
+    class PlainLinear(nn.Linear):
+        def forward(self, x):
+            weight = quantize_dequantize(self.weight, format).to(x.dtype)
+            return F.linear(x, weight, self.bias)
+
+    return PlainLinear
+
+
+def build_oracle(format, *, rows=257, recompute=None, prepare=None, **kwargs):
+    """As build(), with plain fp32 parameters only."""
+    torch.manual_seed(0)
+    model = Model(rows, plain_linear(format), recompute).to(device())
+    if prepare:
+        prepare(model)
+    return shard(model, **kwargs)
+
+
+# ------------------------------------------------------------------------------- training
+
+
+def batch(step, microbatch=0, rank=None, dtype=torch.float32):
+    """This rank's input, the same on any device."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + rank + 1)
+    # Reentrant activation checkpointing trains only what comes after an input with a gradient.
+    return torch.randn(16, WIDTH, generator=generator).to(device(), dtype).requires_grad_()
+
+
+def adamw(model, **kwargs):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, **kwargs)
+
+
+def loss_of(model, x):
+    return (model(x) - x).float().square().mean()
+
+
+def train(model, optimizer=None, *, steps=3, first_step=0, microbatches=1, synced=True, resharded=True):
+    """This rank's losses. `synced`: reduce every microbatch's gradients; `resharded`: free the
+    gathered weights after every microbatch's backward."""
+    optimizer = optimizer or adamw(model)
+    losses = []
+    for step in range(first_step, first_step + steps):
+        for microbatch in range(microbatches):
+            last = microbatch == microbatches - 1
+            if not resharded:
+                model.set_reshard_after_backward(last)
+            if not synced:
+                model.set_requires_gradient_sync(last)
+            loss = loss_of(model, batch(step, microbatch)) / microbatches
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# --------------------------------------------------------------------- looking at weights
+
+
+def local(tensor):
+    """The local tensor of a DTensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def quantized_parameters(model):
+    return {n: p for n, p in model.named_parameters() if qshard.is_quantized(p)}
+
+
+def is_dirty(param):
+    """Whether a write awaits the flush that all ranks take part in."""
+    layout = ops._pack(local(param).detach())[2]
+    return bool(layout[6])
+
+
+def full_value(param):
+    """The whole value that the shards' masters (or codes, without) stand for."""
+    value = param.detach().to(device())
+    return value.full_tensor() if isinstance(value, DTensor) else value + 0
+
+
+def image_bytes(weight):
+    """Every byte of the row image behind an unflushed-write-free tensor, padding rows included."""
+    codes = ops.codes(weight.detach())
+    size = ops._storage_bytes(weight)["image"]
+    return torch.empty(0, dtype=torch.uint8, device=codes.device).set_(
+        codes.untyped_storage(), 0, (size,), (1,)
+    )
+
+
+def mismatching_bytes(weight, value, keep_master=False):
+    """Bytes of image and grid of a gathered weight that differ from quantizing `value` on one
+    device; padding rows must be zero. `value` may be a quantized tensor itself."""
+    if not ops.is_quantized(value):
+        value = ops.quantize(value, ops.format(weight))
+    got, want = image_bytes(weight), image_bytes(value)
+    want = F.pad(want, (0, got.numel() - want.numel()))
+    grids = [ops.scale_inv(t).view(torch.uint8) for t in (weight.detach(), value)]
+    assert grids[0].shape == grids[1].shape, (grids[0].shape, grids[1].shape)
+    return int((got != want).sum() + (grids[0] != grids[1]).sum())
+
+
+@contextlib.contextmanager
+def unsharded(model):
+    """All of a model's weights gathered."""
+    modules = [m for m in model.modules() if hasattr(m, "unshard")]
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+
+
+def check_gathered(model, values=None):
+    """Asserts that every gathered weight is the quantization of the current value, and returns how
+    many weights that were. `values`: by name, instead of what the shards hold.
+
+    Bit for bit, unless the value itself is made from the codes: quantizing it again gives the same
+    numbers, but other bytes where a block's largest code was rounded up to 224 * 2^k.
+    """
+    sharded = quantized_parameters(model)
+    exact = {n for n, p in sharded.items() if values is not None or ops._keeps_master(local(p))}
+    if values is None:
+        values = {name: full_value(param) for name, param in sharded.items()}
+    with unsharded(model):
+        for name, weight in quantized_parameters(model).items():
+            assert not isinstance(weight, DTensor), name
+            if name in exact:
+                wrong = mismatching_bytes(weight, values[name])
+                assert wrong == 0, f"{name}: {wrong} mismatching bytes"
+            shown = ops.dequantize(ops.quantize(values[name], ops.format(weight)))
+            assert torch.equal(ops.dequantize(weight, dtype=shown.dtype), shown), name
+    return len(values)
+
+
+def local_values(model):
+    """Name to a copy of this rank's rows of the value: the master, if one is kept."""
+    return {name: local(param).detach() + 0 for name, param in model.named_parameters()}
+
+
+def different(tensors, others):
+    """Names whose tensors are not bit-identical."""
+    assert tensors.keys() == others.keys()
+    return [n for n in tensors if not torch.equal(tensors[n], others[n])]
+
+
+# --------------------------------------------------------------------- counting collectives
+
+
+@contextlib.contextmanager
+def collectives():
+    """Yields a list that holds, after the block, (operator, input sizes) of every collective that
+    this rank entered, from whatever language it was called."""
+    calls = []
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True
+    ) as profile:
+        yield calls
+    for event in profile.events():
+        if event.name.startswith("c10d::"):
+            calls.append((event.name.removeprefix("c10d::").strip("_"), event.input_shapes))
+
+
+def count(calls, name):
+    return sum(call == name for call, _ in calls)

@@ -1,0 +1,410 @@
+"""Checkpoints hold plain tensors: any number of ranks, plain models and plain PyTorch read them."""
+
+import copy
+import hashlib
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dist_helpers import World, device, full_mesh, on_worlds, shared_folder
+from dist_models import (
+    FORMATS,
+    RECIPES,
+    Model,
+    adamw,
+    build,
+    build_oracle,
+    check_gathered,
+    different,
+    full_value,
+    is_dirty,
+    local,
+    local_values,
+    ops,
+    quantized_parameters,
+    shard,
+    train,
+    unsharded,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import qshard
+
+ROWS = [257, 3]
+both_masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+both_formats = pytest.mark.parametrize("format", FORMATS)
+
+
+def full_values(model):
+    return {name: full_value(param) for name, param in model.named_parameters()}
+
+
+def digest(tensors):
+    """One string for the bits of all tensors."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        sha.update(name.encode() + tensors[name].cpu().contiguous().clone().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def fresh(format, keep_master, rows):
+    """A model whose weights are others than those of any checkpoint."""
+    model = build(format, keep_master=keep_master, rows=rows)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(-3)
+    return model
+
+
+def gathered_values(model):
+    """What forward sees."""
+    with unsharded(model):
+        return {n: ops.dequantize(p) for n, p in quantized_parameters(model).items()}
+
+
+# ------------------------------------------------------------------- any number of ranks
+
+
+def train_and_save(folder, format, keep_master, rows):
+    model = build(format, keep_master=keep_master, rows=rows)
+    train(model, steps=2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    return digest(full_values(model)), digest(gathered_values(model))
+
+
+def load_and_save(source, target, format, keep_master, rows):
+    model = fresh(format, keep_master, rows)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=source)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=target)
+    # The value of a weight without a master is what its codes show: known after the first flush.
+    check_gathered(model)
+    return digest(full_values(model)), digest(gathered_values(model))
+
+
+@both_masters
+@both_formats
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("sizes", [(4, 2, 3, 1), (2, 1, 2)], ids=str)
+@on_worlds(4, 2)
+def test_resharding_keeps_every_bit(world, sizes, rows, format, keep_master, tmp_path):
+    if sizes[0] != world.size:
+        pytest.skip(f"starts on {sizes[0]} ranks")
+    seen = world.run(train_and_save, str(tmp_path / "0"), format, keep_master, rows)
+    for i, size in enumerate(sizes[1:]):
+        args = (str(tmp_path / str(i)), str(tmp_path / str(i + 1)), format, keep_master, rows)
+        seen += World(world.device, size).run(load_and_save, *args)
+    assert len(set(seen)) == 1
+
+
+def run_resume(format, keep_master):
+    """Two steps, a checkpoint, two more: on a resumed model they are the same."""
+    model = build(format, keep_master=keep_master)
+    optimizer = adamw(model)
+    train(model, optimizer, steps=2)
+    with shared_folder() as folder:
+        state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        losses = train(model, optimizer, steps=2, first_step=2)
+
+        resumed = fresh(format, keep_master, 257)
+        resumed_optimizer = adamw(resumed)
+        state, optimizer_state = get_state_dict(resumed, resumed_optimizer)
+        saved = {"model": state, "optimizer": optimizer_state}
+        dcp.load(saved, checkpoint_id=folder)
+        set_state_dict(
+            resumed,
+            resumed_optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
+    assert train(resumed, resumed_optimizer, steps=2, first_step=2) == losses
+    assert not different(local_values(model), local_values(resumed))
+
+
+@both_masters
+@both_formats
+@on_worlds(1, 2, 3)
+def test_resumed_training_is_the_same(world, format, keep_master):
+    world.run(run_resume, format, keep_master)
+
+
+def run_in_place(format, keep_master, rows):
+    """A load into the model that is training, then its next forward."""
+    model = build(format, keep_master=keep_master, rows=rows)
+    train(model, steps=1)
+    values, seen = full_values(model), gathered_values(model)
+    with shared_folder() as folder:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+        train(model, steps=2)
+        assert different(values, full_values(model))
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    # Ranks without rows were written nothing; all must know that a flush is due.
+    assert all(is_dirty(param) for param in quantized_parameters(model).values())
+    train(model, steps=1, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    assert not different(seen, gathered_values(model))
+    assert not different(values, full_values(model))
+
+
+@both_masters
+@both_formats
+@pytest.mark.parametrize("rows", ROWS)
+@on_worlds(1, 2, 4)
+def test_in_place_load(world, rows, format, keep_master):
+    world.run(run_in_place, format, keep_master, rows)
+
+
+def run_saves_pending(format, keep_master):
+    """A write that no flush has reached is in the checkpoint, unrounded."""
+    model = build(format, keep_master=keep_master)
+    train(model, steps=1)
+    with torch.no_grad():
+        for param in quantized_parameters(model).values():
+            param.mul_(1.1)
+    want = local_values(model)
+    with shared_folder() as folder:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+        assert all(is_dirty(p) for p in quantized_parameters(model).values())
+        oracle = build_oracle(format)
+        dcp.load({"model": oracle.state_dict()}, checkpoint_id=folder)
+    assert not different(local_values(oracle), want)
+    check_gathered(model, full_values(oracle))
+
+
+@both_masters
+@both_formats
+@on_worlds(2)
+def test_save_of_a_pending_write(world, format, keep_master):
+    world.run(run_saves_pending, format, keep_master)
+
+
+# ------------------------------------------------------------------------------------ async
+
+
+def run_async(format, keep_master, rows):
+    model = build(format, keep_master=keep_master, rows=rows)
+    optimizer = adamw(model)
+    train(model, optimizer, steps=1)
+    # The checkpoint's collectives run beside those of training: they need a group of their own.
+    group = dist.new_group(backend="gloo")
+    with shared_folder() as folder:
+        for step in (1, 2):
+            values = full_values(model)
+            state = {"model": model.state_dict()}
+            dcp.save(state, checkpoint_id=folder / f"sync{step}")
+            saving = dcp.async_save(
+                state, checkpoint_id=folder / f"async{step}", process_group=group
+            )
+            train(model, optimizer, steps=1, first_step=step)
+            saving.result()
+            assert different(values, full_values(model))
+            for kind in ("sync", "async"):
+                oracle = build_oracle(format, rows=rows)
+                dcp.load({"model": oracle.state_dict()}, checkpoint_id=folder / f"{kind}{step}")
+                assert not different(values, full_values(oracle)), kind
+
+
+@both_masters
+@both_formats
+@pytest.mark.parametrize("rows", ROWS)
+@on_worlds(1, 2, 4)
+def test_async_save_while_training(world, rows, format, keep_master):
+    world.run(run_async, format, keep_master, rows)
+
+
+# ----------------------------------------------------------------------------- plain PyTorch
+
+PLAIN_READER = """
+    import sys
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    folder = sys.argv[1]
+    want = torch.load(f"{folder}/values.pt", weights_only=True)
+    model = {name: torch.full_like(value, -1.0) for name, value in want.items()}
+    dcp.load({"model": model}, checkpoint_id=f"{folder}/dcp", no_dist=True)
+    for name, value in want.items():
+        assert model[name].dtype == value.dtype and torch.equal(model[name], value), name
+
+    dcp_to_torch_save(f"{folder}/dcp", f"{folder}/converted.pt")
+    converted = torch.load(f"{folder}/converted.pt", weights_only=True)["model"]
+    for name, value in want.items():
+        assert type(converted[name]) is torch.Tensor and torch.equal(converted[name], value), name
+
+    assert "qshard" not in sys.modules and "libqshard" not in open("/proc/self/maps").read()
+    print("read", len(want))
+"""
+
+
+def save_for_plain_reader(folder, format, keep_master, rows, dtype):
+    torch.manual_seed(0)
+    model = Model(rows).to(device(), dtype)
+    shard(qshard.quantize_(model, RECIPES[format], keep_master=keep_master))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.7)
+    values = {name: value.cpu() for name, value in full_values(model).items()}
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/dcp")
+    if dist.get_rank() == 0:
+        torch.save(values, f"{folder}/values.pt")
+
+
+@both_masters
+@both_formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_worlds(2)
+def test_plain_pytorch_reads_the_checkpoint(world, dtype, format, keep_master, tmp_path):
+    world.run(save_for_plain_reader, str(tmp_path), format, keep_master, 257, dtype)
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "QSHARD_LIBRARY")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PLAIN_READER), str(tmp_path)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "read 11\n"
+
+
+def run_plain_checkpoint(format, keep_master, rows, dtype):
+    """A plain checkpoint into a quantized model, and that one's back into a plain model."""
+    plain = build_oracle(format, rows=rows).to(dtype)
+    train(plain, steps=1) if dtype == torch.float32 else None
+    values = full_values(plain)
+    model, back = fresh(format, keep_master, rows), build_oracle(format, rows=rows)
+    with shared_folder() as folder:
+        dcp.save({"model": plain.state_dict()}, checkpoint_id=folder / "plain")
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "plain")
+        wide = {name: value.float() for name, value in values.items()}
+        assert not different(full_values(model), wide)
+        check_gathered(model, wide)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "quantized")
+        dcp.load({"model": back.state_dict()}, checkpoint_id=folder / "quantized")
+    assert not different(full_values(back), full_values(model))
+    if keep_master:
+        assert not different(full_values(back), wide)
+
+
+@both_masters
+@both_formats
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_worlds(1, 2, 4)
+def test_plain_checkpoint_into_quantized_model_and_back(world, dtype, rows, format, keep_master):
+    world.run(run_plain_checkpoint, format, keep_master, rows, dtype)
+
+
+# ------------------------------------------------------------------- full state dicts
+
+
+def run_broadcast(format, keep_master, rows, meta):
+    model = build(format, keep_master=keep_master, rows=rows)
+    train(model, steps=1)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        assert len(full) == 11
+        assert not any(ops.is_quantized(value) for value in full.values())
+
+    with torch.device("meta" if meta else device()):
+        other = Model(rows)
+    shard(qshard.quantize_(other, RECIPES[format], keep_master=keep_master))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, full, options=options)
+    assert len(quantized_parameters(other)) == 5
+    assert not different(full_values(other), full_values(model))
+    check_gathered(other, full_values(model))
+    assert not different(gathered_values(other), gathered_values(model))
+    train(other, steps=1)
+    check_gathered(other)
+
+
+@both_masters
+@both_formats
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("meta", [True, False], ids=["meta", "allocated"])
+@on_worlds(1, 2, 4)
+def test_full_state_dict_broadcast_from_rank_0(world, meta, rows, format, keep_master):
+    world.run(run_broadcast, format, keep_master, rows, meta)
+
+
+def run_load_state_dict(format, keep_master, rows):
+    model, other = (build(format, keep_master=keep_master, rows=rows) for _ in range(2))
+    train(model, steps=2)
+    other.load_state_dict(model.state_dict())
+    check_gathered(other, full_values(model))
+    assert not different(full_values(other), full_values(model))
+
+
+@both_masters
+@both_formats
+@pytest.mark.parametrize("rows", ROWS)
+@on_worlds(2, 4)
+def test_load_state_dict(world, rows, format, keep_master):
+    world.run(run_load_state_dict, format, keep_master, rows)
+
+
+# --------------------------------------------------------------- shards, exactly as they are
+
+
+def planes(tensor):
+    """(packed bytes, pending update, layout, format)."""
+    packed, pending, layout, format = ops._pack(tensor.detach())
+    return packed, torch.empty(0) if pending is None else pending, layout, format
+
+
+def same_planes(tensor, other):
+    ours, theirs = planes(tensor), planes(other)
+    return torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1]) and (
+        ours[2:] == theirs[2:]
+    )
+
+
+def run_shard_copies(format, keep_master, rows, written):
+    model = build(format, keep_master=keep_master, rows=rows)
+    train(model, steps=1)
+    if written:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.1)
+    shards = {n: local(p).detach() for n, p in quantized_parameters(model).items()}
+    with shared_folder() as folder:
+        path = folder / f"rank{dist.get_rank()}.pt"
+        torch.save(shards, path)
+        loaded = torch.load(path, weights_only=True)
+    copied = copy.deepcopy(model.state_dict())
+    for name, tensor in shards.items():
+        for other in (loaded[name], copied[name]._local_tensor, copy.deepcopy(tensor), tensor.clone()):
+            assert same_planes(tensor, other), name
+
+    # A copy lives on: the pending update is quantized where the copy is used.
+    values = full_values(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_state_dict(copied)
+    assert not different(full_values(model), values)
+    check_gathered(model, values if keep_master or written else None)
+
+
+@both_masters
+@both_formats
+@pytest.mark.parametrize("written", [True, False], ids=["written", "flushed"])
+@pytest.mark.parametrize("rows", ROWS)
+@on_worlds(1, 2, 4)
+def test_pickled_and_copied_shards(world, rows, written, format, keep_master):
+    world.run(run_shard_copies, format, keep_master, rows, written)

@@ -1,0 +1,342 @@
+"""copy_, clone, to, cat, deepcopy, pickle: the value arrives, and so does what the tensor is."""
+
+import copy
+import io
+import itertools
+import random
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+import torch.multiprocessing
+from helpers import FORMATS, assert_same, bits, is_quantized, ops, rounded, state, value, weight
+
+ROWS, COLS = 150, 140
+keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
+formats = pytest.mark.parametrize("fmt", FORMATS)
+
+
+def assert_same_state(a, b):
+    (geometry_a, *planes_a), (geometry_b, *planes_b) = state(a), state(b)
+    assert geometry_a == geometry_b
+    for plane_a, plane_b in zip(planes_a, planes_b):
+        assert torch.equal(bits(plane_a), bits(plane_b))
+
+
+def a_shard_with_a_pending_write(keep_master):
+    """Rows of a bigger tensor: only a collective could flush it."""
+    q = ops.quantize(
+        weight(40, 32), "float8_blockwise", keep_master=keep_master, logical_rows=200, row_offset=100
+    )
+    q.mul_(1.3)
+    return q
+
+
+# --------------------------------------------------------------------------------------- copy_
+
+WINDOWS = {
+    "whole": lambda t: t,
+    "rows": lambda t: t[5:77],
+    "cut rows": lambda t: t[127:129],
+    "columns": lambda t: t[:, 3:130],
+    "transposed": lambda t: t.t(),
+    "strided": lambda t: t[::3, ::2],
+    "row": lambda t: t[9],
+    "no rows": lambda t: t[4:4],
+}
+SOURCES = {
+    "plain": lambda target: weight(*target.shape, seed=1),
+    "plain bf16": lambda target: weight(*target.shape, seed=1).bfloat16(),
+    "plain transposed": lambda target: weight(*reversed(target.shape), seed=1).permute(
+        *reversed(range(target.dim()))
+    ),
+    "broadcast": lambda target: weight(1, target.shape[-1], seed=1)[0],
+    "scalar": lambda target: torch.tensor(2.5),
+    "integers": lambda target: torch.arange(target.numel()).view(target.shape),
+    "tensorwise": lambda target: quantized_like(target, "float8_tensorwise", False),
+    "blockwise": lambda target: quantized_like(target, "float8_blockwise", False),
+    "blockwise with master": lambda target: quantized_like(target, "float8_blockwise", True),
+    "window": lambda target: quantized_like(target, "float8_blockwise", False, extra_rows=3),
+    "bf16 blockwise": lambda target: quantized_like(
+        target, "float8_blockwise", False, dtype=torch.bfloat16
+    ),
+}
+
+
+def quantized_like(target, fmt, keep_master, extra_rows=0, dtype=torch.float32):
+    shape = target.shape if target.dim() > 1 else (2, *target.shape)
+    full = weight(shape[0] + extra_rows, *shape[1:], seed=2, dtype=dtype)
+    q = ops.quantize(full, fmt, keep_master=keep_master)[extra_rows:]
+    return q if target.dim() > 1 else q[1]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_copy_into_quantized(window, source):
+    for fmt, keep_master in itertools.product(FORMATS, (False, True)):
+        q = ops.quantize(weight(ROWS, COLS), fmt, keep_master=keep_master)
+        twin = value(q)
+        target, twin_target = WINDOWS[window](q), WINDOWS[window](twin)
+        src = SOURCES[source](twin_target)
+        before = value(src)
+        assert target.copy_(src) is target
+        twin_target.copy_(before)
+        assert_same(src, before)
+        if keep_master:
+            assert_same(q, twin)
+        assert_same(ops.dequantize(q), rounded(twin, fmt))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@keep_or_not
+def test_copy_into_plain(keep_master, window):
+    q = ops.quantize(weight(ROWS, COLS), "float8_blockwise", keep_master=keep_master)
+    q.mul_(1.1)
+    source = WINDOWS[window](q)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        target = torch.zeros(2, *source.shape, dtype=dtype)
+        target.copy_(source)
+        assert torch.equal(target, value(source).to(dtype).expand(target.shape))
+
+
+@formats
+def test_copy_between_row_windows_of_one_logical_tensor(fmt):
+    """What FSDP2 does: chunk, new_zeros(padded), narrow, copy_. Codes move as bytes."""
+    whole = ops.quantize(weight(301, 200), fmt)
+    for first, rows in ((0, 76), (228, 73), (301, 0)):
+        chunk = whole[first : first + rows]
+        shard = chunk.new_zeros(76, 200)
+        shard.narrow(0, 0, rows).copy_(chunk)
+        window = shard.narrow(0, 0, rows)
+        assert_same(window, chunk)
+        assert torch.equal(ops.codes(window).float(), ops.codes(chunk).float())
+        _, layout = ops._pack(shard)[1:3]
+        assert layout[4] == (first if rows else -1)  # the logical row of row 0, open without a copy
+        assert_same(value(shard)[rows:], torch.zeros(76 - rows, 200))
+        assert not ops._has_pending_update(shard)
+
+
+def test_rows_of_another_generation_never_leave_a_block_with_two_scales():
+    old = ops.quantize(weight(130, 130), "float8_blockwise")
+    new = old.clone()
+    new.mul_(2.0**10)
+    ops.flush([new])
+    expected = value(old)
+    expected[60:70] = value(new)[60:70]
+    old[60:70].copy_(new[60:70])
+    assert_same(ops.dequantize(old), rounded(expected, "float8_blockwise"))
+
+
+@formats
+def test_random_programs_of_copies_writes_and_flushes(fmt):
+    """Four tensors of one shape, with and without master, and plain twins of them."""
+    rng = random.Random(fmt)
+    for program in range(25):
+        tensors = [
+            ops.quantize(weight(ROWS, COLS, seed=i), fmt, keep_master=i % 2 == 0) for i in range(3)
+        ]
+        tensors.append(tensors[0].new_zeros(ROWS, COLS).copy_(tensors[1]))
+        twins = [value(t) for t in tensors]
+        trace = []
+        for _ in range(12):
+            a, b = rng.randrange(4), rng.randrange(4)
+            first = rng.choice((0, 0, 60, 128))
+            rows = rng.choice((ROWS - first, 10))
+            factor = rng.choice((0.5, 3.0, 2.0**9))
+            step = rng.choice(("write", "copy", "copy rows", "flush", "clone", "move rows"))
+            trace.append((step, a, b, first, rows, factor))
+            q, twin = tensors[a], twins[a]
+            if step == "write":
+                for t in (q, twin):
+                    t[first : first + rows].mul_(factor)
+            elif step == "copy":
+                q.copy_(tensors[b])
+                twin.copy_(twins[b])
+            elif step == "copy rows":
+                for t, s in ((q, tensors[b]), (twin, twins[b])):
+                    t[first : first + rows].copy_(s[first : first + rows])
+            elif step == "move rows":
+                for t, s in ((q, tensors[b]), (twin, twins[b].clone())):
+                    t[:10].copy_(s[20:30])
+            elif step == "flush":
+                ops.codes(q)
+            elif step == "clone":
+                tensors[a] = q.clone()
+            # Without a master a flush may round at any time: fix both to the rounded value.
+            if not ops._storage_bytes(tensors[a])["master"]:
+                ops.codes(tensors[a])
+                twins[a] = rounded(twins[a], fmt)
+            assert_same(tensors[a], twins[a], trace)
+            assert_same(ops.dequantize(tensors[a]), rounded(twins[a], fmt), trace)
+
+
+# -------------------------------------------------------------------------- clone and to(...)
+
+
+@formats
+@keep_or_not
+def test_clone_keeps_everything_but_storage(fmt, keep_master):
+    q = ops.quantize(weight(ROWS, COLS), fmt, keep_master=keep_master)
+    q.mul_(1.1)
+    copied = q.clone()
+    assert is_quantized(copied) and copied.dtype == q.dtype
+    assert_same(copied, q)
+    assert_same_state(copied, q)
+    copied.zero_()
+    assert value(q).any() and not value(copied).any()
+    assert is_quantized(q[:, :5].contiguous()) or not is_quantized(q[:, :5].clone())
+    for window in WINDOWS.values():
+        assert_same(window(q).clone(), value(window(q)))
+        assert_same(window(q).contiguous(), value(window(q)))
+
+
+@formats
+@keep_or_not
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrower_dtypes_move_nominal_and_master_together(fmt, keep_master, dtype):
+    values = weight(ROWS, COLS)
+    q = ops.quantize(values, fmt, keep_master=keep_master)
+    method = {torch.bfloat16: "bfloat16", torch.float16: "half"}[dtype]
+    for narrow in (q.to(dtype), getattr(q, method)()):
+        assert is_quantized(narrow) and narrow.dtype == dtype
+        # The codes stay: the cast does not round them a second time.
+        assert torch.equal(ops.codes(narrow).float(), ops.codes(q).float())
+        assert_same(narrow, values.to(dtype) if keep_master else ops.dequantize(q).to(dtype))
+        if keep_master:
+            assert ops.master(narrow).dtype == dtype
+        expected = value(narrow).add_(1)
+        assert_same(narrow.add_(1), expected)
+        assert_same(ops.dequantize(narrow), rounded(expected, fmt))
+
+
+@formats
+def test_wider_dtypes_are_plain(fmt):
+    q = ops.quantize(weight(20, 32, dtype=torch.bfloat16), fmt)
+    for wide, dtype in ((q.float(), torch.float32), (q.double(), torch.float64), (q.int(), torch.int32)):
+        assert not is_quantized(wide) and wide.dtype == dtype
+        assert_same(wide, ops.dequantize(q).to(dtype))
+    assert q.to(torch.bfloat16) is q and q.cpu() is q and q.contiguous() is q
+    assert is_quantized(q.to("cpu", copy=True))
+
+
+@keep_or_not
+def test_meta(keep_master):
+    q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=keep_master)
+    on_meta = torch.empty_like(q, device="meta")
+    assert is_quantized(on_meta) and on_meta.is_meta and on_meta.shape == q.shape
+    again = torch.empty_like(on_meta, device="cpu")
+    assert is_quantized(again) and not again.is_meta
+    again.copy_(q)
+    assert_same(again, q)
+    with pytest.raises(RuntimeError, match="cannot copy a quantized tensor out of the meta device"):
+        on_meta.to("cpu")
+
+
+@pytest.mark.xfail(strict=True, reason="BackendSelect sends _to_copy(device=meta) to the Meta kernel")
+def test_to_meta_keeps_the_kind():
+    assert is_quantized(ops.quantize(weight(20, 32), "float8_blockwise").to("meta"))
+
+
+def test_cat_stack_and_mixed_lists():
+    a, b = (ops.quantize(weight(30, 32, seed=i), f) for i, f in enumerate(FORMATS))
+    c = weight(5, 32, seed=5)
+    assert_same(torch.cat([a, b, c]), torch.cat([value(a), value(b), c]))
+    assert_same(torch.cat([a[:, :3], b], 1), torch.cat([value(a)[:, :3], value(b)], 1))
+    assert_same(torch.stack([a, b]), torch.stack([value(a), value(b)]))
+    pieces = whole_pieces = ops.quantize(weight(300, 32), "float8_blockwise")
+    assert_same(torch.cat(pieces.chunk(4)), whole_pieces)
+
+
+# ------------------------------------------------------------------------ deepcopy and pickle
+
+
+def through_torch_save(q):
+    file = io.BytesIO()
+    torch.save(q, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_torch_save,
+    "ForkingPickler": lambda q: ForkingPickler.loads(bytes(ForkingPickler.dumps(q))),
+    "_pack": lambda q: ops._unpack(
+        *ops._pack(q), q.shape, q.stride(), q.storage_offset(), q.dtype
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@keep_or_not
+def test_round_trips_keep_planes_placement_and_pending_writes(way, keep_master):
+    whole = ops.quantize(weight(ROWS, COLS), "float8_blockwise", keep_master=keep_master)
+    written = whole.clone()
+    written.mul_(1.1)
+    shard = a_shard_with_a_pending_write(keep_master)
+    open_shard = whole.new_zeros(7, COLS)
+    experts = ops.quantize(weight(3, 20, 24), "float8_tensorwise", keep_master=keep_master)
+    window, columns = whole[130:140], whole[:, 3:9]
+    half = ops.quantize(weight(6, 8), "float8_tensorwise", keep_master=keep_master).half()
+    empty = ops.quantize(torch.zeros(0, 16), "float8_blockwise", keep_master=keep_master)
+    for q in (whole, written, shard, open_shard, experts, window, columns, half, empty):
+        pending = ops._has_pending_update(q)
+        again = WAYS[way](q)
+        assert is_quantized(again) and again.data_ptr is not q.data_ptr
+        assert_same(again, q)
+        assert_same_state(again, q)
+        assert ops._has_pending_update(again) == pending
+        if again.numel():
+            again.zero_()
+            assert value(q).any() or q is open_shard
+
+
+def test_modules_and_parameters():
+    layer = torch.nn.Linear(32, 20)
+    layer.weight = torch.nn.Parameter(ops.quantize(layer.weight, "float8_blockwise", keep_master=True))
+    clone = copy.deepcopy(layer)
+    assert type(clone.weight) is torch.nn.Parameter and is_quantized(clone.weight)
+    assert_same(clone.weight, layer.weight)
+    tied = copy.deepcopy([layer.weight, layer.weight])
+    assert tied[0] is tied[1]
+
+    state_dict = through_torch_save(layer.state_dict())
+    assert_same(state_dict["weight"], layer.weight)
+    clone.weight.detach().zero_()
+    clone.load_state_dict(state_dict)
+    assert_same(clone.weight, layer.weight)
+    clone.load_state_dict({"weight": weight(20, 32), "bias": torch.zeros(20)})
+    assert is_quantized(clone.weight)
+    assert_same(clone.weight, weight(20, 32))
+    parameter = ForkingPickler.loads(bytes(ForkingPickler.dumps(layer.weight)))
+    assert type(parameter) is torch.nn.Parameter and parameter.requires_grad
+
+
+def child(inbox, outbox):
+    q = inbox.get()
+    outbox.put((type(q).__name__, bool(ops.is_quantized(q)), q.sum().item()))
+    outbox.put(q.mul_(2))
+    inbox.get()  # what it sent lives in its memory
+
+
+def test_queues_between_processes():
+    context = torch.multiprocessing.get_context("fork")
+    inbox, outbox = context.Queue(), context.Queue()
+    q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=True)
+    process = context.Process(target=child, args=(inbox, outbox), daemon=True)
+    process.start()
+    inbox.put(q)
+    assert outbox.get(timeout=60) == ("Tensor", True, q.sum().item())
+    assert_same(outbox.get(timeout=60), value(q) * 2)
+    inbox.put(None)
+    process.join(60)
+
+
+@keep_or_not
+def test_share_memory(keep_master):
+    q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=keep_master)
+    before = value(q)
+    assert q.share_memory_() is q and q.is_shared()
+    assert_same(q, before)
+    q.mul_(2)
+    assert_same(q, before * 2)

@@ -1,0 +1,182 @@
+"""On a Hopper GPU: bits equal the CPU's, linears run in FP8, a step never waits for the host."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference.activations import expand_1x128, quantize_1x128, quantize_tensorwise
+
+import qshard
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ops = torch.ops.qshard
+FORMATS = ("float8_tensorwise", "float8_blockwise")
+RECIPES = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())
+
+
+def codes_of(q):
+    return ops.codes(q.detach()).view(torch.uint8).cpu()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("keep_master", [False, True])
+def test_updates_on_cuda_equal_updates_on_cpu(format, keep_master):
+    """The same optimizer arithmetic by hand, so that only qshard's kernels are compared."""
+    w = torch.randn(300, 200)
+    qs = [ops.quantize(w.to(device), format, keep_master=keep_master) for device in ("cpu", "cuda")]
+    for step in range(3):
+        delta = torch.randn(300, 200) * 2.0**-7
+        for q in qs:
+            q.add_(delta.to(q.device))
+            ops.flush([q])
+        assert torch.equal(codes_of(qs[0]), codes_of(qs[1])), step
+        assert torch.equal(ops.scale_inv(qs[0]), ops.scale_inv(qs[1]).cpu())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_moves_between_devices_keep_the_bits(format):
+    w = torch.randn(130, 72)
+    q = ops.quantize(w, format, keep_master=True)
+    there = q.cuda()
+    back = there.cpu()
+    lazy = q.to("cuda", non_blocking=True)
+    for moved in (there, back, lazy):
+        assert ops.is_quantized(moved) and torch.equal(codes_of(moved), codes_of(q))
+        assert torch.equal((moved + 0).cpu(), w)
+    pinned = q.pin_memory()
+    assert pinned.is_pinned() and torch.equal(codes_of(pinned), codes_of(q))
+
+
+def emulate(x, scale_inv, dtype, codes, block):
+    values = codes.view(dtype).double()
+    return values * (expand_1x128(scale_inv, x.shape[1]).double() if block else scale_inv.double())
+
+
+def quantized(x, format, dtype=torch.float8_e4m3fn):
+    """x as the GEMM sees it, in float64: blocks of 128 along the last dim, or one scale."""
+    block = format == "float8_blockwise"
+    codes, scale_inv = (quantize_1x128 if block else quantize_tensorwise)(x.cpu(), dtype)
+    return emulate(x, scale_inv, dtype, codes, block)
+
+
+def assert_near(actual, expected, dtype):
+    """Equal products, summed in another order and rounded once to `dtype`."""
+    error = (actual.cpu().double() - expected).norm() / expected.norm()
+    assert error < {torch.float32: 2e-4, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype], error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "m,n,k", [(256, 384, 512), (128, 128, 128), (100, 144, 100), (1, 16, 16), (33, 272, 129), (17, 160, 1000)]
+)
+def test_linear_equals_emulated_fp8(m, n, k, format, dtype):
+    torch.manual_seed(0)
+    w = ops.quantize(torch.randn(n, k, device="cuda") / k**0.5, format)
+    values = ops.dequantize(w).cpu().double()
+    weight = torch.nn.Parameter(w)
+    x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
+    bias = torch.randn(n, device="cuda", dtype=dtype)
+    grad = torch.randn(m, n, device="cuda", dtype=dtype)
+
+    y = F.linear(x, weight, bias)
+    assert_near(y.detach(), quantized(x.detach(), format) @ values.t() + bias.cpu().double(), dtype)
+    y.backward(grad)
+    grad_dtype = torch.float8_e5m2 if format == "float8_tensorwise" else torch.float8_e4m3fn
+    assert_near(x.grad, quantized(grad, format, grad_dtype) @ values, dtype)
+    grad_t = quantized(grad.t().contiguous(), format, grad_dtype)
+    x_t = quantized(x.detach().t().contiguous(), format)
+    assert_near(weight.grad, grad_t @ x_t.t(), torch.float32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_linear_runs_in_fp8(format):
+    w = torch.nn.Parameter(ops.quantize(torch.randn(256, 256, device="cuda"), format))
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    F.linear(x, w).sum().backward()
+    lines = [line for line in qshard.backend_report().splitlines() if line.startswith(format + " ")]
+    for direction in ("forward", "grad_input", "grad_weight"):
+        assert any(f"{direction}: cuBLASLt FP8" in line for line in lines), lines
+
+
+def test_shape_without_fp8_gemm_says_so():
+    w = torch.nn.Parameter(ops.quantize(torch.randn(10, 64, device="cuda"), "float8_blockwise"))
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(F.linear(x, w), F.linear(x, ops.dequantize(w).bfloat16()))
+    assert "out features is not a multiple of 16" in qshard.backend_report()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_activation_saved_for_backward_is_fp8(format):
+    """1 byte per element and 3 % of scales, instead of 2 bytes of bf16."""
+    m, n, k = 4096, 1024, 2048
+    w = torch.nn.Parameter(ops.quantize(torch.randn(n, k, device="cuda"), format))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        F.linear(torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True), w)
+    activation = [t for t in saved if not qshard.is_quantized(t)]
+    assert [t.dtype for t in activation] == [torch.uint8]
+    assert m * k <= activation[0].nbytes <= 1.04 * m * k
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.format)
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_step_never_synchronises(recipe, fused):
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3))).cuda()
+    qshard.quantize_(model, recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=not fused)
+    x = torch.randn(64, 256, device="cuda")
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.format)
+def test_training_follows_bf16(recipe):
+    """Losses of a small regression stay near those of the plain model in bf16."""
+
+    def train(quantize):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)]
+        model = torch.nn.Sequential(*layers).cuda()
+        if quantize:
+            qshard.quantize_(model, recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        target = torch.randn(256, 64, device="cuda") / 16
+        for _ in range(100):
+            x = torch.randn(512, 256, device="cuda")
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = (model(x).float() - x @ target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    plain, quantized_loss = train(False), train(True)
+    assert quantized_loss < 1.3 * plain + 1e-2, (plain, quantized_loss)
+
+
+def test_compiled_block_on_cuda_equals_eager():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128))
+    qshard.quantize_(block.cuda(), RECIPES[1])
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+    expected = block(x)
+    expected.float().sum().backward()
+    grads = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    compiled = torch.compile(block, fullgraph=True)
+    actual = compiled(x)
+    actual.float().sum().backward()
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+    for grad, p in zip(grads, block.parameters()):
+        torch.testing.assert_close(p.grad, grad, rtol=5e-2, atol=5e-2)

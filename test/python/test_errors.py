@@ -1,0 +1,250 @@
+"""Bad input: each call fails with an error that says what is wrong, and changes nothing."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import assert_unchanged, state
+
+import qshard
+
+ops = torch.ops.qshard
+FORMAT = "float8_blockwise"
+
+
+def make(rows=200, cols=48, **kwargs):
+    torch.manual_seed(0)
+    return ops.quantize(torch.randn(rows, cols), FORMAT, **kwargs)
+
+
+X = torch.randn(4, 48)
+
+# name: (call on a quantized 200 x 48 tensor, fragment of the error)
+CALLS = {
+    # raw bytes never show
+    "data_ptr": (lambda q: q.data_ptr(), "storage"),
+    "numpy": (lambda q: q.numpy(), "storage|numpy"),
+    "dlpack": (lambda q: torch.from_dlpack(q), "storage|dlpack"),
+    "array": (lambda q: memoryview(q), "memoryview|buffer|storage"),
+    "view dtype": (lambda q: q.view(torch.uint8), "aten::view.dtype"),
+    "view_as_complex": (lambda q: torch.view_as_complex(q.view(200, 24, 2)), "view_as_complex"),
+    # views that do not fit
+    "view of other numel": (lambda q: q.view(3, 7), "shape '?\\[3, 7\\]'? is invalid"),
+    "view of a transpose": (lambda q: q.t().view(-1), "cannot be viewed"),
+    "as_strided beyond": (lambda q: q.as_strided((201, 48), (48, 1)), "does not lie within"),
+    "as_strided lengths": (lambda q: q.as_strided((2, 2), (1,)), "mismatch in length"),
+    "as_strided offset": (lambda q: q.as_strided((1,), (1,), 9600), "does not lie within"),
+    "select index": (lambda q: q.select(0, 200), "out of range"),
+    "select dim": (lambda q: q.select(2, 0), "Dimension out of range"),
+    "slice step": (lambda q: torch.ops.aten.slice(q, 0, 0, 9, 0), "step must be positive"),
+    "split size": (lambda q: q.split(0), "split_size"),
+    "transpose dim": (lambda q: q.transpose(0, 2), "Dimension out of range"),
+    "t of 3-D": (lambda q: q.view(2, 100, 48).t(), "<= 2 dimensions"),
+    "narrow": (lambda q: q.narrow(0, 150, 51), "exceeds dimension size"),
+    "permute": (lambda q: q.permute(0, 0), "permute"),
+    "unfold size": (lambda q: q.unfold(0, 300, 1), "unfold|maximum size"),
+    "expand": (lambda q: q.expand(3, 48), "expand"),
+    # in-place changes of shape or storage
+    "resize_": (lambda q: q.resize_(10, 10), "aten::resize_"),
+    "resize_as_": (lambda q: q.resize_as_(X), "resize"),
+    "set_ to a tensor": (lambda q: q.set_(torch.randn(3)), "aten::set_"),
+    "set_ to nothing": (lambda q: q.set_(), "aten::set_"),
+    "set_ to another storage": (
+        lambda q: q.set_(torch.randn(3).untyped_storage(), 0, (200, 48), (48, 1)),
+        "a storage of 12 bytes is not a packed",
+    ),
+    "t_ of 3-D": (lambda q: q.view(2, 100, 48).t_(), "t_ expects a tensor with <= 2"),
+    "squeeze_ dim": (lambda q: q.squeeze_(5), "aten::squeeze_"),
+    "data = plain": (lambda q: setattr(q, "data", torch.randn(200, 48)), "incompatible"),
+    "plain.data = q": (lambda q: setattr(torch.randn(200, 48), "data", q), "incompatible"),
+    # in-place operators that cannot
+    "add_ shape": (lambda q: q.add_(torch.randn(3)), "size of tensor|output with shape|broadcast"),
+    "add_ wider result": (lambda q: q[:1].add_(torch.randn(5, 48)), "doesn't match the broadcast"),
+    "mul_ complex": (lambda q: q.mul_(1j), "can't be cast"),
+    "eq_ index": (lambda q: q.index_add_(0, torch.tensor([999]), X[:1]), "index|range"),
+    "copy_ shape": (lambda q: q.copy_(torch.randn(7, 48)), "copy_: a source of shape"),
+    "copy_ quantized shape": (lambda q: q.copy_(make(100)), "copy_: a source of shape"),
+    "copy_ into expanded": (lambda q: q[:1].expand(3, 48).copy_(X[:3]), "overlap|single memory"),
+    "foreach add_": (lambda q: torch._foreach_add_([q], [torch.randn(3)]), "size|shape"),
+    "addmm_ shape": (lambda q: q.addmm_(X, X), "addmm|shapes cannot be multiplied|mat1"),
+    "masked_fill_": (lambda q: q.masked_fill_(torch.ones(3), 0), "mask|bool"),
+    "uniform_": (lambda q: q.uniform_(2, 1), "uniform_ expects"),
+    "foreach lists": (lambda q: torch._foreach_add_([q, q], [X]), "same number of tensors|length"),
+    # out=
+    "out= too small": (lambda q: torch.add(torch.ones(300, 48), 1, out=q), "cannot be resized"),
+    "out= of another shape": (lambda q: torch.mm(X, X.t(), out=q), "cannot be resized"),
+    "out= integer result": (lambda q: torch.view_as_real(q, out=q), "view_as_real|unexpected"),
+    # quantize and its accessors
+    "quantize format": (lambda q: ops.quantize(X, "float9"), "unknown format 'float9'; known"),
+    "quantize dtype": (lambda q: ops.quantize(X.int(), FORMAT), "expected a float32, bfloat16"),
+    "quantize double": (lambda q: ops.quantize(X.double(), FORMAT), "got Double"),
+    "quantize 1-D": (lambda q: ops.quantize(X[0], FORMAT), "at least 2 dimensions"),
+    "quantize sparse": (lambda q: ops.quantize(X.to_sparse(), FORMAT), "sparse|Sparse|strided"),
+    "quantize rows": (lambda q: ops.quantize(X, FORMAT, logical_rows=3), "do not lie within"),
+    "quantize offset": (
+        lambda q: ops.quantize(X, FORMAT, logical_rows=9, row_offset=6),
+        r"rows \[6, 10\) do not lie within logical_rows=9",
+    ),
+    "quantize negative": (lambda q: ops.quantize(X, FORMAT, row_offset=-1), "do not lie within"),
+    "quantize matrices": (
+        lambda q: ops.quantize(torch.randn(2, 3, 8), FORMAT, logical_rows=7),
+        "not a whole number of matrices",
+    ),
+    "dequantize plain": (lambda q: ops.dequantize(X), "expected a quantized tensor"),
+    "dequantize dtype": (lambda q: ops.dequantize(q, dtype=torch.int8), "floating point dtype"),
+    "codes plain": (lambda q: ops.codes(X), "expected a quantized tensor"),
+    "codes of odd view": (lambda q: ops.codes(q[:, ::2]), "not a window of rows"),
+    "scale_inv of columns": (lambda q: ops.scale_inv(q[:, 3:9]), "not a window of whole rows"),
+    "format plain": (lambda q: ops.format(X), "expected a quantized tensor"),
+    "master plain": (lambda q: ops.master(X), "expected a quantized tensor"),
+    "flush plain": (lambda q: ops.flush([X]), "expected a quantized tensor"),
+    "flush of a shard": (
+        lambda q: ops.flush([ops.quantize(X, FORMAT, logical_rows=9)]),
+        "no reduction group is known",
+    ),
+    "codes of a written shard": (
+        lambda q: ops.codes(ops.quantize(X, FORMAT, logical_rows=9)),
+        "share scales with rows on other ranks",
+    ),
+    "linear of a written shard": (
+        lambda q: F.linear(X, ops.quantize(X, FORMAT, logical_rows=9)),
+        "Call qshard.flush",
+    ),
+    # linear
+    "linear input": (lambda q: F.linear(X[:, :5], q), "does not fit a weight of shape"),
+    "linear bias": (lambda q: F.linear(X, q, torch.ones(3)), "bias of shape"),
+    "linear dtype": (lambda q: F.linear(X.double(), q), "input dtype Double"),
+    "linear plain weight": (lambda q: ops.linear(X, torch.randn(8, 48)), "the weight is a plain"),
+    "linear column window": (lambda q: F.linear(X[:, :5], q[:, :5]), "window of whole rows"),
+    "linear scalar": (lambda q: F.linear(torch.tensor(1.0), q), "input of shape"),
+    "mm dtype": (lambda q: torch.mm(X.bfloat16(), q.t()), "same dtype"),
+    "mm shape": (lambda q: torch.mm(X, q), "shapes cannot be multiplied|size"),
+    # devices
+    "to cuda": (lambda q: q.to("cuda:99"), "CUDA|cuda|device|NVIDIA"),
+    "out of meta": (lambda q: q.to("meta").to("cpu"), "out of the meta device|no data"),
+    "item": (lambda q: q.item(), "item|Scalar|elements"),
+    # autograd
+    "backward of codes": (lambda q: ops.codes(q.requires_grad_()).float().sum().backward(), "grad"),
+    # files
+    "foreign pickle": (
+        lambda q: ops._unpack(torch.zeros(3, dtype=torch.uint8), None, [1], FORMAT, [1], [1], 0,
+                              torch.float32),
+        "not a saved quantized tensor",
+    ),
+    "pickle of another size": (
+        lambda q: ops._unpack(torch.zeros(3, dtype=torch.uint8), None, [4, 8, 4, 4, 0, 0, 0], FORMAT,
+                              [4, 8], [8, 1], 0, torch.float32),
+        "is not a packed",
+    ),
+    "pickle of a wrong placement": (
+        lambda q: ops._unpack(torch.zeros(64, dtype=torch.uint8), None, [4, 8, 4, 3, 9, 0, 0],
+                              FORMAT, [4, 8], [8, 1], 0, torch.float32),
+        "impossible placement",
+    ),
+    "pickle of impossible rows": (
+        lambda q: ops._unpack(torch.zeros(64, dtype=torch.uint8), None, [2**62, 8, 4, 4, 0, 0, 0],
+                              FORMAT, [4, 8], [8, 1], 0, torch.float32),
+        "impossible size",
+    ),
+    "pickle of an unknown format": (
+        lambda q: ops._unpack(torch.zeros(64, dtype=torch.uint8), None, [4, 8, 4, 4, 0, 0, 0], "f9",
+                              [4, 8], [8, 1], 0, torch.float32),
+        "unknown format",
+    ),
+    "pickle of a view beyond": (
+        lambda q: ops._unpack(ops._pack(make(4, 16))[0], None, ops._pack(make(4, 16))[2], FORMAT,
+                              [5, 16], [16, 1], 0, torch.float32),
+        "does not lie within",
+    ),
+}
+
+
+@pytest.mark.parametrize("keep_master", [False, True], ids=["codes", "master"])
+@pytest.mark.parametrize("name", CALLS)
+def test_error_names_the_problem_and_changes_nothing(name, keep_master):
+    call, fragment = CALLS[name]
+    q = make(keep_master=keep_master)
+    before = state(q)
+    with torch.no_grad() if name != "backward of codes" else torch.enable_grad():
+        with pytest.raises(Exception, match=fragment):
+            call(q)
+    assert_unchanged(q.detach(), before)
+
+
+def test_the_table_is_large_enough():
+    assert len(CALLS) >= 60
+
+
+def test_collectives_that_are_not_supported_name_themselves(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for keep_master in (False, True):
+            q = make(keep_master=keep_master)
+            before = state(q)
+            for name, call in {
+                "allreduce_": lambda: dist.all_reduce(q),
+                "reduce_": lambda: dist.reduce(q, 0),
+                "reduce_scatter": lambda: dist.reduce_scatter_tensor(q, q.clone()),
+                "gather_": lambda: dist.gather(q, [q.clone()], 0),
+                "alltoall": lambda: dist.all_to_all_single(q, q.clone()),
+                "broadcast_": lambda: dist.broadcast(q[3:9], 0),
+            }.items():
+                with pytest.raises(RuntimeError, match=name):
+                    call()
+                assert_unchanged(q, before)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_closed_group_is_an_error_and_leaves_the_update_pending():
+    q = ops.quantize(torch.randn(4, 48), FORMAT, keep_master=True, logical_rows=8)
+    ops._set_reduction_group(q, "no such group")
+    with pytest.raises(RuntimeError, match="no such group"):
+        ops.flush([q])
+    with pytest.raises(RuntimeError, match="Call qshard.flush"):
+        ops.codes(q)
+
+
+def test_unpickling_garbage_is_an_error_not_a_crash():
+    payload = bytearray(pickle.dumps(make(4, 16)))
+    for position in range(0, len(payload), 7):
+        broken = bytearray(payload)
+        broken[position] ^= 0xFF
+        try:
+            pickle.loads(bytes(broken))
+        except Exception:
+            pass
+
+
+def test_a_freed_gathered_tensor_is_an_error_not_a_crash():
+    q = make()
+    image, grid, generation = ops._pre_all_gather(q, "")
+    gathered = ops._post_all_gather(q, image.clone(), grid, generation, torch.bfloat16)
+    gathered.untyped_storage().resize_(0)
+    for call in (
+        lambda: gathered + 1,
+        lambda: F.linear(X.bfloat16(), gathered),
+        lambda: ops.codes(gathered),
+        lambda: ops.dequantize(gathered),
+        lambda: gathered.clone(),
+        lambda: pickle.dumps(gathered),
+    ):
+        with pytest.raises(RuntimeError, match="was freed"):
+            call()
+
+
+def test_quantize_after_first_forward_is_refused():
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(48, 16))
+        fully_shard(model)
+        model(X)
+        with pytest.raises(RuntimeError, match="before the first forward"):
+            qshard.quantize_(model, qshard.Float8BlockScaling())
+        assert not qshard.is_quantized(model[0].weight)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,199 @@
+"""CPU offload, and models that are built on the meta device."""
+
+import contextlib
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_models import (
+    FORMATS,
+    RECIPES,
+    WIDTH,
+    Model,
+    build,
+    build_oracle,
+    check_gathered,
+    collectives,
+    count,
+    different,
+    is_dirty,
+    local,
+    local_values,
+    ops,
+    plain_linear,
+    quantized_parameters,
+    shard,
+    train,
+    unsharded,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import distribute_tensor
+
+import qshard
+
+# -------------------------------------------------------------------------------- offload
+
+
+@contextlib.contextmanager
+def forced_copies():
+    """On CPU, FSDP2's `.to(device, non_blocking=True)` of an offloaded shard returns the shard
+    itself. Here it copies, as it does to a GPU; yields the storage bytes of every copy, by plane."""
+    stock, copies = torch.Tensor.to, []
+
+    def to(self, *args, **kwargs):
+        result = stock(self, *args, copy=True, **kwargs) if kwargs.get("non_blocking") else None
+        if result is None or not ops.is_quantized(result):
+            return stock(self, *args, **kwargs)
+        copies.append(result)
+        return result
+
+    sizes = []
+    torch.Tensor.to = to
+    try:
+        yield sizes
+    finally:
+        torch.Tensor.to = stock
+        sizes += [ops._storage_bytes(copy) for copy in copies]
+
+
+def offload_policy():
+    return CPUOffloadPolicy(pin_memory=device().type == "cuda")
+
+
+def run_offloaded(format, keep_master, rows):
+    model = build(format, keep_master=keep_master, rows=rows, offload_policy=offload_policy())
+    with forced_copies() as copies:
+        losses = train(model)
+        checked = check_gathered(model)
+    assert checked == 5
+    assert len(copies) >= 5 * (2 * 3)
+    for copy in copies:
+        # One byte per element, padded to 16 per row, crosses; neither masters nor packed storages.
+        assert copy["storage"] == copy["image"] and copy["master"] == copy["pending"] == 0, copy
+    if device().type == "cpu":
+        twin = build(format, keep_master=keep_master, rows=rows)
+        assert train(twin) == losses
+        assert not different(local_values(model), local_values(twin))
+
+
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("rows", [257, 3])
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(2, 4)
+def test_offload_trains_alike(world, format, rows, keep_master):
+    world.run(run_offloaded, format, keep_master, rows)
+
+
+def run_offloaded_flush(keep_master):
+    """(all-reduces of the first and of the second gather after a write outside the optimizer)."""
+    model = build("float8_blockwise", keep_master=keep_master, offload_policy=offload_policy())
+    counts = []
+    with forced_copies():
+        train(model, steps=1)
+        with torch.no_grad():
+            for param in quantized_parameters(model).values():
+                param.mul_(1.5)
+        for _ in range(2):
+            with collectives() as calls, unsharded(model):
+                pass
+            counts.append(count(calls, "allreduce"))
+        check_gathered(model)
+    return counts
+
+
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@on_worlds(2)
+def test_offload_flushes_the_original_once(world, keep_master):
+    assert world.run(run_offloaded_flush, keep_master) == [[5, 0]] * world.size
+
+
+def run_offloaded_copies_stay_usable():
+    """An image-only copy becomes a whole tensor when its value is asked for, not a stale one."""
+    model = build("float8_blockwise", offload_policy=offload_policy())
+    shard = local(model.head.weight).detach()
+    copy = shard.to(device(), non_blocking=True, copy=True)
+    assert ops._storage_bytes(copy)["master"] == 0
+    assert torch.equal(copy + 0, ops.master(shard).to(device()))
+    late = shard.to(device(), non_blocking=True, copy=True)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="made before the original was last written"):
+        late + 0
+
+
+@on_worlds(1, 2)
+def test_offload_copies_stay_usable(world):
+    world.run(run_offloaded_copies_stay_usable)
+
+
+# ------------------------------------------------------------------------------ meta init
+
+
+def initialise(model):
+    """The same values on any number of ranks."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            value = torch.randn(param.shape, generator=generator).div(WIDTH**0.5).to(device())
+            param.copy_(
+                distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+            )
+
+
+def materialise(model):
+    shard(model)
+    assert all(param.is_meta for param in model.parameters())
+    model.to_empty(device=device())
+    initialise(model)
+    return model
+
+
+def run_meta_init(format, keep_master, rows):
+    with torch.device("meta"):
+        model = Model(rows)
+    qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
+    materialise(model)
+    assert len(quantized_parameters(model)) == 5
+    values = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+    assert check_gathered(model, {n: values[n] for n in quantized_parameters(model)}) == 5
+    losses = train(model)
+    check_gathered(model)
+    if keep_master and device().type == "cpu":
+        with torch.device("meta"):
+            oracle = Model(rows, plain_linear(format))
+        assert train(materialise(oracle)) == losses
+        assert not different(local_values(model), local_values(oracle))
+    return {name: value.cpu() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("rows", [257, 3])
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(1, 2, 4)
+def test_meta_init(world, format, rows, keep_master):
+    by_rank = world.run(run_meta_init, format, keep_master, rows)
+    assert all(not different(by_rank[0], values) for values in by_rank)
+
+
+def run_reset_parameters(format, rows):
+    """torch's own reset_parameters: random numbers of each rank's own, on empty shards none."""
+    with torch.device("meta"):
+        model = Model(rows)
+    shard(qshard.quantize_(model, RECIPES[format])).to_empty(device=device())
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    flags = [is_dirty(param) for param in quantized_parameters(model).values()]
+    assert gather_objects(flags) == [[True] * 5] * dist.get_world_size()
+    assert check_gathered(model) == 5
+    train(model)
+    assert check_gathered(model) == 5
+
+
+@pytest.mark.parametrize("rows", [257, 3])
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(2, 4)
+def test_reset_parameters_after_meta_init(world, format, rows):
+    world.run(run_reset_parameters, format, rows)

@@ -1,0 +1,171 @@
+"""torch.library.opcheck of every public operator, and shapes under meta and fake tensors."""
+
+import pytest
+import torch
+from helpers import FORMATS, assert_same, is_quantized, ops, value, weight
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.optests import generate_tests
+
+ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+# Functionalization refuses custom operators whose outputs alias an input, and a packed plane's
+# storage offset is not to be seen on a fake tensor.
+ACCESSOR = ("test_schema", "test_autograd_registration")
+# FakeTensor describes a quantized tensor as a plain one, so these answer differently when traced;
+# strings are no values of a graph.
+QUESTION = ("test_schema", "test_autograd_registration")
+
+
+def quantized(rows=20, cols=32, fmt="float8_blockwise", keep_master=False, grad=False):
+    q = ops.quantize(weight(rows, cols), fmt, keep_master=keep_master)
+    return q.requires_grad_(grad)
+
+
+def plain(*shape, grad=False, dtype=torch.float32):
+    return weight(*shape, seed=1, dtype=dtype).requires_grad_(grad)
+
+
+SAMPLES = {
+    "quantize": (
+        ALL,
+        lambda fmt: [
+            (plain(20, 32), fmt),
+            (plain(20, 32, grad=True), fmt),
+            (plain(3, 8, 16, dtype=torch.bfloat16), fmt),
+            (plain(0, 16), fmt),
+        ],
+    ),
+    "dequantize": (ALL, lambda fmt: [(quantized(fmt=fmt),), (quantized(fmt=fmt, grad=True),)]),
+    "linear": (
+        ALL,
+        lambda fmt: [
+            (plain(4, 32), quantized(fmt=fmt)),
+            (plain(4, 32, grad=True), quantized(fmt=fmt, grad=True), plain(20, grad=True)),
+            (plain(2, 3, 32, grad=True), quantized(fmt=fmt, keep_master=True, grad=True), None),
+            (plain(32), quantized(fmt=fmt), plain(20)),
+        ],
+    ),
+    "linear_forward": (ALL, lambda fmt: [(plain(2, 3, 32), quantized(fmt=fmt), plain(20), False)]),
+    "linear_backward": (
+        ALL,
+        lambda fmt: [
+            (plain(2, 3, 20), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, needs_weight)
+            for needs_input, needs_weight in ((True, True), (True, False), (False, True))
+        ],
+    ),
+    "flush": (ALL, lambda fmt: [([quantized(fmt=fmt), quantized(fmt=fmt, keep_master=True)],)]),
+    "codes": ((*ACCESSOR, "test_faketensor"), lambda fmt: [(quantized(fmt=fmt),)]),
+    "scale_inv": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt),)]),
+    "master": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt, keep_master=k),) for k in (True, False)]),
+    "is_quantized": (QUESTION, lambda fmt: [(quantized(fmt=fmt),), (plain(3, 3),)]),
+    "format": (QUESTION, lambda fmt: [(quantized(fmt=fmt),)]),
+    "formats": (QUESTION, lambda fmt: [()]),
+    "backend_report": (QUESTION, lambda fmt: [()]),
+}
+
+
+@pytest.fixture(autouse=True)
+def opcheck_copies_quantized_tensors(monkeypatch):
+    """opcheck copies its inputs into fresh memory found by data_ptr(); a quantized tensor has clone().
+    Without this the operators would be checked on plain tensors."""
+    stock = generate_tests.clone_input
+
+    def clone_input(x, **kwargs):
+        if not is_quantized(x):
+            return stock(x, **kwargs)
+        return x.detach().clone().requires_grad_(x.requires_grad)
+
+    monkeypatch.setattr(generate_tests, "clone_input", clone_input)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name, fmt):
+    test_utils, samples = SAMPLES[name]
+    for args in samples(fmt):
+        torch.library.opcheck(getattr(ops, name).default, args, test_utils=test_utils)
+
+
+def test_every_public_operator_is_checked():
+    names = {
+        schema.name.removeprefix("qshard::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("qshard::")
+    }
+    assert {name for name in names if not name.startswith("_")} == set(SAMPLES)
+
+
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "linear", "linear_backward", "codes"])
+def test_fake_results_have_the_geometry_of_real_ones(name):
+    for args in SAMPLES[name][1]("float8_blockwise"):
+        real = getattr(ops, name)(*args)
+        with FakeTensorMode() as mode:
+            fake_args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+            fake = getattr(ops, name)(*fake_args)
+        for r, f in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (real, fake))):
+            assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device)
+            assert f.stride() == r.stride() and f.requires_grad == r.requires_grad
+
+
+def test_scale_inv_has_sizes_of_its_own_when_traced():
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        scales = ops.scale_inv(mode.from_tensor(quantized()))
+    assert scales.dim() == 2 and scales.dtype == torch.float32
+
+
+def test_tracing_records_one_node_per_operator():
+    x, q = plain(4, 32), quantized()
+
+    def function(x, q):
+        return ops.linear(x, q) * ops.dequantize(q).sum()
+
+    graph = make_fx(function, tracing_mode="symbolic")(x, q)
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert "qshard.linear_forward.default" in targets or "qshard.linear.default" in targets
+    assert "qshard.dequantize.default" in targets
+    assert_same(graph(x, q), function(x, q))
+
+
+@pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
+def test_meta_device(keep_master):
+    values = torch.empty(20, 32, device="meta")
+    q = ops.quantize(values, "float8_blockwise", keep_master=keep_master)
+    assert is_quantized(q) and q.is_meta and q.shape == (20, 32)
+    x = torch.empty(2, 3, 32, device="meta")
+    for result, shape in (
+        (ops.linear(x, q), (2, 3, 20)),
+        (torch.nn.functional.linear(x, q), (2, 3, 20)),
+        (ops.dequantize(q), (20, 32)),
+        (q[3:5], (2, 32)),
+        (q.t(), (32, 20)),
+        (q.clone(), (20, 32)),
+        (q + 1, (20, 32)),
+        (q.mul_(2), (20, 32)),
+        (q.normal_(), (20, 32)),
+        (torch.empty_like(q), (20, 32)),
+        (torch.zeros_like(q), (20, 32)),
+    ):
+        assert result.is_meta and result.shape == shape
+    ops.flush([q])
+    real = torch.empty_like(q, device="cpu")
+    with torch.no_grad():
+        real.copy_(weight(20, 32))
+    assert_same(ops.dequantize(real), ops.dequantize(ops.quantize(weight(20, 32), "float8_blockwise")))
+
+
+def test_module_to_empty():
+    """Meta init: the kind survives to_empty, and an initialiser writes values."""
+    with torch.device("meta"):
+        layer = torch.nn.Linear(32, 20)
+    layer.weight = torch.nn.Parameter(ops.quantize(layer.weight, "float8_blockwise", keep_master=True))
+    layer.to_empty(device="cpu")
+    assert is_quantized(layer.weight) and not layer.weight.is_meta
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    torch.manual_seed(3)
+    plain_layer = torch.nn.Linear(32, 20)
+    assert_same(layer.weight, plain_layer.weight)
+    assert_same(layer.bias, plain_layer.bias)
+    assert value(layer.weight).any()

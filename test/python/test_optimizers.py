@@ -1,0 +1,236 @@
+"""I5: a stock optimizer step on a parameter with a master is that step on a plain parameter.
+
+Without a master the parameter is what remains after rounding: each step equals quantizing the plain
+update of the dequantized value.
+"""
+
+import copy
+
+import pytest
+import torch
+from helpers import FORMATS, assert_same, assert_unchanged, is_quantized, ops, rounded, state, value, weight
+from torch.nn import Parameter
+
+OPTIMIZERS = {
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "AdamW amsgrad maximize": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, maximize=True),
+    "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), fused=True),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "SGD for-loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "SGD nesterov decay": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True, momentum=0.5),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+}
+SHAPES = [(150, 140), (1, 16), (3, 40, 24)]
+
+
+def quantized(keep_master, dtype=torch.float32):
+    return [
+        Parameter(
+            ops.quantize(weight(*shape, seed=i, dtype=dtype), FORMATS[i % 2], keep_master=keep_master)
+        )
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def plain_twins(parameters):
+    return [Parameter(value(p)) for p in parameters]
+
+
+def set_gradients(seed, *parameter_lists):
+    for parameters in parameter_lists:
+        for i, p in enumerate(parameters):
+            p.grad = weight(*p.shape, seed=1000 * seed + i).to(p.dtype)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_twenty_steps_with_a_master_equal_plain_steps(name):
+    """Lists mix quantized and plain parameters."""
+    bias = [Parameter(torch.zeros(7)), Parameter(weight(5, 5))]
+    parameters = [*quantized(keep_master=True), *bias]
+    twins = plain_twins(parameters)
+    ours, theirs = OPTIMIZERS[name](parameters), OPTIMIZERS[name](twins)
+    for step in range(20):
+        set_gradients(step, parameters, twins)
+        ours.step()
+        theirs.step()
+    for p, twin in zip(parameters, twins):
+        assert_same(p, twin)
+        if is_quantized(p):
+            assert_same(ops.master(p), twin)
+            assert_same(ops.dequantize(p), rounded(twin.detach(), ops.format(p)))
+            assert not ops._has_pending_update(p)
+        for key, plain in theirs.state[twin].items():
+            kept = ours.state[p][key]
+            assert not is_quantized(kept)
+            if isinstance(plain, torch.Tensor):
+                assert_same(kept, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused", "AdamW for-loop", "SGD fused"])
+def test_low_precision_masters_step_as_plain_tensors_of_their_dtype(name, dtype):
+    parameters = quantized(keep_master=True, dtype=dtype)
+    twins = plain_twins(parameters)
+    ours, theirs = OPTIMIZERS[name](parameters), OPTIMIZERS[name](twins)
+    for step in range(5):
+        set_gradients(step, parameters, twins)
+        ours.step()
+        theirs.step()
+    for p, twin in zip(parameters, twins):
+        assert_same(p, twin)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_a_master_each_step_rounds_the_plain_update(name):
+    parameters = quantized(keep_master=False)
+    twins = plain_twins(parameters)
+    ours, theirs = OPTIMIZERS[name](parameters), OPTIMIZERS[name](twins)
+    for step in range(5):
+        set_gradients(step, parameters, twins)
+        ours.step()
+        theirs.step()
+        with torch.no_grad():
+            for p, twin in zip(parameters, twins):
+                twin.copy_(rounded(twin, ops.format(p)))
+                assert_same(p, twin)
+                assert ops._storage_bytes(p)["pending"] == 0  # freed by the flush after the step
+
+
+def test_training_with_gradients_of_its_own():
+    """The same loop on quantized and plain layers; gradients come from the quantized forward."""
+    layer = torch.nn.Linear(32, 20)
+    layer.weight = Parameter(ops.quantize(weight(20, 32), "float8_blockwise", keep_master=True))
+    twin = Parameter(weight(20, 32))
+    ours, theirs = OPTIMIZERS["AdamW fused"]([layer.weight]), OPTIMIZERS["AdamW fused"]([twin])
+    for step in range(4):
+        x = weight(6, 32, seed=step)
+        before = rounded(twin.detach(), "float8_blockwise")
+        assert_same(layer(x), torch.nn.functional.linear(x, before, layer.bias))
+        layer(x).square().sum().backward()
+        twin.grad = layer.weight.grad.clone()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(layer.weight, twin)
+
+
+@pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused", "SGD for-loop"])
+@pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
+def test_grad_scaler_skips_a_step_with_an_inf(name, keep_master):
+    parameters = quantized(keep_master)
+    twins = plain_twins(parameters)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    optimizers = [OPTIMIZERS[name](parameters), OPTIMIZERS[name](twins)]
+    for step in range(4):
+        set_gradients(step, parameters, twins)
+        if step == 2:
+            parameters[0].grad[3, 5] = twins[0].grad[3, 5] = float("inf")
+        before = [state(p) for p in parameters]
+        for scaler, optimizer in zip(scalers, optimizers):
+            scaler.scale(torch.ones(()))  # the first scale() makes the scaler's tensors
+            scaler.step(optimizer)
+            scaler.update()
+        if step == 2:
+            for p, unchanged in zip(parameters, before):
+                assert_unchanged(p, unchanged)
+        if not keep_master:
+            with torch.no_grad():
+                for p, twin in zip(parameters, twins):
+                    twin.copy_(rounded(twin, ops.format(p)))
+        for p, twin in zip(parameters, twins):
+            assert_same(p, twin)
+
+
+def test_step_in_inference_mode_then_training():
+    parameters = quantized(keep_master=True)
+    twins = plain_twins(parameters)
+    optimizers = [OPTIMIZERS["AdamW foreach"](parameters), OPTIMIZERS["AdamW foreach"](twins)]
+    for step in range(3):
+        set_gradients(step, parameters, twins)
+        for optimizer in optimizers:
+            with torch.inference_mode(step == 1):
+                optimizer.step()
+    for p, twin in zip(parameters, twins):
+        assert_same(p, twin)
+    (parameters[0] * 2).sum().backward()
+
+
+def test_optimizer_state_round_trips():
+    parameters = quantized(keep_master=True)
+    optimizer = OPTIMIZERS["AdamW foreach"](parameters)
+    set_gradients(0, parameters)
+    optimizer.step()
+    copied = quantized(keep_master=True)
+    with torch.no_grad():
+        for p, c in zip(parameters, copied):
+            c.copy_(p)
+    other = OPTIMIZERS["AdamW foreach"](copied)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # it shares tensors else
+    set_gradients(1, parameters, copied)
+    optimizer.step(), other.step()
+    for p, c in zip(parameters, copied):
+        assert_same(p, c)
+
+
+def test_gradient_utilities():
+    parameters = quantized(keep_master=True)
+    twins = plain_twins(parameters)
+    set_gradients(0, parameters, twins)
+    norms = [torch.nn.utils.clip_grad_norm_(p, 1.0) for p in (parameters, twins)]
+    assert torch.equal(*norms)
+    assert torch.equal(*(torch.nn.utils.get_total_norm(p) for p in (parameters, twins)))
+    vectors = [torch.nn.utils.parameters_to_vector(p) for p in (parameters, twins)]
+    assert_same(*vectors)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # it assigns .data
+        torch.nn.utils.vector_to_parameters(vectors[0] * 2, parameters)
+    models = [torch.nn.ParameterList(p) for p in (parameters, twins)]
+    averages = [torch.optim.swa_utils.AveragedModel(m) for m in models]
+    for step in range(3):
+        for p in (*parameters, *twins):
+            p.data.add_(1)
+        for average, model in zip(averages, models):
+            average.update_parameters(model)
+    for p, twin in zip(*(average.parameters() for average in averages)):
+        assert_same(p, twin)
+
+
+# Fused kernels stay one call under Inductor; foreach is lowered to loops over raw pointers.
+def test_compiled_fused_step():
+    parameters = quantized(keep_master=True)
+    twins = plain_twins(parameters)
+    optimizers = [OPTIMIZERS["AdamW tensor lr"](p) for p in (parameters, twins)]
+    torch._dynamo.reset()
+    compiled = torch.compile(optimizers[0].step)
+    for step in range(3):
+        set_gradients(step, parameters, twins)
+        compiled()
+        optimizers[1].step()
+        for p, twin in zip(parameters, twins):
+            assert_same(p, twin)
+            assert_same(ops.dequantize(p), rounded(twin.detach(), ops.format(p)))
+
+
+def test_compiled_foreach_step_is_refused_by_name():
+    parameters = quantized(keep_master=True)
+    optimizer = OPTIMIZERS["AdamW foreach"](parameters)
+    set_gradients(0, parameters)
+    before = [state(p) for p in parameters]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="quantized|Cannot access data pointer"):
+        torch.compile(optimizer.step)()
+    for p, unchanged in zip(parameters, before):
+        assert_unchanged(p, unchanged)
+    torch._dynamo.reset()

@@ -1,0 +1,141 @@
+"""quantize_, recipes, reports: what the package does to a model."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+import qshard
+
+ops = torch.ops.qshard
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
+
+
+@pytest.mark.parametrize(
+    "recipe,format",
+    [
+        (qshard.Float8CurrentScaling(), "float8_tensorwise"),
+        (qshard.Float8CurrentScaling(use_power_2_scales=False), "float8_tensorwise_fp32_scale"),
+        (qshard.Float8BlockScaling(), "float8_blockwise"),
+        (qshard.Float8BlockScaling(use_f32_scales=True), "float8_blockwise_fp32_scale"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_recipe_argument_acts(recipe, format):
+    m = qshard.quantize_(model(), recipe)
+    scales = ops.scale_inv(m[0].weight)
+    assert ops.format(m[0].weight) == format
+    is_power_of_two = torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
+    assert is_power_of_two == ("fp32" not in format)
+
+
+def test_replaces_weights_and_keeps_everything_else():
+    m = model()
+    plain = copy.deepcopy(m)
+    m[2].weight.requires_grad_(False)
+    m[0].weight.some_attribute = 1
+    names = list(m.state_dict())
+    assert qshard.quantize_(m, qshard.Float8BlockScaling()) is m
+    assert list(m.state_dict()) == names
+    assert type(m[0].weight) is nn.Parameter and type(m[0]) is qshard.nn.Linear
+    assert m[0].weight.dtype == torch.float32 and m[0].weight.some_attribute == 1
+    assert m[0].weight.requires_grad and not m[2].weight.requires_grad
+    assert torch.equal(m[0].weight + 0, plain[0].weight + 0)
+    assert not qshard.is_quantized(m[0].bias)
+
+
+def test_filter_fn_gets_module_and_name():
+    m = qshard.quantize_(
+        model(), qshard.Float8BlockScaling(), filter_fn=lambda module, name: name != "2"
+    )
+    assert qshard.is_quantized(m[0].weight) and not qshard.is_quantized(m[2].weight)
+    assert type(m[2]) is nn.Linear
+
+
+def test_without_master_the_codes_are_all_there_is():
+    m = qshard.quantize_(model(), qshard.Float8BlockScaling(), keep_master=False)
+    assert ops.master(m[0].weight.detach()) is None
+    assert m[0].weight.untyped_storage().nbytes() == 48 * 32 + 16
+
+
+def test_tied_weights_stay_tied():
+    m = nn.ModuleDict({"embedding": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
+    m["head"].weight = m["embedding"].weight
+    qshard.quantize_(m, qshard.Float8BlockScaling())
+    assert m["head"].weight is m["embedding"].weight
+    indices = torch.randint(64, (5,))
+    assert torch.equal(m["embedding"](indices), ops.master(m["head"].weight)[indices])
+
+
+def test_meta_model_keeps_quantized_through_to_empty_and_reset():
+    with torch.device("meta"):
+        m = model()
+    qshard.quantize_(m, qshard.Float8BlockScaling())
+    assert qshard.is_quantized(m[0].weight) and m[0].weight.is_meta
+    m.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in m:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert qshard.is_quantized(m[0].weight)
+    reference = model()
+    assert torch.equal(m[0].weight + 0, reference[0].weight + 0)
+    expected = ops.quantize(reference[0].weight.detach(), "float8_blockwise")
+    assert torch.equal(
+        ops.codes(m[0].weight.detach()).view(torch.uint8), ops.codes(expected).view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_of_plain_weights_quantizes(assign):
+    m = qshard.quantize_(model(), qshard.Float8BlockScaling())
+    torch.manual_seed(7)
+    other = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
+    m.load_state_dict(other.state_dict(), assign=assign)
+    assert qshard.is_quantized(m[0].weight)
+    assert torch.equal(m[0].weight + 0, other[0].weight + 0)
+    x = torch.randn(3, 32)
+    quantized = qshard.quantize_(other, qshard.Float8BlockScaling())
+    assert torch.equal(m(x), quantized(x))
+
+
+def test_plain_weight_in_quantized_module_is_an_error_not_a_bf16_linear():
+    m = qshard.quantize_(model(), qshard.Float8BlockScaling())
+    m[0].weight = nn.Parameter(torch.randn(48, 32))
+    with pytest.raises(RuntimeError, match="the weight is a plain"):
+        m(torch.randn(3, 32))
+
+
+def test_a_failing_call_changes_nothing():
+    m = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 8, dtype=torch.float64))
+    with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
+        qshard.quantize_(m, qshard.Float8BlockScaling())
+    assert type(m[0]) is nn.Linear and not qshard.is_quantized(m[0].weight)
+    with pytest.raises(TypeError, match="expected a recipe"):
+        qshard.quantize_(model(), "float8")
+    with pytest.raises(ValueError, match="filter_fn"):
+        qshard.quantize_(nn.ReLU(), qshard.Float8BlockScaling())
+
+
+def test_report_counts_bytes_by_plane():
+    m = qshard.quantize_(model(), qshard.Float8BlockScaling())
+    weight = next(row for row in qshard.report(m) if row.name == "0.weight")
+    assert (weight.image, weight.master, weight.grid, weight.pending) == (48 * 32, 4 * 48 * 32, 4, 0)
+    assert weight.format == "float8_blockwise" and weight.gathered == 0
+    text = str(qshard.report(m))
+    assert "0.weight" in text and "all-gathered per forward" in text
+
+
+def test_trace_fallbacks_counts_dequantizing_operators():
+    m = qshard.quantize_(model(), qshard.Float8BlockScaling())
+    with qshard.trace_fallbacks() as counts:
+        m(torch.randn(3, 32))
+    assert counts == {}
+    with qshard.trace_fallbacks() as counts:
+        m[0].weight.norm()
+    assert sum(counts.values()) == 1 and next(iter(counts)).startswith("aten::")

@@ -1,0 +1,330 @@
+"""What a quantized tensor is: type, factories, printing, autograd, inference mode, odd sizes, odd
+values. Views are in test_views.py; copies, clones and pickles in test_copies.py."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FORMATS, assert_same, is_quantized, ops, rounded, value, weight
+
+keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
+formats = pytest.mark.parametrize("fmt", FORMATS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+FP8_MAX = 448.0
+
+
+@formats
+@keep_or_not
+@dtypes
+def test_it_is_a_tensor(fmt, keep_master, dtype):
+    values = weight(150, 140, dtype=dtype)
+    q = ops.quantize(values, fmt, keep_master=keep_master)
+    assert type(q) is torch.Tensor and type(torch.nn.Parameter(q)) is torch.nn.Parameter
+    assert q.dtype == dtype and q.device.type == "cpu" and q.layout == torch.strided
+    assert q.shape == (150, 140) and q.stride() == (140, 1) and q.is_contiguous() and q.is_leaf
+    assert q.is_floating_point() and not q.is_sparse and not q.is_meta
+    assert (q.nbytes, q.element_size()) == (values.nbytes, values.element_size())
+    assert ops.is_quantized(q) and not ops.is_quantized(values)
+    assert ops.format(q) == fmt
+    assert_same(q, values if keep_master else rounded(values, fmt))
+
+    codes, scale_inv = ops.codes(q), ops.scale_inv(q)
+    assert codes.dtype == torch.float8_e4m3fn and codes.shape == q.shape
+    assert scale_inv.dtype == torch.float32
+    assert scale_inv.shape == ((1, 1) if fmt == "float8_tensorwise" else (2, 2))
+    scales = scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:150, :140]
+    if fmt == "float8_tensorwise":
+        scales = scale_inv
+    assert_same(ops.dequantize(q), (codes.float() * scales).to(dtype))
+    for wanted in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert_same(ops.dequantize(q, dtype=wanted), (codes.float() * scales).to(wanted))
+
+    master = ops.master(q)
+    if not keep_master:
+        assert master is None
+        return
+    assert_same(master, values)
+    master.mul_(2)  # an alias: the tensor sees the write
+    assert_same(q, values * 2)
+    assert_same(ops.dequantize(q), rounded(values * 2, fmt))
+
+
+@formats
+@keep_or_not
+def test_storage_is_one_packed_block(fmt, keep_master):
+    q = ops.quantize(weight(150, 140), fmt, keep_master=keep_master)
+    image, master = 150 * 144, 150 * 140 * 4 if keep_master else 0
+    grid = 4 if fmt == "float8_tensorwise" else 2 * 2 * 4
+    planes = ops._storage_bytes(q)
+    assert planes["image"] == image and planes["master"] == master and planes["grid"] == grid
+    assert q.untyped_storage().nbytes() == planes["storage"] == image + master + 16
+    q.mul_(1.5)
+    assert ops._storage_bytes(q)["pending"] == (0 if keep_master else 150 * 140 * 4)
+    ops.flush([q])
+    assert ops._storage_bytes(q)["pending"] == 0
+    assert q[3:9].t().untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+
+
+# ----------------------------------------------------------------------------------- factories
+
+
+@formats
+@keep_or_not
+def test_factories(fmt, keep_master):
+    q = ops.quantize(weight(150, 140), fmt, keep_master=keep_master)
+    for make in (
+        lambda: q.new_zeros(150, 140),
+        lambda: q.new_empty(150, 140),
+        lambda: torch.empty_like(q),
+        lambda: q.new_zeros(7, 3),
+        lambda: q.new_zeros(4, 5, 6),
+        lambda: q.new_zeros(10, 140, dtype=torch.bfloat16),
+    ):
+        made = make()
+        assert is_quantized(made) and ops.format(made) == fmt, made
+        assert (ops.master(made) is not None) == keep_master
+        made.copy_(weight(*made.shape).to(made.dtype))
+        assert_same(ops.dequantize(made), rounded(weight(*made.shape).to(made.dtype), fmt))
+    for make in (
+        lambda: torch.zeros_like(q),
+        lambda: torch.ones_like(q),
+        lambda: torch.full_like(q, 2.0),
+        lambda: torch.rand_like(q),
+        lambda: q.new_ones(3, 4),
+        lambda: q.new_full((3, 4), 1.0),
+        lambda: q.new_zeros(5),
+        lambda: q.new_zeros(()),
+        lambda: q.new_zeros(3, 4, dtype=torch.float64),
+        lambda: q.new_zeros(3, 4, dtype=torch.int64),
+        lambda: torch.empty_like(q, dtype=torch.int64),
+        lambda: torch.empty_like(q.t()),
+    ):
+        made = make()
+        assert not is_quantized(made)
+        made.data_ptr()
+    _, _, layout, _ = ops._pack(torch.empty_like(q[7:33]))
+    assert layout[:5] == [26, 140, 150, 150, 7]  # rows 7 to 33 of the same logical tensor
+    assert not value(q.new_zeros(9, 140)).any() and not torch.zeros_like(q).any()
+    assert torch.zeros_like(q).dtype == q.dtype
+
+
+# ------------------------------------------------------------------------------------- printing
+
+
+@keep_or_not
+def test_printing(keep_master, capsys):
+    q = ops.quantize(weight(20, 16), "float8_blockwise", keep_master=keep_master)
+    for t in (q, q[3], q[3, 4], q.t(), q[:0], q.view(4, 5, 16), torch.nn.Parameter(q)):
+        plain = value(t)
+        assert t.tolist() == plain.tolist()
+        text = repr(t)
+        print(t)
+        assert str(t) == text and capsys.readouterr().out in (f"{t}\n", f"{text}\n")
+        numbers = re.findall(r"-?\d\.\d+(?:e[+-]\d+)?", text)
+        assert numbers == re.findall(r"-?\d\.\d+(?:e[+-]\d+)?", repr(plain))
+    assert q[3, 4].item() == float(q[3, 4]) == value(q)[3, 4].item()
+    assert [row.tolist() for row in q] == value(q).tolist()
+    assert len(q) == 20 and (q == q).all()
+
+
+def test_nan_and_inf():
+    values = weight(300, 140)
+    values[3, 5], values[140, 139], values[299, 0] = float("inf"), float("nan"), -float("inf")
+    for fmt in FORMATS:
+        got = ops.dequantize(ops.quantize(values, fmt))
+        assert got[140, 139].isnan()
+        # A block with an infinite amax has scale 1: what does not fit saturates or turns NaN, as
+        # the cast itself does; other blocks keep their values.
+        expected = values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+        assert_same(got[3, 6:100], expected[3, 6:100])
+        if fmt == "float8_blockwise":
+            assert_same(got[:128, 128:], rounded(values[:128, 128:], fmt))
+    kept = ops.quantize(values, "float8_blockwise", keep_master=True)
+    assert_same(kept, values)
+    kept.nan_to_num_(0.0, 1.0, -1.0)
+    assert_same(ops.dequantize(kept), rounded(values.nan_to_num(0.0, 1.0, -1.0), "float8_blockwise"))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (5, 0), (0, 0), (3, 0, 8), (0, 4, 8), (1, 1)], ids=str)
+@formats
+@keep_or_not
+def test_sizes_of_zero_and_one(fmt, keep_master, shape):
+    values = torch.full(shape, 1.5)
+    q = ops.quantize(values, fmt, keep_master=keep_master)
+    assert q.shape == shape and ops.codes(q).shape == shape
+    assert_same(q, values)
+    assert_same(ops.dequantize(q), values)
+    q.mul_(2).add_(1)
+    ops.flush([q])
+    assert_same(q, values * 2 + 1)
+    q.copy_(values)
+    q.zero_()
+    for t in (q.clone(), q.t() if len(shape) == 2 else q, q.view(-1), torch.empty_like(q), q[:0]):
+        assert_same(t, value(t))
+    assert q.sum() == 0 and torch.cat([q, q]).shape[0] == 2 * shape[0]
+    repr(q), q.tolist()
+    torch.optim.AdamW([torch.nn.Parameter(q)]).step()
+
+
+def test_linear_without_rows_or_columns():
+    for n, k, batch in ((0, 16, 3), (5, 0, 3), (5, 16, 0)):
+        q = ops.quantize(torch.ones(n, k), "float8_blockwise")
+        x = torch.ones(batch, k, requires_grad=True)
+        y = F.linear(x, q.requires_grad_())
+        assert_same(y, F.linear(x.detach(), torch.ones(n, k)))
+        y.sum().backward()
+        assert x.grad.shape == x.shape and q.grad.shape == q.shape
+
+
+# ------------------------------------------------------------------------------------ impostors
+
+
+def test_tensors_that_only_carry_the_key_are_refused():
+    """Inductor reinterprets tensors with their key set; what it makes of ours has no buffer."""
+    q = ops.quantize(weight(20, 32), "float8_blockwise")
+    impostor = torch._C._dynamo.guards._reinterpret_tensor(q, (4, 8), (8, 1), 0)
+    assert torch._C._dispatch_keys(impostor).has(torch._C.DispatchKey.PrivateUse3)
+    assert not ops.is_quantized(impostor)
+    for call in (
+        lambda: impostor + 1,
+        lambda: impostor.mul_(2),
+        lambda: impostor.clone(),
+        lambda: impostor.detach(),
+        lambda: impostor[0],
+        lambda: impostor.t(),
+        lambda: impostor.unsqueeze(0),
+        lambda: impostor.to(torch.bfloat16),
+        lambda: torch.empty_like(impostor),
+        lambda: impostor.new_zeros(3, 3),
+        lambda: q.copy_(impostor.expand(20, 8)),
+        lambda: q[:4, :8].copy_(impostor),
+        lambda: torch.zeros(4, 8).copy_(impostor),
+        lambda: torch.zeros(3, 8) @ impostor.t(),
+        lambda: torch.mm(torch.zeros(3, 4), impostor),
+        lambda: F.linear(torch.zeros(3, 8), impostor),
+        lambda: torch._foreach_add_([q, impostor], 1.0),
+        lambda: torch.add(torch.zeros(4, 8), 1, out=impostor),
+        lambda: ops.codes(impostor),
+        lambda: ops.flush([impostor]),
+        lambda: ops.quantize(impostor, "float8_blockwise"),
+        lambda: ops._pack(impostor),
+        lambda: repr(impostor),
+    ):
+        with pytest.raises(RuntimeError, match="is not a quantized tensor; a compiler"):
+            call()
+    assert_same(q, rounded(weight(20, 32), "float8_blockwise"))
+
+
+# ------------------------------------------------------------------------------------- autograd
+
+
+@keep_or_not
+def test_gradients_through_any_op(keep_master):
+    q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=keep_master).requires_grad_()
+    plain = value(q).requires_grad_()
+    x, index = weight(20, 32, seed=1), torch.tensor([3, 3, 7])
+    for function in (
+        lambda w: (w * x).sum(),
+        lambda w: (w.t()[3:9] * 2).exp().clamp(max=9).sum(),
+        lambda w: F.embedding(index, w).square().sum(),
+        lambda w: torch.softmax(w.view(-1, 8), 1).norm(),
+        lambda w: (w.clone() * w.detach()).sum(),
+        lambda w: torch.cat([w, w * 3]).mean(),
+        lambda w: w.bfloat16().float().sum() + w[2, 5],
+        lambda w: F.max_pool1d(w, 3).sum() + w.quantile(0.3, dim=1).sum(),
+        lambda w: w.unsqueeze(0).expand(2, -1, -1).std(),
+    ):
+        grads = [torch.autograd.grad(function(w), w)[0] for w in (q, plain)]
+        assert not is_quantized(grads[0])
+        assert_same(*grads)
+    grad = torch.autograd.grad(ops.dequantize(q).sum(), q)[0]
+    assert_same(grad, torch.ones(20, 32))
+    source = weight(4, 32).requires_grad_()
+    (ops.quantize(source, "float8_blockwise") * 3).sum().backward()
+    assert_same(source.grad, torch.full((4, 32), 3.0))
+
+
+WRITES = {
+    "mul_": lambda q: q.mul_(2),
+    "view": lambda q: q[3].zero_(),
+    "copy_ plain": lambda q: q.copy_(torch.zeros(20, 32)),
+    "copy_ quantized": lambda q: q.copy_(ops.quantize(torch.ones(20, 32), "float8_blockwise")),
+    "out=": lambda q: torch.add(torch.ones(20, 32), 1, out=q),
+    "foreach": lambda q: torch._foreach_mul_([q], 2.0),
+    "optimizer, for-loop": lambda q: step(q, foreach=False),
+    "optimizer, foreach": lambda q: step(q, foreach=True),
+    "optimizer, fused": lambda q: step(q, fused=True),
+}
+
+
+def step(q, **how):
+    q.grad = torch.ones(20, 32)
+    torch.optim.AdamW([q], **how).step()
+    q.grad = None
+
+
+@pytest.mark.parametrize("write", WRITES)
+@keep_or_not
+def test_autograd_sees_writes_between_forward_and_backward(write, keep_master):
+    q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=keep_master).requires_grad_()
+    x = weight(3, 32).requires_grad_()
+    for forward in (lambda: F.linear(x, q), lambda: x[:1] * q):
+        version = q._version
+        y = forward()
+        with torch.no_grad():
+            WRITES[write](q)
+        assert q._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        forward().sum().backward()
+
+
+def test_reads_do_not_count_as_writes():
+    q = ops.quantize(weight(20, 32), "float8_blockwise")
+    q.mul_(2)
+    version = q._version
+    ops.flush([q]), ops.codes(q), ops.dequantize(q), q.clone(), q + 1, q.untyped_storage(), q.t()
+    assert q._version == version
+
+
+def test_in_place_on_leaves_and_data():
+    q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=True).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        q.mul_(2)
+    q.data.mul_(2)
+    assert_same(q, weight(20, 32) * 2)
+    other = ops.quantize(weight(20, 32, seed=1), "float8_tensorwise")
+    q.data = other
+    assert ops.format(q) == "float8_tensorwise" and q.requires_grad
+    assert_same(q, other)
+    torch.utils.swap_tensors(q, plain := torch.zeros(3))
+    assert is_quantized(plain) and not is_quantized(q)
+
+
+# ------------------------------------------------------------------------------- inference mode
+
+
+@keep_or_not
+def test_inference_mode(keep_master):
+    q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=keep_master)
+    x = weight(3, 32)
+    expected = F.linear(x, q)
+    parameter = torch.nn.Parameter(q)
+    with torch.inference_mode():
+        assert_same(F.linear(x, parameter), expected)
+        assert not q[3:5].is_inference() and not q.detach().is_inference()
+        q[3:5].mul_(2)
+        F.max_pool1d(q, 2), q + 1, q.clone(), q.t() @ torch.ones(20, 1), ops.codes(q)
+        made = ops.quantize(weight(4, 32), "float8_blockwise", keep_master=keep_master)
+        made.mul_(2)
+        assert_same(made[:2], value(made)[:2])
+        parameter.mul_(3)
+    # What inference mode wrote is an ordinary tensor for training.
+    parameter.grad = torch.ones(20, 32)
+    torch.optim.AdamW([parameter]).step()
+    F.linear(x, parameter).sum().backward()
+    assert_same(parameter, q)
+    values = value(made).mul_(3)
+    assert_same(made.clone().mul_(3), values)
