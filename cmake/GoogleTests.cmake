@@ -18,5 +18,5 @@ target_precompile_headers(qshard_tests PRIVATE ${CMAKE_SOURCE_DIR}/cmake/precomp
 # One ctest test: loading torch costs more than all of them. torch's process-wide registries are never
 # freed, by its design, so leaks are not looked for.
 add_test(NAME qshard_tests COMMAND qshard_tests)
-set_tests_properties(qshard_tests PROPERTIES TIMEOUT 600 ENVIRONMENT
+set_tests_properties(qshard_tests PROPERTIES TIMEOUT 1200 ENVIRONMENT
                      "ASAN_OPTIONS=detect_leaks=0;UBSAN_OPTIONS=print_stacktrace=1")

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Everything that needs GPUs, in one go: bench/on_gpu.sh [all|tests|overhead|demo|sanitizer …]
+#
+# Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so;
+# without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
+# A step that fails does not stop the next; the exit status says whether any did.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${OUT:-bench/results/gpu}
+mkdir -p "$out"
+python=${PYTHON:-python3}
+failed=()
+
+# step NAME COMMAND…: runs it, output to the screen and to $out/NAME.log.
+step() {
+  local name=$1 start=$SECONDS
+  shift
+  echo "=== $name"
+  if ! "$@" 2>&1 | tee "$out/$name.log"; then failed+=("$name"); fi
+  echo "=== $name took $((SECONDS - start)) s"
+}
+
+build() {
+  cmake --preset ci -DPython_EXECUTABLE="$(command -v "$python")" -DQSHARD_CUDA=ON \
+    -DQSHARD_BUILD_TESTS="$([ -e /usr/include/gtest/gtest.h ] && echo ON || echo OFF)" &&
+    cmake --build --preset ci
+}
+
+# The GoogleTests, where there is a binary of them (QSHARD_TESTS names a prebuilt one), then pytest.
+cuda_tests() {
+  local tests=${QSHARD_TESTS:-build/ci/qshard_tests} status=0
+  if [ -x "$tests" ]; then
+    LD_LIBRARY_PATH=$(dirname "$QSHARD_LIBRARY"):$("$python" -c 'import torch; print(torch.__path__[0])')/lib \
+      "$tests" --gtest_brief=1 || status=1
+  fi
+  "$python" -m pytest -q --durations=10 -k "cuda or nccl" test/python || status=1
+  return $status
+}
+
+# Only our kernels are instrumented; the tests run them at their edge shapes.
+sanitizer() {
+  local tool
+  for tool in memcheck racecheck; do
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-name kns=qshard \
+      "$python" -m pytest -q -k cuda test/python/test_kernels_reference.py test/python/test_cuda.py ||
+      return
+  done
+}
+
+overhead() {
+  "$python" bench/host_overhead.py --device cuda --json "$out/host_overhead.json"
+}
+
+demo() {
+  "$python" examples/demo.py --steps 200 --out "$out/demo" &&
+    cp "$out/demo/loss.png" "$out/demo/results.json" "$out/" && rm -r "$out/demo/checkpoints"
+}
+
+wanted=" ${*:-all} "
+wants() { [[ $wanted == *" all "* || $wanted == *" $1 "* ]]; }
+
+if [ -z "${QSHARD_LIBRARY:-}" ]; then
+  step build build
+  export QSHARD_LIBRARY=$PWD/build/ci/libqshard.so
+fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+if wants tests; then step tests cuda_tests; fi
+if wants sanitizer; then step sanitizer sanitizer; fi
+if wants demo; then step demo demo; fi
+if wants overhead; then step overhead overhead; fi
+
+echo
+gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)
+echo "######## summary: $gpus"
+for log in tests sanitizer; do
+  [ -e "$out/$log.log" ] && grep -E ' (passed|failed)|  (PASSED|FAILED)  |SUMMARY:' "$out/$log.log"
+done
+[ -e "$out/demo.log" ] && grep -A 12 'gathered B/step' "$out/demo.log"
+[ -e "$out/overhead.log" ] && sed -n '/host overhead/,$p' "$out/overhead.log"
+if ((${#failed[@]})); then
+  echo "FAILED: ${failed[*]}"
+  exit 1
+fi

@@ -1,0 +1,132 @@
+"""The demo behind `make demo`: the same training run with plain FSDP2 and with each format.
+
+Each run stops in the middle, saves a checkpoint and resumes from it on another number of processes.
+At the end: a table, the loss curves as a PNG, and text that the trained models wrote.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+PLAIN = "bf16"
+HERE = Path(__file__).resolve().parent
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="+", default=["float8_tensorwise", "float8_blockwise"])
+    parser.add_argument("--steps", type=int, default=130)
+    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--processes", type=int, nargs=2, metavar=("BEFORE", "AFTER"),
+                        default=default_processes(),
+                        help="number of processes before and after the resume")
+    parser.add_argument("--sample", type=int, default=160, help="bytes of text to generate")
+    # Everything else goes to train_llama.py as it is.
+    return parser.parse_known_args()
+
+
+def default_processes() -> tuple[int, int]:
+    """2 and then 3 on CPU; all GPUs and then three quarters of them, where there are GPUs."""
+    gpus = torch.cuda.device_count()
+    return (gpus, max(1, gpus * 3 // 4)) if gpus else (2, 3)
+
+
+def launch(processes: int, *arguments):
+    """torchrun on this machine, one thread per process: the processes share its cores."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc-per-node={processes}", HERE / "train_llama.py", *arguments]
+    subprocess.run([str(part) for part in command], check=True,
+                   env={"OMP_NUM_THREADS": "1", **os.environ})
+
+
+def train(name: str, args, extra) -> dict:
+    """One format: first half, checkpoint, second half on another number of processes."""
+    checkpoint = args.out / "checkpoints" / name
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    before, after = args.processes
+    share = math.lcm(before, after)  # the same global batch must divide by both
+    batch = math.ceil(12 / share) * share
+    halves = [args.out / f"{name}-1.json", args.out / f"{name}-2.json"]
+    common = ["--format", name, "--steps", args.steps, "--batch", batch, *extra]
+    launch(before, *common, "--stop-at", args.steps // 2, "--checkpoint", checkpoint,
+           "--out", halves[0])
+    launch(after, *common, "--resume", checkpoint, "--sample", args.sample, "--out", halves[1])
+    first, second = (json.loads(half.read_text()) for half in halves)
+    return {
+        **first,  # bytes and speed are those of the first half, the same for every format
+        "losses": {**first["losses"], **second["losses"]},
+        "validation": {**first["validation"], **second["validation"]},
+        "resumed_at": second["first_step"],
+        "resumed_on": second["world_size"],
+        "sample": second["sample"],
+    }
+
+
+def table(runs: list[dict]) -> str:
+    """Measurements by format, each with its ratio to plain FSDP2."""
+    header = ["", "loss train", "validation", "weight B/rank", "", "gathered B/step", "", "steps/s", ""]
+    plain, rows = runs[0], []
+    for run in runs:
+        last = list(run["losses"].values())[-10:]
+        row = [run["format"], f"{sum(last) / len(last):.3f}", f"{list(run['validation'].values())[-1]:.3f}"]
+        for key, form in (("weight_bytes", "{:,}"), ("gathered_bytes", "{:,}"),
+                          ("steps_per_second", "{:.2f}")):
+            row += [form.format(run[key]), f"{run[key] / plain[key]:.2f}x"]
+        rows.append(row)
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths))
+             for row in [header, *rows]]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def plot(runs: list[dict], path: Path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for run in runs:
+        steps = [int(step) for step in run["losses"]]
+        (line,) = axes.plot(steps, list(run["losses"].values()), linewidth=0.9, label=run["format"])
+        axes.plot([int(step) for step in run["validation"]], list(run["validation"].values()), "o",
+                  color=line.get_color(), markersize=4)
+    axes.axvline(runs[0]["resumed_at"], color="grey", linestyle="--", linewidth=0.8)
+    axes.text(runs[0]["resumed_at"], axes.get_ylim()[1] - 0.1, f" {runs[0]['world_size']} processes → "
+              f"{runs[0]['resumed_on']}", va="top", color="grey", fontsize=9)
+    axes.set(xlabel="step", ylabel="loss, nats per byte (dots: validation)",
+             title="A small Llama on Python's standard library")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main():
+    args, extra = parse_arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    runs = [train(name, args, extra) for name in [PLAIN, *args.formats]]
+    plot(runs, args.out / "loss.png")
+
+    print(f"\n{table(runs)}\n")
+    print(f"{PLAIN}: plain FSDP2, float32 parameters computing in bfloat16. Weight bytes: what a rank "
+          "stores between\nsteps, float32 masters included. Gathered bytes: all-gathers of one step, "
+          "embedding and head included.\nBoth and the speed on "
+          f"{runs[0]['world_size']} processes; resumed on {runs[0]['resumed_on']} at step "
+          f"{runs[0]['resumed_at']}. Train loss: mean of the last 10 steps.")
+    for run in runs:
+        print(f"\n--- {run['format']} wrote " + "-" * 60 + f"\n{run['sample']}")
+    (args.out / "results.json").write_text(json.dumps(runs, indent=1))
+    print(f"\nLoss curves: {args.out / 'loss.png'}. Took {time.monotonic() - started:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()

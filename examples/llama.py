@@ -1,0 +1,103 @@
+"""A small Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, stock nn.Linear."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class LlamaConfig:
+    vocab: int = 256  # bytes
+    dim: int = 256
+    layers: int = 3
+    heads: int = 8
+    kv_heads: int = 2
+    hidden: int = 704
+    max_seq_len: int = 128
+    rope_base: float = 10_000.0
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.head_dim = config.dim // config.heads
+        self.wq = nn.Linear(config.dim, self.heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x, cos, sin):
+        batch, length, _ = x.shape
+        q = self.wq(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        share = self.heads // self.kv_heads  # query heads per key/value head
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+
+        head_dim = config.dim // config.heads
+        frequency = config.rope_base ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angle = torch.outer(torch.arange(config.max_seq_len), frequency)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Normal weights, those that add to the residual stream scaled down with depth."""
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                residual = name.endswith(("wo", "down"))
+                module.weight.normal_(std=0.02 / (2 * len(self.layers)) ** 0.5 if residual else 0.02)
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos[:length], self.sin[:length])
+        return self.head(self.norm(x))
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding, computed in float32: x is (batch, heads, length, head_dim)."""
+    even, odd = x.float().chunk(2, dim=-1)
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)

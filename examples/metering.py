@@ -1,0 +1,66 @@
+"""What a training step really costs in bytes: collectives on the wire, weights in memory."""
+
+import json
+import math
+import os
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+# Read when the profiler starts: without a GPU it would report that it found none.
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+
+import torch  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+ITEM_SIZE = {"unsigned char": 1, "c10::BFloat16": 2, "c10::Half": 2, "float": 4, "int": 4, "long int": 8}
+
+
+@contextmanager
+def collective_bytes():
+    """Yields a Counter that holds, on exit, this rank's bytes by collective of the process groups.
+
+    An all-gather counts by its output, anything else by what the rank puts in. The profiler sees
+    each c10d operator wherever it is issued: FSDP2's hooks, autograd's threads, C++ code.
+    """
+    counted = Counter()
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
+        yield counted
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    for event in events:
+        namespace, _, name = event.get("name", "").partition("::")
+        if namespace == "c10d" and "Input Dims" in event.get("args", {}):
+            counted[name.strip("_")] += operator_bytes(name, event["args"])
+
+
+def operator_bytes(name: str, event: dict) -> int:
+    """Bytes of one c10d operator, from the argument shapes and types that the profiler noted."""
+    index = 1 if "reduce_scatter" in name else 0  # (output, input, …); in place: (tensors, …)
+    shape, kind = event["Input Dims"][index], event["Input type"][index]
+    if kind == "TensorList":  # noted without dtypes; the in-place reductions here are of 4-byte types
+        return sum(math.prod(s) * 4 for s in shape)
+    return math.prod(shape) * ITEM_SIZE[kind]
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of storage that this rank's shards of the parameters keep alive between steps."""
+    storages = {}
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for tensor in planes(local):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def planes(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that make up a tensor: itself, or codes, scales and master."""
+    qshard = torch.ops.qshard if hasattr(torch.ops.qshard, "is_quantized") else None
+    if qshard is None or not qshard.is_quantized(tensor):
+        return [tensor.detach()]
+    found = [qshard.codes(tensor), qshard.scale_inv(tensor), qshard.master(tensor)]
+    return [plane.detach() for plane in found if plane is not None]

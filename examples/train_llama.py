@@ -1,0 +1,204 @@
+"""Trains a small Llama, byte by byte, with FSDP2 and quantized weights. Run by torchrun:
+
+    torchrun --nproc-per-node 2 examples/train_llama.py --format float8_blockwise
+
+The loop is stock PyTorch: qshard appears in one line, `qshard.quantize_`.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from data import StandardLibrary
+from llama import Llama, LlamaConfig
+from metering import collective_bytes, weight_bytes
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+
+PLAIN = "bf16"  # plain FSDP2: float32 parameters, gathered and multiplied in bfloat16
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--format", default="float8_blockwise",
+                        help=f"'{PLAIN}' for plain FSDP2, float8_tensorwise or float8_blockwise")
+    parser.add_argument("--steps", type=int, default=300, help="length of the whole schedule")
+    parser.add_argument("--stop-at", type=int, help="save a checkpoint and stop after this step")
+    parser.add_argument("--checkpoint", type=Path, help="where to save on --stop-at")
+    parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
+    parser.add_argument("--out", type=Path, help="JSON file for the measurements")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=12, help="sequences per step, all ranks together")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=704)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--validate-every", type=int, default=50)
+    parser.add_argument("--sample", type=int, default=0, help="bytes of text to generate at the end")
+    return parser.parse_args()
+
+
+def recipe(name: str):
+    """The qshard recipe of a format."""
+    import qshard
+
+    return {
+        "float8_tensorwise": qshard.Float8CurrentScaling,
+        "float8_blockwise": qshard.Float8BlockScaling,
+    }[name]()
+
+
+def build_model(args, mesh):
+    torch.manual_seed(args.seed)  # the same on every rank, whatever their number
+    model = Llama(LlamaConfig(dim=args.dim, hidden=args.hidden, layers=args.layers,
+                              heads=args.heads, max_seq_len=args.seq_len))
+    model.to(mesh.device_type)
+    if args.format != PLAIN:
+        import qshard
+
+        qshard.quantize_(model, recipe(args.format), filter_fn=lambda module, name: name != "head")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def learning_rate(step: int, args) -> float:
+    """Linear warm-up, then linear decay to a tenth."""
+    warm = min(1.0, (step + 1) / 20)
+    return args.lr * warm * (1 - 0.9 * step / args.steps)
+
+
+class Trainer:
+    def __init__(self, args, mesh):
+        self.args, self.mesh, self.device = args, mesh, mesh.device_type
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if args.batch % self.world_size:
+            raise ValueError(f"--batch {args.batch} does not divide by {self.world_size} processes")
+        self.data = StandardLibrary(args.seq_len, args.seed)
+        self.model = build_model(args, mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
+                                           weight_decay=0.1, fused=True)
+
+    def loss(self, inputs, targets):
+        logits = self.model(inputs.to(self.device))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
+
+    def step(self, step: int) -> float:
+        batch = self.data.batch(step, self.args.batch, self.rank, self.world_size)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.args)
+        loss = self.loss(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.mean(loss)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        batch = self.data.validation_batch(4 * self.args.batch, self.rank, self.world_size)
+        return self.mean(self.loss(*batch))
+
+    def mean(self, loss) -> float:
+        loss = loss.detach()
+        dist.all_reduce(loss, dist.ReduceOp.SUM)
+        return loss.item() / self.world_size
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, length: int, temperature: float = 0.7) -> str:
+        """Samples on all ranks alike, since every forward gathers the weights from all of them."""
+        generator = torch.Generator().manual_seed(self.args.seed)
+        text = list(prompt)
+        for _ in range(length):
+            window = torch.tensor([text[-self.args.seq_len :]], device=self.device)
+            logits = self.model(window)[0, -1].float().cpu()
+            # Rank 0 decides: logits are equal on all ranks only as far as their GEMMs are.
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            choice = torch.multinomial(probabilities, 1, generator=generator).to(self.device)
+            dist.broadcast(choice, src=0)
+            text.append(choice.item())
+        return bytes(text).decode("utf-8", errors="replace")
+
+    def save(self, path: Path):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+    def load(self, path: Path):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model,
+                       optim_state_dict=optimizer)
+
+
+def train(trainer: Trainer, first: int, last: int) -> dict:
+    args, losses, validation, seconds = trainer.args, {}, {}, []
+    wire = {}
+    metered = min(first + 5, last - 1)
+    progress = tqdm(range(first, last), desc=f"{args.format:>17} on {trainer.world_size} ranks",
+                    disable=trainer.rank != 0, mininterval=0.5, ncols=100)
+    for step in progress:
+        start = time.perf_counter()
+        if step == metered:
+            with collective_bytes() as wire:
+                losses[step] = trainer.step(step)
+        else:
+            losses[step] = trainer.step(step)
+            if step >= first + 3:  # the first steps allocate and warm up
+                seconds.append(time.perf_counter() - start)
+        if (step + 1) % args.validate_every == 0 or step + 1 == args.steps:
+            validation[step + 1] = trainer.validate()
+        progress.set_postfix(loss=f"{losses[step]:.3f}", refresh=False)
+    seconds.sort()
+    return {
+        "format": args.format,
+        "world_size": trainer.world_size,
+        "first_step": first,
+        "losses": losses,
+        "validation": validation,
+        "steps_per_second": 1 / seconds[len(seconds) // 2] if seconds else float("nan"),
+        "weight_bytes": weight_bytes(trainer.model),
+        "gathered_bytes": wire.get("allgather_base", 0),
+        "collective_bytes": wire,
+    }
+
+
+def main():
+    args = parse_arguments()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+
+    trainer = Trainer(args, mesh)
+    first = 0
+    if args.resume:
+        trainer.load(args.resume)
+        first = json.loads((args.resume / "step.json").read_text())
+    last = args.stop_at or args.steps
+    result = train(trainer, first, last)
+    if args.checkpoint:
+        trainer.save(args.checkpoint)
+        if trainer.rank == 0:
+            (args.checkpoint / "step.json").write_text(json.dumps(last))
+    if args.sample:
+        result["sample"] = trainer.generate(b"def ", args.sample)
+    if trainer.rank == 0 and args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
