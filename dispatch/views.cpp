@@ -3,7 +3,6 @@
 // `detach`, `alias`, `view`, `as_strided`, `slice`, `select`, `split`, `t` and `transpose` are what
 // FSDP2, DTensor and optimizers call per parameter and step, so they are written out; all other
 // view ops go through view_kernel.
-#include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/WrapDimUtils.h>
 #include <fmt/format.h>
@@ -29,8 +28,34 @@ at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef sizes,
                    offset ? offset->expect_int() : self.storage_offset());
 }
 
+/// `sizes` with its one -1, if any, filled in.
+c10::DimVector infer_shape(const at::Tensor& self, at::IntArrayRef sizes) {
+  c10::DimVector shape(sizes);
+  int64_t known = 1;
+  std::optional<size_t> unknown;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    TORCH_CHECK(shape[i] >= -1, "invalid shape dimension ", shape[i]);
+    if (shape[i] == -1) {
+      TORCH_CHECK(!unknown, "only one dimension can be inferred");
+      unknown = i;
+    } else {
+      known *= shape[i];
+    }
+  }
+  const int64_t numel = self.numel();
+  TORCH_CHECK(!unknown || known != 0,
+              fmt::format("cannot reshape tensor of 0 elements into shape {} "
+                          "because the unspecified dimension size -1 can be "
+                          "any value and is ambiguous",
+                          sizes));
+  TORCH_CHECK(unknown ? numel % known == 0 : numel == known,
+              fmt::format("shape '{}' is invalid for input of size {}", sizes, numel));
+  if (unknown) shape[*unknown] = numel / known;
+  return shape;
+}
+
 at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef sizes) {
-  const auto shape = at::infer_size_dv(C10_AS_INTARRAYREF_SLOW(sizes), self.numel());
+  const auto shape = infer_shape(self, C10_AS_INTARRAYREF_SLOW(sizes));
   const auto strides = at::detail::computeStride(self.sizes(), self.strides(), shape);
   TORCH_CHECK(strides,
               fmt::format("view: a {} with strides {} cannot be viewed as {}; use reshape()",

@@ -49,6 +49,15 @@ def plain(value):
     return ops._export_view(value.detach()).clone() if is_quantized(value) else value
 
 
+def is_differentiable(value):
+    return (
+        isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and value.layout == torch.strided
+        and (value.is_floating_point() or value.is_complex())
+    )
+
+
 def image_bytes(q):
     """What must not change when a call fails."""
     q = q.detach()
@@ -112,6 +121,8 @@ class Sweep:
                 self.inplace(i, sample, fmt)
             if self.op.supports_out:
                 self.out(i, sample, fmt)
+            if self.op.supports_autograd and self.op.name not in UNINITIALISED:
+                self.gradient(i, sample, fmt)
 
     def samples(self):
         torch.manual_seed(0)
@@ -195,6 +206,43 @@ class Sweep:
         detail = difference(arguments, values, self.tolerance)
         if detail:
             self.fail("function", i, f"arguments after the call: {detail}")
+
+    def gradient(self, i, sample, fmt):
+        """Gradients of the sum of the results, for all quantized arguments."""
+
+        def gradients(arguments, leaves):
+            for leaf in leaves:
+                leaf.requires_grad_()
+            results, error = self.call(self.op.op, arguments)
+            results = tree_flatten(results)[0]
+            sums = [r.abs().sum() for r in results if is_differentiable(r)]
+            if error or not sums:
+                return None, error
+            return torch.autograd.grad(sum(sums), leaves, allow_unused=True), None
+
+        arguments, values = self.quantized(sample, fmt)
+        flat, flat_values = tree_flatten(arguments)[0], tree_flatten(values)[0]
+        leaves = [v for q, v in zip(flat, flat_values) if is_quantized(q)]
+        with torch.enable_grad():
+            expected, expected_error = self.try_call(gradients, values, leaves)
+            result, error = self.try_call(gradients, arguments, list(filter(is_quantized, flat)))
+        if expected_error is not None or expected is None:
+            return
+        if error is not None:
+            if not self.is_named(error):
+                self.fail("gradient", i, f"error does not name the op: {first_line(error)}")
+            return
+        detail = "no result requires a gradient" if result is None else None
+        detail = detail or difference(result, expected, self.tolerance)
+        if detail:
+            self.fail("gradient", i, detail)
+
+    @staticmethod
+    def try_call(function, *args):
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001: see call()
+            return None, error
 
     def inplace(self, i, sample, fmt):
         arguments, values = self.quantized(sample, fmt, keep_master=i % 2 == 1)
