@@ -84,8 +84,9 @@ void composite_out_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet key
   fallback(op, keys, stack);
 }
 
-/// Composite kernels that read memory themselves (quantile since torch 2.15) run on the values. `* 1`
-/// keeps the bits and lets the gradient through: this is still above autograd.
+/// Composite kernels that read memory themselves (quantile since torch 2.15), or save a scratch
+/// buffer made by empty_like (rrelu), run on the values. `* 1` keeps the bits and lets the gradient
+/// through: this is still above autograd.
 void composite_on_values_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet,
                                 torch::jit::Stack* stack) {
   for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
@@ -95,8 +96,9 @@ void composite_on_values_kernel(const c10::OperatorHandle& op, c10::DispatchKeyS
   op.callBoxed(stack);
 }
 
-bool reads_memory(const std::string& name) {
-  constexpr std::array kNames{"aten::max_pool1d", "aten::quantile", "aten::nanquantile"};
+bool runs_on_values(const std::string& name) {
+  constexpr std::array kNames{"aten::max_pool1d", "aten::quantile", "aten::nanquantile",
+                              "aten::rrelu"};
   return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
@@ -133,7 +135,7 @@ void register_remaining(torch::Library& aten) {
     if (decomposes(*op)) {
       if (writes_out(*op)) {
         aten.impl(full_name.c_str(), kBoxedCompositeOut());
-      } else if (reads_memory(name.name)) {
+      } else if (runs_on_values(name.name)) {
         aten.impl(full_name.c_str(), kBoxedCompositeOnValues());
       }
     } else if (op->hasTag(at::Tag::inplace_view) && !needs_other_storage(plain_name)) {

@@ -162,6 +162,15 @@ def tolist(stock, self):
     return plain_values(self).tolist()
 
 
+def of_plain_tensor(stock, self, *args, **kwargs):
+    # These look up a device by dispatch key (trunc_normal_ and LBFGS call them).
+    return stock(torch.empty(0, dtype=self.dtype, device=self.device), *args, **kwargs)
+
+
+wrap_method("new")(of_plain_tensor)
+wrap_method("new_tensor")(of_plain_tensor)
+
+
 @wrap_method("storage")
 def storage(stock, self):
     # A typed storage would show the packed bytes as if they were values.

@@ -172,7 +172,7 @@ def is_dirty(param):
 def full_value(param):
     """The whole value that the shards' masters (or codes, without) stand for."""
     value = param.detach().to(device())
-    return value.full_tensor() if isinstance(value, DTensor) else value + 0
+    return (value.full_tensor() if isinstance(value, DTensor) else value) + 0
 
 
 def image_bytes(weight):

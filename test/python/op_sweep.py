@@ -61,7 +61,12 @@ def is_differentiable(value):
 def image_bytes(q):
     """What must not change when a call fails."""
     q = q.detach()
-    return tuple(q.shape), q.stride(), ops.codes(q).clone().view(torch.uint8), ops.scale_inv(q).clone()
+    return (
+        tuple(q.shape),
+        q.stride(),
+        ops.codes(q).clone().view(torch.uint8),
+        ops.scale_inv(q).clone(),
+    )
 
 
 def same_bytes(before, after):
@@ -126,9 +131,7 @@ class Sweep:
 
     def samples(self):
         torch.manual_seed(0)
-        scanned = itertools.islice(
-            self.op.sample_inputs("cpu", torch.float32), SAMPLES_SCANNED
-        )
+        scanned = itertools.islice(self.op.sample_inputs("cpu", torch.float32), SAMPLES_SCANNED)
         usable = (
             s
             for s in scanned

@@ -71,7 +71,7 @@ def fresh(format, keep_master, rows):
 def gathered_values(model):
     """What forward sees."""
     with unsharded(model):
-        return {n: ops.dequantize(p) for n, p in quantized_parameters(model).items()}
+        return {n: ops.dequantize(p.detach()) for n, p in quantized_parameters(model).items()}
 
 
 # ------------------------------------------------------------------- any number of ranks
@@ -88,21 +88,16 @@ def load_and_save(source, target, format, keep_master, rows):
     model = fresh(format, keep_master, rows)
     dcp.load({"model": model.state_dict()}, checkpoint_id=source)
     dcp.save({"model": model.state_dict()}, checkpoint_id=target)
-    # The value of a weight without a master is what its codes show: known after the first flush.
-    check_gathered(model)
     return digest(full_values(model)), digest(gathered_values(model))
 
 
 @both_masters
 @both_formats
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("sizes", [(4, 2, 3, 1), (2, 1, 2)], ids=str)
 @on_worlds(4, 2)
-def test_resharding_keeps_every_bit(world, sizes, rows, format, keep_master, tmp_path):
-    if sizes[0] != world.size:
-        pytest.skip(f"starts on {sizes[0]} ranks")
+def test_resharding_keeps_every_bit(world, rows, format, keep_master, tmp_path):
     seen = world.run(train_and_save, str(tmp_path / "0"), format, keep_master, rows)
-    for i, size in enumerate(sizes[1:]):
+    for i, size in enumerate((2, 3, 1) if world.size == 4 else (1, 2)):
         args = (str(tmp_path / str(i)), str(tmp_path / str(i + 1)), format, keep_master, rows)
         seen += World(world.device, size).run(load_and_save, *args)
     assert len(set(seen)) == 1
@@ -318,7 +313,8 @@ def run_broadcast(format, keep_master, rows, meta):
     full = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         assert len(full) == 11
-        assert not any(ops.is_quantized(value) for value in full.values())
+        # On one rank DTensor.full_tensor() is the shard itself, whatever its kind.
+        assert dist.get_world_size() == 1 or not any(map(ops.is_quantized, full.values()))
 
     with torch.device("meta" if meta else device()):
         other = Model(rows)
@@ -327,7 +323,7 @@ def run_broadcast(format, keep_master, rows, meta):
     set_model_state_dict(other, full, options=options)
     assert len(quantized_parameters(other)) == 5
     assert not different(full_values(other), full_values(model))
-    check_gathered(other, full_values(model))
+    check_gathered(other, full_values(model) if keep_master else None)
     assert not different(gathered_values(other), gathered_values(model))
     train(other, steps=1)
     check_gathered(other)
@@ -346,7 +342,7 @@ def run_load_state_dict(format, keep_master, rows):
     model, other = (build(format, keep_master=keep_master, rows=rows) for _ in range(2))
     train(model, steps=2)
     other.load_state_dict(model.state_dict())
-    check_gathered(other, full_values(model))
+    check_gathered(other, full_values(model) if keep_master else None)
     assert not different(full_values(other), full_values(model))
 
 

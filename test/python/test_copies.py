@@ -26,7 +26,11 @@ def assert_same_state(a, b):
 def a_shard_with_a_pending_write(keep_master):
     """Rows of a bigger tensor: only a collective could flush it."""
     q = ops.quantize(
-        weight(40, 32), "float8_blockwise", keep_master=keep_master, logical_rows=200, row_offset=100
+        weight(40, 32),
+        "float8_blockwise",
+        keep_master=keep_master,
+        logical_rows=200,
+        row_offset=100,
     )
     q.mul_(1.3)
     return q
@@ -212,7 +216,11 @@ def test_narrower_dtypes_move_nominal_and_master_together(fmt, keep_master, dtyp
 @formats
 def test_wider_dtypes_are_plain(fmt):
     q = ops.quantize(weight(20, 32, dtype=torch.bfloat16), fmt)
-    for wide, dtype in ((q.float(), torch.float32), (q.double(), torch.float64), (q.int(), torch.int32)):
+    for wide, dtype in (
+        (q.float(), torch.float32),
+        (q.double(), torch.float64),
+        (q.int(), torch.int32),
+    ):
         assert not is_quantized(wide) and wide.dtype == dtype
         assert_same(wide, ops.dequantize(q).to(dtype))
     assert q.to(torch.bfloat16) is q and q.cpu() is q and q.contiguous() is q
@@ -232,7 +240,9 @@ def test_meta(keep_master):
         on_meta.to("cpu")
 
 
-@pytest.mark.xfail(strict=True, reason="BackendSelect sends _to_copy(device=meta) to the Meta kernel")
+@pytest.mark.xfail(
+    strict=True, reason="BackendSelect sends _to_copy(device=meta) to the Meta kernel"
+)
 def test_to_meta_keeps_the_kind():
     assert is_quantized(ops.quantize(weight(20, 32), "float8_blockwise").to("meta"))
 
@@ -261,9 +271,7 @@ WAYS = {
     "deepcopy": copy.deepcopy,
     "torch.save": through_torch_save,
     "ForkingPickler": lambda q: ForkingPickler.loads(bytes(ForkingPickler.dumps(q))),
-    "_pack": lambda q: ops._unpack(
-        *ops._pack(q), q.shape, q.stride(), q.storage_offset(), q.dtype
-    ),
+    "_pack": lambda q: ops._unpack(*ops._pack(q), q.shape, q.stride(), q.storage_offset(), q.dtype),
 }
 
 
@@ -293,7 +301,9 @@ def test_round_trips_keep_planes_placement_and_pending_writes(way, keep_master):
 
 def test_modules_and_parameters():
     layer = torch.nn.Linear(32, 20)
-    layer.weight = torch.nn.Parameter(ops.quantize(layer.weight, "float8_blockwise", keep_master=True))
+    layer.weight = torch.nn.Parameter(
+        ops.quantize(layer.weight, "float8_blockwise", keep_master=True)
+    )
     clone = copy.deepcopy(layer)
     assert type(clone.weight) is torch.nn.Parameter and is_quantized(clone.weight)
     assert_same(clone.weight, layer.weight)

@@ -19,15 +19,19 @@ def make(rows=200, cols=48, **kwargs):
     return ops.quantize(torch.randn(rows, cols), FORMAT, **kwargs)
 
 
+def impostor(q):
+    return torch._C._dynamo.guards._reinterpret_tensor(q, tuple(q.shape), q.stride(), 0)
+
+
 X = torch.randn(4, 48)
 
 # name: (call on a quantized 200 x 48 tensor, fragment of the error)
 CALLS = {
     # raw bytes never show
-    "data_ptr": (lambda q: q.data_ptr(), "storage"),
-    "numpy": (lambda q: q.numpy(), "storage|numpy"),
-    "dlpack": (lambda q: torch.from_dlpack(q), "storage|dlpack"),
-    "array": (lambda q: memoryview(q), "memoryview|buffer|storage"),
+    "data_ptr": (lambda q: q.data_ptr(), "Cannot access data pointer"),
+    "numpy": (lambda q: q.numpy(), "Cannot access data pointer"),
+    "dlpack": (lambda q: torch.from_dlpack(q), "Cannot access data pointer"),
+    "array": (lambda q: memoryview(q), "a bytes-like object is required"),
     "view dtype": (lambda q: q.view(torch.uint8), "aten::view.dtype"),
     "view_as_complex": (lambda q: torch.view_as_complex(q.view(200, 24, 2)), "view_as_complex"),
     # views that do not fit
@@ -43,12 +47,12 @@ CALLS = {
     "transpose dim": (lambda q: q.transpose(0, 2), "Dimension out of range"),
     "t of 3-D": (lambda q: q.view(2, 100, 48).t(), "<= 2 dimensions"),
     "narrow": (lambda q: q.narrow(0, 150, 51), "exceeds dimension size"),
-    "permute": (lambda q: q.permute(0, 0), "permute"),
-    "unfold size": (lambda q: q.unfold(0, 300, 1), "unfold|maximum size"),
-    "expand": (lambda q: q.expand(3, 48), "expand"),
+    "permute": (lambda q: q.permute(0, 0), "aten::permute on a .*duplicate dims"),
+    "unfold size": (lambda q: q.unfold(0, 300, 1), "aten::unfold on a .*maximum size"),
+    "expand": (lambda q: q.expand(3, 48), "aten::expand on a .*must match"),
     # in-place changes of shape or storage
     "resize_": (lambda q: q.resize_(10, 10), "aten::resize_"),
-    "resize_as_": (lambda q: q.resize_as_(X), "resize"),
+    "resize_as_": (lambda q: q.resize_as_(X), "aten::resize_as_ would change the shape"),
     "set_ to a tensor": (lambda q: q.set_(torch.randn(3)), "aten::set_"),
     "set_ to nothing": (lambda q: q.set_(), "aten::set_"),
     "set_ to another storage": (
@@ -59,29 +63,54 @@ CALLS = {
     "squeeze_ dim": (lambda q: q.squeeze_(5), "aten::squeeze_"),
     "data = plain": (lambda q: setattr(q, "data", torch.randn(200, 48)), "incompatible"),
     "plain.data = q": (lambda q: setattr(torch.randn(200, 48), "data", q), "incompatible"),
+    "as_strided_ beyond": (
+        lambda q: q.as_strided_((201, 48), (48, 1)),
+        "aten::as_strided_ on a .*bounds",
+    ),
+    "storage": (lambda q: q.storage(), "their bytes are codes and scales"),
+    # tensors that only carry the key, as Inductor makes them
+    "impostor read": (lambda q: impostor(q) + 1, "is not a quantized tensor; a compiler"),
+    "impostor written": (lambda q: impostor(q).zero_(), "is not a quantized tensor; a compiler"),
+    "impostor copied": (lambda q: q.copy_(impostor(q)), "is not a quantized tensor; a compiler"),
+    "impostor in a list": (
+        lambda q: torch._foreach_mul_([impostor(q), q], 2.0),
+        "is not a quantized tensor; a compiler",
+    ),
     # in-place operators that cannot
-    "add_ shape": (lambda q: q.add_(torch.randn(3)), "size of tensor|output with shape|broadcast"),
+    "add_ shape": (lambda q: q.add_(torch.randn(3)), "size of tensor a .48. must match"),
     "add_ wider result": (lambda q: q[:1].add_(torch.randn(5, 48)), "doesn't match the broadcast"),
     "mul_ complex": (lambda q: q.mul_(1j), "can't be cast"),
-    "eq_ index": (lambda q: q.index_add_(0, torch.tensor([999]), X[:1]), "index|range"),
+    "index_add_ index": (
+        lambda q: q.index_add_(0, torch.tensor([999]), X[:1]),
+        "index 999 is out of bounds",
+    ),
     "copy_ shape": (lambda q: q.copy_(torch.randn(7, 48)), "copy_: a source of shape"),
     "copy_ quantized shape": (lambda q: q.copy_(make(100)), "copy_: a source of shape"),
-    "copy_ into expanded": (lambda q: q[:1].expand(3, 48).copy_(X[:3]), "overlap|single memory"),
-    "foreach add_": (lambda q: torch._foreach_add_([q], [torch.randn(3)]), "size|shape"),
-    "addmm_ shape": (lambda q: q.addmm_(X, X), "addmm|shapes cannot be multiplied|mat1"),
-    "masked_fill_": (lambda q: q.masked_fill_(torch.ones(3), 0), "mask|bool"),
+    "copy_ into expanded": (
+        lambda q: q[:1].expand(3, 48).copy_(X[:3]),
+        "refers to a single memory location",
+    ),
+    "foreach add_": (lambda q: torch._foreach_add_([q], [torch.randn(3)]), "must match the size"),
+    "addmm_ shape": (lambda q: q.addmm_(X, X), "shapes cannot be multiplied"),
+    "masked_fill_": (lambda q: q.masked_fill_(torch.ones(3), 0), "only supports boolean masks"),
     "uniform_": (lambda q: q.uniform_(2, 1), "uniform_ expects"),
-    "foreach lists": (lambda q: torch._foreach_add_([q, q], [X]), "same number of tensors|length"),
+    "foreach lists": (lambda q: torch._foreach_add_([q, q], [X]), "same number of tensors"),
     # out=
     "out= too small": (lambda q: torch.add(torch.ones(300, 48), 1, out=q), "cannot be resized"),
     "out= of another shape": (lambda q: torch.mm(X, X.t(), out=q), "cannot be resized"),
-    "out= integer result": (lambda q: torch.view_as_real(q, out=q), "view_as_real|unexpected"),
+    "out= integer result": (
+        lambda q: torch.view_as_real(q, out=q),
+        "unexpected keyword argument 'out'",
+    ),
     # quantize and its accessors
     "quantize format": (lambda q: ops.quantize(X, "float9"), "unknown format 'float9'; known"),
     "quantize dtype": (lambda q: ops.quantize(X.int(), FORMAT), "expected a float32, bfloat16"),
     "quantize double": (lambda q: ops.quantize(X.double(), FORMAT), "got Double"),
     "quantize 1-D": (lambda q: ops.quantize(X[0], FORMAT), "at least 2 dimensions"),
-    "quantize sparse": (lambda q: ops.quantize(X.to_sparse(), FORMAT), "sparse|Sparse|strided"),
+    "quantize sparse": (
+        lambda q: ops.quantize(X.to_sparse(), FORMAT),
+        "expected a strided tensor, got layout Sparse",
+    ),
     "quantize rows": (lambda q: ops.quantize(X, FORMAT, logical_rows=3), "do not lie within"),
     "quantize offset": (
         lambda q: ops.quantize(X, FORMAT, logical_rows=9, row_offset=6),
@@ -120,42 +149,86 @@ CALLS = {
     "linear column window": (lambda q: F.linear(X[:, :5], q[:, :5]), "window of whole rows"),
     "linear scalar": (lambda q: F.linear(torch.tensor(1.0), q), "input of shape"),
     "mm dtype": (lambda q: torch.mm(X.bfloat16(), q.t()), "same dtype"),
-    "mm shape": (lambda q: torch.mm(X, q), "shapes cannot be multiplied|size"),
+    "mm shape": (lambda q: torch.mm(X, q), "shapes cannot be multiplied"),
     # devices
     "to cuda": (lambda q: q.to("cuda:99"), "CUDA|cuda|device|NVIDIA"),
     "out of meta": (lambda q: q.to("meta").to("cpu"), "out of the meta device|no data"),
-    "item": (lambda q: q.item(), "item|Scalar|elements"),
+    "item": (lambda q: q.item(), "cannot be converted to Scalar"),
     # autograd
-    "backward of codes": (lambda q: ops.codes(q.requires_grad_()).float().sum().backward(), "grad"),
+    "backward of codes": (
+        lambda q: ops.codes(q.requires_grad_()).float().sum().backward(),
+        "does not require grad",
+    ),
     # files
     "foreign pickle": (
-        lambda q: ops._unpack(torch.zeros(3, dtype=torch.uint8), None, [1], FORMAT, [1], [1], 0,
-                              torch.float32),
+        lambda q: ops._unpack(
+            torch.zeros(3, dtype=torch.uint8), None, [1], FORMAT, [1], [1], 0, torch.float32
+        ),
         "not a saved quantized tensor",
     ),
     "pickle of another size": (
-        lambda q: ops._unpack(torch.zeros(3, dtype=torch.uint8), None, [4, 8, 4, 4, 0, 0, 0], FORMAT,
-                              [4, 8], [8, 1], 0, torch.float32),
+        lambda q: ops._unpack(
+            torch.zeros(3, dtype=torch.uint8),
+            None,
+            [4, 8, 4, 4, 0, 0, 0],
+            FORMAT,
+            [4, 8],
+            [8, 1],
+            0,
+            torch.float32,
+        ),
         "is not a packed",
     ),
     "pickle of a wrong placement": (
-        lambda q: ops._unpack(torch.zeros(64, dtype=torch.uint8), None, [4, 8, 4, 3, 9, 0, 0],
-                              FORMAT, [4, 8], [8, 1], 0, torch.float32),
+        lambda q: ops._unpack(
+            torch.zeros(64, dtype=torch.uint8),
+            None,
+            [4, 8, 4, 3, 9, 0, 0],
+            FORMAT,
+            [4, 8],
+            [8, 1],
+            0,
+            torch.float32,
+        ),
         "impossible placement",
     ),
     "pickle of impossible rows": (
-        lambda q: ops._unpack(torch.zeros(64, dtype=torch.uint8), None, [2**62, 8, 4, 4, 0, 0, 0],
-                              FORMAT, [4, 8], [8, 1], 0, torch.float32),
+        lambda q: ops._unpack(
+            torch.zeros(64, dtype=torch.uint8),
+            None,
+            [2**62, 8, 4, 4, 0, 0, 0],
+            FORMAT,
+            [4, 8],
+            [8, 1],
+            0,
+            torch.float32,
+        ),
         "impossible size",
     ),
     "pickle of an unknown format": (
-        lambda q: ops._unpack(torch.zeros(64, dtype=torch.uint8), None, [4, 8, 4, 4, 0, 0, 0], "f9",
-                              [4, 8], [8, 1], 0, torch.float32),
+        lambda q: ops._unpack(
+            torch.zeros(64, dtype=torch.uint8),
+            None,
+            [4, 8, 4, 4, 0, 0, 0],
+            "f9",
+            [4, 8],
+            [8, 1],
+            0,
+            torch.float32,
+        ),
         "unknown format",
     ),
     "pickle of a view beyond": (
-        lambda q: ops._unpack(ops._pack(make(4, 16))[0], None, ops._pack(make(4, 16))[2], FORMAT,
-                              [5, 16], [16, 1], 0, torch.float32),
+        lambda q: ops._unpack(
+            ops._pack(make(4, 16))[0],
+            None,
+            ops._pack(make(4, 16))[2],
+            FORMAT,
+            [5, 16],
+            [16, 1],
+            0,
+            torch.float32,
+        ),
         "does not lie within",
     ),
 }

@@ -152,14 +152,18 @@ def test_meta_device(keep_master):
     real = torch.empty_like(q, device="cpu")
     with torch.no_grad():
         real.copy_(weight(20, 32))
-    assert_same(ops.dequantize(real), ops.dequantize(ops.quantize(weight(20, 32), "float8_blockwise")))
+    assert_same(
+        ops.dequantize(real), ops.dequantize(ops.quantize(weight(20, 32), "float8_blockwise"))
+    )
 
 
 def test_module_to_empty():
     """Meta init: the kind survives to_empty, and an initialiser writes values."""
     with torch.device("meta"):
         layer = torch.nn.Linear(32, 20)
-    layer.weight = torch.nn.Parameter(ops.quantize(layer.weight, "float8_blockwise", keep_master=True))
+    layer.weight = torch.nn.Parameter(
+        ops.quantize(layer.weight, "float8_blockwise", keep_master=True)
+    )
     layer.to_empty(device="cpu")
     assert is_quantized(layer.weight) and not layer.weight.is_meta
     torch.manual_seed(3)

@@ -8,7 +8,17 @@ import copy
 
 import pytest
 import torch
-from helpers import FORMATS, assert_same, assert_unchanged, is_quantized, ops, rounded, state, value, weight
+from helpers import (
+    FORMATS,
+    assert_same,
+    assert_unchanged,
+    is_quantized,
+    ops,
+    rounded,
+    state,
+    value,
+    weight,
+)
 from torch.nn import Parameter
 
 OPTIMIZERS = {
@@ -39,7 +49,9 @@ SHAPES = [(150, 140), (1, 16), (3, 40, 24)]
 def quantized(keep_master, dtype=torch.float32):
     return [
         Parameter(
-            ops.quantize(weight(*shape, seed=i, dtype=dtype), FORMATS[i % 2], keep_master=keep_master)
+            ops.quantize(
+                weight(*shape, seed=i, dtype=dtype), FORMATS[i % 2], keep_master=keep_master
+            )
         )
         for i, shape in enumerate(SHAPES)
     ]
@@ -77,6 +89,25 @@ def test_twenty_steps_with_a_master_equal_plain_steps(name):
             assert not is_quantized(kept)
             if isinstance(plain, torch.Tensor):
                 assert_same(kept, plain)
+
+
+def test_lbfgs():
+    """It keeps flat copies of parameters and gradients, and calls a closure several times a step."""
+    parameters = quantized(keep_master=True)
+    twins = plain_twins(parameters)
+    for ps in (parameters, twins):
+        optimizer = torch.optim.LBFGS(ps, lr=0.1, max_iter=4)
+
+        def closure(ps=ps, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = sum((p * p).sum() for p in ps[:-1])
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    for p, twin in zip(parameters, twins):
+        assert_same(p, twin)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

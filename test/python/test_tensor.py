@@ -94,6 +94,8 @@ def test_factories(fmt, keep_master):
         lambda: torch.rand_like(q),
         lambda: q.new_ones(3, 4),
         lambda: q.new_full((3, 4), 1.0),
+        lambda: q.new_tensor([1.0]),
+        lambda: q.new(3, 4),
         lambda: q.new_zeros(5),
         lambda: q.new_zeros(()),
         lambda: q.new_zeros(3, 4, dtype=torch.float64),
@@ -108,6 +110,21 @@ def test_factories(fmt, keep_master):
     assert layout[:5] == [26, 140, 150, 150, 7]  # rows 7 to 33 of the same logical tensor
     assert not value(q.new_zeros(9, 140)).any() and not torch.zeros_like(q).any()
     assert torch.zeros_like(q).dtype == q.dtype
+
+
+@pytest.mark.parametrize(
+    "name",
+    "xavier_uniform_ kaiming_normal_ orthogonal_ trunc_normal_ eye_ sparse_ zeros_ dirac_".split(),
+)
+def test_initialisers(name):
+    shape = (6, 4, 3) if name == "dirac_" else (20, 32)
+    args = (0.1,) if name == "sparse_" else ()
+    q = ops.quantize(weight(*shape), "float8_blockwise", keep_master=True)
+    twin = value(q)
+    for t in (q, twin):
+        torch.manual_seed(5)
+        getattr(torch.nn.init, name)(t, *args)
+    assert_same(q, twin)
 
 
 # ------------------------------------------------------------------------------------- printing
@@ -144,7 +161,9 @@ def test_nan_and_inf():
     kept = ops.quantize(values, "float8_blockwise", keep_master=True)
     assert_same(kept, values)
     kept.nan_to_num_(0.0, 1.0, -1.0)
-    assert_same(ops.dequantize(kept), rounded(values.nan_to_num(0.0, 1.0, -1.0), "float8_blockwise"))
+    assert_same(
+        ops.dequantize(kept), rounded(values.nan_to_num(0.0, 1.0, -1.0), "float8_blockwise")
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (5, 0), (0, 0), (3, 0, 8), (0, 4, 8), (1, 1)], ids=str)

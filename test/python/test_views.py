@@ -137,7 +137,11 @@ def test_strided_copies_count_elements(keep_master):
     twin = value(base)
     for rows in (slice(0, 20), slice(7, 15)):
         q, t = base[rows], twin[rows]
-        for size, stride, offset in [((3, 4), (32, 1), 0), ((5,), (33,), 70), ((2, 2), (1, 32), 128)]:
+        for size, stride, offset in [
+            ((3, 4), (32, 1), 0),
+            ((5,), (33,), 70),
+            ((2, 2), (1, 32), 128),
+        ]:
             assert_same(
                 torch.as_strided_copy(q, size, stride, offset),
                 torch.as_strided_copy(t, size, stride, offset),
@@ -149,7 +153,9 @@ def test_strided_copies_count_elements(keep_master):
                     torch.as_strided_scatter(t, source, size, stride, offset),
                 )
     assert_same(torch.slice_copy(base, 1, 3, 30, 2), torch.slice_copy(twin, 1, 3, 30, 2))
-    assert_same(torch.select_scatter(base, torch.ones(32), 0, 4), twin.select_scatter(torch.ones(32), 0, 4))
+    assert_same(
+        torch.select_scatter(base, torch.ones(32), 0, 4), twin.select_scatter(torch.ones(32), 0, 4)
+    )
     assert_same(value(base), twin)
 
 
