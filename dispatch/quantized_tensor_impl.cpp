@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <mutex>
 #include <typeinfo>
 #include <utility>
 
@@ -35,6 +36,21 @@ void QuantizedTensorImpl::set_buffer(BufferPtr buffer) {
   buffer_ = std::move(buffer);
   storage_ = buffer_->storage;
   data_type_ = c10::scalarTypeToTypeMeta(buffer_->dtype);
+}
+
+bool QuantizedTensorImpl::has_storage() const {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (!extra_meta_) {
+    auto meta = std::make_unique<c10::ExtraMeta>();
+    meta->custom_data_ptr_error_msg_ = fmt::format(
+        "qshard: Cannot access data pointer of a quantized tensor: the bytes of {} are codes and "
+        "scales, not {} values. Use qshard::dequantize(tensor). Under torch.compile use "
+        "qshard.nn.Linear and fused optimizers (torch.optim.AdamW(..., fused=True))",
+        buffer_->layout.format->name, c10::toString(buffer_->dtype));
+    const_cast<QuantizedTensorImpl*>(this)->extra_meta_ = std::move(meta);
+  }
+  return false;
 }
 
 const c10::Storage& QuantizedTensorImpl::storage() const {
@@ -166,7 +182,9 @@ std::optional<RowWindow> row_window(const at::Tensor& self) {
 
 bool covers_live_rows(const at::Tensor& self) {
   const Layout& layout = buffer_of(self).layout;
-  const int64_t live = layout.row_offset == Layout::kOpen ? layout.rows : layout.live_rows();
+  // An empty window of an open buffer is the shard of a rank without rows.
+  const bool whole = layout.row_offset == Layout::kOpen && self.numel() > 0;
+  const int64_t live = whole ? layout.rows : layout.live_rows();
   const auto rows = row_window(self);
   return rows && (live == 0 || (rows->first == 0 && rows->count >= live));
 }

@@ -33,7 +33,8 @@ class QuantizedTensorImpl final : public c10::TensorImpl {
   /// copies into it quantizes. DCP sees shards without a master through one.
   bool is_export() const { return is_export_; }
 
-  bool has_storage() const override { return false; }
+  /// False. Callers then refuse to hand out a data pointer: this gives them the reason to state.
+  bool has_storage() const override;
   /// The packed storage, requantized first where that needs no collective.
   const c10::Storage& storage() const override;
   const char* tensorimpl_type_name() const override { return "QuantizedTensorImpl"; }

@@ -93,7 +93,9 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
                 "qshard: the pending update of a saved quantized tensor does not fit it");
     buffer->pending = pending->clone();
   }
-  buffer->dirty = buffer->stale = fields[kDirty] != 0;
+  buffer->dirty = fields[kDirty] != 0;
+  // Codes that a local flush made stand for their value: quantizing that again gives other bytes.
+  buffer->stale = buffer->dirty && (pending || buffer->keeps_master());
   const auto whole = make_tensor(buffer, {layout.rows, layout.cols});
   return make_view(whole, size, stride, storage_offset);
 }

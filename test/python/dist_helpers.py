@@ -51,15 +51,14 @@ class World:
     def run(self, function, *args, **kwargs):
         """`function(*args, **kwargs)` on every rank; the results by rank. Fails if a rank failed."""
         outcomes = self.outcomes(function, *args, **kwargs)
-        errors = {}  # by last line: ranks that fail alike are shown once
-        for rank, outcome in enumerate(outcomes):
-            if outcome.error:
-                last_line = outcome.error.strip().splitlines()[-1]
-                errors.setdefault(last_line, f"rank {rank}:\n{outcome.error}")
-        if errors:
-            pytest.fail(
-                f"{function.__name__} on {self}\n" + "\n".join(errors.values()), pytrace=False
-            )
+        failed = [(o.seconds, rank, o.error) for rank, o in enumerate(outcomes) if o.error]
+        if failed:
+            # The first is the cause; the others mostly say that a peer has gone.
+            text = f"{function.__name__} on {self}\n"
+            for i, (seconds, rank, error) in enumerate(sorted(failed)):
+                last_line = error.strip().splitlines()[-1]
+                text += f"rank {rank} after {seconds:.1f} s: {last_line if i else error}\n"
+            pytest.fail(text, pytrace=False)
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function, *args, wait_s=300, **kwargs):

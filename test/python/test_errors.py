@@ -28,9 +28,12 @@ X = torch.randn(4, 48)
 # name: (call on a quantized 200 x 48 tensor, fragment of the error)
 CALLS = {
     # raw bytes never show
-    "data_ptr": (lambda q: q.data_ptr(), "Cannot access data pointer"),
-    "numpy": (lambda q: q.numpy(), "Cannot access data pointer"),
-    "dlpack": (lambda q: torch.from_dlpack(q), "Cannot access data pointer"),
+    "data_ptr": (lambda q: q.data_ptr(), "the bytes of float8_blockwise are codes and scales"),
+    "numpy": (lambda q: q.numpy(), "the bytes of float8_blockwise are codes and scales"),
+    "dlpack": (
+        lambda q: torch.from_dlpack(q),
+        "the bytes of float8_blockwise are codes and scales",
+    ),
     "array": (lambda q: memoryview(q), "a bytes-like object is required"),
     "view dtype": (lambda q: q.view(torch.uint8), "aten::view.dtype"),
     "view_as_complex": (lambda q: torch.view_as_complex(q.view(200, 24, 2)), "view_as_complex"),

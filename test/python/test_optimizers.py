@@ -260,7 +260,7 @@ def test_compiled_foreach_step_is_refused_by_name():
     set_gradients(0, parameters)
     before = [state(p) for p in parameters]
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="quantized|Cannot access data pointer"):
+    with pytest.raises(Exception, match="bytes of .* are codes.*fused=True"):
         torch.compile(optimizer.step)()
     for p, unchanged in zip(parameters, before):
         assert_unchanged(p, unchanged)
