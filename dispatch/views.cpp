@@ -89,8 +89,11 @@ at::Tensor select(const at::Tensor& self, int64_t dim, c10::SymInt index_) {
   dim = at::maybe_wrap_dim(dim, self.dim());
   const int64_t size = self.size(dim);
   const int64_t index = index_.expect_int();
-  TORCH_CHECK_INDEX(-size <= index && index < size, "select(): index ", index,
-                    " out of range for tensor of size ", self.sizes(), " at dimension ", dim);
+  TORCH_CHECK_INDEX(
+      -size <= index && index < size,
+      fmt::format("select(): index {} out of range for tensor of size {} at dimension "
+                  "{}",
+                  index, self.sizes(), dim));
   c10::DimVector sizes(self.sizes());
   c10::DimVector strides(self.strides());
   const int64_t offset = self.storage_offset() + (index < 0 ? index + size : index) * strides[dim];

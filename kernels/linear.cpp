@@ -6,6 +6,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <limits>
 
@@ -107,8 +109,8 @@ void check_weight(const WeightOperand& weight) {
 
 void check_activation(const at::Tensor& x, const WeightOperand& weight, int64_t cols,
                       const char* name) {
-  TORCH_CHECK(x.dim() == 2 && x.size(1) == cols, "qshard: linear's ", name, " must be (M, ", cols,
-              "), got ", x.sizes());
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == cols,
+              fmt::format("qshard: linear's {} must be (M, {}), got {}", name, cols, x.sizes()));
   TORCH_CHECK(x.device() == weight.image.device(), "qshard: linear's ", name, " is on ", x.device(),
               ", its weight on ", weight.image.device());
   TORCH_CHECK(x.is_floating_point(), "qshard: linear's ", name, " must be floating point, got ",
