@@ -45,7 +45,6 @@ std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string> pack(const
     buffer =
         impl_of(make_tensor(buffer, {buffer->layout.rows, buffer->layout.cols}).clone()).buffer();
   }
-  if (buffer->is_stale() && can_flush_locally(*buffer)) flush_locally(buffer);
   PlainGuard guard;
   const Layout& layout = buffer->layout;
   std::vector<int64_t> fields(kFields);
