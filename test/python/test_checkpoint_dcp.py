@@ -358,7 +358,10 @@ def test_load_state_dict(world, rows, format, keep_master):
 
 
 def planes(tensor):
-    """(packed bytes, pending update, layout, format)."""
+    """(packed bytes, pending update, layout, format). What needs no other rank is flushed first: the
+    stock deepcopy does so, pickling does not."""
+    if dist.get_world_size() == 1:
+        ops.codes(tensor.detach())
     packed, pending, layout, format = ops._pack(tensor.detach())
     return packed, torch.empty(0) if pending is None else pending, layout, format
 
