@@ -1,6 +1,11 @@
-"""I7: whether a collective runs depends only on facts equal on all ranks. A hang here is a failure
-within the process group's timeout, never a stuck run."""
+"""Whether a collective runs, and with whom, depends only on facts that are equal on all ranks: every
+path with fewer rows than ranks, collectives counted, and what some ranks do alone.
 
+A hang here is a failure within the process group's timeout, never a stuck run: what cannot work must
+end in an error on every rank.
+"""
+
+import copy
 import gc
 
 import pytest
@@ -11,123 +16,146 @@ from dist_helpers import COLLECTIVE_TIMEOUT_S, device, gather_objects, on_worlds
 from dist_models import (
     FORMATS,
     RECIPES,
+    Model,
     adamw,
     batch,
     build,
     check_gathered,
+    collectives,
+    count,
+    different,
     full_value,
-    image_bytes,
+    is_dirty,
     local,
+    local_values,
     loss_of,
+    ops,
     quantized_parameters,
     shard,
     train,
-    unsharded,
 )
-from torch import nn
 
 import qshard
 
-ops = torch.ops.qshard
+both_masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+both_formats = pytest.mark.parametrize("format", FORMATS)
 
 
-# ------------------------------------------------------------------ fewer rows than ranks
-
-
-def few_rows(format, rows, keep_master, optimizer_kwargs):
-    model = build(format, rows=rows, keep_master=keep_master)
-    train(model, adamw(model, **optimizer_kwargs), microbatches=2)
-    checked = check_gathered(model) if keep_master else 0
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+def scale_all(model, factor=1.5):
     with torch.no_grad():
         for param in model.parameters():
-            param.mul_(0.5)
+            param.mul_(factor)
+
+
+# -------------------------------------------------------------------- ranks without rows
+
+
+def run_every_path(format, keep_master, rows):
+    model = build(format, keep_master=keep_master, rows=rows)
+    optimizer = adamw(model)
+
+    def check():
+        flags = [is_dirty(param) for param in quantized_parameters(model).values()]
+        assert len(set(map(tuple, gather_objects(flags)))) == 1
+        assert check_gathered(model) == 5
+
+    check()
+    for kwargs in (dict(), dict(microbatches=2, synced=False), dict(microbatches=2, resharded=False)):
+        train(model, optimizer, steps=1, **kwargs)
+        check()
+    scale_all(model)
+    check()
+    scale_all(model)
     qshard.flush(model)
-    return checked + (check_gathered(model) if keep_master else 0)
+    check()
 
+    loss_of(model, batch(0)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    check()
+    torch.nn.utils.get_total_norm(model.parameters())
+    for param in quantized_parameters(model).values():
+        param.detach().to(torch.bfloat16).abs().sum().full_tensor()
+        param.detach().clone()
 
-@on_worlds(2, 4)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_fewer_rows_than_ranks(world, format, rows):
-    for keep_master in (True, False):
-        for kwargs in ({"foreach": True}, {"fused": True}, {"foreach": False, "fused": False}):
-            checked = world.run(few_rows, format, rows, keep_master, kwargs)
-            assert len(set(checked)) == 1
-
-
-def in_place_load(format, rows, keep_master):
-    model = build(format, rows=rows, keep_master=keep_master)
-    train(model, steps=1)
-    saved = {name: full_value(p) for name, p in quantized_parameters(model).items()}
+    copied = copy.deepcopy(model.state_dict())
+    scale_all(model)
+    model.load_state_dict(copied)
+    check()
     with shared_folder() as folder:
-        dcp.save(model.state_dict(), checkpoint_id=folder)
-        train(model, steps=1, first_step=1)
-        dcp.load(model.state_dict(), checkpoint_id=folder)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+        scale_all(model)
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
         loss_of(model, batch(0)).backward()
-    for name, param in quantized_parameters(model).items():
-        assert torch.equal(full_value(param), saved[name]), name
-    return check_gathered(model) if keep_master else 0
+        check()
+    optimizer.step()
+    check()
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    check()
 
 
+@both_masters
+@both_formats
+@pytest.mark.parametrize("rows", [1, 2, 3])
 @on_worlds(2, 4)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_in_place_load_with_fewer_rows_than_ranks_then_forward(world, format, rows):
-    for keep_master in (True, False):
-        world.run(in_place_load, format, rows, keep_master)
+def test_every_path_with_fewer_rows_than_ranks(world, rows, format, keep_master):
+    world.run(run_every_path, format, keep_master, rows)
 
 
-# ------------------------------------------------------------------------------ steps
+def run_local_reads(format, keep_master, before_first_gather):
+    """One rank looks at its shard of a one-row weight, which looks whole there; others do not."""
+    model = build(format, keep_master=keep_master, rows=1)
+    if not before_first_gather:
+        train(model, steps=1)
+    scale_all(model)
+    want = {name: full_value(param) for name, param in quantized_parameters(model).items()}
+    if dist.get_rank() == 0:
+        rows = local(model.blocks[0].up.weight).detach()
+        try:
+            ops.codes(rows), ops.scale_inv(rows)
+        except RuntimeError as error:
+            assert "qshard.flush(model)" in str(error)
+        rows + 0, repr(rows), copy.deepcopy(rows), rows.untyped_storage()
+    check_gathered(model, want)
+    train(model, steps=1)
+    check_gathered(model)
 
 
-def two_optimizers(format):
-    model = build(format)
+@both_masters
+@both_formats
+@pytest.mark.parametrize("before_first_gather", [True, False], ids=["before-gather", "after-gather"])
+@on_worlds(2, 4)
+def test_reads_on_one_rank(world, before_first_gather, format, keep_master):
+    world.run(run_local_reads, format, keep_master, before_first_gather)
+
+
+# ------------------------------------------------------------------------------ optimizers
+
+
+def run_two_optimizers():
+    model = build("float8_blockwise", rows=5)
     first = torch.optim.AdamW(model.blocks[0].parameters(), lr=1e-2)
     second = torch.optim.SGD([*model.blocks[1].parameters(), *model.head.parameters()], lr=1e-2)
-    for step in range(4):
-        loss_of(model, batch(step)).backward()
-        first.step()
-        if step % 2:
-            second.step()
-        model.zero_grad()
-    return check_gathered(model)
+    with collectives() as calls:
+        for step in range(4):
+            loss_of(model, batch(step)).backward()
+            first.step()
+            if step % 2:
+                second.step()
+            model.zero_grad()
+    check_gathered(model)
+    return count(calls, "allreduce")
 
 
-@on_worlds(2)
-@pytest.mark.parametrize("format", FORMATS)
-def test_two_optimizers_one_of_which_skips_steps(world, format):
-    world.run(two_optimizers, format)
+@on_worlds(2, 4)
+def test_one_all_reduce_per_optimizer_step(world):
+    assert world.run(run_two_optimizers) == [4 + 2] * world.size
 
 
-def skipped_by_grad_scaler(format):
-    model = build(format)
-    optimizer = adamw(model, fused=True)
-    scaler = torch.amp.GradScaler(device().type, init_scale=4.0)
-    before = {n: full_value(p) for n, p in quantized_parameters(model).items()}
-    loss = loss_of(model, batch(0))
-    if dist.get_rank() == 0:
-        loss = loss * float("inf")
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    for name, param in quantized_parameters(model).items():
-        assert torch.equal(full_value(param), before[name]), name
-    loss_of(model, batch(1)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return check_gathered(model)
-
-
-@on_worlds(2)
-@pytest.mark.parametrize("format", FORMATS)
-def test_grad_scaler_skips_on_an_inf(world, format):
-    world.run(skipped_by_grad_scaler, format)
-
-
-def collected_on_one_rank(format):
-    kept, dropped = build(format), build(format)
+def run_collected_on_one_rank():
+    kept, dropped = (build("float8_blockwise", rows=5) for _ in range(2))
     train(dropped, steps=1)
     optimizer = adamw(kept)
     train(kept, optimizer, steps=1)
@@ -135,119 +163,227 @@ def collected_on_one_rank(format):
         del dropped
         gc.collect()
     train(kept, optimizer, steps=1, first_step=1)
-    return check_gathered(kept)
+    check_gathered(kept)
 
 
 @on_worlds(2)
 def test_a_model_is_collected_on_one_rank_only(world):
-    world.run(collected_on_one_rank, "float8_blockwise")
+    world.run(run_collected_on_one_rank)
 
 
-def inference_mode_step(format):
-    model = build(format)
+def run_parameter_without_gradient():
+    model = build("float8_blockwise", rows=5)
     optimizer = adamw(model)
-    train(model, optimizer, steps=1)  # optimizer states made in inference_mode would stay there
     loss_of(model, batch(0)).backward()
-    with torch.inference_mode():
+    model.blocks[0].up.weight.grad = None
+    with collectives() as calls:
         optimizer.step()
-    optimizer.zero_grad()
-    with torch.inference_mode():
-        loss_of(model, batch(1))
-    train(model, optimizer, steps=1, first_step=1)
-    return check_gathered(model)
-
-
-@on_worlds(2)
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_step_under_inference_mode(world, format):
-    world.run(inference_mode_step, format)
-
-
-def flush_while_gathered(format):
-    model = build(format)
-    train(model, steps=1)
-    shards = [p for p in model.parameters() if qshard.is_quantized(p)]
-    with unsharded(model):
-        weights = {n: w.detach() for n, w in quantized_parameters(model).items()}
-        before = {n: (image_bytes(w).clone(), ops.dequantize(w)) for n, w in weights.items()}
-        with torch.no_grad():
-            for param in shards:
-                param.mul_(4.0)
-        ops.flush([local(p) for p in shards])
-        for name, weight in weights.items():
-            assert torch.equal(image_bytes(weight), before[name][0]), name
-            assert torch.equal(ops.dequantize(weight), before[name][1]), name
-    return check_gathered(model)
-
-
-@on_worlds(2)
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_flush_leaves_living_gathered_weights_alone(world, format):
-    world.run(flush_while_gathered, format)
-
-
-def compiled_step(format):
-    model = build(format)
-    optimizer = adamw(model, fused=True)
-    step = torch.compile(optimizer.step)
-    for index in range(2):
-        loss_of(model, batch(index)).backward()
-        step()
         optimizer.zero_grad()
-    return check_gathered(model)
+        optimizer.step()  # no gradients at all
+    check_gathered(model)
+    return count(calls, "allreduce")
 
 
-@on_worlds(2, devices=("cpu",))
-def test_a_compiled_optimizer_step(world):
-    world.run(compiled_step, "float8_blockwise")
+@on_worlds(2, 4)
+def test_parameter_without_gradient(world):
+    assert world.run(run_parameter_without_gradient) == [1] * world.size
 
 
-def write_on_one_rank(format):
-    model = build(format)
+def run_grad_scaler(rows):
+    """An infinite loss on one rank: all ranks skip the step, and its all-reduce."""
+    model = build("float8_blockwise", rows=rows)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler(device().type, init_scale=4.0)
+    counts = []
+    for step in range(3):
+        loss = loss_of(model, batch(step))
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        before = local_values(model)
+        with collectives() as calls:
+            scaler.step(optimizer)
+        skipped = gather_objects(not different(local_values(model), before))
+        assert all(skipped) == any(skipped) == (step == 1)
+        counts.append(count(calls, "allreduce"))
+        scaler.update()
+        optimizer.zero_grad()
+        check_gathered(model)
+    return counts
+
+
+@pytest.mark.parametrize("rows", [3, 257])
+@on_worlds(2, 4)
+def test_skipped_step_has_no_all_reduce(world, rows):
+    for counts in world.run(run_grad_scaler, rows):
+        assert counts[0] == counts[1] + 1 == counts[2]
+
+
+def run_like_twin(keep_master, wrap, make_optimizer=adamw):
+    """Steps through `wrap` equal plain steps, and so do forwards in inference_mode."""
+    model = build("float8_blockwise", keep_master=keep_master, rows=5)
+    twin = build("float8_blockwise", keep_master=keep_master, rows=5)
+    optimizer, twin_optimizer = make_optimizer(model), make_optimizer(twin)
+    step = wrap(optimizer.step)
+    for index in range(3):
+        for trained in (model, twin):
+            loss_of(trained, batch(index)).backward()
+        step()
+        twin_optimizer.step()
+        model.zero_grad()
+        twin.zero_grad()
+        check_gathered(model)
+        assert not different(local_values(model), local_values(twin))
+        with torch.inference_mode():
+            outputs = model(batch(9)), twin(batch(9))
+        assert torch.equal(*outputs)
+
+
+def run_inference_mode(keep_master):
+    run_like_twin(keep_master, torch.inference_mode())
+
+
+def fused_adamw(model):
+    return adamw(model, fused=True)
+
+
+def foreach_sgd(model):
+    # Not AdamW: its bias correction is in other precision when compiled, plain parameters or not.
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+
+def run_compiled(backend, keep_master, make_optimizer):
+    run_like_twin(keep_master, lambda step: torch.compile(step, backend=backend), make_optimizer)
+
+
+@both_masters
+@on_worlds(1, 2, 4)
+def test_steps_in_inference_mode_are_the_same(world, keep_master):
+    world.run(run_inference_mode, keep_master)
+
+
+@both_masters
+@pytest.mark.parametrize(
+    "backend, make_optimizer",
+    [
+        ("eager", foreach_sgd),
+        ("aot_eager", foreach_sgd),
+        ("aot_eager", fused_adamw),
+        ("inductor", fused_adamw),
+    ],
+    ids=["eager-foreach", "aot_eager-foreach", "aot_eager-fused", "inductor-fused"],
+)
+@on_worlds(2)
+def test_compiled_steps_are_the_same(world, backend, make_optimizer, keep_master):
+    world.run(run_compiled, backend, keep_master, make_optimizer)
+
+
+# ------------------------------------------------------------------------------- gathered
+
+
+def run_step_while_gathered(format, keep_master):
+    """Shards are stepped while their gathered weights live: those keep their values."""
+    model = build(format, keep_master=keep_master, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    model.set_reshard_after_backward(False)
+    loss_of(model, batch(0)).backward()
+    weights = quantized_parameters(model)
+    assert not any(isinstance(w, torch.distributed.tensor.DTensor) for w in weights.values())
+    before = {name: ops.dequantize(w.detach()) for name, w in weights.items()}
+    optimizer.step()
+    assert not different(before, {n: ops.dequantize(w.detach()) for n, w in weights.items()})
+    assert not different(before, {n: w.detach() + 0 for n, w in weights.items()})
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    check_gathered(model)
+    assert different(before, {n: full_value(p) for n, p in quantized_parameters(model).items()})
+
+
+@both_masters
+@both_formats
+@on_worlds(1, 2)
+def test_step_leaves_living_gathered_weights_alone(world, format, keep_master):
+    world.run(run_step_while_gathered, format, keep_master)
+
+
+# ---------------------------------------------------------------- what some ranks do alone
+
+
+def run_flush_after_partial_write(rows):
+    """qshard.flush() asks all ranks what was written on any."""
+    model = build("float8_blockwise", rows=rows)
+    train(model, steps=1)
     if dist.get_rank() == 0:
         with torch.no_grad():
-            model.head.weight.to_local().mul_(2.0)
+            local(model.blocks[0].up.weight).mul_(4.0)
     qshard.flush(model)
-    return check_gathered(model)
+    check_gathered(model)
 
 
-@on_worlds(2)
-@pytest.mark.parametrize("format", FORMATS)
-def test_flush_heals_a_write_made_on_one_rank(world, format):
-    world.run(write_on_one_rank, format)
+@pytest.mark.parametrize("rows", [1, 257])
+@on_worlds(2, 4)
+def test_flush_after_a_write_on_one_rank(world, rows):
+    world.run(run_flush_after_partial_write, rows)
 
 
-# --------------------------------------------------------------------------- failing ranks
-
-
-def exception_in_one_step(format):
-    model = build(format)
-    optimizer = adamw(model)
-    loss_of(model, batch(0)).backward()
+def write_on_one_rank():
+    model = build("float8_blockwise")
+    train(model, steps=1)
     if dist.get_rank() == 0:
-        raise RuntimeError("out of memory, say")
-    optimizer.step()
-    gather_objects("never")
+        with torch.no_grad():
+            local(model.blocks[0].up.weight).mul_(4.0)
+    train(model, steps=2)
 
 
-def bad_recipe_on_one_rank():
-    torch.manual_seed(0)
-    model = shard(nn.Sequential(nn.Linear(32, 32)).to(device()))
-    recipe = "float9" if dist.get_rank() == 0 else RECIPES["float8_blockwise"]
+def step_that_raises():
+    model = build("float8_blockwise")
+    optimizer = adamw(model)
+    if dist.get_rank() == 1:
+        optimizer.register_step_pre_hook(fail)
+    train(model, optimizer, steps=2)
+
+
+def fail(*_):
+    raise ValueError("this rank fails")
+
+
+def train_quantized(recipe, sharded_first):
+    model = Model().to(device())
+    if sharded_first:
+        shard(model)
     qshard.quantize_(model, recipe)
-    gather_objects("never")
+    if not sharded_first:
+        shard(model)
+    train(model, steps=2)
 
 
-@on_worlds(2, devices=("cpu",))
+def bad_recipe(sharded_first):
+    recipe = "fp8" if dist.get_rank() == 1 else RECIPES["float8_blockwise"]
+    train_quantized(recipe, sharded_first)
+
+
+def different_recipes(sharded_first):
+    train_quantized(RECIPES[FORMATS[dist.get_rank() % 2]], sharded_first)
+
+
 @pytest.mark.parametrize(
-    "function,args,message",
+    "function, args, cause",
     [
-        (exception_in_one_step, ("float8_blockwise",), "out of memory, say"),
-        (bad_recipe_on_one_rank, (), "expected a recipe"),
+        (step_that_raises, (), "this rank fails"),
+        (bad_recipe, (False,), "expected a recipe"),
+        (bad_recipe, (True,), "expected a recipe"),
+        (different_recipes, (False,), None),
+        (different_recipes, (True,), None),
+        (write_on_one_rank, (), None),
     ],
-    ids=["exception", "recipe"],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_an_error_on_one_rank_ends_all_ranks(world, function, args, message):
-    outcomes = world.outcomes(function, *args, wait_s=3 * COLLECTIVE_TIMEOUT_S)
-    assert message in outcomes[0].error
-    assert outcomes[1].error and "no answer" not in outcomes[1].error
+@on_worlds(2)
+def test_every_rank_ends_with_an_error(world, function, args, cause):
+    outcomes = world.outcomes(function, *args, wait_s=4 * COLLECTIVE_TIMEOUT_S)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error, f"rank {rank} did not notice"
+        assert "no answer" not in outcome.error
+        assert outcome.seconds < COLLECTIVE_TIMEOUT_S + 15
+    if cause:
+        assert cause in outcomes[1].error
