@@ -150,10 +150,11 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
   const int64_t m = input.size(0);
   const int64_t n = weight.rows;
   const int64_t k = weight.layout.cols;
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == n), "qshard: linear's bias must be (",
-              n, ",), got ", bias->sizes());
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == n),
+              fmt::format("qshard: linear's bias must be ({},), got {}", n, bias->sizes()));
   TORCH_CHECK(!save_quantized_input || can_save_quantized_input(input.device(), m, n, k),
-              "qshard: linear cannot save an FP8 input of ", m, " x ", k, " on ", input.device());
+              fmt::format("qshard: linear cannot save an FP8 input of {} x {} on {}", m, k,
+                          input.device().str()));
   LinearForward result;
   const auto no_bytes = input.options().dtype(at::kByte);
   result.saved = at::empty({0}, no_bytes);
@@ -198,14 +199,16 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
     return result;
   }
   if (needs_weight && input_is_quantized) {
-    TORCH_CHECK(can_save_quantized_input(grad.device(), m, n, k) &&
-                    input.scalar_type() == at::kByte && input.numel() == saved_input_bytes(m, k),
-                "qshard: linear's saved input must be uint8 of ", saved_input_bytes(m, k),
-                " bytes, got ", input.scalar_type(), " ", input.sizes());
+    TORCH_CHECK(
+        can_save_quantized_input(grad.device(), m, n, k) && input.scalar_type() == at::kByte &&
+            input.numel() == saved_input_bytes(m, k),
+        fmt::format("qshard: linear's saved input must be uint8 of {} bytes, got {} {}",
+                    saved_input_bytes(m, k), c10::toString(input.scalar_type()), input.sizes()));
   } else if (needs_weight) {
     check_activation(input, weight, k, "input");
-    TORCH_CHECK(input.size(0) == m, "qshard: linear's input has ", input.size(0),
-                " rows, its gradient ", m);
+    TORCH_CHECK(
+        input.size(0) == m,
+        fmt::format("qshard: linear's input has {} rows, its gradient {}", input.size(0), m));
   }
   GemmFallback for_input = weight_fallback(weight, grad.scalar_type(), m);
   GemmFallback for_weight = shape_fallback(grad.device(), grad.scalar_type(), m, n, k);
