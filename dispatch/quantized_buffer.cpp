@@ -68,6 +68,7 @@ int64_t QuantizedBuffer::packed_bytes(const Layout& layout, at::ScalarType dtype
 void QuantizedBuffer::bind_planes(c10::Storage packed, bool keeps_master) {
   storage = std::move(packed);
   image = plane_at(storage, at::kByte, 0, {layout.rows, layout.row_bytes()});
+  flat_image.reset();
   if (keeps_master) {
     master = plane_at(storage, dtype, master_offset(layout), {layout.rows, layout.cols});
   }
@@ -281,6 +282,7 @@ void QuantizedBuffer::anchor() {
 
 void QuantizedBuffer::release_resources() {
   image.reset();
+  flat_image.reset();
   master.reset();
   grid.reset();
   pending.reset();

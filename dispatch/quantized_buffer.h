@@ -41,6 +41,8 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   std::string group;
   /// Which grid the codes belong to. Codes move as bytes only within one generation.
   int64_t generation = 0;
+  /// The image as flat bytes, as FSDP2 takes it; made at the first gather.
+  at::Tensor flat_image;
   /// Grid handed to gathered tensors; replaced, never written, by a flush.
   at::Tensor grid_snapshot;
   /// The amaxes that a local flush found, until the flush that all ranks take part in: without a

@@ -1,5 +1,5 @@
 // What FSDP2's all-gather hooks do: one uint8 input per parameter, the padded row image, zero copy
-// on the way in and out. The hooks themselves are installed by fsdp/glue.py.
+// on the way in and out. The hooks themselves are installed by fsdp/hooks.py.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <torch/library.h>
@@ -14,9 +14,9 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
-void set_group(QuantizedBuffer& buffer, const std::string& group) {
-  buffer.group = group;
-  if (buffer.source) buffer.source->group = group;
+void set_group(QuantizedBuffer& buffer, std::string_view group) {
+  if (buffer.group != group) buffer.group = group;
+  if (buffer.source) buffer.source->group = buffer.group;
 }
 
 /// FSDP2 cuts columns as willingly as rows and fails much later, with an error about a view. A
@@ -35,7 +35,7 @@ void check_is_sharded_by_rows(const Tensor& self, const QuantizedBuffer& buffer)
 std::tuple<Tensor, OptionalTensor, int64_t> pre_all_gather(const Tensor& self,
                                                            c10::string_view group) {
   const BufferPtr& buffer = impl_of(self).buffer();
-  set_group(*buffer, std::string(group.data(), group.size()));
+  set_group(*buffer, {group.data(), group.size()});
   check_is_sharded_by_rows(self, *buffer);
   // An offloaded shard arrives as a fresh device copy: flush the original, once, not every copy.
   const BufferPtr& owner = buffer->source ? buffer->source : buffer;
@@ -48,7 +48,8 @@ std::tuple<Tensor, OptionalTensor, int64_t> pre_all_gather(const Tensor& self,
   }
   if (buffer->source) buffer->refresh_from_source();
   const Tensor grid = grid_snapshot(*buffer);
-  return {buffer->image.view(-1), grid.defined() ? OptionalTensor(grid) : std::nullopt,
+  if (!buffer->flat_image.defined()) buffer->flat_image = buffer->image.view(-1);
+  return {buffer->flat_image, grid.defined() ? OptionalTensor(grid) : std::nullopt,
           buffer->generation};
 }
 
@@ -88,7 +89,7 @@ void refresh_gathered(const Tensor& unsharded, const Tensor& image, const Option
 }
 
 void set_reduction_group(const Tensor& self, c10::string_view group) {
-  set_group(buffer_of(self), std::string(group.data(), group.size()));
+  set_group(buffer_of(self), {group.data(), group.size()});
 }
 
 /// After an optimizer step: what was written, in the order of the list. `groups[i]` is the group

@@ -83,7 +83,29 @@ def dtensor_group(dtensor):
 # -------------------------------------------------------------------------------- FSDP2's hooks
 
 
+def hook_property(hook):
+    """Installs the class `hook` as torch.Tensor.<its name>: one object per shard, kept. FSDP2 looks
+    hooks up five times per parameter and gather, and asking for a tensor's keys is the slow part."""
+    known = {}  # id of a shard: (weak reference to it, its hook)
+
+    def get(shard):
+        entry = known.get(id(shard))
+        if entry is not None and entry[0]() is shard:
+            return entry[1]
+        if not is_quantized(shard):
+            raise AttributeError(f"'{type(shard).__name__}' object has no attribute '{hook.name}'")
+        key = id(shard)
+        reference = weakref.ref(shard, lambda _: known.pop(key, None))
+        known[key] = reference, hook(reference)
+        return known[key][1]
+
+    setattr(torch.Tensor, hook.name, property(get))
+    return hook
+
+
+@hook_property
 class PreAllGather:
+    name = "fsdp_pre_all_gather"
     # One argument, not five: the five-argument form asserts on the size of padded shards, on the
     # padded ranks only, and leaves the others in the collective (pytorch#137005).
     __signature__ = inspect.Signature(
@@ -92,14 +114,16 @@ class PreAllGather:
     __slots__ = ("shard",)
 
     def __init__(self, shard):
-        self.shard = shard
+        self.shard = shard  # a weak reference
 
-    def __call__(self, mesh):
-        image, grid, generation = ops._pre_all_gather(self.shard, mesh_group(mesh))
+    def __call__(self, mesh, pre_all_gather=ops._pre_all_gather.default):
+        image, grid, generation = pre_all_gather(self.shard(), mesh_group(mesh))
         return (image,), (grid, generation)
 
 
+@hook_property
 class PostAllGather:
+    name = "fsdp_post_all_gather"
     __slots__ = ("shard",)
 
     def __init__(self, shard):
@@ -111,7 +135,7 @@ class PostAllGather:
             ops._refresh_gathered(local_of(out), image, grid, generation)
             return None
         refuse_unsupported(sys._getframe(1).f_locals.get("self"))
-        return ops._post_all_gather(self.shard, image, grid, generation, param_dtype), ()
+        return ops._post_all_gather(self.shard(), image, grid, generation, param_dtype), ()
 
 
 def refuse_unsupported(fsdp_param):
@@ -126,10 +150,6 @@ def refuse_unsupported(fsdp_param):
             "qshard: reshard_after_forward=<int> is not supported for quantized parameters (FSDP2 "
             "has no hook for it); use True or False"
         )
-
-
-tensor_property("fsdp_pre_all_gather")(PreAllGather)
-tensor_property("fsdp_post_all_gather")(PostAllGather)
 
 
 # ------------------------------------------------------------------------------ optimizer.step()
