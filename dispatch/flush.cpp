@@ -9,11 +9,17 @@
 namespace qshard {
 namespace {
 
-AllReduceMax g_all_reduce_max = nullptr;
+GroupOperations g_group;
 
 void all_reduce_max(at::Tensor bits, const std::string& group) {
-  TORCH_INTERNAL_ASSERT(g_all_reduce_max != nullptr);
-  g_all_reduce_max(bits, group);
+  TORCH_INTERNAL_ASSERT(g_group.all_reduce_max != nullptr);
+  g_group.all_reduce_max(bits, group);
+}
+
+int64_t size_of(const std::string& group) {
+  if (group.empty()) return 1;
+  TORCH_INTERNAL_ASSERT(g_group.size != nullptr);
+  return g_group.size(group);
 }
 
 enum class Pending { kDrop, kKeep };
@@ -33,29 +39,39 @@ at::Tensor requantize(const std::vector<BufferPtr>& buffers, const std::string& 
   c10::OptionalDeviceGuard device_guard(device);
   const Stream stream = current_stream(device);
 
-  int64_t amax_numel = 0;
-  for (const auto& buffer : buffers) amax_numel += buffer->layout.amax_numel();
-  auto amax = at::empty({amax_numel}, at::TensorOptions().dtype(at::kFloat).device(device));
+  const int64_t ranks = size_of(group);
+  int64_t agreed = 0;
+  std::vector<Cuts> cuts;
+  for (const auto& buffer : buffers) {
+    cuts.push_back(find_cuts(buffer->layout, ranks));
+    agreed += amax_numel(buffer->layout, cuts.back());
+  }
+  auto amax = at::empty({agreed}, at::TensorOptions().dtype(at::kFloat).device(device));
 
   std::vector<QuantizeTask> tasks;
   std::vector<at::Tensor> values;  // keeps dequantized values alive
   tasks.reserve(buffers.size());
   float* next_amax = amax.mutable_data_ptr<float>();
-  for (const auto& buffer : buffers) {
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const auto& buffer = buffers[i];
+    const int64_t numel = amax_numel(buffer->layout, cuts[i]);
     if (is_settled(*buffer)) {
-      const int64_t first = next_amax - amax.const_data_ptr<float>();
-      amax.narrow(0, first, buffer->layout.amax_numel()).copy_(buffer->local_amax);
-      next_amax += buffer->layout.amax_numel();
-      continue;
+      // It holds all rows of its tensor, so it has no part in cut blocks.
+      auto entries = amax.narrow(0, next_amax - amax.const_data_ptr<float>(), numel);
+      entries.zero_();
+      entries.narrow(0, 0, buffer->layout.grid_numel()).copy_(buffer->local_amax);
+    } else {
+      values.push_back(buffer->value_plane());
+      tasks.push_back({buffer->layout, cuts[i], to_kernel_dtype(buffer->dtype),
+                       values.back().const_data_ptr(), buffer->image.mutable_data_ptr<uint8_t>(),
+                       next_amax,
+                       buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr});
     }
-    values.push_back(buffer->value_plane());
-    tasks.push_back({buffer->layout, to_kernel_dtype(buffer->dtype), values.back().const_data_ptr(),
-                     buffer->image.mutable_data_ptr<uint8_t>(), next_amax,
-                     buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr});
-    next_amax += buffer->layout.amax_numel();
+    next_amax += numel;
   }
   compute_amax(tasks, stream);
-  if (!group.empty()) all_reduce_max(amax.view(at::kInt), group);
+  // Every rank knows `agreed`: it depends on the logical tensors and the group only.
+  if (!group.empty() && agreed > 0) all_reduce_max(amax.view(at::kInt), group);
   quantize(tasks, stream);
 
   for (const auto& buffer : buffers) {
@@ -113,7 +129,7 @@ void check_group_is_known(const QuantizedBuffer& buffer) {
 
 }  // namespace
 
-void set_all_reduce_max(AllReduceMax all_reduce) { g_all_reduce_max = all_reduce; }
+void set_group_operations(GroupOperations operations) { g_group = operations; }
 
 bool can_flush_locally(const QuantizedBuffer& buffer) {
   return buffer.group.empty() && buffer.holds_all_rows();

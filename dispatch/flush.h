@@ -11,10 +11,15 @@
 
 namespace qshard {
 
-/// MAX over all ranks of the group, in place, on int32 (the bits of non-negative floats order as
-/// the floats do, with NaN on top, on every backend). fsdp/ provides it.
-using AllReduceMax = void (*)(at::Tensor& bits, const std::string& group);
-void set_all_reduce_max(AllReduceMax all_reduce);
+/// What a flush needs of a reduction group. fsdp/ provides it.
+struct GroupOperations {
+  /// MAX over all ranks of the group, in place, on int32 (the bits of non-negative floats order as
+  /// the floats do, with NaN on top, on every backend).
+  void (*all_reduce_max)(at::Tensor& bits, const std::string& group) = nullptr;
+  /// Number of ranks.
+  int64_t (*size)(const std::string& group) = nullptr;
+};
+void set_group_operations(GroupOperations operations);
 
 /// Whether requantizing this buffer needs no other rank.
 bool can_flush_locally(const QuantizedBuffer& buffer);

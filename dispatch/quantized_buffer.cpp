@@ -144,7 +144,8 @@ bool QuantizedBuffer::owns_its_blocks() const {
   if (holds_all_rows()) return true;
   const int64_t block = layout.format->block_rows;
   const int64_t live = layout.live_rows();
-  if (block == 0 || layout.row_offset == Layout::kOpen || live == 0) return false;
+  if (layout.format->has_tensor_scale() || layout.row_offset == Layout::kOpen || live == 0)
+    return false;
   const auto is_cut = [&](int64_t logical_row) {
     return logical_row % layout.matrix_rows % block != 0;
   };

@@ -15,7 +15,8 @@ namespace qshard {
 ///
 ///   image   uint8   (rows, row_bytes)          codes and row-local scales, one row per row
 ///   master  `dtype` (rows, cols)               the full-precision value, if kept
-///   grid    float32 (grid_rows, grid_cols)     scale_inv of the whole logical tensor, replicated
+///   grid    float32 (grid_rows, grid_cols)     scales that span rows, of the whole logical tensor,
+///                                              replicated
 ///
 /// The packing is a pure function of (layout, dtype, keeps_master), so that `set_` on a copy of the
 /// storage rebuilds the buffer exactly.

@@ -30,6 +30,11 @@ def scale_inv(self):
     )
 
 
+@register_fake("qshard::tensor_scale_inv")
+def tensor_scale_inv(self):
+    return torch.empty([*self.shape[:-2], 1, 1], dtype=torch.float32, device=self.device)
+
+
 @register_fake("qshard::master")
 def master(self):
     return torch.empty_like(self)

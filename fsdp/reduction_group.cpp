@@ -1,4 +1,4 @@
-// The one collective of a flush, over a c10d process group found by name.
+// The one collective of a flush, over a c10d process group found by name, and the group's size.
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -24,8 +24,12 @@ void all_reduce_max(at::Tensor& bits, const std::string& group_name) {
   if (!tensors.front().is_same(bits)) bits.copy_(tensors.front());
 }
 
+int64_t group_size(const std::string& group_name) {
+  return c10d::resolve_process_group(group_name)->getSize();
+}
+
 const bool kInstalled = [] {
-  set_all_reduce_max(&all_reduce_max);
+  set_group_operations({&all_reduce_max, &group_size});
   return true;
 }();
 

@@ -21,8 +21,12 @@ const char* reason(GemmFallback fallback) {
   switch (fallback) {
     case GemmFallback::kNone:
       return "";
+    case GemmFallback::kWeightOnly:
+      return "weight-only, as asked for";
     case GemmFallback::kCpu:
       return "no FP8 GEMM on CPU";
+    case GemmFallback::kFormat:
+      return "GEMMs in its format need compute capability 10.0 (Blackwell)";
     case GemmFallback::kDevice:
       return "FP8 GEMMs are used on compute capability 9.0 (Hopper) only";
     case GemmFallback::kDtype:
@@ -48,7 +52,7 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
   if (index >= kMaxFormats) return;
   const auto why = static_cast<size_t>(fallback);
   counters[index][static_cast<size_t>(direction)][why].fetch_add(1, std::memory_order_relaxed);
-  if (fallback == GemmFallback::kNone || fallback == GemmFallback::kCpu) return;
+  if (fallback <= GemmFallback::kCpu) return;
   if (!warned[why].exchange(true, std::memory_order_relaxed)) {
     TORCH_WARN("qshard: a linear with a ", format.name,
                " weight runs on dequantized values because ", reason(fallback),

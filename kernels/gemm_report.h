@@ -14,7 +14,10 @@ constexpr int kGemmDirections = 3;
 /// Why a GEMM ran on dequantized values.
 enum class GemmFallback : uint8_t {
   kNone,  // it did not: FP8
+  // What follows up to kCpu needs no warning.
+  kWeightOnly,
   kCpu,
+  kFormat,
   kDevice,
   kDtype,
   kOutFeatures,
@@ -23,7 +26,7 @@ enum class GemmFallback : uint8_t {
   kTooLarge,
   kNoKernel,
 };
-constexpr int kGemmFallbacks = 9;
+constexpr int kGemmFallbacks = 11;
 
 /// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);

@@ -28,30 +28,38 @@ struct Layout {
   /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row.
   int64_t code_bytes() const { return ceil_div(cols * format->code_bits, 8); }
   int64_t row_scale_offset() const { return round_up(code_bytes(), 16); }
-  int64_t row_scale_bytes() const {
-    return format->row_scale_cols ? ceil_div(cols, format->row_scale_cols) : 0;
-  }
+  int64_t row_scale_bytes() const { return format->scales_in_grid() ? 0 : block_cols(); }
   int64_t row_bytes() const { return round_up(row_scale_offset() + row_scale_bytes(), 16); }
   int64_t image_bytes() const { return rows * row_bytes(); }
 
-  /// Blocks of the logical tensor: block (i, j) holds rows `[i*B, (i+1)*B)` of its matrix. The
-  /// amaxes of these blocks are what a flush agrees on between ranks.
+  /// Blocks of the logical tensor: block (i, j) holds rows `[i*B, (i+1)*B)` of its matrix.
   int64_t matrices() const { return matrix_rows ? logical_rows / matrix_rows : 0; }
   int64_t block_rows_per_matrix() const {
     return format->block_rows ? ceil_div(matrix_rows, format->block_rows) : 1;
   }
-  int64_t grid_rows() const { return matrices() * block_rows_per_matrix(); }
-  int64_t grid_cols() const {
+  int64_t block_cols() const {
     return cols == 0 ? 0 : format->block_cols ? ceil_div(cols, format->block_cols) : 1;
   }
-  int64_t amax_numel() const { return grid_rows() * grid_cols(); }
-  int64_t grid_numel() const { return format->has_grid() ? amax_numel() : 0; }
-
-  /// Grid row of a logical row.
-  int64_t grid_row(int64_t logical_row) const {
+  /// Block row of a logical row.
+  int64_t block_row(int64_t logical_row) const {
     const int64_t in_matrix = logical_row % matrix_rows;
     return logical_row / matrix_rows * block_rows_per_matrix() +
            (format->block_rows ? in_matrix / format->block_rows : 0);
+  }
+
+  /// Grid: scales of all blocks, or of all matrices where the row image holds those of the blocks.
+  int64_t grid_rows() const {
+    if (!format->has_grid()) return 0;
+    return format->scales_in_grid() ? matrices() * block_rows_per_matrix() : matrices();
+  }
+  int64_t grid_cols() const {
+    if (!format->has_grid() || cols == 0) return 0;
+    return format->scales_in_grid() ? block_cols() : 1;
+  }
+  int64_t grid_numel() const { return grid_rows() * grid_cols(); }
+  /// Grid row of a logical row.
+  int64_t grid_row(int64_t logical_row) const {
+    return format->scales_in_grid() ? block_row(logical_row) : logical_row / matrix_rows;
   }
 
   /// Rows held that are rows of the logical tensor: padding and open placements own none.

@@ -44,6 +44,12 @@ bool is_too_large(int64_t m, int64_t n, int64_t k) {
   return m > kMaxTileRows || n > kMaxTileRows || k > kMaxTileRows;
 }
 
+// MXFP8 and NVFP4 GEMMs come with Blackwell.
+GemmFallback format_fallback(const Format& format, at::Device device) {
+  if (device.is_cpu()) return GemmFallback::kCpu;
+  return format.scales_in_grid() ? GemmFallback::kNone : GemmFallback::kFormat;
+}
+
 // Why a GEMM that does not read the weight (grad_weight) cannot run in FP8.
 GemmFallback shape_fallback(at::Device device, at::ScalarType dtype, int64_t m, int64_t n,
                             int64_t k) {
@@ -57,6 +63,8 @@ GemmFallback shape_fallback(at::Device device, at::ScalarType dtype, int64_t m, 
 // Why a GEMM that reads the weight in place cannot run in FP8.
 GemmFallback weight_fallback(const WeightOperand& weight, at::ScalarType dtype, int64_t m) {
   const Layout& layout = weight.layout;
+  const GemmFallback format = format_fallback(*layout.format, weight.image.device());
+  if (format != GemmFallback::kNone) return format;
   const GemmFallback shape =
       shape_fallback(weight.image.device(), dtype, m, weight.rows, layout.cols);
   if (shape != GemmFallback::kNone) return shape;
@@ -143,7 +151,8 @@ int64_t saved_input_bytes(int64_t m, int64_t k) {
 }
 
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
-                             const std::optional<at::Tensor>& bias, bool save_quantized_input) {
+                             const std::optional<at::Tensor>& bias, bool save_quantized_input,
+                             bool weight_only) {
   check_weight(weight);
   check_activation(input, weight, weight.layout.cols, "input");
   const c10::OptionalDeviceGuard guard(input.device());
@@ -163,7 +172,8 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
     if (bias) result.output.add_(*bias);
     return result;
   }
-  GemmFallback fallback = weight_fallback(weight, input.scalar_type(), m);
+  GemmFallback fallback =
+      weight_only ? GemmFallback::kWeightOnly : weight_fallback(weight, input.scalar_type(), m);
 #ifdef QSHARD_WITH_CUDA
   const bool fp8 = fallback == GemmFallback::kNone;
   if (fp8 || save_quantized_input) {
@@ -182,7 +192,8 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
 
 LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weight,
                                const at::Tensor& input, bool input_is_quantized, bool needs_input,
-                               bool needs_weight, at::ScalarType weight_grad_dtype) {
+                               bool needs_weight, at::ScalarType weight_grad_dtype,
+                               bool weight_only) {
   check_weight(weight);
   check_activation(grad, weight, weight.rows, "gradient");
   const c10::OptionalDeviceGuard guard(grad.device());
@@ -210,8 +221,15 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
         input.size(0) == m,
         fmt::format("qshard: linear's input has {} rows, its gradient {}", input.size(0), m));
   }
-  GemmFallback for_input = weight_fallback(weight, grad.scalar_type(), m);
-  GemmFallback for_weight = shape_fallback(grad.device(), grad.scalar_type(), m, n, k);
+  GemmFallback for_input = GemmFallback::kWeightOnly;
+  GemmFallback for_weight = GemmFallback::kWeightOnly;
+  if (!weight_only) {
+    for_input = weight_fallback(weight, grad.scalar_type(), m);
+    for_weight = format_fallback(format, grad.device());
+    if (for_weight == GemmFallback::kNone) {
+      for_weight = shape_fallback(grad.device(), grad.scalar_type(), m, n, k);
+    }
+  }
   at::Tensor values = input;
 #ifdef QSHARD_WITH_CUDA
   const bool fp8_input = needs_input && for_input == GemmFallback::kNone;

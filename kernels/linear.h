@@ -35,9 +35,12 @@ struct LinearForward {
   at::Tensor saved;   // uint8 (saved_input_bytes,) if asked for, else empty (0,)
 };
 
-/// output = input @ weight^T + bias; input (M, K) float32/bfloat16/float16, bias (N,).
+/// output = input @ weight^T + bias; input (M, K) float32/bfloat16/float16, bias (N,). With
+/// `weight_only` activations and gradients are not quantized: the weight is dequantized to their
+/// dtype.
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
-                             const std::optional<at::Tensor>& bias, bool save_quantized_input);
+                             const std::optional<at::Tensor>& bias, bool save_quantized_input,
+                             bool weight_only = false);
 
 struct LinearBackward {
   at::Tensor grad_input;   // (M, K) in grad's dtype, undefined unless asked for
@@ -48,7 +51,8 @@ struct LinearBackward {
 /// The gradient is quantized once, in the orientations that are needed.
 LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weight,
                                const at::Tensor& input, bool input_is_quantized, bool needs_input,
-                               bool needs_weight, at::ScalarType weight_grad_dtype);
+                               bool needs_weight, at::ScalarType weight_grad_dtype,
+                               bool weight_only = false);
 
 /// One line per GEMM path taken so far in this process: format, direction, backend, count, and for
 /// a fallback its reason.

@@ -3,6 +3,7 @@
 
 #include <span>
 
+#include "kernels/cuts.h"
 #include "kernels/layout.h"
 
 namespace qshard {
@@ -14,20 +15,25 @@ struct Stream {
 };
 
 /// One shard of one parameter. All pointers are device memory of the call's stream.
+///
+/// `amax` is what ranks agree on between compute_amax and quantize: the amax of every grid entry,
+/// (grid_rows, grid_cols), then those of the blocks that several ranks hold rows of although their
+/// scales are row-local, (cuts.rows, block_cols). Scales of other blocks need no amax from outside.
 struct QuantizeTask {
   Layout layout;
+  Cuts cuts;
   DType value_dtype = DType::kFloat32;  // float32, bfloat16 or float16
   const void* values = nullptr;         // (rows, cols), contiguous
   uint8_t* image = nullptr;             // (rows, row_bytes), 16-byte aligned
-  float* amax = nullptr;                // (grid_rows, grid_cols)
+  float* amax = nullptr;                // (amax_numel(layout, cuts),)
   float* grid = nullptr;                // (grid_rows, grid_cols) scale_inv; null if !has_grid()
 };
 
-/// Sets every entry of `amax`: the largest |x| of the task's live rows in each logical block (as
-/// float bits, so that NaN compares above infinity), 0 where this shard has no rows.
+/// Sets every entry of `amax`: the largest |x| of the task's live rows in each grid entry or cut
+/// block (as float bits, so that NaN compares above infinity), 0 where this shard has no rows.
 void compute_amax(std::span<const QuantizeTask> tasks, Stream stream);
 
-/// Writes the whole `grid` (all logical blocks) from the agreed `amax`, and codes and row-local
+/// Writes the whole `grid` from the agreed `amax`, and codes and row-local
 /// scales of the live rows from `values`. Padding rows and padding bytes become zero.
 void quantize(std::span<const QuantizeTask> tasks, Stream stream);
 
@@ -41,8 +47,9 @@ struct DequantizeTask {
   void* values = nullptr;  // (rows, cols), contiguous
 };
 
-/// values = code * scale_inv, rounded once to value_dtype. Rows that are not live read as zero; an
-/// open placement (row_offset == kOpen) reads its blocks as if row_offset were 0.
+/// values = code * scale_inv, rounded once to value_dtype, where a block's row-local scale times
+/// the matrix's is rounded to fp32 first; NaN scales give NaN. Rows that are not live read as zero;
+/// an open placement (row_offset == kOpen) reads its blocks as if row_offset were 0.
 void dequantize(std::span<const DequantizeTask> tasks, Stream stream);
 
 }  // namespace qshard

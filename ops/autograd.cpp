@@ -57,13 +57,15 @@ struct DequantizeFunction : Function<DequantizeFunction> {
 
 struct LinearFunction : Function<LinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& bias) {
+                        const OptionalTensor& bias, bool weight_only) {
     at::AutoDispatchBelowAutograd guard;
     static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
-    const bool saves_codes = weight.requires_grad() && saves_quantized_input(input, weight);
-    auto [output, saved] = op.call(input, weight, bias, saves_codes);
+    const bool saves_codes =
+        !weight_only && weight.requires_grad() && saves_quantized_input(input, weight);
+    auto [output, saved] = op.call(input, weight, bias, saves_codes, weight_only);
     ctx->save_for_backward({saves_codes ? saved : input, weight});
     ctx->saved_data["saves_codes"] = saves_codes;
+    ctx->saved_data["weight_only"] = weight_only;
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
     return output;
@@ -71,7 +73,7 @@ struct LinearFunction : Function<LinearFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return {Tensor(), Tensor(), Tensor()};
+    if (!grad.defined()) return {Tensor(), Tensor(), Tensor(), Tensor()};
     refuse_double_backward(grad, "qshard::linear");
     const auto saved = ctx->get_saved_variables();
     const bool needs_input = ctx->needs_input_grad(0);
@@ -82,14 +84,15 @@ struct LinearFunction : Function<LinearFunction> {
       static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
       std::tie(grad_input, grad_weight) =
           op.call(grad, saved[1], saved[0], ctx->saved_data["saves_codes"].toBool(), needs_input,
-                  needs_weight);
+                  needs_weight, ctx->saved_data["weight_only"].toBool());
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
       grad_bias = grad.reshape_symint({-1, grad.sym_size(-1)})
                       .sum(0)
                       .to(ctx->saved_data["bias_dtype"].toScalarType());
     }
-    return {needs_input ? grad_input : Tensor(), needs_weight ? grad_weight : Tensor(), grad_bias};
+    return {needs_input ? grad_input : Tensor(), needs_weight ? grad_weight : Tensor(), grad_bias,
+            Tensor()};
   }
 
  private:
@@ -129,14 +132,21 @@ Tensor scale_inv_autograd(const Tensor& self) {
   return op.call(self);
 }
 
+Tensor tensor_scale_inv_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(tensor_scale_inv)>("qshard::tensor_scale_inv");
+  return op.call(self);
+}
+
 OptionalTensor master_autograd(const Tensor& self) {
   at::AutoDispatchBelowAutograd guard;
   static const auto op = typed_op<decltype(master)>("qshard::master");
   return op.call(self);
 }
 
-Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return LinearFunction::apply(input, weight, bias);
+Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       bool weight_only) {
+  return LinearFunction::apply(input, weight, bias, weight_only);
 }
 
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -145,7 +155,7 @@ Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const Opt
   };
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
-  return LinearFunction::apply(plain(input), weight, plain_bias);
+  return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false);
 }
 
 }  // namespace qshard

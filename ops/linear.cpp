@@ -42,14 +42,14 @@ void check_linear_shapes(const Tensor& input, const Tensor& weight, const Option
 }  // namespace
 
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
-                                             const OptionalTensor& bias,
-                                             bool save_quantized_input) {
+                                             const OptionalTensor& bias, bool save_quantized_input,
+                                             bool weight_only) {
   PlainGuard guard;
   const auto operand = weight_operand(weight, "qshard::linear");
   check_linear_shapes(input, weight, bias);
   c10::OptionalDeviceGuard device_guard(input.device());
   auto result = linear_forward(as_matrix(has_key(input) ? value_of(input) : input), operand, bias,
-                               save_quantized_input);
+                               save_quantized_input, weight_only);
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   // Detached from the 2-D result, so that N-D outputs are no views (FSDP2 warns about those).
@@ -59,13 +59,14 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
 
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
-                                              bool needs_input, bool needs_weight) {
+                                              bool needs_input, bool needs_weight,
+                                              bool weight_only) {
   PlainGuard guard;
   const auto operand = weight_operand(weight, "qshard::linear_backward");
   c10::OptionalDeviceGuard device_guard(grad.device());
   const Tensor input_matrix = input_is_quantized || !needs_weight ? input : as_matrix(input);
   auto result = linear_backward(as_matrix(grad), operand, input_matrix, input_is_quantized,
-                                needs_input, needs_weight, weight.scalar_type());
+                                needs_input, needs_weight, weight.scalar_type(), weight_only);
   if (needs_input) {
     auto sizes = grad.sizes().vec();
     sizes.back() = weight.size(1);
@@ -78,8 +79,10 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
   return {result.grad_input, result.grad_weight};
 }
 
-Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  return std::get<0>(linear_forward_op(input, weight, bias, /*save_quantized_input=*/false));
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+              bool weight_only) {
+  return std::get<0>(
+      linear_forward_op(input, weight, bias, /*save_quantized_input=*/false, weight_only));
 }
 
 }  // namespace qshard

@@ -21,7 +21,7 @@ bool is_quantized_meta(const Tensor&) { return false; }
 
 void flush_meta(at::TensorList) {}
 
-Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&) {
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, bool) {
   auto sizes = input.sym_sizes().vec();
   sizes.back() = weight.sym_size(0);
   return at::empty_symint(sizes, input.options());
@@ -29,20 +29,20 @@ Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTens
 
 std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
                                                const OptionalTensor& bias,
-                                               bool save_quantized_input) {
+                                               bool save_quantized_input, bool) {
   c10::SymInt saved_bytes = 0;
   if (save_quantized_input) {
     // Only asked for when all sizes are known (ops/autograd.cpp).
     const int64_t k = input.size(-1);
     saved_bytes = saved_input_bytes(input.numel() / k, k);
   }
-  return {linear_meta(input, weight, bias),
+  return {linear_meta(input, weight, bias, false),
           at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
 }
 
 std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
                                                 const Tensor&, bool, bool needs_input,
-                                                bool needs_weight) {
+                                                bool needs_weight, bool) {
   auto sizes = grad.sym_sizes().vec();
   sizes.back() = weight.sym_size(1);
   const std::vector<c10::SymInt> none{0};

@@ -23,16 +23,20 @@ bool is_quantized_op(const Tensor& self);
 std::string format(const Tensor& self);
 Tensor codes(const Tensor& self);
 Tensor scale_inv(const Tensor& self);
+Tensor tensor_scale_inv(const Tensor& self);
 OptionalTensor master(const Tensor& self);
 void flush_op(at::TensorList self);
 
 // ops/linear.cpp
-Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+              bool weight_only);
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
-                                             const OptionalTensor& bias, bool save_quantized_input);
+                                             const OptionalTensor& bias, bool save_quantized_input,
+                                             bool weight_only);
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
-                                              bool needs_input, bool needs_weight);
+                                              bool needs_input, bool needs_weight,
+                                              bool weight_only);
 
 // ops/report.cpp
 std::vector<std::string> format_names();
@@ -49,13 +53,15 @@ Tensor quantize_meta(const Tensor& self, c10::string_view format, bool keep_mast
 Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
 bool is_quantized_meta(const Tensor& self);
 void flush_meta(at::TensorList self);
-Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   bool weight_only);
 std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
                                                const OptionalTensor& bias,
-                                               bool save_quantized_input);
+                                               bool save_quantized_input, bool weight_only);
 std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
                                                 const Tensor& input, bool input_is_quantized,
-                                                bool needs_input, bool needs_weight);
+                                                bool needs_input, bool needs_weight,
+                                                bool weight_only);
 
 // ops/autograd.cpp
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,
@@ -63,8 +69,10 @@ Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_
 Tensor dequantize_autograd(const Tensor& self, std::optional<at::ScalarType> dtype);
 Tensor codes_autograd(const Tensor& self);
 Tensor scale_inv_autograd(const Tensor& self);
+Tensor tensor_scale_inv_autograd(const Tensor& self);
 OptionalTensor master_autograd(const Tensor& self);
-Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       bool weight_only);
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
 }  // namespace qshard

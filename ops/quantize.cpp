@@ -68,6 +68,23 @@ QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
   return buffer_of(self);
 }
 
+/// The grid entries of a window of rows; shaped like its leading dimensions if it holds whole
+/// matrices.
+Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
+  const QuantizedBuffer& buffer = buffer_of(self);
+  const Layout& layout = buffer.layout;
+  const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows.first;
+  const int64_t last = std::min(first + rows.count, layout.logical_rows) - 1;
+  if (last < first) return buffer.grid.narrow(0, 0, 0);
+  const int64_t first_row = layout.grid_row(first);
+  auto scales = buffer.grid.narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
+  if (self.dim() == 2 || rows.count % layout.matrix_rows != 0) return scales;
+  c10::DimVector sizes(self.sizes().slice(0, self.dim() - 2));
+  sizes.push_back(layout.grid_rows() / layout.matrices());
+  sizes.push_back(layout.grid_cols());
+  return scales.view(sizes);
+}
+
 }  // namespace
 
 Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_master,
@@ -128,21 +145,30 @@ Tensor codes(const Tensor& self) {
   require_fresh_image(impl_of(self).buffer(), "qshard::codes");
   const Layout& layout = buffer.layout;
   PlainGuard guard;
+  const auto not_a_window = [&](const char* why) {
+    return fmt::format("qshard::codes: {} with strides {} is not a window of rows and columns{}",
+                       describe(self), self.strides().vec(), why);
+  };
   // A stride counts elements of the dense virtual buffer: whole rows, or single columns.
+  const int64_t per_byte = 8 / layout.format->code_bits;
   const auto to_image = [&](int64_t elements, bool is_offset) {
     if (layout.cols == 0) return int64_t{0};
     const int64_t column = elements % layout.cols;
-    TORCH_CHECK_VALUE(is_offset || column == 0 || elements == 1,
-                      fmt::format("qshard::codes: {} with strides {} is not a window of rows and "
-                                  "columns",
-                                  describe(self), self.strides().vec()));
-    return elements / layout.cols * layout.row_bytes() + column;
+    TORCH_CHECK_VALUE(is_offset || column == 0 || elements == 1, not_a_window(""));
+    TORCH_CHECK_VALUE(!is_offset || column % per_byte == 0, not_a_window(" at whole bytes"));
+    return elements / layout.cols * layout.row_bytes() + ceil_div(column, per_byte);
   };
-  c10::DimVector strides;
+  c10::DimVector sizes(self.sizes()), strides;
   for (const int64_t stride : self.strides()) strides.push_back(to_image(stride, false));
-  const auto image = buffer.image.view(at::kFloat8_e4m3fn);
-  if (self.numel() == 0) return image.new_empty(self.sizes());
-  return image.as_strided(self.sizes(), strides, to_image(self.storage_offset(), true));
+  if (per_byte > 1) {
+    TORCH_CHECK_VALUE(self.dim() > 0 && (self.stride(-1) == 1 || self.numel() == 0),
+                      not_a_window(" at whole bytes"));
+    sizes.back() = ceil_div(sizes.back(), per_byte);
+    strides.back() = 1;
+  }
+  const auto image = per_byte > 1 ? buffer.image : buffer.image.view(at::kFloat8_e4m3fn);
+  if (self.numel() == 0) return image.new_empty(sizes);
+  return image.as_strided(sizes, strides, to_image(self.storage_offset(), true));
 }
 
 Tensor scale_inv(const Tensor& self) {
@@ -155,16 +181,31 @@ Tensor scale_inv(const Tensor& self) {
                                 "rows",
                                 describe(self), self.strides().vec()));
   PlainGuard guard;
-  const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows->first;
-  const int64_t last = std::min(first + rows->count, layout.logical_rows) - 1;
-  if (last < first) return buffer.grid.narrow(0, 0, 0);
-  const int64_t first_row = layout.grid_row(first);
-  auto scales = buffer.grid.narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
-  if (self.dim() == 2 || rows->count % layout.matrix_rows != 0) return scales;
-  c10::DimVector sizes(self.sizes().slice(0, self.dim() - 2));
-  sizes.push_back(layout.block_rows_per_matrix());
-  sizes.push_back(layout.grid_cols());
+  if (layout.format->scales_in_grid()) return grid_of_rows(self, *rows);
+  const auto dtype =
+      layout.format->row_scale == RowScale::kE8M0 ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn;
+  const auto scales = buffer.image.view(dtype)
+                          .narrow(0, rows->first, rows->count)
+                          .narrow(1, layout.row_scale_offset(), layout.row_scale_bytes());
+  if (self.dim() == 2) return scales;
+  c10::DimVector sizes(self.sizes());
+  sizes.back() = layout.row_scale_bytes();
   return scales.view(sizes);
+}
+
+Tensor tensor_scale_inv(const Tensor& self) {
+  const Format& format = *quantized_buffer(self, "qshard::tensor_scale_inv").layout.format;
+  TORCH_CHECK_VALUE(!format.scales_in_grid() && format.has_tensor_scale(),
+                    fmt::format("qshard::tensor_scale_inv: {} has no scale above those that "
+                                "qshard::scale_inv gives",
+                                describe(self)));
+  require_fresh_image(impl_of(self).buffer(), "qshard::tensor_scale_inv");
+  const auto rows = row_window(self);
+  TORCH_CHECK_VALUE(rows, fmt::format("qshard::tensor_scale_inv: {} with strides {} is not a "
+                                      "window of whole rows",
+                                      describe(self), self.strides().vec()));
+  PlainGuard guard;
+  return grid_of_rows(self, *rows);
 }
 
 OptionalTensor master(const Tensor& self) {

@@ -19,17 +19,21 @@ TORCH_LIBRARY(qshard, m) {
   m.def("format(Tensor self) -> str");
   m.def("codes(Tensor(a) self) -> Tensor(a)");
   m.def("scale_inv(Tensor(a) self) -> Tensor(a)");
+  m.def("tensor_scale_inv(Tensor(a) self) -> Tensor(a)");
   m.def("master(Tensor(a) self) -> Tensor(a)?");
   m.def("flush(Tensor[] self) -> ()");
 
   // Linear.
-  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
   m.def(
-      "linear_forward(Tensor input, Tensor weight, Tensor? bias, bool save_quantized_input) "
-      "-> (Tensor output, Tensor saved_input)");
+      "linear(Tensor input, Tensor weight, Tensor? bias=None, *, bool weight_only=False) "
+      "-> Tensor");
+  m.def(
+      "linear_forward(Tensor input, Tensor weight, Tensor? bias, bool save_quantized_input, "
+      "bool weight_only=False) -> (Tensor output, Tensor saved_input)");
   m.def(
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
-      "bool needs_input, bool needs_weight) -> (Tensor grad_input, Tensor grad_weight)");
+      "bool needs_input, bool needs_weight, bool weight_only=False) "
+      "-> (Tensor grad_input, Tensor grad_weight)");
 
   // Reports.
   m.def("formats() -> str[]");
@@ -64,6 +68,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("format", &format);
   m.impl("codes", &codes);
   m.impl("scale_inv", &scale_inv);
+  m.impl("tensor_scale_inv", &tensor_scale_inv);
   m.impl("master", &master);
   m.impl("flush", &flush_op);
 
@@ -79,7 +84,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_keeps_master", &keeps_master);
 }
 
-// Shapes for meta and fake tensors. `codes`, `scale_inv` and `master` have theirs in fsdp/glue.py:
+// Shapes for meta and fake tensors. `codes`, `scale_inv` and `master` have theirs in fsdp/fakes.py:
 // the shape of scales under FakeTensor is data-dependent.
 TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("quantize", &quantize_meta);
@@ -96,6 +101,7 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   m.impl("dequantize", &dequantize_autograd);
   m.impl("codes", &codes_autograd);
   m.impl("scale_inv", &scale_inv_autograd);
+  m.impl("tensor_scale_inv", &tensor_scale_inv_autograd);
   m.impl("master", &master_autograd);
   m.impl("linear", &linear_autograd);
 }

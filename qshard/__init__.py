@@ -1,15 +1,22 @@
-"""Quantized sharded tensors: FP8 weights that FSDP2, torch.optim, DCP and torch.compile take as
+"""Quantized sharded tensors: FP8, MXFP8 and NVFP4 weights that FSDP2, torch.optim, DCP and torch.compile take as
 ordinary parameters."""
 
 from qshard._library import library_path  # loads the library
 from qshard import nn
 from qshard.quantize import flush, is_quantized, quantize_
-from qshard.recipes import Float8BlockScaling, Float8CurrentScaling
+from qshard.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from qshard.report import backend_report, report, trace_fallbacks
 
 __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "backend_report",
     "flush",
     "is_quantized",

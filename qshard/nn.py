@@ -12,11 +12,15 @@ class Linear(torch.nn.Linear):
     Forward, dgrad and wgrad are operators that torch.compile does not look into, so
     `layer.compile(fullgraph=True)` works. A stock nn.Linear holding a quantized weight runs the same
     kernels, in eager mode only.
+
+    weight_only: multiply by the dequantized weight; activations and gradients are not quantized.
     """
+
+    weight_only = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features) in the dtype of `input`.
 
         Raises if the weight is not quantized (say, after load_state_dict(assign=True) of a plain
         one)."""
-        return _linear(input, self.weight, self.bias)
+        return _linear(input, self.weight, self.bias, weight_only=self.weight_only)

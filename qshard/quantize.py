@@ -22,6 +22,7 @@ def quantize_(
     recipe,
     *,
     keep_master: bool = True,
+    weight_only: bool = False,
     filter_fn: Callable[[torch_nn.Module, str], bool] | None = None,
 ) -> torch_nn.Module:
     """Quantizes the weights of a model's linear layers in place, and returns the model.
@@ -31,7 +32,10 @@ def quantize_(
     keep_master: keep each weight's current value beside its codes, in its own dtype. Optimizer steps
         are then exactly those of a plain parameter. Without, the codes are all there is: 1 byte per
         element, and updates smaller than their resolution are lost.
-    filter_fn(module, name): which nn.Linear to quantize; all by default.
+    weight_only: leave activations and gradients in their dtype, and multiply by dequantized weights:
+        less memory and fewer bytes gathered, without the error of quantized activations.
+    filter_fn(module, name): which nn.Linear to quantize; all by default. Call quantize_ again for
+        modules that are to have another recipe.
 
     On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
     Nothing is changed if it raises.
@@ -41,6 +45,11 @@ def quantize_(
     for name, module in model.named_modules():
         if isinstance(module, torch_nn.Linear) and (filter_fn is None or filter_fn(module, name)):
             chosen.append((name, module))
+            if weight_only and type(module) not in (torch_nn.Linear, nn.Linear):
+                raise TypeError(
+                    f"qshard.quantize_: weight_only cannot change how {name}, a "
+                    f"{type(module).__name__}, multiplies; it needs nn.Linear itself"
+                )
     if not chosen:
         raise ValueError("qshard.quantize_: no nn.Linear was chosen; check filter_fn")
     _refuse_after_first_forward(model)
@@ -52,7 +61,7 @@ def quantize_(
             quantized[id(weight)] = _quantized_parameter(weight, format, keep_master, name)
     for _, module in chosen:
         module.weight = quantized[id(module.weight)]
-        _prepare_module(module)
+        _prepare_module(module, weight_only)
     _retie(model, quantized)
     flush(model)
     return model
@@ -130,9 +139,11 @@ def quantize_like(value, format, keep_master, name):
     )
 
 
-def _prepare_module(module):
+def _prepare_module(module, weight_only):
     if type(module) is torch_nn.Linear:
         module.__class__ = nn.Linear
+    if isinstance(module, nn.Linear):
+        module.weight_only = weight_only
     if not getattr(module, "_qshard_load_hook", False):
         module.register_load_state_dict_pre_hook(_quantize_on_assign)
         module._qshard_load_hook = True

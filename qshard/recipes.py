@@ -37,3 +37,37 @@ class Float8BlockScaling:
     def format(self) -> str:
         """Name of the weights' format."""
         return "float8_blockwise_fp32_scale" if self.use_f32_scales else "float8_blockwise"
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling:
+    """E4M3 codes with one power-of-two scale (E8M0) per block: 32x32 of a weight, so that its
+    transpose needs no second copy (OCP Microscaling Formats v1.0; scales rounded up, so that no
+    element overflows). The scales travel with the rows: 1.03125 bytes per element on the wire.
+
+    Its GEMM needs Blackwell; elsewhere weights are dequantized for a GEMM in the activations' dtype.
+    """
+
+    @property
+    def format(self) -> str:
+        """Name of the weights' format."""
+        return "mxfp8"
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling:
+    """E2M1 codes, two per byte, with one E4M3 scale per 16x16 block of a weight and one fp32 scale
+    per weight (arXiv:2509.25149): 0.5625 bytes per element on the wire.
+
+    disable_2d_quantization: one scale per 1x16 block of a weight instead: less error, but the
+        transposed weight that dgrad needs has other blocks, so dgrad multiplies dequantized values.
+
+    Its GEMM needs Blackwell; elsewhere weights are dequantized for a GEMM in the activations' dtype.
+    """
+
+    disable_2d_quantization: bool = False
+
+    @property
+    def format(self) -> str:
+        """Name of the weights' format."""
+        return "nvfp4_1x16" if self.disable_2d_quantization else "nvfp4"

@@ -1,4 +1,5 @@
-// CPU kernels behind kernels/quantize.h; threaded over ranges of rows.
+// CPU kernels behind kernels/quantize.h; threaded over ranges of rows. Each takes tasks of formats
+// with scales in the grid, or of formats with row-local scales.
 #pragma once
 
 #include <span>
@@ -7,8 +8,12 @@
 
 namespace qshard::cpu {
 
-void compute_amax(std::span<const QuantizeTask> tasks);
-void quantize(std::span<const QuantizeTask> tasks);
-void dequantize(std::span<const DequantizeTask> tasks);
+void compute_amax_of_grid(std::span<const QuantizeTask> tasks);
+void quantize_by_grid(std::span<const QuantizeTask> tasks);
+void dequantize_by_grid(std::span<const DequantizeTask> tasks);
+
+void compute_amax_row_scaled(std::span<const QuantizeTask> tasks);
+void quantize_row_scaled(std::span<const QuantizeTask> tasks);
+void dequantize_row_scaled(std::span<const DequantizeTask> tasks);
 
 }  // namespace qshard::cpu

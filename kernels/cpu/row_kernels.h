@@ -11,10 +11,16 @@ namespace qshard::cpu {
 struct RowKernels {
   /// Largest |x| of n values as fp32 bits; every NaN counts as kNaNBits. 0 for n == 0.
   uint32_t (*amax[3])(const void* values, int64_t n);
+  /// largest[i] = max(largest[i], bits of |values[i]| as fp32).
+  void (*fold_amax[3])(const void* values, int64_t n, uint32_t* largest);
   /// codes[i] = E4M3(values[i] * scale), nearest even, saturating.
   void (*encode[3])(const void* values, int64_t n, float scale, uint8_t* codes);
   /// values[i] = codes[i] * scale_inv, rounded once to the value type.
   void (*decode[3])(const uint8_t* codes, int64_t n, float scale_inv, void* values);
+  /// The same for E2M1, two codes per byte, the first in the low nibble; an odd n leaves the last
+  /// high nibble zero.
+  void (*encode_fp4[3])(const void* values, int64_t n, float scale, uint8_t* codes);
+  void (*decode_fp4[3])(const uint8_t* codes, int64_t n, float scale_inv, void* values);
 };
 
 /// Plain C++; the definition of the results on every CPU.

@@ -116,6 +116,27 @@ QSHARD_AVX2 uint32_t amax_float16(const void* values, int64_t n) {
   return canonical_amax(float_bits(half_to_float(amax_16bit(values, n))));
 }
 
+template <typename Value>
+QSHARD_AVX2 void fold_amax(const void* values, int64_t n, uint32_t* largest) {
+  using Storage = typename Value::Storage;
+  const auto* x = static_cast<const Storage*>(values);
+  const __m256i mask = splat(kAbsMask);
+  const auto fold8 = [&](const Storage* from, uint32_t* to) QSHARD_AVX2 {
+    auto* target = reinterpret_cast<__m256i*>(to);
+    const __m256i abs = _mm256_and_si256(_mm256_castps_si256(Value::load(from)), mask);
+    _mm256_storeu_si256(target, _mm256_max_epu32(_mm256_loadu_si256(target), abs));
+  };
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) fold8(x + i, largest + i);
+  if (i == n) return;
+  Storage tail[8] = {};
+  uint32_t tail_largest[8] = {};
+  std::memcpy(tail, x + i, (n - i) * sizeof(Storage));
+  std::memcpy(tail_largest, largest + i, (n - i) * sizeof(uint32_t));
+  fold8(tail, tail_largest);
+  std::memcpy(largest + i, tail_largest, (n - i) * sizeof(uint32_t));
+}
+
 // Eight E4M3 codes in 32-bit lanes; see encode_float8 for the arithmetic.
 QSHARD_AVX2_INLINE __m256i encode8(__m256 v) {
   constexpr uint32_t kMagic = 141u << 23;      // 2^14: its ulp is the smallest subnormal, 2^-9
@@ -200,12 +221,95 @@ QSHARD_AVX2 void decode(const uint8_t* codes, int64_t n, float scale_inv, void* 
   std::memcpy(x + i, tail, (n - i) * sizeof(Storage));
 }
 
+// Eight E2M1 codes in 32-bit lanes: a code counts the midpoints below its value. A tie goes to the
+// even code, so every second midpoint counts only what is above it. NaN is above all.
+QSHARD_AVX2_INLINE __m256i encode_fp4_8(__m256 v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 28), splat(8));
+  const __m256i abs = _mm256_and_si256(bits, splat(kAbsMask));
+  constexpr uint32_t kLargestBelow[7] = {0x3e800000, 0x3f3fffff, 0x3fa00000, 0x3fdfffff,
+                                         0x40200000, 0x405fffff, 0x40a00000};
+  __m256i code = sign;
+  for (const uint32_t midpoint : kLargestBelow) {
+    code = _mm256_sub_epi32(code, _mm256_cmpgt_epi32(abs, splat(midpoint)));
+  }
+  return code;
+}
+
+/// 16 values to 8 bytes.
+template <typename Value>
+QSHARD_AVX2_INLINE void encode_fp4_16(const typename Value::Storage* x, __m256 scale,
+                                      uint8_t* codes) {
+  const __m256i a = encode_fp4_8(_mm256_mul_ps(Value::load(x), scale));
+  const __m256i b = encode_fp4_8(_mm256_mul_ps(Value::load(x + 8), scale));
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+  const __m128i bytes =
+      _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));  // low + 16 * high
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(pairs, pairs));
+}
+
+template <typename Value>
+QSHARD_AVX2 void encode_fp4(const void* values, int64_t n, float scale, uint8_t* codes) {
+  using Storage = typename Value::Storage;
+  const auto* x = static_cast<const Storage*>(values);
+  const __m256 scales = _mm256_set1_ps(scale);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) encode_fp4_16<Value>(x + i, scales, codes + i / 2);
+  if (i == n) return;
+  Storage tail[16] = {};
+  uint8_t tail_codes[8];
+  std::memcpy(tail, x + i, (n - i) * sizeof(Storage));
+  encode_fp4_16<Value>(tail, scales, tail_codes);
+  std::memcpy(codes + i / 2, tail_codes, (n - i + 1) / 2);
+}
+
+template <typename Value>
+QSHARD_AVX2_INLINE void decode_fp4_16(const uint8_t* codes, __m256 scale_inv,
+                                      typename Value::Storage* x) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+  const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(0x0f));
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(0x0f));
+  const __m128i nibbles = _mm_unpacklo_epi8(low, high);
+  // Twice the magnitude of each code; the sign is set apart, so that a negative zero keeps it.
+  const __m128i twice =
+      _mm_shuffle_epi8(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, 1, 2, 3, 4, 6, 8, 12), nibbles);
+  const __m128i signs = _mm_and_si128(nibbles, _mm_set1_epi8(8));
+  const auto decode8 = [&](__m128i magnitude, __m128i sign) QSHARD_AVX2 {
+    const __m256 value =
+        _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(magnitude)), _mm256_set1_ps(0.5f));
+    const __m256i sign_bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(sign), 28);
+    return _mm256_mul_ps(_mm256_or_ps(value, _mm256_castsi256_ps(sign_bits)), scale_inv);
+  };
+  Value::store(x, decode8(twice, signs));
+  Value::store(x + 8, decode8(_mm_srli_si128(twice, 8), _mm_srli_si128(signs, 8)));
+}
+
+template <typename Value>
+QSHARD_AVX2 void decode_fp4(const uint8_t* codes, int64_t n, float scale_inv, void* values) {
+  using Storage = typename Value::Storage;
+  auto* x = static_cast<Storage*>(values);
+  const __m256 scales = _mm256_set1_ps(canonical_nan(scale_inv));
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) decode_fp4_16<Value>(codes + i / 2, scales, x + i);
+  if (i == n) return;
+  uint8_t tail_codes[8] = {};
+  Storage tail[16];
+  std::memcpy(tail_codes, codes + i / 2, (n - i + 1) / 2);
+  decode_fp4_16<Value>(tail_codes, scales, tail);
+  std::memcpy(x + i, tail, (n - i) * sizeof(Storage));
+}
+
 }  // namespace
 
 const RowKernels* avx2_row_kernels() {
-  static constexpr RowKernels kernels{{amax_float32, amax_bfloat16, amax_float16},
-                                      {encode<Float32>, encode<BFloat16>, encode<Float16>},
-                                      {decode<Float32>, decode<BFloat16>, decode<Float16>}};
+  static constexpr RowKernels kernels{
+      {amax_float32, amax_bfloat16, amax_float16},
+      {fold_amax<Float32>, fold_amax<BFloat16>, fold_amax<Float16>},
+      {encode<Float32>, encode<BFloat16>, encode<Float16>},
+      {decode<Float32>, decode<BFloat16>, decode<Float16>},
+      {encode_fp4<Float32>, encode_fp4<BFloat16>, encode_fp4<Float16>},
+      {decode_fp4<Float32>, decode_fp4<BFloat16>, decode_fp4<Float16>}};
   static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   return supported ? &kernels : nullptr;
 }

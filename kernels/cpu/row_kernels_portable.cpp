@@ -1,5 +1,5 @@
 #include "kernels/cpu/row_kernels.h"
-#include "kernels/float8.h"
+#include "kernels/row_scales.h"
 
 namespace qshard::cpu {
 namespace {
@@ -33,6 +33,15 @@ uint32_t amax(const void* values, int64_t n) {
 }
 
 template <typename Value>
+void fold_amax(const void* values, int64_t n, uint32_t* largest) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t abs = float_bits(Value::load(x[i])) & kAbsMask;
+    largest[i] = abs > largest[i] ? abs : largest[i];
+  }
+}
+
+template <typename Value>
 void encode(const void* values, int64_t n, float scale, uint8_t* codes) {
   const auto* x = static_cast<const typename Value::Storage*>(values);
   for (int64_t i = 0; i < n; ++i) codes[i] = encode_e4m3(Value::load(x[i]) * scale);
@@ -45,12 +54,36 @@ void decode(const uint8_t* codes, int64_t n, float scale_inv, void* values) {
   for (int64_t i = 0; i < n; ++i) x[i] = Value::store(decode_e4m3(codes[i]) * scale_inv);
 }
 
+template <typename Value>
+void encode_fp4(const void* values, int64_t n, float scale, uint8_t* codes) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; i += 2) {
+    const uint8_t low = encode_e2m1(Value::load(x[i]) * scale);
+    const uint8_t high = i + 1 < n ? encode_e2m1(Value::load(x[i + 1]) * scale) : 0;
+    codes[i / 2] = static_cast<uint8_t>(low | (high << 4));
+  }
+}
+
+template <typename Value>
+void decode_fp4(const uint8_t* codes, int64_t n, float scale_inv, void* values) {
+  auto* x = static_cast<typename Value::Storage*>(values);
+  scale_inv = canonical_nan(scale_inv);
+  for (int64_t i = 0; i < n; ++i) {
+    const int code = codes[i / 2] >> (i % 2 * 4);
+    x[i] = Value::store(decode_e2m1(static_cast<uint8_t>(code)) * scale_inv);
+  }
+}
+
 }  // namespace
 
 const RowKernels& portable_row_kernels() {
-  static constexpr RowKernels kernels{{amax<Float32>, amax<BFloat16>, amax<Float16>},
-                                      {encode<Float32>, encode<BFloat16>, encode<Float16>},
-                                      {decode<Float32>, decode<BFloat16>, decode<Float16>}};
+  static constexpr RowKernels kernels{
+      {amax<Float32>, amax<BFloat16>, amax<Float16>},
+      {fold_amax<Float32>, fold_amax<BFloat16>, fold_amax<Float16>},
+      {encode<Float32>, encode<BFloat16>, encode<Float16>},
+      {decode<Float32>, decode<BFloat16>, decode<Float16>},
+      {encode_fp4<Float32>, encode_fp4<BFloat16>, encode_fp4<Float16>},
+      {decode_fp4<Float32>, decode_fp4<BFloat16>, decode_fp4<Float16>}};
   return kernels;
 }
 

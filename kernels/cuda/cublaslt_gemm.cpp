@@ -36,10 +36,10 @@ cudaDataType_t cuda_type(DType dtype) {
       return CUDA_R_8F_E4M3;
     case DType::kFloat8E5M2:
       return CUDA_R_8F_E5M2;
-    case DType::kUInt8:
-      break;
+    case DType::kFloat4E2M1:
+      return CUDA_R_4F_E2M1;
   }
-  TORCH_CHECK(false, "qshard: no GEMM for raw bytes");
+  TORCH_CHECK(false, "qshard: unknown dtype");
 }
 
 cublasLtMatmulMatrixScale_t cublas_scale_mode(ScaleMode mode) {

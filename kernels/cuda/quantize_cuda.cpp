@@ -1,11 +1,12 @@
 #include "kernels/cuda/quantize_cuda.h"
 
-#include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <limits>
 
+#include "kernels/cuda/batcher.h"
+#include "kernels/cuda/quantize_row_scaled.h"
 #include "kernels/cuda/row_image_kernels.h"
 
 namespace qshard::cuda {
@@ -22,11 +23,11 @@ bool rows_are_vectors(const void* values, int64_t cols, DType dtype) {
 RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, int64_t live_rows,
                       DType value_dtype, const void* values) {
   const Format& format = *layout.format;
-  TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.has_grid() &&
+  TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.scales_in_grid() &&
                   (format.block_rows == 0 || format.block_rows == kTileRows) &&
                   (format.block_cols == 0 || format.block_cols == kTileCols),
               "qshard: no CUDA kernel for format ", format.name);
-  TORCH_CHECK(rows <= kMaxInt && layout.row_bytes() <= kMaxInt && layout.amax_numel() <= kMaxInt,
+  TORCH_CHECK(rows <= kMaxInt && layout.row_bytes() <= kMaxInt && layout.grid_numel() <= kMaxInt,
               "qshard: a quantized tensor of ", rows, " x ", layout.cols,
               " is too large for the CUDA kernels");
   RowImageTask task = {};
@@ -38,7 +39,7 @@ RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, in
   task.cols = static_cast<int>(layout.cols);
   task.row_bytes = static_cast<int>(layout.row_bytes());
   task.tile_cols = static_cast<int>(ceil_div(layout.cols, kTileCols));
-  task.grid_numel = static_cast<int>(layout.amax_numel());
+  task.grid_numel = static_cast<int>(layout.grid_numel());
   task.grid_cols = static_cast<int>(layout.grid_cols());
   task.code_max = format.code_max;
   task.blockwise = format.block_rows != 0;
@@ -79,63 +80,61 @@ RowImageTask describe(const DequantizeTask& task) {
   return out;
 }
 
-// Packs the tasks that `select`s into as few launches as possible.
-template <typename Task, typename Select, typename Blocks, typename Launch>
-void launch_batches(std::span<const Task> tasks, const Select& select, const Blocks& blocks_of,
-                    const Launch& launch) {
-  RowImageBatch batch;
-  const auto flush = [&] {
-    if (batch.count > 0) C10_CUDA_CHECK(launch(batch));
-    batch.count = 0;
-  };
-  for (const Task& task : tasks) {
-    if (!select(task)) continue;
-    const RowImageTask described = describe(task);
-    const int blocks = blocks_of(described);
-    if (blocks == 0) continue;
-    if (batch.count == RowImageBatch::kCapacity ||
-        batch.first_block[batch.count] > kMaxInt - blocks) {
-      flush();
-    }
-    batch.tasks[batch.count] = described;
-    batch.first_block[batch.count + 1] = batch.first_block[batch.count] + blocks;
-    ++batch.count;
-  }
-  flush();
-}
-
-// One launch sequence per value type: a batch holds one type.
+// One launch sequence per value type: a batch holds one type. Tasks of formats with row-local
+// scales are left to others.
 template <typename Task, typename Blocks, typename Launch>
 void launch_by_type(std::span<const Task> tasks, const Blocks& blocks_of, const Launch& launch) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    launch_batches(
-        tasks, [&](const Task& task) { return task.value_dtype == dtype; }, blocks_of,
+    auto batcher = make_batcher<RowImageBatch>(
         [&](const RowImageBatch& batch) { return launch(batch, dtype); });
+    for (const Task& task : tasks) {
+      if (task.value_dtype != dtype || !task.layout.format->scales_in_grid()) continue;
+      const RowImageTask described = describe(task);
+      batcher.add(described, blocks_of(described));
+    }
+    batcher.flush();
   }
+}
+
+void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
+  auto batcher = make_batcher<RowImageBatch>(
+      [&](const RowImageBatch& batch) { return launch_amax_reset(batch, stream); });
+  for (const QuantizeTask& task : tasks) {
+    const int64_t numel = amax_numel(task.layout, task.cuts);
+    TORCH_CHECK(numel <= kMaxInt, "qshard: too many scale blocks for the CUDA kernels");
+    RowImageTask described = {};
+    described.amax = task.amax;
+    described.grid_numel = static_cast<int>(numel);
+    batcher.add(described, amax_reset_blocks(described));
+  }
+  batcher.flush();
 }
 
 }  // namespace
 
 void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  launch_batches(
-      tasks, [](const QuantizeTask&) { return true; }, amax_reset_blocks,
-      [&](const RowImageBatch& batch) { return launch_amax_reset(batch, cuda_stream); });
+  reset_amax(tasks, cuda_stream);
   launch_by_type(tasks, amax_blocks, [&](const RowImageBatch& batch, DType dtype) {
     return launch_amax(batch, dtype, cuda_stream);
   });
+  compute_amax_row_scaled(tasks, cuda_stream);
 }
 
 void quantize(std::span<const QuantizeTask> tasks, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
   launch_by_type(tasks, quantize_blocks, [&](const RowImageBatch& batch, DType dtype) {
-    return launch_quantize(batch, dtype, static_cast<cudaStream_t>(stream));
+    return launch_quantize(batch, dtype, cuda_stream);
   });
+  quantize_row_scaled(tasks, cuda_stream);
 }
 
 void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
   launch_by_type(tasks, dequantize_blocks, [&](const RowImageBatch& batch, DType dtype) {
-    return launch_dequantize(batch, dtype, static_cast<cudaStream_t>(stream));
+    return launch_dequantize(batch, dtype, cuda_stream);
   });
+  dequantize_row_scaled(tasks, cuda_stream);
 }
 
 }  // namespace qshard::cuda

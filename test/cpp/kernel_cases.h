@@ -13,6 +13,7 @@
 #include "kernels/float8.h"
 #include "kernels/quantize.h"
 #include "kernels/value_dtype.h"
+#include "row_scale_reference.h"
 #ifdef QSHARD_WITH_CUDA
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -36,42 +37,57 @@ inline Stream stream_of([[maybe_unused]] at::Device device) {
 }
 
 struct Quantized {
-  at::Tensor amax;   // float32 (grid_rows, grid_cols)
+  at::Tensor amax;   // float32 (amax_numel,)
   at::Tensor grid;   // float32 (grid_rows, grid_cols)
   at::Tensor image;  // uint8 (rows, row_bytes)
 };
 
-/// Runs the library on `values` (rows, cols), on their device; outputs start as garbage.
-inline at::Tensor amax_of(const at::Tensor& values, const Layout& layout) {
-  at::Tensor amax =
-      at::full({layout.grid_rows(), layout.grid_cols()}, -1.f, values.options().dtype(at::kFloat));
-  QuantizeTask task;
-  task.layout = layout;
-  task.value_dtype = value_dtype(values.scalar_type());
-  task.values = values.const_data_ptr();
-  task.amax = amax.mutable_data_ptr<float>();
-  compute_amax({&task, 1}, stream_of(values.device()));
-  return amax;
+/// Outputs full of garbage, on the device of `values`.
+inline Quantized outputs_for(const at::Tensor& values, const Layout& layout,
+                             const Cuts& cuts = {}) {
+  const auto floats = values.options().dtype(at::kFloat);
+  return {at::full({amax_numel(layout, cuts)}, -1.f, floats),
+          at::full({layout.grid_rows(), layout.grid_cols()}, -1.f, floats),
+          at::full({layout.rows, layout.row_bytes()}, 255, values.options().dtype(at::kByte))};
 }
 
-inline Quantized quantized(const at::Tensor& values, const Layout& layout, const at::Tensor& amax) {
-  Quantized out;
-  out.amax = amax;
-  out.grid = at::full_like(amax, -1.f);
-  out.image = at::full({layout.rows, layout.row_bytes()}, 255, values.options().dtype(at::kByte));
+inline QuantizeTask task_of(const at::Tensor& values, const Layout& layout, const Cuts& cuts,
+                            const Quantized& out) {
   QuantizeTask task;
   task.layout = layout;
+  task.cuts = cuts;
   task.value_dtype = value_dtype(values.scalar_type());
   task.values = values.const_data_ptr();
   task.image = static_cast<uint8_t*>(out.image.mutable_data_ptr());
-  task.amax = amax.mutable_data_ptr<float>();
+  task.amax = out.amax.mutable_data_ptr<float>();
   task.grid = out.grid.mutable_data_ptr<float>();
+  return task;
+}
+
+/// Runs the library on `values` (rows, cols), on their device.
+inline at::Tensor amax_of(const at::Tensor& values, const Layout& layout, const Cuts& cuts = {}) {
+  const Quantized out = outputs_for(values, layout, cuts);
+  const QuantizeTask task = task_of(values, layout, cuts, out);
+  compute_amax({&task, 1}, stream_of(values.device()));
+  return out.amax;
+}
+
+inline Quantized quantized(const at::Tensor& values, const Layout& layout, const at::Tensor& amax,
+                           const Cuts& cuts = {}) {
+  Quantized out = outputs_for(values, layout, cuts);
+  out.amax = amax;
+  const QuantizeTask task = task_of(values, layout, cuts, out);
   quantize({&task, 1}, stream_of(values.device()));
   return out;
 }
 
 inline Quantized quantized(const at::Tensor& values, const Layout& layout) {
   return quantized(values, layout, amax_of(values, layout));
+}
+
+/// What the all-reduce makes of the ranks' amaxes: the maximum of the bits, so that NaN wins.
+inline at::Tensor agree(const std::vector<at::Tensor>& amaxes) {
+  return std::get<0>(at::stack(amaxes).view(at::kInt).max(0)).view(at::kFloat);
 }
 
 inline at::Tensor dequantized(const Quantized& q, const Layout& layout, at::ScalarType dtype,
@@ -105,35 +121,95 @@ inline uint8_t reference_code(float x, float scale) {
   return c10::Float8_e4m3fn(scaled).x;
 }
 
-/// Everything a shard must hold, element by element.
+/// Everything a shard must hold, element by element, when it is all there is of its blocks.
 inline Quantized reference(const at::Tensor& values, const Layout& layout) {
   const at::Tensor x = values.cpu().to(at::kFloat).contiguous();
   const float* data = x.const_data_ptr<float>();
-  Quantized out;
-  out.amax = at::zeros({layout.grid_rows(), layout.grid_cols()});
   const Format& format = *layout.format;
   const int64_t width = format.block_cols ? format.block_cols : std::max<int64_t>(layout.cols, 1);
-  float* amax = out.amax.mutable_data_ptr<float>();
-  const auto entry = [&](int64_t row, int64_t col) {
-    return layout.grid_row(layout.row_offset + row) * layout.grid_cols() + col / width;
+  const int64_t block_rows = layout.matrices() * layout.block_rows_per_matrix();
+  const auto block_of = [&](int64_t row, int64_t col) {
+    return layout.block_row(layout.row_offset + row) * layout.block_cols() + col / width;
   };
+  const auto grow = [](float& largest, float abs) {
+    if (std::isnan(abs) || abs > largest) largest = std::isnan(largest) ? largest : abs;
+  };
+  std::vector<float> amax(block_rows * layout.block_cols());
   for (int64_t row = 0; row < layout.live_rows(); ++row) {
     for (int64_t col = 0; col < layout.cols; ++col) {
-      float& largest = amax[entry(row, col)];
-      const float abs = std::fabs(data[row * layout.cols + col]);
-      if (std::isnan(abs) || abs > largest) largest = std::isnan(largest) ? largest : abs;
+      grow(amax[block_of(row, col)], std::fabs(data[row * layout.cols + col]));
     }
   }
-  out.grid = at::empty_like(out.amax);
-  for (int64_t i = 0; i < out.grid.numel(); ++i) {
-    out.grid.mutable_data_ptr<float>()[i] = 1.f / reference_scale(amax[i], format);
-  }
+
+  Quantized out;
+  out.amax = at::zeros({layout.grid_numel()});
+  out.grid = at::empty({layout.grid_rows(), layout.grid_cols()});
   out.image = at::zeros({layout.rows, layout.row_bytes()}, at::kByte);
+  float* grid_amax = out.amax.mutable_data_ptr<float>();
+  float* grid = out.grid.mutable_data_ptr<float>();
   auto* image = static_cast<uint8_t*>(out.image.mutable_data_ptr());
+  const auto count = static_cast<int64_t>(amax.size());
+  const int64_t blocks_per_entry =
+      format.scales_in_grid() ? 1 : layout.block_rows_per_matrix() * layout.block_cols();
+  for (int64_t i = 0; i < count && format.has_grid(); ++i) {
+    grow(grid_amax[i / blocks_per_entry], amax[i]);
+  }
+  for (int64_t i = 0; i < layout.grid_numel(); ++i) {
+    grid[i] = format.scales_in_grid() ? 1.f / reference_scale(grid_amax[i], format)
+                                      : reference_tensor_scale_inv(grid_amax[i]);
+  }
+  std::vector<ReferenceScale> scales(count);
+  for (int64_t i = 0; i < count; ++i) {
+    scales[i] =
+        format.scales_in_grid()
+            ? ReferenceScale{0, reference_scale(amax[i], format), grid[i]}
+            : reference_block_scale(format, amax[i],
+                                    format.has_tensor_scale() ? grid[i / blocks_per_entry] : 1.f);
+  }
+
   for (int64_t row = 0; row < layout.live_rows(); ++row) {
+    uint8_t* bytes = image + row * layout.row_bytes();
     for (int64_t col = 0; col < layout.cols; ++col) {
-      image[row * layout.row_bytes() + col] = reference_code(
-          data[row * layout.cols + col], reference_scale(amax[entry(row, col)], format));
+      const float value = data[row * layout.cols + col];
+      const ReferenceScale& scale = scales[block_of(row, col)];
+      if (format.code_bits == 8) {
+        bytes[col] = reference_code(value, scale.encode);
+      } else {
+        bytes[col / 2] |= reference_e2m1(value * scale.encode) << (col % 2 ? 4 : 0);
+      }
+      if (!format.scales_in_grid()) bytes[layout.row_scale_offset() + col / width] = scale.byte;
+    }
+  }
+  return out;
+}
+
+/// float32 values that an image and its grid stand for.
+inline at::Tensor reference_values(const Quantized& q, Layout layout) {
+  if (layout.row_offset == Layout::kOpen) layout.row_offset = 0;
+  const Format& format = *layout.format;
+  const int64_t width = format.block_cols ? format.block_cols : std::max<int64_t>(layout.cols, 1);
+  at::Tensor out = at::zeros({layout.rows, layout.cols});
+  const auto* image = static_cast<const uint8_t*>(q.image.const_data_ptr());
+  const float* grid = q.grid.const_data_ptr<float>();
+  for (int64_t row = 0; row < layout.live_rows(); ++row) {
+    const uint8_t* bytes = image + row * layout.row_bytes();
+    const int64_t grid_row = layout.grid_row(layout.row_offset + row);
+    for (int64_t col = 0; col < layout.cols; ++col) {
+      const uint8_t scale_byte =
+          format.scales_in_grid() ? 0 : bytes[layout.row_scale_offset() + col / width];
+      float scale;
+      if (format.row_scale == RowScale::kE8M0) {
+        scale = scale_byte == 0xff ? std::nanf("") : std::ldexp(1.f, scale_byte - 127);
+      } else if (format.row_scale == RowScale::kE4M3) {
+        scale = reference_e4m3(scale_byte) * grid[grid_row];
+      } else {
+        scale = grid[grid_row * layout.grid_cols() + col / width];
+      }
+      const uint8_t code =
+          format.code_bits == 8 ? bytes[col] : (bytes[col / 2] >> (col % 2 ? 4 : 0)) & 0xf;
+      const float value = format.code_bits == 8 ? reference_e4m3(code)
+                                                : kE2M1Values[code & 7] * (code & 8 ? -1.f : 1.f);
+      out.mutable_data_ptr<float>()[row * layout.cols + col] = value * scale;
     }
   }
   return out;

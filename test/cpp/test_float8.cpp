@@ -156,6 +156,10 @@ TEST(RowKernels, Avx2EqualsPortable) {
     for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{33}, int64_t{127}, all}) {
       const uint8_t* x = values[type].data() + (all - n) * size;
       EXPECT_EQ(avx2->amax[type](x, n), portable.amax[type](x, n));
+      std::vector<uint32_t> a(n, 0x3f800000u), b(a);
+      avx2->fold_amax[type](x, n, a.data());
+      portable.fold_amax[type](x, n, b.data());
+      ASSERT_EQ(a, b) << "type " << type;
       for (const float scale : {1.f, 0.37f, 0x1p-119f, 0x1p127f}) {
         std::vector<uint8_t> a(n), b(n);
         avx2->encode[type](x, n, scale, a.data());
@@ -172,6 +176,37 @@ TEST(RowKernels, Avx2EqualsPortable) {
       avx2->decode[type](codes.data(), n, scale_inv, a.data());
       portable.decode[type](codes.data(), n, scale_inv, b.data());
       ASSERT_EQ(a, b) << "type " << type << " scale_inv " << scale_inv;
+    }
+  }
+}
+
+TEST(RowKernels, Avx2EqualsPortableInFp4) {
+  const cpu::RowKernels* avx2 = cpu::avx2_row_kernels();
+  if (avx2 == nullptr) GTEST_SKIP() << "this CPU has no AVX2";
+  const cpu::RowKernels& portable = cpu::portable_row_kernels();
+  const std::vector<std::vector<uint8_t>> values = storages();
+  std::vector<uint8_t> codes(300);
+  for (size_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint8_t>(i);
+  for (int type = 0; type < 3; ++type) {
+    const int64_t size = type == 0 ? 4 : 2;
+    const auto all = static_cast<int64_t>(values[type].size()) / size;
+    for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{33}, all}) {
+      const uint8_t* x = values[type].data() + (all - n) * size;
+      for (const float scale : {0.f, 1.f, 0.37f, 0x1p-30f, 0x1p127f}) {
+        std::vector<uint8_t> a((n + 1) / 2, 0xff), b(a);
+        avx2->encode_fp4[type](x, n, scale, a.data());
+        portable.encode_fp4[type](x, n, scale, b.data());
+        ASSERT_EQ(a, b) << "type " << type << " scale " << scale;
+        ASSERT_TRUE(n % 2 == 0 || a.back() >> 4 == 0);
+      }
+    }
+    for (const int64_t n : {0, 1, 15, 16, 33, 599}) {
+      for (const float scale_inv : {1.f, 0.37f, 0x1p-140f, 0x1p120f, 3e38f}) {
+        std::vector<uint8_t> a(n * size), b(n * size);
+        avx2->decode_fp4[type](codes.data(), n, scale_inv, a.data());
+        portable.decode_fp4[type](codes.data(), n, scale_inv, b.data());
+        ASSERT_EQ(a, b) << "type " << type << " scale_inv " << scale_inv;
+      }
     }
   }
 }

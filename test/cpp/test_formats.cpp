@@ -50,7 +50,12 @@ INSTANTIATE_TEST_SUITE_P(
                       LayoutCase{"float8_blockwise", 64, 129, 300, 300, 250, 144, 3, 2, 50},
                       LayoutCase{"float8_blockwise", 64, 128, 300, 150, 0, 128, 4, 1, 64},
                       LayoutCase{"float8_blockwise", 4, 128, 300, 300, Layout::kOpen, 128, 3, 1, 0},
-                      LayoutCase{"float8_blockwise", 4, 128, 8, 8, 12, 128, 1, 1, 0}));
+                      LayoutCase{"float8_blockwise", 4, 128, 8, 8, 12, 128, 1, 1, 0},
+                      LayoutCase{"mxfp8", 64, 129, 300, 300, 250, 160, 0, 0, 50},
+                      LayoutCase{"mxfp8", 4, 128, 300, 300, Layout::kOpen, 144, 0, 0, 0},
+                      LayoutCase{"nvfp4", 64, 129, 300, 150, 0, 96, 2, 1, 64},
+                      LayoutCase{"nvfp4", 8, 0, 8, 8, 0, 0, 1, 0, 8},
+                      LayoutCase{"nvfp4", 0, 8, 0, 0, 0, 32, 0, 1, 0}));
 
 TEST(Layout, GridRowsStartAnewInEveryMatrix) {
   const Layout layout{&find_format("float8_blockwise"), 600, 8, 600, 200, 0};
@@ -60,6 +65,16 @@ TEST(Layout, GridRowsStartAnewInEveryMatrix) {
   EXPECT_EQ(layout.grid_row(199), 1);
   EXPECT_EQ(layout.grid_row(200), 2);
   EXPECT_EQ(layout.grid_row(599), 5);
+}
+
+TEST(Layout, RowScaledFormatsHaveAGridRowForAMatrixAndBlockRowsBesides) {
+  const Layout layout{&find_format("nvfp4"), 60, 8, 60, 20, 0};
+  EXPECT_EQ(layout.grid_row(19), 0);
+  EXPECT_EQ(layout.grid_row(59), 2);
+  EXPECT_EQ(layout.block_row(15), 0);
+  EXPECT_EQ(layout.block_row(16), 1);
+  EXPECT_EQ(layout.block_row(20), 2);
+  EXPECT_EQ(layout.block_row(59), 5);
 }
 
 }  // namespace

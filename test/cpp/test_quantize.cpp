@@ -97,27 +97,32 @@ TEST_P(Quantize, AmaxAroundPowersOfTwo) {
 // Any cut into shards gives the rows of the whole, once the shards agree on the amaxes.
 TEST_P(Quantize, ShardsEqualTheWhole) {
   at::manual_seed(1);
-  const Layout whole = layout_of({700, 150, 700, 350, 0});
+  // Blocks whose scales are not in the grid can be cut in one matrix only.
+  const int64_t matrix_rows = layout_of({}).format->scales_in_grid() ? 350 : 700;
+  const Layout whole = layout_of({700, 150, 700, matrix_rows, 0});
   const at::Tensor values = random_values(700, 150, dtype());
   const Quantized expected = quantized(values, whole);
   for (const int64_t ranks : {2, 3, 7, 11}) {
     const int64_t rows = ceil_div(700, ranks);
-    std::vector<at::Tensor> padded;
-    at::Tensor agreed = at::zeros_like(expected.amax);
+    std::vector<at::Tensor> padded, amaxes;
+    std::vector<Layout> layouts;
+    std::vector<Cuts> cuts;
     for (int64_t rank = 0; rank < ranks; ++rank) {
       at::Tensor shard = at::full({rows, 150}, 1e6).to(dtype());  // padding must not count
       const int64_t live = std::min(rows, 700 - rank * rows);
       shard.narrow(0, 0, live).copy_(values.narrow(0, rank * rows, live));
       padded.push_back(shard);
-      const Layout layout = layout_of({rows, 150, 700, 350, rank * rows});
-      agreed = at::maximum(agreed, amax_of(shard, layout));
+      layouts.push_back(layout_of({rows, 150, 700, matrix_rows, rank * rows}));
+      cuts.push_back(find_cuts(layouts.back(), ranks));
+      amaxes.push_back(amax_of(shard, layouts.back(), cuts.back()));
     }
-    ASSERT_TRUE(at::equal(agreed, expected.amax));
+    const at::Tensor agreed = agree(amaxes);
+    ASSERT_TRUE(at::equal(agreed.narrow(0, 0, whole.grid_numel()), expected.amax));
     for (const at::Device device : devices()) {
       std::vector<at::Tensor> images;
       for (int64_t rank = 0; rank < ranks; ++rank) {
-        const Layout layout = layout_of({rows, 150, 700, 350, rank * rows});
-        const Quantized q = quantized(padded[rank].to(device), layout, agreed.to(device));
+        const Quantized q =
+            quantized(padded[rank].to(device), layouts[rank], agreed.to(device), cuts[rank]);
         ASSERT_TRUE(at::equal(q.grid.cpu(), expected.grid));
         images.push_back(q.image.cpu());
       }
@@ -137,14 +142,7 @@ TEST_P(Quantize, DequantizesWindows) {
     Layout at_zero = layout;
     if (layout.row_offset == Layout::kOpen) at_zero.row_offset = 0;
     Quantized q = quantized(values, at_zero);
-    const at::Tensor codes = q.image.narrow(1, 0, layout.cols).contiguous();
-    at::Tensor expected = at::zeros({layout.rows, layout.cols});
-    for (int64_t row = 0; row < at_zero.live_rows() && layout.cols > 0; ++row) {
-      const at::Tensor scales = q.grid[at_zero.grid_row(at_zero.row_offset + row)];
-      const int64_t width = layout.format->block_cols ? layout.format->block_cols : layout.cols;
-      expected[row] = codes[row].view(at::kFloat8_e4m3fn).to(at::kFloat) *
-                      scales.repeat_interleave(width).narrow(0, 0, layout.cols);
-    }
+    const at::Tensor expected = reference_values(q, layout);
     for (const at::Device device : devices()) {
       const Quantized there{q.amax, q.grid.to(device), q.image.to(device)};
       for (const int64_t first : {int64_t{0}, shape.rows / 3}) {
@@ -167,19 +165,8 @@ TEST_P(Quantize, ManyTensorsAtOnce) {
     for (int64_t i = 0; i < 75; ++i) {
       const Layout layout = layout_of({i * 5 % 140, 1 + i * 7 % 300, i * 5 % 140, i * 5 % 140, 0});
       values.push_back(random_values(layout.rows, layout.cols, kDtypes[i % 3]).to(device));
-      const auto options = values.back().options();
-      results.push_back(
-          {at::full({layout.grid_rows(), layout.grid_cols()}, -1, options.dtype(at::kFloat)),
-           at::full({layout.grid_rows(), layout.grid_cols()}, -1, options.dtype(at::kFloat)),
-           at::full({layout.rows, layout.row_bytes()}, 255, options.dtype(at::kByte))});
-      QuantizeTask task;
-      task.layout = layout;
-      task.value_dtype = value_dtype(kDtypes[i % 3]);
-      task.values = values.back().const_data_ptr();
-      task.image = static_cast<uint8_t*>(results.back().image.mutable_data_ptr());
-      task.amax = results.back().amax.mutable_data_ptr<float>();
-      task.grid = results.back().grid.mutable_data_ptr<float>();
-      tasks.push_back(task);
+      results.push_back(outputs_for(values.back(), layout));
+      tasks.push_back(task_of(values.back(), layout, {}, results.back()));
     }
     compute_amax(tasks, stream_of(device));
     quantize(tasks, stream_of(device));
@@ -195,7 +182,8 @@ TEST_P(Quantize, ManyTensorsAtOnce) {
 INSTANTIATE_TEST_SUITE_P(
     All, Quantize,
     ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
-                                         "float8_blockwise", "float8_blockwise_fp32_scale"),
+                                         "float8_blockwise", "float8_blockwise_fp32_scale", "mxfp8",
+                                         "nvfp4", "nvfp4_1x16"),
                        ::testing::ValuesIn(kDtypes)),
     [](const auto& param) {
       return std::string(std::get<0>(param.param)) + "_" + c10::toString(std::get<1>(param.param));

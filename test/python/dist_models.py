@@ -15,10 +15,31 @@ import qshard
 
 ops = torch.ops.qshard
 
-FORMATS = ("float8_tensorwise", "float8_blockwise")
+FORMATS = ("float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4", "nvfp4_1x16")
 RECIPES = {
     "float8_tensorwise": qshard.Float8CurrentScaling(),
     "float8_blockwise": qshard.Float8BlockScaling(),
+    "mxfp8": qshard.MXFP8BlockScaling(),
+    "nvfp4": qshard.NVFP4BlockScaling(),
+    "nvfp4_1x16": qshard.NVFP4BlockScaling(disable_2d_quantization=True),
+}
+# Models of several formats at once; every format gets a wide and a tall weight. What tests one of
+# these tests all formats, at the price of one.
+MIXES = {
+    "mix-1": {
+        "blocks.0.up": "float8_tensorwise",
+        "blocks.0.down": "float8_blockwise",
+        "blocks.1.up": "mxfp8",
+        "blocks.1.down": "nvfp4",
+        "head": "float8_blockwise",
+    },
+    "mix-2": {
+        "blocks.0.up": "nvfp4",
+        "blocks.0.down": "mxfp8",
+        "blocks.1.up": "float8_blockwise",
+        "blocks.1.down": "float8_tensorwise",
+        "head": "nvfp4_1x16",
+    },
 }
 WIDTH = 100  # not a multiple of 16, nor of a block
 
@@ -57,6 +78,19 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def format_of(format, name):
+    """The format of a module or weight in a model of one format or a mix."""
+    return MIXES[format][name.removesuffix(".weight")] if format in MIXES else format
+
+
+def quantize_model(model, format, **kwargs):
+    """qshard.quantize_ with one format or a mix."""
+    for fmt in sorted(set(MIXES.get(format, {"": format}).values())):
+        chosen = lambda _, name, fmt=fmt: format_of(format, name) == fmt  # noqa: E731
+        qshard.quantize_(model, RECIPES[fmt], filter_fn=chosen, **kwargs)
+    return model
+
+
 def shard(model, mesh=None, **kwargs):
     """fully_shard per block and for the rest, as one does."""
     mesh = mesh or full_mesh()
@@ -69,7 +103,7 @@ def build(format, *, rows=257, keep_master=True, recompute=None, prepare=None, *
     """A quantized, sharded Model; `prepare(model)` runs in between."""
     torch.manual_seed(0)
     model = Model(rows, recompute=recompute).to(device())
-    qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
+    quantize_model(model, format, keep_master=keep_master)
     if prepare:
         prepare(model)
     return shard(model, **kwargs)
@@ -102,10 +136,18 @@ def plain_linear(format):
     return PlainLinear
 
 
+def make_plain(model, format):
+    """Gives a plain model's linears the arithmetic of quantized ones."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = plain_linear(format_of(format, name))
+    return model
+
+
 def build_oracle(format, *, rows=257, recompute=None, prepare=None, **kwargs):
     """As build(), with plain fp32 parameters only."""
     torch.manual_seed(0)
-    model = Model(rows, plain_linear(format), recompute).to(device())
+    model = make_plain(Model(rows, recompute=recompute), format).to(device())
     if prepare:
         prepare(model)
     return shard(model, **kwargs)
@@ -170,9 +212,10 @@ def is_dirty(param):
 
 
 def full_value(param):
-    """The whole value that the shards' masters (or codes, without) stand for."""
+    """The whole value that the shards' masters (or codes, without) stand for. (Adding 0 would lose
+    the sign of zeros, which NVFP4 has many of.)"""
     value = param.detach().to(device())
-    return (value.full_tensor() if isinstance(value, DTensor) else value) + 0
+    return (value.full_tensor() if isinstance(value, DTensor) else value) * 1
 
 
 def image_bytes(weight):
@@ -184,6 +227,17 @@ def image_bytes(weight):
     )
 
 
+def grid(weight):
+    """The scales that span rows, which are not in the image."""
+    weight = weight.detach()
+    match ops.format(weight):
+        case "mxfp8":
+            return torch.empty(0)
+        case "nvfp4" | "nvfp4_1x16":
+            return ops.tensor_scale_inv(weight)
+    return ops.scale_inv(weight)
+
+
 def mismatching_bytes(weight, value, keep_master=False):
     """Bytes of image and grid of a gathered weight that differ from quantizing `value` on one
     device; padding rows must be zero. `value` may be a quantized tensor itself."""
@@ -191,7 +245,7 @@ def mismatching_bytes(weight, value, keep_master=False):
         value = ops.quantize(value, ops.format(weight))
     got, want = image_bytes(weight), image_bytes(value)
     want = F.pad(want, (0, got.numel() - want.numel()))
-    grids = [ops.scale_inv(t).view(torch.uint8) for t in (weight.detach(), value)]
+    grids = [grid(t).view(torch.uint8) for t in (weight, value)]
     assert grids[0].shape == grids[1].shape, (grids[0].shape, grids[1].shape)
     return int((got != want).sum() + (grids[0] != grids[1]).sum())
 
@@ -233,7 +287,7 @@ def check_gathered(model, values=None):
 
 def local_values(model):
     """Name to a copy of this rank's rows of the value: the master, if one is kept."""
-    return {name: local(param).detach() + 0 for name, param in model.named_parameters()}
+    return {name: local(param).detach() * 1 for name, param in model.named_parameters()}
 
 
 def different(tensors, others):

@@ -3,7 +3,68 @@
 import torch
 
 ops = torch.ops.qshard
-FORMATS = ("float8_tensorwise", "float8_blockwise")
+FORMATS = ("float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4", "nvfp4_1x16")
+# Columns of a block, and rows too but for nvfp4_1x16.
+BLOCK = {"float8_blockwise": 128, "mxfp8": 32, "nvfp4": 16, "nvfp4_1x16": 16}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+# ------------------------------------------------------- sizes, computed from the shape alone
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+def round_up(a, b):
+    return ceil_div(a, b) * b
+
+
+def has_row_scales(fmt):
+    return fmt.startswith(("mxfp8", "nvfp4"))
+
+
+def code_cols(fmt, cols):
+    """Codes of a row, two to a byte in NVFP4."""
+    return ceil_div(cols, 2) if fmt.startswith("nvfp4") else cols
+
+
+def scale_shape(fmt, rows, cols):
+    """Shape of scale_inv of one matrix."""
+    if fmt == "float8_tensorwise":
+        return 1, 1
+    return rows if has_row_scales(fmt) else ceil_div(rows, BLOCK[fmt]), ceil_div(cols, BLOCK[fmt])
+
+
+def row_bytes(fmt, cols):
+    scales = ceil_div(cols, BLOCK[fmt]) if has_row_scales(fmt) else 0
+    return round_up(round_up(code_cols(fmt, cols), 16) + scales, 16)
+
+
+def grid_bytes(fmt, rows, cols):
+    """The replicated scales of one matrix."""
+    if fmt == "mxfp8":
+        return 0
+    return 4 * ceil_div(rows, 128) * ceil_div(cols, 128) if fmt == "float8_blockwise" else 4
+
+
+def shown(q):
+    """codes x scales of a matrix, from the accessors, in fp32."""
+    fmt, (rows, cols) = ops.format(q), q.shape
+    codes, scales = ops.codes(q), ops.scale_inv(q).float()
+    if fmt.startswith("nvfp4"):
+        nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, :cols]
+        values, scales = E2M1[nibbles.long()], scales * ops.tensor_scale_inv(q)
+    else:
+        values = codes.float()
+    if fmt in BLOCK:
+        scales = scales.repeat_interleave(BLOCK[fmt], 1)[:, :cols]
+    if fmt == "float8_blockwise":
+        scales = scales.repeat_interleave(BLOCK[fmt], 0)[:rows]
+    return values * scales
+
+
+# --------------------------------------------------------------------------------- values
 
 
 def is_quantized(value):

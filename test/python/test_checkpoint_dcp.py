@@ -13,8 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import World, device, full_mesh, on_worlds, shared_folder
 from dist_models import (
-    FORMATS,
-    RECIPES,
+    MIXES,
     Model,
     adamw,
     build,
@@ -26,6 +25,7 @@ from dist_models import (
     local,
     local_values,
     ops,
+    quantize_model,
     quantized_parameters,
     shard,
     train,
@@ -44,7 +44,7 @@ import qshard
 
 ROWS = [257, 3]
 both_masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-both_formats = pytest.mark.parametrize("format", FORMATS)
+mixes = pytest.mark.parametrize("format", MIXES)
 
 
 def full_values(model):
@@ -92,7 +92,7 @@ def load_and_save(source, target, format, keep_master, rows):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("rows", ROWS)
 @on_worlds(4, 2)
 def test_resharding_keeps_every_bit(world, rows, format, keep_master, tmp_path):
@@ -129,7 +129,7 @@ def run_resume(format, keep_master):
 
 
 @both_masters
-@both_formats
+@mixes
 @on_worlds(1, 2, 3)
 def test_resumed_training_is_the_same(world, format, keep_master):
     world.run(run_resume, format, keep_master)
@@ -153,7 +153,7 @@ def run_in_place(format, keep_master, rows):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("rows", ROWS)
 @on_worlds(1, 2, 4)
 def test_in_place_load(world, rows, format, keep_master):
@@ -178,7 +178,7 @@ def run_saves_pending(format, keep_master):
 
 
 @both_masters
-@both_formats
+@mixes
 @on_worlds(2)
 def test_save_of_a_pending_write(world, format, keep_master):
     world.run(run_saves_pending, format, keep_master)
@@ -211,7 +211,7 @@ def run_async(format, keep_master, rows):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("rows", ROWS)
 @on_worlds(1, 2, 4)
 def test_async_save_while_training(world, rows, format, keep_master):
@@ -246,7 +246,7 @@ PLAIN_READER = """
 def save_for_plain_reader(folder, format, keep_master, rows, dtype):
     torch.manual_seed(0)
     model = Model(rows).to(device(), dtype)
-    shard(qshard.quantize_(model, RECIPES[format], keep_master=keep_master))
+    shard(quantize_model(model, format, keep_master=keep_master))
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(1.7)
@@ -257,7 +257,7 @@ def save_for_plain_reader(folder, format, keep_master, rows, dtype):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_worlds(2)
 def test_plain_pytorch_reads_the_checkpoint(world, dtype, format, keep_master, tmp_path):
@@ -295,7 +295,7 @@ def run_plain_checkpoint(format, keep_master, rows, dtype):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_worlds(1, 2, 4)
@@ -318,7 +318,7 @@ def run_broadcast(format, keep_master, rows, meta):
 
     with torch.device("meta" if meta else device()):
         other = Model(rows)
-    shard(qshard.quantize_(other, RECIPES[format], keep_master=keep_master))
+    shard(quantize_model(other, format, keep_master=keep_master))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full, options=options)
     assert len(quantized_parameters(other)) == 5
@@ -330,7 +330,7 @@ def run_broadcast(format, keep_master, rows, meta):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("meta", [True, False], ids=["meta", "allocated"])
 @on_worlds(1, 2, 4)
@@ -347,7 +347,7 @@ def run_load_state_dict(format, keep_master, rows):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("rows", ROWS)
 @on_worlds(2, 4)
 def test_load_state_dict(world, rows, format, keep_master):
@@ -401,7 +401,7 @@ def run_shard_copies(format, keep_master, rows, written):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("written", [True, False], ids=["written", "flushed"])
 @pytest.mark.parametrize("rows", ROWS)
 @on_worlds(1, 2, 4)

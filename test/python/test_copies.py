@@ -1,6 +1,7 @@
 """copy_, clone, to, cat, deepcopy, pickle: the value arrives, and so does what the tensor is."""
 
 import copy
+import functools
 import io
 import itertools
 import random
@@ -57,8 +58,7 @@ SOURCES = {
     "broadcast": lambda target: weight(1, target.shape[-1], seed=1)[0],
     "scalar": lambda target: torch.tensor(2.5),
     "integers": lambda target: torch.arange(target.numel()).view(target.shape),
-    "tensorwise": lambda target: quantized_like(target, "float8_tensorwise", False),
-    "blockwise": lambda target: quantized_like(target, "float8_blockwise", False),
+    **{fmt: functools.partial(lambda fmt, t: quantized_like(t, fmt, False), fmt) for fmt in FORMATS},
     "blockwise with master": lambda target: quantized_like(target, "float8_blockwise", True),
     "window": lambda target: quantized_like(target, "float8_blockwise", False, extra_rows=3),
     "bf16 blockwise": lambda target: quantized_like(
@@ -166,12 +166,16 @@ def test_random_programs_of_copies_writes_and_flushes(fmt):
                 ops.codes(q)
             elif step == "clone":
                 tensors[a] = q.clone()
-            # Without a master a flush may round at any time: fix both to the rounded value.
+            codes_show = rounded(twins[a], fmt)
             if not ops._storage_bytes(tensors[a])["master"]:
+                # A flush may round now. What was rounded before stays as it is, which rounding again
+                # need not do: NVFP4 blocks far below the largest have coarse scales.
                 ops.codes(tensors[a])
-                twins[a] = rounded(twins[a], fmt)
+                if not torch.equal(value(tensors[a]), twins[a]):
+                    twins[a] = codes_show
+                codes_show = twins[a]
             assert_same(tensors[a], twins[a], trace)
-            assert_same(ops.dequantize(tensors[a]), rounded(twins[a], fmt), trace)
+            assert_same(ops.dequantize(tensors[a]), codes_show, trace)
 
 
 # -------------------------------------------------------------------------- clone and to(...)
@@ -248,11 +252,12 @@ def test_to_meta_keeps_the_kind():
 
 
 def test_cat_stack_and_mixed_lists():
-    a, b = (ops.quantize(weight(30, 32, seed=i), f) for i, f in enumerate(FORMATS))
     c = weight(5, 32, seed=5)
-    assert_same(torch.cat([a, b, c]), torch.cat([value(a), value(b), c]))
-    assert_same(torch.cat([a[:, :3], b], 1), torch.cat([value(a)[:, :3], value(b)], 1))
-    assert_same(torch.stack([a, b]), torch.stack([value(a), value(b)]))
+    for formats in itertools.pairwise(FORMATS):
+        a, b = (ops.quantize(weight(30, 32, seed=i), f) for i, f in enumerate(formats))
+        assert_same(torch.cat([a, b, c]), torch.cat([value(a), value(b), c]))
+        assert_same(torch.cat([a[:, :3], b], 1), torch.cat([value(a)[:, :3], value(b)], 1))
+        assert_same(torch.stack([a, b]), torch.stack([value(a), value(b)]))
     pieces = whole_pieces = ops.quantize(weight(300, 32), "float8_blockwise")
     assert_same(torch.cat(pieces.chunk(4)), whole_pieces)
 

@@ -15,6 +15,7 @@ from dist_helpers import World, device, full_mesh, on_worlds
 from dist_models import (
     FORMATS,
     RECIPES,
+    grid,
     image_bytes,
     local,
     mismatching_bytes,
@@ -223,7 +224,7 @@ def save_after_steps(folder, format, keep_master):
     train_both(model, oracle, "foreach")
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     if dist.get_rank() == 0:
-        planes = [(image_bytes(w).clone(), ops.scale_inv(w).clone()) for w in oracle.weights]
+        planes = [(image_bytes(w).clone(), grid(w).clone()) for w in oracle.weights]
         torch.save(planes, f"{folder}/oracle")
 
 
@@ -233,20 +234,20 @@ def load_and_compare(folder, format, keep_master):
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
     wrong_bytes, wrong_values, digest = 0, 0, hashlib.sha256()
     with unsharded(model):
-        for weight, (image, grid) in zip(model.weights, torch.load(f"{folder}/oracle")):
-            want = quantized_from(weight, image.to(device()), grid.to(device()))
+        for weight, (image, scales) in zip(model.weights, torch.load(f"{folder}/oracle")):
+            want = quantized_from(weight, image.to(device()), scales.to(device()))
             wrong_bytes += mismatching_bytes(weight, want)
             wrong_values += int((ops.dequantize(weight) != ops.dequantize(want)).sum())
-            for part in (image_bytes(weight)[: image.numel()], ops.scale_inv(weight)):
+            for part in (image_bytes(weight)[: image.numel()], grid(weight)):
                 digest.update(part.cpu().clone().view(torch.uint8).numpy().tobytes())
     return wrong_bytes, wrong_values, digest.hexdigest()
 
 
-def quantized_from(like, image, grid):
+def quantized_from(like, image, scales):
     """A whole quantized tensor of the given bytes."""
     tensor = ops.quantize(torch.zeros(like.shape, device=device()), ops.format(like))
     image_bytes(tensor).copy_(image)
-    ops.scale_inv(tensor).copy_(grid)
+    grid(tensor).copy_(scales)
     return tensor
 
 

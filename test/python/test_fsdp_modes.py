@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dist_helpers import device, full_mesh, on_worlds
 from dist_models import (
     FORMATS,
+    MIXES,
     RECIPES,
     WIDTH,
     Block,
@@ -22,11 +23,14 @@ from dist_models import (
     build_oracle,
     check_gathered,
     different,
+    format_of,
     local_values,
     loss_of,
+    make_plain,
     ops,
     plain_linear,
     quantize_dequantize,
+    quantize_model,
     quantized_parameters,
     shard,
     train,
@@ -89,7 +93,7 @@ def run_mode(name, format, keep_master, rows):
 
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("name", MODES)
 @on_worlds(2)
 def test_mode(world, name, format, keep_master):
@@ -123,7 +127,9 @@ def run_mixed_precision(format):
     for step in range(3):
         for rank in range(2):
             params = {
-                name: (quantize_dequantize(p, format) if name in weights else p).bfloat16()
+                name: (
+                    quantize_dequantize(p, format_of(format, name)) if name in weights else p
+                ).bfloat16()
                 for name, p in plain.named_parameters()
             }
             x = batch(step, rank=rank)
@@ -139,7 +145,7 @@ def run_mixed_precision(format):
         assert torch.equal(param.detach().full_tensor(), plain.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @on_worlds(2, devices=("cpu",))
 def test_mixed_precision(world, format):
     world.run(run_mixed_precision, format)
@@ -160,7 +166,7 @@ def run_hsdp(shape, format, keep_master):
 
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
 @on_worlds(4)
 def test_hsdp(world, shape, format, keep_master):
@@ -183,17 +189,6 @@ def run_prepared(format, prepare, oracle_prepare):
     return checked
 
 
-def quantize_all(model, format):
-    return qshard.quantize_(model, RECIPES[format])
-
-
-def make_plain(model, format):
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.__class__ = plain_linear(format)
-    return model
-
-
 def freeze(model):
     for weight in (model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight):
         weight.requires_grad_(False)
@@ -201,11 +196,11 @@ def freeze(model):
 
 
 def quantize_then_freeze(model, format):
-    return freeze(quantize_all(model, format))
+    return freeze(quantize_model(model, format))
 
 
 def freeze_then_quantize(model, format):
-    return quantize_all(freeze(model), format)
+    return quantize_model(freeze(model), format)
 
 
 def frozen_plain(model, format):
@@ -213,7 +208,7 @@ def frozen_plain(model, format):
 
 
 @pytest.mark.parametrize("prepare", [quantize_then_freeze, freeze_then_quantize])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @on_worlds(2)
 def test_frozen_parameters(world, format, prepare):
     assert world.run(run_prepared, format, prepare, frozen_plain) == [5, 5]
@@ -299,9 +294,7 @@ def test_tied_embedding(world, format):
 
 def run_quantized_after(format, keep_master):
     torch.manual_seed(0)
-    model = qshard.quantize_(
-        shard(Model().to(device())), RECIPES[format], keep_master=keep_master
-    )
+    model = quantize_model(shard(Model().to(device())), format, keep_master=keep_master)
     losses = train(model)
     assert check_gathered(model) == 5
     twin = build(format, keep_master=keep_master)
@@ -309,7 +302,7 @@ def run_quantized_after(format, keep_master):
 
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @on_worlds(2, 3)
 def test_quantized_after_fully_shard(world, format, keep_master):
     world.run(run_quantized_after, format, keep_master)
@@ -319,25 +312,22 @@ def test_quantized_after_fully_shard(world, format, keep_master):
 
 
 def run_ddp(format):
-    def replicated(linear=nn.Linear, quantize=False):
+    def replicated(prepare):
         torch.manual_seed(0)
-        model = Model(linear=linear).to(device())
-        if quantize:
-            qshard.quantize_(model, RECIPES[format])
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(prepare(Model().to(device()), format))
 
-    model = replicated(quantize=True)
+    model = replicated(quantize_model)
     losses = train(model)
     for name, weight in quantized_parameters(model).items():
-        again = ops.quantize(ops.master(weight.detach()).clone(), format)
+        again = ops.quantize(ops.master(weight.detach()).clone(), ops.format(weight))
         assert torch.equal(ops.dequantize(weight.detach()), ops.dequantize(again)), name
     if device().type == "cpu":
-        oracle = replicated(plain_linear(format))
+        oracle = replicated(make_plain)
         assert train(oracle) == losses
         assert not different(local_values(model), local_values(oracle))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @on_worlds(2)
 def test_ddp(world, format):
     world.run(run_ddp, format)

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from dist_helpers import device, full_mesh, gather_objects, on_worlds
 from dist_models import (
-    FORMATS,
-    RECIPES,
+    MIXES,
     WIDTH,
     Model,
     build,
@@ -21,8 +20,9 @@ from dist_models import (
     is_dirty,
     local,
     local_values,
+    make_plain,
     ops,
-    plain_linear,
+    quantize_model,
     quantized_parameters,
     shard,
     train,
@@ -70,7 +70,7 @@ def run_offloaded(format, keep_master, rows):
     assert checked == 5
     assert len(copies) >= 5 * (2 * 3)
     for copy in copies:
-        # One byte per element, padded to 16 per row, crosses; neither masters nor packed storages.
+        # The row image crosses; neither masters nor packed storages.
         assert copy["storage"] == copy["image"] and copy["master"] == copy["pending"] == 0, copy
     if device().type == "cpu":
         twin = build(format, keep_master=keep_master, rows=rows)
@@ -80,7 +80,7 @@ def run_offloaded(format, keep_master, rows):
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("rows", [257, 3])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @on_worlds(2, 4)
 def test_offload_trains_alike(world, format, rows, keep_master):
     world.run(run_offloaded, format, keep_master, rows)
@@ -153,7 +153,7 @@ def materialise(model):
 def run_meta_init(format, keep_master, rows):
     with torch.device("meta"):
         model = Model(rows)
-    qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
+    quantize_model(model, format, keep_master=keep_master)
     materialise(model)
     assert len(quantized_parameters(model)) == 5
     values = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
@@ -162,7 +162,7 @@ def run_meta_init(format, keep_master, rows):
     check_gathered(model)
     if keep_master and device().type == "cpu":
         with torch.device("meta"):
-            oracle = Model(rows, plain_linear(format))
+            oracle = make_plain(Model(rows), format)
         assert train(materialise(oracle)) == losses
         assert not different(local_values(model), local_values(oracle))
     return {name: value.cpu() for name, value in values.items()}
@@ -170,7 +170,7 @@ def run_meta_init(format, keep_master, rows):
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("rows", [257, 3])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @on_worlds(1, 2, 4)
 def test_meta_init(world, format, rows, keep_master):
     by_rank = world.run(run_meta_init, format, keep_master, rows)
@@ -181,7 +181,7 @@ def run_reset_parameters(format, rows):
     """torch's own reset_parameters: random numbers of each rank's own, on empty shards none."""
     with torch.device("meta"):
         model = Model(rows)
-    shard(qshard.quantize_(model, RECIPES[format])).to_empty(device=device())
+    shard(quantize_model(model, format)).to_empty(device=device())
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
@@ -193,7 +193,7 @@ def run_reset_parameters(format, rows):
 
 
 @pytest.mark.parametrize("rows", [257, 3])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @on_worlds(2, 4)
 def test_reset_parameters_after_meta_init(world, format, rows):
     world.run(run_reset_parameters, format, rows)

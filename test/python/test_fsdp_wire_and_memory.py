@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dist_helpers import device, full_mesh, on_worlds
 from dist_models import (
     FORMATS,
+    MIXES,
     WIDTH,
     adamw,
     batch,
@@ -28,17 +29,10 @@ from dist_models import (
     train,
     unsharded,
 )
+from helpers import ceil_div, grid_bytes, round_up, row_bytes
 from torch.distributed.tensor import DTensor
 
 ROWS = (257, 5, 1, 256)
-
-
-def ceil_div(a, b):
-    return -(-a // b)
-
-
-def round_up(a, b):
-    return ceil_div(a, b) * b
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Expected:
 
     @property
     def image(self):
-        return self.padded_rows * round_up(self.cols, 16)
+        return self.padded_rows * row_bytes(self.format, self.cols)
 
     @property
     def gathered(self):
@@ -69,24 +63,22 @@ class Expected:
 
     @property
     def grid(self):
-        if self.format == "float8_tensorwise":
-            return 4
-        return ceil_div(self.rows, 128) * ceil_div(self.cols, 128) * 4
+        return grid_bytes(self.format, self.rows, self.cols)
 
     def storage(self, keep_master):
         planes = (self.image, self.value if keep_master else 0, self.grid)
         return sum(round_up(plane, 16) for plane in planes)
 
 
-def expected_of(format, param, ranks):
-    return Expected(format, *param.shape, ranks)
+def expected_of(param, ranks):
+    return Expected(ops.format(local(param)), *param.shape, ranks)
 
 
-def check_planes(model, format, keep_master, pending=False):
+def check_planes(model, keep_master, pending=False):
     """Asserts the exact size of every plane of every shard."""
     ranks = dist.get_world_size()
     for name, param in quantized_parameters(model).items():
-        shard, want = local(param), expected_of(format, param, ranks)
+        shard, want = local(param), expected_of(param, ranks)
         has = ops._storage_bytes(shard)
         assert has["image"] == want.image, name
         assert has["master"] == (want.value if keep_master else 0), name
@@ -108,25 +100,25 @@ def run_one_input(format, keep_master, rows):
         shard = local(param)
         (image,), _ = shard.fsdp_pre_all_gather(mesh)
         assert image.dtype == torch.uint8, name
-        assert image.nbytes == expected_of(format, param, mesh.size()).image, name
+        assert image.nbytes == expected_of(param, mesh.size()).image, name
         # Zero copy, and the padded image, not the rows of this shard.
         assert image.data_ptr() == shard.untyped_storage().data_ptr(), name
 
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("rows", ROWS)
 @on_worlds(1, 2, 4)
 def test_one_uint8_input_per_parameter(world, format, keep_master, rows):
     world.run(run_one_input, format, keep_master, rows)
 
 
-def group_bytes(format, module, ranks):
+def group_bytes(module, ranks):
     """What one rank puts into the all-gather of the parameters that FSDP2 groups under `module`."""
     total = 0
     for param in module.parameters():
         if ops.is_quantized(local(param)):
-            total += expected_of(format, param, ranks).image
+            total += expected_of(param, ranks).image
         else:
             total += ceil_div(param.shape[0], ranks) * param.shape[1:].numel() * 4
     return total
@@ -166,7 +158,7 @@ def run_counted(format, keep_master, rows, reshard):
 
     # FSDP2 gathers the same groups in the same order; ours are smaller by what the arithmetic says.
     size_of_plain = {
-        group_bytes(format, plain, ranks): group_bytes(format, ours, ranks)
+        group_bytes(plain, ranks): group_bytes(ours, ranks)
         for plain, ours in ((oracle.blocks[0], model.blocks[0]), (oracle.head, model.head))
     }
     assert gathered == [(torch.uint8, size_of_plain[bytes]) for _, bytes in plain_gathered]
@@ -214,9 +206,9 @@ def live_bytes(at_most=0):
 def run_memory(format, keep_master, rows, reshard):
     ranks = dist.get_world_size()
     model = build(format, keep_master=keep_master, rows=rows, reshard_after_forward=reshard)
-    check_planes(model, format, keep_master)
+    check_planes(model, keep_master)
     train(model, steps=1)
-    check_planes(model, format, keep_master)
+    check_planes(model, keep_master)
 
     for module in model.modules():
         if hasattr(module, "reshard"):
@@ -228,7 +220,7 @@ def run_memory(format, keep_master, rows, reshard):
         for name, weight in model.named_parameters():
             storage = weight.untyped_storage().nbytes()
             if ops.is_quantized(weight):
-                want = expected_of(format, weight, ranks)
+                want = expected_of(weight, ranks)
                 assert storage == want.gathered, name
                 has = ops._storage_bytes(weight)
                 assert has["master"] == has["pending"] == 0 and has["grid"] == want.grid, name
@@ -244,13 +236,13 @@ def run_memory(format, keep_master, rows, reshard):
     for weight in weights:
         assert weight.untyped_storage().nbytes() == 0
     assert live_bytes(at_most=before + grids) - before <= grids
-    check_planes(model, format, keep_master)
+    check_planes(model, keep_master)
     return gathered
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("rows", [257, 5])
 @on_worlds(1, 2, 4)
 def test_memory_while_unsharded(world, format, keep_master, rows, reshard):
@@ -263,30 +255,30 @@ def run_step_memory(format, keep_master):
 
     def look(*_):
         # An optimizer's own post hooks run before the global one that flushes.
-        check_planes(model, format, keep_master, pending=not keep_master)
+        check_planes(model, keep_master, pending=not keep_master)
         looks.append(True)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(look)
     for step in range(2):
         loss_of(model, batch(step)).backward()
-        check_planes(model, format, keep_master)
+        check_planes(model, keep_master)
         optimizer.step()
-        check_planes(model, format, keep_master)
+        check_planes(model, keep_master)
         optimizer.zero_grad()
     assert len(looks) == 2
 
     with torch.no_grad():
         for param in quantized_parameters(model).values():
             param.mul_(2)
-    check_planes(model, format, keep_master, pending=not keep_master)
+    check_planes(model, keep_master, pending=not keep_master)
     with unsharded(model):
         pass
-    check_planes(model, format, keep_master)
+    check_planes(model, keep_master)
 
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", MIXES)
 @on_worlds(1, 2, 4)
 def test_memory_across_a_step(world, format, keep_master):
     world.run(run_step_memory, format, keep_master)

@@ -6,8 +6,14 @@ import torch.nn.functional as F
 
 import qshard
 
-FORMATS = ("float8_tensorwise", "float8_blockwise")
-RECIPES = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())
+RECIPES = (
+    qshard.Float8CurrentScaling(),
+    qshard.Float8BlockScaling(),
+    qshard.MXFP8BlockScaling(),
+    qshard.NVFP4BlockScaling(),
+    qshard.NVFP4BlockScaling(disable_2d_quantization=True),
+)
+FORMATS = [recipe.format for recipe in RECIPES]
 ops = torch.ops.qshard
 
 
@@ -162,3 +168,35 @@ def test_backend_report_names_the_reason():
     F.linear(torch.randn(2, 40), q)
     lines = qshard.backend_report().splitlines()
     assert any("float8_blockwise forward" in line and "CPU" in line for line in lines)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=FORMATS)
+def test_weight_only(recipe):
+    """The plain arithmetic on dequantized weights, activations saved as they are."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 48), torch.nn.Linear(48, 8))
+    qshard.quantize_(model, recipe, weight_only=True)
+    x = torch.randn(7, 40, requires_grad=True)
+    weights = [torch.nn.Parameter(ops.dequantize(m.weight.detach())) for m in model]
+    plain_x = x.detach().clone().requires_grad_()
+    plain = F.linear(F.linear(plain_x, weights[0], model[0].bias), weights[1], model[1].bias)
+    y = model(x)
+    assert torch.equal(y, plain)
+    y.sum().backward()
+    plain.sum().backward()
+    assert torch.equal(x.grad, plain_x.grad)
+    for module, weight in zip(model, weights):
+        torch.testing.assert_close(module.weight.grad, weight.grad)
+    assert f"{recipe.format} forward: dequantized GEMM" in qshard.backend_report()
+    assert "weight-only, as asked for" in qshard.backend_report()
+
+
+def test_weight_only_needs_linear_itself():
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Scaled(8, 8))
+    with pytest.raises(TypeError, match="cannot change how 1, a Scaled"):
+        qshard.quantize_(model, RECIPES[0], weight_only=True)
+    assert not any(qshard.is_quantized(p) for p in model.parameters())

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from dist_helpers import COLLECTIVE_TIMEOUT_S, device, gather_objects, on_worlds, shared_folder
 from dist_models import (
     FORMATS,
+    MIXES,
     RECIPES,
     Model,
     adamw,
@@ -38,7 +39,7 @@ from dist_models import (
 import qshard
 
 both_masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-both_formats = pytest.mark.parametrize("format", FORMATS)
+mixes = pytest.mark.parametrize("format", MIXES)
 
 
 def scale_all(model, factor=1.5):
@@ -97,7 +98,7 @@ def run_every_path(format, keep_master, rows):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @on_worlds(2, 4)
 def test_every_path_with_fewer_rows_than_ranks(world, rows, format, keep_master):
@@ -124,7 +125,7 @@ def run_local_reads(format, keep_master, before_first_gather):
 
 
 @both_masters
-@both_formats
+@mixes
 @pytest.mark.parametrize("before_first_gather", [True, False], ids=["before-gather", "after-gather"])
 @on_worlds(2, 4)
 def test_reads_on_one_rank(world, before_first_gather, format, keep_master):
@@ -300,7 +301,7 @@ def run_step_while_gathered(format, keep_master):
 
 
 @both_masters
-@both_formats
+@mixes
 @on_worlds(1, 2)
 def test_step_leaves_living_gathered_weights_alone(world, format, keep_master):
     world.run(run_step_while_gathered, format, keep_master)

@@ -50,7 +50,7 @@ def quantized(keep_master, dtype=torch.float32):
     return [
         Parameter(
             ops.quantize(
-                weight(*shape, seed=i, dtype=dtype), FORMATS[i % 2], keep_master=keep_master
+                weight(*shape, seed=i, dtype=dtype), FORMATS[i % len(FORMATS)], keep_master=keep_master
             )
         )
         for i, shape in enumerate(SHAPES)

@@ -23,15 +23,18 @@ def model():
         (qshard.Float8CurrentScaling(use_power_2_scales=False), "float8_tensorwise_fp32_scale"),
         (qshard.Float8BlockScaling(), "float8_blockwise"),
         (qshard.Float8BlockScaling(use_f32_scales=True), "float8_blockwise_fp32_scale"),
+        (qshard.MXFP8BlockScaling(), "mxfp8"),
+        (qshard.NVFP4BlockScaling(), "nvfp4"),
+        (qshard.NVFP4BlockScaling(disable_2d_quantization=True), "nvfp4_1x16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_recipe_argument_acts(recipe, format):
     m = qshard.quantize_(model(), recipe)
-    scales = ops.scale_inv(m[0].weight)
+    scales = ops.scale_inv(m[0].weight).float()
     assert ops.format(m[0].weight) == format
     is_power_of_two = torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
-    assert is_power_of_two == ("fp32" not in format)
+    assert is_power_of_two == ("fp32" not in format and "nvfp4" not in format)
 
 
 def test_replaces_weights_and_keeps_everything_else():

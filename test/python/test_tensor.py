@@ -6,7 +6,23 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FORMATS, assert_same, is_quantized, ops, rounded, value, weight
+from helpers import (
+    BLOCK,
+    FORMATS,
+    assert_same,
+    code_cols,
+    grid_bytes,
+    has_row_scales,
+    is_quantized,
+    ops,
+    rounded,
+    round_up,
+    row_bytes,
+    scale_shape,
+    shown,
+    value,
+    weight,
+)
 
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
 formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -31,15 +47,15 @@ def test_it_is_a_tensor(fmt, keep_master, dtype):
     assert_same(q, values if keep_master else rounded(values, fmt))
 
     codes, scale_inv = ops.codes(q), ops.scale_inv(q)
-    assert codes.dtype == torch.float8_e4m3fn and codes.shape == q.shape
-    assert scale_inv.dtype == torch.float32
-    assert scale_inv.shape == ((1, 1) if fmt == "float8_tensorwise" else (2, 2))
-    scales = scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:150, :140]
-    if fmt == "float8_tensorwise":
-        scales = scale_inv
-    assert_same(ops.dequantize(q), (codes.float() * scales).to(dtype))
+    assert codes.dtype == (torch.uint8 if fmt.startswith("nvfp4") else torch.float8_e4m3fn)
+    assert codes.shape == (150, code_cols(fmt, 140))
+    row_scales = {"mxfp8": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
+    row_scales["nvfp4_1x16"] = row_scales["nvfp4"]
+    assert scale_inv.dtype == row_scales.get(fmt, torch.float32)
+    assert scale_inv.shape == scale_shape(fmt, 150, 140)
+    assert_same(ops.dequantize(q), shown(q).to(dtype))
     for wanted in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        assert_same(ops.dequantize(q, dtype=wanted), (codes.float() * scales).to(wanted))
+        assert_same(ops.dequantize(q, dtype=wanted), shown(q).to(wanted))
 
     master = ops.master(q)
     if not keep_master:
@@ -55,11 +71,11 @@ def test_it_is_a_tensor(fmt, keep_master, dtype):
 @keep_or_not
 def test_storage_is_one_packed_block(fmt, keep_master):
     q = ops.quantize(weight(150, 140), fmt, keep_master=keep_master)
-    image, master = 150 * 144, 150 * 140 * 4 if keep_master else 0
-    grid = 4 if fmt == "float8_tensorwise" else 2 * 2 * 4
+    image, master = 150 * row_bytes(fmt, 140), 150 * 140 * 4 if keep_master else 0
+    grid = grid_bytes(fmt, 150, 140)
     planes = ops._storage_bytes(q)
     assert planes["image"] == image and planes["master"] == master and planes["grid"] == grid
-    assert q.untyped_storage().nbytes() == planes["storage"] == image + master + 16
+    assert q.untyped_storage().nbytes() == planes["storage"] == image + master + round_up(grid, 16)
     q.mul_(1.5)
     assert ops._storage_bytes(q)["pending"] == (0 if keep_master else 150 * 140 * 4)
     ops.flush([q])
@@ -152,6 +168,13 @@ def test_nan_and_inf():
     for fmt in FORMATS:
         got = ops.dequantize(ops.quantize(values, fmt))
         assert got[140, 139].isnan()
+        if has_row_scales(fmt):
+            # Only E8M0 reaches infinity. NaN is a scale there: its block is lost, and no other.
+            assert got[3, 5] == (float("inf") if fmt == "mxfp8" else 6 * FP8_MAX)
+            cols, rows = BLOCK[fmt], 1 if fmt == "nvfp4_1x16" else BLOCK[fmt]
+            around = got[140 // rows * rows :, 139 // cols * cols :][:rows, :cols]
+            assert around.isnan().all() and got.isnan().sum() == around.numel()
+            continue
         # A block with an infinite amax has scale 1: what does not fit saturates or turns NaN, as
         # the cast itself does; other blocks keep their values.
         expected = values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
@@ -172,12 +195,15 @@ def test_nan_and_inf():
 def test_sizes_of_zero_and_one(fmt, keep_master, shape):
     values = torch.full(shape, 1.5)
     q = ops.quantize(values, fmt, keep_master=keep_master)
-    assert q.shape == shape and ops.codes(q).shape == shape
-    assert_same(q, values)
-    assert_same(ops.dequantize(q), values)
+    assert q.shape == shape and ops.codes(q).shape == (*shape[:-1], code_cols(fmt, shape[-1]))
+    # NVFP4's scale of the tensor is a little off 1.5 / (6 * 448).
+    exact = rounded(values, fmt) if fmt.startswith("nvfp4") else values
+    torch.testing.assert_close(exact, values, rtol=2**-16, atol=0)
+    assert_same(q, values if keep_master else exact)
+    assert_same(ops.dequantize(q), exact)
     q.mul_(2).add_(1)
     ops.flush([q])
-    assert_same(q, values * 2 + 1)
+    assert_same(q, values * 2 + 1 if keep_master else rounded(exact * 2 + 1, fmt))
     q.copy_(values)
     q.zero_()
     for t in (q.clone(), q.t() if len(shape) == 2 else q, q.view(-1), torch.empty_like(q), q[:0]):

@@ -1,7 +1,9 @@
-"""The formats' numbers and the scale formula.
+"""The formats, and the numbers of FP8 codes under fp32 scales.
 
 amax -> scale = code_max / amax (fp32); 0, inf and NaN -> 1; overflow -> FLT_MAX; with power-of-two
 scales the mantissa is cleared (rounded down); scale_inv = 1 / scale, subnormals kept.
+
+Formats with a `row_scale` keep the scales of blocks in the row image instead: see row_scales.py.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,12 @@ class Format:
     power_of_two_scales: bool
     code_dtype: torch.dtype = torch.float8_e4m3fn
     grad_dtype: torch.dtype = torch.float8_e4m3fn
+    row_scale: torch.dtype | None = None  # of a block's scale in its rows; None: it is in the grid
+    tensor_scale: bool = False  # whether one fp32 scale of the matrix is above those of its blocks
+
+    @property
+    def code_bits(self) -> int:
+        return 4 if self.code_dtype == torch.float4_e2m1fn_x2 else 8
 
 
 FORMATS = {
@@ -27,6 +35,19 @@ FORMATS = {
         Format("float8_tensorwise_fp32_scale", None, False, grad_dtype=torch.float8_e5m2),
         Format("float8_blockwise", (128, 128), True),
         Format("float8_blockwise_fp32_scale", (128, 128), False),
+        Format("mxfp8", (32, 32), True, row_scale=torch.float8_e8m0fnu),
+        *(
+            Format(
+                name,
+                block,
+                False,
+                code_dtype=torch.float4_e2m1fn_x2,
+                grad_dtype=torch.float4_e2m1fn_x2,
+                row_scale=torch.float8_e4m3fn,
+                tensor_scale=True,
+            )
+            for name, block in (("nvfp4", (16, 16)), ("nvfp4_1x16", (1, 16)))
+        ),
     )
 }
 
@@ -51,13 +72,14 @@ def scale_from_amax(amax: torch.Tensor, code_max: float, power_of_two: bool) -> 
 
 
 def encode(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 codes of x * scale, nearest even, saturating; NaN keeps its sign."""
+    """uint8 FP8 codes of x * scale, nearest even, saturating; NaN keeps its sign."""
     code_max = torch.finfo(dtype).max
     x = x.float()
     codes = (x * scale).clamp(-code_max, code_max).to(dtype).view(torch.uint8)
-    sign = (x.view(torch.int32) < 0).to(torch.uint8) << 7
+    sign = x.signbit().to(torch.uint8) << 7
     return torch.where(x.isnan(), 0x7F | sign, codes)
 
 
-def decode(codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (codes.view(torch.float8_e4m3fn).float() * scale_inv).to(dtype)
+def decode(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 values of E4M3 codes."""
+    return codes.contiguous().view(torch.float8_e4m3fn).float()

@@ -1,6 +1,8 @@
-"""Where the bytes of a shard lie; mirrors kernels/layout.h."""
+"""Where the bytes of a shard lie; mirrors kernels/layout.h and kernels/cuts.h."""
 
 from dataclasses import dataclass
+
+import torch
 
 from .formats import Format
 
@@ -26,9 +28,22 @@ class Layout:
     def whole(format: Format, rows: int, cols: int) -> "Layout":
         return Layout(format, rows, cols, rows, rows, 0)
 
+    # Row image: [codes | zeros to 16 B | a scale byte per block, in some formats | zeros to 16 B].
+
+    @property
+    def code_bytes(self) -> int:
+        return ceil_div(self.cols * self.format.code_bits, 8)
+
+    @property
+    def row_scale_offset(self) -> int:
+        return round_up(self.code_bytes, 16)
+
     @property
     def row_bytes(self) -> int:
-        return round_up(self.cols, 16)
+        scale_bytes = self.block_shape[1] if self.format.row_scale else 0
+        return round_up(self.row_scale_offset + scale_bytes, 16)
+
+    # Blocks: of each matrix of the logical tensor, from its row 0 on.
 
     @property
     def live_rows(self) -> int:
@@ -37,26 +52,49 @@ class Layout:
         return max(0, min(self.rows, self.logical_rows - self.row_offset))
 
     @property
+    def matrices(self) -> int:
+        return self.logical_rows // self.matrix_rows if self.matrix_rows else 0
+
+    @property
     def block(self) -> tuple[int, int]:
         return self.format.block or (max(1, self.matrix_rows), max(1, self.cols))
 
     @property
-    def grid_shape(self) -> tuple[int, int]:
-        matrices = self.logical_rows // self.matrix_rows if self.matrix_rows else 0
+    def block_rows_per_matrix(self) -> int:
         # A matrix of per-tensor scaling is one block, even if it has no rows.
-        per_matrix = ceil_div(self.matrix_rows, self.block[0]) if self.format.block else 1
-        return matrices * per_matrix, ceil_div(self.cols, self.block[1])
+        return ceil_div(self.matrix_rows, self.block[0]) if self.format.block else 1
 
-    def grid_row(self, logical_row: int) -> int:
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """Block rows and block columns of the logical tensor."""
+        return self.matrices * self.block_rows_per_matrix, ceil_div(self.cols, self.block[1])
+
+    @property
+    def grid_shape(self) -> tuple[int, int]:
+        """A scale for every block, or for every matrix, or none."""
+        if not self.format.row_scale:
+            return self.block_shape
+        return (self.matrices, min(1, self.cols)) if self.format.tensor_scale else (0, 0)
+
+    def block_row(self, logical_row: int) -> int:
         matrix, row = divmod(logical_row, self.matrix_rows)
-        return matrix * ceil_div(self.matrix_rows, self.block[0]) + row // self.block[0]
+        return matrix * self.block_rows_per_matrix + row // self.block[0]
 
-    def blocks(self):
-        """(grid row, grid col, local rows, cols) of each part of a block that this shard holds."""
-        rows_of: dict[int, list[int]] = {}
-        for row in range(self.live_rows):
-            rows_of.setdefault(self.grid_row(self.row_offset + row), []).append(row)
-        for i, rows in rows_of.items():
-            for j in range(self.grid_shape[1]):
-                first = j * self.block[1]
-                yield i, j, slice(rows[0], rows[-1] + 1), slice(first, first + self.block[1])
+    def block_indices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block row of each live row, block column of each column."""
+        rows = [self.block_row(self.row_offset + row) for row in range(self.live_rows)]
+        cols = [col // self.block[1] for col in range(self.cols)]
+        return torch.tensor(rows, dtype=torch.int64), torch.tensor(cols, dtype=torch.int64)
+
+    def cut_block_rows(self, ranks: int) -> list[int]:
+        """Block rows of which several ranks hold rows once torch.chunk has cut dimension 0.
+
+        That is among whole matrices in a tensor of several. Scales in the grid need no such list.
+        """
+        if not self.format.row_scale or self.matrices != 1 or self.cols == 0:
+            return []
+        holders: dict[int, set[int]] = {}
+        for rank, rows in enumerate(torch.arange(self.logical_rows).chunk(ranks)):
+            for row in rows.tolist():
+                holders.setdefault(self.block_row(row), set()).add(rank)
+        return sorted(i for i, ranks_of in holders.items() if len(ranks_of) > 1)

@@ -1,19 +1,39 @@
-"""Row images and grids of weights."""
+"""Row images and grids of weights.
+
+A table here has one entry per block of the *logical* tensor (layout.block_shape), whatever part of
+it the shard holds; `table[rows][:, cols]` with layout.block_indices() is the entry of each element.
+"""
 
 import dataclasses
 
 import torch
 
+from . import float4, row_scales
 from .formats import amax_of, decode, encode, scale_from_amax
 from .layout import Layout
 
 
-def compute_amax(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This shard's part of every logical block's amax (grid_shape); 0 where it holds no rows."""
-    amax = torch.zeros(layout.grid_shape, dtype=torch.float32)
-    for i, j, rows, cols in layout.blocks():
-        amax[i, j] = amax_of(values[rows, cols])
-    return amax
+def amax_table(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Largest |x| of this shard's live rows in every block, NaN if there is one; 0 without rows."""
+    x = values[: layout.live_rows].float().abs()
+    bits = torch.where(x.isnan(), float("nan"), x).view(torch.int32)  # NaN is above infinity
+    rows, cols = layout.block_indices()
+    block = rows[:, None] * layout.block_shape[1] + cols
+    table = torch.zeros(layout.block_shape, dtype=torch.int32)
+    table.view(-1).scatter_reduce_(0, block.view(-1), bits.reshape(-1), "amax")
+    return table.view(torch.float32)
+
+
+def compute_amax(values: torch.Tensor, layout: Layout, ranks: int = 1) -> torch.Tensor:
+    """This shard's part of what `ranks` ranks agree on: amaxes of the grid, then of cut blocks."""
+    table = amax_table(values, layout)
+    if not layout.format.row_scale:
+        return table.flatten()
+    grid = torch.zeros(layout.grid_shape)
+    for matrix in range(layout.grid_shape[0]):
+        first = matrix * layout.block_rows_per_matrix
+        grid[matrix] = amax_of(table[first : first + layout.block_rows_per_matrix])
+    return torch.cat([grid.flatten(), table[layout.cut_block_rows(ranks)].flatten()])
 
 
 def combine_amax(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -22,29 +42,75 @@ def combine_amax(parts: list[torch.Tensor]) -> torch.Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def scales(amax: torch.Tensor, layout: Layout) -> torch.Tensor:
-    code_max = torch.finfo(layout.format.code_dtype).max
-    return scale_from_amax(amax, code_max, layout.format.power_of_two_scales)
+def of_block_rows(grid: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A grid of one entry per matrix, repeated for every block row."""
+    return grid.repeat_interleave(layout.block_rows_per_matrix, dim=0)
 
 
-def quantize(values: torch.Tensor, layout: Layout, amax: torch.Tensor | None = None):
-    """(image uint8 (rows, row_bytes), grid fp32 scale_inv) of a shard."""
+def quantize(
+    values: torch.Tensor, layout: Layout, amax: torch.Tensor | None = None, ranks: int = 1
+):
+    """(image uint8 (rows, row_bytes), grid fp32 scale_inv) of a shard; `amax`: the agreed one."""
+    format = layout.format
     if amax is None:
-        amax = compute_amax(values, layout)
-    scale = scales(amax, layout)
+        amax = compute_amax(values, layout, ranks)
+    grid_numel = layout.grid_shape[0] * layout.grid_shape[1]
+    grid_amax = amax.flatten()[:grid_numel].view(layout.grid_shape)
+    if format.row_scale:
+        table = amax_table(values, layout)
+        cut = layout.cut_block_rows(ranks)
+        table[cut] = amax[grid_numel:].view(len(cut), layout.block_shape[1])
+
+    if not format.row_scale:
+        code_max = torch.finfo(format.code_dtype).max
+        scale = scale_from_amax(grid_amax, code_max, format.power_of_two_scales)
+        grid = 1 / scale
+    elif not format.tensor_scale:
+        scale_bytes, scale = row_scales.mxfp8_scales(table)
+        grid = grid_amax
+    else:
+        grid = row_scales.nvfp4_tensor_scale_inv(grid_amax)
+        scale_bytes, scale = row_scales.nvfp4_scales(table, of_block_rows(grid, layout))
+
+    rows, cols = layout.block_indices()
+    live = values[: layout.live_rows]
+    if format.code_bits == 4:
+        codes = float4.pack(float4.encode(live, scale[rows][:, cols]))
+    else:
+        codes = encode(live, scale[rows][:, cols], format.code_dtype)
+
     image = torch.zeros(layout.rows, layout.row_bytes, dtype=torch.uint8)
-    for i, j, rows, cols in layout.blocks():
-        part = encode(values[rows, cols], scale[i, j], layout.format.code_dtype)
-        image[rows, cols.start : cols.start + part.shape[1]] = part
-    return image, 1 / scale
+    image[: layout.live_rows, : layout.code_bytes] = codes
+    if format.row_scale:
+        first = layout.row_scale_offset
+        image[: layout.live_rows, first : first + layout.block_shape[1]] = scale_bytes[rows]
+    return image, grid
 
 
 def dequantize(image: torch.Tensor, grid: torch.Tensor, layout: Layout, dtype: torch.dtype):
     """Values of a shard; rows outside the logical tensor are zero, an open one sits at row 0."""
     if layout.row_offset is None:
         layout = dataclasses.replace(layout, row_offset=0)
+    format = layout.format
+    rows, cols = layout.block_indices()
+    live = image[: layout.live_rows]
+    scale_bytes = live[:, layout.row_scale_offset :][:, : layout.block_shape[1]]
+    if not format.row_scale:
+        scale_inv = grid[rows]
+    elif not format.tensor_scale:
+        scale_inv = row_scales.e8m0_to_float(scale_bytes)
+    else:
+        tensor_scale_inv = of_block_rows(grid, layout)[rows]
+        scale_inv = row_scales.nvfp4_block_scale_inv(scale_bytes, tensor_scale_inv)
+
+    codes = live[:, : layout.code_bytes]
+    if format.code_bits == 4:
+        decoded = float4.decode(float4.unpack(codes, layout.cols))
+    else:
+        decoded = decode(codes)
+    read = (decoded * scale_inv[:, cols]).to(dtype)
+    if format.row_scale:
+        read[scale_inv[:, cols].isnan()] = float("nan")  # without a sign
     values = torch.zeros(layout.rows, layout.cols, dtype=dtype)
-    for i, j, rows, cols in layout.blocks():
-        codes = image[rows, : layout.cols][:, cols].contiguous()
-        values[rows, cols] = decode(codes, grid[i, j], dtype)
+    values[: layout.live_rows] = read
     return values

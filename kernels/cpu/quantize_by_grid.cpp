@@ -1,80 +1,20 @@
+// Formats whose scales are all in the grid.
 #include "kernels/cpu/quantize_cpu.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <vector>
 
 #include "kernels/cpu/row_kernels.h"
+#include "kernels/cpu/row_ranges.h"
 #include "kernels/float8.h"
 
 namespace qshard::cpu {
 namespace {
 
-constexpr int64_t kRowsPerRange = 128;
-constexpr int64_t kSerialElements = 32768;  // below this, starting threads costs more than it saves
-
-int64_t value_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-// Rows [begin, end) of one task. Rows of the logical tensor share one grid row.
-struct RowRange {
-  size_t task;
-  int64_t begin;
-  int64_t end;
-  int64_t grid_row;  // kNoGridRow: rows outside the logical tensor
-};
-constexpr int64_t kNoGridRow = -1;
-
-// Cuts the rows [begin, end) of a layout where the grid row changes and every kRowsPerRange rows;
-// rows from `live` on are outside the logical tensor, whose row 0 is `row_offset` rows up.
-void append_ranges(std::vector<RowRange>& ranges, size_t task, const Layout& layout,
-                   int64_t row_offset, int64_t begin, int64_t end, int64_t live) {
-  for (int64_t row = begin; row < end;) {
-    if (row >= live) {
-      const int64_t next = std::min(row + kRowsPerRange, end);
-      ranges.push_back({task, row, next, kNoGridRow});
-      row = next;
-      continue;
-    }
-    const int64_t logical = row_offset + row;
-    const int64_t in_matrix = logical % layout.matrix_rows;
-    int64_t left = layout.matrix_rows - in_matrix;
-    if (const int64_t block = layout.format->block_rows) {
-      left = std::min(left, block - in_matrix % block);
-    }
-    const int64_t next = row + std::min({left, kRowsPerRange, std::min(end, live) - row});
-    ranges.push_back({task, row, next, layout.grid_row(logical)});
-    row = next;
-  }
-}
-
-template <typename Function>
-void parallel_over(const std::vector<RowRange>& ranges, int64_t elements, const Function& run) {
-  const auto count = static_cast<int64_t>(ranges.size());
-  if (elements <= kSerialElements || count == 1) {
-    for (const RowRange& range : ranges) run(range);
-    return;
-  }
-  // Ranges of different tensors differ in size, so threads take the next one as they finish.
-  std::atomic<int64_t> next{0};
-  const int64_t workers = std::min<int64_t>(count, at::get_num_threads());
-  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) run(ranges[i]);
-  });
-}
-
 // Columns [j * width, ...) of block column j.
 int64_t block_width(const Layout& layout) {
   return layout.format->block_cols ? layout.format->block_cols : layout.cols;
-}
-
-void atomic_max(float* target, uint32_t bits) {
-  std::atomic_ref<uint32_t> entry(*reinterpret_cast<uint32_t*>(target));
-  uint32_t current = entry.load(std::memory_order_relaxed);
-  while (current < bits && !entry.compare_exchange_weak(current, bits, std::memory_order_relaxed)) {
-  }
 }
 
 const uint8_t* value_row(const QuantizeTask& task, int64_t row) {
@@ -84,13 +24,13 @@ const uint8_t* value_row(const QuantizeTask& task, int64_t row) {
 
 }  // namespace
 
-void compute_amax(std::span<const QuantizeTask> tasks) {
+void compute_amax_of_grid(std::span<const QuantizeTask> tasks) {
   std::vector<RowRange> ranges;
   int64_t elements = 0;
   for (size_t t = 0; t < tasks.size(); ++t) {
     const Layout& layout = tasks[t].layout;
-    if (layout.amax_numel() == 0) continue;
-    std::memset(tasks[t].amax, 0, layout.amax_numel() * sizeof(float));
+    if (layout.grid_numel() == 0) continue;
+    std::memset(tasks[t].amax, 0, layout.grid_numel() * sizeof(float));
     const int64_t live = layout.live_rows();
     append_ranges(ranges, t, layout, layout.row_offset, 0, live, live);
     elements += live * layout.cols;
@@ -111,12 +51,12 @@ void compute_amax(std::span<const QuantizeTask> tasks) {
         largest[j] = std::max(largest[j], bits);
       }
     }
-    float* out = task.amax + range.grid_row * layout.grid_cols();
+    float* out = task.amax + layout.grid_row(range.logical_row) * layout.grid_cols();
     for (int64_t j = 0; j < layout.grid_cols(); ++j) atomic_max(out + j, largest[j]);
   });
 }
 
-void quantize(std::span<const QuantizeTask> tasks) {
+void quantize_by_grid(std::span<const QuantizeTask> tasks) {
   std::vector<RowRange> ranges;
   int64_t elements = 0;
   for (size_t t = 0; t < tasks.size(); ++t) {
@@ -136,13 +76,13 @@ void quantize(std::span<const QuantizeTask> tasks) {
     const Layout& layout = task.layout;
     const Format& format = *layout.format;
     const int64_t row_bytes = layout.row_bytes();
-    if (range.grid_row == kNoGridRow) {
+    if (!range.is_live()) {
       std::memset(task.image + range.begin * row_bytes, 0, (range.end - range.begin) * row_bytes);
       return;
     }
     const auto encode = kernels.encode[static_cast<int>(task.value_dtype)];
     const int64_t width = block_width(layout);
-    const float* amax = task.amax + range.grid_row * layout.grid_cols();
+    const float* amax = task.amax + layout.grid_row(range.logical_row) * layout.grid_cols();
     std::vector<float> scale(layout.grid_cols());
     for (int64_t j = 0; j < layout.grid_cols(); ++j) {
       scale[j] = scale_from_amax(amax[j], format.code_max, format.power_of_two_scales);
@@ -160,7 +100,7 @@ void quantize(std::span<const QuantizeTask> tasks) {
   });
 }
 
-void dequantize(std::span<const DequantizeTask> tasks) {
+void dequantize_by_grid(std::span<const DequantizeTask> tasks) {
   std::vector<RowRange> ranges;
   int64_t elements = 0;
   for (size_t t = 0; t < tasks.size(); ++t) {
@@ -178,14 +118,14 @@ void dequantize(std::span<const DequantizeTask> tasks) {
     const int64_t size = value_size(task.value_dtype);
     auto* values = static_cast<uint8_t*>(task.values);
     const int64_t row_size = layout.cols * size;
-    if (range.grid_row == kNoGridRow) {
+    if (!range.is_live()) {
       std::memset(values + (range.begin - task.first_row) * row_size, 0,
                   (range.end - range.begin) * row_size);
       return;
     }
     const auto decode = kernels.decode[static_cast<int>(task.value_dtype)];
     const int64_t width = block_width(layout);
-    const float* scale_inv = task.grid + range.grid_row * layout.grid_cols();
+    const float* scale_inv = task.grid + layout.grid_row(range.logical_row) * layout.grid_cols();
     for (int64_t row = range.begin; row < range.end; ++row) {
       const uint8_t* codes = task.image + row * layout.row_bytes();
       uint8_t* x = values + (row - task.first_row) * row_size;

@@ -1,0 +1,204 @@
+// Formats whose block scales are bytes in the row image (MXFP8, NVFP4).
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "kernels/cpu/quantize_cpu.h"
+#include "kernels/cpu/row_kernels.h"
+#include "kernels/cpu/row_ranges.h"
+#include "kernels/row_scales.h"
+
+namespace qshard::cpu {
+namespace {
+
+const uint8_t* value_row(const QuantizeTask& task, int64_t row) {
+  return static_cast<const uint8_t*>(task.values) +
+         row * task.layout.cols * value_size(task.value_dtype);
+}
+
+// Rows [begin, end) of one block row of `range`, the block row that holds row `begin`.
+int64_t end_of_block_row(const Layout& layout, const RowRange& range, int64_t begin) {
+  const int64_t in_matrix = (range.logical_row + begin - range.begin) % layout.matrix_rows;
+  const int64_t block = layout.format->block_rows;
+  return std::min(range.end, begin + block - in_matrix % block);
+}
+
+// The agreed amaxes of the block row of local row `row`, or null if it is not cut.
+float* cut_amax(const QuantizeTask& task, int64_t row) {
+  const Layout& layout = task.layout;
+  const int64_t block_row = layout.block_row(layout.row_offset + row);
+  const int64_t last = layout.row_offset + layout.live_rows() - 1;
+  int64_t index = -1;
+  if (block_row == layout.block_row(layout.row_offset)) {
+    index = task.cuts.first;
+  } else if (block_row == layout.block_row(last)) {
+    index = task.cuts.last;
+  }
+  return index < 0 ? nullptr : task.amax + layout.grid_numel() + index * layout.block_cols();
+}
+
+// Amaxes of the blocks of one block row from rows [begin, end).
+void block_amax(const QuantizeTask& task, int64_t begin, int64_t end,
+                std::vector<uint32_t>& columns, std::vector<uint32_t>& blocks) {
+  const Layout& layout = task.layout;
+  const auto fold = row_kernels().fold_amax[static_cast<int>(task.value_dtype)];
+  std::fill(columns.begin(), columns.end(), 0);
+  for (int64_t row = begin; row < end; ++row) {
+    fold(value_row(task, row), layout.cols, columns.data());
+  }
+  const int64_t width = layout.format->block_cols;
+  for (size_t j = 0; j < blocks.size(); ++j) {
+    const auto first = columns.begin() + static_cast<int64_t>(j) * width;
+    const int64_t count = std::min(width, layout.cols - static_cast<int64_t>(j) * width);
+    blocks[j] = canonical_amax(*std::max_element(first, first + count));
+  }
+}
+
+}  // namespace
+
+void compute_amax_row_scaled(std::span<const QuantizeTask> tasks) {
+  std::vector<RowRange> ranges;
+  int64_t elements = 0;
+  for (size_t t = 0; t < tasks.size(); ++t) {
+    const Layout& layout = tasks[t].layout;
+    const int64_t numel = amax_numel(layout, tasks[t].cuts);
+    if (numel == 0) continue;
+    std::memset(tasks[t].amax, 0, numel * sizeof(float));
+    const int64_t live = layout.live_rows();
+    append_ranges(ranges, t, layout, layout.row_offset, 0, live, live);
+    elements += live * layout.cols;
+  }
+  parallel_over(ranges, elements, [&](const RowRange& range) {
+    const QuantizeTask& task = tasks[range.task];
+    const Layout& layout = task.layout;
+    if (layout.format->has_tensor_scale()) {
+      const auto amax = row_kernels().amax[static_cast<int>(task.value_dtype)];
+      const uint32_t largest =
+          amax(value_row(task, range.begin), (range.end - range.begin) * layout.cols);
+      atomic_max(task.amax + layout.grid_row(range.logical_row), largest);
+    }
+    std::vector<uint32_t> columns(layout.cols), blocks(layout.block_cols());
+    for (int64_t row = range.begin; row < range.end;) {
+      const int64_t next = end_of_block_row(layout, range, row);
+      if (float* out = cut_amax(task, row)) {
+        block_amax(task, row, next, columns, blocks);
+        for (size_t j = 0; j < blocks.size(); ++j) atomic_max(out + j, blocks[j]);
+      }
+      row = next;
+    }
+  });
+}
+
+void quantize_row_scaled(std::span<const QuantizeTask> tasks) {
+  std::vector<RowRange> ranges;
+  int64_t elements = 0;
+  for (size_t t = 0; t < tasks.size(); ++t) {
+    const Layout& layout = tasks[t].layout;
+    for (int64_t i = 0; i < layout.grid_numel(); ++i) {
+      tasks[t].grid[i] = nvfp4_tensor_scale_inv(tasks[t].amax[i]);
+    }
+    if (layout.cols == 0) continue;
+    append_ranges(ranges, t, layout, layout.row_offset, 0, layout.rows, layout.live_rows());
+    elements += layout.rows * layout.cols;
+  }
+  const RowKernels& kernels = row_kernels();
+  parallel_over(ranges, elements, [&](const RowRange& range) {
+    const QuantizeTask& task = tasks[range.task];
+    const Layout& layout = task.layout;
+    const Format& format = *layout.format;
+    const int64_t row_bytes = layout.row_bytes();
+    if (!range.is_live()) {
+      std::memset(task.image + range.begin * row_bytes, 0, (range.end - range.begin) * row_bytes);
+      return;
+    }
+    const auto type = static_cast<int>(task.value_dtype);
+    const auto encode =
+        format.code_dtype == DType::kFloat4E2M1 ? kernels.encode_fp4[type] : kernels.encode[type];
+    const int64_t width = format.block_cols;
+    const int64_t block_value_bytes = width * value_size(task.value_dtype);
+    const int64_t block_code_bytes = width * format.code_bits / 8;
+    const float tensor_scale = format.has_tensor_scale()
+                                   ? nvfp4_tensor_scale(nvfp4_tensor_scale_inv(
+                                         task.amax[layout.grid_row(range.logical_row)]))
+                                   : 1.f;
+
+    std::vector<uint32_t> columns(layout.cols), blocks(layout.block_cols());
+    std::vector<float> scales(blocks.size());
+    std::vector<uint8_t> scale_bytes(blocks.size());
+    for (int64_t row = range.begin; row < range.end;) {
+      const int64_t next = end_of_block_row(layout, range, row);
+      if (const float* agreed = cut_amax(task, row)) {
+        std::memcpy(blocks.data(), agreed, blocks.size() * sizeof(float));
+      } else {
+        block_amax(task, row, next, columns, blocks);
+      }
+      for (size_t j = 0; j < blocks.size(); ++j) {
+        const BlockScale scale = block_scale(format.row_scale, bits_float(blocks[j]), tensor_scale);
+        scales[j] = scale.encode;
+        scale_bytes[j] = scale.byte;
+      }
+      for (; row < next; ++row) {
+        const uint8_t* x = value_row(task, row);
+        uint8_t* image = task.image + row * row_bytes;
+        for (size_t j = 0; j < blocks.size(); ++j) {
+          const auto block = static_cast<int64_t>(j);
+          encode(x + block * block_value_bytes, std::min(width, layout.cols - block * width),
+                 scales[j], image + block * block_code_bytes);
+        }
+        std::memset(image + layout.code_bytes(), 0,
+                    layout.row_scale_offset() - layout.code_bytes());
+        uint8_t* end =
+            std::copy(scale_bytes.begin(), scale_bytes.end(), image + layout.row_scale_offset());
+        std::memset(end, 0, image + row_bytes - end);
+      }
+    }
+  });
+}
+
+void dequantize_row_scaled(std::span<const DequantizeTask> tasks) {
+  std::vector<RowRange> ranges;
+  int64_t elements = 0;
+  for (size_t t = 0; t < tasks.size(); ++t) {
+    const Layout& layout = tasks[t].layout;
+    if (layout.cols == 0) continue;
+    const int64_t offset = layout.row_offset == Layout::kOpen ? 0 : layout.row_offset;
+    const int64_t end = tasks[t].first_row + tasks[t].rows;
+    append_ranges(ranges, t, layout, offset, tasks[t].first_row, end, layout.logical_rows - offset);
+    elements += tasks[t].rows * layout.cols;
+  }
+  const RowKernels& kernels = row_kernels();
+  parallel_over(ranges, elements, [&](const RowRange& range) {
+    const DequantizeTask& task = tasks[range.task];
+    const Layout& layout = task.layout;
+    const Format& format = *layout.format;
+    const int64_t size = value_size(task.value_dtype);
+    auto* values = static_cast<uint8_t*>(task.values);
+    const int64_t row_size = layout.cols * size;
+    if (!range.is_live()) {
+      std::memset(values + (range.begin - task.first_row) * row_size, 0,
+                  (range.end - range.begin) * row_size);
+      return;
+    }
+    const auto type = static_cast<int>(task.value_dtype);
+    const auto decode =
+        format.code_dtype == DType::kFloat4E2M1 ? kernels.decode_fp4[type] : kernels.decode[type];
+    const int64_t width = format.block_cols;
+    const float tensor_scale_inv =
+        format.has_tensor_scale() ? task.grid[layout.grid_row(range.logical_row)] : 1.f;
+    const std::vector<uint8_t> zeros(width);
+    for (int64_t row = range.begin; row < range.end; ++row) {
+      const uint8_t* codes = task.image + row * layout.row_bytes();
+      const uint8_t* scale_bytes = codes + layout.row_scale_offset();
+      uint8_t* x = values + (row - task.first_row) * row_size;
+      for (int64_t j = 0; j < layout.block_cols(); ++j) {
+        const float scale_inv = block_scale_inv(format.row_scale, scale_bytes[j], tensor_scale_inv);
+        // Zero times NaN: a NaN scale makes every value the same NaN, whatever its code.
+        const bool is_nan = scale_inv != scale_inv;
+        decode(is_nan ? zeros.data() : codes + j * width * format.code_bits / 8,
+               std::min(width, layout.cols - j * width), scale_inv, x + j * width * size);
+      }
+    }
+  });
+}
+
+}  // namespace qshard::cpu

@@ -1,0 +1,44 @@
+// Packs tasks into as few launches as possible.
+#pragma once
+
+#include <c10/cuda/CUDAException.h>
+
+#include <limits>
+
+namespace qshard::cuda {
+
+/// Hands full batches, and at flush() the rest, to launch(batch), which returns a cudaError_t.
+/// A Batch is a TaskBatch, or has its members.
+template <typename Batch, typename Launch>
+class Batcher {
+ public:
+  explicit Batcher(const Launch& launch) : launch_(launch) {}
+
+  template <typename Task>
+  void add(const Task& task, int blocks) {
+    if (blocks == 0) return;
+    if (batch_.count == Batch::kCapacity ||
+        batch_.first_block[batch_.count] > std::numeric_limits<int>::max() - blocks) {
+      flush();
+    }
+    batch_.tasks[batch_.count] = task;
+    batch_.first_block[batch_.count + 1] = batch_.first_block[batch_.count] + blocks;
+    ++batch_.count;
+  }
+
+  void flush() {
+    if (batch_.count > 0) C10_CUDA_CHECK(launch_(batch_));
+    batch_.count = 0;
+  }
+
+ private:
+  Batch batch_;
+  Launch launch_;
+};
+
+template <typename Batch, typename Launch>
+Batcher<Batch, Launch> make_batcher(const Launch& launch) {
+  return Batcher<Batch, Launch>(launch);
+}
+
+}  // namespace qshard::cuda

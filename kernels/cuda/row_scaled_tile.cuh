@@ -1,0 +1,190 @@
+// Which tile of which shard a CUDA block works on, and how its warps read the tile.
+#pragma once
+
+#include <climits>
+
+#include "kernels/cuda/row_scaled_codes.cuh"
+#include "kernels/cuda/row_scaled_kernels.h"
+
+namespace qshard::cuda {
+
+/// Task of this CUDA block; `block` becomes the block's index within it.
+template <typename Task, int kTasks>
+__device__ __forceinline__ const Task& find_task(const TaskBatch<Task, kTasks>& batch, int& block) {
+  int low = 0;
+  int high = batch.count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (batch.first_block[middle] <= block) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  block -= batch.first_block[low];
+  return batch.tasks[low];
+}
+
+/// How one format lies in a tile: a row of 32 vectors is a warp's.
+template <typename Value, int kBlockCols>
+struct TileRow {
+  static constexpr int kSize = Vector<Value>::kSize;
+  static constexpr int kCols = 32 * kSize;
+  static constexpr int kScales = kCols / kBlockCols;
+  static constexpr int kLanes = kBlockCols / kSize;  // lanes that share a scale
+};
+
+constexpr int kRowScaledWarps = kRowScaledThreads / 32;
+constexpr int kRowsPerWarp = kCodeTileRows / kRowScaledWarps;
+
+struct RowScaledTile {
+  int origin;     // row of the tile's first row: negative where the shard begins inside the tile
+  int row_begin;  // rows [row_begin, row_end) are the shard's
+  int row_end;
+  int tile_col;
+  int matrix;
+};
+
+__host__ __device__ __forceinline__ int tile_count(const RowScaledTask& task) {
+  return task.live_tile_rows * task.tile_cols;
+}
+
+template <int kTileRows>
+__host__ __device__ __forceinline__ RowScaledTile find_tile(const RowScaledTask& task, int block) {
+  const uint32_t tile_row = static_cast<uint32_t>(block) / static_cast<uint32_t>(task.tile_cols);
+  const uint32_t tile = static_cast<uint32_t>(task.first_tile) + tile_row;
+  const uint32_t matrix = tile / static_cast<uint32_t>(task.tiles_per_matrix);
+  const int in_matrix =
+      static_cast<int>(tile - matrix * static_cast<uint32_t>(task.tiles_per_matrix)) * kTileRows;
+  const int64_t origin =
+      static_cast<int64_t>(matrix) * task.matrix_rows + task.matrix_begin + in_matrix;
+  const int rows = min(kTileRows, task.matrix_rows - in_matrix);
+  RowScaledTile found;
+  found.origin = static_cast<int>(origin);
+  found.row_begin = max(found.origin, 0);
+  found.row_end = static_cast<int>(min(origin + rows, static_cast<int64_t>(task.live_rows)));
+  found.tile_col = block - static_cast<int>(tile_row) * task.tile_cols;
+  found.matrix = task.first_matrix + static_cast<int>(matrix);
+  return found;
+}
+
+/// Amax entry, at column 0, of the block whose first row here is `row`; -1 where no other rank
+/// holds rows of it.
+__device__ __forceinline__ int cut_entry(const RowScaledTask& task, int row) {
+  if (row < task.first_cut_end) return task.first_cut;
+  return row >= task.last_cut_begin ? task.last_cut : -1;
+}
+
+/// Reads this lane's vectors of the rows [first_row, first_row + kRows), zeros where the tile has
+/// no value.
+template <typename Value, int kRows>
+__device__ __forceinline__ void load_rows(const RowScaledTask& task, const RowScaledTile& tile,
+                                          int first_row, int col, Vector<Value> (&x)[kRows]) {
+  constexpr int kSize = Vector<Value>::kSize;
+  const auto* values = static_cast<const typename Value::Raw*>(task.values) +
+                       static_cast<int64_t>(first_row) * task.cols + col;
+  const int row_end = col < task.cols ? tile.row_end : INT_MIN;
+  if (task.vectorized) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, values += task.cols) {
+      x[i] = {};
+      const int row = first_row + i;
+      if (row >= tile.row_begin && row < row_end) x[i] = load_vector<Value>(values);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i, values += task.cols) {
+    x[i] = {};
+    const int row = first_row + i;
+    if (row < tile.row_begin || row >= row_end) continue;
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) {
+      if (col + k < task.cols) {
+        const uint32_t raw = values[k];
+        x[i].word[k / Value::kPerWord] |= raw << (16 * (k % Value::kPerWord));
+      }
+    }
+  }
+}
+
+/// The largest magnitude of a lane's vectors, as fp32 bits.
+template <typename Value, int kCount>
+__device__ __forceinline__ uint32_t largest_of(const Vector<Value>* x) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (uint32_t word : x[i].word) largest = Value::max(largest, Value::magnitudes(word));
+  }
+  return Value::amax_bits(largest);
+}
+
+/// The maximum over groups of kLanes lanes.
+template <int kLanes>
+__device__ __forceinline__ uint32_t max_over_lanes(uint32_t bits) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, distance));
+  }
+  return bits;
+}
+
+/// Zeros in the words that CUDA block `block` has of `count`.
+constexpr int kZerosPerThread = 8;
+constexpr int kZerosPerBlock = kZerosPerThread * kRowScaledThreads;
+
+template <typename Word>
+__device__ __forceinline__ void write_zeros(Word* words, int64_t count, int block) {
+  const int64_t first = static_cast<int64_t>(block) * kZerosPerBlock + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kZerosPerThread; ++i) {
+    const int64_t at = first + i * kRowScaledThreads;
+    if (at < count) words[at] = Word{};
+  }
+}
+
+/// A format's types and block shape.
+template <typename CodeType, RowScale kScale, int kRows, int kCols>
+struct RowScaledKind {
+  using Code = CodeType;
+  static constexpr RowScale kRowScale = kScale;
+  static constexpr int kBlockRows = kRows;
+  static constexpr int kBlockCols = kCols;
+};
+
+/// Calls run(RowScaledKind{}, Value{}) with the types of `format` and `value_dtype`.
+template <typename Run>
+cudaError_t with_row_scaled_types(const Format& format, DType value_dtype, const Run& run) {
+  const auto with_kind = [&](auto kind) {
+    return with_value_type(value_dtype, [&](auto value) { return run(kind, value); });
+  };
+  const auto is = [&](DType code, RowScale scale, int64_t block_rows, int64_t block_cols) {
+    return format.code_dtype == code && format.row_scale == scale &&
+           format.block_rows == block_rows && format.block_cols == block_cols;
+  };
+  if (is(DType::kFloat8E4M3, RowScale::kE8M0, 32, 32)) {
+    return with_kind(RowScaledKind<E4M3, RowScale::kE8M0, 32, 32>{});
+  }
+  if (is(DType::kFloat8E4M3, RowScale::kE8M0, 1, 32)) {
+    return with_kind(RowScaledKind<E4M3, RowScale::kE8M0, 1, 32>{});
+  }
+  if (is(DType::kFloat4E2M1, RowScale::kE4M3, 16, 16)) {
+    return with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 16, 16>{});
+  }
+  if (is(DType::kFloat4E2M1, RowScale::kE4M3, 1, 16)) {
+    return with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 1, 16>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+/// Launches `kernel<<<...>>>(batch)` over all blocks of the batch.
+template <typename Kernel>
+cudaError_t launch_batch(Kernel kernel, const RowScaledBatch& batch, cudaStream_t stream) {
+  const int blocks = batch.first_block[batch.count];
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<blocks, kRowScaledThreads, 0, stream>>>(batch);
+  return cudaGetLastError();
+}
+
+}  // namespace qshard::cuda
