@@ -22,8 +22,9 @@ HERE = Path(__file__).resolve().parent
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", default=["float8_tensorwise", "float8_blockwise"])
-    parser.add_argument("--steps", type=int, default=130)
+    parser.add_argument("--formats", nargs="+",
+                        default=["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
+    parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     parser.add_argument("--processes", type=int, nargs=2, metavar=("BEFORE", "AFTER"),
                         default=default_processes(),

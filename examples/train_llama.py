@@ -29,7 +29,8 @@ PLAIN = "bf16"  # plain FSDP2: float32 parameters, gathered and multiplied in bf
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--format", default="float8_blockwise",
-                        help=f"'{PLAIN}' for plain FSDP2, float8_tensorwise or float8_blockwise")
+                        help=f"'{PLAIN}' for plain FSDP2, float8_tensorwise, float8_blockwise, mxfp8 "
+                             "or nvfp4")
     parser.add_argument("--steps", type=int, default=300, help="length of the whole schedule")
     parser.add_argument("--stop-at", type=int, help="save a checkpoint and stop after this step")
     parser.add_argument("--checkpoint", type=Path, help="where to save on --stop-at")
@@ -55,6 +56,8 @@ def recipe(name: str):
     return {
         "float8_tensorwise": qshard.Float8CurrentScaling,
         "float8_blockwise": qshard.Float8BlockScaling,
+        "mxfp8": qshard.MXFP8BlockScaling,
+        "nvfp4": qshard.NVFP4BlockScaling,
     }[name]()
 
 
