@@ -187,9 +187,11 @@ def test_collectives_of_a_step(world, format, keep_master, rows, reshard, report
 # --------------------------------------------------------------------------------- memory
 
 
-def live_bytes(at_most=0):
+def live_bytes(at_most=None):
     """Bytes of all storages on this rank's device that Python can reach. gloo's threads let go of a
-    finished collective's tensors a moment later: looks again, for a while, if it finds too many."""
+    finished collective's tensors a moment later: looks again while there is more than expected, or,
+    without an expectation, until the number stands still."""
+    last = None
     for _ in range(10):
         gc.collect()
         storages = {}
@@ -197,10 +199,12 @@ def live_bytes(at_most=0):
             if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device == device():
                 storage = thing.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
-        if sum(storages.values()) <= at_most:
+        total = sum(storages.values())
+        if total == last if at_most is None else total <= at_most:
             break
+        last = total
         time.sleep(0.02)
-    return sum(storages.values())
+    return total
 
 
 def run_memory(format, keep_master, rows, reshard):
