@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT_S = 20
+START_S = 180
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -91,6 +92,14 @@ class _Worker:
         self.process.start()
         remote.close()
 
+    def is_ready(self):
+        """Waits for a new process: importing torch takes long on a busy machine, and longer on one
+        rank than on another, so that process groups would time out."""
+        try:
+            return self.pipe.poll(START_S) and self.pipe.recv() == "ready"
+        except EOFError:
+            return False
+
     def receive(self, wait_s):
         try:
             if self.pipe.poll(max(0, wait_s)):
@@ -118,8 +127,11 @@ class _Pool:
         self.workers = []
 
     def call(self, size, job, wait_s):
-        while len(self.workers) < size:
-            self.workers.append(_Worker(self.device, len(self.workers)))
+        new = range(len(self.workers), size)
+        self.workers += [_Worker(self.device, rank) for rank in new]
+        if not all(self.workers[rank].is_ready() for rank in new):
+            self.close()
+            pytest.fail(f"a test worker did not start within {START_S} s", pytrace=False)
         with tempfile.TemporaryDirectory() as folder:
             workers = self.workers[:size]
             for worker in workers:
@@ -157,6 +169,7 @@ def _serve(pipe, device, rank):
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    pipe.send("ready")
     while True:
         try:
             job, size, store = pipe.recv()
