@@ -3,14 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import FORMATS, has_row_scales
 from reference.activations import expand_1x128, quantize_1x128, quantize_tensorwise
 
 import qshard
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ops = torch.ops.qshard
-FORMATS = ("float8_tensorwise", "float8_blockwise")
-RECIPES = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())
+FP8_RECIPES = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())
+FP8_FORMATS = [recipe.format for recipe in FP8_RECIPES]  # those with GEMMs on Hopper
+RECIPES = (*FP8_RECIPES, qshard.MXFP8BlockScaling(), qshard.NVFP4BlockScaling())
 
 
 def codes_of(q):
@@ -29,7 +31,8 @@ def test_updates_on_cuda_equal_updates_on_cpu(format, keep_master):
             q.add_(delta.to(q.device))
             ops.flush([q])
         assert torch.equal(codes_of(qs[0]), codes_of(qs[1])), step
-        assert torch.equal(ops.scale_inv(qs[0]), ops.scale_inv(qs[1]).cpu())
+        scales = [ops.scale_inv(q).cpu().contiguous().view(torch.uint8) for q in qs]
+        assert torch.equal(*scales)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -65,7 +68,7 @@ def assert_near(actual, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8_FORMATS)
 @pytest.mark.parametrize(
     "m,n,k", [(256, 384, 512), (128, 128, 128), (100, 144, 100), (1, 16, 16), (33, 272, 129), (17, 160, 1000)]
 )
@@ -88,7 +91,7 @@ def test_linear_equals_emulated_fp8(m, n, k, format, dtype):
     assert_near(weight.grad, grad_t @ x_t.t(), torch.float32)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FP8_FORMATS)
 def test_linear_runs_in_fp8(format):
     w = torch.nn.Parameter(ops.quantize(torch.randn(256, 256, device="cuda"), format))
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -105,7 +108,16 @@ def test_shape_without_fp8_gemm_says_so():
     assert "out features is not a multiple of 16" in qshard.backend_report()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", filter(has_row_scales, FORMATS))
+def test_formats_of_blackwell_multiply_dequantized_weights(format):
+    w = torch.nn.Parameter(ops.quantize(torch.randn(48, 64, device="cuda"), format))
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    torch.testing.assert_close(F.linear(x, w), F.linear(x, ops.dequantize(w).bfloat16()))
+    assert f"{format} forward: dequantized GEMM" in qshard.backend_report()
+    assert "need compute capability 10.0 (Blackwell)" in qshard.backend_report()
+
+
+@pytest.mark.parametrize("format", FP8_FORMATS)
 def test_activation_saved_for_backward_is_fp8(format):
     """1 byte per element and 3 % of scales, instead of 2 bytes of bf16."""
     m, n, k = 4096, 1024, 2048
@@ -139,7 +151,7 @@ def test_training_step_never_synchronises(recipe, fused):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.format)
+@pytest.mark.parametrize("recipe", FP8_RECIPES, ids=lambda r: r.format)
 def test_training_follows_bf16(recipe):
     """Losses of a small regression stay near those of the plain model in bf16."""
 
