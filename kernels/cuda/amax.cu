@@ -58,12 +58,13 @@ int amax_reset_blocks(const RowImageTask& task) {
 int amax_blocks(const RowImageTask& task) { return task.live_tile_rows * task.tile_cols; }
 
 cudaError_t launch_amax_reset(const RowImageBatch& batch, cudaStream_t stream) {
-  return launch_batch(amax_reset, batch, stream);
+  return launch_batch<kThreads>(amax_reset, batch, stream);
 }
 
 cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
-  return with_value_type(
-      value_dtype, [&](auto value) { return launch_batch(amax<decltype(value)>, batch, stream); });
+  return with_value_type(value_dtype, [&](auto value) {
+    return launch_batch<kThreads>(amax<decltype(value)>, batch, stream);
+  });
 }
 
 }  // namespace qshard::cuda

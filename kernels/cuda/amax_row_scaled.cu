@@ -58,7 +58,8 @@ int amax_blocks(const RowScaledTask& task) { return tile_count(task); }
 cudaError_t launch_amax(const RowScaledBatch& batch, const Format& format, DType value_dtype,
                         cudaStream_t stream) {
   return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
-    return launch_batch(amax<decltype(kind)::kBlockCols, decltype(value)>, batch, stream);
+    return launch_batch<kRowScaledThreads>(amax<decltype(kind)::kBlockCols, decltype(value)>, batch,
+                                           stream);
   });
 }
 

@@ -8,7 +8,7 @@
 namespace qshard::cuda {
 
 /// Hands full batches, and at flush() the rest, to launch(batch), which returns a cudaError_t.
-/// A Batch is a TaskBatch, or has its members.
+/// A Batch is a TaskBatch.
 template <typename Batch, typename Launch>
 class Batcher {
  public:

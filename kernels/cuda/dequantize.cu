@@ -46,7 +46,7 @@ int dequantize_blocks(const RowImageTask& task) { return tile_count(task); }
 
 cudaError_t launch_dequantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
   return with_value_type(value_dtype, [&](auto value) {
-    return launch_batch(dequantize<decltype(value)>, batch, stream);
+    return launch_batch<kThreads>(dequantize<decltype(value)>, batch, stream);
   });
 }
 

@@ -80,7 +80,7 @@ cudaError_t launch_dequantize(const RowScaledBatch& batch, const Format& format,
                               cudaStream_t stream) {
   return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
     using Kind = decltype(kind);
-    return launch_batch(
+    return launch_batch<kRowScaledThreads>(
         dequantize<typename Kind::Code, Kind::kRowScale, Kind::kBlockCols, decltype(value)>, batch,
         stream);
   });

@@ -61,7 +61,7 @@ int quantize_blocks(const RowImageTask& task) {
 
 cudaError_t launch_quantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
   return with_value_type(value_dtype, [&](auto value) {
-    return launch_batch(quantize<decltype(value)>, batch, stream);
+    return launch_batch<kThreads>(quantize<decltype(value)>, batch, stream);
   });
 }
 

@@ -154,7 +154,8 @@ int quantize_blocks(const RowScaledTask& task) {
 cudaError_t launch_quantize(const RowScaledBatch& batch, const Format& format, DType value_dtype,
                             cudaStream_t stream) {
   return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
-    return launch_batch(quantize<decltype(kind), decltype(value)>, batch, stream);
+    return launch_batch<kRowScaledThreads>(quantize<decltype(kind), decltype(value)>, batch,
+                                           stream);
   });
 }
 

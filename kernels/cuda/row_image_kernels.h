@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/task_batch.h"
 #include "kernels/formats.h"
 
 namespace qshard::cuda {
@@ -38,15 +39,8 @@ struct RowImageTask {
   bool vectorized;  // rows of `values` are 16-byte aligned
 };
 
-/// Kernel parameters of one launch: at most 4 KiB. CUDA blocks [first_block[t], first_block[t + 1])
-/// work on tasks[t].
-struct RowImageBatch {
-  static constexpr int kCapacity = 30;
-  int count = 0;
-  int first_block[kCapacity + 1] = {};
-  RowImageTask tasks[kCapacity];
-};
-static_assert(sizeof(RowImageBatch) <= 4096);
+using RowImageBatch = TaskBatch<RowImageTask, 30>;
+static_assert(sizeof(RowImageBatch) <= 4096, "kernel parameters are 4 KiB at most");
 
 int amax_reset_blocks(const RowImageTask& task);
 int amax_blocks(const RowImageTask& task);

@@ -2,25 +2,10 @@
 #pragma once
 
 #include "kernels/cuda/row_image_kernels.h"
+#include "kernels/cuda/task_batch.cuh"
 #include "kernels/cuda/value_types.cuh"
 
 namespace qshard::cuda {
-
-/// Task of this CUDA block; `block` becomes the block's index within it.
-__device__ __forceinline__ const RowImageTask& find_task(const RowImageBatch& batch, int& block) {
-  int low = 0;
-  int high = batch.count - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (batch.first_block[middle] <= block) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  block -= batch.first_block[low];
-  return batch.tasks[low];
-}
 
 /// Rows [row_begin, row_end) x columns [col_begin, col_begin + kTileCols) of a shard.
 struct Tile {
@@ -72,15 +57,6 @@ __device__ __forceinline__ void for_each_group(const Tile& tile, int col_end, co
     const int r = row + pass * kRowsPerPass;
     if (r < tile.row_end) body(r, col);
   }
-}
-
-/// Launches `kernel<<<...>>>(batch)` over all blocks of the batch.
-template <typename Kernel>
-cudaError_t launch_batch(Kernel kernel, const RowImageBatch& batch, cudaStream_t stream) {
-  const int blocks = batch.first_block[batch.count];
-  if (blocks == 0) return cudaSuccess;
-  kernel<<<blocks, kThreads, 0, stream>>>(batch);
-  return cudaGetLastError();
 }
 
 }  // namespace qshard::cuda

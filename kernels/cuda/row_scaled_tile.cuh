@@ -5,25 +5,9 @@
 
 #include "kernels/cuda/row_scaled_codes.cuh"
 #include "kernels/cuda/row_scaled_kernels.h"
+#include "kernels/cuda/task_batch.cuh"
 
 namespace qshard::cuda {
-
-/// Task of this CUDA block; `block` becomes the block's index within it.
-template <typename Task, int kTasks>
-__device__ __forceinline__ const Task& find_task(const TaskBatch<Task, kTasks>& batch, int& block) {
-  int low = 0;
-  int high = batch.count - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (batch.first_block[middle] <= block) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  block -= batch.first_block[low];
-  return batch.tasks[low];
-}
 
 /// How one format lies in a tile: a row of 32 vectors is a warp's.
 template <typename Value, int kBlockCols>
@@ -176,15 +160,6 @@ cudaError_t with_row_scaled_types(const Format& format, DType value_dtype, const
     return with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 1, 16>{});
   }
   return cudaErrorInvalidValue;
-}
-
-/// Launches `kernel<<<...>>>(batch)` over all blocks of the batch.
-template <typename Kernel>
-cudaError_t launch_batch(Kernel kernel, const RowScaledBatch& batch, cudaStream_t stream) {
-  const int blocks = batch.first_block[batch.count];
-  if (blocks == 0) return cudaSuccess;
-  kernel<<<blocks, kRowScaledThreads, 0, stream>>>(batch);
-  return cudaGetLastError();
 }
 
 }  // namespace qshard::cuda
