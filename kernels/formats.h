@@ -21,6 +21,9 @@ enum class DType : uint8_t {
                 // nibble
 };
 
+/// Bytes of one value: float32, bfloat16 or float16.
+constexpr int64_t value_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
 /// How the row image holds the scale of a block: one byte in each row that the block touches.
 enum class RowScale : uint8_t {
   kNone,  // it does not: scales of blocks are entries of the grid

@@ -17,26 +17,11 @@ int64_t block_width(const Layout& layout) {
   return layout.format->block_cols ? layout.format->block_cols : layout.cols;
 }
 
-const uint8_t* value_row(const QuantizeTask& task, int64_t row) {
-  return static_cast<const uint8_t*>(task.values) +
-         row * task.layout.cols * value_size(task.value_dtype);
-}
-
 }  // namespace
 
 void compute_amax_of_grid(std::span<const QuantizeTask> tasks) {
-  std::vector<RowRange> ranges;
-  int64_t elements = 0;
-  for (size_t t = 0; t < tasks.size(); ++t) {
-    const Layout& layout = tasks[t].layout;
-    if (layout.grid_numel() == 0) continue;
-    std::memset(tasks[t].amax, 0, layout.grid_numel() * sizeof(float));
-    const int64_t live = layout.live_rows();
-    append_ranges(ranges, t, layout, layout.row_offset, 0, live, live);
-    elements += live * layout.cols;
-  }
   const RowKernels& kernels = row_kernels();
-  parallel_over(ranges, elements, [&](const RowRange& range) {
+  parallel_over(reset_amax(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
     const Layout& layout = task.layout;
     const auto amax = kernels.amax[static_cast<int>(task.value_dtype)];
@@ -57,29 +42,20 @@ void compute_amax_of_grid(std::span<const QuantizeTask> tasks) {
 }
 
 void quantize_by_grid(std::span<const QuantizeTask> tasks) {
-  std::vector<RowRange> ranges;
-  int64_t elements = 0;
-  for (size_t t = 0; t < tasks.size(); ++t) {
-    const Layout& layout = tasks[t].layout;
-    const Format& format = *layout.format;
-    for (int64_t i = 0; i < layout.grid_numel(); ++i) {
-      tasks[t].grid[i] = inverse_scale(
-          scale_from_amax(tasks[t].amax[i], format.code_max, format.power_of_two_scales));
+  for (const QuantizeTask& task : tasks) {
+    const Format& format = *task.layout.format;
+    for (int64_t i = 0; i < task.layout.grid_numel(); ++i) {
+      task.grid[i] =
+          inverse_scale(scale_from_amax(task.amax[i], format.code_max, format.power_of_two_scales));
     }
-    if (layout.cols == 0) continue;
-    append_ranges(ranges, t, layout, layout.row_offset, 0, layout.rows, layout.live_rows());
-    elements += layout.rows * layout.cols;
   }
   const RowKernels& kernels = row_kernels();
-  parallel_over(ranges, elements, [&](const RowRange& range) {
+  parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
+    if (!range.is_live()) return write_zeros(task, range);
     const Layout& layout = task.layout;
     const Format& format = *layout.format;
     const int64_t row_bytes = layout.row_bytes();
-    if (!range.is_live()) {
-      std::memset(task.image + range.begin * row_bytes, 0, (range.end - range.begin) * row_bytes);
-      return;
-    }
     const auto encode = kernels.encode[static_cast<int>(task.value_dtype)];
     const int64_t width = block_width(layout);
     const float* amax = task.amax + layout.grid_row(range.logical_row) * layout.grid_cols();
@@ -101,28 +77,14 @@ void quantize_by_grid(std::span<const QuantizeTask> tasks) {
 }
 
 void dequantize_by_grid(std::span<const DequantizeTask> tasks) {
-  std::vector<RowRange> ranges;
-  int64_t elements = 0;
-  for (size_t t = 0; t < tasks.size(); ++t) {
-    const Layout& layout = tasks[t].layout;
-    if (layout.cols == 0) continue;
-    const int64_t offset = layout.row_offset == Layout::kOpen ? 0 : layout.row_offset;
-    const int64_t end = tasks[t].first_row + tasks[t].rows;
-    append_ranges(ranges, t, layout, offset, tasks[t].first_row, end, layout.logical_rows - offset);
-    elements += tasks[t].rows * layout.cols;
-  }
   const RowKernels& kernels = row_kernels();
-  parallel_over(ranges, elements, [&](const RowRange& range) {
+  parallel_over(rows_to_dequantize(tasks), [&](const RowRange& range) {
     const DequantizeTask& task = tasks[range.task];
+    if (!range.is_live()) return write_zeros(task, range);
     const Layout& layout = task.layout;
     const int64_t size = value_size(task.value_dtype);
     auto* values = static_cast<uint8_t*>(task.values);
     const int64_t row_size = layout.cols * size;
-    if (!range.is_live()) {
-      std::memset(values + (range.begin - task.first_row) * row_size, 0,
-                  (range.end - range.begin) * row_size);
-      return;
-    }
     const auto decode = kernels.decode[static_cast<int>(task.value_dtype)];
     const int64_t width = block_width(layout);
     const float* scale_inv = task.grid + layout.grid_row(range.logical_row) * layout.grid_cols();

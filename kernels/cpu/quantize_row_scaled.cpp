@@ -11,11 +11,6 @@
 namespace qshard::cpu {
 namespace {
 
-const uint8_t* value_row(const QuantizeTask& task, int64_t row) {
-  return static_cast<const uint8_t*>(task.values) +
-         row * task.layout.cols * value_size(task.value_dtype);
-}
-
 // Rows [begin, end) of one block row of `range`, the block row that holds row `begin`.
 int64_t end_of_block_row(const Layout& layout, const RowRange& range, int64_t begin) {
   const int64_t in_matrix = (range.logical_row + begin - range.begin) % layout.matrix_rows;
@@ -57,18 +52,7 @@ void block_amax(const QuantizeTask& task, int64_t begin, int64_t end,
 }  // namespace
 
 void compute_amax_row_scaled(std::span<const QuantizeTask> tasks) {
-  std::vector<RowRange> ranges;
-  int64_t elements = 0;
-  for (size_t t = 0; t < tasks.size(); ++t) {
-    const Layout& layout = tasks[t].layout;
-    const int64_t numel = amax_numel(layout, tasks[t].cuts);
-    if (numel == 0) continue;
-    std::memset(tasks[t].amax, 0, numel * sizeof(float));
-    const int64_t live = layout.live_rows();
-    append_ranges(ranges, t, layout, layout.row_offset, 0, live, live);
-    elements += live * layout.cols;
-  }
-  parallel_over(ranges, elements, [&](const RowRange& range) {
+  parallel_over(reset_amax(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
     const Layout& layout = task.layout;
     if (layout.format->has_tensor_scale()) {
@@ -90,27 +74,18 @@ void compute_amax_row_scaled(std::span<const QuantizeTask> tasks) {
 }
 
 void quantize_row_scaled(std::span<const QuantizeTask> tasks) {
-  std::vector<RowRange> ranges;
-  int64_t elements = 0;
-  for (size_t t = 0; t < tasks.size(); ++t) {
-    const Layout& layout = tasks[t].layout;
-    for (int64_t i = 0; i < layout.grid_numel(); ++i) {
-      tasks[t].grid[i] = nvfp4_tensor_scale_inv(tasks[t].amax[i]);
+  for (const QuantizeTask& task : tasks) {
+    for (int64_t i = 0; i < task.layout.grid_numel(); ++i) {
+      task.grid[i] = nvfp4_tensor_scale_inv(task.amax[i]);
     }
-    if (layout.cols == 0) continue;
-    append_ranges(ranges, t, layout, layout.row_offset, 0, layout.rows, layout.live_rows());
-    elements += layout.rows * layout.cols;
   }
   const RowKernels& kernels = row_kernels();
-  parallel_over(ranges, elements, [&](const RowRange& range) {
+  parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
+    if (!range.is_live()) return write_zeros(task, range);
     const Layout& layout = task.layout;
     const Format& format = *layout.format;
     const int64_t row_bytes = layout.row_bytes();
-    if (!range.is_live()) {
-      std::memset(task.image + range.begin * row_bytes, 0, (range.end - range.begin) * row_bytes);
-      return;
-    }
     const auto type = static_cast<int>(task.value_dtype);
     const auto encode =
         format.code_dtype == DType::kFloat4E2M1 ? kernels.encode_fp4[type] : kernels.encode[type];
@@ -156,29 +131,15 @@ void quantize_row_scaled(std::span<const QuantizeTask> tasks) {
 }
 
 void dequantize_row_scaled(std::span<const DequantizeTask> tasks) {
-  std::vector<RowRange> ranges;
-  int64_t elements = 0;
-  for (size_t t = 0; t < tasks.size(); ++t) {
-    const Layout& layout = tasks[t].layout;
-    if (layout.cols == 0) continue;
-    const int64_t offset = layout.row_offset == Layout::kOpen ? 0 : layout.row_offset;
-    const int64_t end = tasks[t].first_row + tasks[t].rows;
-    append_ranges(ranges, t, layout, offset, tasks[t].first_row, end, layout.logical_rows - offset);
-    elements += tasks[t].rows * layout.cols;
-  }
   const RowKernels& kernels = row_kernels();
-  parallel_over(ranges, elements, [&](const RowRange& range) {
+  parallel_over(rows_to_dequantize(tasks), [&](const RowRange& range) {
     const DequantizeTask& task = tasks[range.task];
+    if (!range.is_live()) return write_zeros(task, range);
     const Layout& layout = task.layout;
     const Format& format = *layout.format;
     const int64_t size = value_size(task.value_dtype);
     auto* values = static_cast<uint8_t*>(task.values);
     const int64_t row_size = layout.cols * size;
-    if (!range.is_live()) {
-      std::memset(values + (range.begin - task.first_row) * row_size, 0,
-                  (range.end - range.begin) * row_size);
-      return;
-    }
     const auto type = static_cast<int>(task.value_dtype);
     const auto decode =
         format.code_dtype == DType::kFloat4E2M1 ? kernels.decode_fp4[type] : kernels.decode[type];

@@ -6,13 +6,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
+#include <span>
 #include <vector>
 
-#include "kernels/layout.h"
+#include "kernels/quantize.h"
 
 namespace qshard::cpu {
-
-inline int64_t value_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 /// Rows [begin, end) of one task; none crosses a multiple of kRows rows of its matrix, and so no
 /// scale block of any format that divides it.
@@ -28,33 +28,42 @@ struct RowRange {
   bool is_live() const { return logical_row != kNotLive; }
 };
 
-/// Cuts the rows [begin, end) of a layout; rows from `live` on are outside the logical tensor,
-/// whose row 0 is `row_offset` rows up.
-inline void append_ranges(std::vector<RowRange>& ranges, size_t task, const Layout& layout,
-                          int64_t row_offset, int64_t begin, int64_t end, int64_t live) {
-  for (int64_t row = begin; row < end;) {
-    if (row >= live) {
-      const int64_t next = std::min(row + RowRange::kRows, end);
-      ranges.push_back({task, row, next, RowRange::kNotLive});
-      row = next;
-      continue;
-    }
-    const int64_t logical = row_offset + row;
-    const int64_t in_matrix = logical % layout.matrix_rows;
-    const int64_t left =
-        std::min(layout.matrix_rows - in_matrix, RowRange::kRows - in_matrix % RowRange::kRows);
-    const int64_t next = row + std::min(left, std::min(end, live) - row);
-    ranges.push_back({task, row, next, logical});
-    row = next;
-  }
+/// The rows of some tasks, cut into ranges.
+struct RowWork {
+  std::vector<RowRange> ranges;
+  int64_t elements = 0;
+};
+
+/// Zeroes the tasks' amaxes; returns the live rows of those that have any.
+RowWork reset_amax(std::span<const QuantizeTask> tasks);
+/// All rows.
+RowWork rows_to_quantize(std::span<const QuantizeTask> tasks);
+/// The rows asked for; those of an open placement as if row_offset were 0.
+RowWork rows_to_dequantize(std::span<const DequantizeTask> tasks);
+
+inline const uint8_t* value_row(const QuantizeTask& task, int64_t row) {
+  return static_cast<const uint8_t*>(task.values) +
+         row * task.layout.cols * value_size(task.value_dtype);
+}
+
+/// What rows outside the logical tensor hold.
+inline void write_zeros(const QuantizeTask& task, const RowRange& range) {
+  const int64_t row_bytes = task.layout.row_bytes();
+  std::memset(task.image + range.begin * row_bytes, 0, (range.end - range.begin) * row_bytes);
+}
+inline void write_zeros(const DequantizeTask& task, const RowRange& range) {
+  const int64_t row_size = task.layout.cols * value_size(task.value_dtype);
+  std::memset(static_cast<uint8_t*>(task.values) + (range.begin - task.first_row) * row_size, 0,
+              (range.end - range.begin) * row_size);
 }
 
 /// Calls run(range) for every range, on several threads if there are enough elements.
 template <typename Function>
-void parallel_over(const std::vector<RowRange>& ranges, int64_t elements, const Function& run) {
+void parallel_over(const RowWork& work, const Function& run) {
   constexpr int64_t kSerialElements = 32768;  // below, starting threads costs more than it saves
+  const auto& ranges = work.ranges;
   const auto count = static_cast<int64_t>(ranges.size());
-  if (elements <= kSerialElements || count == 1) {
+  if (work.elements <= kSerialElements || count == 1) {
     for (const RowRange& range : ranges) run(range);
     return;
   }

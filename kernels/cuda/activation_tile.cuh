@@ -162,7 +162,7 @@ inline dim3 activation_grid(const ActivationTask& task) {
 }
 
 inline bool activation_is_vectorized(const ActivationTask& task, DType dtype) {
-  const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t size = value_size(dtype);
   return reinterpret_cast<uintptr_t>(task.values) % 16 == 0 && task.k * size % 16 == 0;
 }
 

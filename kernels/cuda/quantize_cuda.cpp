@@ -15,8 +15,7 @@ namespace {
 constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
 
 bool rows_are_vectors(const void* values, int64_t cols, DType dtype) {
-  const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
-  return reinterpret_cast<uintptr_t>(values) % 16 == 0 && cols * size % 16 == 0;
+  return reinterpret_cast<uintptr_t>(values) % 16 == 0 && cols * value_size(dtype) % 16 == 0;
 }
 
 // Describes rows whose row 0 is logical row `row_offset`; live_rows of them belong to the tensor.

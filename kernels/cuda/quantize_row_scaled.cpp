@@ -12,8 +12,6 @@
 namespace qshard::cuda {
 namespace {
 
-int64_t value_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 // Rows [first_row, first_row + rows) of a task, whose row 0 is logical row `offset`.
 struct Window {
   int64_t offset;
