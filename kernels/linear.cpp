@@ -44,16 +44,12 @@ bool is_too_large(int64_t m, int64_t n, int64_t k) {
   return m > kMaxTileRows || n > kMaxTileRows || k > kMaxTileRows;
 }
 
-// MXFP8 and NVFP4 GEMMs come with Blackwell.
-GemmFallback format_fallback(const Format& format, at::Device device) {
-  if (device.is_cpu()) return GemmFallback::kCpu;
-  return format.scales_in_grid() ? GemmFallback::kNone : GemmFallback::kFormat;
-}
-
 // Why a GEMM that does not read the weight (grad_weight) cannot run in FP8.
-GemmFallback shape_fallback(at::Device device, at::ScalarType dtype, int64_t m, int64_t n,
-                            int64_t k) {
+GemmFallback shape_fallback(const Format& format, at::Device device, at::ScalarType dtype,
+                            int64_t m, int64_t n, int64_t k) {
   if (device.is_cpu()) return GemmFallback::kCpu;
+  // MXFP8 and NVFP4 GEMMs come with Blackwell.
+  if (!format.scales_in_grid()) return GemmFallback::kFormat;
   if (!device_has_fp8_gemm(device)) return GemmFallback::kDevice;
   if (!is_value_dtype(dtype)) return GemmFallback::kDtype;
   if (n % 16 != 0) return GemmFallback::kOutFeatures;
@@ -63,10 +59,8 @@ GemmFallback shape_fallback(at::Device device, at::ScalarType dtype, int64_t m, 
 // Why a GEMM that reads the weight in place cannot run in FP8.
 GemmFallback weight_fallback(const WeightOperand& weight, at::ScalarType dtype, int64_t m) {
   const Layout& layout = weight.layout;
-  const GemmFallback format = format_fallback(*layout.format, weight.image.device());
-  if (format != GemmFallback::kNone) return format;
   const GemmFallback shape =
-      shape_fallback(weight.image.device(), dtype, m, weight.rows, layout.cols);
+      shape_fallback(*layout.format, weight.image.device(), dtype, m, weight.rows, layout.cols);
   if (shape != GemmFallback::kNone) return shape;
   const int64_t first =
       (layout.row_offset == Layout::kOpen ? 0 : layout.row_offset) + weight.first_row;
@@ -225,10 +219,7 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
   GemmFallback for_weight = GemmFallback::kWeightOnly;
   if (!weight_only) {
     for_input = weight_fallback(weight, grad.scalar_type(), m);
-    for_weight = format_fallback(format, grad.device());
-    if (for_weight == GemmFallback::kNone) {
-      for_weight = shape_fallback(grad.device(), grad.scalar_type(), m, n, k);
-    }
+    for_weight = shape_fallback(format, grad.device(), grad.scalar_type(), m, n, k);
   }
   at::Tensor values = input;
 #ifdef QSHARD_WITH_CUDA
