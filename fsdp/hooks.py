@@ -116,8 +116,8 @@ class PreAllGather:
     def __init__(self, shard):
         self.shard = shard  # a weak reference
 
-    def __call__(self, mesh, pre_all_gather=ops._pre_all_gather.default):
-        image, grid, generation = pre_all_gather(self.shard(), mesh_group(mesh))
+    def __call__(self, mesh):
+        image, grid, generation = ops._pre_all_gather(self.shard(), mesh_group(mesh))
         return (image,), (grid, generation)
 
 
