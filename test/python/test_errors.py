@@ -23,6 +23,12 @@ def impostor(q):
     return torch._C._dynamo.guards._reinterpret_tensor(q, tuple(q.shape), q.stride(), 0)
 
 
+def unpack(fields, size=64, format=FORMAT):
+    """What a pickle of a 4 x 8 tensor calls, with other bytes or fields."""
+    data = torch.zeros(size, dtype=torch.uint8)
+    return ops._unpack(data, None, fields, format, [4, 8], [8, 1], 0, torch.float32)
+
+
 X = torch.randn(4, 48)
 
 # name: (call on a quantized 200 x 48 tensor, fragment of the error)
@@ -170,55 +176,19 @@ CALLS = {
         "not a saved quantized tensor",
     ),
     "pickle of another size": (
-        lambda q: ops._unpack(
-            torch.zeros(3, dtype=torch.uint8),
-            None,
-            [4, 8, 4, 4, 0, 0, 0],
-            FORMAT,
-            [4, 8],
-            [8, 1],
-            0,
-            torch.float32,
-        ),
+        lambda q: unpack([4, 8, 4, 4, 0, 0, 0], size=3),
         "is not a packed",
     ),
     "pickle of a wrong placement": (
-        lambda q: ops._unpack(
-            torch.zeros(64, dtype=torch.uint8),
-            None,
-            [4, 8, 4, 3, 9, 0, 0],
-            FORMAT,
-            [4, 8],
-            [8, 1],
-            0,
-            torch.float32,
-        ),
+        lambda q: unpack([4, 8, 4, 3, 9, 0, 0]),
         "impossible placement",
     ),
     "pickle of impossible rows": (
-        lambda q: ops._unpack(
-            torch.zeros(64, dtype=torch.uint8),
-            None,
-            [2**62, 8, 4, 4, 0, 0, 0],
-            FORMAT,
-            [4, 8],
-            [8, 1],
-            0,
-            torch.float32,
-        ),
+        lambda q: unpack([2**62, 8, 4, 4, 0, 0, 0]),
         "impossible size",
     ),
     "pickle of an unknown format": (
-        lambda q: ops._unpack(
-            torch.zeros(64, dtype=torch.uint8),
-            None,
-            [4, 8, 4, 4, 0, 0, 0],
-            "f9",
-            [4, 8],
-            [8, 1],
-            0,
-            torch.float32,
-        ),
+        lambda q: unpack([4, 8, 4, 4, 0, 0, 0], format="f9"),
         "unknown format",
     ),
     "pickle of a view beyond": (
