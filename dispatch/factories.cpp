@@ -74,8 +74,9 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
                                           /*unit_scales=*/!inherits_grid);
   if (is_shard) {
     if (inherits_grid) buffer->grid.copy_(from.grid);
-    // Without the grid (meta has none) it is another generation: codes must not match as bytes.
-    if (inherits_grid || !from.grid.defined()) buffer->generation = from.generation;
+    // Zero codes are of the template's generation if its scales are theirs too; not on meta, which
+    // has no grid, nor where rows carry their own scales: these rows have none yet.
+    if (inherits_grid && layout.format->scales_in_grid()) buffer->generation = from.generation;
     buffer->group = from.group;
     buffer->dirty = from.is_dirty();
   }

@@ -10,7 +10,18 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 import torch.multiprocessing
-from helpers import FORMATS, assert_same, bits, is_quantized, ops, rounded, state, value, weight
+from helpers import (
+    FORMATS,
+    assert_same,
+    bits,
+    has_row_scales,
+    is_quantized,
+    ops,
+    rounded,
+    state,
+    value,
+    weight,
+)
 
 ROWS, COLS = 150, 140
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
@@ -129,6 +140,19 @@ def test_rows_of_another_generation_never_leave_a_block_with_two_scales():
     expected[60:70] = value(new)[60:70]
     old[60:70].copy_(new[60:70])
     assert_same(ops.dequantize(old), rounded(expected, "float8_blockwise"))
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if has_row_scales(f)])
+def test_rows_copied_among_zeros_share_the_scales_of_their_blocks(fmt):
+    """Zero rows of a new tensor have no scale yet, whatever that of the template's rows is."""
+    source = ops.quantize(weight(100, 80), fmt)
+    new = source.new_zeros(100, 80)
+    new[35:45].copy_(source[35:45])
+    expected = torch.zeros(100, 80)
+    expected[35:45] = value(source)[35:45]
+    whole = ops.quantize(expected, fmt)
+    assert torch.equal(bits(ops.scale_inv(new)), bits(ops.scale_inv(whole)))
+    assert torch.equal(bits(ops.codes(new)), bits(ops.codes(whole)))
 
 
 @formats
