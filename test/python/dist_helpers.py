@@ -194,13 +194,14 @@ def _serve(pipe, device, rank):
 def _init_process_group(device_type, rank, size, store):
     global _device
     _device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    # No device_id: with one, meshes split the default group, which crashes in the second world of a
+    # process (pytorch#192109).
     dist.init_process_group(
         BACKENDS[device_type],
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        device_id=_device if device_type == "cuda" else None,
     )
 
 
