@@ -85,6 +85,7 @@ bool copy_bytes(const at::Tensor& self, const at::Tensor& src, int64_t place, bo
   }
   if (to.generation != from.generation) {
     if (to.grid.defined()) to.grid.copy_(from.grid, non_blocking);
+    to.state.copy_from(from.state);
     to.generation = from.generation;
     to.grid_snapshot.reset();
   }
@@ -145,7 +146,9 @@ BufferPtr copy_buffer(QuantizedBuffer& from, at::ScalarType dtype, at::Device de
     auto to = QuantizedBuffer::from_storage(from.packed().clone().storage(), layout, dtype,
                                             from.keeps_master());
     if (from.pending.defined()) to->pending = from.pending.clone();
+    to->state = from.state.copy_to(device);
     to->group = from.group;
+    to->replica_groups = from.replica_groups;
     to->generation = from.generation;
     to->inherit_flags(from);
     return to;
@@ -156,7 +159,9 @@ BufferPtr copy_buffer(QuantizedBuffer& from, at::ScalarType dtype, at::Device de
     to = QuantizedBuffer::from_storage(bytes.storage(), layout, dtype, from.keeps_master());
     to->image.zero_();
   }
+  to->state = from.state.copy_to(device);
   to->group = from.group;
+  to->replica_groups = from.replica_groups;
   if (to->is_meta() != from.is_meta()) {
     TORCH_CHECK(to->is_meta(),
                 "qshard: cannot copy a quantized tensor out of the meta device; there "
@@ -241,7 +246,9 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset
   const QuantizedBuffer& old = *impl.buffer();
   auto buffer =
       QuantizedBuffer::from_storage(std::move(source), old.layout, old.dtype, old.keeps_master());
+  buffer->state = old.state;
   buffer->group = old.group;
+  buffer->replica_groups = old.replica_groups;
   buffer->dirty = old.is_dirty();
   buffer->stale = buffer->dirty && buffer->keeps_master();
   const auto view =

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <sstream>
 
 #include "dispatch/kernel_bridge.h"
 
@@ -29,13 +30,51 @@ bool is_settled(const QuantizedBuffer& buffer) {
   return buffer.local_amax.defined() && !buffer.is_stale();
 }
 
-/// Requantizes buffers of one device and one group; an empty group means no collective.
-/// Nothing is written before the ranks have agreed, so an error leaves every buffer as it was.
-/// Returns the amaxes of all buffers, one after the other.
-at::Tensor requantize(const std::vector<BufferPtr>& buffers, const std::string& group,
-                      Pending pending = Pending::kDrop) {
+struct Batch {
+  at::Device device;
+  std::string group;           // empty: no collective
+  std::string replica_groups;  // where there are replicas that see other activations
+  std::vector<BufferPtr> buffers;
+};
+
+struct FlushOptions {
+  FlushKind kind = FlushKind::kOthers;
+  at::Tensor found_inf = {};
+  Pending pending = Pending::kDrop;
+};
+
+/// The state of one buffer on the device of its planes for the time of a flush.
+class FlushedState {
+ public:
+  FlushedState(QuantizedBuffer& buffer, float* amax, float* words)
+      : own_(buffer.state),
+        here_(own_.device() == buffer.device() ? own_ : own_.copy_to(buffer.device())) {
+    task_.layout = buffer.layout;
+    task_.value_dtype = to_kernel_dtype(buffer.dtype);
+    task_.amax = amax;
+    task_.words = words;
+    if (here_.amax_history.defined()) {
+      task_.amax_history = here_.amax_history.mutable_data_ptr<float>();
+      task_.scaling_amax = here_.scaling_amax.mutable_data_ptr<float>();
+    }
+    if (here_.rounding.defined()) task_.rounding = here_.rounding.mutable_data_ptr<int32_t>();
+  }
+
+  const StateTask& task() const { return task_; }
+  void write_back() {
+    if (own_.device() != here_.device()) own_.copy_from(here_);
+  }
+
+ private:
+  ScalingState own_, here_;
+  StateTask task_;
+};
+
+/// Requantizes a batch's buffers. Nothing is written before the ranks have agreed, so an error
+/// leaves every buffer as it was. Returns the amaxes of all buffers, one after the other.
+at::Tensor requantize(const Batch& batch, const FlushOptions& options) {
   PlainGuard guard;
-  const at::Device device = buffers.front()->device();
+  const auto& [device, group, replica_groups, buffers] = batch;
   c10::OptionalDeviceGuard device_guard(device);
   const Stream stream = current_stream(device);
 
@@ -44,17 +83,19 @@ at::Tensor requantize(const std::vector<BufferPtr>& buffers, const std::string& 
   std::vector<Cuts> cuts;
   for (const auto& buffer : buffers) {
     cuts.push_back(find_cuts(buffer->layout, ranks));
-    agreed += amax_numel(buffer->layout, cuts.back());
+    agreed += amax_numel(buffer->layout, cuts.back()) + state_words(*buffer->layout.format);
   }
   auto amax = at::empty({agreed}, at::TensorOptions().dtype(at::kFloat).device(device));
 
   std::vector<QuantizeTask> tasks;
   std::vector<at::Tensor> values;  // keeps dequantized values alive
+  std::vector<FlushedState> states;
   tasks.reserve(buffers.size());
   float* next_amax = amax.mutable_data_ptr<float>();
   for (size_t i = 0; i < buffers.size(); ++i) {
     const auto& buffer = buffers[i];
-    const int64_t numel = amax_numel(buffer->layout, cuts[i]);
+    const int64_t amaxes = amax_numel(buffer->layout, cuts[i]);
+    const int64_t numel = amaxes + state_words(*buffer->layout.format);
     if (is_settled(*buffer)) {
       // It holds all rows of its tensor, so it has no part in cut blocks.
       auto entries = amax.narrow(0, next_amax - amax.const_data_ptr<float>(), numel);
@@ -66,43 +107,57 @@ at::Tensor requantize(const std::vector<BufferPtr>& buffers, const std::string& 
                        values.back().const_data_ptr(), buffer->image.mutable_data_ptr<uint8_t>(),
                        next_amax,
                        buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr});
+      if (numel > amaxes) states.emplace_back(*buffer, next_amax, next_amax + amaxes);
     }
     next_amax += numel;
   }
+  std::vector<StateTask> state_tasks;
+  for (const auto& state : states) state_tasks.push_back(state.task());
   compute_amax(tasks, stream);
+  collect_state(state_tasks, stream);
   // Every rank knows `agreed`: it depends on the logical tensors and the group only.
   if (!group.empty() && agreed > 0) all_reduce_max(amax.view(at::kInt), group);
+  if (options.kind == FlushKind::kStep) {
+    std::istringstream names(replica_groups);
+    for (std::string name; names >> name;) all_reduce_max(amax.view(at::kInt), name);
+  }
+  const at::Tensor found = state_tasks.empty() ? amax : amax.clone();
+  const auto found_inf =
+      options.found_inf.defined() ? options.found_inf.to(device, at::kFloat) : at::Tensor();
+  apply_state(state_tasks, options.kind,
+              found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr, stream);
   quantize(tasks, stream);
+  for (auto& state : states) state.write_back();
 
   for (const auto& buffer : buffers) {
     if (is_settled(*buffer)) continue;
     buffer->generation = QuantizedBuffer::next_generation();
     buffer->grid_snapshot.reset();
-    if (pending == Pending::kKeep) continue;
+    if (options.pending == Pending::kKeep) continue;
     // The flush may run on another stream than the one `pending` was allocated on (FSDP2's copy-in
     // stream), so the allocator has to be told before it is let go.
     record_on_current_stream(buffer->pending);
     buffer->pending.reset();
   }
-  return amax;
+  return found;
 }
 
-struct Batch {
-  at::Device device;
-  std::string group;
-  std::vector<BufferPtr> buffers;
-};
+Batch alone(const BufferPtr& buffer) { return {buffer->device(), "", "", {buffer}}; }
 
 /// By device and reduction group, in order of first appearance; each buffer once.
 std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
   std::vector<Batch> batches;
   for (const auto& buffer : buffers) {
     if (buffer->is_meta()) continue;
+    // Replicas hold the same weights, and so the same amaxes of them.
+    const bool has_activations = buffer->layout.format->amax_history.length > 0;
+    const std::string replicas = has_activations ? buffer->replica_groups : std::string();
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
-      return b.device == buffer->device() && b.group == buffer->group;
+      return b.device == buffer->device() && b.group == buffer->group &&
+             b.replica_groups == replicas;
     });
     if (batch == batches.end()) {
-      batches.push_back({buffer->device(), buffer->group, {}});
+      batches.push_back({buffer->device(), buffer->group, replicas, {}});
       batch = batches.end() - 1;
     }
     const auto& seen = batch->buffers;
@@ -138,7 +193,7 @@ bool can_flush_locally(const QuantizedBuffer& buffer) {
 void flush_locally(const BufferPtr& buffer) {
   check_group_is_known(*buffer);
   if (!buffer->is_meta()) {
-    const auto amax = requantize({buffer}, "");
+    const auto amax = requantize(alone(buffer), {});
     if (!buffer->keeps_master()) buffer->local_amax = amax;
   }
   buffer->mark_flushed(/*agreed=*/false);
@@ -151,7 +206,7 @@ void require_fresh_image(const BufferPtr& buffer, const char* op) {
   if (buffer->owns_its_blocks()) {
     // The codes are final, the grid rows of other ranks are not: the flush still has to come, from
     // the written values.
-    requantize({buffer}, "", Pending::kKeep);
+    requantize(alone(buffer), {.pending = Pending::kKeep});
     buffer->mark_flushed(/*agreed=*/false);
     return;
   }
@@ -164,12 +219,12 @@ void require_fresh_image(const BufferPtr& buffer, const char* op) {
                   buffer->layout.format->name, buffer->layout.logical_rows));
 }
 
-void flush(const std::vector<BufferPtr>& buffers) {
+void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tensor& found_inf) {
   for (auto& batch : batches_of(buffers)) {
     std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->is_dirty(); });
     if (batch.buffers.empty()) continue;
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
-    requantize(batch.buffers, batch.group);
+    requantize(batch, {.kind = kind, .found_inf = found_inf});
     for (const auto& buffer : batch.buffers) buffer->mark_flushed(/*agreed=*/true);
   }
 }
@@ -192,7 +247,7 @@ void flush_any_dirty(const std::vector<BufferPtr>& buffers) {
     }
     std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->is_dirty(); });
     if (batch.buffers.empty()) continue;
-    requantize(batch.buffers, batch.group);
+    requantize(batch, {});
     for (const auto& buffer : batch.buffers) buffer->mark_flushed(/*agreed=*/true);
   }
 }

@@ -35,8 +35,9 @@ void flush_locally(const BufferPtr& buffer);
 void require_fresh_image(const BufferPtr& buffer, const char* op);
 
 /// Flushes the dirty buffers, in the given order; the list must be the same on all ranks of each
-/// buffer's group.
-void flush(const std::vector<BufferPtr>& buffers);
+/// buffer's group. `kind` and `found_inf` (undefined, or GradScaler's): kernels/scaling_state.h.
+void flush(const std::vector<BufferPtr>& buffers, FlushKind kind = FlushKind::kOthers,
+           const at::Tensor& found_inf = {});
 
 /// As flush(), but first agrees on what is dirty on any rank: also right after a write that only
 /// some ranks made.

@@ -23,7 +23,13 @@ WeightOperand weight_operand(const at::Tensor& weight, const char* op) {
       fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
                   describe(weight), weight.strides().vec()));
   require_fresh_image(buffer, op);
-  return {buffer->layout, buffer->image, buffer->grid, rows->first, weight.size(0)};
+  return {buffer->layout,
+          buffer->image,
+          buffer->grid,
+          rows->first,
+          weight.size(0),
+          buffer->state.amax_history,
+          buffer->state.scaling_amax};
 }
 
 namespace {

@@ -98,6 +98,7 @@ BufferPtr QuantizedBuffer::allocate(const Layout& layout, at::ScalarType dtype, 
   buffer->bind_planes(zeroed_storage(packed_bytes(layout, dtype, keeps_master), device),
                       keeps_master);
   if (unit_scales) buffer->fill_unit_scales();
+  buffer->state = ScalingState::fresh(layout, device);
   return buffer;
 }
 
@@ -228,6 +229,10 @@ BufferPtr QuantizedBuffer::image_copy(const Ptr& from, at::Device device) {
   if (from->grid.defined())
     copy->grid = at::empty(from->grid.sizes(), from->grid.options().device(device));
   copy->source = from;
+  if (from->state.is_defined()) {
+    if (from->state.device() != device) from->state = from->state.copy_to(device);
+    copy->state = from->state;
+  }
   if (from->is_stale()) {
     // Nothing worth sending yet: the flush comes first.
     copy->source_writes = from->writes;
@@ -267,6 +272,7 @@ void QuantizedBuffer::detach_from_source() {
   if (grid.defined()) grid.copy_(own_grid);
   if (from->keeps_master()) master.copy_(from->value_plane());
   if (from->pending.defined()) pending = from->pending.to(device());
+  state = from->state.copy_to(device());
   inherit_flags(*from);
 }
 
@@ -279,6 +285,7 @@ void QuantizedBuffer::anchor() {
   generation = next_generation();
   bind_planes(zeroed_storage(packed_bytes(), device()), master.defined());
   fill_unit_scales();
+  state = ScalingState::fresh(layout, device());
 }
 
 void QuantizedBuffer::release_resources() {
@@ -287,6 +294,7 @@ void QuantizedBuffer::release_resources() {
   master.reset();
   grid.reset();
   pending.reset();
+  state = {};
   grid_snapshot.reset();
   local_amax.reset();
   source.reset();

@@ -7,6 +7,7 @@
 
 #include <string>
 
+#include "dispatch/scaling_state.h"
 #include "kernels/layout.h"
 
 namespace qshard {
@@ -33,6 +34,7 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   at::Tensor master;
   at::Tensor grid;
   at::Tensor pending;
+  ScalingState state;
 
   /// Written since the last flush that all ranks took part in. Equal on all ranks.
   bool dirty = false;
@@ -40,6 +42,9 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   bool stale = false;
   /// Names the reduction group once known (c10d group name); empty before.
   std::string group;
+  /// Names of the groups whose ranks hold the same rows (HSDP's replicas), with spaces between
+  /// them.
+  std::string replica_groups;
   /// Which grid the codes belong to. Codes move as bytes only within one generation.
   int64_t generation = 0;
   /// The image as flat bytes, as FSDP2 takes it; made at the first gather.
@@ -66,7 +71,7 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   static Ptr allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
                       at::Device device, bool unit_scales = true);
 
-  /// Planes over a packed storage of exactly packed_bytes(...).
+  /// Planes over a packed storage of exactly packed_bytes(...). The caller gives it its state.
   static Ptr from_storage(c10::Storage storage, const Layout& layout, at::ScalarType dtype,
                           bool keeps_master);
 
@@ -112,7 +117,8 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// @throws c10::Error if FSDP2 freed the gathered bytes (reshard).
   void check_is_allocated() const;
 
-  /// An image-only copy of this buffer on `device` that remembers its source.
+  /// An image-only copy of this buffer on `device` that remembers its source, and shares its state,
+  /// which moves there.
   static Ptr image_copy(const Ptr& from, at::Device device);
   /// Brings an image-only copy up to date with its flushed source: one byte per element.
   void refresh_from_source();

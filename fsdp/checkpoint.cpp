@@ -37,7 +37,8 @@ bool has_pending_update(const Tensor& self) {
 }
 
 /// The exact planes of the whole buffer behind `self`, and a write that no flush has reached yet.
-std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string> pack(const Tensor& self) {
+std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string, std::vector<Tensor>> pack(
+    const Tensor& self) {
   BufferPtr buffer = impl_of(self).buffer();
   buffer->check_is_allocated();
   if (!buffer->is_packed()) {
@@ -55,15 +56,17 @@ std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string> pack(const
   fields[kRowOffset] = layout.row_offset;
   fields[kKeepsMaster] = buffer->keeps_master();
   fields[kDirty] = buffer->is_dirty();
+  std::vector<Tensor> state;
+  for (const auto& [name, tensor] : buffer->state.tensors()) state.push_back(tensor.clone());
   return {buffer->packed().clone(),
           buffer->pending.defined() ? OptionalTensor(buffer->pending.clone()) : std::nullopt,
-          fields, std::string(layout.format->name)};
+          fields, std::string(layout.format->name), state};
 }
 
 /// @throws c10::Error if the fields do not describe `bytes`: files come from anywhere.
 Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRef fields,
               c10::string_view format, at::IntArrayRef size, at::IntArrayRef stride,
-              int64_t storage_offset, at::ScalarType dtype) {
+              int64_t storage_offset, at::ScalarType dtype, at::TensorList state) {
   PlainGuard guard;
   TORCH_CHECK(fields.size() == kFields && bytes.scalar_type() == at::kByte && bytes.dim() == 1 &&
                   is_nominal_dtype(dtype) && size.size() == stride.size(),
@@ -91,6 +94,17 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
                     pending->scalar_type() == dtype,
                 "qshard: the pending update of a saved quantized tensor does not fit it");
     buffer->pending = pending->clone();
+  }
+  buffer->state = ScalingState::fresh(layout, bytes.device());
+  const auto tensors = buffer->state.tensors();
+  TORCH_CHECK(tensors.size() == state.size(),
+              "qshard: a saved quantized tensor lacks the state of its format");
+  for (size_t i = 0; i < state.size(); ++i) {
+    const Tensor& to = tensors[i].second;
+    TORCH_CHECK(to.sizes() == state[i].sizes() && to.scalar_type() == state[i].scalar_type(),
+                fmt::format("qshard: the {} of a saved quantized tensor does not fit its format",
+                            tensors[i].first));
+    to.copy_(state[i]);
   }
   buffer->dirty = fields[kDirty] != 0;
   // Codes that a local flush made stand for their value: quantizing that again gives other bytes.

@@ -92,16 +92,18 @@ else:
 # -------------------------------------------------------------------------- pickle, deepcopy, ...
 
 
-def rebuild_tensor(data, pending, layout, format, size, stride, storage_offset, dtype, requires_grad):
+def rebuild_tensor(
+    data, pending, layout, format, size, stride, storage_offset, dtype, state, requires_grad
+):
     """Unpickles a quantized tensor. Needs the library; ordinary checkpoints do not hold any."""
     tensor = ops._unpack(
-        data, pending, layout, format, size, stride, storage_offset, dtype
+        data, pending, layout, format, size, stride, storage_offset, dtype, state
     )
     return tensor.requires_grad_(requires_grad)
 
 
 def reduce_tensor(tensor):
-    data, pending, layout, format = ops._pack(tensor.detach())
+    data, pending, layout, format, state = ops._pack(tensor.detach())
     return rebuild_tensor, (
         data,
         pending,
@@ -111,6 +113,7 @@ def reduce_tensor(tensor):
         list(tensor.stride()),
         tensor.storage_offset(),
         tensor.dtype,
+        list(state),
         tensor.requires_grad,
     )
 

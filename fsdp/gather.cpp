@@ -57,7 +57,8 @@ std::tuple<Tensor, OptionalTensor, int64_t> pre_all_gather(const Tensor& self,
 Tensor post_all_gather(const Tensor& self, const Tensor& image, const OptionalTensor& grid,
                        int64_t generation, at::ScalarType dtype) {
   PlainGuard guard;
-  Layout layout = buffer_of(self).layout;
+  const QuantizedBuffer& shard = buffer_of(self);
+  Layout layout = shard.layout;
   TORCH_CHECK(image.scalar_type() == at::kByte && image.numel() % layout.row_bytes() == 0,
               fmt::format("qshard: gathered {} {} elements are not rows of {} bytes", image.numel(),
                           c10::toString(image.scalar_type()), layout.row_bytes()));
@@ -65,6 +66,7 @@ Tensor post_all_gather(const Tensor& self, const Tensor& image, const OptionalTe
   layout.row_offset = 0;
   auto buffer = QuantizedBuffer::from_image(image.view(-1), grid.value_or(Tensor()), layout, dtype,
                                             generation);
+  buffer->state = shard.state;
   auto sizes = self.sizes().vec();
   const int64_t rows_per_slice =
       c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
@@ -92,17 +94,39 @@ void set_reduction_group(const Tensor& self, c10::string_view group) {
   set_group(buffer_of(self), {group.data(), group.size()});
 }
 
-/// After an optimizer step: what was written, in the order of the list. `groups[i]` is the group
-/// that tensor i's DTensor names; FSDP2's mesh, if a gather already told it, says the same.
-void flush_dirty(at::TensorList self, const std::vector<std::string>& groups) {
-  TORCH_CHECK(groups.size() == self.size(), "qshard::_flush_dirty: one group per tensor");
+/// After an optimizer step: what was written, in the order of the list. `groups[i]` and
+/// `replica_groups[i]` are those that tensor i's DTensor names; FSDP2's mesh, if a gather already
+/// told it the first, says the same.
+void flush_after_step(at::TensorList self, const std::vector<std::string>& groups,
+                      const std::vector<std::string>& replica_groups,
+                      const OptionalTensor& found_inf) {
+  TORCH_CHECK(groups.size() == self.size() && replica_groups.size() == self.size(),
+              "qshard::_flush_after_step: one group per tensor");
   std::vector<BufferPtr> buffers;
   buffers.reserve(self.size());
   for (size_t i = 0; i < self.size(); ++i) {
     buffers.push_back(impl_of(self[i]).buffer());
-    if (!groups[i].empty() && buffers.back()->group.empty()) set_group(*buffers.back(), groups[i]);
+    QuantizedBuffer& buffer = *buffers.back();
+    if (!groups[i].empty() && buffer.group.empty()) set_group(buffer, groups[i]);
+    if (buffer.replica_groups != replica_groups[i]) buffer.replica_groups = replica_groups[i];
   }
-  flush(buffers);
+  flush(buffers, FlushKind::kStep, found_inf.value_or(Tensor()));
+}
+
+/// The plain tensors of a quantized tensor's state, by name; writes to them act.
+c10::Dict<std::string, Tensor> state(const Tensor& self) {
+  c10::Dict<std::string, Tensor> result;
+  for (const auto& [name, tensor] : buffer_of(self).state.tensors()) result.insert(name, tensor);
+  return result;
+}
+
+void set_rounding_key_op(const Tensor& self, int64_t key) {
+  ScalingState& state = buffer_of(self).state;
+  TORCH_CHECK(state.rounding.defined() && key >= 0 && key < (int64_t{1} << 62),
+              fmt::format("qshard::_set_rounding_key: {} with key {}: needs a format that rounds "
+                          "stochastically and a key of 62 bits",
+                          describe(self), key));
+  set_rounding_key(state, key);
 }
 
 void mark_written(const Tensor& self) { buffer_of(self).mark_written(); }
@@ -114,7 +138,9 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_post_all_gather", &post_all_gather);
   m.impl("_refresh_gathered", &refresh_gathered);
   m.impl("_set_reduction_group", &set_reduction_group);
-  m.impl("_flush_dirty", &flush_dirty);
+  m.impl("_flush_after_step", &flush_after_step);
+  m.impl("_state", &state);
+  m.impl("_set_rounding_key", &set_rounding_key_op);
   m.impl("_mark_written", &mark_written);
 }
 

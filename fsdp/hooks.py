@@ -62,22 +62,26 @@ def mesh_group(mesh):
 _spec_groups = {}
 
 
-def dtensor_group(dtensor):
-    """Name of the group whose ranks hold the rows of this DTensor."""
+def dtensor_groups(dtensor):
+    """Name of the group whose ranks hold the rows of this DTensor, and names, with spaces between
+    them, of those whose ranks hold the same rows."""
     mesh, placements = dtensor.device_mesh, dtensor.placements
     key = (id(mesh), placements)
     known = _spec_groups.get(key)
     if known is not None and known[0]() is mesh:
         return known[1]
     dims = [i for i, p in enumerate(placements) if p.is_shard() and mesh.size(i) > 1]
+    replicas = [i for i, p in enumerate(placements) if p.is_replicate() and mesh.size(i) > 1]
     if len(dims) > 1:
         raise NotImplementedError(
             "qshard: a quantized parameter sharded over several mesh dimensions "
             f"({placements}) has no reduction group"
         )
-    name = mesh.get_group(dims[0]).group_name if dims else ""
-    _spec_groups[key] = (weakref.ref(mesh), name)
-    return name
+    names = tuple(
+        " ".join(mesh.get_group(i).group_name for i in some) for some in (dims, replicas)
+    )
+    _spec_groups[key] = (weakref.ref(mesh), names)
+    return names
 
 
 # -------------------------------------------------------------------------------- FSDP2's hooks
@@ -158,15 +162,19 @@ def refuse_unsupported(fsdp_param):
 def flush_after_step(optimizer, args, kwargs):
     """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
     same on all ranks whatever gradients and rows each has, which no registry of parameters is."""
-    shards, groups = [], []
+    shards, groups, replica_groups = [], [], []
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             local = local_of(param)
             if is_quantized(local):
+                group, replicas = ("", "") if local is param else dtensor_groups(param)
                 shards.append(local)
-                groups.append("" if local is param else dtensor_group(param))
+                groups.append(group)
+                replica_groups.append(replicas)
     if shards:
-        ops._flush_dirty(shards, groups)
+        # GradScaler gives it to fused optimizers, which then change nothing.
+        found_inf = getattr(optimizer, "found_inf", None)
+        ops._flush_after_step(shards, groups, replica_groups, found_inf)
 
 
 # What torch._dynamo.disable sets; importing torch._dynamo here would cost every user a second.

@@ -31,6 +31,13 @@ enum class RowScale : uint8_t {
   kE4M3,  // times the matrix's own fp32 scale, which is in the grid (NVFP4)
 };
 
+/// Delayed scaling: scales from the amaxes of earlier optimizer steps (kernels/scaling_state.h).
+struct AmaxHistory {
+  int64_t length = 0;        // steps remembered; 0: scales follow the current amax
+  int margin = 0;            // scales are 2^-margin of what the amax allows
+  bool most_recent = false;  // use the latest amax, not the largest remembered
+};
+
 struct Format {
   std::string_view name;
   DType code_dtype;
@@ -41,6 +48,9 @@ struct Format {
   RowScale row_scale;
   bool power_of_two_scales;  // every scale is a power of two
   DType grad_dtype;          // code dtype of gradients in this format's linear
+  AmaxHistory amax_history = {};
+  bool stochastic_rounding = false;  // of codes, by flushes after an optimizer step
+  int index = 0;                     // of the entry in formats() that this one is a variant of
 
   /// Whether the grid holds the scale of every block.
   constexpr bool scales_in_grid() const { return row_scale == RowScale::kNone; }
@@ -52,10 +62,20 @@ struct Format {
   constexpr bool has_grid() const { return scales_in_grid() || has_tensor_scale(); }
 };
 
-/// All formats, in a fixed order (their index is stable within a build, not across builds).
+/// All formats without their variants, in a fixed order.
 std::span<const Format> formats();
 
-/// @throws std::invalid_argument naming the known formats.
+/// The format of a name and of options in brackets, such as `nvfp4[stochastic]` or
+/// `float8_delayed[margin=1,history=16,most_recent,e4m3]`. Equal formats are one object; its `name`
+/// leaves out what is the default. Never freed; safe to call from any thread.
+///
+///   stochastic     round codes stochastically after optimizer steps (any format)
+///   margin=N       N >= 0, default 0          (float8_delayed)
+///   history=N      N >= 1, default 1024       (float8_delayed)
+///   most_recent    of the history, not the largest (float8_delayed)
+///   e4m3           gradients in E4M3, not E5M2     (float8_delayed)
+///
+/// @throws std::invalid_argument naming the known formats, or the option that is wrong.
 const Format& find_format(std::string_view name);
 
 }  // namespace qshard

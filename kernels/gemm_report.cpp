@@ -48,7 +48,7 @@ const char* reason(GemmFallback fallback) {
 }  // namespace
 
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback) {
-  const auto index = static_cast<size_t>(&format - formats().data());
+  const auto index = static_cast<size_t>(format.index);
   if (index >= kMaxFormats) return;
   const auto why = static_cast<size_t>(fallback);
   counters[index][static_cast<size_t>(direction)][why].fetch_add(1, std::memory_order_relaxed);
@@ -63,7 +63,7 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
 std::string gemm_report() {
   std::string report;
   for (const Format& format : formats()) {
-    const auto index = static_cast<size_t>(&format - formats().data());
+    const auto index = static_cast<size_t>(format.index);
     for (size_t direction = 0; direction < kGemmDirections; ++direction) {
       for (size_t why = 0; why < kGemmFallbacks; ++why) {
         const int64_t count = counters[index][direction][why].load(std::memory_order_relaxed);

@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "kernels/gemm_report.h"
+#include "kernels/linear_amax.h"
 #include "kernels/quantize.h"
 #include "kernels/value_dtype.h"
 #ifdef QSHARD_WITH_CUDA
@@ -168,17 +169,21 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
   }
   GemmFallback fallback =
       weight_only ? GemmFallback::kWeightOnly : weight_fallback(weight, input.scalar_type(), m);
+  const DelayedAmax amax = weight_only ? DelayedAmax{} : delayed_input_amax(weight);
+  bool is_quantized = false;
 #ifdef QSHARD_WITH_CUDA
   const bool fp8 = fallback == GemmFallback::kNone;
-  if (fp8 || save_quantized_input) {
+  is_quantized = fp8 || save_quantized_input;
+  if (is_quantized) {
     const Format& format = *weight.layout.format;
-    const cuda::Fp8Activation x = cuda::quantize_activation(input, format, DType::kFloat8E4M3,
-                                                            /*rows=*/fp8, save_quantized_input);
+    const cuda::Fp8Activation x = cuda::quantize_activation(
+        input, format, DType::kFloat8E4M3, /*rows=*/fp8, save_quantized_input, amax);
     if (save_quantized_input) result.saved = x.saved;
     if (fp8) result.output = cuda::fp8_forward(x.rows, m, weight, bias, input.options());
     if (fp8 && !result.output.defined()) fallback = GemmFallback::kNoKernel;
   }
 #endif
+  if (!is_quantized) collect_amax(input, amax);
   record_gemm(*weight.layout.format, GemmDirection::kForward, fallback);
   if (!result.output.defined()) result.output = dequantized_forward(input, weight, bias);
   return result;
@@ -222,13 +227,16 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
     for_weight = shape_fallback(format, grad.device(), grad.scalar_type(), m, n, k);
   }
   at::Tensor values = input;
+  const DelayedAmax amax = weight_only ? DelayedAmax{} : delayed_gradient_amax(weight);
+  bool is_quantized = false;
 #ifdef QSHARD_WITH_CUDA
   const bool fp8_input = needs_input && for_input == GemmFallback::kNone;
   const bool fp8_weight = needs_weight && for_weight == GemmFallback::kNone &&
                           (input_is_quantized || is_value_dtype(input.scalar_type()));
-  if (fp8_input || fp8_weight) {
+  is_quantized = fp8_input || fp8_weight;
+  if (is_quantized) {
     const cuda::Fp8Activation dy =
-        cuda::quantize_activation(grad, format, format.grad_dtype, fp8_input, fp8_weight);
+        cuda::quantize_activation(grad, format, format.grad_dtype, fp8_input, fp8_weight, amax);
     if (fp8_input) {
       result.grad_input = cuda::fp8_grad_input(dy.rows, m, weight, grad.options());
       if (!result.grad_input.defined()) for_input = GemmFallback::kNoKernel;
@@ -237,7 +245,7 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
       at::Tensor saved = input;
       if (!input_is_quantized) {
         saved = cuda::quantize_activation(input, format, DType::kFloat8E4M3, /*rows=*/false,
-                                          /*columns=*/true)
+                                          /*columns=*/true, delayed_input_amax(weight))
                     .saved;
       }
       result.grad_weight =
@@ -250,6 +258,7 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
     values = cuda::dequantize_saved(input, format, m, k, grad.scalar_type());
   }
 #endif
+  if (!is_quantized) collect_amax(grad, amax);
   if (needs_input) {
     record_gemm(format, GemmDirection::kGradInput, for_input);
     if (!result.grad_input.defined()) {

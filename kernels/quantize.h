@@ -5,14 +5,9 @@
 
 #include "kernels/cuts.h"
 #include "kernels/layout.h"
+#include "kernels/stream.h"
 
 namespace qshard {
-
-/// Where a kernel runs. `stream` is a cudaStream_t; the caller holds the device guard.
-struct Stream {
-  bool is_cuda = false;
-  void* handle = nullptr;
-};
 
 /// One shard of one parameter. All pointers are device memory of the call's stream.
 ///

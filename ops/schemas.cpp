@@ -50,15 +50,21 @@ TORCH_LIBRARY(qshard, m) {
       "ScalarType dtype) -> Tensor");
   m.def("_refresh_gathered(Tensor unsharded, Tensor image, Tensor? grid, int generation) -> ()");
   m.def("_set_reduction_group(Tensor self, str group) -> ()");
-  m.def("_flush_dirty(Tensor[] self, str[] groups) -> ()");
+  m.def(
+      "_flush_after_step(Tensor[] self, str[] groups, str[] replica_groups, Tensor? found_inf) "
+      "-> ()");
+  m.def("_state(Tensor self) -> Dict(str, Tensor)");
+  m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");
   m.def("_export_view(Tensor(a) self) -> Tensor(a)");
   m.def("_is_export(Tensor self) -> bool");
   m.def("_has_pending_update(Tensor self) -> bool");
-  m.def("_pack(Tensor self) -> (Tensor bytes, Tensor? pending, int[] layout, str format)");
+  m.def(
+      "_pack(Tensor self) -> (Tensor bytes, Tensor? pending, int[] layout, str format, "
+      "Tensor[] state)");
   m.def(
       "_unpack(Tensor bytes, Tensor? pending, int[] layout, str format, int[] size, int[] stride, "
-      "int storage_offset, ScalarType dtype) -> Tensor");
+      "int storage_offset, ScalarType dtype, Tensor[] state) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {

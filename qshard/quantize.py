@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from _qshard_hooks import dtensor_group, is_quantized as _is_quantized_local, local_of
+from _qshard_hooks import dtensor_groups, is_quantized as _is_quantized_local, local_of
 from torch import nn as torch_nn
 from torch.distributed.tensor import DTensor
 
@@ -76,7 +76,7 @@ def flush(model: torch_nn.Module) -> None:
         local = local_of(param)
         if _is_quantized_local(local) and not local.is_meta:
             if local is not param:
-                ops._set_reduction_group(local, dtensor_group(param))
+                ops._set_reduction_group(local, dtensor_groups(param)[0])
             shards.append(local)
     ops.flush(shards)
 

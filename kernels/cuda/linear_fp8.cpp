@@ -132,7 +132,7 @@ bool has_fp8_gemm(at::Device device) {
 }
 
 Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DType code_dtype,
-                                  bool rows, bool columns) {
+                                  bool rows, bool columns, const DelayedAmax& delayed) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor values = x.contiguous();
   const int64_t m = x.size(0);
@@ -165,15 +165,9 @@ Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DTy
     C10_CUDA_CHECK(launch_quantize_activation_1x128(task, dtype, stream));
     return out;
   }
-  const at::Tensor amax = at::empty({1}, at::TensorOptions().dtype(at::kFloat).device(x.device()));
-  QuantizeTask whole;
-  whole.layout = {&format, m, k, m, m, 0};
-  whole.value_dtype = dtype;
-  whole.values = task.values;
-  whole.amax = amax.mutable_data_ptr<float>();
-  compute_amax({&whole, 1}, stream.stream());
-  C10_CUDA_CHECK(
-      launch_quantize_activation_tensorwise(task, whole.amax, dtype, code_dtype, stream));
+  const at::Tensor amax = activation_amax(values, delayed);
+  C10_CUDA_CHECK(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
+                                                       code_dtype, stream));
   return out;
 }
 

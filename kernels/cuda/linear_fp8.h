@@ -7,6 +7,7 @@
 
 #include "kernels/gemm.h"
 #include "kernels/linear.h"
+#include "kernels/linear_amax.h"
 
 namespace qshard::cuda {
 
@@ -22,9 +23,10 @@ struct Fp8Activation {
   Fp8Operand columns;  // (K padded to 16, M padded to 128)
 };
 
-/// Quantizes x (M, K) once, in the orientations asked for, as `format` scales activations.
+/// Quantizes x (M, K) once, in the orientations asked for, as `format` scales activations; by the
+/// amaxes of earlier steps where `delayed` is theirs.
 Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DType code_dtype,
-                                  bool rows, bool columns);
+                                  bool rows, bool columns, const DelayedAmax& delayed);
 
 /// The transposed operand that quantize_activation saved.
 Fp8Operand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k);

@@ -22,6 +22,38 @@ TEST(Formats, AnUnknownNameNamesTheKnownOnes) {
   }
 }
 
+TEST(Formats, VariantsAreOneObjectByTheirOptions) {
+  const Format& delayed = find_format("float8_delayed");
+  EXPECT_EQ(delayed.amax_history.length, 1024);
+  EXPECT_EQ(&find_format("float8_delayed[margin=0,history=1024]"), &delayed);
+  const Format& variant = find_format("float8_delayed[history=16,e4m3,margin=2,most_recent]");
+  EXPECT_EQ(variant.name, "float8_delayed[margin=2,history=16,most_recent,e4m3]");
+  EXPECT_EQ(&find_format(variant.name), &variant);
+  EXPECT_EQ(variant.amax_history.length, 16);
+  EXPECT_EQ(variant.amax_history.margin, 2);
+  EXPECT_TRUE(variant.amax_history.most_recent);
+  EXPECT_EQ(variant.grad_dtype, DType::kFloat8E4M3);
+  EXPECT_EQ(variant.index, delayed.index);
+  EXPECT_TRUE(find_format("nvfp4[stochastic]").stochastic_rounding);
+  EXPECT_FALSE(find_format("nvfp4").stochastic_rounding);
+}
+
+TEST(Formats, WrongOptionsAreNamed) {
+  for (const char* name :
+       {"nvfp4[]", "nvfp4[", "nvfp4[stochastic", "nvfp4[margin=1]", "mxfp8[e4m3]",
+        "float8_delayed[margin=]", "float8_delayed[margin=-1]", "float8_delayed[history=0]",
+        "float8_delayed[history=1x]", "float8_delayed[stochastic,]", "float8_delayed[nearest]",
+        "float8_delayed[history=99999999999999999999]"}) {
+    try {
+      find_format(name);
+      FAIL() << name;
+    } catch (const std::invalid_argument& error) {
+      const std::string what = error.what();
+      EXPECT_NE(what.find("known options: stochastic"), std::string::npos) << what;
+    }
+  }
+}
+
 struct LayoutCase {
   const char* format;
   int64_t rows, cols, logical_rows, matrix_rows, row_offset;

@@ -98,9 +98,9 @@ def state(q):
     """All that an error must leave alone: geometry, and the bytes of every plane. Not whether a flush
     is due: after an error within a list of tensors nobody knows which were written."""
     q = q.detach()
-    data, pending, (*layout, _dirty), fmt = ops._pack(q)
+    data, pending, (*layout, _dirty), fmt, state = ops._pack(q)
     geometry = (tuple(q.shape), q.stride(), q.storage_offset(), q.dtype, layout, fmt)
-    return geometry, data, torch.empty(0) if pending is None else pending
+    return geometry, data, torch.empty(0) if pending is None else pending, *state
 
 
 def assert_unchanged(q, before):

@@ -362,7 +362,7 @@ def planes(tensor):
     stock deepcopy does so, pickling does not."""
     if dist.get_world_size() == 1:
         ops.codes(tensor.detach())
-    packed, pending, layout, format = ops._pack(tensor.detach())
+    packed, pending, layout, format, _ = ops._pack(tensor.detach())
     return packed, torch.empty(0) if pending is None else pending, layout, format
 
 

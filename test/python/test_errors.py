@@ -26,7 +26,7 @@ def impostor(q):
 def unpack(fields, size=64, format=FORMAT):
     """What a pickle of a 4 x 8 tensor calls, with other bytes or fields."""
     data = torch.zeros(size, dtype=torch.uint8)
-    return ops._unpack(data, None, fields, format, [4, 8], [8, 1], 0, torch.float32)
+    return ops._unpack(data, None, fields, format, [4, 8], [8, 1], 0, torch.float32, [])
 
 
 X = torch.randn(4, 48)
@@ -201,6 +201,7 @@ CALLS = {
             [16, 1],
             0,
             torch.float32,
+            [],
         ),
         "does not lie within",
     ),

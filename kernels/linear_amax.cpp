@@ -1,0 +1,62 @@
+#include "kernels/linear_amax.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include "kernels/scaling_state.h"
+#include "kernels/value_dtype.h"
+#ifdef QSHARD_WITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace qshard {
+namespace {
+
+Stream current_stream([[maybe_unused]] at::Device device) {
+#ifdef QSHARD_WITH_CUDA
+  if (device.is_cuda()) return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
+#endif
+  return {device.is_cuda(), nullptr};
+}
+
+DelayedAmax delayed_row(const WeightOperand& weight, int64_t row) {
+  if (!weight.amax_history.defined()) return {};
+  const AmaxHistory& options = weight.layout.format->amax_history;
+  TORCH_CHECK(weight.amax_history.device() == weight.image.device(),
+              "qshard: the amax history of a weight on ", weight.image.device(), " is on ",
+              weight.amax_history.device());
+  return {weight.amax_history.mutable_data_ptr<float>() + row * options.length,
+          weight.scaling_amax.const_data_ptr<float>() + row * kScalingAmaxes, options.margin};
+}
+
+}  // namespace
+
+DelayedAmax delayed_input_amax(const WeightOperand& weight) {
+  return delayed_row(weight, input_row(weight.layout));
+}
+
+DelayedAmax delayed_gradient_amax(const WeightOperand& weight) {
+  return delayed_row(weight, gradient_row(weight.layout));
+}
+
+at::Tensor activation_amax(const at::Tensor& x, const DelayedAmax& delayed) {
+  const at::Tensor values = x.contiguous();
+  const at::Tensor amax = at::empty({1}, values.options().dtype(at::kFloat));
+  const Stream stream = current_stream(x.device());
+  QuantizeTask task;
+  task.layout = {&find_format("float8_tensorwise"), x.size(0), x.size(1), x.size(0), x.size(0), 0};
+  task.value_dtype = value_dtype(values.scalar_type());
+  task.values = values.const_data_ptr();
+  task.amax = amax.mutable_data_ptr<float>();
+  compute_amax({&task, 1}, stream);
+  if (delayed) {
+    delay_amax(task.amax, delayed.history, delayed.scaling, delayed.margin, stream);
+  }
+  return amax;
+}
+
+void collect_amax(const at::Tensor& x, const DelayedAmax& delayed) {
+  if (delayed && is_value_dtype(x.scalar_type())) activation_amax(x, delayed);
+}
+
+}  // namespace qshard
