@@ -114,6 +114,46 @@ QSHARD_HOST_DEVICE uint8_t encode_float8(float x) {
 QSHARD_HOST_DEVICE uint8_t encode_e4m3(float x) { return encode_float8<3, 7, 0x7e>(x); }
 QSHARD_HOST_DEVICE uint8_t encode_e5m2(float x) { return encode_float8<2, 15, 0x7b>(x); }
 
+/// Code without its sign of the magnitude with fp32 bits `abs`, stochastically rounded: what lies
+/// between two codes becomes the upper one with the probability of its distance from the lower one,
+/// in ulps. That is where the 24 high bits of `random`, taken as a fraction, are below the
+/// distance. Saturates at kMaxCode, NaN too.
+template <int kMantissa, int kBias, uint32_t kMaxCode>
+QSHARD_HOST_DEVICE uint32_t stochastic_magnitude(uint32_t abs, uint32_t random) {
+  constexpr int kShift = 23 - kMantissa;
+  constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - kBias) << 23;
+  const uint32_t draw = random >> 8;
+  if (abs < kMinNormal) {
+    // In ulps of the subnormal codes; all of it is exact, the distance below 1 too.
+    constexpr auto kUlpsPerOne = static_cast<float>(1u << (kBias - 1 + kMantissa));
+    const float ulps = bits_float(abs) * kUlpsPerOne;
+    const auto lower = static_cast<uint32_t>(ulps);
+    const float distance = ulps - static_cast<float>(lower);
+    return lower + (static_cast<float>(draw) * 0x1p-24f < distance ? 1u : 0u);
+  }
+  const uint32_t lower = (abs - (static_cast<uint32_t>(127 - kBias) << 23)) >> kShift;
+  const uint32_t distance = (abs & ((1u << kShift) - 1)) << (24 - kShift);  // times 2^24
+  const uint32_t code = lower + (draw < distance ? 1u : 0u);
+  return code > kMaxCode ? kMaxCode : code;
+}
+
+/// encode_float8 with stochastic rounding: NaN is 0x7f; the sign is kept, NaN's and zero's too.
+template <int kMantissa, int kBias, uint32_t kMaxCode>
+QSHARD_HOST_DEVICE uint8_t encode_float8_stochastic(float x, uint32_t random) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t abs = bits & kAbsMask;
+  const uint32_t sign = (bits >> 24) & 0x80u;
+  if (abs > kInfBits) return static_cast<uint8_t>(sign | 0x7fu);
+  return static_cast<uint8_t>(sign | stochastic_magnitude<kMantissa, kBias, kMaxCode>(abs, random));
+}
+
+QSHARD_HOST_DEVICE uint8_t encode_e4m3_stochastic(float x, uint32_t random) {
+  return encode_float8_stochastic<3, 7, 0x7e>(x, random);
+}
+QSHARD_HOST_DEVICE uint8_t encode_e5m2_stochastic(float x, uint32_t random) {
+  return encode_float8_stochastic<2, 15, 0x7b>(x, random);
+}
+
 /// Exact value of an E4M3 code; NaN keeps its sign.
 QSHARD_HOST_DEVICE float decode_e4m3(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;

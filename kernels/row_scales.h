@@ -132,6 +132,13 @@ QSHARD_HOST_DEVICE uint8_t encode_e2m1(float x) {
   return static_cast<uint8_t>(sign | code);
 }
 
+/// encode_e2m1 with stochastic rounding (stochastic_magnitude).
+QSHARD_HOST_DEVICE uint8_t encode_e2m1_stochastic(float x, uint32_t random) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t sign = (bits >> 28) & 0x8u;
+  return static_cast<uint8_t>(sign | stochastic_magnitude<1, 1, 7>(bits & kAbsMask, random));
+}
+
 /// Exact value of a 4-bit E2M1 code.
 QSHARD_HOST_DEVICE float decode_e2m1(uint8_t code) {
   const uint32_t magnitude = code & 7u;

@@ -7,6 +7,7 @@
 
 #include "kernels/cpu/row_kernels.h"
 #include "kernels/cpu/row_ranges.h"
+#include "kernels/cpu/with_encoder.h"
 #include "kernels/float8.h"
 
 namespace qshard::cpu {
@@ -15,6 +16,30 @@ namespace {
 // Columns [j * width, ...) of block column j.
 int64_t block_width(const Layout& layout) {
   return layout.format->block_cols ? layout.format->block_cols : layout.cols;
+}
+
+// Writes the live rows of a range; `encode` is with_encoder's.
+template <typename Encode>
+void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode& encode) {
+  const Layout& layout = task.layout;
+  const Format& format = *layout.format;
+  const int64_t row_bytes = layout.row_bytes();
+  const int64_t width = block_width(layout);
+  const float* amax = task.amax + layout.grid_row(range.logical_row) * layout.grid_cols();
+  std::vector<float> scale(layout.grid_cols());
+  for (int64_t j = 0; j < layout.grid_cols(); ++j) {
+    scale[j] = scale_from_amax(amax[j], format.code_max, format.power_of_two_scales);
+  }
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    const uint8_t* x = value_row(task, row);
+    uint8_t* codes = task.image + row * row_bytes;
+    for (int64_t j = 0; j < layout.grid_cols(); ++j) {
+      const int64_t col = j * width;
+      encode(x + col * value_size(task.value_dtype), std::min(width, layout.cols - col), scale[j],
+             codes + col);
+    }
+    std::memset(codes + layout.cols, 0, row_bytes - layout.cols);
+  }
 }
 
 }  // namespace
@@ -49,30 +74,10 @@ void quantize_by_grid(std::span<const QuantizeTask> tasks) {
           inverse_scale(scale_from_amax(task.amax[i], format.code_max, format.power_of_two_scales));
     }
   }
-  const RowKernels& kernels = row_kernels();
   parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
     if (!range.is_live()) return write_zeros(task, range);
-    const Layout& layout = task.layout;
-    const Format& format = *layout.format;
-    const int64_t row_bytes = layout.row_bytes();
-    const auto encode = kernels.encode[static_cast<int>(task.value_dtype)];
-    const int64_t width = block_width(layout);
-    const float* amax = task.amax + layout.grid_row(range.logical_row) * layout.grid_cols();
-    std::vector<float> scale(layout.grid_cols());
-    for (int64_t j = 0; j < layout.grid_cols(); ++j) {
-      scale[j] = scale_from_amax(amax[j], format.code_max, format.power_of_two_scales);
-    }
-    for (int64_t row = range.begin; row < range.end; ++row) {
-      const uint8_t* x = value_row(task, row);
-      uint8_t* codes = task.image + row * row_bytes;
-      for (int64_t j = 0; j < layout.grid_cols(); ++j) {
-        const int64_t col = j * width;
-        encode(x + col * value_size(task.value_dtype), std::min(width, layout.cols - col), scale[j],
-               codes + col);
-      }
-      std::memset(codes + layout.cols, 0, row_bytes - layout.cols);
-    }
+    with_encoder(task, range, [&](const auto& encode) { quantize_rows(task, range, encode); });
   });
 }
 

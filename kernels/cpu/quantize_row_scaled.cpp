@@ -6,6 +6,7 @@
 #include "kernels/cpu/quantize_cpu.h"
 #include "kernels/cpu/row_kernels.h"
 #include "kernels/cpu/row_ranges.h"
+#include "kernels/cpu/with_encoder.h"
 #include "kernels/row_scales.h"
 
 namespace qshard::cpu {
@@ -49,6 +50,51 @@ void block_amax(const QuantizeTask& task, int64_t begin, int64_t end,
   }
 }
 
+// Writes the live rows of a range; `encode` is with_encoder's.
+template <typename Encode>
+void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode& encode) {
+  const Layout& layout = task.layout;
+  const Format& format = *layout.format;
+  const int64_t row_bytes = layout.row_bytes();
+  const int64_t width = format.block_cols;
+  const int64_t block_value_bytes = width * value_size(task.value_dtype);
+  const int64_t block_code_bytes = width * format.code_bits / 8;
+  const float tensor_scale = format.has_tensor_scale()
+                                 ? nvfp4_tensor_scale(nvfp4_tensor_scale_inv(
+                                       task.amax[layout.grid_row(range.logical_row)]))
+                                 : 1.f;
+
+  std::vector<uint32_t> columns(layout.cols), blocks(layout.block_cols());
+  std::vector<float> scales(blocks.size());
+  std::vector<uint8_t> scale_bytes(blocks.size());
+  for (int64_t row = range.begin; row < range.end;) {
+    const int64_t next = end_of_block_row(layout, range, row);
+    if (const float* agreed = cut_amax(task, row)) {
+      std::memcpy(blocks.data(), agreed, blocks.size() * sizeof(float));
+    } else {
+      block_amax(task, row, next, columns, blocks);
+    }
+    for (size_t j = 0; j < blocks.size(); ++j) {
+      const BlockScale scale = block_scale(format.row_scale, bits_float(blocks[j]), tensor_scale);
+      scales[j] = scale.encode;
+      scale_bytes[j] = scale.byte;
+    }
+    for (; row < next; ++row) {
+      const uint8_t* x = value_row(task, row);
+      uint8_t* image = task.image + row * row_bytes;
+      for (size_t j = 0; j < blocks.size(); ++j) {
+        const auto block = static_cast<int64_t>(j);
+        encode(x + block * block_value_bytes, std::min(width, layout.cols - block * width),
+               scales[j], image + block * block_code_bytes);
+      }
+      std::memset(image + layout.code_bytes(), 0, layout.row_scale_offset() - layout.code_bytes());
+      uint8_t* end =
+          std::copy(scale_bytes.begin(), scale_bytes.end(), image + layout.row_scale_offset());
+      std::memset(end, 0, image + row_bytes - end);
+    }
+  }
+}
+
 }  // namespace
 
 void compute_amax_row_scaled(std::span<const QuantizeTask> tasks) {
@@ -79,54 +125,10 @@ void quantize_row_scaled(std::span<const QuantizeTask> tasks) {
       task.grid[i] = nvfp4_tensor_scale_inv(task.amax[i]);
     }
   }
-  const RowKernels& kernels = row_kernels();
   parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
     if (!range.is_live()) return write_zeros(task, range);
-    const Layout& layout = task.layout;
-    const Format& format = *layout.format;
-    const int64_t row_bytes = layout.row_bytes();
-    const auto type = static_cast<int>(task.value_dtype);
-    const auto encode =
-        format.code_dtype == DType::kFloat4E2M1 ? kernels.encode_fp4[type] : kernels.encode[type];
-    const int64_t width = format.block_cols;
-    const int64_t block_value_bytes = width * value_size(task.value_dtype);
-    const int64_t block_code_bytes = width * format.code_bits / 8;
-    const float tensor_scale = format.has_tensor_scale()
-                                   ? nvfp4_tensor_scale(nvfp4_tensor_scale_inv(
-                                         task.amax[layout.grid_row(range.logical_row)]))
-                                   : 1.f;
-
-    std::vector<uint32_t> columns(layout.cols), blocks(layout.block_cols());
-    std::vector<float> scales(blocks.size());
-    std::vector<uint8_t> scale_bytes(blocks.size());
-    for (int64_t row = range.begin; row < range.end;) {
-      const int64_t next = end_of_block_row(layout, range, row);
-      if (const float* agreed = cut_amax(task, row)) {
-        std::memcpy(blocks.data(), agreed, blocks.size() * sizeof(float));
-      } else {
-        block_amax(task, row, next, columns, blocks);
-      }
-      for (size_t j = 0; j < blocks.size(); ++j) {
-        const BlockScale scale = block_scale(format.row_scale, bits_float(blocks[j]), tensor_scale);
-        scales[j] = scale.encode;
-        scale_bytes[j] = scale.byte;
-      }
-      for (; row < next; ++row) {
-        const uint8_t* x = value_row(task, row);
-        uint8_t* image = task.image + row * row_bytes;
-        for (size_t j = 0; j < blocks.size(); ++j) {
-          const auto block = static_cast<int64_t>(j);
-          encode(x + block * block_value_bytes, std::min(width, layout.cols - block * width),
-                 scales[j], image + block * block_code_bytes);
-        }
-        std::memset(image + layout.code_bytes(), 0,
-                    layout.row_scale_offset() - layout.code_bytes());
-        uint8_t* end =
-            std::copy(scale_bytes.begin(), scale_bytes.end(), image + layout.row_scale_offset());
-        std::memset(end, 0, image + row_bytes - end);
-      }
-    }
+    with_encoder(task, range, [&](const auto& encode) { quantize_rows(task, range, encode); });
   });
 }
 

@@ -5,6 +5,10 @@
 
 #include "kernels/formats.h"
 
+namespace at {
+class philox_engine;
+}  // namespace at
+
 namespace qshard::cpu {
 
 /// One set of inner loops. Value types are indexed by DType: float32, bfloat16, float16.
@@ -31,5 +35,15 @@ const RowKernels* avx2_row_kernels();
 
 /// The fastest set this CPU runs.
 const RowKernels& row_kernels();
+
+/// encode and encode_fp4 with stochastic rounding: each element takes the next word of `random`.
+struct StochasticRowKernels {
+  void (*encode[3])(const void* values, int64_t n, float scale, at::philox_engine& random,
+                    uint8_t* codes);
+  void (*encode_fp4[3])(const void* values, int64_t n, float scale, at::philox_engine& random,
+                        uint8_t* codes);
+};
+
+const StochasticRowKernels& stochastic_row_kernels();
 
 }  // namespace qshard::cpu

@@ -1,3 +1,5 @@
+#include <ATen/core/PhiloxRNGEngine.h>
+
 #include "kernels/cpu/row_kernels.h"
 #include "kernels/row_scales.h"
 
@@ -65,6 +67,25 @@ void encode_fp4(const void* values, int64_t n, float scale, uint8_t* codes) {
 }
 
 template <typename Value>
+void encode_stochastic(const void* values, int64_t n, float scale, at::philox_engine& random,
+                       uint8_t* codes) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; ++i) {
+    codes[i] = encode_e4m3_stochastic(Value::load(x[i]) * scale, random());
+  }
+}
+
+template <typename Value>
+void encode_fp4_stochastic(const void* values, int64_t n, float scale, at::philox_engine& random,
+                           uint8_t* codes) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint8_t code = encode_e2m1_stochastic(Value::load(x[i]) * scale, random());
+    codes[i / 2] = static_cast<uint8_t>(i % 2 ? codes[i / 2] | (code << 4) : code);
+  }
+}
+
+template <typename Value>
 void decode_fp4(const uint8_t* codes, int64_t n, float scale_inv, void* values) {
   auto* x = static_cast<typename Value::Storage*>(values);
   scale_inv = canonical_nan(scale_inv);
@@ -84,6 +105,14 @@ const RowKernels& portable_row_kernels() {
       {decode<Float32>, decode<BFloat16>, decode<Float16>},
       {encode_fp4<Float32>, encode_fp4<BFloat16>, encode_fp4<Float16>},
       {decode_fp4<Float32>, decode_fp4<BFloat16>, decode_fp4<Float16>}};
+  return kernels;
+}
+
+const StochasticRowKernels& stochastic_row_kernels() {
+  static constexpr StochasticRowKernels kernels{
+      {encode_stochastic<Float32>, encode_stochastic<BFloat16>, encode_stochastic<Float16>},
+      {encode_fp4_stochastic<Float32>, encode_fp4_stochastic<BFloat16>,
+       encode_fp4_stochastic<Float16>}};
   return kernels;
 }
 
