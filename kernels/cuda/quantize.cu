@@ -3,16 +3,39 @@
 // The first CUDA blocks of a task each write one tile of the image; the rest write the grid, which
 // covers the whole logical tensor.
 #include "kernels/cuda/row_image_tile.cuh"
+#include "kernels/cuda/stochastic_codes.cuh"
 
 namespace qshard::cuda {
 namespace {
 
 template <typename Value>
-__global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ RowImageBatch batch) {
+__device__ __forceinline__ void encode_tile_stochastic(const StochasticRowImageTask& task,
+                                                       const Tile& tile, float scale) {
+  constexpr int kSize = Vector<Value>::kSize;
+  const auto* values = static_cast<const typename Value::Raw*>(task.values);
+  const RandomWords random(task.rounding);
+  // A vector's codes are one store, even where its values are not one load: rows of the image are
+  // aligned.
+  for_each_group<kSize>(tile, task.row_bytes, [&](int row, int col) {
+    VectorBytes<E4M3, Value> codes = {};
+    if (col < task.cols) {
+      const auto* x = values + static_cast<int64_t>(row) * task.cols + col;
+      uint32_t words[kSize];
+      random.get((task.row_offset + row) * task.cols + col, words);
+      codes = encode_vector_stochastic<E4M3>(
+          task.vectorized ? load_vector<Value>(x) : load_some<Value>(x, task.cols - col), scale,
+          words);
+    }
+    store_bytes(task.image + static_cast<int64_t>(row) * task.row_bytes + col, codes);
+  });
+}
+
+template <typename Value, typename Batch>
+__global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Batch batch) {
   using Raw = typename Value::Raw;
   constexpr int kSize = Vector<Value>::kSize;
   int block = static_cast<int>(blockIdx.x);
-  const RowImageTask& task = find_task(batch, block);
+  const auto& task = find_task(batch, block);
 
   const int tiles = tile_count(task);
   if (block >= tiles) {
@@ -32,6 +55,10 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Row
     return;
   }
   const float scale = scale_from_amax(task.amax[tile.grid_index], task.code_max, task.power_of_two);
+  if constexpr (std::is_same_v<Batch, StochasticRowImageBatch>) {
+    encode_tile_stochastic<Value>(task, tile, scale);
+    return;
+  }
   const Raw* values = static_cast<const Raw*>(task.values);
   if (task.vectorized) {
     for_each_group<kSize>(tile, task.row_bytes, [&](int row, int col) {
@@ -53,6 +80,13 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Row
   }
 }
 
+template <typename Batch>
+cudaError_t launch(const Batch& batch, DType value_dtype, cudaStream_t stream) {
+  return with_value_type(value_dtype, [&](auto value) {
+    return launch_batch<kThreads>(quantize<decltype(value), Batch>, batch, stream);
+  });
+}
+
 }  // namespace
 
 int quantize_blocks(const RowImageTask& task) {
@@ -60,9 +94,12 @@ int quantize_blocks(const RowImageTask& task) {
 }
 
 cudaError_t launch_quantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
-  return with_value_type(value_dtype, [&](auto value) {
-    return launch_batch<kThreads>(quantize<decltype(value)>, batch, stream);
-  });
+  return launch(batch, value_dtype, stream);
+}
+
+cudaError_t launch_quantize(const StochasticRowImageBatch& batch, DType value_dtype,
+                            cudaStream_t stream) {
+  return launch(batch, value_dtype, stream);
 }
 
 }  // namespace qshard::cuda

@@ -79,17 +79,14 @@ RowImageTask describe(const DequantizeTask& task) {
   return out;
 }
 
-// One launch sequence per value type: a batch holds one type. Tasks of formats with row-local
-// scales are left to others.
-template <typename Task, typename Blocks, typename Launch>
-void launch_by_type(std::span<const Task> tasks, const Blocks& blocks_of, const Launch& launch) {
+// One launch sequence per value type: a batch holds one type. Calls add(batcher, task) for each
+// task; those of formats with row-local scales are left to others.
+template <typename Batch, typename Task, typename Launch, typename Add>
+void launch_by_type(std::span<const Task> tasks, const Launch& launch, const Add& add) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    auto batcher = make_batcher<RowImageBatch>(
-        [&](const RowImageBatch& batch) { return launch(batch, dtype); });
+    auto batcher = make_batcher<Batch>([&](const Batch& batch) { return launch(batch, dtype); });
     for (const Task& task : tasks) {
-      if (task.value_dtype != dtype || !task.layout.format->scales_in_grid()) continue;
-      const RowImageTask described = describe(task);
-      batcher.add(described, blocks_of(described));
+      if (task.value_dtype == dtype && task.layout.format->scales_in_grid()) add(batcher, task);
     }
     batcher.flush();
   }
@@ -114,24 +111,45 @@ void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
 void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   reset_amax(tasks, cuda_stream);
-  launch_by_type(tasks, amax_blocks, [&](const RowImageBatch& batch, DType dtype) {
+  const auto launch = [&](const RowImageBatch& batch, DType dtype) {
     return launch_amax(batch, dtype, cuda_stream);
+  };
+  launch_by_type<RowImageBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+    const RowImageTask described = describe(task);
+    batcher.add(described, amax_blocks(described));
   });
   compute_amax_row_scaled(tasks, cuda_stream);
 }
 
 void quantize(std::span<const QuantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  launch_by_type(tasks, quantize_blocks, [&](const RowImageBatch& batch, DType dtype) {
+  const auto launch = [&](const auto& batch, DType dtype) {
     return launch_quantize(batch, dtype, cuda_stream);
+  };
+  launch_by_type<RowImageBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+    if (task.rounding != nullptr) return;
+    const RowImageTask described = describe(task);
+    batcher.add(described, quantize_blocks(described));
   });
+  if (std::ranges::any_of(tasks, &QuantizeTask::rounding)) {
+    launch_by_type<StochasticRowImageBatch>(
+        tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+          if (task.rounding == nullptr) return;
+          const StochasticRowImageTask described = {describe(task), task.rounding};
+          batcher.add(described, quantize_blocks(described));
+        });
+  }
   quantize_row_scaled(tasks, cuda_stream);
 }
 
 void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  launch_by_type(tasks, dequantize_blocks, [&](const RowImageBatch& batch, DType dtype) {
+  const auto launch = [&](const RowImageBatch& batch, DType dtype) {
     return launch_dequantize(batch, dtype, cuda_stream);
+  };
+  launch_by_type<RowImageBatch>(tasks, launch, [](auto& batcher, const DequantizeTask& task) {
+    const RowImageTask described = describe(task);
+    batcher.add(described, dequantize_blocks(described));
   });
   dequantize_row_scaled(tasks, cuda_stream);
 }

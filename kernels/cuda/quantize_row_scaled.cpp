@@ -136,7 +136,7 @@ Kind kind_of(const Task& task) {
 }
 
 // Calls add(batcher, task) for each task with row-local scales, kind by kind.
-template <typename Task, typename Launch, typename Add>
+template <typename Batch, typename Task, typename Launch, typename Add>
 void launch_by_kind(std::span<const Task> tasks, const Launch& launch, const Add& add) {
   std::vector<Kind> kinds;
   for (const Task& task : tasks) {
@@ -146,8 +146,8 @@ void launch_by_kind(std::span<const Task> tasks, const Launch& launch, const Add
     }
   }
   for (const Kind& kind : kinds) {
-    auto batcher = make_batcher<RowScaledBatch>(
-        [&](const RowScaledBatch& batch) { return launch(batch, *kind.format, kind.value_dtype); });
+    auto batcher = make_batcher<Batch>(
+        [&](const Batch& batch) { return launch(batch, *kind.format, kind.value_dtype); });
     for (const Task& task : tasks) {
       if (kind_of(task) == kind) add(batcher, task);
     }
@@ -161,7 +161,7 @@ void compute_amax_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t s
   const auto launch = [&](const RowScaledBatch& batch, const Format& format, DType dtype) {
     return launch_amax(batch, format, dtype, stream);
   };
-  launch_by_kind(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+  launch_by_kind<RowScaledBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
     const RowScaledTask whole = describe(task, kAmaxTileRows);
     if (task.layout.format->has_tensor_scale()) {
       batcher.add(whole, amax_blocks(whole));
@@ -179,20 +179,28 @@ void compute_amax_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t s
 }
 
 void quantize_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
-  const auto launch = [&](const RowScaledBatch& batch, const Format& format, DType dtype) {
+  const auto launch = [&](const auto& batch, const Format& format, DType dtype) {
     return launch_quantize(batch, format, dtype, stream);
   };
-  launch_by_kind(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+  launch_by_kind<RowScaledBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+    if (task.rounding != nullptr) return;
     const RowScaledTask described = describe(task, kCodeTileRows);
     batcher.add(described, quantize_blocks(described));
   });
+  if (std::ranges::none_of(tasks, &QuantizeTask::rounding)) return;
+  launch_by_kind<StochasticRowScaledBatch>(
+      tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+        if (task.rounding == nullptr) return;
+        const StochasticRowScaledTask described = {describe(task, kCodeTileRows), task.rounding};
+        batcher.add(described, quantize_blocks(described));
+      });
 }
 
 void dequantize_row_scaled(std::span<const DequantizeTask> tasks, cudaStream_t stream) {
   const auto launch = [&](const RowScaledBatch& batch, const Format& format, DType dtype) {
     return launch_dequantize(batch, format, dtype, stream);
   };
-  launch_by_kind(tasks, launch, [](auto& batcher, const DequantizeTask& task) {
+  launch_by_kind<RowScaledBatch>(tasks, launch, [](auto& batcher, const DequantizeTask& task) {
     const RowScaledTask described = describe(task);
     batcher.add(described, dequantize_blocks(described));
   });

@@ -4,6 +4,7 @@
 // finding the blocks' amaxes and encoding; the next zero the rows outside the logical tensor, the
 // last write the grid.
 #include "kernels/cuda/row_scaled_tile.cuh"
+#include "kernels/cuda/stochastic_codes.cuh"
 
 namespace qshard::cuda {
 namespace {
@@ -39,9 +40,28 @@ __device__ __forceinline__ void write_scales(const RowScaledTask& task, int tile
   for (at += kSize; at < task.row_bytes; at += kSize) store_bytes(image_row + at, Scales{});
 }
 
-template <typename Kind, typename Value>
-__global__ void __launch_bounds__(kRowScaledThreads)
-    quantize(const __grid_constant__ RowScaledBatch batch) {
+/// Writes a lane's codes of the tile's rows [first_row, first_row + kRows) with stochastic
+/// rounding: scale_of(i) is what row first_row + i is multiplied by.
+template <typename Code, typename Value, int kRows, typename ScaleOf>
+__device__ __forceinline__ void write_codes_stochastic(const StochasticRowScaledTask& task,
+                                                       int first_row, int row_begin, int row_end,
+                                                       int col, const Vector<Value> (&x)[kRows],
+                                                       const ScaleOf& scale_of, uint8_t* codes) {
+  const RandomWords random(task.rounding);
+  const int64_t row_offset =  // logical row of the shard's row 0
+      static_cast<int64_t>(task.first_matrix) * task.matrix_rows - task.matrix_begin;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i, codes += task.row_bytes) {
+    const int row = first_row + i;
+    if (row < row_begin || row >= row_end) continue;
+    uint32_t words[Vector<Value>::kSize];
+    random.get((row_offset + row) * task.cols + col, words);
+    store_bytes(codes, encode_vector_stochastic<Code>(x[i], scale_of(i), words));
+  }
+}
+
+template <typename Kind, typename Value, typename Batch>
+__global__ void __launch_bounds__(kRowScaledThreads) quantize(const __grid_constant__ Batch batch) {
   using Code = typename Kind::Code;
   using Codes = VectorBytes<Code, Value>;
   using Row = TileRow<Value, Kind::kBlockCols>;
@@ -58,7 +78,7 @@ __global__ void __launch_bounds__(kRowScaledThreads)
   __shared__ Scales scale_bytes[kBlockRowsPerTile];
 
   int block = static_cast<int>(blockIdx.x);
-  const RowScaledTask& task = find_task(batch, block);
+  const auto& task = find_task(batch, block);
   const int tiles = tile_count(task);
   if (block >= tiles) {
     write_rest(task, block - tiles);
@@ -124,11 +144,16 @@ __global__ void __launch_bounds__(kRowScaledThreads)
   const int code_byte = (tile.tile_col * 32 + lane) * static_cast<int>(sizeof(Codes));
   uint8_t* codes = image + code_byte;
   const int row_end = code_byte < task.row_scale_offset ? tile.row_end : INT_MIN;
+  if constexpr (std::is_same_v<Batch, StochasticRowScaledBatch>) {
+    const auto scale_of = [&](int i) { return scale[i / kPartRows]; };
+    write_codes_stochastic<Code>(task, first_row, tile.row_begin, row_end, col, x, scale_of, codes);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kRowsPerWarp; ++i, codes += task.row_bytes) {
-    const int row = first_row + i;
-    if (row >= tile.row_begin && row < row_end) {
-      store_bytes(codes, encode_vector<Code>(x[i], scale[i / kPartRows]));
+    for (int i = 0; i < kRowsPerWarp; ++i, codes += task.row_bytes) {
+      const int row = first_row + i;
+      if (row >= tile.row_begin && row < row_end) {
+        store_bytes(codes, encode_vector<Code>(x[i], scale[i / kPartRows]));
+      }
     }
   }
 
@@ -137,6 +162,15 @@ __global__ void __launch_bounds__(kRowScaledThreads)
     write_scales(task, tile.tile_col, image + static_cast<int64_t>(lane) * task.row_bytes,
                  scale_bytes[block_row + lane / Kind::kBlockRows]);
   }
+}
+
+template <typename Batch>
+cudaError_t launch(const Batch& batch, const Format& format, DType value_dtype,
+                   cudaStream_t stream) {
+  return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
+    return launch_batch<kRowScaledThreads>(quantize<decltype(kind), decltype(value), Batch>, batch,
+                                           stream);
+  });
 }
 
 }  // namespace
@@ -153,10 +187,12 @@ int quantize_blocks(const RowScaledTask& task) {
 
 cudaError_t launch_quantize(const RowScaledBatch& batch, const Format& format, DType value_dtype,
                             cudaStream_t stream) {
-  return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
-    return launch_batch<kRowScaledThreads>(quantize<decltype(kind), decltype(value)>, batch,
-                                           stream);
-  });
+  return launch(batch, format, value_dtype, stream);
+}
+
+cudaError_t launch_quantize(const StochasticRowScaledBatch& batch, const Format& format,
+                            DType value_dtype, cudaStream_t stream) {
+  return launch(batch, format, value_dtype, stream);
 }
 
 }  // namespace qshard::cuda

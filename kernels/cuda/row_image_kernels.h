@@ -39,8 +39,15 @@ struct RowImageTask {
   bool vectorized;  // rows of `values` are 16-byte aligned
 };
 
+/// One that is quantized with stochastic rounding.
+struct StochasticRowImageTask : RowImageTask {
+  const int32_t* rounding;  // QuantizeTask::rounding
+};
+
 using RowImageBatch = TaskBatch<RowImageTask, 30>;
-static_assert(sizeof(RowImageBatch) <= 4096, "kernel parameters are 4 KiB at most");
+using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 30>;
+static_assert(sizeof(RowImageBatch) <= 4096 && sizeof(StochasticRowImageBatch) <= 4096,
+              "kernel parameters are 4 KiB at most");
 
 int amax_reset_blocks(const RowImageTask& task);
 int amax_blocks(const RowImageTask& task);
@@ -53,6 +60,8 @@ cudaError_t launch_amax_reset(const RowImageBatch& batch, cudaStream_t stream);
 cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
 /// Writes image and grid from values and amax.
 cudaError_t launch_quantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
+cudaError_t launch_quantize(const StochasticRowImageBatch& batch, DType value_dtype,
+                            cudaStream_t stream);
 /// Writes values from image and grid.
 cudaError_t launch_dequantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
 

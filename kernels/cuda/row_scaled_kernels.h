@@ -47,8 +47,15 @@ struct RowScaledTask {
   bool vectorized;  // rows of `values` are 16-byte aligned
 };
 
+/// One that is quantized with stochastic rounding.
+struct StochasticRowScaledTask : RowScaledTask {
+  const int32_t* rounding;  // QuantizeTask::rounding
+};
+
 using RowScaledBatch = TaskBatch<RowScaledTask, 33>;
-static_assert(sizeof(RowScaledBatch) <= 4096, "kernel parameters are 4 KiB at most");
+using StochasticRowScaledBatch = TaskBatch<StochasticRowScaledTask, 32>;
+static_assert(sizeof(RowScaledBatch) <= 4096 && sizeof(StochasticRowScaledBatch) <= 4096,
+              "kernel parameters are 4 KiB at most");
 
 /// Whether the kernels know this format with row-local scales.
 bool has_row_scaled_kernels(const Format& format);
@@ -66,6 +73,8 @@ cudaError_t launch_amax(const RowScaledBatch& batch, const Format& format, DType
 /// Writes image and grid from values and amax.
 cudaError_t launch_quantize(const RowScaledBatch& batch, const Format& format, DType value_dtype,
                             cudaStream_t stream);
+cudaError_t launch_quantize(const StochasticRowScaledBatch& batch, const Format& format,
+                            DType value_dtype, cudaStream_t stream);
 /// Writes values from image and grid.
 cudaError_t launch_dequantize(const RowScaledBatch& batch, const Format& format, DType value_dtype,
                               cudaStream_t stream);
