@@ -8,7 +8,7 @@ import dataclasses
 
 import torch
 
-from . import float4, row_scales
+from . import float4, row_scales, stochastic
 from .formats import amax_of, decode, encode, scale_from_amax
 from .layout import Layout
 
@@ -48,9 +48,16 @@ def of_block_rows(grid: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def quantize(
-    values: torch.Tensor, layout: Layout, amax: torch.Tensor | None = None, ranks: int = 1
+    values: torch.Tensor,
+    layout: Layout,
+    amax: torch.Tensor | None = None,
+    ranks: int = 1,
+    rounding: tuple[int, int] | None = None,
 ):
-    """(image uint8 (rows, row_bytes), grid fp32 scale_inv) of a shard; `amax`: the agreed one."""
+    """(image uint8 (rows, row_bytes), grid fp32 scale_inv) of a shard; `amax`: the agreed one.
+
+    `rounding`: (64-bit key, count) of stochastic rounding; None: to nearest even.
+    """
     format = layout.format
     if amax is None:
         amax = compute_amax(values, layout, ranks)
@@ -74,10 +81,15 @@ def quantize(
 
     rows, cols = layout.block_indices()
     live = values[: layout.live_rows]
-    if format.code_bits == 4:
-        codes = float4.pack(float4.encode(live, scale[rows][:, cols]))
+    scale = scale[rows][:, cols]
+    if rounding is not None:
+        codes = stochastic.encode(live, scale, format, stochastic.words_of(layout, *rounding))
+    elif format.code_bits == 4:
+        codes = float4.encode(live, scale)
     else:
-        codes = encode(live, scale[rows][:, cols], format.code_dtype)
+        codes = encode(live, scale, format.code_dtype)
+    if format.code_bits == 4:
+        codes = float4.pack(codes)
 
     image = torch.zeros(layout.rows, layout.row_bytes, dtype=torch.uint8)
     image[: layout.live_rows, : layout.code_bytes] = codes
