@@ -14,6 +14,7 @@
 #include "kernels/quantize.h"
 #include "kernels/value_dtype.h"
 #include "row_scale_reference.h"
+#include "stochastic_reference.h"
 #ifdef QSHARD_WITH_CUDA
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -35,6 +36,31 @@ inline Stream stream_of([[maybe_unused]] at::Device device) {
 #endif
   return {};
 }
+
+/// A shard: its rows, and where they are in what.
+struct Shape {
+  int64_t rows, cols, logical_rows, matrix_rows, row_offset;
+};
+
+inline const Shape kShapes[] = {
+    {1, 1, 1, 1, 0},
+    {128, 128, 128, 128, 0},
+    {256, 512, 256, 256, 0},
+    {300, 200, 300, 300, 0},
+    {130, 129, 130, 130, 0},
+    {5, 0, 5, 5, 0},
+    {0, 16, 0, 0, 0},
+    {0, 16, 256, 256, 128},
+    {77, 264, 300, 300, 100},          // begins and ends inside a block
+    {300, 136, 512, 512, 60},          // three blocks' rows, none of them whole at the ends
+    {140, 31, 300, 300, 200},          // 100 rows, then padding
+    {9, 48, 300, 300, 300},            // padding only
+    {9, 48, 300, 300, Layout::kOpen},  // open: owns no rows
+    {390, 64, 390, 130, 0},            // three matrices, a block and two rows each
+    {200, 80, 390, 130, 120},          // crosses two matrices
+    {12, 20, 12, 3, 0},                // matrices smaller than a block
+    {600, 40, 512, 256, 0},            // whole, with padding
+};
 
 struct Quantized {
   at::Tensor amax;   // float32 (amax_numel,)
@@ -121,8 +147,10 @@ inline uint8_t reference_code(float x, float scale) {
   return c10::Float8_e4m3fn(scaled).x;
 }
 
-/// Everything a shard must hold, element by element, when it is all there is of its blocks.
-inline Quantized reference(const at::Tensor& values, const Layout& layout) {
+/// Everything a shard must hold, element by element, when it is all there is of its blocks; null
+/// rounds to nearest even.
+inline Quantized reference(const at::Tensor& values, const Layout& layout,
+                           const Rounding* rounding = nullptr) {
   const at::Tensor x = values.cpu().to(at::kFloat).contiguous();
   const float* data = x.const_data_ptr<float>();
   const Format& format = *layout.format;
@@ -172,11 +200,16 @@ inline Quantized reference(const at::Tensor& values, const Layout& layout) {
     for (int64_t col = 0; col < layout.cols; ++col) {
       const float value = data[row * layout.cols + col];
       const ReferenceScale& scale = scales[block_of(row, col)];
-      if (format.code_bits == 8) {
-        bytes[col] = reference_code(value, scale.encode);
+      const float scaled = value * scale.encode;
+      uint8_t code;
+      if (rounding != nullptr) {
+        const int64_t element = (layout.row_offset + row) * layout.cols + col;
+        code = reference_stochastic_code(format.code_dtype, scaled,
+                                         reference_word(*rounding, element));
       } else {
-        bytes[col / 2] |= reference_e2m1(value * scale.encode) << (col % 2 ? 4 : 0);
+        code = format.code_bits == 8 ? reference_code(value, scale.encode) : reference_e2m1(scaled);
       }
+      bytes[col * format.code_bits / 8] |= code << (col * format.code_bits % 8);
       if (!format.scales_in_grid()) bytes[layout.row_scale_offset() + col / width] = scale.byte;
     }
   }
