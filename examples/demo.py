@@ -23,7 +23,8 @@ HERE = Path(__file__).resolve().parent
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", nargs="+",
-                        default=["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
+                        default=["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8",
+                                 "nvfp4"])
     parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     parser.add_argument("--processes", type=int, nargs=2, metavar=("BEFORE", "AFTER"),
@@ -48,19 +49,23 @@ def launch(processes: int, *arguments):
                    env={"OMP_NUM_THREADS": "1", **os.environ})
 
 
-def train(name: str, args, extra) -> dict:
-    """One format: first half, checkpoint, second half on another number of processes."""
-    checkpoint = args.out / "checkpoints" / name
-    shutil.rmtree(checkpoint, ignore_errors=True)
+def train(names: list[str], args, extra) -> list[dict]:
+    """First halves, checkpoints, second halves on another number of processes."""
+    checkpoints = args.out / "checkpoints"
+    shutil.rmtree(checkpoints, ignore_errors=True)
     before, after = args.processes
     share = math.lcm(before, after)  # the same global batch must divide by both
     batch = math.ceil(12 / share) * share
-    halves = [args.out / f"{name}-1.json", args.out / f"{name}-2.json"]
-    common = ["--format", name, "--steps", args.steps, "--batch", batch, *extra]
-    launch(before, *common, "--stop-at", args.steps // 2, "--checkpoint", checkpoint,
+    halves = [args.out / "first-half", args.out / "second-half"]
+    common = ["--format", *names, "--steps", args.steps, "--batch", batch, *extra]
+    launch(before, *common, "--stop-at", args.steps // 2, "--checkpoints", checkpoints,
            "--out", halves[0])
-    launch(after, *common, "--resume", checkpoint, "--sample", args.sample, "--out", halves[1])
-    first, second = (json.loads(half.read_text()) for half in halves)
+    launch(after, *common, "--resume", checkpoints, "--sample", args.sample, "--out", halves[1])
+    return [joined(*(json.loads((half / f"{name}.json").read_text()) for half in halves))
+            for name in names]
+
+
+def joined(first: dict, second: dict) -> dict:
     return {
         **first,  # bytes and speed are those of the first half, the same for every format
         "losses": {**first["losses"], **second["losses"]},
@@ -114,7 +119,7 @@ def main():
     args, extra = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    runs = [train(name, args, extra) for name in [PLAIN, *args.formats]]
+    runs = train([PLAIN, *args.formats], args, extra)
     plot(runs, args.out / "loss.png")
 
     print(f"\n{table(runs)}\n")

@@ -23,19 +23,33 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 
+import qshard
+
 PLAIN = "bf16"  # plain FSDP2: float32 parameters, gathered and multiplied in bfloat16
+RECIPES = {
+    recipe.format: recipe
+    for recipe in (
+        qshard.Float8CurrentScaling(),
+        qshard.DelayedScaling(),
+        qshard.Float8BlockScaling(),
+        qshard.MXFP8BlockScaling(),
+        qshard.NVFP4BlockScaling(),
+        qshard.NVFP4BlockScaling(disable_2d_quantization=True),
+    )
+}
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--format", default="float8_blockwise",
-                        help=f"'{PLAIN}' for plain FSDP2, float8_tensorwise, float8_blockwise, mxfp8 "
-                             "or nvfp4")
+    parser.add_argument("--format", nargs="+", default=["float8_blockwise"], dest="formats",
+                        choices=[PLAIN, *RECIPES], metavar="FORMAT",
+                        help=f"'{PLAIN}' for plain FSDP2, or: {', '.join(RECIPES)}; several train one "
+                             "after the other")
     parser.add_argument("--steps", type=int, default=300, help="length of the whole schedule")
     parser.add_argument("--stop-at", type=int, help="save a checkpoint and stop after this step")
-    parser.add_argument("--checkpoint", type=Path, help="where to save on --stop-at")
-    parser.add_argument("--resume", type=Path, help="checkpoint to go on from")
-    parser.add_argument("--out", type=Path, help="JSON file for the measurements")
+    parser.add_argument("--checkpoints", type=Path, help="folder to save to on --stop-at")
+    parser.add_argument("--resume", type=Path, help="such a folder to go on from")
+    parser.add_argument("--out", type=Path, help="folder for the measurements, FORMAT.json")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batch", type=int, default=12, help="sequences per step, all ranks together")
     parser.add_argument("--seq-len", type=int, default=128)
@@ -49,27 +63,13 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def recipe(name: str):
-    """The qshard recipe of a format."""
-    import qshard
-
-    return {
-        "float8_tensorwise": qshard.Float8CurrentScaling,
-        "float8_blockwise": qshard.Float8BlockScaling,
-        "mxfp8": qshard.MXFP8BlockScaling,
-        "nvfp4": qshard.NVFP4BlockScaling,
-    }[name]()
-
-
-def build_model(args, mesh):
+def build_model(format, args, mesh):
     torch.manual_seed(args.seed)  # the same on every rank, whatever their number
     model = Llama(LlamaConfig(dim=args.dim, hidden=args.hidden, layers=args.layers,
                               heads=args.heads, max_seq_len=args.seq_len))
     model.to(mesh.device_type)
-    if args.format != PLAIN:
-        import qshard
-
-        qshard.quantize_(model, recipe(args.format), filter_fn=lambda module, name: name != "head")
+    if format != PLAIN:
+        qshard.quantize_(model, RECIPES[format], filter_fn=lambda module, name: name != "head")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -83,13 +83,13 @@ def learning_rate(step: int, args) -> float:
 
 
 class Trainer:
-    def __init__(self, args, mesh):
-        self.args, self.mesh, self.device = args, mesh, mesh.device_type
+    def __init__(self, format, args, mesh):
+        self.format, self.args, self.mesh, self.device = format, args, mesh, mesh.device_type
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if args.batch % self.world_size:
             raise ValueError(f"--batch {args.batch} does not divide by {self.world_size} processes")
         self.data = StandardLibrary(args.seq_len, args.seed)
-        self.model = build_model(args, mesh)
+        self.model = build_model(format, args, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
 
@@ -148,7 +148,7 @@ def train(trainer: Trainer, first: int, last: int) -> dict:
     args, losses, validation, seconds = trainer.args, {}, {}, []
     wire = {}
     metered = min(first + 5, last - 1)
-    progress = tqdm(range(first, last), desc=f"{args.format:>17} on {trainer.world_size} ranks",
+    progress = tqdm(range(first, last), desc=f"{trainer.format:>17} on {trainer.world_size} ranks",
                     disable=trainer.rank != 0, mininterval=0.5, ncols=100)
     for step in progress:
         start = time.perf_counter()
@@ -164,7 +164,7 @@ def train(trainer: Trainer, first: int, last: int) -> dict:
         progress.set_postfix(loss=f"{losses[step]:.3f}", refresh=False)
     seconds.sort()
     return {
-        "format": args.format,
+        "format": trainer.format,
         "world_size": trainer.world_size,
         "first_step": first,
         "losses": losses,
@@ -184,23 +184,27 @@ def main():
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
 
-    trainer = Trainer(args, mesh)
-    first = 0
+    for format in args.formats:
+        run(Trainer(format, args, mesh), args)
+    dist.destroy_process_group()
+
+
+def run(trainer: Trainer, args):
+    """One format from the beginning or a checkpoint to the end or --stop-at."""
+    first, last = 0, args.stop_at or args.steps
     if args.resume:
-        trainer.load(args.resume)
-        first = json.loads((args.resume / "step.json").read_text())
-    last = args.stop_at or args.steps
+        trainer.load(args.resume / trainer.format)
+        first = json.loads((args.resume / trainer.format / "step.json").read_text())
     result = train(trainer, first, last)
-    if args.checkpoint:
-        trainer.save(args.checkpoint)
+    if args.checkpoints:
+        trainer.save(args.checkpoints / trainer.format)
         if trainer.rank == 0:
-            (args.checkpoint / "step.json").write_text(json.dumps(last))
+            (args.checkpoints / trainer.format / "step.json").write_text(json.dumps(last))
     if args.sample:
         result["sample"] = trainer.generate(b"def ", args.sample)
     if trainer.rank == 0 and args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{trainer.format}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
