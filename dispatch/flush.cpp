@@ -99,8 +99,9 @@ at::Tensor requantize(const Batch& batch, const FlushOptions& options) {
     if (is_settled(*buffer)) {
       // It holds all rows of its tensor, so it has no part in cut blocks.
       auto entries = amax.narrow(0, next_amax - amax.const_data_ptr<float>(), numel);
+      const int64_t known = buffer->layout.grid_numel();
       entries.zero_();
-      entries.narrow(0, 0, buffer->layout.grid_numel()).copy_(buffer->local_amax);
+      entries.narrow(0, 0, known).copy_(buffer->local_amax.narrow(0, 0, known));
     } else {
       values.push_back(buffer->value_plane());
       tasks.push_back({buffer->layout, cuts[i], to_kernel_dtype(buffer->dtype),
@@ -108,6 +109,10 @@ at::Tensor requantize(const Batch& batch, const FlushOptions& options) {
                        next_amax,
                        buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr});
       if (numel > amaxes) states.emplace_back(*buffer, next_amax, next_amax + amaxes);
+      if (options.kind == FlushKind::kStep && buffer->state.rounding.defined()) {
+        tasks.back().rounding =
+            reinterpret_cast<const int32_t*>(next_amax + numel - kRoundingWords);
+      }
     }
     next_amax += numel;
   }

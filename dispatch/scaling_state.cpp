@@ -40,6 +40,8 @@ ScalingState ScalingState::copy_to(at::Device device) const {
   copy.amax_history = copy_of(amax_history, device);
   copy.scaling_amax = copy_of(scaling_amax, device);
   copy.rounding = copy_of(rounding, device);
+  copy.rounding_key = rounding_key;
+  if (rounding.defined() && rounding.is_meta()) copy.set_rounding_key(rounding_key);
   return copy;
 }
 
@@ -61,17 +63,18 @@ ScalingState ScalingState::fresh(const Layout& layout, at::Device device) {
   if (layout.format->stochastic_rounding) {
     state.rounding = at::empty({kRoundingWords}, floats.dtype(at::kInt));
     const uint64_t seed = at::detail::getDefaultCPUGenerator().current_seed();
-    set_rounding_key(state, static_cast<int64_t>(seed % (uint64_t{1} << 62)));
+    state.set_rounding_key(static_cast<int64_t>(seed % (uint64_t{1} << 62)));
   }
   return state;
 }
 
-void set_rounding_key(ScalingState& state, int64_t key) {
-  if (state.rounding.is_meta()) return;
+void ScalingState::set_rounding_key(int64_t key) {
+  rounding_key = key;
+  if (rounding.is_meta()) return;
   const int32_t words[kRoundingWords] = {static_cast<int32_t>(key % kKeyHalf),
                                          static_cast<int32_t>(key / kKeyHalf), 0};
   const auto host = at::tensor(at::ArrayRef<int32_t>(words), at::kInt);
-  state.rounding.copy_(host);
+  rounding.copy_(host);
 }
 
 }  // namespace qshard

@@ -15,9 +15,10 @@ namespace qshard {
 /// shard's. They may lie on another device than the planes: those of a CPU-offloaded shard are
 /// where its linear runs.
 struct ScalingState {
-  at::Tensor amax_history;  // float32 (matrices + 2, length)
-  at::Tensor scaling_amax;  // float32 (matrices + 2, 3)
-  at::Tensor rounding;      // int32 (3,)
+  at::Tensor amax_history;   // float32 (matrices + 2, length)
+  at::Tensor scaling_amax;   // float32 (matrices + 2, 3)
+  at::Tensor rounding;       // int32 (3,)
+  int64_t rounding_key = 0;  // of a tensor on the meta device, where `rounding` has no data
 
   bool is_defined() const { return amax_history.defined() || rounding.defined(); }
   at::Device device() const;
@@ -26,16 +27,16 @@ struct ScalingState {
   /// The defined ones and their names.
   std::vector<std::pair<const char*, at::Tensor>> tensors() const;
 
-  /// A copy of its own on `device`; one of meta tensors is empty, as if fresh.
+  /// A copy of its own on `device`; one of meta tensors is as if fresh.
   ScalingState copy_to(at::Device device) const;
   /// Takes over the numbers of another buffer's state of the same format and shape.
   void copy_from(const ScalingState& other);
 
   /// Of a tensor that was never flushed. The key of stochastic rounding is torch's seed.
   static ScalingState fresh(const Layout& layout, at::Device device);
-};
 
-/// Sets the key of stochastic rounding, at least 0 and below 2^62, and its count to 0.
-void set_rounding_key(ScalingState& state, int64_t key);
+  /// Sets the key of stochastic rounding, at least 0 and below 2^62, and its count to 0.
+  void set_rounding_key(int64_t key);
+};
 
 }  // namespace qshard

@@ -52,16 +52,48 @@ def plain_values(tensor):
     return ops._export_view(tensor.detach()).clone()
 
 
-class PatchOnImport:
-    """Patches the stager when torch.distributed.checkpoint is first imported: importing it here
-    would cost every user its time."""
+# Names of what qshard/state.py adds to the state_dict of a model.
+STATE_SUFFIXES = ("weight_amax_history", "weight_scaling_amax", "weight_rounding")
 
-    name = "torch.distributed.checkpoint._state_dict_stager"
+
+def load_without_state(planner_module):
+    """A checkpoint of a plain model, or of one in another format, has no such state; the weights load
+    without it."""
+    stock = planner_module.create_default_local_load_plan
+
+    def create_default_local_load_plan(state_dict, metadata, strict=True):
+        known = metadata.state_dict_metadata
+        asked = {
+            name: value
+            for name, value in state_dict.items()
+            if name in known or not name.endswith(STATE_SUFFIXES)
+        }
+        return stock(asked, metadata, strict)
+
+    planner_module.create_default_local_load_plan = create_default_local_load_plan
+
+
+class PatchOnImport:
+    """Patches DCP's modules when they are first imported: importing them here would cost every user
+    their time. What a later torch no longer has is left alone."""
+
+    patches = {
+        "torch.distributed.checkpoint._state_dict_stager": lambda module: (
+            hasattr(getattr(module, "StateDictStager", None), "_offload_tensor")
+            and stage_as_plain_values(module.StateDictStager)
+        ),
+        "torch.distributed.checkpoint.default_planner": lambda module: (
+            hasattr(module, "create_default_local_load_plan") and load_without_state(module)
+        ),
+    }
+
+    def __init__(self):
+        self.waiting = set(self.patches)
 
     def find_spec(self, fullname, path, target=None):
-        if fullname != self.name:
+        if fullname not in self.waiting:
             return None
-        sys.meta_path.remove(self)
+        self.waiting.remove(fullname)
         from importlib.util import find_spec
 
         spec = find_spec(fullname)
@@ -71,22 +103,16 @@ class PatchOnImport:
 
         def exec_module(module):
             execute(module)
-            patch_stager(module)
+            self.patches[fullname](module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def patch_stager(module):
-    stager_type = getattr(module, "StateDictStager", None)
-    if hasattr(stager_type, "_offload_tensor"):
-        stage_as_plain_values(stager_type)
-
-
-if PatchOnImport.name in sys.modules:
-    patch_stager(sys.modules[PatchOnImport.name])
-else:
-    sys.meta_path.insert(0, PatchOnImport())
+for name, patch in PatchOnImport.patches.items():
+    if name in sys.modules:
+        patch(sys.modules[name])
+sys.meta_path.insert(0, PatchOnImport())
 
 
 # -------------------------------------------------------------------------- pickle, deepcopy, ...

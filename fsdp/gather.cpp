@@ -126,7 +126,7 @@ void set_rounding_key_op(const Tensor& self, int64_t key) {
               fmt::format("qshard::_set_rounding_key: {} with key {}: needs a format that rounds "
                           "stochastically and a key of 62 bits",
                           describe(self), key));
-  set_rounding_key(state, key);
+  state.set_rounding_key(key);
 }
 
 void mark_written(const Tensor& self) { buffer_of(self).mark_written(); }

@@ -91,6 +91,10 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
   const Format& format = checked_format(format_name, "qshard::quantize");
   check_can_be_quantized(self);
+  TORCH_CHECK_VALUE(!keep_master || !format.stochastic_rounding,
+                    fmt::format("qshard::quantize: {} with keep_master=True: a master holds what "
+                                "stochastic rounding is for; use one of the two",
+                                format.name));
   const bool is_shard = logical_rows.has_value();
   const Layout layout =
       layout_of(self, format, is_shard ? std::optional(logical_rows->expect_int()) : std::nullopt,

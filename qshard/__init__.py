@@ -5,6 +5,7 @@ from qshard._library import library_path  # loads the library
 from qshard import nn
 from qshard.quantize import flush, is_quantized, quantize_
 from qshard.recipes import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -13,6 +14,7 @@ from qshard.recipes import (
 from qshard.report import backend_report, report, trace_fallbacks
 
 __all__ = [
+    "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "MXFP8BlockScaling",

@@ -7,7 +7,7 @@ from _qshard_hooks import dtensor_groups, is_quantized as _is_quantized_local, l
 from torch import nn as torch_nn
 from torch.distributed.tensor import DTensor
 
-from qshard import nn
+from qshard import nn, state
 
 ops = torch.ops.qshard
 
@@ -23,6 +23,7 @@ def quantize_(
     *,
     keep_master: bool = True,
     weight_only: bool = False,
+    stochastic_rounding: bool = False,
     filter_fn: Callable[[torch_nn.Module, str], bool] | None = None,
 ) -> torch_nn.Module:
     """Quantizes the weights of a model's linear layers in place, and returns the model.
@@ -34,13 +35,21 @@ def quantize_(
         element, and updates smaller than their resolution are lost.
     weight_only: leave activations and gradients in their dtype, and multiply by dequantized weights:
         less memory and fewer bytes gathered, without the error of quantized activations.
+    stochastic_rounding: for keep_master=False: round what optimizer steps make up or down at random,
+        to the value on average, so that small updates add up. torch.manual_seed, called with one
+        seed on all ranks, reproduces it on any mesh and device; a checkpoint holds its count.
     filter_fn(module, name): which nn.Linear to quantize; all by default. Call quantize_ again for
         modules that are to have another recipe.
 
     On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
     Nothing is changed if it raises.
     """
-    format = _format_of(recipe)
+    format = _format_of(recipe, stochastic_rounding)
+    if stochastic_rounding and keep_master:
+        raise ValueError(
+            "qshard.quantize_: stochastic_rounding is for weights without a master, which holds what "
+            "rounding would lose; pass keep_master=False"
+        )
     chosen = []
     for name, module in model.named_modules():
         if isinstance(module, torch_nn.Linear) and (filter_fn is None or filter_fn(module, name)):
@@ -62,6 +71,7 @@ def quantize_(
     for _, module in chosen:
         module.weight = quantized[id(module.weight)]
         _prepare_module(module, weight_only)
+        state.link(module)
     _retie(model, quantized)
     flush(model)
     return model
@@ -81,12 +91,14 @@ def flush(model: torch_nn.Module) -> None:
     ops.flush(shards)
 
 
-def _format_of(recipe) -> str:
+def _format_of(recipe, stochastic_rounding) -> str:
     format = getattr(recipe, "format", None)
     if not isinstance(format, str):
         raise TypeError(
             f"qshard.quantize_: expected a recipe such as qshard.Float8BlockScaling(), got {recipe!r}"
         )
+    if stochastic_rounding:
+        format = f"{format[:-1]},stochastic]" if format.endswith("]") else f"{format}[stochastic]"
     return format
 
 
@@ -107,6 +119,7 @@ def _refuse_after_first_forward(model):
 def _quantized_parameter(param, format, keep_master, name):
     with torch.no_grad():
         value = quantize_like(param.detach(), format, keep_master, name)
+    state.set_rounding_key(local_of(value), f"{name}.weight")
     new = torch_nn.Parameter(value, requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)
     return new
@@ -160,6 +173,8 @@ def _retie(model, quantized):
 def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
     """load_state_dict(assign=True) would put plain parameters where quantized ones are; DCP's
     set_model_state_dict does that to meta models."""
+    state.link(module)
+    state.fill_missing(module, state_dict, prefix)
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     key = prefix + "weight"
@@ -168,6 +183,7 @@ def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
         return
     local = local_of(old)
     with torch.no_grad():
-        state_dict[key] = quantize_like(
-            new.detach(), ops.format(local), ops._keeps_master(local), key
-        )
+        value = quantize_like(new.detach(), ops.format(local), ops._keeps_master(local), key)
+    state.set_rounding_key(local_of(value), key)
+    state.load(local_of(value), state_dict, prefix)
+    state_dict[key] = value

@@ -24,6 +24,41 @@ class Float8CurrentScaling:
 
 
 @dataclass(frozen=True)
+class DelayedScaling:
+    """One scale per tensor, from amaxes of earlier optimizer steps (arXiv:2209.05433, section 3.3):
+    of the weight, and of the input and output gradient of its linear. All ranks agree on them in the
+    all-reduce that ends a step. They are part of the model's state_dict.
+
+    margin: scales leave a factor of 2^margin up to the largest code.
+    fp8_format: "HYBRID", E4M3 weights and activations with E5M2 gradients, or "E4M3" for all.
+    amax_history_len: steps that are remembered.
+    amax_compute_algo: "max" over the history, or "most_recent".
+    """
+
+    margin: int = 0
+    fp8_format: str = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+
+    def __post_init__(self):
+        if self.fp8_format not in ("HYBRID", "E4M3"):
+            raise ValueError(f'fp8_format must be "HYBRID" or "E4M3", not {self.fp8_format!r}')
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                f'amax_compute_algo must be "max" or "most_recent", not {self.amax_compute_algo!r}'
+            )
+
+    @property
+    def format(self) -> str:
+        """Name of the weights' format."""
+        options = [f"margin={self.margin}"] if self.margin else []
+        options += [f"history={self.amax_history_len}"] if self.amax_history_len != 1024 else []
+        options += ["most_recent"] if self.amax_compute_algo == "most_recent" else []
+        options += ["e4m3"] if self.fp8_format == "E4M3" else []
+        return f"float8_delayed[{','.join(options)}]" if options else "float8_delayed"
+
+
+@dataclass(frozen=True)
 class Float8BlockScaling:
     """One scale per 128x128 block of a weight and per 1x128 block of activations and gradients, all
     E4M3 (DeepSeek-V3, arXiv:2412.19437, section 3.3).

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh
+from helpers import quantized_alike
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,14 +16,19 @@ import qshard
 
 ops = torch.ops.qshard
 
-FORMATS = ("float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4", "nvfp4_1x16")
 RECIPES = {
-    "float8_tensorwise": qshard.Float8CurrentScaling(),
-    "float8_blockwise": qshard.Float8BlockScaling(),
-    "mxfp8": qshard.MXFP8BlockScaling(),
-    "nvfp4": qshard.NVFP4BlockScaling(),
-    "nvfp4_1x16": qshard.NVFP4BlockScaling(disable_2d_quantization=True),
+    recipe.format: recipe
+    for recipe in (
+        qshard.Float8CurrentScaling(),
+        qshard.DelayedScaling(amax_history_len=3),  # fewer than the steps of a test
+        qshard.Float8BlockScaling(),
+        qshard.MXFP8BlockScaling(),
+        qshard.NVFP4BlockScaling(),
+        qshard.NVFP4BlockScaling(disable_2d_quantization=True),
+    )
 }
+FORMATS = tuple(RECIPES)
+DELAYED = "float8_delayed[history=3]"
 # Models of several formats at once; every format gets a wide and a tall weight. What tests one of
 # these tests all formats, at the price of one.
 MIXES = {
@@ -31,13 +37,13 @@ MIXES = {
         "blocks.0.down": "float8_blockwise",
         "blocks.1.up": "mxfp8",
         "blocks.1.down": "nvfp4",
-        "head": "float8_blockwise",
+        "head": DELAYED,
     },
     "mix-2": {
         "blocks.0.up": "nvfp4",
         "blocks.0.down": "mxfp8",
         "blocks.1.up": "float8_blockwise",
-        "blocks.1.down": "float8_tensorwise",
+        "blocks.1.down": DELAYED,
         "head": "nvfp4_1x16",
     },
 }
@@ -109,19 +115,38 @@ def build(format, *, rows=257, keep_master=True, recompute=None, prepare=None, *
     return shard(model, **kwargs)
 
 
-class _QuantizeDequantize(torch.autograd.Function):
+class _Show(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, format):
-        return ops.dequantize(ops.quantize(weight, format))
+    def forward(ctx, weight, quantized):
+        return ops.dequantize(quantized)
 
     @staticmethod
     def backward(ctx, grad):
         return grad, None
 
 
-def quantize_dequantize(weight, format):
-    """The value a quantized weight shows to forward and backward; its gradient passes through."""
-    return _QuantizeDequantize.apply(weight, format)
+class Shadow:
+    """shadow(weight): what forward and backward would see of a plain weight if it were quantized;
+    its gradient passes through. A new value is one that an optimizer step made."""
+
+    def __init__(self, format):
+        self.format = format
+        self.quantized = None
+
+    def __call__(self, weight):
+        value = weight.detach()
+        if self.quantized is None:
+            self.quantized = ops.quantize(value, self.format, keep_master=True)
+        elif not torch.equal(ops.master(self.quantized), value):
+            self.quantized.copy_(value)
+            flush_step([self.quantized])
+        return _Show.apply(weight, self.quantized)
+
+
+def flush_step(weights):
+    """What follows an optimizer step on whole quantized weights, on one device."""
+    none = [""] * len(weights)
+    ops._flush_after_step(weights, none, none, None)
 
 
 def plain_linear(format):
@@ -129,9 +154,11 @@ def plain_linear(format):
     does with it is the oracle for what ours must do."""
 
     class PlainLinear(nn.Linear):
+        shadow = None
+
         def forward(self, x):
-            weight = quantize_dequantize(self.weight, format).to(x.dtype)
-            return F.linear(x, weight, self.bias)
+            self.shadow = self.shadow or Shadow(format)
+            return F.linear(x, self.shadow(self.weight).to(x.dtype), self.bias)
 
     return PlainLinear
 
@@ -242,7 +269,7 @@ def mismatching_bytes(weight, value, keep_master=False):
     """Bytes of image and grid of a gathered weight that differ from quantizing `value` on one
     device; padding rows must be zero. `value` may be a quantized tensor itself."""
     if not ops.is_quantized(value):
-        value = ops.quantize(value, ops.format(weight))
+        value = quantized_alike(value, weight)
     got, want = image_bytes(weight), image_bytes(value)
     want = F.pad(want, (0, got.numel() - want.numel()))
     grids = [grid(t).view(torch.uint8) for t in (weight, value)]
@@ -280,7 +307,7 @@ def check_gathered(model, values=None):
             if name in exact:
                 wrong = mismatching_bytes(weight, values[name])
                 assert wrong == 0, f"{name}: {wrong} mismatching bytes"
-            shown = ops.dequantize(ops.quantize(values[name], ops.format(weight)))
+            shown = ops.dequantize(quantized_alike(values[name], weight))
             assert torch.equal(ops.dequantize(weight, dtype=shown.dtype), shown), name
     return len(values)
 

@@ -3,7 +3,14 @@
 import torch
 
 ops = torch.ops.qshard
-FORMATS = ("float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4", "nvfp4_1x16")
+FORMATS = (
+    "float8_tensorwise",
+    "float8_delayed",
+    "float8_blockwise",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4_1x16",
+)
 # Columns of a block, and rows too but for nvfp4_1x16.
 BLOCK = {"float8_blockwise": 128, "mxfp8": 32, "nvfp4": 16, "nvfp4_1x16": 16}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -31,7 +38,7 @@ def code_cols(fmt, cols):
 
 def scale_shape(fmt, rows, cols):
     """Shape of scale_inv of one matrix."""
-    if fmt == "float8_tensorwise":
+    if fmt not in BLOCK:
         return 1, 1
     return rows if has_row_scales(fmt) else ceil_div(rows, BLOCK[fmt]), ceil_div(cols, BLOCK[fmt])
 
@@ -80,6 +87,18 @@ def value(tensor):
 def rounded(values, fmt):
     """What quantizing `values` leaves of them."""
     return ops.dequantize(ops.quantize(values.contiguous(), fmt))
+
+
+def quantized_alike(value, weight):
+    """A whole value quantized on one device as `weight` is: where scales are those of an earlier
+    step, with these."""
+    whole = ops.quantize(value, ops.format(weight))
+    state, known = ops._state(whole), ops._state(weight.detach())
+    for name in state:
+        state[name].copy_(known[name])
+    if state:
+        whole.copy_(value)
+    return whole
 
 
 def bits(tensor):

@@ -18,7 +18,7 @@ from torch.testing._internal.opinfo.core import SampleInput, UnaryUfuncInfo
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 ops = torch.ops.qshard
-FORMATS = ("float8_blockwise", "float8_tensorwise", "mxfp8", "nvfp4", "nvfp4_1x16")
+from helpers import FORMATS
 SAMPLES_PER_OP = 12
 SAMPLES_SCANNED = 400  # for some with a tensor of two or more dimensions
 

@@ -171,7 +171,7 @@ CALLS = {
     # files
     "foreign pickle": (
         lambda q: ops._unpack(
-            torch.zeros(3, dtype=torch.uint8), None, [1], FORMAT, [1], [1], 0, torch.float32
+            torch.zeros(3, dtype=torch.uint8), None, [1], FORMAT, [1], [1], 0, torch.float32, []
         ),
         "not a saved quantized tensor",
     ),

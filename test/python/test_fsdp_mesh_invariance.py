@@ -15,6 +15,7 @@ from dist_helpers import World, device, full_mesh, on_worlds
 from dist_models import (
     FORMATS,
     RECIPES,
+    flush_step,
     grid,
     image_bytes,
     local,
@@ -101,18 +102,20 @@ def quantized_shard(param, format, keep_master):
 
 class SingleDevice:
     """The oracle: the same history on one device, in plain fp32 tensors. Without a master, what is
-    left of a value after each step is what its quantization shows."""
+    left of a value after each step is what its quantization shows. `keys`: of stochastic rounding."""
 
-    def __init__(self, format, keep_master, ranks):
-        self.format, self.keep_master = format, keep_master
+    def __init__(self, format, keep_master, ranks, keys=None):
+        self.keep_master = keep_master
         self.values = initial_values()
+        self.weights = [ops.quantize(value, format) for value in self.values]
+        for weight, key in zip(self.weights, keys or ()):
+            ops._state(weight)["rounding"].copy_(key)
         # Fused CPU kernels round the last few elements of a tensor differently from the rest: step
         # the pieces that ranks hold.
         self.pieces = [nn.Parameter(p) for value in self.values for p in value.chunk(ranks)]
-        self.quantize()
+        self.read_back()
 
-    def quantize(self):
-        self.weights = [ops.quantize(value, self.format) for value in self.values]
+    def read_back(self):
         if not self.keep_master:
             for value, weight in zip(self.values, self.weights):
                 value.copy_(ops.dequantize(weight))
@@ -126,7 +129,10 @@ class SingleDevice:
                 piece.grad = grad[rows : rows + piece.shape[0]]
                 rows += piece.shape[0]
         optimizer.step()
-        self.quantize()
+        for weight, value in zip(self.weights, self.values):
+            weight.copy_(value)
+        flush_step(self.weights)
+        self.read_back()
 
     def mismatches(self, model):
         """(weights compared, mismatching bytes) of a model's gathered images and grids."""
@@ -190,6 +196,33 @@ def test_gathered_weights_equal_single_device_quantization(world, quantized, for
             counts.pop("cases")
             assert not any(counts.values()), (keep_master, optimizer, counts)
     report.append(f"mesh invariance {world} {format} {quantized}: {total} cases, 0 mismatching bytes")
+
+
+def stochastic_model(recipe):
+    model = Weights(initial_values())
+    qshard.quantize_(model, RECIPES[recipe], keep_master=False, stochastic_rounding=True)
+    return fully_shard(model, mesh=full_mesh())
+
+
+def run_stochastic(recipe):
+    """Mismatches after some steps that round by each parameter's own key."""
+    torch.manual_seed(7)
+    model = stochastic_model(recipe)
+    shards = [local(w).detach() for w in model.weights]
+    keys = [ops._state(shard)["rounding"].clone() for shard in shards]
+    assert len({tuple(key.tolist()) for key in keys}) == len(keys)  # one per parameter
+    oracle = SingleDevice(ops.format(shards[0]), False, dist.get_world_size(), keys)
+    train_both(model, oracle, "foreach")
+    assert all(ops._state(shard)["rounding"][2] == STEPS for shard in shards)
+    return oracle.mismatches(model)
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@on_worlds(1, 3, 4)
+def test_stochastic_rounding_does_not_depend_on_the_mesh(world, recipe, report):
+    for cases, wrong in world.run(run_stochastic, recipe):
+        assert wrong == 0
+    report.append(f"stochastic rounding {world} {recipe}: {cases} weights, 0 mismatching bytes")
 
 
 # ----------------------------------------------------------------------- HSDP

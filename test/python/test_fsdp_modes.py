@@ -17,6 +17,7 @@ from dist_models import (
     WIDTH,
     Block,
     Model,
+    Shadow,
     adamw,
     batch,
     build,
@@ -29,12 +30,12 @@ from dist_models import (
     make_plain,
     ops,
     plain_linear,
-    quantize_dequantize,
     quantize_model,
     quantized_parameters,
     shard,
     train,
 )
+from helpers import quantized_alike
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -122,14 +123,12 @@ def run_mixed_precision(format):
 
     torch.manual_seed(0)
     plain = Model().to(device())
-    weights = {name for name, _ in quantized_parameters(model).items()}
+    shadows = {name: Shadow(format_of(format, name)) for name in quantized_parameters(model)}
     optimizer, oracle_losses = adamw(plain), []
     for step in range(3):
         for rank in range(2):
             params = {
-                name: (
-                    quantize_dequantize(p, format_of(format, name)) if name in weights else p
-                ).bfloat16()
+                name: (shadows[name](p) if name in shadows else p).bfloat16()
                 for name, p in plain.named_parameters()
             }
             x = batch(step, rank=rank)
@@ -248,10 +247,10 @@ class TiedModel(nn.Module):
 class PlainTiedModel(TiedModel):
     def __init__(self, format):
         super().__init__(plain_linear(format))
-        self.format = format
+        self.shadow = Shadow(format)
 
     def forward(self, tokens):
-        weight = quantize_dequantize(self.embedding.weight, self.format)
+        weight = self.shadow(self.embedding.weight)
         return self.head(self.block(nn.functional.embedding(tokens, weight)))
 
 
@@ -319,7 +318,7 @@ def run_ddp(format):
     model = replicated(quantize_model)
     losses = train(model)
     for name, weight in quantized_parameters(model).items():
-        again = ops.quantize(ops.master(weight.detach()).clone(), ops.format(weight))
+        again = quantized_alike(ops.master(weight.detach()).clone(), weight)
         assert torch.equal(ops.dequantize(weight.detach()), ops.dequantize(again)), name
     if device().type == "cpu":
         oracle = replicated(make_plain)

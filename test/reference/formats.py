@@ -33,6 +33,8 @@ FORMATS = {
     for f in (
         Format("float8_tensorwise", None, True, grad_dtype=torch.float8_e5m2),
         Format("float8_tensorwise_fp32_scale", None, False, grad_dtype=torch.float8_e5m2),
+        # Of a tensor that no optimizer step has changed; then see delayed_scaling.py.
+        Format("float8_delayed", None, False, grad_dtype=torch.float8_e5m2),
         Format("float8_blockwise", (128, 128), True),
         Format("float8_blockwise_fp32_scale", (128, 128), False),
         Format("mxfp8", (32, 32), True, row_scale=torch.float8_e8m0fnu),

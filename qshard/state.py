@@ -1,0 +1,54 @@
+"""What some formats remember between flushes, as buffers of the modules that hold the weights: amaxes
+of delayed scaling, the count of stochastic rounding.
+
+The tensors belong to the weight and go where it goes. A module's buffers are linked to them whenever a
+state_dict is made or loaded, which is when anyone looks; in between `to_empty`, `cuda()` and the like
+may give the weight other ones.
+"""
+
+import hashlib
+
+import torch
+from _qshard_hooks import is_quantized, local_of
+
+ops = torch.ops.qshard
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # parts of names that wrappers add
+
+
+def link(module: torch.nn.Module) -> None:
+    """Makes the state of `module.weight` the module's buffers weight_<name>."""
+    tensors = _tensors(module)
+    for name, tensor in tensors.items():
+        module.register_buffer(f"weight_{name}", tensor)
+    if tensors and not getattr(module, "_qshard_state_hook", False):
+        module.register_state_dict_pre_hook(lambda module, *_: link(module))
+        module._qshard_state_hook = True
+
+
+def _tensors(module):
+    weight = local_of(module.weight)
+    return ops._state(weight) if is_quantized(weight) else {}
+
+
+def fill_missing(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
+    """Lets a module keep its state if a state_dict, of a plain model say, has none."""
+    for name, tensor in _tensors(module).items():
+        state_dict.setdefault(f"{prefix}weight_{name}", tensor)
+
+
+def load(weight: torch.Tensor, state_dict: dict, prefix: str) -> None:
+    """Loads the state of a new weight from what a state_dict has of it, and puts it in its place."""
+    for name, tensor in ops._state(weight).items():
+        key = f"{prefix}weight_{name}"
+        if key in state_dict:
+            tensor.copy_(state_dict[key])
+            state_dict[key] = tensor
+
+
+def set_rounding_key(weight: torch.Tensor, fqn: str) -> None:
+    """Keys stochastic rounding with torch's seed and the parameter's name."""
+    if "rounding" in ops._state(weight):
+        for wrapper in _WRAPPERS:
+            fqn = fqn.replace(wrapper, "")
+        name_hash = int.from_bytes(hashlib.blake2b(fqn.encode(), digest_size=8).digest(), "little")
+        ops._set_rounding_key(weight, (torch.initial_seed() + name_hash) % 2**62)

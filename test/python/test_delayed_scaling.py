@@ -1,0 +1,237 @@
+"""Delayed scaling: the history rolls once per optimizer step that ran, and is part of checkpoints."""
+
+import copy
+import io
+
+import pytest
+import torch
+from helpers import bits, ops, value, weight
+from reference.delayed_scaling import DelayedScaling
+from reference.formats import FORMATS
+from reference.layout import Layout
+from reference.quantize import quantize
+from torch import nn
+
+import qshard
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+INPUT, GRADIENT = 1, 2  # rows of the tables; the weight's is 0
+
+
+def flush_step(*weights, found_inf=None):
+    none = [""] * len(weights)
+    ops._flush_after_step(list(weights), none, none, found_inf)
+
+
+def state_of(q):
+    return {name: tensor.cpu().clone() for name, tensor in ops._state(q).items()}
+
+
+def same_state(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ------------------------------------------------------------------------- against the oracle
+
+
+VALUES = [2.0, 0.5, 0.25, 3.0, float("inf"), 0.125, 0.0, float("nan"), 1e-30, 3e38, 1.0, 1.0, 0.1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("length,margin,most_recent", [(4, 0, False), (1, 2, False), (3, 1, True)])
+def test_codes_and_tables_follow_the_oracle(length, margin, most_recent, keep_master, device):
+    oracle = DelayedScaling(length, margin, most_recent)
+    options = f"margin={margin},history={length}" + (",most_recent" if most_recent else "")
+    x = weight(33, 20)
+    q = ops.quantize(x.to(device), f"float8_delayed[{options}]", keep_master=keep_master)
+    layout = Layout.whole(FORMATS["float8_delayed"], 33, 20)
+    amax = oracle.flush(x.abs().max().item())
+    for step, largest in enumerate(VALUES):
+        image, grid = quantize(x, layout, amax=torch.tensor([amax]))
+        assert torch.equal(ops.codes(q).view(torch.uint8).cpu(), image[:, :20]), step
+        assert torch.equal(ops.scale_inv(q).cpu(), grid)
+        tables = state_of(q)
+        assert tables["amax_history"][0].tolist() == pytest.approx(oracle.history, nan_ok=True)
+        assert tables["scaling_amax"][0, 0] == oracle.amax_in_use
+        assert tables["scaling_amax"][0, 1] == oracle.amax_next
+        x = weight(33, 20, seed=step + 1)
+        x[0, 0] = x.nan_to_num().abs().max() if largest == 1.0 else largest
+        q.copy_(x.to(device))
+        flush_step(q)
+        amax = oracle.step(torch.where(x.isnan().any(), float("nan"), x.abs().max()).item())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_scales_by_earlier_steps_and_other_writes_by_their_own(device):
+    q = ops.quantize(torch.full((4, 4), 2.0, device=device), "float8_delayed", keep_master=True)
+    q.fill_(8.0)
+    flush_step(q)
+    assert ops.scale_inv(q).item() == pytest.approx(2 / 448)
+    assert (ops.dequantize(q) == 2).all()  # saturated: the scale is that of the step before
+    flush_step(q)  # nothing was written
+    assert ops.scale_inv(q).item() == pytest.approx(2 / 448)
+    history = state_of(q)["amax_history"]
+    q.fill_(32.0)  # a user's write
+    assert ops.scale_inv(q).item() == pytest.approx(32 / 448)
+    assert torch.equal(state_of(q)["amax_history"], history)
+    q.fill_(16.0)
+    flush_step(q)
+    assert ops.scale_inv(q).item() == pytest.approx(8 / 448)
+
+
+# ------------------------------------------------------------------------------- training
+
+
+def build(seed=0, **recipe):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8))
+    return qshard.quantize_(model, qshard.DelayedScaling(amax_history_len=4, **recipe))
+
+
+def step(model, optimizer, number):
+    generator = torch.Generator().manual_seed(number)
+    loss = model(torch.randn(5, 24, generator=generator) * (number + 1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_histories_of_weight_input_and_gradient():
+    model = build()
+    optimizer, weights, inputs = adamw(model), [], []
+    for number in range(6):
+        step(model, optimizer, number)
+        weights.append(value(model[0].weight).abs().max().item())
+        generator = torch.Generator().manual_seed(number)
+        inputs.append((torch.randn(5, 24, generator=generator) * (number + 1)).abs().max().item())
+    tables = state_of(model[0].weight)
+    assert tables["amax_history"][0].tolist() == pytest.approx([0, *weights[-3:]])
+    assert tables["amax_history"][INPUT].tolist() == pytest.approx([0, *inputs[-3:]])
+    assert (tables["amax_history"][GRADIENT, 1:] > 0).all()
+    assert tables["scaling_amax"][INPUT, 0] == max(inputs[-4:])
+
+
+def test_the_largest_of_all_micro_batches_counts():
+    model = build()
+    for factor in (1.0, 5.0, 2.0):
+        model(torch.full((2, 24), factor)).sum().backward()
+    assert state_of(model[0].weight)["amax_history"][INPUT, 0] == 5
+    model(torch.full((2, 24), float("inf")))
+    assert state_of(model[0].weight)["amax_history"][INPUT, 0] == 5
+
+
+def test_weight_only_collects_nothing():
+    model = nn.Linear(24, 8)
+    qshard.quantize_(model, qshard.DelayedScaling(), weight_only=True)
+    model(torch.randn(3, 24)).sum().backward()
+    assert not state_of(model.weight)["amax_history"].any()
+
+
+def test_every_argument_acts():
+    recipe = qshard.DelayedScaling(2, "E4M3", 16, "most_recent")
+    assert recipe.format == "float8_delayed[margin=2,history=16,most_recent,e4m3]"
+    model = qshard.quantize_(nn.Linear(8, 8), recipe)
+    assert state_of(model.weight)["amax_history"].shape == (3, 16)
+    largest = value(model.weight).abs().max().item()
+    assert ops.scale_inv(model.weight).item() == pytest.approx(4 * largest / 448)
+    for wrong in (dict(fp8_format="E5M2"), dict(amax_compute_algo="mean")):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            qshard.DelayedScaling(**wrong)
+    for wrong in (dict(margin=-1), dict(amax_history_len=0)):
+        with pytest.raises(ValueError, match="known options"):
+            qshard.quantize_(nn.Linear(8, 8), qshard.DelayedScaling(**wrong))
+
+
+# -------------------------------------------------------------------- when nothing must roll
+
+
+def test_steps_that_gradscaler_skips_roll_nothing():
+    """Fused optimizers are called and told; others are not called."""
+    for fused in (False, True):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        scaler = torch.amp.GradScaler("cpu")
+        for factor, rolls in ((1.0, True), (float("inf"), False), (1.0, True)):
+            before, codes = state_of(model[0].weight), ops.codes(model[0].weight).float()
+            loss = model(torch.ones(2, 24)).sum()
+            (scaler.scale(loss) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            after = state_of(model[0].weight)
+            rolled = not torch.equal(before["amax_history"][0], after["amax_history"][0])
+            assert rolled == rolls, (fused, factor)
+            if not rolls:
+                assert torch.equal(ops.codes(model[0].weight).float(), codes)
+
+
+def test_loads_flushes_and_reads_roll_nothing():
+    model = build()
+    step(model, adamw(model), 0)
+    before = state_of(model[0].weight)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    qshard.flush(model)
+    ops.codes(model[0].weight)
+    assert same_state(state_of(model[0].weight), before)
+
+
+# --------------------------------------------------------------------------------- copies
+
+
+def resumed_by_state_dict(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = build(seed=1)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
+
+
+def resumed_by_assignment(model):
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8))
+    qshard.quantize_(other, qshard.DelayedScaling(amax_history_len=4))
+    other.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return other
+
+
+def resumed_by_to_empty(model):
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 8))
+    qshard.quantize_(other, qshard.DelayedScaling(amax_history_len=4)).to_empty(device="cpu")
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize(
+    "way",
+    [copy.deepcopy, resumed_by_state_dict, resumed_by_assignment, resumed_by_to_empty],
+    ids=lambda way: way.__name__,
+)
+def test_training_goes_on_bit_for_bit(way):
+    model = build()
+    optimizer = adamw(model)
+    for number in range(3):
+        step(model, optimizer, number)
+    other = way(model)
+    other_optimizer = adamw(other)
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in range(3, 6):
+        assert torch.equal(bits(ops.codes(model[0].weight)), bits(ops.codes(other[0].weight)))
+        assert same_state(state_of(model[0].weight), state_of(other[0].weight))
+        assert step(model, optimizer, number) == step(other, other_optimizer, number)
+    assert same_state(state_of(model[2].weight), state_of(other[2].weight))
+
+
+def test_state_of_a_copy_is_its_own():
+    q = ops.quantize(weight(8, 8), "float8_delayed", keep_master=True)
+    clone, before = q.clone(), state_of(q)
+    clone.mul_(3)
+    flush_step(clone)
+    assert same_state(state_of(q), before) and not same_state(state_of(clone), before)
