@@ -28,15 +28,6 @@ DType to_kernel_dtype(at::ScalarType dtype) {
   }
 }
 
-Stream current_stream([[maybe_unused]] at::Device device) {
-#ifdef QSHARD_WITH_CUDA
-  if (device.is_cuda()) {
-    return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
-  }
-#endif
-  return {device.is_cuda(), nullptr};
-}
-
 void wait_for_default_stream([[maybe_unused]] at::Device device) {
 #ifdef QSHARD_WITH_CUDA
   if (!device.is_cuda()) return;

@@ -6,7 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
-#include "kernels/quantize.h"
+#include "kernels/current_stream.h"
 
 namespace qshard {
 
@@ -23,9 +23,6 @@ DType to_kernel_dtype(at::ScalarType dtype);
 
 /// dtypes a quantized tensor may be nominally.
 bool is_nominal_dtype(at::ScalarType dtype);
-
-/// The calling thread's current stream on `device`.
-Stream current_stream(at::Device device);
 
 /// Makes the current stream wait for work queued on the default stream. No-op off CUDA.
 void wait_for_default_stream(at::Device device);

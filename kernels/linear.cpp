@@ -11,13 +11,11 @@
 
 #include <limits>
 
+#include "kernels/current_stream.h"
 #include "kernels/gemm_report.h"
 #include "kernels/linear_amax.h"
-#include "kernels/quantize.h"
 #include "kernels/value_dtype.h"
 #ifdef QSHARD_WITH_CUDA
-#include <c10/cuda/CUDAStream.h>
-
 #include "kernels/cuda/linear_fp8.h"
 #endif
 
@@ -30,13 +28,6 @@ bool device_has_fp8_gemm([[maybe_unused]] at::Device device) {
 #else
   return false;
 #endif
-}
-
-Stream current_stream([[maybe_unused]] at::Device device) {
-#ifdef QSHARD_WITH_CUDA
-  if (device.is_cuda()) return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
-#endif
-  return {device.is_cuda(), nullptr};
 }
 
 // The kernels count rows and tiles in 32 bits, and tiles of rows in 16.

@@ -3,21 +3,12 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include "kernels/current_stream.h"
 #include "kernels/scaling_state.h"
 #include "kernels/value_dtype.h"
-#ifdef QSHARD_WITH_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace qshard {
 namespace {
-
-Stream current_stream([[maybe_unused]] at::Device device) {
-#ifdef QSHARD_WITH_CUDA
-  if (device.is_cuda()) return {true, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
-#endif
-  return {device.is_cuda(), nullptr};
-}
 
 DelayedAmax delayed_row(const WeightOperand& weight, int64_t row) {
   if (!weight.amax_history.defined()) return {};
