@@ -119,6 +119,9 @@ const Format& intern(Format format, const Format& base) {
   return variant.format;
 }
 
+// Of activations only: a weight's transpose would have other scales.
+constexpr Format kMxfp8Rows{"mxfp8_1x32", kE4M3, 8, 448.f, 1, 32, RowScale::kE8M0, true, kE4M3};
+
 }  // namespace
 
 std::span<const Format> formats() { return kFormats; }
@@ -138,6 +141,13 @@ const Format& find_format(std::string_view name) {
     options.remove_prefix(comma + 1);
   }
   return intern(format, base);
+}
+
+const Format& activation_format(const Format& format) {
+  if (format.row_scale == RowScale::kE8M0) return kMxfp8Rows;
+  if (format.row_scale == RowScale::kE4M3) return find_format("nvfp4_1x16");
+  throw std::invalid_argument(
+      fmt::format("activations of format '{}' have no row-local scales", format.name));
 }
 
 }  // namespace qshard

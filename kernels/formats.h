@@ -78,4 +78,8 @@ std::span<const Format> formats();
 /// @throws std::invalid_argument naming the known formats, or the option that is wrong.
 const Format& find_format(std::string_view name);
 
+/// How activations and gradients are quantized to meet a weight of `format`, one with row-local
+/// scales: as it is, in blocks of one row. Need not be one of formats().
+const Format& activation_format(const Format& format);
+
 }  // namespace qshard

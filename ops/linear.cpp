@@ -5,6 +5,7 @@
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/matmul.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "kernels/block_scaled_operand.h"
 #include "kernels/linear.h"
 #include "ops/ops.h"
 
@@ -77,6 +78,16 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
   if (!needs_weight)
     result.grad_weight = at::empty({0}, grad.options().dtype(weight.scalar_type()));
   return {result.grad_input, result.grad_weight};
+}
+
+Tensor transposed_operand(const Tensor& x, bool hadamard) {
+  PlainGuard guard;
+  TORCH_CHECK(x.dim() == 2 && !has_key(x) && is_nominal_dtype(x.scalar_type()),
+              fmt::format("qshard::_transposed_operand: needs a plain float32, bfloat16 or float16 "
+                          "matrix, got {} of shape {}",
+                          c10::toString(x.scalar_type()), x.sizes().vec()));
+  c10::OptionalDeviceGuard device_guard(x.device());
+  return transposed_values(x, hadamard);
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

@@ -38,6 +38,9 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
                                               bool needs_input, bool needs_weight,
                                               bool weight_only);
 
+/// x (M, K) as the values that wgrad contracts along M: kernels/block_scaled_operand.h.
+Tensor transposed_operand(const Tensor& x, bool hadamard);
+
 // ops/report.cpp
 std::vector<std::string> format_names();
 std::string backend_report_op();

@@ -34,6 +34,7 @@ TORCH_LIBRARY(qshard, m) {
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
       "bool needs_input, bool needs_weight, bool weight_only=False) "
       "-> (Tensor grad_input, Tensor grad_weight)");
+  m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
 
   // Reports.
   m.def("formats() -> str[]");
@@ -81,6 +82,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("linear", &linear);
   m.impl("linear_forward", &linear_forward_op);
   m.impl("linear_backward", &linear_backward_op);
+  m.impl("_transposed_operand", &transposed_operand);
 
   m.impl("formats", &format_names);
   m.impl("backend_report", &backend_report_op);

@@ -1,0 +1,93 @@
+#include "kernels/block_scaled_operand.h"
+
+#include <ATen/ops/empty.h>
+
+#include "kernels/current_stream.h"
+#include "kernels/transpose.h"
+#include "kernels/value_dtype.h"
+
+namespace qshard {
+namespace {
+
+uint8_t* bytes_of(const at::Tensor& image) {
+  return static_cast<uint8_t*>(image.mutable_data_ptr());
+}
+
+RowImage empty_image(const Layout& layout, const at::TensorOptions& options) {
+  return {layout, at::empty({layout.rows, layout.row_bytes()}, options.dtype(at::kByte)),
+          at::empty({layout.grid_numel()}, options.dtype(at::kFloat))};
+}
+
+// `values` holds the layout's live rows; others are not read.
+RowImage quantized(const at::Tensor& values, const Layout& layout,
+                   [[maybe_unused]] const int32_t* rounding) {
+  const at::Tensor amax = at::empty({layout.grid_numel()}, values.options().dtype(at::kFloat));
+  const RowImage out = empty_image(layout, values.options());
+  QuantizeTask task;  // `rounding` of gradients goes here
+  task.layout = layout;
+  task.value_dtype = value_dtype(values.scalar_type());
+  task.values = values.const_data_ptr();
+  task.image = bytes_of(out.image);
+  task.amax = amax.mutable_data_ptr<float>();
+  task.grid = out.grid.mutable_data_ptr<float>();
+  const Stream stream = current_stream(values.device());
+  compute_amax({&task, 1}, stream);
+  quantize({&task, 1}, stream);
+  return out;
+}
+
+}  // namespace
+
+at::Tensor transposed_values(const at::Tensor& x, bool hadamard) {
+  const at::Tensor values = x.contiguous();
+  const at::Tensor out = at::empty({x.size(1), round_up(x.size(0), 32)}, x.options());
+  TransposeTask task;
+  task.values = values.const_data_ptr();
+  task.rows = x.size(0);
+  task.cols = x.size(1);
+  task.value_dtype = value_dtype(x.scalar_type());
+  task.hadamard = hadamard;
+  task.out = out.mutable_data_ptr();
+  task.padded_rows = out.size(1);
+  transpose_values(task, current_stream(x.device()));
+  return out;
+}
+
+RowImage quantized_rows(const at::Tensor& x, const Format& format, const int32_t* rounding) {
+  const int64_t m = x.size(0);
+  return quantized(x.contiguous(), {&activation_format(format), m, x.size(1), m, m, 0}, rounding);
+}
+
+RowImage quantized_columns(const at::Tensor& x, const Format& format, const int32_t* rounding) {
+  const at::Tensor values = transposed_values(x, format.row_scale == RowScale::kE4M3);
+  const int64_t k = x.size(1);
+  const Layout layout{&activation_format(format), round_up(k, 16), values.size(1), k, k, 0};
+  return quantized(values, layout, rounding);
+}
+
+RowImage weight_rows(const WeightOperand& weight) {
+  const Layout& whole = weight.layout;
+  const int64_t n = weight.rows;
+  RowImage out;
+  out.layout = {whole.format, n, whole.cols, n, n, 0};
+  out.image =
+      weight.image.view({whole.rows, whole.row_bytes()}).narrow(0, weight.first_row, weight.rows);
+  if (whole.format->has_tensor_scale()) {
+    const int64_t offset = whole.row_offset == Layout::kOpen ? 0 : whole.row_offset;
+    out.grid = weight.grid.view(-1).narrow(0, whole.grid_row(offset + weight.first_row), 1);
+  } else {
+    out.grid = at::empty({0}, weight.image.options().dtype(at::kFloat));
+  }
+  return out;
+}
+
+RowImage weight_columns(const WeightOperand& weight) {
+  const RowImage rows = weight_rows(weight);
+  RowImage out = empty_image(transposed_layout(rows.layout), rows.image.options());
+  out.grid = rows.grid;
+  const TransposeImageTask task{rows.layout, bytes_of(rows.image), bytes_of(out.image)};
+  transpose_image(task, current_stream(rows.image.device()));
+  return out;
+}
+
+}  // namespace qshard

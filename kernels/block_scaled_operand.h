@@ -1,0 +1,38 @@
+// Operands of GEMMs in formats with row-local scales (MXFP8, NVFP4): row images that contract along
+// their rows. Their scales lie in the rows here; cuBLASLt's order: kernels/cuda/scale_layout.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "kernels/linear.h"
+
+namespace qshard {
+
+/// One matrix. Codes are zero up to a multiple of 16 bytes, which cuBLASLt wants a row to have.
+struct RowImage {
+  Layout layout;
+  at::Tensor image;  // uint8 (layout.rows, layout.row_bytes()); rows from logical_rows on are zero
+  at::Tensor grid;   // float32 (layout.grid_numel(),): scale_inv of NVFP4's matrix
+};
+
+/// x (M, K) -> (K, round_up(M, 32)) in x's dtype: the transpose of x and zeros; with `hadamard`
+/// each 16 rows of x go through the random Hadamard transform first (kernels/hadamard.h).
+at::Tensor transposed_values(const at::Tensor& x, bool hadamard);
+
+/// x (M, K), float32, bfloat16 or float16, as it meets a weight of `format`: (M, K), contracting
+/// along K. `rounding`: three int32 on x's device for stochastic rounding, or null.
+RowImage quantized_rows(const at::Tensor& x, const Format& format, const int32_t* rounding);
+
+/// The same of x^T (K, M), contracting along M. NVFP4's go through the random Hadamard transform:
+/// both operands of wgrad do, so their product does not change.
+RowImage quantized_columns(const at::Tensor& x, const Format& format, const int32_t* rounding);
+
+/// The rows of a weight (N, K), contracting along K: a view. They are of one matrix, or of several
+/// that share no scale.
+RowImage weight_rows(const WeightOperand& weight);
+
+/// weight^T (K, N), contracting along N; its format has square blocks, and its first row begins
+/// one.
+RowImage weight_columns(const WeightOperand& weight);
+
+}  // namespace qshard
