@@ -48,10 +48,18 @@ cublasLtMatmulMatrixScale_t cublas_scale_mode(ScaleMode mode) {
       return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
     case ScaleMode::kBlock128x128:
       return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    case ScaleMode::kBlock1x32:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+    case ScaleMode::kBlock1x16:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3;
     case ScaleMode::kTensor:
       break;
   }
   return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+}
+
+int64_t codes_per_row(const ScaledOperand& operand) {
+  return operand.dtype == DType::kFloat4E2M1 ? 2 * operand.ld : operand.ld;
 }
 
 uint32_t alignment_of(const void* pointer) {
@@ -66,8 +74,7 @@ struct PlanKey {
   int32_t device;
   DType dtype_a, dtype_b, dtype_out;
   ScaleMode scale_a, scale_b;
-  bool has_bias, fast_accumulate;
-  uint8_t unused;
+  bool has_bias, fast_accumulate, device_alpha;
 
   bool operator==(const PlanKey& other) const {
     return std::memcmp(this, &other, sizeof(*this)) == 0;
@@ -82,12 +89,13 @@ struct PlanHash {
 };
 
 // cuBLASLt is column-major: our row-major out (a.rows, b.rows) is its D (b.rows x a.rows), so its A
-// is our b. FP8 on Hopper takes A transposed and B not, which is both operands with k contiguous.
+// is our b. FP8 on Hopper and FP4 take A transposed and B not, which is both operands with k
+// contiguous.
 struct Descriptors {
   cublasLtMatmulDescOpaque_t matmul;
   cublasLtMatrixLayoutOpaque_t a, b, d;
 
-  explicit Descriptors(const Fp8Gemm& gemm) {
+  explicit Descriptors(const ScaledGemm& gemm) {
     QSHARD_CUBLAS_CHECK(cublasLtMatmulDescInit(&matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
     set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
@@ -96,15 +104,18 @@ struct Descriptors {
     set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, cublas_scale_mode(gemm.a.scale_mode));
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, gemm.b.scale_inv);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, gemm.a.scale_inv);
+    if (gemm.alpha_zero != nullptr) {
+      set(CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
+    }
     if (gemm.bias != nullptr) {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
       set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, gemm.bias);
       set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(gemm.out_dtype));
     }
-    QSHARD_CUBLAS_CHECK(
-        cublasLtMatrixLayoutInit(&a, cuda_type(gemm.b.dtype), gemm.k, gemm.b.rows, gemm.b.ld));
-    QSHARD_CUBLAS_CHECK(
-        cublasLtMatrixLayoutInit(&b, cuda_type(gemm.a.dtype), gemm.k, gemm.a.rows, gemm.a.ld));
+    QSHARD_CUBLAS_CHECK(cublasLtMatrixLayoutInit(&a, cuda_type(gemm.b.dtype), gemm.k, gemm.b.rows,
+                                                 codes_per_row(gemm.b)));
+    QSHARD_CUBLAS_CHECK(cublasLtMatrixLayoutInit(&b, cuda_type(gemm.a.dtype), gemm.k, gemm.a.rows,
+                                                 codes_per_row(gemm.a)));
     QSHARD_CUBLAS_CHECK(cublasLtMatrixLayoutInit(&d, cuda_type(gemm.out_dtype), gemm.b.rows,
                                                  gemm.a.rows, gemm.b.rows));
   }
@@ -136,7 +147,10 @@ Plan make_plan(cublasLtHandle_t handle, const PlanKey& key, Descriptors& descrip
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
       handle, &descriptors.matmul, &descriptors.a, &descriptors.b, &descriptors.d, &descriptors.d,
       &preference, 1, &result, &found);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return {};
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
+      status == CUBLAS_STATUS_ARCH_MISMATCH) {
+    return {};
+  }
   QSHARD_CUBLAS_CHECK(status);
   if (found == 0 || result.state != CUBLAS_STATUS_SUCCESS) return {};
   return result.algo;
@@ -144,7 +158,7 @@ Plan make_plan(cublasLtHandle_t handle, const PlanKey& key, Descriptors& descrip
 
 }  // namespace
 
-bool fp8_gemm(const Fp8Gemm& gemm) {
+bool scaled_gemm(const ScaledGemm& gemm) {
   if (gemm.a.rows == 0 || gemm.b.rows == 0) return true;
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
@@ -164,7 +178,7 @@ bool fp8_gemm(const Fp8Gemm& gemm) {
                     gemm.b.scale_mode,
                     gemm.bias != nullptr,
                     gemm.fast_accumulate,
-                    0};
+                    gemm.alpha_zero != nullptr};
   Descriptors descriptors(gemm);
   thread_local std::unordered_map<PlanKey, Plan, PlanHash> plans;
   auto found = plans.find(key);
@@ -174,12 +188,12 @@ bool fp8_gemm(const Fp8Gemm& gemm) {
   }
   if (!found->second) return false;
   const auto workspace = c10::cuda::CUDACachingAllocator::get()->allocate(kWorkspaceBytes);
-  const float alpha = 1.f;
-  const float beta = 0.f;
-  const cublasStatus_t status = cublasLtMatmul(
-      handle, &descriptors.matmul, &alpha, gemm.b.codes, &descriptors.a, gemm.a.codes,
-      &descriptors.b, &beta, gemm.out, &descriptors.d, gemm.out, &descriptors.d, &*found->second,
-      workspace.get(), kWorkspaceBytes, stream.stream());
+  const float one_zero[] = {1.f, 0.f};
+  const float* alpha = gemm.alpha_zero != nullptr ? gemm.alpha_zero : one_zero;
+  const cublasStatus_t status =
+      cublasLtMatmul(handle, &descriptors.matmul, alpha, gemm.b.codes, &descriptors.a, gemm.a.codes,
+                     &descriptors.b, alpha + 1, gemm.out, &descriptors.d, gemm.out, &descriptors.d,
+                     &*found->second, workspace.get(), kWorkspaceBytes, stream.stream());
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) {  // found only now: nothing was launched
     found->second.reset();
     return false;

@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/activation_kernels.h"
 #include "kernels/cuda/quantize_cuda.h"
+#include "kernels/cuda/scaled_mm.h"
 #include "kernels/value_dtype.h"
 
 namespace qshard::cuda {
@@ -24,17 +25,21 @@ ScaleMode activation_scale_mode(const Format& format) {
 }
 
 // Codes of `rows` rows of `ld` bytes at the start of a buffer, their scales after them.
-Fp8Operand operand_in(const at::Tensor& buffer, int64_t rows, int64_t ld, const Format& format,
-                      DType code_dtype) {
+ScaledOperand operand_in(const at::Tensor& buffer, int64_t rows, int64_t ld, const Format& format,
+                         DType code_dtype) {
   auto* codes = static_cast<uint8_t*>(buffer.mutable_data_ptr());
-  Fp8Operand operand;
+  ScaledOperand operand;
   operand.codes = codes;
   operand.rows = rows;
   operand.ld = ld;
   operand.dtype = code_dtype;
   operand.scale_mode = activation_scale_mode(format);
-  operand.scale_inv = reinterpret_cast<const float*>(codes + rows * ld);
+  operand.scale_inv = codes + rows * ld;
   return operand;
+}
+
+float* scales_of(const ScaledOperand& operand) {
+  return static_cast<float*>(const_cast<void*>(operand.scale_inv));
 }
 
 // The weight as an operand: its codes stay where they are, its scales are laid out for the GEMM.
@@ -73,9 +78,9 @@ WeightScales weight_scales(const WeightOperand& weight, bool contract_rows) {
   return scales;
 }
 
-Fp8Operand weight_rows(const WeightOperand& weight, const WeightScales& scales) {
+ScaledOperand weight_rows(const WeightOperand& weight, const WeightScales& scales) {
   const Layout& layout = weight.layout;
-  Fp8Operand operand;
+  ScaledOperand operand;
   operand.codes = static_cast<const uint8_t*>(weight.image.const_data_ptr()) +
                   weight.first_row * layout.row_bytes();
   operand.rows = weight.rows;
@@ -84,42 +89,6 @@ Fp8Operand weight_rows(const WeightOperand& weight, const WeightScales& scales) 
   operand.scale_mode = is_blockwise(*layout.format) ? ScaleMode::kBlock128x128 : ScaleMode::kTensor;
   operand.scale_inv = scales.scale_inv;
   return operand;
-}
-
-// out (rows, cols) = a @ b^T, of the operands' first rows; undefined if there is no kernel. Types
-// and epilogues that cuBLASLt lacks are made up for: fp32 output, then bias and conversion.
-at::Tensor gemm(const Fp8Operand& a, const Fp8Operand& b, int64_t k, int64_t rows, int64_t cols,
-                const std::optional<at::Tensor>& bias, const at::TensorOptions& options,
-                bool fast_accumulate) {
-  const auto dtype = c10::typeMetaToScalarType(options.dtype());
-  const bool fuse_bias = bias && bias->scalar_type() == dtype && dtype != at::kFloat &&
-                         bias->is_contiguous() &&
-                         reinterpret_cast<uintptr_t>(bias->const_data_ptr()) % 16 == 0;
-  const auto run = [&](at::ScalarType out_dtype, bool with_bias) {
-    at::Tensor out = at::empty({a.rows, b.rows}, options.dtype(out_dtype));
-    Fp8Gemm gemm;
-    gemm.a = a;
-    gemm.b = b;
-    gemm.k = k;
-    gemm.out = out.mutable_data_ptr();
-    gemm.out_dtype = value_dtype(out_dtype);
-    gemm.bias = with_bias ? bias->const_data_ptr() : nullptr;
-    gemm.fast_accumulate = fast_accumulate;
-    return fp8_gemm(gemm) ? out : at::Tensor();
-  };
-  bool has_bias = fuse_bias;
-  at::Tensor out = fuse_bias ? run(dtype, true) : at::Tensor();
-  if (!out.defined()) {
-    has_bias = false;
-    if (is_value_dtype(dtype)) out = run(dtype, false);
-  }
-  if (!out.defined() && dtype != at::kFloat) out = run(at::kFloat, false);
-  if (!out.defined()) return out;
-  if (a.rows != rows || b.rows != cols) {
-    out = out.narrow(0, 0, rows).narrow(1, 0, cols).clone(at::MemoryFormat::Contiguous);
-  }
-  if (bias && !has_bias) out.add_(*bias);
-  return out.to(dtype);
 }
 
 }  // namespace
@@ -152,13 +121,13 @@ Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DTy
     out.buffer = empty_bytes(task.m_padded * task.k_padded + 4 * scales, x.device());
     out.rows = operand_in(out.buffer, task.m_padded, task.k_padded, format, code_dtype);
     task.codes = static_cast<uint8_t*>(out.buffer.mutable_data_ptr());
-    task.scale_inv = const_cast<float*>(out.rows.scale_inv);
+    task.scale_inv = scales_of(out.rows);
   }
   if (columns) {
     out.saved = empty_bytes(saved_input_bytes(m, k), x.device());
     out.columns = operand_in(out.saved, task.k_padded, task.m_padded_t, format, code_dtype);
     task.codes_t = static_cast<uint8_t*>(out.saved.mutable_data_ptr());
-    task.scale_inv_t = const_cast<float*>(out.columns.scale_inv);
+    task.scale_inv_t = scales_of(out.columns);
   }
   const DType dtype = value_dtype(x.scalar_type());
   if (is_blockwise(format)) {
@@ -171,7 +140,7 @@ Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DTy
   return out;
 }
 
-Fp8Operand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k) {
+ScaledOperand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k) {
   return operand_in(saved, round_up(k, 16), round_up(m, 128), format, DType::kFloat8E4M3);
 }
 
@@ -191,20 +160,22 @@ at::Tensor dequantize_saved(const at::Tensor& saved, const Format& format, int64
   return values.mul(scales).view({rows, cols}).narrow(0, 0, k).narrow(1, 0, m).t().to(dtype);
 }
 
-at::Tensor fp8_forward(const Fp8Operand& x, int64_t m, const WeightOperand& weight,
+at::Tensor fp8_forward(const ScaledOperand& x, int64_t m, const WeightOperand& weight,
                        const std::optional<at::Tensor>& bias, const at::TensorOptions& options) {
   const WeightScales scales = weight_scales(weight, /*contract_rows=*/false);
   const int64_t k = round_up(weight.layout.cols, 16);
   // As other FP8 recipes do: the sum is rounded to 16 bits anyway. An fp32 output would show it.
   const bool fast_accumulate = !is_blockwise(*weight.layout.format) &&
                                c10::typeMetaToScalarType(options.dtype()) != at::kFloat;
-  return gemm(x, weight_rows(weight, scales), k, m, weight.rows, bias, options, fast_accumulate);
+  ScaledGemm gemm{x, weight_rows(weight, scales), k};
+  gemm.fast_accumulate = fast_accumulate;
+  return scaled_mm(gemm, m, weight.rows, bias, options);
 }
 
-at::Tensor fp8_grad_input(const Fp8Operand& grad, int64_t m, const WeightOperand& weight,
+at::Tensor fp8_grad_input(const ScaledOperand& grad, int64_t m, const WeightOperand& weight,
                           const at::TensorOptions& options) {
   const WeightScales scales = weight_scales(weight, /*contract_rows=*/true);
-  Fp8Operand operand = weight_rows(weight, scales);
+  ScaledOperand operand = weight_rows(weight, scales);
   const int64_t n = weight.rows;
   const int64_t k = round_up(weight.layout.cols, 16);
   const at::Tensor transposed = empty_bytes(k * n, weight.image.device());
@@ -214,12 +185,12 @@ at::Tensor fp8_grad_input(const Fp8Operand& grad, int64_t m, const WeightOperand
   operand.codes = transposed.const_data_ptr();
   operand.rows = k;
   operand.ld = n;
-  return gemm(grad, operand, n, m, weight.layout.cols, std::nullopt, options, false);
+  return scaled_mm({grad, operand, n}, m, weight.layout.cols, std::nullopt, options);
 }
 
-at::Tensor fp8_grad_weight(const Fp8Operand& grad_t, const Fp8Operand& x_t, int64_t n, int64_t k,
-                           const at::TensorOptions& options) {
-  return gemm(grad_t, x_t, x_t.ld, n, k, std::nullopt, options, false);
+at::Tensor fp8_grad_weight(const ScaledOperand& grad_t, const ScaledOperand& x_t, int64_t n,
+                           int64_t k, const at::TensorOptions& options) {
+  return scaled_mm({grad_t, x_t, x_t.ld}, n, k, std::nullopt, options);
 }
 
 }  // namespace qshard::cuda

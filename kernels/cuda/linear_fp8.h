@@ -17,10 +17,10 @@ bool has_fp8_gemm(at::Device device);
 /// An activation or gradient (M, K) as GEMM operands that contract along K and, transposed, along
 /// M.
 struct Fp8Activation {
-  at::Tensor buffer;   // owns rows' memory
-  Fp8Operand rows;     // (M or M padded to 16, K padded to 16)
-  at::Tensor saved;    // owns columns' memory: uint8 (saved_input_bytes(M, K),)
-  Fp8Operand columns;  // (K padded to 16, M padded to 128)
+  at::Tensor buffer;      // owns rows' memory
+  ScaledOperand rows;     // (M or M padded to 16, K padded to 16)
+  at::Tensor saved;       // owns columns' memory: uint8 (saved_input_bytes(M, K),)
+  ScaledOperand columns;  // (K padded to 16, M padded to 128)
 };
 
 /// Quantizes x (M, K) once, in the orientations asked for, as `format` scales activations; by the
@@ -29,7 +29,7 @@ Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DTy
                                   bool rows, bool columns, const DelayedAmax& delayed);
 
 /// The transposed operand that quantize_activation saved.
-Fp8Operand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k);
+ScaledOperand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k);
 
 /// The values of a saved operand, (m, k) in `dtype`.
 at::Tensor dequantize_saved(const at::Tensor& saved, const Format& format, int64_t m, int64_t k,
@@ -37,13 +37,13 @@ at::Tensor dequantize_saved(const at::Tensor& saved, const Format& format, int64
 
 /// The GEMMs. Each returns an undefined tensor if cuBLASLt has no kernel.
 /// (m, N) = x @ weight^T + bias.
-at::Tensor fp8_forward(const Fp8Operand& x, int64_t m, const WeightOperand& weight,
+at::Tensor fp8_forward(const ScaledOperand& x, int64_t m, const WeightOperand& weight,
                        const std::optional<at::Tensor>& bias, const at::TensorOptions& options);
 /// (m, K) = grad @ weight.
-at::Tensor fp8_grad_input(const Fp8Operand& grad, int64_t m, const WeightOperand& weight,
+at::Tensor fp8_grad_input(const ScaledOperand& grad, int64_t m, const WeightOperand& weight,
                           const at::TensorOptions& options);
 /// (n, k) = grad^T @ x, both operands transposed.
-at::Tensor fp8_grad_weight(const Fp8Operand& grad_t, const Fp8Operand& x_t, int64_t n, int64_t k,
-                           const at::TensorOptions& options);
+at::Tensor fp8_grad_weight(const ScaledOperand& grad_t, const ScaledOperand& x_t, int64_t n,
+                           int64_t k, const at::TensorOptions& options);
 
 }  // namespace qshard::cuda

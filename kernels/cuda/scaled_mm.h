@@ -1,0 +1,19 @@
+// A GEMM of scaled codes as plain tensors: what the linears of every format end in.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "kernels/gemm.h"
+
+namespace qshard::cuda {
+
+/// (rows, cols) = the first rows of gemm.a @ (the first rows of gemm.b)^T + bias, of `options`'
+/// dtype; undefined if cuBLASLt has no kernel. Takes the gemm's operands, k, accumulation and
+/// alpha. Types and epilogues that cuBLASLt lacks are made up for: fp32 output, then bias and
+/// conversion.
+at::Tensor scaled_mm(ScaledGemm gemm, int64_t rows, int64_t cols,
+                     const std::optional<at::Tensor>& bias, const at::TensorOptions& options);
+
+}  // namespace qshard::cuda
