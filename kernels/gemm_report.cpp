@@ -27,6 +27,8 @@ const char* reason(GemmFallback fallback) {
       return "no FP8 GEMM on CPU";
     case GemmFallback::kFormat:
       return "GEMMs in its format need compute capability 10.0 (Blackwell)";
+    case GemmFallback::kOneRowBlocks:
+      return "scale blocks of one row have no transpose";
     case GemmFallback::kDevice:
       return "FP8 GEMMs are used on compute capability 9.0 (Hopper) only";
     case GemmFallback::kDtype:
@@ -40,7 +42,7 @@ const char* reason(GemmFallback fallback) {
     case GemmFallback::kTooLarge:
       return "a dimension is too large";
     case GemmFallback::kNoKernel:
-      return "cuBLASLt has no FP8 kernel for the shape or types";
+      return "cuBLASLt has no kernel for the codes' shape or types";
   }
   return "";
 }
@@ -70,8 +72,9 @@ std::string gemm_report() {
         if (count == 0) continue;
         const auto fallback = static_cast<GemmFallback>(why);
         report += fallback == GemmFallback::kNone
-                      ? fmt::format("{} {}: cuBLASLt FP8, {} times\n", format.name,
-                                    kDirectionNames[direction], count)
+                      ? fmt::format("{} {}: cuBLASLt {}, {} times\n", format.name,
+                                    kDirectionNames[direction],
+                                    format.scales_in_grid() ? "FP8" : "block-scaled", count)
                       : fmt::format("{} {}: dequantized GEMM, {} times: {}\n", format.name,
                                     kDirectionNames[direction], count, reason(fallback));
       }

@@ -13,11 +13,12 @@ constexpr int kGemmDirections = 3;
 
 /// Why a GEMM ran on dequantized values.
 enum class GemmFallback : uint8_t {
-  kNone,  // it did not: FP8
+  kNone,  // it did not: FP8 or block-scaled
   // What follows up to kCpu needs no warning.
   kWeightOnly,
   kCpu,
   kFormat,
+  kOneRowBlocks,
   kDevice,
   kDtype,
   kOutFeatures,
@@ -26,7 +27,7 @@ enum class GemmFallback : uint8_t {
   kTooLarge,
   kNoKernel,
 };
-constexpr int kGemmFallbacks = 11;
+constexpr int kGemmFallbacks = 12;
 
 /// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);

@@ -16,6 +16,7 @@
 #include "kernels/linear_amax.h"
 #include "kernels/value_dtype.h"
 #ifdef QSHARD_WITH_CUDA
+#include "kernels/cuda/linear_block_scaled.h"
 #include "kernels/cuda/linear_fp8.h"
 #endif
 
@@ -30,25 +31,35 @@ bool device_has_fp8_gemm([[maybe_unused]] at::Device device) {
 #endif
 }
 
+bool device_has_block_scaled_gemm([[maybe_unused]] at::Device device) {
+#ifdef QSHARD_WITH_CUDA
+  return cuda::has_block_scaled_gemm(device);
+#else
+  return false;
+#endif
+}
+
 // The kernels count rows and tiles in 32 bits, and tiles of rows in 16.
 bool is_too_large(int64_t m, int64_t n, int64_t k) {
   constexpr int64_t kMaxTileRows = 65535 * int64_t{128};
   return m > kMaxTileRows || n > kMaxTileRows || k > kMaxTileRows;
 }
 
-// Why a GEMM that does not read the weight (grad_weight) cannot run in FP8.
+// Why a GEMM that does not read the weight (grad_weight) cannot run on codes.
 GemmFallback shape_fallback(const Format& format, at::Device device, at::ScalarType dtype,
                             int64_t m, int64_t n, int64_t k) {
   if (device.is_cpu()) return GemmFallback::kCpu;
-  // MXFP8 and NVFP4 GEMMs come with Blackwell.
-  if (!format.scales_in_grid()) return GemmFallback::kFormat;
-  if (!device_has_fp8_gemm(device)) return GemmFallback::kDevice;
+  if (!format.scales_in_grid()) {  // MXFP8 and NVFP4 GEMMs come with Blackwell
+    if (!device_has_block_scaled_gemm(device)) return GemmFallback::kFormat;
+  } else if (!device_has_fp8_gemm(device)) {
+    return GemmFallback::kDevice;
+  }
   if (!is_value_dtype(dtype)) return GemmFallback::kDtype;
   if (n % 16 != 0) return GemmFallback::kOutFeatures;
   return is_too_large(m, n, k) ? GemmFallback::kTooLarge : GemmFallback::kNone;
 }
 
-// Why a GEMM that reads the weight in place cannot run in FP8.
+// Why a GEMM that reads the weight in place cannot run on codes.
 GemmFallback weight_fallback(const WeightOperand& weight, at::ScalarType dtype, int64_t m) {
   const Layout& layout = weight.layout;
   const GemmFallback shape =
@@ -60,9 +71,8 @@ GemmFallback weight_fallback(const WeightOperand& weight, at::ScalarType dtype, 
   const bool one_matrix = in_matrix + weight.rows <= layout.matrix_rows;
   const int64_t block = layout.format->block_rows;
   const bool usable =
-      first + weight.rows <= layout.logical_rows &&
-      (block == 0 ? one_matrix
-                  : in_matrix % block == 0 && (one_matrix || layout.matrix_rows % block == 0));
+      first + weight.rows <= layout.logical_rows && (block == 0 || in_matrix % block == 0) &&
+      (one_matrix || (!layout.format->has_tensor_scale() && layout.matrix_rows % block == 0));
   if (!usable) return GemmFallback::kWindow;
   const bool aligned = reinterpret_cast<uintptr_t>(weight.image.const_data_ptr()) % 16 == 0;
   return aligned ? GemmFallback::kNone : GemmFallback::kAlignment;
@@ -127,6 +137,8 @@ at::Tensor dequantized_forward(const at::Tensor& input, const WeightOperand& wei
 
 }  // namespace
 
+// Where MXFP8 and NVFP4 GEMMs run no FP8 GEMM does, so their inputs are saved plain: NVFP4's wgrad
+// reads an amax of its own, after the random Hadamard transform.
 bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k) {
   return m > 0 && n > 0 && k > 0 && n % 16 == 0 && !is_too_large(m, n, k) && device.is_cuda() &&
          device_has_fp8_gemm(device);
@@ -163,10 +175,15 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
   const DelayedAmax amax = weight_only ? DelayedAmax{} : delayed_input_amax(weight);
   bool is_quantized = false;
 #ifdef QSHARD_WITH_CUDA
-  const bool fp8 = fallback == GemmFallback::kNone;
+  const Format& format = *weight.layout.format;
+  const bool block_scaled = fallback == GemmFallback::kNone && !format.scales_in_grid();
+  if (block_scaled) {
+    result.output = cuda::block_scaled_forward(input, weight, bias);
+    if (!result.output.defined()) fallback = GemmFallback::kNoKernel;
+  }
+  const bool fp8 = fallback == GemmFallback::kNone && !block_scaled;
   is_quantized = fp8 || save_quantized_input;
   if (is_quantized) {
-    const Format& format = *weight.layout.format;
     const cuda::Fp8Activation x = cuda::quantize_activation(
         input, format, DType::kFloat8E4M3, /*rows=*/fp8, save_quantized_input, amax);
     if (save_quantized_input) result.saved = x.saved;
@@ -217,13 +234,28 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
     for_input = weight_fallback(weight, grad.scalar_type(), m);
     for_weight = shape_fallback(format, grad.device(), grad.scalar_type(), m, n, k);
   }
+  // Square blocks alone have the same scales when transposed.
+  if (for_input == GemmFallback::kNone && format.block_rows == 1) {
+    for_input = GemmFallback::kOneRowBlocks;
+  }
   at::Tensor values = input;
   const DelayedAmax amax = weight_only ? DelayedAmax{} : delayed_gradient_amax(weight);
   bool is_quantized = false;
 #ifdef QSHARD_WITH_CUDA
-  const bool fp8_input = needs_input && for_input == GemmFallback::kNone;
-  const bool fp8_weight = needs_weight && for_weight == GemmFallback::kNone &&
-                          (input_is_quantized || is_value_dtype(input.scalar_type()));
+  const bool codes_input = needs_input && for_input == GemmFallback::kNone;
+  const bool codes_weight = needs_weight && for_weight == GemmFallback::kNone &&
+                            (input_is_quantized || is_value_dtype(input.scalar_type()));
+  const bool fp8_input = codes_input && format.scales_in_grid();
+  const bool fp8_weight = codes_weight && format.scales_in_grid();
+  if (codes_input && !fp8_input) {
+    result.grad_input = cuda::block_scaled_grad_input(grad, weight, /*rounding=*/nullptr);
+    if (!result.grad_input.defined()) for_input = GemmFallback::kNoKernel;
+  }
+  if (codes_weight && !fp8_weight) {
+    result.grad_weight = cuda::block_scaled_grad_weight(grad, input, format, weight_grad_dtype,
+                                                        /*rounding=*/nullptr);
+    if (!result.grad_weight.defined()) for_weight = GemmFallback::kNoKernel;
+  }
   is_quantized = fp8_input || fp8_weight;
   if (is_quantized) {
     const cuda::Fp8Activation dy =

@@ -1,8 +1,9 @@
 // The linear layer's GEMMs with a quantized weight, on plain tensors.
 //
-// CUDA on Hopper: FP8 GEMM through cuBLASLt, activations and gradients quantized on the way in.
-// Elsewhere, or where a shape has no FP8 GEMM: dequantized weight and a GEMM in the activation
-// dtype; each such reason is warned about once and listed by backend_report().
+// CUDA: GEMMs of codes through cuBLASLt, activations and gradients quantized on the way in; FP8 on
+// Hopper, MXFP8 and NVFP4 on Blackwell. Elsewhere, or where a shape has no such GEMM: dequantized
+// weight and a GEMM in the activation dtype; each such reason is warned about once and listed by
+// backend_report().
 #pragma once
 
 #include <ATen/core/Tensor.h>
