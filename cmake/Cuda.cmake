@@ -30,8 +30,11 @@ if(why_not)
 endif()
 
 set(QSHARD_WITH_CUDA ON)
-# Hopper's own instructions (wgmma, setmaxnreg) need the "a" target.
-set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+# Hopper's own instructions (wgmma, setmaxnreg) need the "a" target. Another choice, such as
+# "90a-real;100-real" to run on Blackwell too, is the caller's.
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+endif()
 # torch's process already holds one shared cudart; a static one would be a second.
 set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
 set(CMAKE_CUDA_COMPILER ${NVCC})
@@ -40,7 +43,7 @@ set(CMAKE_CUDA_STANDARD 20)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake up to 3.25 does not know that nvcc has it
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
 endif()
-message(STATUS "CUDA build: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm_90a")
+message(STATUS "CUDA build: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm ${CMAKE_CUDA_ARCHITECTURES}")
 
 find_library(CUBLASLT cublasLt HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED)
 find_library(CUDART cudart HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED)
