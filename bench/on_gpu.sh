@@ -26,24 +26,32 @@ build() {
     cmake --build --preset ci
 }
 
-# The GoogleTests, where there is a binary of them (QSHARD_TESTS names a prebuilt one), then pytest.
-cuda_tests() {
-  local tests=${QSHARD_TESTS:-build/ci/qshard_tests} status=0
-  if [ -x "$tests" ]; then
-    LD_LIBRARY_PATH=$(dirname "$QSHARD_LIBRARY"):$("$python" -c 'import torch; print(torch.__path__[0])')/lib \
-      "$tests" --gtest_brief=1 || status=1
+# google_tests [COMMAND…]: the GoogleTests (QSHARD_TESTS names a prebuilt binary of them), run by
+# COMMAND if there is one; nothing where there is no binary.
+google_tests() {
+  local tests=${QSHARD_TESTS:-build/ci/qshard_tests}
+  if ! [ -x "$tests" ]; then
+    echo "no GoogleTests at $tests: not run"
+    return
   fi
+  LD_LIBRARY_PATH=$(dirname "$QSHARD_LIBRARY"):$("$python" -c 'import torch; print(torch.__path__[0])')/lib \
+    "$@" "$tests" --gtest_brief=1
+}
+
+cuda_tests() {
+  local status=0
+  google_tests || status=1
   "$python" -m pytest -q --durations=10 -k "cuda or nccl" test/python || status=1
   return $status
 }
 
-# Only our kernels are instrumented; the tests run them at their edge shapes.
+# Our kernels at the edge shapes of their tests. Only they are instrumented, so initcheck must not
+# look at copies: it knows nothing of what torch's kernels wrote.
 sanitizer() {
   local tool
-  for tool in memcheck racecheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-name kns=qshard \
-      "$python" -m pytest -q -k cuda test/python/test_kernels_reference.py test/python/test_cuda.py ||
-      return
+  for tool in memcheck racecheck "initcheck --check-api-memory-access no"; do
+    # shellcheck disable=SC2086
+    google_tests compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name kns=qshard || return
   done
 }
 

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard
 
-RECIPES = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())
+RECIPES = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling(), qshard.DelayedScaling())
 
 
 class Block(nn.Module):

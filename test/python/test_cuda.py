@@ -10,7 +10,11 @@ import qshard
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ops = torch.ops.qshard
-FP8_RECIPES = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())
+FP8_RECIPES = (
+    qshard.Float8CurrentScaling(),
+    qshard.DelayedScaling(),
+    qshard.Float8BlockScaling(),
+)
 FP8_FORMATS = [recipe.format for recipe in FP8_RECIPES]  # those with GEMMs on Hopper
 RECIPES = (*FP8_RECIPES, qshard.MXFP8BlockScaling(), qshard.NVFP4BlockScaling())
 
@@ -57,7 +61,8 @@ def emulate(x, scale_inv, dtype, codes, block):
 def quantized(x, format, dtype=torch.float8_e4m3fn):
     """x as the GEMM sees it, in float64: blocks of 128 along the last dim, or one scale."""
     block = format == "float8_blockwise"
-    codes, scale_inv = (quantize_1x128 if block else quantize_tensorwise)(x.cpu(), dtype)
+    quantize = quantize_1x128 if block else quantize_tensorwise
+    codes, scale_inv = quantize(x.cpu(), dtype, power_of_two=format != "float8_delayed")
     return emulate(x, scale_inv, dtype, codes, block)
 
 
@@ -84,11 +89,32 @@ def test_linear_equals_emulated_fp8(m, n, k, format, dtype):
     y = F.linear(x, weight, bias)
     assert_near(y.detach(), quantized(x.detach(), format) @ values.t() + bias.cpu().double(), dtype)
     y.backward(grad)
-    grad_dtype = torch.float8_e5m2 if format == "float8_tensorwise" else torch.float8_e4m3fn
+    grad_dtype = torch.float8_e4m3fn if format == "float8_blockwise" else torch.float8_e5m2
     assert_near(x.grad, quantized(grad, format, grad_dtype) @ values, dtype)
     grad_t = quantized(grad.t().contiguous(), format, grad_dtype)
     x_t = quantized(x.detach().t().contiguous(), format)
     assert_near(weight.grad, grad_t @ x_t.t(), torch.float32)
+
+
+def test_delayed_linear_scales_activations_by_earlier_steps():
+    w = torch.nn.Parameter(ops.quantize(torch.randn(64, 32, device="cuda"), "float8_delayed"))
+    x = torch.randn(48, 32, device="cuda", requires_grad=True)
+    values = ops.dequantize(w.detach()).cpu().double()
+    F.linear(x, w).sum().backward()
+    with torch.no_grad():
+        w.add_(0)
+    ops._flush_after_step([w.detach()], [""], [""], None)
+    assert torch.equal(ops.dequantize(w.detach()).cpu().double(), values)
+
+    scale = 448 / x.detach().abs().max().cpu()
+    larger = (4 * x.detach()).requires_grad_()  # many elements saturate
+    y = F.linear(larger, w)
+    codes = (larger.detach().cpu() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert_near(y.detach(), (codes.double() / scale.double()) @ values.t(), torch.float32)
+    y.backward(torch.full_like(y, 3.0))  # the gradient of the step before was 1
+    assert_near(larger.grad, torch.ones(48, 64).double() @ values, torch.float32)
+    history = ops._state(w.detach())["amax_history"][1:, 0]
+    assert history.tolist() == [larger.abs().max().item(), 3.0]
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)
@@ -176,11 +202,12 @@ def test_training_follows_bf16(recipe):
     assert quantized_loss < 1.3 * plain + 1e-2, (plain, quantized_loss)
 
 
-def test_compiled_block_on_cuda_equals_eager():
+@pytest.mark.parametrize("recipe", FP8_RECIPES, ids=lambda r: r.format)
+def test_compiled_block_on_cuda_equals_eager(recipe):
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.GELU(), torch.nn.Linear(256, 128))
-    qshard.quantize_(block.cuda(), RECIPES[1])
+    qshard.quantize_(block.cuda(), recipe)
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
     expected = block(x)
     expected.float().sum().backward()

@@ -9,6 +9,7 @@ import qshard
 RECIPES = (
     qshard.Float8CurrentScaling(),
     qshard.Float8BlockScaling(),
+    qshard.DelayedScaling(),
     qshard.MXFP8BlockScaling(),
     qshard.NVFP4BlockScaling(),
     qshard.NVFP4BlockScaling(disable_2d_quantization=True),
