@@ -17,13 +17,14 @@ namespace qshard {
 
 /// A weight (N, K) as plain tensors: N rows of a row image and its grid.
 struct WeightOperand {
-  Layout layout;            // of the whole buffer
-  at::Tensor image;         // uint8 (layout.rows, layout.row_bytes())
-  at::Tensor grid;          // float32 (grid_rows, grid_cols), undefined if the format has none
-  int64_t first_row = 0;    // rows [first_row, first_row + rows) of the image are the weight
-  int64_t rows = 0;         // N
-  at::Tensor amax_history;  // of delayed scaling (kernels/scaling_state.h), undefined without it
-  at::Tensor scaling_amax;
+  Layout layout;          // of the whole buffer
+  at::Tensor image;       // uint8 (layout.rows, layout.row_bytes())
+  at::Tensor grid;        // float32 (grid_rows, grid_cols), undefined if the format has none
+  int64_t first_row = 0;  // rows [first_row, first_row + rows) of the image are the weight
+  int64_t rows = 0;       // N
+  // Of delayed scaling (kernels/scaling_state.h), undefined without it.
+  at::Tensor amax_history = {};
+  at::Tensor scaling_amax = {};
 };
 
 /// Whether linear_forward can keep its input as FP8 for wgrad: decided from the device and sizes
