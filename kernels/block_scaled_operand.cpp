@@ -19,17 +19,17 @@ RowImage empty_image(const Layout& layout, const at::TensorOptions& options) {
 }
 
 // `values` holds the layout's live rows; others are not read.
-RowImage quantized(const at::Tensor& values, const Layout& layout,
-                   [[maybe_unused]] const int32_t* rounding) {
+RowImage quantized(const at::Tensor& values, const Layout& layout, const int32_t* rounding) {
   const at::Tensor amax = at::empty({layout.grid_numel()}, values.options().dtype(at::kFloat));
   const RowImage out = empty_image(layout, values.options());
-  QuantizeTask task;  // `rounding` of gradients goes here
+  QuantizeTask task;
   task.layout = layout;
   task.value_dtype = value_dtype(values.scalar_type());
   task.values = values.const_data_ptr();
   task.image = bytes_of(out.image);
   task.amax = amax.mutable_data_ptr<float>();
   task.grid = out.grid.mutable_data_ptr<float>();
+  task.rounding = rounding;
   const Stream stream = current_stream(values.device());
   compute_amax({&task, 1}, stream);
   quantize({&task, 1}, stream);

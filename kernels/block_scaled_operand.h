@@ -20,7 +20,7 @@ struct RowImage {
 at::Tensor transposed_values(const at::Tensor& x, bool hadamard);
 
 /// x (M, K), float32, bfloat16 or float16, as it meets a weight of `format`: (M, K), contracting
-/// along K. `rounding`: three int32 on x's device for stochastic rounding, or null.
+/// along K. `rounding`, on x's device, as in QuantizeTask.
 RowImage quantized_rows(const at::Tensor& x, const Format& format, const int32_t* rounding);
 
 /// The same of x^T (K, M), contracting along M. NVFP4's go through the random Hadamard transform:

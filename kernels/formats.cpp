@@ -145,7 +145,8 @@ const Format& find_format(std::string_view name) {
 
 const Format& activation_format(const Format& format) {
   if (format.row_scale == RowScale::kE8M0) return kMxfp8Rows;
-  if (format.row_scale == RowScale::kE4M3) return find_format("nvfp4_1x16");
+  static const Format& nvfp4_rows = find_format("nvfp4_1x16");
+  if (format.row_scale == RowScale::kE4M3) return nvfp4_rows;
   throw std::invalid_argument(
       fmt::format("activations of format '{}' have no row-local scales", format.name));
 }

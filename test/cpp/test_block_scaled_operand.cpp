@@ -116,6 +116,24 @@ TEST_P(BlockScaledOperand, ActivationsAreImagesOfTheirRowsAndColumns) {
   }
 }
 
+TEST_P(BlockScaledOperand, GradientsAreRoundedStochastically) {
+  at::manual_seed(4);
+  const bool hadamard = format().row_scale == RowScale::kE4M3;
+  const Rounding rounding{.key_low = 7, .key_high = 11, .count = 13};
+  const at::Tensor x = few_bits(70, 100, at::kBFloat16);
+  for (const at::Device device : devices()) {
+    const at::Tensor words =
+        at::tensor({rounding.key_low, rounding.key_high, rounding.count}, at::kInt).to(device);
+    const auto* at_words = words.const_data_ptr<int32_t>();
+    const RowImage rows = quantized_rows(x.to(device), format(), at_words);
+    EXPECT_TRUE(same_image(rows, reference(x, rows.layout, &rounding)));
+    EXPECT_FALSE(same_image(rows, reference(x, rows.layout)));
+    const RowImage columns = quantized_columns(x.to(device), format(), at_words);
+    EXPECT_TRUE(
+        same_image(columns, reference(naive_columns(x, hadamard), columns.layout, &rounding)));
+  }
+}
+
 TEST_P(BlockScaledOperand, SpecialValuesStayInTheirBlocks) {
   at::Tensor x = at::ones({70, 50});
   x[3][20] = std::numeric_limits<float>::quiet_NaN();
