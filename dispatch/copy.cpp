@@ -16,8 +16,8 @@ namespace {
 // ---------------------------------------------------------------------------------- copy_
 
 bool same_kind(const QuantizedBuffer& a, const QuantizedBuffer& b) {
-  return a.layout.format == b.layout.format && a.layout.cols == b.layout.cols &&
-         a.layout.logical_rows == b.layout.logical_rows &&
+  return a.layout.format == b.layout.format && a.layout.images == b.layout.images &&
+         a.layout.cols == b.layout.cols && a.layout.logical_rows == b.layout.logical_rows &&
          a.layout.matrix_rows == b.layout.matrix_rows;
 }
 

@@ -44,11 +44,12 @@ bool same_inner_shape(const at::Tensor& self, at::IntArrayRef sizes) {
 
 /// The layout of a new tensor of `sizes`. Rows that fit the template's logical tensor may become a
 /// shard of it: only their row offset is open until a quantized copy_ says. Other shapes are
-/// logical tensors of their own.
+/// logical tensors of their own, and plain ones where the format has no such shape.
 Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
   const QuantizedBuffer& from = buffer_of(self);
   Layout layout = from.layout;
   layout.rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  layout.images = Images::kAll;
   if (same_inner_shape(self, sizes) && sizes.back() == layout.cols &&
       layout.rows <= layout.logical_rows) {
     layout.row_offset = Layout::kOpen;
@@ -66,6 +67,7 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
   PlainGuard guard;
   QuantizedBuffer& from = buffer_of(self);
   Layout layout = layout_for(self, sizes);
+  if (!layout.fits()) return at::zeros(sizes, args.plain());
   const bool is_shard = layout.row_offset == Layout::kOpen;
   if (is_shard && row_offset) layout.row_offset = *row_offset;
   const bool inherits_grid =

@@ -143,7 +143,7 @@ bool QuantizedBuffer::is_packed() const {
 
 bool QuantizedBuffer::owns_its_blocks() const {
   if (holds_all_rows()) return true;
-  const int64_t block = layout.format->block_rows;
+  const int64_t block = layout.tallest().format->block_rows;
   const int64_t live = layout.live_rows();
   if (layout.format->has_tensor_scale() || layout.row_offset == Layout::kOpen || live == 0)
     return false;
@@ -186,8 +186,19 @@ void QuantizedBuffer::check_is_allocated() const {
                   layout.format->name));
 }
 
+void QuantizedBuffer::check_has_rowwise_image(const char* what) const {
+  TORCH_CHECK(
+      layout.has_rowwise(),
+      fmt::format(
+          "qshard: {} of a {} tensor that was gathered in backward: it holds the columnwise "
+          "image only, for dgrad. Where backward needs weights for anything else, as "
+          "activation checkpointing does, use a recipe with gather=\"both\"",
+          what, layout.format->name));
+}
+
 at::Tensor QuantizedBuffer::dequantize_rows(int64_t first, int64_t count,
                                             at::ScalarType out_dtype) const {
+  check_has_rowwise_image("the value");
   auto out = at::empty({count, layout.cols}, image.options().dtype(out_dtype));
   if (out.numel() == 0 || is_meta()) return out;
   check_is_allocated();
@@ -277,11 +288,19 @@ void QuantizedBuffer::detach_from_source() {
 }
 
 void QuantizedBuffer::anchor() {
-  layout.logical_rows = layout.rows;
+  Layout own = layout;
+  own.logical_rows = layout.rows;
   if (layout.matrix_rows == 0 || layout.rows % layout.matrix_rows != 0) {
-    layout.matrix_rows = layout.rows;
+    own.matrix_rows = layout.rows;
   }
-  layout.row_offset = 0;
+  own.row_offset = 0;
+  TORCH_CHECK(
+      own.fits(),
+      fmt::format("qshard: {} rows of plain values cannot be written into a new {} tensor, "
+                  "which has blocks of {} rows; copy from a quantized tensor, or quantize "
+                  "the values in another format",
+                  own.matrix_rows, layout.format->name, layout.format->columnwise->block_rows));
+  layout = own;
   generation = next_generation();
   bind_planes(zeroed_storage(packed_bytes(), device()), master.defined());
   fill_unit_scales();

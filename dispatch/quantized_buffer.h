@@ -114,6 +114,8 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// Dequantized rows [first, first + count) of the image in `out_dtype`, stale or not.
   at::Tensor dequantize_rows(int64_t first, int64_t count, at::ScalarType out_dtype) const;
 
+  /// @throws c10::Error naming `what` is asked for if only the columnwise image was gathered.
+  void check_has_rowwise_image(const char* what) const;
   /// @throws c10::Error if FSDP2 freed the gathered bytes (reshard).
   void check_is_allocated() const;
 

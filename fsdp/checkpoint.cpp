@@ -23,6 +23,7 @@ enum LayoutField {
   kRowOffset,
   kKeepsMaster,
   kDirty,
+  kImages,  // files from before formats of two row images lack it
   kFields
 };
 
@@ -56,6 +57,7 @@ std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string, std::vecto
   fields[kRowOffset] = layout.row_offset;
   fields[kKeepsMaster] = buffer->keeps_master();
   fields[kDirty] = buffer->is_dirty();
+  fields[kImages] = static_cast<int64_t>(layout.images);
   std::vector<Tensor> state;
   for (const auto& [name, tensor] : buffer->state.tensors()) state.push_back(tensor.clone());
   return {buffer->packed().clone(),
@@ -68,8 +70,9 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
               c10::string_view format, at::IntArrayRef size, at::IntArrayRef stride,
               int64_t storage_offset, at::ScalarType dtype, at::TensorList state) {
   PlainGuard guard;
-  TORCH_CHECK(fields.size() == kFields && bytes.scalar_type() == at::kByte && bytes.dim() == 1 &&
-                  is_nominal_dtype(dtype) && size.size() == stride.size(),
+  TORCH_CHECK((fields.size() == kFields || fields.size() == kImages) &&
+                  bytes.scalar_type() == at::kByte && bytes.dim() == 1 && is_nominal_dtype(dtype) &&
+                  size.size() == stride.size(),
               "qshard: this is not a saved quantized tensor");
   Layout layout;
   layout.format = &find_format(std::string_view(format.data(), format.size()));
@@ -78,6 +81,7 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
   layout.logical_rows = fields[kLogicalRows];
   layout.matrix_rows = fields[kMatrixRows];
   layout.row_offset = fields[kRowOffset];
+  const int64_t images = fields.size() > kImages ? fields[kImages] : 0;
   constexpr int64_t kLimit = int64_t{1} << 40;
   for (const auto field : {layout.rows, layout.cols, layout.logical_rows, layout.matrix_rows}) {
     TORCH_CHECK(field >= 0 && field < kLimit,
@@ -87,6 +91,10 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
                   (layout.matrix_rows == 0 ? layout.logical_rows == 0
                                            : layout.logical_rows % layout.matrix_rows == 0),
               "qshard: a saved quantized tensor has an impossible placement");
+  const Images most = layout.format->columnwise ? Images::kColumnwise : Images::kAll;
+  TORCH_CHECK(layout.fits() && images >= 0 && images <= static_cast<int64_t>(most),
+              "qshard: a saved quantized tensor has row images that its format does not have");
+  layout.images = static_cast<Images>(images);
   auto buffer = QuantizedBuffer::from_storage(bytes.clone().storage(), layout, dtype,
                                               fields[kKeepsMaster] != 0);
   if (pending) {

@@ -19,6 +19,19 @@ def codes(self):
     )
 
 
+@register_fake("qshard::columnwise_codes")
+def columnwise_codes(self):
+    return codes(self)
+
+
+@register_fake("qshard::columnwise_scale_inv")
+def columnwise_scale_inv(self):
+    *leading, rows, cols = self.shape
+    return torch.empty(
+        [*leading, rows // 32, cols], dtype=torch.float8_e8m0fnu, device=self.device
+    )
+
+
 @register_fake("qshard::scale_inv")
 def scale_inv(self):
     context = get_ctx()

@@ -2,6 +2,7 @@
 // on the way in and out. The hooks themselves are installed by fsdp/hooks.py.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include "dispatch/flush.h"
@@ -30,10 +31,30 @@ void check_is_sharded_by_rows(const Tensor& self, const QuantizedBuffer& buffer)
                   describe(self)));
 }
 
-/// (image, grid snapshot, generation) of a shard, flushed over `group` if it was written since its
-/// last flush. Every rank of the group gets here, with or without rows.
-std::tuple<Tensor, OptionalTensor, int64_t> pre_all_gather(const Tensor& self,
-                                                           c10::string_view group) {
+/// What this pass gathers: the same on all ranks, which are all in forward, or all in a backward.
+/// FSDP2's unshard and prefetch of backward run inside the autograd engine, and so does what
+/// activation checkpointing computes again.
+Images images_to_gather(const Format& format) {
+  if (!format.gathers_by_phase) return Images::kAll;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  return in_backward ? Images::kColumnwise : Images::kRowwise;
+}
+
+/// All rows of a shard's image, or of one of its two, as flat bytes.
+Tensor bytes_to_gather(QuantizedBuffer& buffer, Images images) {
+  const Layout& layout = buffer.layout;
+  if (images != Images::kAll) {
+    const int64_t offset = images == Images::kRowwise ? 0 : layout.columnwise_offset();
+    return buffer.image.narrow(1, offset, layout.image_row_bytes()).reshape(-1);
+  }
+  if (!buffer.flat_image.defined()) buffer.flat_image = buffer.image.view(-1);
+  return buffer.flat_image;
+}
+
+/// (image, grid snapshot, generation, which row images) of a shard, flushed over `group` if it was
+/// written since its last flush. Every rank of the group gets here, with or without rows.
+std::tuple<Tensor, OptionalTensor, int64_t, int64_t> pre_all_gather(const Tensor& self,
+                                                                    c10::string_view group) {
   const BufferPtr& buffer = impl_of(self).buffer();
   set_group(*buffer, {group.data(), group.size()});
   check_is_sharded_by_rows(self, *buffer);
@@ -48,17 +69,18 @@ std::tuple<Tensor, OptionalTensor, int64_t> pre_all_gather(const Tensor& self,
   }
   if (buffer->source) buffer->refresh_from_source();
   const Tensor grid = grid_snapshot(*buffer);
-  if (!buffer->flat_image.defined()) buffer->flat_image = buffer->image.view(-1);
-  return {buffer->flat_image, grid.defined() ? OptionalTensor(grid) : std::nullopt,
-          buffer->generation};
+  const Images images = images_to_gather(*buffer->layout.format);
+  return {bytes_to_gather(*buffer, images), grid.defined() ? OptionalTensor(grid) : std::nullopt,
+          buffer->generation, static_cast<int64_t>(images)};
 }
 
 /// The unsharded tensor over the gathered bytes of shard `self`.
 Tensor post_all_gather(const Tensor& self, const Tensor& image, const OptionalTensor& grid,
-                       int64_t generation, at::ScalarType dtype) {
+                       int64_t generation, int64_t images, at::ScalarType dtype) {
   PlainGuard guard;
   const QuantizedBuffer& shard = buffer_of(self);
   Layout layout = shard.layout;
+  layout.images = static_cast<Images>(images);
   TORCH_CHECK(image.scalar_type() == at::kByte && image.numel() % layout.row_bytes() == 0,
               fmt::format("qshard: gathered {} {} elements are not rows of {} bytes", image.numel(),
                           c10::toString(image.scalar_type()), layout.row_bytes()));
@@ -74,11 +96,12 @@ Tensor post_all_gather(const Tensor& self, const Tensor& image, const OptionalTe
   return make_tensor(std::move(buffer), sizes);
 }
 
-/// A later gather into the same storage: new codes, new scales.
+/// A later gather into the same storage: new codes, new scales, perhaps the other row image.
 void refresh_gathered(const Tensor& unsharded, const Tensor& image, const OptionalTensor& grid,
-                      int64_t generation) {
+                      int64_t generation, int64_t images) {
   PlainGuard guard;
   QuantizedBuffer& buffer = buffer_of(unsharded);
+  buffer.layout.images = static_cast<Images>(images);
   if (!image.is_alias_of(buffer.image)) {
     buffer.image = image.view({buffer.layout.rows, buffer.layout.row_bytes()});
     buffer.storage = image.storage();

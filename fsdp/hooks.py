@@ -121,8 +121,8 @@ class PreAllGather:
         self.shard = shard  # a weak reference
 
     def __call__(self, mesh):
-        image, grid, generation = ops._pre_all_gather(self.shard(), mesh_group(mesh))
-        return (image,), (grid, generation)
+        image, *metadata = ops._pre_all_gather(self.shard(), mesh_group(mesh))
+        return (image,), tuple(metadata)
 
 
 @hook_property
@@ -134,12 +134,12 @@ class PostAllGather:
         self.shard = shard
 
     def __call__(self, outputs, metadata, param_dtype, *, out=None):
-        (image,), (grid, generation) = outputs, metadata
+        (image,) = outputs
         if out is not None:
-            ops._refresh_gathered(local_of(out), image, grid, generation)
+            ops._refresh_gathered(local_of(out), image, *metadata)
             return None
         refuse_unsupported(sys._getframe(1).f_locals.get("self"))
-        return ops._post_all_gather(self.shard(), image, grid, generation, param_dtype), ()
+        return ops._post_all_gather(self.shard(), image, *metadata, param_dtype), ()
 
 
 def refuse_unsupported(fsdp_param):

@@ -17,7 +17,8 @@ bool cuts_a_block(const Layout& layout, int64_t row) {
 
 }  // namespace
 
-Cuts find_cuts(const Layout& layout, int64_t ranks) {
+Cuts find_cuts(const Layout& all_images, int64_t ranks) {
+  const Layout layout = all_images.tallest();
   Cuts cuts;
   if (layout.format->scales_in_grid() || ranks <= 1 || layout.cols == 0) return cuts;
   // Dimension 0 is cut: rows of one matrix, or whole matrices. Taking a single matrix of a 3-D

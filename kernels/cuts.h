@@ -20,7 +20,7 @@ Cuts find_cuts(const Layout& layout, int64_t ranks);
 
 /// Entries of the vector that ranks agree on (kernels/quantize.h).
 inline int64_t amax_numel(const Layout& layout, const Cuts& cuts) {
-  return layout.grid_numel() + cuts.rows * layout.block_cols();
+  return layout.grid_numel() + cuts.rows * layout.tallest().block_cols();
 }
 
 }  // namespace qshard

@@ -19,6 +19,13 @@ constexpr auto kE5M2 = DType::kFloat8E5M2;
 constexpr auto kE2M1 = DType::kFloat4E2M1;
 constexpr AmaxHistory kDelayed{.length = 1024};
 
+// Not in formats(): only ever the second image of another format.
+constexpr Format kMxfp8Columnwise = [] {
+  Format format{"mxfp8_32x1", kE4M3, 8, 448.f, 32, 1, RowScale::kE8M0, true, kE4M3};
+  format.scales_in_slices = true;
+  return format;
+}();
+
 // name, code_dtype, code_bits, code_max, block_rows, block_cols, row_scale, pow2, grad_dtype
 constexpr std::array kFormats = [] {
   std::array formats = {
@@ -29,10 +36,14 @@ constexpr std::array kFormats = [] {
       Format{"float8_blockwise_fp32_scale", kE4M3, 8, 448.f, 128, 128, RowScale::kNone, false,
              kE4M3},
       Format{"mxfp8", kE4M3, 8, 448.f, 32, 32, RowScale::kE8M0, true, kE4M3},
+      Format{"mxfp8_1x32", kE4M3, 8, 448.f, 1, 32, RowScale::kE8M0, true, kE4M3},
       Format{"nvfp4", kE2M1, 4, 6.f, 16, 16, RowScale::kE4M3, false, kE2M1},
       Format{"nvfp4_1x16", kE2M1, 4, 6.f, 1, 16, RowScale::kE4M3, false, kE2M1},
   };
   for (size_t i = 0; i < formats.size(); ++i) formats[i].index = static_cast<int>(i);
+  for (Format& format : formats) {
+    if (format.name == "mxfp8_1x32") format.columnwise = &kMxfp8Columnwise;
+  }
   return formats;
 }();
 
@@ -50,6 +61,7 @@ const Format& find_base(std::string_view name) {
   throw std::invalid_argument(fmt::format(
       "format '{}' has no option '{}'; known options: stochastic{}", base.name, option,
       base.amax_history.length > 0 ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
+      : base.columnwise            ? ", phase"
                                    : ""));
 }
 
@@ -68,6 +80,8 @@ void apply_option(Format& format, const Format& base, std::string_view option) {
   int64_t number = 0;
   if (option == "stochastic") {
     format.stochastic_rounding = true;
+  } else if (base.columnwise && option == "phase") {
+    format.gathers_by_phase = true;
   } else if (is_delayed && option == "most_recent") {
     format.amax_history.most_recent = true;
   } else if (is_delayed && option == "e4m3") {
@@ -95,6 +109,7 @@ std::string canonical_name(const Format& format, const Format& base) {
   }
   if (history.most_recent) options.emplace_back("most_recent");
   if (format.grad_dtype != base.grad_dtype) options.emplace_back("e4m3");
+  if (format.gathers_by_phase) options.emplace_back("phase");
   if (format.stochastic_rounding) options.emplace_back("stochastic");
   if (options.empty()) return std::string(base.name);
   return fmt::format("{}[{}]", base.name, fmt::join(options, ","));

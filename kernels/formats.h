@@ -24,7 +24,8 @@ enum class DType : uint8_t {
 /// Bytes of one value: float32, bfloat16 or float16.
 constexpr int64_t value_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-/// How the row image holds the scale of a block: one byte in each row that the block touches.
+/// How the row image holds the scale of a block: one byte in each row that the block touches, or in
+/// one of them (Format::scales_in_slices).
 enum class RowScale : uint8_t {
   kNone,  // it does not: scales of blocks are entries of the grid
   kE8M0,  // 2^(byte - 127); 255 is NaN (OCP MX v1.0)
@@ -51,6 +52,14 @@ struct Format {
   AmaxHistory amax_history = {};
   bool stochastic_rounding = false;  // of codes, by flushes after an optimizer step
   int index = 0;                     // of the entry in formats() that this one is a variant of
+  /// Format of a second row image of the same values, which dgrad reads; null: there is one image,
+  /// for both. All rows of a matrix are in whole blocks of it, and an image's rows have as many
+  /// bytes in both.
+  const Format* columnwise = nullptr;
+  bool gathers_by_phase = false;  // forward gathers the rowwise image only, backward the columnwise
+  /// Rows that share blocks hold the blocks' scales in equal slices, one slice a row; otherwise
+  /// each of them holds them all.
+  bool scales_in_slices = false;
 
   /// Whether the grid holds the scale of every block.
   constexpr bool scales_in_grid() const { return row_scale == RowScale::kNone; }
@@ -74,6 +83,7 @@ std::span<const Format> formats();
 ///   history=N      N >= 1, default 1024       (float8_delayed)
 ///   most_recent    of the history, not the largest (float8_delayed)
 ///   e4m3           gradients in E4M3, not E5M2     (float8_delayed)
+///   phase          gather one row image per pass   (mxfp8_1x32)
 ///
 /// @throws std::invalid_argument naming the known formats, or the option that is wrong.
 const Format& find_format(std::string_view name);

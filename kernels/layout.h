@@ -10,6 +10,9 @@ namespace qshard {
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+/// Which row images a buffer holds of a format that has two (Format::columnwise).
+enum class Images : int8_t { kAll, kRowwise, kColumnwise };
+
 /// Placement and geometry of the rows one buffer holds.
 ///
 /// The logical tensor is `logical_rows x cols`: `logical_rows / matrix_rows` matrices of
@@ -24,13 +27,49 @@ struct Layout {
   int64_t logical_rows = 0;  // R
   int64_t matrix_rows = 0;   // rows per matrix; logical_rows % matrix_rows == 0
   int64_t row_offset = 0;    // logical row of row 0, or kOpen
+  Images images = Images::kAll;
+  int64_t pitch = 0;  // of one image among others (rowwise(), columnwise()): bytes from row to row
 
-  /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row.
+  /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row; of two images
+  /// `[rowwise row | columnwise row]`.
   int64_t code_bytes() const { return ceil_div(cols * format->code_bits, 8); }
   int64_t row_scale_offset() const { return round_up(code_bytes(), 16); }
-  int64_t row_scale_bytes() const { return format->scales_in_grid() ? 0 : block_cols(); }
-  int64_t row_bytes() const { return round_up(row_scale_offset() + row_scale_bytes(), 16); }
+  int64_t row_scale_bytes() const {
+    if (format->scales_in_grid()) return 0;
+    return format->scales_in_slices ? ceil_div(block_cols(), format->block_rows) : block_cols();
+  }
+  int64_t image_row_bytes() const { return round_up(row_scale_offset() + row_scale_bytes(), 16); }
+  int64_t row_bytes() const {
+    if (pitch) return pitch;
+    return has_rowwise() && has_columnwise() ? 2 * image_row_bytes() : image_row_bytes();
+  }
   int64_t image_bytes() const { return rows * row_bytes(); }
+
+  bool has_rowwise() const { return images != Images::kColumnwise; }
+  bool has_columnwise() const { return format->columnwise && images != Images::kRowwise; }
+  /// Where the columnwise image begins in a row.
+  int64_t columnwise_offset() const { return has_rowwise() ? image_row_bytes() : 0; }
+  /// The layouts of single images; their rows keep their distance.
+  Layout rowwise() const {
+    Layout layout = *this;
+    layout.pitch = row_bytes();
+    layout.images = Images::kRowwise;
+    return layout;
+  }
+  Layout columnwise() const {
+    Layout layout = *this;
+    layout.pitch = row_bytes();
+    layout.images = Images::kAll;
+    layout.format = format->columnwise;
+    return layout;
+  }
+  /// Whether matrices of `rows` rows can have this format: slices of scales need whole blocks.
+  static bool fits(const Format& format, int64_t rows) {
+    return !format.columnwise || rows % format.columnwise->block_rows == 0;
+  }
+  bool fits() const { return fits(*format, matrix_rows); }
+  /// The image that has the blocks of most rows: its blocks are what shards cut.
+  Layout tallest() const { return has_columnwise() ? columnwise() : *this; }
 
   /// Blocks of the logical tensor: block (i, j) holds rows `[i*B, (i+1)*B)` of its matrix.
   int64_t matrices() const { return matrix_rows ? logical_rows / matrix_rows : 0; }

@@ -78,7 +78,9 @@ GemmFallback weight_fallback(const WeightOperand& weight, at::ScalarType dtype, 
   return aligned ? GemmFallback::kNone : GemmFallback::kAlignment;
 }
 
-at::Tensor dequantize_weight(const WeightOperand& weight, at::ScalarType dtype) {
+// `columnwise`: from that image, if the format has one.
+at::Tensor dequantize_weight(const WeightOperand& weight, at::ScalarType dtype,
+                             bool columnwise = false) {
   const bool direct = is_value_dtype(dtype);
   at::Tensor values = at::empty({weight.rows, weight.layout.cols},
                                 weight.image.options().dtype(direct ? dtype : at::kFloat));
@@ -90,6 +92,7 @@ at::Tensor dequantize_weight(const WeightOperand& weight, at::ScalarType dtype) 
   task.rows = weight.rows;
   task.value_dtype = value_dtype(values.scalar_type());
   task.values = values.mutable_data_ptr();
+  task.columnwise = columnwise && weight.layout.format->columnwise;
   dequantize({&task, 1}, current_stream(weight.image.device()));
   return direct ? values : values.to(dtype);
 }
@@ -109,6 +112,28 @@ void check_weight(const WeightOperand& weight) {
                                              weight.grid.numel() == layout.grid_numel()),
               "qshard: a weight's grid must be contiguous float32 of ", layout.grid_numel(),
               " scales");
+}
+
+// Of a format of two row images a gathered weight may have one, as its recipe says.
+void check_gathered_image(const Layout& layout, bool is_there, const char* gemm, const char* image,
+                          const char* way_out) {
+  TORCH_CHECK(
+      is_there,
+      fmt::format("qshard: {} of a {} weight reads its {} image, which was not gathered; {}", gemm,
+                  layout.format->name, image, way_out));
+}
+
+void check_forward_image(const Layout& layout) {
+  check_gathered_image(layout, layout.has_rowwise(), "linear's forward", "rowwise",
+                       "a forward in backward, as under activation checkpointing, needs a recipe "
+                       "with gather=\"both\"");
+}
+
+void check_dgrad_image(const Layout& layout) {
+  check_gathered_image(layout, !layout.format->columnwise || layout.has_columnwise(),
+                       "linear's dgrad", "columnwise",
+                       "use a recipe with gather=\"both\", or fully_shard(..., "
+                       "reshard_after_forward=True), also for the root module");
 }
 
 void check_activation(const at::Tensor& x, const WeightOperand& weight, int64_t cols,
@@ -152,6 +177,7 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
                              bool weight_only) {
   check_weight(weight);
+  check_forward_image(weight.layout);
   check_activation(input, weight, weight.layout.cols, "input");
   const c10::OptionalDeviceGuard guard(input.device());
   const int64_t m = input.size(0);
@@ -202,6 +228,7 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
                                bool needs_weight, at::ScalarType weight_grad_dtype,
                                bool weight_only) {
   check_weight(weight);
+  if (needs_input) check_dgrad_image(weight.layout);
   check_activation(grad, weight, weight.rows, "gradient");
   const c10::OptionalDeviceGuard guard(grad.device());
   const Format& format = *weight.layout.format;
@@ -285,7 +312,8 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
   if (needs_input) {
     record_gemm(format, GemmDirection::kGradInput, for_input);
     if (!result.grad_input.defined()) {
-      result.grad_input = at::mm(grad, dequantize_weight(weight, grad.scalar_type()));
+      result.grad_input =
+          at::mm(grad, dequantize_weight(weight, grad.scalar_type(), /*columnwise=*/true));
     }
   }
   if (needs_weight) {

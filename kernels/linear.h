@@ -15,7 +15,8 @@
 
 namespace qshard {
 
-/// A weight (N, K) as plain tensors: N rows of a row image and its grid.
+/// A weight (N, K) as plain tensors: N rows of a row image and its grid. Of two row images forward
+/// reads the rowwise one, dgrad the columnwise one.
 struct WeightOperand {
   Layout layout;          // of the whole buffer
   at::Tensor image;       // uint8 (layout.rows, layout.row_bytes())

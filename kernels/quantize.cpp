@@ -1,6 +1,7 @@
 #include "kernels/quantize.h"
 
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <vector>
@@ -33,42 +34,115 @@ void split_by_kind(std::span<const Task> tasks, void (*by_grid)(std::span<const 
   row_scaled(kinds[0]);
 }
 
+bool has_two_images(const auto& task) { return task.layout.format->columnwise != nullptr; }
+
+QuantizeTask rowwise_part(QuantizeTask task) {
+  task.layout = task.layout.rowwise();
+  task.cuts = {};
+  return task;
+}
+
+QuantizeTask columnwise_part(QuantizeTask task) {
+  task.image += task.layout.columnwise_offset();
+  task.layout = task.layout.columnwise();
+  return task;
+}
+
+// The logical row that row 0 is read as.
+int64_t first_logical_row(const Layout& layout) {
+  return layout.row_offset == Layout::kOpen ? 0 : layout.row_offset;
+}
+
+DequantizeTask image_part(DequantizeTask task) {
+  const Layout& layout = task.layout;
+  TORCH_CHECK(task.columnwise ? layout.has_columnwise() : layout.has_rowwise(),
+              fmt::format("qshard: this {} tensor was gathered without its {} image",
+                          layout.format->name, task.columnwise ? "columnwise" : "rowwise"));
+  if (!task.columnwise) {
+    task.layout = layout.rowwise();
+    return task;
+  }
+  task.image += layout.columnwise_offset();
+  task.layout = layout.columnwise();
+  const int64_t block = task.layout.format->block_rows;
+  const int64_t offset = first_logical_row(layout);
+  const int64_t begin = offset + task.first_row;
+  const int64_t end = std::min(begin + task.rows, layout.logical_rows);
+  TORCH_CHECK(
+      end <= begin ||
+          (begin / block * block >= offset && round_up(end, block) <= offset + layout.rows),
+      fmt::format("qshard: the columnwise image of rows [{}, {}) is in blocks of {} rows, and only "
+                  "rows [{}, {}) are here; gather the tensor first",
+                  begin, end, block, offset, offset + layout.rows));
+  return task;
+}
+
+// Calls run(tasks) with what split(task, parts) makes of every task of a format of two row images.
+template <typename Task, typename Split, typename Run>
+void with_single_images(std::span<const Task> tasks, const Split& split, const Run& run) {
+  if (std::none_of(tasks.begin(), tasks.end(), has_two_images<Task>)) return run(tasks);
+  std::vector<Task> parts;
+  parts.reserve(2 * tasks.size());
+  for (const Task& task : tasks) {
+    if (has_two_images(task)) {
+      split(task, parts);
+    } else {
+      parts.push_back(task);
+    }
+  }
+  run(std::span<const Task>(parts));
+}
+
+void split_images(const QuantizeTask& task, std::vector<QuantizeTask>& parts) {
+  if (task.layout.has_rowwise()) parts.push_back(rowwise_part(task));
+  if (task.layout.has_columnwise()) parts.push_back(columnwise_part(task));
+}
+
 }  // namespace
 
-void compute_amax(std::span<const QuantizeTask> tasks, Stream stream) {
-  if (tasks.empty()) return;
-  if (!stream.is_cuda) {
-    return split_by_kind(tasks, cpu::compute_amax_of_grid, cpu::compute_amax_row_scaled);
-  }
+void compute_amax(std::span<const QuantizeTask> all_tasks, Stream stream) {
+  if (all_tasks.empty()) return;
+  with_single_images(all_tasks, split_images, [&](std::span<const QuantizeTask> tasks) {
+    if (!stream.is_cuda) {
+      return split_by_kind(tasks, cpu::compute_amax_of_grid, cpu::compute_amax_row_scaled);
+    }
 #ifdef QSHARD_WITH_CUDA
-  cuda::compute_amax(tasks, stream.handle);
+    cuda::compute_amax(tasks, stream.handle);
 #else
-  no_cuda("compute an amax");
+    no_cuda("compute an amax");
 #endif
+  });
 }
 
-void quantize(std::span<const QuantizeTask> tasks, Stream stream) {
-  if (tasks.empty()) return;
-  if (!stream.is_cuda) {
-    return split_by_kind(tasks, cpu::quantize_by_grid, cpu::quantize_row_scaled);
-  }
+void quantize(std::span<const QuantizeTask> all_tasks, Stream stream) {
+  if (all_tasks.empty()) return;
+  with_single_images(all_tasks, split_images, [&](std::span<const QuantizeTask> tasks) {
+    if (!stream.is_cuda) {
+      return split_by_kind(tasks, cpu::quantize_by_grid, cpu::quantize_row_scaled);
+    }
 #ifdef QSHARD_WITH_CUDA
-  cuda::quantize(tasks, stream.handle);
+    cuda::quantize(tasks, stream.handle);
 #else
-  no_cuda("quantize");
+    no_cuda("quantize");
 #endif
+  });
 }
 
-void dequantize(std::span<const DequantizeTask> tasks, Stream stream) {
-  if (tasks.empty()) return;
-  if (!stream.is_cuda) {
-    return split_by_kind(tasks, cpu::dequantize_by_grid, cpu::dequantize_row_scaled);
-  }
+void dequantize(std::span<const DequantizeTask> all_tasks, Stream stream) {
+  if (all_tasks.empty()) return;
+  const auto split = [](const DequantizeTask& task, std::vector<DequantizeTask>& parts) {
+    parts.push_back(image_part(task));
+  };
+  with_single_images(all_tasks, split, [&](std::span<const DequantizeTask> tasks) {
+    if (!stream.is_cuda) {
+      return split_by_kind(tasks, cpu::dequantize_by_grid, cpu::dequantize_row_scaled);
+    }
 #ifdef QSHARD_WITH_CUDA
-  cuda::dequantize(tasks, stream.handle);
+    cuda::dequantize(tasks, stream.handle);
 #else
-  no_cuda("dequantize");
+    no_cuda("dequantize");
 #endif
+  });
 }
 
 }  // namespace qshard

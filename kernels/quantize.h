@@ -14,6 +14,7 @@ namespace qshard {
 /// `amax` is what ranks agree on between compute_amax and quantize: the amax of every grid entry,
 /// (grid_rows, grid_cols), then those of the blocks that several ranks hold rows of although their
 /// scales are row-local, (cuts.rows, block_cols). Scales of other blocks need no amax from outside.
+/// Of two row images only the columnwise one has cut blocks; both are written.
 struct QuantizeTask {
   Layout layout;
   Cuts cuts;
@@ -43,11 +44,14 @@ struct DequantizeTask {
   int64_t rows = 0;
   DType value_dtype = DType::kFloat32;
   void* values = nullptr;  // (rows, cols), contiguous
+  /// Read the columnwise image. The whole blocks of rows that are asked for must be there.
+  bool columnwise = false;
 };
 
 /// values = code * scale_inv, rounded once to value_dtype, where a block's row-local scale times
 /// the matrix's is rounded to fp32 first; NaN scales give NaN. Rows that are not live read as zero;
 /// an open placement (row_offset == kOpen) reads its blocks as if row_offset were 0.
+/// @throws c10::Error if the layout lacks the image asked for, or rows of its blocks.
 void dequantize(std::span<const DequantizeTask> tasks, Stream stream);
 
 }  // namespace qshard

@@ -138,6 +138,18 @@ Tensor tensor_scale_inv_autograd(const Tensor& self) {
   return op.call(self);
 }
 
+Tensor columnwise_codes_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(columnwise_codes)>("qshard::columnwise_codes");
+  return op.call(self);
+}
+
+Tensor columnwise_scale_inv_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(columnwise_scale_inv)>("qshard::columnwise_scale_inv");
+  return op.call(self);
+}
+
 OptionalTensor master_autograd(const Tensor& self) {
   at::AutoDispatchBelowAutograd guard;
   static const auto op = typed_op<decltype(master)>("qshard::master");

@@ -24,6 +24,8 @@ std::string format(const Tensor& self);
 Tensor codes(const Tensor& self);
 Tensor scale_inv(const Tensor& self);
 Tensor tensor_scale_inv(const Tensor& self);
+Tensor columnwise_codes(const Tensor& self);
+Tensor columnwise_scale_inv(const Tensor& self);
 OptionalTensor master(const Tensor& self);
 void flush_op(at::TensorList self);
 
@@ -73,6 +75,8 @@ Tensor dequantize_autograd(const Tensor& self, std::optional<at::ScalarType> dty
 Tensor codes_autograd(const Tensor& self);
 Tensor scale_inv_autograd(const Tensor& self);
 Tensor tensor_scale_inv_autograd(const Tensor& self);
+Tensor columnwise_codes_autograd(const Tensor& self);
+Tensor columnwise_scale_inv_autograd(const Tensor& self);
 OptionalTensor master_autograd(const Tensor& self);
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only);

@@ -58,6 +58,12 @@ Layout layout_of(const Tensor& self, const Format& format, std::optional<int64_t
       fmt::format("qshard::quantize: logical_rows={} is not a whole number of matrices "
                   "of {} rows",
                   layout.logical_rows, layout.matrix_rows));
+  TORCH_CHECK_VALUE(
+      layout.fits(),
+      fmt::format(
+          "qshard::quantize: {} needs matrices of a multiple of {} rows, got {} rows in shape "
+          "{}; use the 32x32 blocks of MXFP8BlockScaling()",
+          format.name, format.columnwise->block_rows, layout.matrix_rows, self.sizes().vec()));
   return layout;
 }
 
@@ -83,6 +89,53 @@ Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
   sizes.push_back(layout.grid_rows() / layout.matrices());
   sizes.push_back(layout.grid_cols());
   return scales.view(sizes);
+}
+
+/// The codes of `self` in the image that begins `image_offset` bytes into each row.
+Tensor codes_in_image(const Tensor& self, int64_t image_offset, const char* op) {
+  const QuantizedBuffer& buffer = buffer_of(self);
+  const Layout& layout = buffer.layout;
+  PlainGuard guard;
+  const auto not_a_window = [&](const char* why) {
+    return fmt::format("{}: {} with strides {} is not a window of rows and columns{}", op,
+                       describe(self), self.strides().vec(), why);
+  };
+  // A stride counts elements of the dense virtual buffer: whole rows, or single columns.
+  const int64_t per_byte = 8 / layout.format->code_bits;
+  const auto to_image = [&](int64_t elements, bool is_offset) {
+    if (layout.cols == 0) return int64_t{0};
+    const int64_t column = elements % layout.cols;
+    TORCH_CHECK_VALUE(is_offset || column == 0 || elements == 1, not_a_window(""));
+    TORCH_CHECK_VALUE(!is_offset || column % per_byte == 0, not_a_window(" at whole bytes"));
+    return elements / layout.cols * layout.row_bytes() + ceil_div(column, per_byte);
+  };
+  c10::DimVector sizes(self.sizes()), strides;
+  for (const int64_t stride : self.strides()) strides.push_back(to_image(stride, false));
+  if (per_byte > 1) {
+    TORCH_CHECK_VALUE(self.dim() > 0 && (self.stride(-1) == 1 || self.numel() == 0),
+                      not_a_window(" at whole bytes"));
+    sizes.back() = ceil_div(sizes.back(), per_byte);
+    strides.back() = 1;
+  }
+  const auto image = per_byte > 1 ? buffer.image : buffer.image.view(at::kFloat8_e4m3fn);
+  if (self.numel() == 0) return image.new_empty(sizes);
+  return image.as_strided(sizes, strides, image_offset + to_image(self.storage_offset(), true));
+}
+
+/// The buffer of a quantized tensor, flushed and with the columnwise image that `op` reads.
+const QuantizedBuffer& columnwise_buffer(const Tensor& self, const char* op) {
+  const QuantizedBuffer& buffer = quantized_buffer(self, op);
+  TORCH_CHECK_VALUE(buffer.layout.format->columnwise,
+                    fmt::format("{}: {} has one row image, for rows and columns: qshard::codes and "
+                                "qshard::scale_inv show it",
+                                op, describe(self)));
+  TORCH_CHECK(
+      buffer.layout.has_columnwise(),
+      fmt::format("{}: this {} was gathered in forward, without its columnwise image; use a "
+                  "recipe with gather=\"both\"",
+                  op, describe(self)));
+  require_fresh_image(impl_of(self).buffer(), op);
+  return buffer;
 }
 
 }  // namespace
@@ -145,38 +198,42 @@ std::string format(const Tensor& self) {
 }
 
 Tensor codes(const Tensor& self) {
-  const QuantizedBuffer& buffer = quantized_buffer(self, "qshard::codes");
+  quantized_buffer(self, "qshard::codes").check_has_rowwise_image("qshard::codes");
   require_fresh_image(impl_of(self).buffer(), "qshard::codes");
-  const Layout& layout = buffer.layout;
+  return codes_in_image(self, 0, "qshard::codes");
+}
+
+Tensor columnwise_codes(const Tensor& self) {
+  const Layout& layout = columnwise_buffer(self, "qshard::columnwise_codes").layout;
+  return codes_in_image(self, layout.columnwise_offset(), "qshard::columnwise_codes");
+}
+
+Tensor columnwise_scale_inv(const Tensor& self) {
+  const QuantizedBuffer& buffer = columnwise_buffer(self, "qshard::columnwise_scale_inv");
+  const Layout layout = buffer.layout.columnwise();
+  const int64_t block = layout.format->block_rows;
+  const auto rows = row_window(self);
+  const int64_t first = rows ? std::max<int64_t>(layout.row_offset, 0) + rows->first : -1;
+  TORCH_CHECK_VALUE(rows && self.dim() >= 2 && first % block == 0 && self.size(-2) % block == 0,
+                    fmt::format("qshard::columnwise_scale_inv: {} with strides {} is not a window "
+                                "of whole blocks of {} rows",
+                                describe(self), self.strides().vec(), block));
   PlainGuard guard;
-  const auto not_a_window = [&](const char* why) {
-    return fmt::format("qshard::codes: {} with strides {} is not a window of rows and columns{}",
-                       describe(self), self.strides().vec(), why);
-  };
-  // A stride counts elements of the dense virtual buffer: whole rows, or single columns.
-  const int64_t per_byte = 8 / layout.format->code_bits;
-  const auto to_image = [&](int64_t elements, bool is_offset) {
-    if (layout.cols == 0) return int64_t{0};
-    const int64_t column = elements % layout.cols;
-    TORCH_CHECK_VALUE(is_offset || column == 0 || elements == 1, not_a_window(""));
-    TORCH_CHECK_VALUE(!is_offset || column % per_byte == 0, not_a_window(" at whole bytes"));
-    return elements / layout.cols * layout.row_bytes() + ceil_div(column, per_byte);
-  };
-  c10::DimVector sizes(self.sizes()), strides;
-  for (const int64_t stride : self.strides()) strides.push_back(to_image(stride, false));
-  if (per_byte > 1) {
-    TORCH_CHECK_VALUE(self.dim() > 0 && (self.stride(-1) == 1 || self.numel() == 0),
-                      not_a_window(" at whole bytes"));
-    sizes.back() = ceil_div(sizes.back(), per_byte);
-    strides.back() = 1;
-  }
-  const auto image = per_byte > 1 ? buffer.image : buffer.image.view(at::kFloat8_e4m3fn);
-  if (self.numel() == 0) return image.new_empty(sizes);
-  return image.as_strided(sizes, strides, to_image(self.storage_offset(), true));
+  // Each row of a block holds a slice of its scales; the last slices may be short or empty.
+  const auto slices = buffer.image.narrow(0, rows->first, rows->count)
+                          .narrow(1, buffer.layout.columnwise_offset() + layout.row_scale_offset(),
+                                  layout.row_scale_bytes());
+  c10::DimVector sizes(self.sizes());
+  sizes[sizes.size() - 2] /= block;
+  const auto scales = slices.reshape({rows->count / block, block * layout.row_scale_bytes()})
+                          .narrow(1, 0, layout.cols)
+                          .contiguous();
+  return scales.view(at::kFloat8_e8m0fnu).view(sizes);
 }
 
 Tensor scale_inv(const Tensor& self) {
   const QuantizedBuffer& buffer = quantized_buffer(self, "qshard::scale_inv");
+  buffer.check_has_rowwise_image("qshard::scale_inv");
   require_fresh_image(impl_of(self).buffer(), "qshard::scale_inv");
   const Layout& layout = buffer.layout;
   const auto rows = row_window(self);

@@ -32,6 +32,9 @@ c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self) {
   add("grid", buffer.grid);
   add("pending", buffer.pending);
   add("grid_snapshot", buffer.grid_snapshot);
+  const Layout& layout = buffer.layout;
+  bytes.insert("sent", layout.rows * (layout.format->gathers_by_phase ? layout.image_row_bytes()
+                                                                      : layout.row_bytes()));
   bytes.insert("state", buffer.state.nbytes());
   bytes.insert("storage", static_cast<int64_t>(buffer.storage.nbytes()));
   return bytes;

@@ -20,6 +20,8 @@ TORCH_LIBRARY(qshard, m) {
   m.def("codes(Tensor(a) self) -> Tensor(a)");
   m.def("scale_inv(Tensor(a) self) -> Tensor(a)");
   m.def("tensor_scale_inv(Tensor(a) self) -> Tensor(a)");
+  m.def("columnwise_codes(Tensor(a) self) -> Tensor(a)");
+  m.def("columnwise_scale_inv(Tensor self) -> Tensor");
   m.def("master(Tensor(a) self) -> Tensor(a)?");
   m.def("flush(Tensor[] self) -> ()");
 
@@ -45,11 +47,15 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_keeps_master(Tensor self) -> bool");
 
   // FSDP2 and checkpoints, implemented in fsdp/.
-  m.def("_pre_all_gather(Tensor self, str group) -> (Tensor image, Tensor? grid, int generation)");
   m.def(
-      "_post_all_gather(Tensor self, Tensor image, Tensor? grid, int generation, "
+      "_pre_all_gather(Tensor self, str group) "
+      "-> (Tensor image, Tensor? grid, int generation, int images)");
+  m.def(
+      "_post_all_gather(Tensor self, Tensor image, Tensor? grid, int generation, int images, "
       "ScalarType dtype) -> Tensor");
-  m.def("_refresh_gathered(Tensor unsharded, Tensor image, Tensor? grid, int generation) -> ()");
+  m.def(
+      "_refresh_gathered(Tensor unsharded, Tensor image, Tensor? grid, int generation, int images) "
+      "-> ()");
   m.def("_set_reduction_group(Tensor self, str group) -> ()");
   m.def(
       "_flush_after_step(Tensor[] self, str[] groups, str[] replica_groups, Tensor? found_inf) "
@@ -76,6 +82,8 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("codes", &codes);
   m.impl("scale_inv", &scale_inv);
   m.impl("tensor_scale_inv", &tensor_scale_inv);
+  m.impl("columnwise_codes", &columnwise_codes);
+  m.impl("columnwise_scale_inv", &columnwise_scale_inv);
   m.impl("master", &master);
   m.impl("flush", &flush_op);
 
@@ -92,8 +100,8 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_keeps_master", &keeps_master);
 }
 
-// Shapes for meta and fake tensors. `codes`, `scale_inv` and `master` have theirs in fsdp/fakes.py:
-// the shape of scales under FakeTensor is data-dependent.
+// Shapes for meta and fake tensors. `codes`, `scale_inv`, their siblings and `master` have theirs
+// in fsdp/fakes.py: the shape of scales under FakeTensor is data-dependent.
 TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("quantize", &quantize_meta);
   m.impl("dequantize", &dequantize_meta);
@@ -110,6 +118,8 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   m.impl("codes", &codes_autograd);
   m.impl("scale_inv", &scale_inv_autograd);
   m.impl("tensor_scale_inv", &tensor_scale_inv_autograd);
+  m.impl("columnwise_codes", &columnwise_codes_autograd);
+  m.impl("columnwise_scale_inv", &columnwise_scale_inv_autograd);
   m.impl("master", &master_autograd);
   m.impl("linear", &linear_autograd);
 }

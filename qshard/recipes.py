@@ -80,13 +80,42 @@ class MXFP8BlockScaling:
     transpose needs no second copy (OCP Microscaling Formats v1.0; scales rounded up, so that no
     element overflows). The scales travel with the rows: 1.03125 bytes per element on the wire.
 
+    weight_block: (1, 32) for less error, as TransformerEngine has it: one scale per 1x32 block for
+        forward, and the weight once more in 32x1 blocks for dgrad, twice the bytes. The number of
+        out features must be a multiple of 32.
+    gather: what FSDP2 gathers of (1, 32) weights. "both" copies at every pass: 2.0625 bytes per
+        element. "phase": in forward the one, in backward the other, 1.03125 bytes at each pass.
+        That needs fully_shard(..., reshard_after_forward=True), for the root module too, and no
+        activation checkpointing, which runs forward in backward.
+
     Its GEMM needs Blackwell; elsewhere weights are dequantized for a GEMM in the activations' dtype.
     """
+
+    weight_block: tuple[int, int] = (32, 32)
+    gather: str = "both"
+
+    def __post_init__(self):
+        if self.weight_block not in ((32, 32), (1, 32)):
+            raise ValueError(
+                "MXFP8BlockScaling: weight_block must be (32, 32) or (1, 32), got "
+                f"{self.weight_block!r}"
+            )
+        if self.gather not in ("both", "phase"):
+            raise ValueError(
+                f"MXFP8BlockScaling: gather must be 'both' or 'phase', got {self.gather!r}"
+            )
+        if self.gather == "phase" and self.weight_block != (1, 32):
+            raise ValueError(
+                "MXFP8BlockScaling: gather='phase' needs weight_block=(1, 32); 32x32 blocks serve "
+                "forward and backward with one copy"
+            )
 
     @property
     def format(self) -> str:
         """Name of the weights' format."""
-        return "mxfp8"
+        if self.weight_block == (32, 32):
+            return "mxfp8"
+        return "mxfp8_1x32[phase]" if self.gather == "phase" else "mxfp8_1x32"
 
 
 @dataclass(frozen=True)

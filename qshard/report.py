@@ -63,7 +63,8 @@ def report(model: nn.Module) -> Report:
             image, master, grid, pending = (
                 planes[plane] for plane in ("image", "master", "grid", "pending")
             )
-            format, gathered = ops.format(local), image * ranks if ranks > 1 else 0
+            sent, format = planes["sent"], ops.format(local)
+            gathered = sent * ranks if ranks > 1 else 0
         else:
             image = local.numel() * local.element_size()
             master = grid = pending = 0

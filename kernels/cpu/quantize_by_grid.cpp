@@ -77,7 +77,8 @@ void quantize_by_grid(std::span<const QuantizeTask> tasks) {
   parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
     if (!range.is_live()) return write_zeros(task, range);
-    with_encoder(task, range, [&](const auto& encode) { quantize_rows(task, range, encode); });
+    with_encoder(task, range, task.value_dtype,
+                 [&](const auto& encode) { quantize_rows(task, range, encode); });
   });
 }
 

@@ -48,8 +48,9 @@ inline const uint8_t* value_row(const QuantizeTask& task, int64_t row) {
 
 /// What rows outside the logical tensor hold.
 inline void write_zeros(const QuantizeTask& task, const RowRange& range) {
-  const int64_t row_bytes = task.layout.row_bytes();
-  std::memset(task.image + range.begin * row_bytes, 0, (range.end - range.begin) * row_bytes);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    std::memset(task.image + row * task.layout.row_bytes(), 0, task.layout.image_row_bytes());
+  }
 }
 inline void write_zeros(const DequantizeTask& task, const RowRange& range) {
   const int64_t row_size = task.layout.cols * value_size(task.value_dtype);

@@ -19,10 +19,12 @@ inline at::philox_engine random_words(const QuantizeTask& task, int64_t logical_
 
 /// Calls run(encode) once. encode(values, n, scale, codes) is of RowKernels or what rounds
 /// stochastically in its place: then its calls must walk the range row by row, leaving nothing out.
+/// `value_dtype`: of the values that it is given.
 template <typename Run>
-void with_encoder(const QuantizeTask& task, const RowRange& range, const Run& run) {
+void with_encoder(const QuantizeTask& task, const RowRange& range, DType value_dtype,
+                  const Run& run) {
   const bool fp4 = task.layout.format->code_dtype == DType::kFloat4E2M1;
-  const auto type = static_cast<int>(task.value_dtype);
+  const auto type = static_cast<int>(value_dtype);
   if (task.rounding == nullptr) {
     const RowKernels& kernels = row_kernels();
     run(fp4 ? kernels.encode_fp4[type] : kernels.encode[type]);
