@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "kernels/cuda/batcher.h"
+#include "kernels/cuda/quantize_columnwise.h"
 #include "kernels/cuda/quantize_row_scaled.h"
 #include "kernels/cuda/row_image_kernels.h"
 
@@ -119,6 +120,7 @@ void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
     batcher.add(described, amax_blocks(described));
   });
   compute_amax_row_scaled(tasks, cuda_stream);
+  compute_amax_columnwise(tasks, cuda_stream);
 }
 
 void quantize(std::span<const QuantizeTask> tasks, void* stream) {
@@ -140,6 +142,7 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
         });
   }
   quantize_row_scaled(tasks, cuda_stream);
+  quantize_columnwise(tasks, cuda_stream);
 }
 
 void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
@@ -152,6 +155,7 @@ void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
     batcher.add(described, dequantize_blocks(described));
   });
   dequantize_row_scaled(tasks, cuda_stream);
+  dequantize_columnwise(tasks, cuda_stream);
 }
 
 }  // namespace qshard::cuda

@@ -39,6 +39,7 @@ RowScaledTask describe(const Layout& layout, const Window& window, DType value_d
   task.cols = static_cast<int>(layout.cols);
   task.block_cols = static_cast<int>(layout.block_cols());
   task.row_bytes = static_cast<int>(layout.row_bytes());
+  task.image_row_bytes = static_cast<int>(layout.image_row_bytes());
   task.row_scale_offset = static_cast<int>(layout.row_scale_offset());
   task.matrix_rows = static_cast<int>(layout.matrix_rows);
   task.tile_cols = static_cast<int>(ceil_div(layout.cols * size, kTileRowBytes));
@@ -141,9 +142,8 @@ void launch_by_kind(std::span<const Task> tasks, const Launch& launch, const Add
   std::vector<Kind> kinds;
   for (const Task& task : tasks) {
     const Kind kind = kind_of(task);
-    if (!kind.format->scales_in_grid() && std::ranges::find(kinds, kind) == kinds.end()) {
-      kinds.push_back(kind);
-    }
+    const bool is_ours = !kind.format->scales_in_grid() && !kind.format->scales_in_slices;
+    if (is_ours && std::ranges::find(kinds, kind) == kinds.end()) kinds.push_back(kind);
   }
   for (const Kind& kind : kinds) {
     auto batcher = make_batcher<Batch>(

@@ -37,7 +37,7 @@ __device__ __forceinline__ void write_scales(const RowScaledTask& task, int tile
   store_bytes(image_row + at, scales);
   if (tile_col + 1 < task.tile_cols) return;
 #pragma unroll 1
-  for (at += kSize; at < task.row_bytes; at += kSize) store_bytes(image_row + at, Scales{});
+  for (at += kSize; at < task.image_row_bytes; at += kSize) store_bytes(image_row + at, Scales{});
 }
 
 /// Writes a lane's codes of the tile's rows [first_row, first_row + kRows) with stochastic

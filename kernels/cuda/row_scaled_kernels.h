@@ -21,7 +21,7 @@ constexpr int kTileRowBytes = 512;
 /// One shard, or a window of its rows, as the kernels see it.
 struct RowScaledTask {
   void* values;    // (rows, cols) contiguous
-  uint8_t* image;  // (rows, row_bytes)
+  uint8_t* image;  // row 0; the next one is row_bytes further
   float* amax;     // what ranks agree on: of matrices (NVFP4), then of cut block rows
   float* grid;     // scale_inv of matrices (NVFP4)
   int rows;
@@ -29,6 +29,7 @@ struct RowScaledTask {
   int cols;
   int block_cols;
   int row_bytes;
+  int image_row_bytes;  // fewer where another image follows in each row
   int row_scale_offset;
   int matrix_rows;  // > 0 where live_rows > 0
   int first_matrix;
