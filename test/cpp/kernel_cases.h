@@ -62,6 +62,15 @@ inline const Shape kShapes[] = {
     {600, 40, 512, 256, 0},            // whole, with padding
 };
 
+/// The layout with matrices of so many more rows as its format asks for.
+inline Layout fitted(Layout layout) {
+  if (!layout.format->columnwise) return layout;
+  const int64_t matrices = layout.matrices();
+  layout.matrix_rows = round_up(layout.matrix_rows, layout.format->columnwise->block_rows);
+  layout.logical_rows = matrices * layout.matrix_rows;
+  return layout;
+}
+
 struct Quantized {
   at::Tensor amax;   // float32 (amax_numel,)
   at::Tensor grid;   // float32 (grid_rows, grid_cols)
@@ -117,7 +126,7 @@ inline at::Tensor agree(const std::vector<at::Tensor>& amaxes) {
 }
 
 inline at::Tensor dequantized(const Quantized& q, const Layout& layout, at::ScalarType dtype,
-                              int64_t first_row, int64_t rows) {
+                              int64_t first_row, int64_t rows, bool columnwise = false) {
   at::Tensor values = at::full({rows, layout.cols}, 7, q.image.options().dtype(dtype));
   DequantizeTask task;
   task.layout = layout;
@@ -127,6 +136,7 @@ inline at::Tensor dequantized(const Quantized& q, const Layout& layout, at::Scal
   task.rows = rows;
   task.value_dtype = value_dtype(dtype);
   task.values = values.mutable_data_ptr();
+  task.columnwise = columnwise;
   dequantize({&task, 1}, stream_of(q.image.device()));
   return values;
 }
@@ -147,10 +157,22 @@ inline uint8_t reference_code(float x, float scale) {
   return c10::Float8_e4m3fn(scaled).x;
 }
 
+/// The layout of an image on its own, without those beside it.
+inline Layout alone(Layout layout) {
+  layout.pitch = 0;
+  return layout;
+}
+
 /// Everything a shard must hold, element by element, when it is all there is of its blocks; null
 /// rounds to nearest even.
 inline Quantized reference(const at::Tensor& values, const Layout& layout,
                            const Rounding* rounding = nullptr) {
+  if (layout.has_columnwise()) {
+    Quantized out = reference(values, alone(layout.rowwise()), rounding);
+    const Quantized columnwise = reference(values, alone(layout.columnwise()), rounding);
+    out.image = at::cat({out.image, columnwise.image}, 1);
+    return out;
+  }
   const at::Tensor x = values.cpu().to(at::kFloat).contiguous();
   const float* data = x.const_data_ptr<float>();
   const Format& format = *layout.format;
@@ -210,13 +232,20 @@ inline Quantized reference(const at::Tensor& values, const Layout& layout,
         code = format.code_bits == 8 ? reference_code(value, scale.encode) : reference_e2m1(scaled);
       }
       bytes[col * format.code_bits / 8] |= code << (col * format.code_bits % 8);
-      if (!format.scales_in_grid()) bytes[layout.row_scale_offset() + col / width] = scale.byte;
+      if (format.scales_in_slices) {
+        const int64_t in_block = (layout.row_offset + row) % layout.matrix_rows % format.block_rows;
+        if (col / layout.row_scale_bytes() == in_block) {
+          bytes[layout.row_scale_offset() + col % layout.row_scale_bytes()] = scale.byte;
+        }
+      } else if (!format.scales_in_grid()) {
+        bytes[layout.row_scale_offset() + col / width] = scale.byte;
+      }
     }
   }
   return out;
 }
 
-/// float32 values that an image and its grid stand for.
+/// float32 values that an image and its grid stand for; of two images the rowwise one.
 inline at::Tensor reference_values(const Quantized& q, Layout layout) {
   if (layout.row_offset == Layout::kOpen) layout.row_offset = 0;
   const Format& format = *layout.format;

@@ -36,11 +36,14 @@ TEST(Formats, VariantsAreOneObjectByTheirOptions) {
   EXPECT_EQ(variant.index, delayed.index);
   EXPECT_TRUE(find_format("nvfp4[stochastic]").stochastic_rounding);
   EXPECT_FALSE(find_format("nvfp4").stochastic_rounding);
+  EXPECT_TRUE(find_format("mxfp8_1x32[phase]").gathers_by_phase);
+  EXPECT_FALSE(find_format("mxfp8_1x32").gathers_by_phase);
+  EXPECT_EQ(find_format("mxfp8_1x32[stochastic,phase]").name, "mxfp8_1x32[phase,stochastic]");
 }
 
 TEST(Formats, WrongOptionsAreNamed) {
   for (const char* name :
-       {"nvfp4[]", "nvfp4[", "nvfp4[stochastic", "nvfp4[margin=1]", "mxfp8[e4m3]",
+       {"nvfp4[]", "nvfp4[", "nvfp4[stochastic", "nvfp4[margin=1]", "mxfp8[e4m3]", "mxfp8[phase]",
         "float8_delayed[margin=]", "float8_delayed[margin=-1]", "float8_delayed[history=0]",
         "float8_delayed[history=1x]", "float8_delayed[stochastic,]", "float8_delayed[nearest]",
         "float8_delayed[history=99999999999999999999]"}) {
@@ -85,6 +88,8 @@ INSTANTIATE_TEST_SUITE_P(
                       LayoutCase{"float8_blockwise", 4, 128, 8, 8, 12, 128, 1, 1, 0},
                       LayoutCase{"mxfp8", 64, 129, 300, 300, 250, 160, 0, 0, 50},
                       LayoutCase{"mxfp8", 4, 128, 300, 300, Layout::kOpen, 144, 0, 0, 0},
+                      LayoutCase{"mxfp8_1x32", 64, 129, 320, 320, 250, 320, 0, 0, 64},
+                      LayoutCase{"mxfp8_1x32[phase]", 4, 128, 64, 32, 62, 288, 0, 0, 2},
                       LayoutCase{"nvfp4", 64, 129, 300, 150, 0, 96, 2, 1, 64},
                       LayoutCase{"nvfp4", 8, 0, 8, 8, 0, 0, 1, 0, 8},
                       LayoutCase{"nvfp4", 0, 8, 0, 0, 0, 32, 0, 1, 0}));

@@ -9,12 +9,8 @@ constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 class Quantize : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType>> {
  protected:
   Layout layout_of(const Shape& s) const {
-    return {&find_format(std::get<0>(GetParam())),
-            s.rows,
-            s.cols,
-            s.logical_rows,
-            s.matrix_rows,
-            s.row_offset};
+    return fitted({&find_format(std::get<0>(GetParam())), s.rows, s.cols, s.logical_rows,
+                   s.matrix_rows, s.row_offset});
   }
   at::ScalarType dtype() const { return std::get<1>(GetParam()); }
 
@@ -74,21 +70,23 @@ TEST_P(Quantize, AmaxAroundPowersOfTwo) {
 TEST_P(Quantize, ShardsEqualTheWhole) {
   at::manual_seed(1);
   // Blocks whose scales are not in the grid can be cut in one matrix only.
-  const int64_t matrix_rows = layout_of({}).format->scales_in_grid() ? 350 : 700;
-  const Layout whole = layout_of({700, 150, 700, matrix_rows, 0});
-  const at::Tensor values = random_values(700, 150, dtype());
+  const bool in_grid = layout_of({}).format->scales_in_grid();
+  const int64_t total = layout_of({700, 150, 700, 700, 0}).logical_rows;
+  const int64_t matrix_rows = in_grid ? total / 2 : total;
+  const Layout whole = layout_of({total, 150, total, matrix_rows, 0});
+  const at::Tensor values = random_values(total, 150, dtype());
   const Quantized expected = quantized(values, whole);
   for (const int64_t ranks : {2, 3, 7, 11}) {
-    const int64_t rows = ceil_div(700, ranks);
+    const int64_t rows = ceil_div(total, ranks);
     std::vector<at::Tensor> padded, amaxes;
     std::vector<Layout> layouts;
     std::vector<Cuts> cuts;
     for (int64_t rank = 0; rank < ranks; ++rank) {
       at::Tensor shard = at::full({rows, 150}, 1e6).to(dtype());  // padding must not count
-      const int64_t live = std::min(rows, 700 - rank * rows);
+      const int64_t live = std::min(rows, total - rank * rows);
       shard.narrow(0, 0, live).copy_(values.narrow(0, rank * rows, live));
       padded.push_back(shard);
-      layouts.push_back(layout_of({rows, 150, 700, matrix_rows, rank * rows}));
+      layouts.push_back(layout_of({rows, 150, total, matrix_rows, rank * rows}));
       cuts.push_back(find_cuts(layouts.back(), ranks));
       amaxes.push_back(amax_of(shard, layouts.back(), cuts.back()));
     }
@@ -103,8 +101,9 @@ TEST_P(Quantize, ShardsEqualTheWhole) {
         images.push_back(q.image.cpu());
       }
       const at::Tensor gathered = at::cat(images);
-      EXPECT_TRUE(at::equal(gathered.narrow(0, 0, 700), expected.image));
-      EXPECT_EQ(gathered.narrow(0, 700, gathered.size(0) - 700).count_nonzero().item<int64_t>(), 0);
+      EXPECT_TRUE(at::equal(gathered.narrow(0, 0, total), expected.image));
+      EXPECT_EQ(gathered.narrow(0, total, gathered.size(0) - total).count_nonzero().item<int64_t>(),
+                0);
     }
   }
 }
@@ -159,7 +158,7 @@ INSTANTIATE_TEST_SUITE_P(
     All, Quantize,
     ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
                                          "float8_blockwise", "float8_blockwise_fp32_scale", "mxfp8",
-                                         "nvfp4", "nvfp4_1x16"),
+                                         "mxfp8_1x32", "nvfp4", "nvfp4_1x16"),
                        ::testing::ValuesIn(kDtypes)),
     [](const auto& param) {
       return std::string(std::get<0>(param.param)) + "_" + c10::toString(std::get<1>(param.param));

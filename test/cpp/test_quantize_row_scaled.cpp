@@ -12,7 +12,11 @@ class QuantizeRowScaled : public ::testing::TestWithParam<std::tuple<const char*
  protected:
   const Format& format() const { return find_format(std::get<0>(GetParam())); }
   at::ScalarType dtype() const { return std::get<1>(GetParam()); }
-  Layout whole(int64_t rows, int64_t cols) const { return {&format(), rows, cols, rows, rows, 0}; }
+  Layout whole(int64_t rows, int64_t cols) const {
+    return fitted({&format(), rows, cols, rows, rows, 0});
+  }
+  // The next number of rows that a matrix of this format can have.
+  int64_t fit(int64_t rows) const { return whole(rows, 0).matrix_rows; }
 
   void expect_reference(const at::Tensor& values) const {
     const Layout layout = whole(values.size(0), values.size(1));
@@ -66,7 +70,8 @@ class QuantizeRowScaled : public ::testing::TestWithParam<std::tuple<const char*
 
 TEST_P(QuantizeRowScaled, RowsDoNotDependOnTheRanks) {
   at::manual_seed(0);
-  for (const int64_t rows : {1, 5, 16, 33, 97, 256, 300}) {
+  for (const int64_t some : {1, 5, 16, 33, 97, 256, 300}) {
+    const int64_t rows = fit(some);
     at::Tensor values = random_values(rows, 70, dtype());
     values[rows / 2][3] = kNaN;
     values[rows - 1][69] = -kInf;
@@ -78,19 +83,21 @@ TEST_P(QuantizeRowScaled, RowsDoNotDependOnTheRanks) {
 
 TEST_P(QuantizeRowScaled, RanksOfExpertWeightsHoldWholeMatrices) {
   at::manual_seed(1);
-  const at::Tensor values = random_values(6 * 45, 37, dtype());
+  const int64_t rows = fit(45);
+  const at::Tensor values = random_values(6 * rows, 37, dtype());
   for (const int64_t ranks : {1, 2, 3, 4, 6, 8}) {
-    expect_shards_equal_the_whole(values, 45, 45 * ceil_div(6, ranks), ranks);
+    expect_shards_equal_the_whole(values, rows, rows * ceil_div(6, ranks), ranks);
   }
 }
 
 TEST_P(QuantizeRowScaled, AMatrixHasOnlyItsOwnScales) {
   at::manual_seed(2);
-  const at::Tensor values = random_values(90, 50, dtype());
-  const Quantized together = quantized(values, {&format(), 90, 50, 90, 30, 0});
+  const int64_t rows = fit(30);
+  const at::Tensor values = random_values(3 * rows, 50, dtype());
+  const Quantized together = quantized(values, {&format(), 3 * rows, 50, 3 * rows, rows, 0});
   for (int64_t matrix = 0; matrix < 3; ++matrix) {
-    const Quantized alone = quantized(values.narrow(0, 30 * matrix, 30), whole(30, 50));
-    EXPECT_TRUE(at::equal(together.image.narrow(0, 30 * matrix, 30), alone.image));
+    const Quantized alone = quantized(values.narrow(0, rows * matrix, rows), whole(rows, 50));
+    EXPECT_TRUE(at::equal(together.image.narrow(0, rows * matrix, rows), alone.image));
   }
 }
 
@@ -105,7 +112,7 @@ TEST_P(QuantizeRowScaled, MixedFormatsAtOnce) {
     for (int64_t i = 0; i < 90; ++i) {
       const Format& format = i % 3 ? this->format() : formats()[i % formats().size()];
       const int64_t rows = i * 7 % 150;
-      layouts.push_back({&format, rows, 1 + i * 5 % 290, rows, rows, 0});
+      layouts.push_back(fitted({&format, rows, 1 + i * 5 % 290, rows, rows, 0}));
       values.push_back(random_values(rows, layouts.back().cols, kDtypes[i % 3]).to(device));
       results.push_back(outputs_for(values.back(), layouts.back()));
       tasks.push_back(task_of(values.back(), layouts.back(), {}, results.back()));
@@ -187,7 +194,8 @@ TEST_P(QuantizeRowScaled, TiesOfCodes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, QuantizeRowScaled,
-                         ::testing::Combine(::testing::Values("mxfp8", "nvfp4", "nvfp4_1x16"),
+                         ::testing::Combine(::testing::Values("mxfp8", "mxfp8_1x32", "nvfp4",
+                                                              "nvfp4_1x16"),
                                             ::testing::ValuesIn(kDtypes)),
                          [](const auto& param) {
                            return std::string(std::get<0>(param.param)) + "_" +

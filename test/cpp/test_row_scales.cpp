@@ -219,6 +219,26 @@ TEST(Cuts, AreTheBlockRowsThatSeveralRanksHold) {
   }
 }
 
+TEST(Cuts, OfTwoImagesAreThoseOfTheColumnwiseOne) {
+  const Format& format = find_format("mxfp8_1x32");
+  for (const int64_t ranks : {1, 2, 3, 7, 40}) {
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const int64_t chunk = ceil_div(320, ranks);
+      const Layout layout{&format, chunk, 40, 320, 320, rank * chunk};
+      const Cuts cuts = find_cuts(layout, ranks);
+      const Cuts square =
+          find_cuts({&find_format("mxfp8"), chunk, 40, 320, 320, rank * chunk}, ranks);
+      EXPECT_EQ(cuts.rows, square.rows);
+      EXPECT_EQ(cuts.first, square.first);
+      EXPECT_EQ(cuts.last, square.last);
+      EXPECT_EQ(amax_numel(layout, cuts), cuts.rows * 40);
+      Layout gathered = layout;
+      gathered.images = Images::kRowwise;
+      EXPECT_EQ(find_cuts(gathered, ranks).rows, 0);
+    }
+  }
+}
+
 TEST(Cuts, OpenPlacementsKnowHowManyThereAre) {
   const Layout layout{&find_format("mxfp8"), 10, 40, 100, 100, Layout::kOpen};
   const Cuts cuts = find_cuts(layout, 10);

@@ -109,9 +109,11 @@ class StochasticRows : public ::testing::TestWithParam<std::tuple<const char*, a
   const Format& format() const { return find_format(std::get<0>(GetParam())); }
   at::ScalarType dtype() const { return std::get<1>(GetParam()); }
   Layout layout_of(const Shape& s) const {
-    return {&format(), s.rows, s.cols, s.logical_rows, s.matrix_rows, s.row_offset};
+    return fitted({&format(), s.rows, s.cols, s.logical_rows, s.matrix_rows, s.row_offset});
   }
-  Layout whole(int64_t rows, int64_t cols) const { return {&format(), rows, cols, rows, rows, 0}; }
+  Layout whole(int64_t rows, int64_t cols) const {
+    return fitted({&format(), rows, cols, rows, rows, 0});
+  }
 
   // Compares everything; `values` are on the CPU.
   void check(const at::Tensor& values, const Layout& layout, const Rounding& rounding) const {
@@ -187,12 +189,13 @@ TEST_P(StochasticRows, RaggedRowsAndUnalignedValues) {
 TEST_P(StochasticRows, ShardsEqualTheWhole) {
   at::manual_seed(2);
   const Rounding other{5, 0, 1};
-  const at::Tensor values = random_values(300, 150, dtype());
-  const Quantized expected = reference(values, whole(300, 150), &kRounding);
+  const int64_t rows = whole(300, 150).matrix_rows;
+  const at::Tensor values = random_values(rows, 150, dtype());
+  const Quantized expected = reference(values, whole(rows, 150), &kRounding);
   const at::Tensor more = random_values(40, 33, dtype());
   for (const int64_t ranks : {1, 2, 7, 40}) {
     for (const at::Device device : devices()) {
-      const int64_t chunk = ceil_div(300, ranks);
+      const int64_t chunk = ceil_div(rows, ranks);
       const at::Tensor key = words_of(kRounding, device), other_key = words_of(other, device);
       std::vector<at::Tensor> shards, amaxes;
       std::vector<Quantized> results;
@@ -206,10 +209,10 @@ TEST_P(StochasticRows, ShardsEqualTheWhole) {
       };
       for (int64_t rank = 0; rank < ranks; ++rank) {
         at::Tensor shard = at::full({chunk, 150}, 1e6).to(dtype());  // padding must not count
-        const int64_t first = std::min<int64_t>(300, rank * chunk);
-        const int64_t live = std::min(chunk, 300 - first);
+        const int64_t first = std::min<int64_t>(rows, rank * chunk);
+        const int64_t live = std::min(chunk, rows - first);
         shard.narrow(0, 0, live).copy_(values.narrow(0, first, live));
-        const Layout layout{&format(), chunk, 150, 300, 300, rank * chunk};
+        const Layout layout{&format(), chunk, 150, rows, rows, rank * chunk};
         add(shard, layout, find_cuts(layout, ranks), key.const_data_ptr<int32_t>());
         amaxes.push_back(results.back().amax);
       }
@@ -223,8 +226,9 @@ TEST_P(StochasticRows, ShardsEqualTheWhole) {
       std::vector<at::Tensor> images;
       for (int64_t rank = 0; rank < ranks; ++rank) images.push_back(results[rank].image.cpu());
       const at::Tensor gathered = at::cat(images);
-      EXPECT_TRUE(at::equal(gathered.narrow(0, 0, 300), expected.image)) << ranks << device;
-      EXPECT_EQ(gathered.narrow(0, 300, gathered.size(0) - 300).count_nonzero().item<int64_t>(), 0);
+      EXPECT_TRUE(at::equal(gathered.narrow(0, 0, rows), expected.image)) << ranks << device;
+      EXPECT_EQ(gathered.narrow(0, rows, gathered.size(0) - rows).count_nonzero().item<int64_t>(),
+                0);
       const Quantized nearest = reference(more, whole(40, 33));
       EXPECT_TRUE(at::equal(results[ranks].image.cpu(), nearest.image)) << device;
       const Quantized last = reference(more, whole(40, 33), &other);
@@ -238,7 +242,7 @@ TEST_P(StochasticRows, FarDownALargeTensor) {
   at::manual_seed(3);
   for (const int64_t cols : {65540, 65537}) {
     const int64_t offset = (1 << 18) + 128;
-    const Layout far{&format(), 3, cols, offset + 3, offset + 3, offset};
+    const Layout far = fitted({&format(), 3, cols, offset + 3, offset + 3, offset});
     const Layout near = whole(3, cols);  // begins with a block, too
     const at::Tensor values = random_values(3, cols, dtype());
     Rounding shifted = kRounding;
@@ -320,7 +324,7 @@ INSTANTIATE_TEST_SUITE_P(
     All, StochasticRows,
     ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
                                          "float8_blockwise", "float8_blockwise_fp32_scale", "mxfp8",
-                                         "nvfp4", "nvfp4_1x16"),
+                                         "mxfp8_1x32", "nvfp4", "nvfp4_1x16"),
                        ::testing::ValuesIn(kDtypes)),
     [](const auto& param) {
       return std::string(std::get<0>(param.param)) + "_" + c10::toString(std::get<1>(param.param));

@@ -22,6 +22,8 @@ class Format:
     grad_dtype: torch.dtype = torch.float8_e4m3fn
     row_scale: torch.dtype | None = None  # of a block's scale in its rows; None: it is in the grid
     tensor_scale: bool = False  # whether one fp32 scale of the matrix is above those of its blocks
+    sliced: bool = False  # the rows of a block each hold a slice of its scales, not all of them
+    columnwise: "Format | None" = None  # of a second image that follows in each row, for dgrad
 
     @property
     def code_bits(self) -> int:
@@ -38,6 +40,15 @@ FORMATS = {
         Format("float8_blockwise", (128, 128), True),
         Format("float8_blockwise_fp32_scale", (128, 128), False),
         Format("mxfp8", (32, 32), True, row_scale=torch.float8_e8m0fnu),
+        Format(
+            "mxfp8_1x32",
+            (1, 32),
+            True,
+            row_scale=torch.float8_e8m0fnu,
+            columnwise=Format(
+                "mxfp8_32x1", (32, 1), True, row_scale=torch.float8_e8m0fnu, sliced=True
+            ),
+        ),
         *(
             Format(
                 name,

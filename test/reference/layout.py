@@ -1,6 +1,6 @@
 """Where the bytes of a shard lie; mirrors kernels/layout.h and kernels/cuts.h."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,9 +39,27 @@ class Layout:
         return round_up(self.code_bytes, 16)
 
     @property
+    def row_scale_bytes(self) -> int:
+        if not self.format.row_scale:
+            return 0
+        blocks = self.block_shape[1]
+        return ceil_div(blocks, self.block[0]) if self.format.sliced else blocks
+
+    @property
+    def image_row_bytes(self) -> int:
+        return round_up(self.row_scale_offset + self.row_scale_bytes, 16)
+
+    @property
     def row_bytes(self) -> int:
-        scale_bytes = self.block_shape[1] if self.format.row_scale else 0
-        return round_up(self.row_scale_offset + scale_bytes, 16)
+        return self.image_row_bytes * (2 if self.format.columnwise else 1)
+
+    @property
+    def rowwise(self) -> "Layout":
+        return replace(self, format=replace(self.format, columnwise=None))
+
+    @property
+    def columnwise(self) -> "Layout":
+        return replace(self, format=self.format.columnwise)
 
     # Blocks: of each matrix of the logical tensor, from its row 0 on.
 
@@ -91,6 +109,8 @@ class Layout:
 
         That is among whole matrices in a tensor of several. Scales in the grid need no such list.
         """
+        if self.format.columnwise:
+            return self.columnwise.cut_block_rows(ranks)
         if not self.format.row_scale or self.matrices != 1 or self.cols == 0:
             return []
         holders: dict[int, set[int]] = {}

@@ -26,6 +26,8 @@ def amax_table(values: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def compute_amax(values: torch.Tensor, layout: Layout, ranks: int = 1) -> torch.Tensor:
     """This shard's part of what `ranks` ranks agree on: amaxes of the grid, then of cut blocks."""
+    if layout.format.columnwise:  # nothing cuts blocks of one row
+        return compute_amax(values, layout.columnwise, ranks)
     table = amax_table(values, layout)
     if not layout.format.row_scale:
         return table.flatten()
@@ -61,6 +63,10 @@ def quantize(
     format = layout.format
     if amax is None:
         amax = compute_amax(values, layout, ranks)
+    if format.columnwise:
+        rowwise, grid = quantize(values, layout.rowwise, amax[:0], ranks, rounding)
+        columnwise, _ = quantize(values, layout.columnwise, amax, ranks, rounding)
+        return torch.cat([rowwise, columnwise], 1), grid
     grid_numel = layout.grid_shape[0] * layout.grid_shape[1]
     grid_amax = amax.flatten()[:grid_numel].view(layout.grid_shape)
     if format.row_scale:
@@ -95,8 +101,34 @@ def quantize(
     image[: layout.live_rows, : layout.code_bytes] = codes
     if format.row_scale:
         first = layout.row_scale_offset
-        image[: layout.live_rows, first : first + layout.block_shape[1]] = scale_bytes[rows]
+        image[: layout.live_rows, first : first + layout.row_scale_bytes] = (
+            slices_of(scale_bytes, layout) if format.sliced else scale_bytes[rows]
+        )
     return image, grid
+
+
+def slices_of(scale_bytes: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The part of their blocks' scale bytes that each live row holds; zeros where there are no more."""
+    rows_per_block, width = layout.block[0], layout.row_scale_bytes
+    missing = rows_per_block * width - scale_bytes.shape[1]
+    padded = torch.nn.functional.pad(scale_bytes, (0, missing))
+    first = layout.row_offset
+    return padded.view(len(padded) * rows_per_block, width)[first : first + layout.live_rows]
+
+
+def unsliced(slices: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The reverse, of whole blocks: all scale bytes of its block for each row."""
+    rows_per_block = layout.block[0]
+    blocks, bytes_per_block = len(slices) // rows_per_block, rows_per_block * layout.row_scale_bytes
+    whole = slices.reshape(blocks, bytes_per_block)[:, : layout.cols]
+    return whole.repeat_interleave(rows_per_block, dim=0)
+
+
+def dequantize_columnwise(image: torch.Tensor, layout: Layout, dtype: torch.dtype):
+    """Values of the columnwise image of a whole tensor."""
+    return dequantize(
+        image[:, layout.image_row_bytes :], torch.zeros(0, 0), layout.columnwise, dtype
+    )
 
 
 def dequantize(image: torch.Tensor, grid: torch.Tensor, layout: Layout, dtype: torch.dtype):
@@ -106,7 +138,9 @@ def dequantize(image: torch.Tensor, grid: torch.Tensor, layout: Layout, dtype: t
     format = layout.format
     rows, cols = layout.block_indices()
     live = image[: layout.live_rows]
-    scale_bytes = live[:, layout.row_scale_offset :][:, : layout.block_shape[1]]
+    scale_bytes = live[:, layout.row_scale_offset :][:, : layout.row_scale_bytes]
+    if format.sliced:
+        scale_bytes = unsliced(scale_bytes, layout)
     if not format.row_scale:
         scale_inv = grid[rows]
     elif not format.tensor_scale:
