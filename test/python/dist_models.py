@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh
-from helpers import quantized_alike
+from helpers import fit, has_two_images, quantized_alike, shown_to_dgrad
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,21 +23,22 @@ RECIPES = {
         qshard.DelayedScaling(amax_history_len=3),  # fewer than the steps of a test
         qshard.Float8BlockScaling(),
         qshard.MXFP8BlockScaling(),
+        qshard.MXFP8BlockScaling(weight_block=(1, 32)),
+        qshard.MXFP8BlockScaling(weight_block=(1, 32), gather="phase"),
         qshard.NVFP4BlockScaling(),
         qshard.NVFP4BlockScaling(disable_2d_quantization=True),
     )
 }
-FORMATS = tuple(RECIPES)
+FORMATS = tuple(format for format in RECIPES if format != "mxfp8_1x32[phase]")
 DELAYED = "float8_delayed[history=3]"
-# Models of several formats at once; every format gets a wide and a tall weight. What tests one of
-# these tests all formats, at the price of one.
+# Models of several formats at once; each format is in one of them at least.
 MIXES = {
     "mix-1": {
         "blocks.0.up": "float8_tensorwise",
-        "blocks.0.down": "float8_blockwise",
-        "blocks.1.up": "mxfp8",
+        "blocks.0.down": DELAYED,
+        "blocks.1.up": "mxfp8_1x32",
         "blocks.1.down": "nvfp4",
-        "head": DELAYED,
+        "head": "mxfp8",
     },
     "mix-2": {
         "blocks.0.up": "nvfp4",
@@ -73,9 +74,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, rows=257, linear=nn.Linear, recompute=None):
+    """`format`: the rows of `up` are rounded up to what it can have."""
+
+    def __init__(self, rows=257, linear=nn.Linear, recompute=None, format=None):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(rows, linear, recompute) for _ in range(2))
+        fitted = [fit(format_of(format, f"blocks.{i}.up") if format else "", rows) for i in range(2)]
+        self.blocks = nn.ModuleList(Block(n, linear, recompute) for n in fitted)
         self.head = linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x):
@@ -86,12 +90,16 @@ class Model(nn.Module):
 
 def format_of(format, name):
     """The format of a module or weight in a model of one format or a mix."""
-    return MIXES[format][name.removesuffix(".weight")] if format in MIXES else format
+    module = name.removesuffix(".weight")
+    if has_two_images(format) and not module.endswith("up"):
+        return "mxfp8"  # WIDTH rows do not fit
+    return MIXES[format][module] if format in MIXES else format
 
 
 def quantize_model(model, format, **kwargs):
     """qshard.quantize_ with one format or a mix."""
-    for fmt in sorted(set(MIXES.get(format, {"": format}).values())):
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for fmt in sorted({format_of(format, name) for name in linears}):
         chosen = lambda _, name, fmt=fmt: format_of(format, name) == fmt  # noqa: E731
         qshard.quantize_(model, RECIPES[fmt], filter_fn=chosen, **kwargs)
     return model
@@ -108,7 +116,7 @@ def shard(model, mesh=None, **kwargs):
 def build(format, *, rows=257, keep_master=True, recompute=None, prepare=None, **kwargs):
     """A quantized, sharded Model; `prepare(model)` runs in between."""
     torch.manual_seed(0)
-    model = Model(rows, recompute=recompute).to(device())
+    model = Model(rows, recompute=recompute, format=format).to(device())
     quantize_model(model, format, keep_master=keep_master)
     if prepare:
         prepare(model)
@@ -149,6 +157,26 @@ def flush_step(weights):
     ops._flush_after_step(weights, none, none, None)
 
 
+class LinearOfTwoValues(torch.autograd.Function):
+    """linear by one weight, with dgrad by another."""
+
+    @staticmethod
+    def forward(ctx, x, weight, dgrad_weight, bias):
+        ctx.save_for_backward(x, dgrad_weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, dgrad_weight = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
+        return (
+            grad @ dgrad_weight if needs_x else None,
+            grad.t() @ x if needs_weight else None,
+            None,
+            grad.sum(0) if needs_bias else None,
+        )
+
+
 def plain_linear(format):
     """nn.Linear with a plain weight and the arithmetic of a quantized one on CPU: what stock FSDP2
     does with it is the oracle for what ours must do."""
@@ -158,7 +186,11 @@ def plain_linear(format):
 
         def forward(self, x):
             self.shadow = self.shadow or Shadow(format)
-            return F.linear(x, self.shadow(self.weight).to(x.dtype), self.bias)
+            weight = self.shadow(self.weight).to(x.dtype)
+            if has_two_images(format):
+                dgrad_weight = shown_to_dgrad(self.shadow.quantized).to(x.dtype)
+                return LinearOfTwoValues.apply(x, weight, dgrad_weight, self.bias)
+            return F.linear(x, weight, self.bias)
 
     return PlainLinear
 
@@ -174,7 +206,7 @@ def make_plain(model, format):
 def build_oracle(format, *, rows=257, recompute=None, prepare=None, **kwargs):
     """As build(), with plain fp32 parameters only."""
     torch.manual_seed(0)
-    model = make_plain(Model(rows, recompute=recompute), format).to(device())
+    model = make_plain(Model(rows, recompute=recompute, format=format), format).to(device())
     if prepare:
         prepare(model)
     return shard(model, **kwargs)
@@ -258,7 +290,7 @@ def grid(weight):
     """The scales that span rows, which are not in the image."""
     weight = weight.detach()
     match ops.format(weight):
-        case "mxfp8":
+        case "mxfp8" | "mxfp8_1x32":
             return torch.empty(0)
         case "nvfp4" | "nvfp4_1x16":
             return ops.tensor_scale_inv(weight)

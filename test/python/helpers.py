@@ -8,11 +8,13 @@ FORMATS = (
     "float8_delayed",
     "float8_blockwise",
     "mxfp8",
+    "mxfp8_1x32",
     "nvfp4",
     "nvfp4_1x16",
 )
-# Columns of a block, and rows too but for nvfp4_1x16.
-BLOCK = {"float8_blockwise": 128, "mxfp8": 32, "nvfp4": 16, "nvfp4_1x16": 16}
+# Columns of a block, and rows too but for those of one row.
+BLOCK = {"float8_blockwise": 128, "mxfp8": 32, "mxfp8_1x32": 32, "nvfp4": 16, "nvfp4_1x16": 16}
+ONE_ROW = ("mxfp8_1x32", "nvfp4_1x16")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -25,6 +27,15 @@ def ceil_div(a, b):
 
 def round_up(a, b):
     return ceil_div(a, b) * b
+
+
+def has_two_images(fmt):
+    return fmt.startswith("mxfp8_1x32")
+
+
+def fit(fmt, rows):
+    """The rows of a matrix, rounded up to what the format can have."""
+    return round_up(rows, 32) if has_two_images(fmt) else rows
 
 
 def has_row_scales(fmt):
@@ -44,13 +55,15 @@ def scale_shape(fmt, rows, cols):
 
 
 def row_bytes(fmt, cols):
+    if has_two_images(fmt):
+        return 2 * row_bytes("mxfp8", cols)
     scales = ceil_div(cols, BLOCK[fmt]) if has_row_scales(fmt) else 0
     return round_up(round_up(code_cols(fmt, cols), 16) + scales, 16)
 
 
 def grid_bytes(fmt, rows, cols):
     """The replicated scales of one matrix."""
-    if fmt == "mxfp8":
+    if fmt.startswith("mxfp8"):
         return 0
     return 4 * ceil_div(rows, 128) * ceil_div(cols, 128) if fmt == "float8_blockwise" else 4
 
@@ -69,6 +82,14 @@ def shown(q):
     if fmt == "float8_blockwise":
         scales = scales.repeat_interleave(BLOCK[fmt], 0)[:rows]
     return values * scales
+
+
+def shown_to_dgrad(q):
+    """The values that dgrad multiplies by, in fp32: those of the columnwise image, if there is one."""
+    if not has_two_images(ops.format(q)):
+        return ops.dequantize(q, dtype=torch.float32)
+    scales = ops.columnwise_scale_inv(q).float().repeat_interleave(32, -2)
+    return torch.where(scales.isnan(), scales, ops.columnwise_codes(q).float() * scales)
 
 
 # --------------------------------------------------------------------------------- values
@@ -117,8 +138,8 @@ def state(q):
     """All that an error must leave alone: geometry, and the bytes of every plane. Not whether a flush
     is due: after an error within a list of tensors nobody knows which were written."""
     q = q.detach()
-    data, pending, (*layout, _dirty), fmt, state = ops._pack(q)
-    geometry = (tuple(q.shape), q.stride(), q.storage_offset(), q.dtype, layout, fmt)
+    data, pending, (*layout, _dirty, images), fmt, state = ops._pack(q)
+    geometry = (tuple(q.shape), q.stride(), q.storage_offset(), q.dtype, layout, images, fmt)
     return geometry, data, torch.empty(0) if pending is None else pending, *state
 
 

@@ -247,7 +247,7 @@ PLAIN_READER = """
 
 def save_for_plain_reader(folder, format, keep_master, rows, dtype):
     torch.manual_seed(0)
-    model = Model(rows).to(device(), dtype)
+    model = Model(rows, format=format).to(device(), dtype)
     shard(quantize_model(model, format, keep_master=keep_master))
     with torch.no_grad():
         for param in model.parameters():
@@ -319,7 +319,7 @@ def run_broadcast(format, keep_master, rows, meta):
         assert dist.get_world_size() == 1 or not any(map(ops.is_quantized, full.values()))
 
     with torch.device("meta" if meta else device()):
-        other = Model(rows)
+        other = Model(rows, format=format)
     shard(quantize_model(other, format, keep_master=keep_master))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full, options=options)

@@ -14,7 +14,9 @@ from helpers import (
     FORMATS,
     assert_same,
     bits,
+    fit,
     has_row_scales,
+    has_two_images,
     is_quantized,
     ops,
     quantized_alike,
@@ -81,8 +83,8 @@ SOURCES = {
 
 def quantized_like(target, fmt, keep_master, extra_rows=0, dtype=torch.float32):
     shape = target.shape if target.dim() > 1 else (2, *target.shape)
-    full = weight(shape[0] + extra_rows, *shape[1:], seed=2, dtype=dtype)
-    q = ops.quantize(full, fmt, keep_master=keep_master)[extra_rows:]
+    full = weight(fit(fmt, shape[0] + extra_rows), *shape[1:], seed=2, dtype=dtype)
+    q = ops.quantize(full, fmt, keep_master=keep_master)[extra_rows : extra_rows + shape[0]]
     return q if target.dim() > 1 else q[1]
 
 
@@ -90,7 +92,7 @@ def quantized_like(target, fmt, keep_master, extra_rows=0, dtype=torch.float32):
 @pytest.mark.parametrize("window", WINDOWS)
 def test_copy_into_quantized(window, source):
     for fmt, keep_master in itertools.product(FORMATS, (False, True)):
-        q = ops.quantize(weight(ROWS, COLS), fmt, keep_master=keep_master)
+        q = ops.quantize(weight(fit(fmt, ROWS), COLS), fmt, keep_master=keep_master)
         twin = value(q)
         target, twin_target = WINDOWS[window](q), WINDOWS[window](twin)
         src = SOURCES[source](twin_target)
@@ -118,8 +120,9 @@ def test_copy_into_plain(keep_master, window):
 @formats
 def test_copy_between_row_windows_of_one_logical_tensor(fmt):
     """What FSDP2 does: chunk, new_zeros(padded), narrow, copy_. Codes move as bytes."""
-    whole = ops.quantize(weight(301, 200), fmt)
-    for first, rows in ((0, 76), (228, 73), (301, 0)):
+    size = fit(fmt, 301)
+    whole = ops.quantize(weight(size, 200), fmt)
+    for first, rows in ((0, 76), (size - 73, 73), (size, 0)):
         chunk = whole[first : first + rows]
         shard = chunk.new_zeros(76, 200)
         shard.narrow(0, 0, rows).copy_(chunk)
@@ -146,31 +149,35 @@ def test_rows_of_another_generation_never_leave_a_block_with_two_scales():
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if has_row_scales(f)])
 def test_rows_copied_among_zeros_share_the_scales_of_their_blocks(fmt):
     """Zero rows of a new tensor have no scale yet, whatever that of the template's rows is."""
-    source = ops.quantize(weight(100, 80), fmt)
-    new = source.new_zeros(100, 80)
+    size = fit(fmt, 100)
+    source = ops.quantize(weight(size, 80), fmt)
+    new = source.new_zeros(size, 80)
     new[35:45].copy_(source[35:45])
-    expected = torch.zeros(100, 80)
+    expected = torch.zeros(size, 80)
     expected[35:45] = value(source)[35:45]
     whole = ops.quantize(expected, fmt)
     assert torch.equal(bits(ops.scale_inv(new)), bits(ops.scale_inv(whole)))
     assert torch.equal(bits(ops.codes(new)), bits(ops.codes(whole)))
+    if has_two_images(fmt):
+        for plane in (ops.columnwise_codes, ops.columnwise_scale_inv):
+            assert torch.equal(bits(plane(new)), bits(plane(whole)))
 
 
 @formats
 def test_random_programs_of_copies_writes_and_flushes(fmt):
     """Four tensors of one shape, with and without master, and plain twins of them."""
-    rng = random.Random(fmt)
+    rng, size = random.Random(fmt), fit(fmt, ROWS)
     for program in range(25):
         tensors = [
-            ops.quantize(weight(ROWS, COLS, seed=i), fmt, keep_master=i % 2 == 0) for i in range(3)
+            ops.quantize(weight(size, COLS, seed=i), fmt, keep_master=i % 2 == 0) for i in range(3)
         ]
-        tensors.append(tensors[0].new_zeros(ROWS, COLS).copy_(tensors[1]))
+        tensors.append(tensors[0].new_zeros(size, COLS).copy_(tensors[1]))
         twins = [value(t) for t in tensors]
         trace = []
         for _ in range(12):
             a, b = rng.randrange(4), rng.randrange(4)
             first = rng.choice((0, 0, 60, 128))
-            rows = rng.choice((ROWS - first, 10))
+            rows = rng.choice((size - first, 10))
             factor = rng.choice((0.5, 3.0, 2.0**9))
             step = rng.choice(("write", "copy", "copy rows", "flush", "clone", "move rows"))
             trace.append((step, a, b, first, rows, factor))
@@ -209,7 +216,7 @@ def test_random_programs_of_copies_writes_and_flushes(fmt):
 @formats
 @keep_or_not
 def test_clone_keeps_everything_but_storage(fmt, keep_master):
-    q = ops.quantize(weight(ROWS, COLS), fmt, keep_master=keep_master)
+    q = ops.quantize(weight(fit(fmt, ROWS), COLS), fmt, keep_master=keep_master)
     q.mul_(1.1)
     copied = q.clone()
     assert is_quantized(copied) and copied.dtype == q.dtype
@@ -227,7 +234,7 @@ def test_clone_keeps_everything_but_storage(fmt, keep_master):
 @keep_or_not
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrower_dtypes_move_nominal_and_master_together(fmt, keep_master, dtype):
-    values = weight(ROWS, COLS)
+    values = weight(fit(fmt, ROWS), COLS)
     q = ops.quantize(values, fmt, keep_master=keep_master)
     method = {torch.bfloat16: "bfloat16", torch.float16: "half"}[dtype]
     for narrow in (q.to(dtype), getattr(q, method)()):
@@ -244,7 +251,7 @@ def test_narrower_dtypes_move_nominal_and_master_together(fmt, keep_master, dtyp
 
 @formats
 def test_wider_dtypes_are_plain(fmt):
-    q = ops.quantize(weight(20, 32, dtype=torch.bfloat16), fmt)
+    q = ops.quantize(weight(fit(fmt, 20), 32, dtype=torch.bfloat16), fmt)
     for wide, dtype in (
         (q.float(), torch.float32),
         (q.double(), torch.float64),
@@ -279,7 +286,7 @@ def test_to_meta_keeps_the_kind():
 def test_cat_stack_and_mixed_lists():
     c = weight(5, 32, seed=5)
     for formats in itertools.pairwise(FORMATS):
-        a, b = (ops.quantize(weight(30, 32, seed=i), f) for i, f in enumerate(formats))
+        a, b = (ops.quantize(weight(32, 32, seed=i), f) for i, f in enumerate(formats))
         assert_same(torch.cat([a, b, c]), torch.cat([value(a), value(b), c]))
         assert_same(torch.cat([a[:, :3], b], 1), torch.cat([value(a)[:, :3], value(b)], 1))
         assert_same(torch.stack([a, b]), torch.stack([value(a), value(b)]))

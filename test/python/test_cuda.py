@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FORMATS, has_row_scales
+from helpers import FORMATS, fit, has_row_scales, has_two_images, shown_to_dgrad
 from reference.activations import expand_1x128, quantize_1x128, quantize_tensorwise
 
 import qshard
@@ -20,28 +20,38 @@ RECIPES = (*FP8_RECIPES, qshard.MXFP8BlockScaling(), qshard.NVFP4BlockScaling())
 
 
 def codes_of(q):
-    return ops.codes(q.detach()).view(torch.uint8).cpu()
+    codes = ops.codes(q.detach()).view(torch.uint8).cpu()
+    if not has_two_images(ops.format(q)):
+        return codes
+    return torch.cat([codes, ops.columnwise_codes(q.detach()).view(torch.uint8).cpu()], 1)
+
+
+def scales_of(q):
+    scales = [ops.scale_inv(q)]
+    if has_two_images(ops.format(q)):
+        scales.append(ops.columnwise_scale_inv(q))
+    return torch.cat([s.cpu().contiguous().view(torch.uint8).flatten() for s in scales])
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("keep_master", [False, True])
 def test_updates_on_cuda_equal_updates_on_cpu(format, keep_master):
     """The same optimizer arithmetic by hand, so that only qshard's kernels are compared."""
-    w = torch.randn(300, 200)
+    rows = fit(format, 300)
+    w = torch.randn(rows, 200)
     qs = [ops.quantize(w.to(device), format, keep_master=keep_master) for device in ("cpu", "cuda")]
     for step in range(3):
-        delta = torch.randn(300, 200) * 2.0**-7
+        delta = torch.randn(rows, 200) * 2.0**-7
         for q in qs:
             q.add_(delta.to(q.device))
             ops.flush([q])
         assert torch.equal(codes_of(qs[0]), codes_of(qs[1])), step
-        scales = [ops.scale_inv(q).cpu().contiguous().view(torch.uint8) for q in qs]
-        assert torch.equal(*scales)
+        assert torch.equal(scales_of(qs[0]), scales_of(qs[1])), step
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_moves_between_devices_keep_the_bits(format):
-    w = torch.randn(130, 72)
+    w = torch.randn(fit(format, 130), 72)
     q = ops.quantize(w, format, keep_master=True)
     there = q.cuda()
     back = there.cpu()
@@ -136,9 +146,13 @@ def test_shape_without_fp8_gemm_says_so():
 
 @pytest.mark.parametrize("format", [f for f in FORMATS if has_row_scales(f)])
 def test_formats_of_blackwell_multiply_dequantized_weights(format):
-    w = torch.nn.Parameter(ops.quantize(torch.randn(48, 64, device="cuda"), format))
-    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
-    torch.testing.assert_close(F.linear(x, w), F.linear(x, ops.dequantize(w).bfloat16()))
+    w = torch.nn.Parameter(ops.quantize(torch.randn(64, 80, device="cuda"), format))
+    x = torch.randn(8, 80, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = F.linear(x, w)
+    torch.testing.assert_close(y, F.linear(x, ops.dequantize(w).bfloat16()))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ shown_to_dgrad(w.detach()).bfloat16())
     assert f"{format} forward: dequantized GEMM" in qshard.backend_report()
     assert "need compute capability 10.0 (Blackwell)" in qshard.backend_report()
 

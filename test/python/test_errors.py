@@ -29,6 +29,10 @@ def unpack(fields, size=64, format=FORMAT):
     return ops._unpack(data, None, fields, format, [4, 8], [8, 1], 0, torch.float32, [])
 
 
+def two_images(rows=64):
+    return ops.quantize(torch.randn(rows, 48), "mxfp8_1x32")
+
+
 X = torch.randn(4, 48)
 
 # name: (call on a quantized 200 x 48 tensor, fragment of the error)
@@ -135,6 +139,22 @@ CALLS = {
     "codes plain": (lambda q: ops.codes(X), "expected a quantized tensor"),
     "codes of odd view": (lambda q: ops.codes(q[:, ::2]), "not a window of rows"),
     "scale_inv of columns": (lambda q: ops.scale_inv(q[:, 3:9]), "not a window of whole rows"),
+    "columnwise_codes plain": (lambda q: ops.columnwise_codes(X), "expected a quantized tensor"),
+    "columnwise_codes": (lambda q: ops.columnwise_codes(q), "has one row image"),
+    "columnwise_scale_inv": (lambda q: ops.columnwise_scale_inv(q), "has one row image"),
+    "columnwise_scale_inv of part of a block": (
+        lambda q: ops.columnwise_scale_inv(two_images()[3:35]),
+        "whole blocks of 32 rows",
+    ),
+    "quantize rows of part of a block": (
+        lambda q: ops.quantize(torch.randn(40, 48), "mxfp8_1x32"),
+        "mxfp8_1x32 needs matrices of a multiple of 32 rows, got 40.*MXFP8BlockScaling",
+    ),
+    "write of part of a block": (
+        lambda q: two_images().new_zeros(5, 48).fill_(1),
+        "5 rows of plain values cannot be written",
+    ),
+    "phase of one image": (lambda q: ops.quantize(X, "mxfp8[phase]"), "has no option 'phase'"),
     "format plain": (lambda q: ops.format(X), "expected a quantized tensor"),
     "master plain": (lambda q: ops.master(X), "expected a quantized tensor"),
     "flush plain": (lambda q: ops.flush([X]), "expected a quantized tensor"),
@@ -182,6 +202,10 @@ CALLS = {
     "pickle of a wrong placement": (
         lambda q: unpack([4, 8, 4, 3, 9, 0, 0]),
         "impossible placement",
+    ),
+    "pickle of another image": (
+        lambda q: unpack([4, 8, 4, 4, 0, 0, 0, 1]),
+        "row images that its format does not have",
     ),
     "pickle of impossible rows": (
         lambda q: unpack([2**62, 8, 4, 4, 0, 0, 0]),
@@ -267,8 +291,8 @@ def test_unpickling_garbage_is_an_error_not_a_crash():
 
 def test_a_freed_gathered_tensor_is_an_error_not_a_crash():
     q = make()
-    image, grid, generation = ops._pre_all_gather(q, "")
-    gathered = ops._post_all_gather(q, image.clone(), grid, generation, torch.bfloat16)
+    image, *metadata = ops._pre_all_gather(q, "")
+    gathered = ops._post_all_gather(q, image.clone(), *metadata, torch.bfloat16)
     gathered.untyped_storage().resize_(0)
     for call in (
         lambda: gathered + 1,

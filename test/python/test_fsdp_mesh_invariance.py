@@ -23,6 +23,7 @@ from dist_models import (
     ops,
     unsharded,
 )
+from helpers import has_two_images
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -30,8 +31,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import qshard
 
 ROWS = (1, 3, 5, 33, 100, 128, 257, 1000)
+ROWS_IN_BLOCKS = (32, 96, 128, 256, 992)  # of formats that ask for whole blocks
 COLS = (16, 100, 128, 384)
-SHAPES = list(itertools.product(ROWS, COLS))
 STEPS = 3
 OPTIMIZERS = {
     "foreach": dict(foreach=True),
@@ -40,19 +41,23 @@ OPTIMIZERS = {
 }
 
 
-def initial_values():
+def shapes_of(format):
+    return list(itertools.product(ROWS_IN_BLOCKS if has_two_images(format) else ROWS, COLS))
+
+
+def initial_values(format):
     """Magnitudes differ from row to row, so that every block gets a scale of its own."""
     generator = torch.Generator().manual_seed(0)
     values = []
-    for rows, cols in SHAPES:
+    for rows, cols in shapes_of(format):
         scale = 2.0 ** torch.randint(-6, 7, (rows, 1), generator=generator)
         values.append((torch.randn(rows, cols, generator=generator) * scale).to(device()))
     return values
 
 
-def gradients(step):
+def gradients(format, step):
     generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=generator).to(device()) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator).to(device()) for shape in shapes_of(format)]
 
 
 class Weights(nn.Module):
@@ -70,7 +75,7 @@ class Weights(nn.Module):
 
 
 def sharded_model(format, keep_master, quantized):
-    model = Weights(initial_values())
+    model = Weights(initial_values(format))
     if quantized == "before":
         qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
     fully_shard(model, mesh=full_mesh())
@@ -105,8 +110,8 @@ class SingleDevice:
     left of a value after each step is what its quantization shows. `keys`: of stochastic rounding."""
 
     def __init__(self, format, keep_master, ranks, keys=None):
-        self.keep_master = keep_master
-        self.values = initial_values()
+        self.format, self.keep_master = format, keep_master
+        self.values = initial_values(format)
         self.weights = [ops.quantize(value, format) for value in self.values]
         for weight, key in zip(self.weights, keys or ()):
             ops._state(weight)["rounding"].copy_(key)
@@ -156,7 +161,7 @@ def train_both(model, oracle, optimizer):
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2, **OPTIMIZERS[optimizer])
     theirs = torch.optim.AdamW(oracle.pieces, lr=1e-2, **OPTIMIZERS[optimizer])
     for step in range(STEPS):
-        grads = gradients(step)
+        grads = gradients(oracle.format, step)
         for weight, grad in zip(model.weights, grads):
             weight.grad = distribute_tensor(
                 grad, weight.device_mesh, weight.placements, src_data_rank=None
@@ -199,7 +204,7 @@ def test_gathered_weights_equal_single_device_quantization(world, quantized, for
 
 
 def stochastic_model(recipe):
-    model = Weights(initial_values())
+    model = Weights(initial_values(recipe))
     qshard.quantize_(model, RECIPES[recipe], keep_master=False, stochastic_rounding=True)
     return fully_shard(model, mesh=full_mesh())
 
@@ -229,7 +234,7 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh(world, recipe, report):
 
 
 def run_hsdp(shape, format, keep_master):
-    model = Weights(initial_values())
+    model = Weights(initial_values(format))
     qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
     fully_shard(model, mesh=full_mesh(*shape, names=("replicate", "shard")))
     oracle = SingleDevice(format, keep_master, shape[1])
@@ -245,7 +250,7 @@ def run_hsdp(shape, format, keep_master):
 @on_worlds(4)
 def test_hsdp(world, shape, format, keep_master):
     for counts in world.run(run_hsdp, shape, format, keep_master):
-        assert counts == [(len(SHAPES), 0)] * 2
+        assert counts == [(len(shapes_of(format)), 0)] * 2
 
 
 # ----------------------------------------------------------------------- checkpoints

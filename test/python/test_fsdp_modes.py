@@ -16,6 +16,7 @@ from dist_models import (
     RECIPES,
     WIDTH,
     Block,
+    LinearOfTwoValues,
     Model,
     Shadow,
     adamw,
@@ -35,7 +36,7 @@ from dist_models import (
     shard,
     train,
 )
-from helpers import quantized_alike
+from helpers import has_two_images, quantized_alike, shown_to_dgrad
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -113,6 +114,11 @@ def test_mode_with_few_rows(world, name, rows):
 # ------------------------------------------------------------------------ mixed precision
 
 
+class LinearOfStoredValues(torch.nn.Linear):
+    def forward(self, x):
+        return LinearOfTwoValues.apply(x, self.weight, self.dgrad_weight, self.bias)
+
+
 def run_mixed_precision(format):
     """bf16 compute with fp32 reduction, against the same in plain autograd: a sum over two ranks has
     one order only, so this is exact."""
@@ -122,7 +128,7 @@ def run_mixed_precision(format):
     assert check_gathered(model) == 5
 
     torch.manual_seed(0)
-    plain = Model().to(device())
+    plain = Model(format=format).to(device())
     shadows = {name: Shadow(format_of(format, name)) for name in quantized_parameters(model)}
     optimizer, oracle_losses = adamw(plain), []
     for step in range(3):
@@ -131,6 +137,11 @@ def run_mixed_precision(format):
                 name: (shadows[name](p) if name in shadows else p).bfloat16()
                 for name, p in plain.named_parameters()
             }
+            for name, shadow in shadows.items():
+                if has_two_images(shadow.format):
+                    linear = plain.get_submodule(name.removesuffix(".weight"))
+                    linear.dgrad_weight = shown_to_dgrad(shadow.quantized).bfloat16()
+                    linear.__class__ = LinearOfStoredValues
             x = batch(step, rank=rank)
             y = torch.func.functional_call(plain, params, (x.bfloat16(),))
             loss = (y - x).float().square().mean()
@@ -177,11 +188,11 @@ def test_hsdp(world, shape, format, keep_master):
 
 def run_prepared(format, prepare, oracle_prepare):
     torch.manual_seed(0)
-    model = shard(prepare(Model().to(device()), format))
+    model = shard(prepare(Model(format=format).to(device()), format))
     losses = train(model)
     checked = check_gathered(model)
     torch.manual_seed(0)
-    oracle = shard(oracle_prepare(Model().to(device()), format))
+    oracle = shard(oracle_prepare(Model(format=format).to(device()), format))
     if device().type == "cpu":
         assert train(oracle) == losses
         assert not different(local_values(model), local_values(oracle))
@@ -246,8 +257,9 @@ class TiedModel(nn.Module):
 
 class PlainTiedModel(TiedModel):
     def __init__(self, format):
-        super().__init__(plain_linear(format))
-        self.shadow = Shadow(format)
+        super().__init__()
+        make_plain(self, format)
+        self.shadow = Shadow(format_of(format, "head"))
 
     def forward(self, tokens):
         weight = self.shadow(self.embedding.weight)
@@ -269,7 +281,7 @@ def train_on_tokens(model):
 
 def run_tied(format):
     torch.manual_seed(0)
-    model = qshard.quantize_(TiedModel().to(device()), RECIPES[format])
+    model = quantize_model(TiedModel().to(device()), format)
     fully_shard(model, mesh=full_mesh())
     assert model.head.weight is model.embedding.weight
     losses = train_on_tokens(model)
@@ -293,7 +305,7 @@ def test_tied_embedding(world, format):
 
 def run_quantized_after(format, keep_master):
     torch.manual_seed(0)
-    model = quantize_model(shard(Model().to(device())), format, keep_master=keep_master)
+    model = quantize_model(shard(Model(format=format).to(device())), format, keep_master=keep_master)
     losses = train(model)
     assert check_gathered(model) == 5
     twin = build(format, keep_master=keep_master)
@@ -313,7 +325,7 @@ def test_quantized_after_fully_shard(world, format, keep_master):
 def run_ddp(format):
     def replicated(prepare):
         torch.manual_seed(0)
-        return DistributedDataParallel(prepare(Model().to(device()), format))
+        return DistributedDataParallel(prepare(Model(format=format).to(device()), format))
 
     model = replicated(quantize_model)
     losses = train(model)

@@ -152,7 +152,7 @@ def materialise(model):
 
 def run_meta_init(format, keep_master, rows):
     with torch.device("meta"):
-        model = Model(rows)
+        model = Model(rows, format=format)
     quantize_model(model, format, keep_master=keep_master)
     materialise(model)
     assert len(quantized_parameters(model)) == 5
@@ -162,7 +162,7 @@ def run_meta_init(format, keep_master, rows):
     check_gathered(model)
     if keep_master and device().type == "cpu":
         with torch.device("meta"):
-            oracle = make_plain(Model(rows), format)
+            oracle = make_plain(Model(rows, format=format), format)
         assert train(materialise(oracle)) == losses
         assert not different(local_values(model), local_values(oracle))
     return {name: value.cpu() for name, value in values.items()}
@@ -180,7 +180,7 @@ def test_meta_init(world, format, rows, keep_master):
 def run_reset_parameters(format, rows):
     """torch's own reset_parameters: random numbers of each rank's own, on empty shards none."""
     with torch.device("meta"):
-        model = Model(rows)
+        model = Model(rows, format=format)
     shard(quantize_model(model, format)).to_empty(device=device())
     for module in model.modules():
         if hasattr(module, "reset_parameters"):

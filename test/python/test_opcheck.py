@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import FORMATS, assert_same, is_quantized, ops, value, weight
+from helpers import FORMATS, assert_same, has_two_images, is_quantized, ops, value, weight
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.optests import generate_tests
@@ -16,7 +16,7 @@ ACCESSOR = ("test_schema", "test_autograd_registration")
 QUESTION = ("test_schema", "test_autograd_registration")
 
 
-def quantized(rows=20, cols=32, fmt="float8_blockwise", keep_master=False, grad=False):
+def quantized(rows=64, cols=32, fmt="float8_blockwise", keep_master=False, grad=False):
     q = ops.quantize(weight(rows, cols), fmt, keep_master=keep_master)
     return q.requires_grad_(grad)
 
@@ -29,9 +29,9 @@ SAMPLES = {
     "quantize": (
         ALL,
         lambda fmt: [
-            (plain(20, 32), fmt),
-            (plain(20, 32, grad=True), fmt),
-            (plain(3, 8, 16, dtype=torch.bfloat16), fmt),
+            (plain(64, 32), fmt),
+            (plain(64, 32, grad=True), fmt),
+            (plain(3, 32, 16, dtype=torch.bfloat16), fmt),
             (plain(0, 16), fmt),
         ],
     ),
@@ -40,22 +40,22 @@ SAMPLES = {
         ALL,
         lambda fmt: [
             (plain(4, 32), quantized(fmt=fmt)),
-            (plain(4, 32, grad=True), quantized(fmt=fmt, grad=True), plain(20, grad=True)),
+            (plain(4, 32, grad=True), quantized(fmt=fmt, grad=True), plain(64, grad=True)),
             (plain(2, 3, 32, grad=True), quantized(fmt=fmt, keep_master=True, grad=True), None),
-            (plain(32), quantized(fmt=fmt), plain(20)),
+            (plain(32), quantized(fmt=fmt), plain(64)),
         ],
     ),
     "linear_forward": (
         ALL,
         lambda fmt: [
-            (plain(2, 3, 32), quantized(fmt=fmt), plain(20), False, weight_only)
+            (plain(2, 3, 32), quantized(fmt=fmt), plain(64), False, weight_only)
             for weight_only in (False, True)
         ],
     ),
     "linear_backward": (
         ALL,
         lambda fmt: [
-            (plain(2, 3, 20), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, needs_weight)
+            (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, needs_weight)
             for needs_input, needs_weight in ((True, True), (True, False), (False, True))
         ],
     ),
@@ -67,6 +67,8 @@ SAMPLES = {
         ACCESSOR,
         lambda fmt: [(quantized(fmt=fmt),)] if fmt.startswith("nvfp4") else [],
     ),
+    "columnwise_codes": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt),)] if has_two_images(fmt) else []),
+    "columnwise_scale_inv": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt),)] if has_two_images(fmt) else []),
     "scale_inv": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt),)]),
     "master": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt, keep_master=k),) for k in (True, False)]),
     "is_quantized": (QUESTION, lambda fmt: [(quantized(fmt=fmt),), (plain(3, 3),)]),
@@ -125,6 +127,14 @@ def test_scale_inv_has_sizes_of_its_own_when_traced():
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         scales = ops.scale_inv(mode.from_tensor(quantized()))
     assert scales.dim() == 2 and scales.dtype == torch.float32
+
+
+def test_columnwise_scales_have_their_geometry_when_traced():
+    q = quantized(fmt="mxfp8_1x32")
+    with FakeTensorMode() as mode:
+        fakes = [op(mode.from_tensor(q)) for op in (ops.columnwise_codes, ops.columnwise_scale_inv)]
+    for fake, real in zip(fakes, (ops.columnwise_codes(q), ops.columnwise_scale_inv(q))):
+        assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
 
 
 def test_tracing_records_one_node_per_operator():

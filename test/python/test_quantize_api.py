@@ -37,6 +37,32 @@ def test_every_recipe_argument_acts(recipe, format):
     assert is_power_of_two == ("fp32" not in format and "nvfp4" not in format)
 
 
+def test_mxfp8_arguments():
+    recipe = qshard.MXFP8BlockScaling
+    for arguments, format in (
+        ({"weight_block": (1, 32)}, "mxfp8_1x32"),
+        ({"weight_block": (1, 32), "gather": "phase"}, "mxfp8_1x32[phase]"),
+    ):
+        m = qshard.quantize_(nn.Sequential(nn.Linear(48, 64)), recipe(**arguments))
+        assert ops.format(m[0].weight) == recipe(**arguments).format == format
+        sent = ops._storage_bytes(m[0].weight)["sent"]
+        assert sent == 64 * (64 if "phase" in format else 128)
+    for arguments, match in (
+        ({"weight_block": (32, 1)}, r"weight_block must be \(32, 32\) or \(1, 32\), got \(32, 1\)"),
+        ({"weight_block": (1, 32), "gather": "one"}, "gather must be 'both' or 'phase', got 'one'"),
+        ({"gather": "phase"}, r"gather='phase' needs weight_block=\(1, 32\)"),
+    ):
+        with pytest.raises(ValueError, match="MXFP8BlockScaling: " + match):
+            recipe(**arguments)
+
+
+def test_rows_that_do_not_fit_change_nothing():
+    m = model()
+    with pytest.raises(ValueError, match="multiple of 32 rows, got 48.*MXFP8BlockScaling"):
+        qshard.quantize_(m, qshard.MXFP8BlockScaling(weight_block=(1, 32)))
+    assert not any(qshard.is_quantized(p) for p in m.parameters())
+
+
 def test_replaces_weights_and_keeps_everything_else():
     m = model()
     plain = copy.deepcopy(m)

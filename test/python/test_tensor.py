@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from helpers import (
     BLOCK,
     FORMATS,
+    ONE_ROW,
     assert_same,
     code_cols,
+    fit,
     grid_bytes,
     has_row_scales,
+    has_two_images,
     is_quantized,
     ops,
     rounded,
@@ -35,11 +38,12 @@ FP8_MAX = 448.0
 @keep_or_not
 @dtypes
 def test_it_is_a_tensor(fmt, keep_master, dtype):
-    values = weight(150, 140, dtype=dtype)
+    rows = fit(fmt, 150)
+    values = weight(rows, 140, dtype=dtype)
     q = ops.quantize(values, fmt, keep_master=keep_master)
     assert type(q) is torch.Tensor and type(torch.nn.Parameter(q)) is torch.nn.Parameter
     assert q.dtype == dtype and q.device.type == "cpu" and q.layout == torch.strided
-    assert q.shape == (150, 140) and q.stride() == (140, 1) and q.is_contiguous() and q.is_leaf
+    assert q.shape == (rows, 140) and q.stride() == (140, 1) and q.is_contiguous() and q.is_leaf
     assert q.is_floating_point() and not q.is_sparse and not q.is_meta
     assert (q.nbytes, q.element_size()) == (values.nbytes, values.element_size())
     assert ops.is_quantized(q) and not ops.is_quantized(values)
@@ -48,11 +52,11 @@ def test_it_is_a_tensor(fmt, keep_master, dtype):
 
     codes, scale_inv = ops.codes(q), ops.scale_inv(q)
     assert codes.dtype == (torch.uint8 if fmt.startswith("nvfp4") else torch.float8_e4m3fn)
-    assert codes.shape == (150, code_cols(fmt, 140))
+    assert codes.shape == (rows, code_cols(fmt, 140))
     row_scales = {"mxfp8": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
-    row_scales["nvfp4_1x16"] = row_scales["nvfp4"]
+    row_scales["nvfp4_1x16"], row_scales["mxfp8_1x32"] = row_scales["nvfp4"], row_scales["mxfp8"]
     assert scale_inv.dtype == row_scales.get(fmt, torch.float32)
-    assert scale_inv.shape == scale_shape(fmt, 150, 140)
+    assert scale_inv.shape == scale_shape(fmt, rows, 140)
     assert_same(ops.dequantize(q), shown(q).to(dtype))
     for wanted in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         assert_same(ops.dequantize(q, dtype=wanted), shown(q).to(wanted))
@@ -70,14 +74,15 @@ def test_it_is_a_tensor(fmt, keep_master, dtype):
 @formats
 @keep_or_not
 def test_storage_is_one_packed_block(fmt, keep_master):
-    q = ops.quantize(weight(150, 140), fmt, keep_master=keep_master)
-    image, master = 150 * row_bytes(fmt, 140), 150 * 140 * 4 if keep_master else 0
-    grid = grid_bytes(fmt, 150, 140)
+    rows = fit(fmt, 150)
+    q = ops.quantize(weight(rows, 140), fmt, keep_master=keep_master)
+    image, master = rows * row_bytes(fmt, 140), rows * 140 * 4 if keep_master else 0
+    grid = grid_bytes(fmt, rows, 140)
     planes = ops._storage_bytes(q)
     assert planes["image"] == image and planes["master"] == master and planes["grid"] == grid
     assert q.untyped_storage().nbytes() == planes["storage"] == image + master + round_up(grid, 16)
     q.mul_(1.5)
-    assert ops._storage_bytes(q)["pending"] == (0 if keep_master else 150 * 140 * 4)
+    assert ops._storage_bytes(q)["pending"] == (0 if keep_master else rows * 140 * 4)
     ops.flush([q])
     assert ops._storage_bytes(q)["pending"] == 0
     assert q[3:9].t().untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
@@ -89,14 +94,15 @@ def test_storage_is_one_packed_block(fmt, keep_master):
 @formats
 @keep_or_not
 def test_factories(fmt, keep_master):
-    q = ops.quantize(weight(150, 140), fmt, keep_master=keep_master)
+    rows = fit(fmt, 150)
+    q = ops.quantize(weight(rows, 140), fmt, keep_master=keep_master)
     for make in (
-        lambda: q.new_zeros(150, 140),
-        lambda: q.new_empty(150, 140),
+        lambda: q.new_zeros(rows, 140),
+        lambda: q.new_empty(rows, 140),
         lambda: torch.empty_like(q),
-        lambda: q.new_zeros(7, 3),
-        lambda: q.new_zeros(4, 5, 6),
-        lambda: q.new_zeros(10, 140, dtype=torch.bfloat16),
+        lambda: q.new_zeros(fit(fmt, 7), 3),
+        lambda: q.new_zeros(4, fit(fmt, 5), 6),
+        lambda: q.new_zeros(fit(fmt, 10), 140, dtype=torch.bfloat16),
     ):
         made = make()
         assert is_quantized(made) and ops.format(made) == fmt, made
@@ -104,6 +110,7 @@ def test_factories(fmt, keep_master):
         made.copy_(weight(*made.shape).to(made.dtype))
         assert_same(ops.dequantize(made), rounded(weight(*made.shape).to(made.dtype), fmt))
     for make in (
+        *([lambda: q.new_zeros(7, 3)] if has_two_images(fmt) else []),  # no whole blocks
         lambda: torch.zeros_like(q),
         lambda: torch.ones_like(q),
         lambda: torch.full_like(q, 2.0),
@@ -123,7 +130,7 @@ def test_factories(fmt, keep_master):
         assert not is_quantized(made)
         made.data_ptr()
     layout = ops._pack(torch.empty_like(q[7:33]))[2]
-    assert layout[:5] == [26, 140, 150, 150, 7]  # rows 7 to 33 of the same logical tensor
+    assert layout[:5] == [26, 140, rows, rows, 7]  # rows 7 to 33 of the same logical tensor
     assert not value(q.new_zeros(9, 140)).any() and not torch.zeros_like(q).any()
     assert torch.zeros_like(q).dtype == q.dtype
 
@@ -163,15 +170,15 @@ def test_printing(keep_master, capsys):
 
 
 def test_nan_and_inf():
-    values = weight(300, 140)
-    values[3, 5], values[140, 139], values[299, 0] = float("inf"), float("nan"), -float("inf")
+    values = weight(320, 140)
+    values[3, 5], values[140, 139], values[319, 0] = float("inf"), float("nan"), -float("inf")
     for fmt in FORMATS:
         got = ops.dequantize(ops.quantize(values, fmt))
         assert got[140, 139].isnan()
         if has_row_scales(fmt):
             # Only E8M0 reaches infinity. NaN is a scale there: its block is lost, and no other.
-            assert got[3, 5] == (float("inf") if fmt == "mxfp8" else 6 * FP8_MAX)
-            cols, rows = BLOCK[fmt], 1 if fmt == "nvfp4_1x16" else BLOCK[fmt]
+            assert got[3, 5] == (float("inf") if fmt.startswith("mxfp8") else 6 * FP8_MAX)
+            cols, rows = BLOCK[fmt], 1 if fmt in ONE_ROW else BLOCK[fmt]
             around = got[140 // rows * rows :, 139 // cols * cols :][:rows, :cols]
             assert around.isnan().all() and got.isnan().sum() == around.numel()
             continue
@@ -193,6 +200,7 @@ def test_nan_and_inf():
 @formats
 @keep_or_not
 def test_sizes_of_zero_and_one(fmt, keep_master, shape):
+    shape = (*shape[:-2], fit(fmt, shape[-2]), shape[-1])
     values = torch.full(shape, 1.5)
     q = ops.quantize(values, fmt, keep_master=keep_master)
     assert q.shape == shape and ops.codes(q).shape == (*shape[:-1], code_cols(fmt, shape[-1]))
