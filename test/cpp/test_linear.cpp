@@ -208,7 +208,7 @@ TEST_P(Linear, ActivationOperands) {
       const at::ScalarType type =
           code == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
       const cuda::Fp8Activation got =
-          cuda::quantize_activation(x.to(device), format, code, true, true);
+          cuda::quantize_activation(x.to(device), format, code, true, true, {});
       const at::Tensor expected[] = {as_activation(x, format, type),
                                      as_activation(x.t(), format, type)};
       const ScaledOperand operands[] = {got.rows, got.columns};
