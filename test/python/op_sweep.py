@@ -13,12 +13,14 @@ import sys
 import warnings
 from pathlib import Path
 
+import helpers
 import torch
 from torch.testing._internal.opinfo.core import SampleInput, UnaryUfuncInfo
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 ops = torch.ops.qshard
-from helpers import FORMATS
+# Those that a matrix of any number of rows can have.
+FORMATS = [fmt for fmt in helpers.FORMATS if not helpers.has_two_images(fmt)]
 SAMPLES_PER_OP = 12
 SAMPLES_SCANNED = 400  # for some with a tensor of two or more dimensions
 
