@@ -15,7 +15,6 @@ from dist_models import (
     local_values,
     loss_of,
     ops,
-    quantized_parameters,
     train,
     unsharded,
 )
@@ -27,10 +26,6 @@ BOTH, PHASE = "mxfp8_1x32", "mxfp8_1x32[phase]"
 
 def build_resharding(format, **kwargs):
     return build(format, reshard_after_forward=True, **kwargs)
-
-
-def weights_of(model, format):
-    return {n: p for n, p in quantized_parameters(model).items() if ops.format(local(p)) == format}
 
 
 # ----------------------------------------------------------------------------------- wire
@@ -100,11 +95,11 @@ def run_images(format):
                 assert 'gather="both"' in str(error), error
         return images
 
-    wholes = {n: ops.quantize(p.detach().full_tensor() * 1, BOTH) for n, p in weights_of(model, format).items()}
+    weight = model.blocks[0].up.weight.detach()
+    whole = ops.quantize(weight.full_tensor() * 1, BOTH)
     block = model.blocks[0]
     block.register_forward_hook(look_in_backward)
     loss_of(model, batch(0)).backward()
-    whole = wholes["blocks.0.up.weight"]
     both = {"row": ops.codes(whole).float(), "column": ops.columnwise_codes(whole).float()}
     (in_backward,) = seen
     assert set(in_backward) == ({"column"} if format == PHASE else {"row", "column"})

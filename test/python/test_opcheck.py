@@ -67,8 +67,10 @@ SAMPLES = {
         ACCESSOR,
         lambda fmt: [(quantized(fmt=fmt),)] if fmt.startswith("nvfp4") else [],
     ),
-    "columnwise_codes": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt),)] if has_two_images(fmt) else []),
-    "columnwise_scale_inv": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt),)] if has_two_images(fmt) else []),
+    **{
+        name: (ACCESSOR, lambda fmt: [(quantized(fmt=fmt),)] if has_two_images(fmt) else [])
+        for name in ("columnwise_codes", "columnwise_scale_inv")
+    },
     "scale_inv": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt),)]),
     "master": (ACCESSOR, lambda fmt: [(quantized(fmt=fmt, keep_master=k),) for k in (True, False)]),
     "is_quantized": (QUESTION, lambda fmt: [(quantized(fmt=fmt),), (plain(3, 3),)]),
