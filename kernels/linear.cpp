@@ -275,12 +275,11 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
   const bool fp8_input = codes_input && format.scales_in_grid();
   const bool fp8_weight = codes_weight && format.scales_in_grid();
   if (codes_input && !fp8_input) {
-    result.grad_input = cuda::block_scaled_grad_input(grad, weight, /*rounding=*/nullptr);
+    result.grad_input = cuda::block_scaled_grad_input(grad, weight);
     if (!result.grad_input.defined()) for_input = GemmFallback::kNoKernel;
   }
   if (codes_weight && !fp8_weight) {
-    result.grad_weight = cuda::block_scaled_grad_weight(grad, input, format, weight_grad_dtype,
-                                                        /*rounding=*/nullptr);
+    result.grad_weight = cuda::block_scaled_grad_weight(grad, input, format, weight_grad_dtype);
     if (!result.grad_weight.defined()) for_weight = GemmFallback::kNoKernel;
   }
   is_quantized = fp8_input || fp8_weight;
