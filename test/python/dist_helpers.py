@@ -169,8 +169,8 @@ def _serve(pipe, device, rank):
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-        # After a timeout NCCL's watchdog ends the process: at once, not when dumps are written.
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+        # After a timeout NCCL's watchdog ends the process; it would first wait a minute for dumps.
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
     pipe.send("ready")
     while True:
         try:

@@ -381,7 +381,7 @@ def different_recipes(sharded_first):
 )
 @on_worlds(2)
 def test_every_rank_ends_with_an_error(world, function, args, cause):
-    outcomes = world.outcomes(function, *args, wait_s=4 * COLLECTIVE_TIMEOUT_S)
+    outcomes = world.outcomes(function, *args, wait_s=8 * COLLECTIVE_TIMEOUT_S)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error, f"rank {rank} did not notice"
         assert "no answer" not in outcome.error
