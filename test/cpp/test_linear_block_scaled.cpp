@@ -113,9 +113,8 @@ TEST(BlockScaledGemm, RunsOrIsRefused) {
     const at::Tensor dy = at::randn({128, 256}, values);
     const std::pair<const char*, at::Tensor> results[] = {
         {"forward", cuda::block_scaled_forward(x, weight, std::nullopt)},
-        {"grad_input", cuda::block_scaled_grad_input(dy, weight, nullptr)},
-        {"grad_weight",
-         cuda::block_scaled_grad_weight(dy, x, *weight.layout.format, at::kFloat, nullptr)},
+        {"grad_input", cuda::block_scaled_grad_input(dy, weight)},
+        {"grad_weight", cuda::block_scaled_grad_weight(dy, x, *weight.layout.format, at::kFloat)},
     };
     for (const auto& [direction, result] : results) {
       EXPECT_EQ(result.defined(), is_block_scaled(device)) << name << " " << direction;
