@@ -33,6 +33,7 @@ RECIPES = {
         qshard.DelayedScaling(),
         qshard.Float8BlockScaling(),
         qshard.MXFP8BlockScaling(),
+        qshard.MXFP8BlockScaling(weight_block=(1, 32)),
         qshard.NVFP4BlockScaling(),
         qshard.NVFP4BlockScaling(disable_2d_quantization=True),
     )

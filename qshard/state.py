@@ -21,8 +21,12 @@ def link(module: torch.nn.Module) -> None:
     for name, tensor in tensors.items():
         module.register_buffer(f"weight_{name}", tensor)
     if tensors and not getattr(module, "_qshard_state_hook", False):
-        module.register_state_dict_pre_hook(lambda module, *_: link(module))
+        module.register_state_dict_pre_hook(_link_before)
         module._qshard_state_hook = True
+
+
+def _link_before(module, *_):
+    link(module)
 
 
 def _tensors(module):

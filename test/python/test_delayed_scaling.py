@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -209,9 +210,13 @@ def resumed_by_to_empty(model):
     return other
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 @pytest.mark.parametrize(
     "way",
-    [copy.deepcopy, resumed_by_state_dict, resumed_by_assignment, resumed_by_to_empty],
+    [copy.deepcopy, pickled, resumed_by_state_dict, resumed_by_assignment, resumed_by_to_empty],
     ids=lambda way: way.__name__,
 )
 def test_training_goes_on_bit_for_bit(way):
