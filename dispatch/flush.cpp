@@ -70,6 +70,28 @@ class FlushedState {
   StateTask task_;
 };
 
+/// What the rowwise image of a task will show, in the values' dtype. Without a master that is the
+/// tensor's value from then on, and the columnwise image must be made of the same: made of the
+/// values before, no load could make it again.
+at::Tensor shown_rowwise(QuantizeTask task, const at::Tensor& values, Stream stream) {
+  task.layout.images = Images::kRowwise;
+  task.cuts = {};
+  const auto image =
+      at::empty({task.layout.rows, task.layout.row_bytes()}, values.options().dtype(at::kByte));
+  task.image = image.mutable_data_ptr<uint8_t>();
+  quantize({&task, 1}, stream);
+  auto shown = at::empty(values.sizes(), values.options());
+  const DequantizeTask read{task.layout,
+                            task.image,
+                            nullptr,
+                            0,
+                            task.layout.rows,
+                            task.value_dtype,
+                            shown.mutable_data_ptr()};
+  dequantize({&read, 1}, stream);
+  return shown;
+}
+
 /// Requantizes a batch's buffers. Nothing is written before the ranks have agreed, so an error
 /// leaves every buffer as it was. Returns the amaxes of all buffers, one after the other.
 at::Tensor requantize(const Batch& batch, const FlushOptions& options) {
@@ -112,6 +134,13 @@ at::Tensor requantize(const Batch& batch, const FlushOptions& options) {
       if (options.kind == FlushKind::kStep && buffer->state.rounding.defined()) {
         tasks.back().rounding =
             reinterpret_cast<const int32_t*>(next_amax + numel - kRoundingWords);
+      }
+      if (buffer->layout.has_columnwise() && !buffer->keeps_master()) {
+        QuantizeTask own = tasks.back();
+        // The words in the vector are not there yet; those of this rank are the same.
+        if (own.rounding) own.rounding = states.back().task().rounding;
+        values.push_back(shown_rowwise(own, values.back(), stream));
+        tasks.back().values = values.back().const_data_ptr();
       }
     }
     next_amax += numel;

@@ -297,11 +297,11 @@ def grid(weight):
     return ops.scale_inv(weight)
 
 
-def mismatching_bytes(weight, value, keep_master=False):
+def mismatching_bytes(weight, value, keep_master=True):
     """Bytes of image and grid of a gathered weight that differ from quantizing `value` on one
     device; padding rows must be zero. `value` may be a quantized tensor itself."""
     if not ops.is_quantized(value):
-        value = quantized_alike(value, weight)
+        value = quantized_alike(value, weight, keep_master)
     got, want = image_bytes(weight), image_bytes(value)
     want = F.pad(want, (0, got.numel() - want.numel()))
     grids = [grid(t).view(torch.uint8) for t in (weight, value)]
@@ -337,7 +337,8 @@ def check_gathered(model, values=None):
         for name, weight in quantized_parameters(model).items():
             assert not isinstance(weight, DTensor), name
             if name in exact:
-                wrong = mismatching_bytes(weight, values[name])
+                keeps_master = ops._keeps_master(local(sharded[name]))
+                wrong = mismatching_bytes(weight, values[name], keeps_master)
                 assert wrong == 0, f"{name}: {wrong} mismatching bytes"
             shown = ops.dequantize(quantized_alike(values[name], weight))
             assert torch.equal(ops.dequantize(weight, dtype=shown.dtype), shown), name

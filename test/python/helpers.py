@@ -110,10 +110,11 @@ def rounded(values, fmt):
     return ops.dequantize(ops.quantize(values.contiguous(), fmt))
 
 
-def quantized_alike(value, weight):
-    """A whole value quantized on one device as `weight` is: where scales are those of an earlier
-    step, with these."""
-    whole = ops.quantize(value, ops.format(weight))
+def quantized_alike(value, weight, keep_master=True):
+    """A whole value quantized on one device as `weight` is, with or without a master: where scales
+    are those of an earlier step, with these."""
+    fmt = ops.format(weight)
+    whole = ops.quantize(value, fmt, keep_master=keep_master and has_two_images(fmt))
     state, known = ops._state(whole), ops._state(weight.detach())
     for name in state:
         state[name].copy_(known[name])

@@ -113,11 +113,6 @@ def run_resume(format, keep_master):
     with shared_folder() as folder:
         state, optimizer_state = get_state_dict(model, optimizer)
         dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        if not keep_master:
-            # As a load does: a columnwise image is then made of what the rowwise one shows.
-            with torch.no_grad():
-                for param in quantized_parameters(model).values():
-                    param.mul_(1)
         losses = train(model, optimizer, steps=2, first_step=2)
 
         resumed = fresh(format, keep_master, 257)

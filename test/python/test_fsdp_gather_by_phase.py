@@ -96,7 +96,7 @@ def run_images(format):
         return images
 
     weight = model.blocks[0].up.weight.detach()
-    whole = ops.quantize(weight.full_tensor() * 1, BOTH)
+    whole = ops.quantize(weight.full_tensor() * 1, BOTH, keep_master=True)
     block = model.blocks[0]
     block.register_forward_hook(look_in_backward)
     loss_of(model, batch(0)).backward()

@@ -112,7 +112,9 @@ class SingleDevice:
     def __init__(self, format, keep_master, ranks, keys=None):
         self.format, self.keep_master = format, keep_master
         self.values = initial_values(format)
-        self.weights = [ops.quantize(value, format) for value in self.values]
+        self.weights = [
+            ops.quantize(value, format, keep_master=keep_master) for value in self.values
+        ]
         for weight, key in zip(self.weights, keys or ()):
             ops._state(weight)["rounding"].copy_(key)
         # Fused CPU kernels round the last few elements of a tensor differently from the rest: step
