@@ -373,5 +373,24 @@ def collectives():
             calls.append((event.name.removeprefix("c10d::").strip("_"), event.input_shapes))
 
 
+@contextlib.contextmanager
+def gathers(note):
+    """Yields a list of note(input) for every all-gather that FSDP2 asks for."""
+    # torch 2.15 has another name for it.
+    names = ("all_gather_single", "all_gather_into_tensor")
+    name = next(name for name in names if hasattr(dist, name))
+    stock, notes = getattr(dist, name), []
+
+    def recorded(output, input, *args, **kwargs):
+        notes.append(note(input))
+        return stock(output, input, *args, **kwargs)
+
+    setattr(dist, name, recorded)
+    try:
+        yield notes
+    finally:
+        setattr(dist, name, stock)
+
+
 def count(calls, name):
     return sum(call == name for call, _ in calls)

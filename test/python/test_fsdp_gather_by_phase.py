@@ -11,6 +11,7 @@ from dist_models import (
     build_oracle,
     check_gathered,
     different,
+    gathers,
     local,
     local_values,
     loss_of,
@@ -51,18 +52,12 @@ def run_wire(format, rows):
     model = build_resharding(format, rows=rows)
     optimizer = adamw(model)
     train(model, optimizer, steps=1)
-    stock, sent = dist.all_gather_into_tensor, []
 
-    def recorded(output, input, *args, **kwargs):
-        in_backward = torch._C._current_graph_task_id() != -1
-        sent.append((in_backward, input.dtype, input.nbytes))
-        return stock(output, input, *args, **kwargs)
+    def seen(input):
+        return torch._C._current_graph_task_id() != -1, input.dtype, input.nbytes
 
-    dist.all_gather_into_tensor = recorded
-    try:
+    with gathers(seen) as sent:
         train(model, optimizer, steps=1, first_step=1)
-    finally:
-        dist.all_gather_into_tensor = stock
     which = 0 if format == PHASE else 1
     groups = [*model.blocks, model.head]
     want = [(torch.uint8, group_bytes(group)[which]) for group in groups]

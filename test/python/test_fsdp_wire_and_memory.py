@@ -22,6 +22,7 @@ from dist_models import (
     build_oracle,
     collectives,
     count,
+    gathers,
     local,
     loss_of,
     ops,
@@ -128,23 +129,13 @@ def collectives_of_a_step(model):
     """(all-gather inputs as (dtype, bytes), other collectives) of the second training step."""
     optimizer = adamw(model)
     train(model, optimizer, steps=1)
-    stock, inputs = dist.all_gather_into_tensor, []
-
-    def recorded(output, input, *args, **kwargs):
-        inputs.append((input.dtype, input.nbytes))
-        return stock(output, input, *args, **kwargs)
-
-    dist.all_gather_into_tensor = recorded
-    try:
-        with collectives() as calls:
-            train(model, optimizer, steps=1, first_step=1)
-    finally:
-        dist.all_gather_into_tensor = stock
+    with gathers(lambda input: (input.dtype, input.nbytes)) as inputs, collectives() as calls:
+        train(model, optimizer, steps=1, first_step=1)
     # What the process groups saw is what FSDP2 asked for.
-    gathers = [sizes[:2] for name, sizes in calls if "allgather" in name]
+    on_wire = [sizes[:2] for name, sizes in calls if "allgather" in name]
     ranks = dist.get_world_size()
     sent = [bytes // dtype.itemsize for dtype, bytes in inputs]
-    assert gathers == [[[ranks * n], [n]] for n in sent]
+    assert on_wire == [[[ranks * n], [n]] for n in sent]
     return inputs, [(name, sizes) for name, sizes in calls if "allgather" not in name]
 
 
