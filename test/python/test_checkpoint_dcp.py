@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import World, device, full_mesh, on_worlds, shared_folder
+from dist_helpers import World, device, on_worlds, shared_folder
 from dist_models import (
     MIXES,
     Model,
@@ -40,7 +40,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 import qshard
 

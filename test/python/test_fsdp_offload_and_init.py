@@ -6,13 +6,12 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_helpers import device, gather_objects, on_worlds
 from dist_models import (
     MIXES,
     WIDTH,
     Model,
     build,
-    build_oracle,
     check_gathered,
     collectives,
     count,

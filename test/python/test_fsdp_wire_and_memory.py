@@ -15,7 +15,6 @@ from dist_helpers import device, full_mesh, on_worlds
 from dist_models import (
     FORMATS,
     MIXES,
-    WIDTH,
     adamw,
     batch,
     build,
