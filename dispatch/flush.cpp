@@ -41,6 +41,7 @@ struct FlushOptions {
   FlushKind kind = FlushKind::kOthers;
   at::Tensor found_inf = {};
   Pending pending = Pending::kDrop;
+  at::Tensor* amax = nullptr;  // takes the agreed amaxes of all buffers, one after the other
 };
 
 /// The state of one buffer on the device of its planes for the time of a flush.
@@ -93,8 +94,8 @@ at::Tensor shown_rowwise(QuantizeTask task, const at::Tensor& values, Stream str
 }
 
 /// Requantizes a batch's buffers. Nothing is written before the ranks have agreed, so an error
-/// leaves every buffer as it was. Returns the amaxes of all buffers, one after the other.
-at::Tensor requantize(const Batch& batch, const FlushOptions& options) {
+/// leaves every buffer as it was.
+void requantize(const Batch& batch, const FlushOptions& options) {
   PlainGuard guard;
   const auto& [device, group, replica_groups, buffers] = batch;
   c10::OptionalDeviceGuard device_guard(device);
@@ -155,9 +156,12 @@ at::Tensor requantize(const Batch& batch, const FlushOptions& options) {
     std::istringstream names(replica_groups);
     for (std::string name; names >> name;) all_reduce_max(amax.view(at::kInt), name);
   }
-  const at::Tensor found = state_tasks.empty() ? amax : amax.clone();
-  const auto found_inf =
-      options.found_inf.defined() ? options.found_inf.to(device, at::kFloat) : at::Tensor();
+  // Applying states replaces amaxes by those to scale by.
+  if (options.amax) *options.amax = state_tasks.empty() ? amax : amax.clone();
+  at::Tensor found_inf;
+  if (!state_tasks.empty() && options.found_inf.defined()) {
+    found_inf = options.found_inf.to(device, at::kFloat);
+  }
   apply_state(state_tasks, options.kind,
               found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr, stream);
   quantize(tasks, stream);
@@ -173,7 +177,6 @@ at::Tensor requantize(const Batch& batch, const FlushOptions& options) {
     record_on_current_stream(buffer->pending);
     buffer->pending.reset();
   }
-  return found;
 }
 
 Batch alone(const BufferPtr& buffer) { return {buffer->device(), "", "", {buffer}}; }
@@ -227,7 +230,8 @@ bool can_flush_locally(const QuantizedBuffer& buffer) {
 void flush_locally(const BufferPtr& buffer) {
   check_group_is_known(*buffer);
   if (!buffer->is_meta()) {
-    const auto amax = requantize(alone(buffer), {});
+    at::Tensor amax;
+    requantize(alone(buffer), {.amax = buffer->keeps_master() ? nullptr : &amax});
     if (!buffer->keeps_master()) buffer->local_amax = amax;
   }
   buffer->mark_flushed(/*agreed=*/false);
