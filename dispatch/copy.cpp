@@ -146,9 +146,7 @@ BufferPtr copy_buffer(QuantizedBuffer& from, at::ScalarType dtype, at::Device de
     auto to = QuantizedBuffer::from_storage(from.packed().clone().storage(), layout, dtype,
                                             from.keeps_master());
     if (from.pending.defined()) to->pending = from.pending.clone();
-    to->state = from.state.copy_to(device);
-    to->group = from.group;
-    to->replica_groups = from.replica_groups;
+    to->inherit_parameter(from);
     to->generation = from.generation;
     to->inherit_flags(from);
     return to;
@@ -159,9 +157,7 @@ BufferPtr copy_buffer(QuantizedBuffer& from, at::ScalarType dtype, at::Device de
     to = QuantizedBuffer::from_storage(bytes.storage(), layout, dtype, from.keeps_master());
     to->image.zero_();
   }
-  to->state = from.state.copy_to(device);
-  to->group = from.group;
-  to->replica_groups = from.replica_groups;
+  to->inherit_parameter(from);
   if (to->is_meta() != from.is_meta()) {
     TORCH_CHECK(to->is_meta(),
                 "qshard: cannot copy a quantized tensor out of the meta device; there "

@@ -79,9 +79,7 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
     // Zero codes are of the template's generation if its scales are theirs too; not on meta, which
     // has no grid, nor where rows carry their own scales: these rows have none yet.
     if (inherits_grid && layout.format->scales_in_grid()) buffer->generation = from.generation;
-    buffer->state = from.state.copy_to(args.device);
-    buffer->group = from.group;
-    buffer->replica_groups = from.replica_groups;
+    buffer->inherit_parameter(from);
     buffer->dirty = from.is_dirty();
   }
   return make_tensor(std::move(buffer), sizes);
@@ -95,13 +93,10 @@ at::Tensor rebuild_template(const at::Tensor& self, const NewArgs& args) {
   auto buffer = c10::make_intrusive<QuantizedBuffer>();
   buffer->layout = from.layout;
   buffer->dtype = args.dtype;
-  buffer->state = from.state.copy_to(args.device);
-  buffer->group = from.group;
-  buffer->replica_groups = from.replica_groups;
-  buffer->dirty = from.is_dirty();
   const auto bytes = at::TensorOptions().dtype(at::kByte).device(args.device);
   buffer->image = at::empty({0}, bytes);
   buffer->storage = buffer->image.storage();
+  buffer->inherit_parameter(from);
   if (from.keeps_master()) buffer->master = at::empty({0}, bytes.dtype(args.dtype));
   buffer->mark_flushed(/*agreed=*/true);
   buffer->dirty = from.is_dirty();

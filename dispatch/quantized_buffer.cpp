@@ -162,6 +162,12 @@ void QuantizedBuffer::mark_written() {
   ++writes;
 }
 
+void QuantizedBuffer::inherit_parameter(const QuantizedBuffer& other) {
+  state = other.state.copy_to(device());
+  group = other.group;
+  replica_groups = other.replica_groups;
+}
+
 void QuantizedBuffer::inherit_flags(const QuantizedBuffer& other) {
   mark_flushed(true);
   dirty = other.is_dirty();

@@ -101,6 +101,8 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// Marks a write to the value plane, before any early return on numel 0: whether ranks meet in a
   /// flush must not depend on how many rows each of them holds.
   void mark_written();
+  /// Adopts the groups of `other`, of whose parameter this buffer is, and a copy of its state.
+  void inherit_parameter(const QuantizedBuffer& other);
   /// Adopts the dirtiness of `other`, whose value this buffer took.
   void inherit_flags(const QuantizedBuffer& other);
   /// The image shows the value. `agreed`: all ranks know.
