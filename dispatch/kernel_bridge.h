@@ -7,6 +7,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include "kernels/current_stream.h"
+#include "kernels/quantize.h"
 
 namespace qshard {
 

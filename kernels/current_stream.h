@@ -3,7 +3,7 @@
 
 #include <c10/core/Device.h>
 
-#include "kernels/quantize.h"
+#include "kernels/stream.h"
 
 namespace qshard {
 

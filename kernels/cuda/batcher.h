@@ -4,6 +4,9 @@
 #include <c10/cuda/CUDAException.h>
 
 #include <limits>
+#include <span>
+
+#include "kernels/formats.h"
 
 namespace qshard::cuda {
 
@@ -39,6 +42,20 @@ class Batcher {
 template <typename Batch, typename Launch>
 Batcher<Batch, Launch> make_batcher(const Launch& launch) {
   return Batcher<Batch, Launch>(launch);
+}
+
+/// One launch sequence per value type: a batch holds one type. Calls add(batcher, task) for each
+/// task of a format that takes(format), and launch(batch, type) for what was added.
+template <typename Batch, typename Task, typename Takes, typename Launch, typename Add>
+void launch_by_type(std::span<const Task> tasks, const Takes& takes, const Launch& launch,
+                    const Add& add) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    auto batcher = make_batcher<Batch>([&](const Batch& batch) { return launch(batch, dtype); });
+    for (const Task& task : tasks) {
+      if (task.value_dtype == dtype && takes(*task.layout.format)) add(batcher, task);
+    }
+    batcher.flush();
+  }
 }
 
 }  // namespace qshard::cuda

@@ -70,18 +70,8 @@ ColumnwiseTask describe(const DequantizeTask& task) {
   return out;
 }
 
-// One launch sequence per value type: a batch holds one type. Calls add(batcher, task) for each
-// task of a columnwise image.
-template <typename Batch, typename Task, typename Launch, typename Add>
-void launch_by_type(std::span<const Task> tasks, const Launch& launch, const Add& add) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    auto batcher = make_batcher<Batch>([&](const Batch& batch) { return launch(batch, dtype); });
-    for (const Task& task : tasks) {
-      if (task.value_dtype == dtype && task.layout.format->scales_in_slices) add(batcher, task);
-    }
-    batcher.flush();
-  }
-}
+// Columnwise images.
+bool is_ours(const Format& format) { return format.scales_in_slices; }
 
 }  // namespace
 
@@ -89,24 +79,26 @@ void compute_amax_columnwise(std::span<const QuantizeTask> tasks, cudaStream_t s
   const auto launch = [&](const ColumnwiseBatch& batch, DType dtype) {
     return launch_columnwise_amax(batch, dtype, stream);
   };
-  launch_by_type<ColumnwiseBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
-    const ColumnwiseTask described = describe(task);
-    batcher.add(described, columnwise_amax_blocks(described));
-  });
+  launch_by_type<ColumnwiseBatch>(tasks, is_ours, launch,
+                                  [](auto& batcher, const QuantizeTask& task) {
+                                    const ColumnwiseTask described = describe(task);
+                                    batcher.add(described, columnwise_amax_blocks(described));
+                                  });
 }
 
 void quantize_columnwise(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
   const auto launch = [&](const auto& batch, DType dtype) {
     return launch_columnwise_quantize(batch, dtype, stream);
   };
-  launch_by_type<ColumnwiseBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
-    if (task.rounding != nullptr) return;
-    const ColumnwiseTask described = describe(task);
-    batcher.add(described, columnwise_quantize_blocks(described));
-  });
+  launch_by_type<ColumnwiseBatch>(tasks, is_ours, launch,
+                                  [](auto& batcher, const QuantizeTask& task) {
+                                    if (task.rounding != nullptr) return;
+                                    const ColumnwiseTask described = describe(task);
+                                    batcher.add(described, columnwise_quantize_blocks(described));
+                                  });
   if (std::ranges::none_of(tasks, &QuantizeTask::rounding)) return;
   launch_by_type<StochasticColumnwiseBatch>(
-      tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+      tasks, is_ours, launch, [](auto& batcher, const QuantizeTask& task) {
         if (task.rounding == nullptr) return;
         const StochasticColumnwiseTask described = {describe(task), task.rounding};
         batcher.add(described, columnwise_quantize_blocks(described));
@@ -117,10 +109,11 @@ void dequantize_columnwise(std::span<const DequantizeTask> tasks, cudaStream_t s
   const auto launch = [&](const ColumnwiseBatch& batch, DType dtype) {
     return launch_columnwise_dequantize(batch, dtype, stream);
   };
-  launch_by_type<ColumnwiseBatch>(tasks, launch, [](auto& batcher, const DequantizeTask& task) {
-    const ColumnwiseTask described = describe(task);
-    batcher.add(described, columnwise_dequantize_blocks(described));
-  });
+  launch_by_type<ColumnwiseBatch>(tasks, is_ours, launch,
+                                  [](auto& batcher, const DequantizeTask& task) {
+                                    const ColumnwiseTask described = describe(task);
+                                    batcher.add(described, columnwise_dequantize_blocks(described));
+                                  });
 }
 
 }  // namespace qshard::cuda

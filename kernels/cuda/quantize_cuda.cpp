@@ -80,18 +80,8 @@ RowImageTask describe(const DequantizeTask& task) {
   return out;
 }
 
-// One launch sequence per value type: a batch holds one type. Calls add(batcher, task) for each
-// task; those of formats with row-local scales are left to others.
-template <typename Batch, typename Task, typename Launch, typename Add>
-void launch_by_type(std::span<const Task> tasks, const Launch& launch, const Add& add) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    auto batcher = make_batcher<Batch>([&](const Batch& batch) { return launch(batch, dtype); });
-    for (const Task& task : tasks) {
-      if (task.value_dtype == dtype && task.layout.format->scales_in_grid()) add(batcher, task);
-    }
-    batcher.flush();
-  }
-}
+// Formats with row-local scales are left to others.
+bool is_ours(const Format& format) { return format.scales_in_grid(); }
 
 void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
   auto batcher = make_batcher<RowImageBatch>(
@@ -115,10 +105,11 @@ void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   const auto launch = [&](const RowImageBatch& batch, DType dtype) {
     return launch_amax(batch, dtype, cuda_stream);
   };
-  launch_by_type<RowImageBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
-    const RowImageTask described = describe(task);
-    batcher.add(described, amax_blocks(described));
-  });
+  launch_by_type<RowImageBatch>(tasks, is_ours, launch,
+                                [](auto& batcher, const QuantizeTask& task) {
+                                  const RowImageTask described = describe(task);
+                                  batcher.add(described, amax_blocks(described));
+                                });
   compute_amax_row_scaled(tasks, cuda_stream);
   compute_amax_columnwise(tasks, cuda_stream);
 }
@@ -128,14 +119,15 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
   const auto launch = [&](const auto& batch, DType dtype) {
     return launch_quantize(batch, dtype, cuda_stream);
   };
-  launch_by_type<RowImageBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
-    if (task.rounding != nullptr) return;
-    const RowImageTask described = describe(task);
-    batcher.add(described, quantize_blocks(described));
-  });
+  launch_by_type<RowImageBatch>(tasks, is_ours, launch,
+                                [](auto& batcher, const QuantizeTask& task) {
+                                  if (task.rounding != nullptr) return;
+                                  const RowImageTask described = describe(task);
+                                  batcher.add(described, quantize_blocks(described));
+                                });
   if (std::ranges::any_of(tasks, &QuantizeTask::rounding)) {
     launch_by_type<StochasticRowImageBatch>(
-        tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+        tasks, is_ours, launch, [](auto& batcher, const QuantizeTask& task) {
           if (task.rounding == nullptr) return;
           const StochasticRowImageTask described = {describe(task), task.rounding};
           batcher.add(described, quantize_blocks(described));
@@ -150,10 +142,11 @@ void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
   const auto launch = [&](const RowImageBatch& batch, DType dtype) {
     return launch_dequantize(batch, dtype, cuda_stream);
   };
-  launch_by_type<RowImageBatch>(tasks, launch, [](auto& batcher, const DequantizeTask& task) {
-    const RowImageTask described = describe(task);
-    batcher.add(described, dequantize_blocks(described));
-  });
+  launch_by_type<RowImageBatch>(tasks, is_ours, launch,
+                                [](auto& batcher, const DequantizeTask& task) {
+                                  const RowImageTask described = describe(task);
+                                  batcher.add(described, dequantize_blocks(described));
+                                });
   dequantize_row_scaled(tasks, cuda_stream);
   dequantize_columnwise(tasks, cuda_stream);
 }
