@@ -277,6 +277,19 @@ inline at::Tensor reference_values(const Quantized& q, Layout layout) {
   return out;
 }
 
+/// Formats of weights whose kernels differ, with every value type.
+inline auto all_kernels() {
+  return ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
+                                              "float8_blockwise", "float8_blockwise_fp32_scale",
+                                              "mxfp8", "mxfp8_1x32", "nvfp4", "nvfp4_1x16"),
+                            ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf));
+}
+
+inline std::string kernel_name(
+    const ::testing::TestParamInfo<std::tuple<const char*, at::ScalarType>>& info) {
+  return std::string(std::get<0>(info.param)) + "_" + c10::toString(std::get<1>(info.param));
+}
+
 inline bool same_values(const at::Tensor& a, const at::Tensor& b) {
   return at::allclose(a.cpu(), b.cpu(), 0, 0, /*equal_nan=*/true);
 }

@@ -167,9 +167,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
                                          "float8_blockwise", "float8_blockwise_fp32_scale"),
                        ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
-    [](const auto& param) {
-      return std::string(std::get<0>(param.param)) + "_" + c10::toString(std::get<1>(param.param));
-    });
+    kernel_name);
 
 TEST(LinearErrors, NameWhatIsWrong) {
   const WeightOperand weight =

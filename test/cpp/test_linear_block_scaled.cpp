@@ -83,10 +83,7 @@ INSTANTIATE_TEST_SUITE_P(All, BlockScaledLinear,
                          ::testing::Combine(::testing::Values("mxfp8", "nvfp4", "nvfp4_1x16"),
                                             ::testing::Values(at::kFloat, at::kBFloat16,
                                                               at::kHalf)),
-                         [](const auto& param) {
-                           return std::string(std::get<0>(param.param)) + "_" +
-                                  c10::toString(std::get<1>(param.param));
-                         });
+                         kernel_name);
 
 TEST(BlockScaledReport, NamesTheReason) {
   const at::Device device = devices().back();

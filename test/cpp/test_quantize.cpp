@@ -154,15 +154,7 @@ TEST_P(Quantize, ManyTensorsAtOnce) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, Quantize,
-    ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
-                                         "float8_blockwise", "float8_blockwise_fp32_scale", "mxfp8",
-                                         "mxfp8_1x32", "nvfp4", "nvfp4_1x16"),
-                       ::testing::ValuesIn(kDtypes)),
-    [](const auto& param) {
-      return std::string(std::get<0>(param.param)) + "_" + c10::toString(std::get<1>(param.param));
-    });
+INSTANTIATE_TEST_SUITE_P(All, Quantize, all_kernels(), kernel_name);
 
 #ifndef QSHARD_WITH_CUDA
 TEST(QuantizeWithoutCuda, SaysSo) {

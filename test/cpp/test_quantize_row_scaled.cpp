@@ -197,10 +197,7 @@ INSTANTIATE_TEST_SUITE_P(All, QuantizeRowScaled,
                          ::testing::Combine(::testing::Values("mxfp8", "mxfp8_1x32", "nvfp4",
                                                               "nvfp4_1x16"),
                                             ::testing::ValuesIn(kDtypes)),
-                         [](const auto& param) {
-                           return std::string(std::get<0>(param.param)) + "_" +
-                                  c10::toString(std::get<1>(param.param));
-                         });
+                         kernel_name);
 
 }  // namespace
 }  // namespace qshard::testing

@@ -7,7 +7,6 @@
 namespace qshard::testing {
 namespace {
 
-constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr Rounding kRounding{0x12345678, 0x7abcdef0, 41};
@@ -320,15 +319,7 @@ TEST_P(StochasticRows, MeanErrorTendsToZero) {
   EXPECT_LE(std::fabs(total / n), 5 / (2 * std::sqrt(kDraws * n)));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, StochasticRows,
-    ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
-                                         "float8_blockwise", "float8_blockwise_fp32_scale", "mxfp8",
-                                         "mxfp8_1x32", "nvfp4", "nvfp4_1x16"),
-                       ::testing::ValuesIn(kDtypes)),
-    [](const auto& param) {
-      return std::string(std::get<0>(param.param)) + "_" + c10::toString(std::get<1>(param.param));
-    });
+INSTANTIATE_TEST_SUITE_P(All, StochasticRows, all_kernels(), kernel_name);
 
 }  // namespace
 }  // namespace qshard::testing
