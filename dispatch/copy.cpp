@@ -100,7 +100,12 @@ void write_values(const at::Tensor& self, const at::Tensor& values, bool non_blo
   at::assert_no_internal_overlap(self);
   try {
     if (self.numel() > 0) {
-      window(buffer.write_plane(), self).copy_(values.expand(self.sizes()), non_blocking);
+      const at::Tensor plane = buffer.write_plane();
+      // A window and an expanded source cost a dispatch each; the usual copy needs neither.
+      const bool is_whole = self.sizes() == plane.sizes() && self.is_contiguous();
+      const bool expands = values.sizes() != self.sizes();
+      (is_whole ? plane : window(plane, self))
+          .copy_(expands ? values.expand(self.sizes()) : values, non_blocking);
     }
   } catch (...) {
     if (!had_pending) buffer.pending.reset();
@@ -143,8 +148,10 @@ BufferPtr copy_buffer(QuantizedBuffer& from, at::ScalarType dtype, at::Device de
   layout.rows = rows;
   if (from.is_packed() && !pinned && !from.is_meta() && dtype == from.dtype &&
       device == from.device() && rows == from.layout.rows) {
-    auto to = QuantizedBuffer::from_storage(from.packed().clone().storage(), layout, dtype,
-                                            from.keeps_master());
+    const int64_t bytes = from.packed_bytes();
+    auto storage = allocate_storage(bytes, device, Fill::kNothing);
+    copy_on_device(storage.mutable_data(), from.storage.data(), bytes, device);
+    auto to = QuantizedBuffer::from_storage(std::move(storage), layout, dtype, from.keeps_master());
     if (from.pending.defined()) to->pending = from.pending.clone();
     to->inherit_parameter(from);
     to->generation = from.generation;
@@ -234,6 +241,74 @@ at::Tensor constant_pad_nd(const at::Tensor& self, c10::SymIntArrayRef pad_,
   return make_tensor(std::move(padded), {self.size(0) + pad[last], self.size(1)});
 }
 
+// ------------------------------------------------------------------------------------ cat
+
+/// Whether these tensors, one after the other, are consecutive rows of one logical tensor with the
+/// same scales.
+bool are_consecutive_rows(const at::ITensorListRef& tensors) {
+  const at::Tensor& first = *tensors.begin();
+  std::optional<int64_t> next;
+  for (const at::Tensor& tensor : tensors) {
+    if (!has_key(tensor) || impl_of(tensor).is_export() || tensor.dim() < 2) return false;
+    const QuantizedBuffer& buffer = buffer_of(tensor);
+    const QuantizedBuffer& head = buffer_of(first);
+    const auto rows = row_window(tensor);
+    const bool fits = rows && same_kind(buffer, head) && buffer.dtype == head.dtype &&
+                      buffer.device() == head.device() && buffer.generation == head.generation &&
+                      buffer.keeps_master() == head.keeps_master() && !buffer.is_stale() &&
+                      !buffer.is_meta() && buffer.layout.row_offset != Layout::kOpen &&
+                      tensor.sizes().slice(1) == first.sizes().slice(1);
+    if (!fits) return false;
+    const int64_t place = buffer.layout.row_offset + rows->first;
+    if (next.value_or(place) != place) return false;
+    next = place + rows->count;
+  }
+  return next.has_value();
+}
+
+/// Consecutive rows keep the kind; anything else is a plain tensor of the values.
+at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
+  PlainGuard guard;
+  if (dim != 0 || !are_consecutive_rows(tensors)) {
+    std::vector<at::Tensor> values;
+    for (const at::Tensor& tensor : tensors) {
+      values.push_back(has_key(tensor) ? value_of(tensor) : tensor);
+    }
+    return at::cat(values, dim);
+  }
+  const at::Tensor& first = *tensors.begin();
+  QuantizedBuffer& from = buffer_of(first);
+  auto sizes = first.sizes().vec();
+  sizes[0] = 0;
+  Layout layout = from.layout;
+  layout.row_offset += row_window(first)->first;
+  layout.rows = 0;
+  for (const at::Tensor& tensor : tensors) {
+    sizes[0] += tensor.size(0);
+    layout.rows += row_window(tensor)->count;
+  }
+  c10::OptionalDeviceGuard device_guard(from.device());
+  auto to = QuantizedBuffer::allocate_without_scales(layout, from.dtype, from.keeps_master(),
+                                                     from.device(), Fill::kNothing);
+  int64_t next = 0;
+  for (const at::Tensor& tensor : tensors) {
+    QuantizedBuffer& piece = buffer_of(tensor);
+    piece.check_is_allocated();
+    piece.detach_from_source();
+    const RowWindow rows = *row_window(tensor);
+    copy_rows(to->image, {next, rows.count}, piece.image, rows, false);
+    if (to->keeps_master()) {
+      copy_rows(to->master, {next, rows.count}, piece.master, rows, false);
+    }
+    next += rows.count;
+  }
+  if (to->grid.defined()) to->grid.copy_(from.grid);
+  to->inherit_parameter(from);
+  to->generation = from.generation;
+  to->inherit_flags(from);
+  return make_tensor(std::move(to), sizes);
+}
+
 // -------------------------------------------------------------------------------- storage
 
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset,
@@ -283,6 +358,7 @@ void register_copies(torch::Library& aten) {
   aten.impl("copy_", &copy_);
   aten.impl("clone", &clone);
   aten.impl("_to_copy", &to_copy);
+  aten.impl("cat", &cat);
   aten.impl("constant_pad_nd", &constant_pad_nd);
   aten.impl("set_.source_Storage_storage_offset", &set_storage);
   aten.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);

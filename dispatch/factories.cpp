@@ -62,8 +62,19 @@ Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
   return layout;
 }
 
+void copy_grid(const QuantizedBuffer& from, QuantizedBuffer& to) {
+  if (from.device() == to.device()) {
+    copy_on_device(to.grid.mutable_data_ptr(), from.grid.const_data_ptr(), from.grid.nbytes(),
+                   to.device());
+  } else {
+    to.grid.copy_(from.grid);
+  }
+}
+
+/// Row padding and ranks without rows live by what new_zeros leaves: zeros, with the template's
+/// scales. What new_empty and empty_like leave is as undefined as a plain tensor's.
 at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const NewArgs& args,
-                         std::optional<int64_t> row_offset = std::nullopt) {
+                         Fill fill, std::optional<int64_t> row_offset = std::nullopt) {
   PlainGuard guard;
   QuantizedBuffer& from = buffer_of(self);
   Layout layout = layout_for(self, sizes);
@@ -72,10 +83,12 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
   if (is_shard && row_offset) layout.row_offset = *row_offset;
   const bool inherits_grid =
       is_shard && from.grid.defined() && !args.device.is_meta() && !from.is_meta();
-  auto buffer = QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device,
-                                          /*unit_scales=*/!inherits_grid);
+  auto buffer = inherits_grid ? QuantizedBuffer::allocate_without_scales(
+                                    layout, args.dtype, from.keeps_master(), args.device, fill)
+                              : QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(),
+                                                          args.device);
   if (is_shard) {
-    if (inherits_grid) buffer->grid.copy_(from.grid);
+    if (inherits_grid) copy_grid(from, *buffer);
     // Zero codes are of the template's generation if its scales are theirs too; not on meta, which
     // has no grid, nor where rows carry their own scales: these rows have none yet.
     if (inherits_grid && layout.format->scales_in_grid()) buffer->generation = from.generation;
@@ -109,7 +122,7 @@ at::Tensor new_empty(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg 
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   if (!keeps_kind(self, args.dtype) || sizes.size() == 1) return at::empty(sizes, args.plain());
   if (sizes.empty()) return rebuild_template(self, args);
-  return new_quantized(self, sizes, args);
+  return new_quantized(self, sizes, args, Fill::kNothing);
 }
 
 at::Tensor new_zeros(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg dtype, LayoutArg,
@@ -117,7 +130,7 @@ at::Tensor new_zeros(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg 
   const NewArgs args(self, dtype, device, pinned);
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   if (!keeps_kind(self, args.dtype) || sizes.size() < 2) return at::zeros(sizes, args.plain());
-  return new_quantized(self, sizes, args);
+  return new_quantized(self, sizes, args, Fill::kZeros);
 }
 
 at::Tensor empty_like(const at::Tensor& self, DTypeArg dtype, LayoutArg layout, DeviceArg device,
@@ -131,8 +144,8 @@ at::Tensor empty_like(const at::Tensor& self, DTypeArg dtype, LayoutArg layout, 
     return at::empty(self.sizes(), args.plain());
   }
   const int64_t offset = buffer_of(self).layout.row_offset;
-  if (offset == Layout::kOpen) return new_quantized(self, self.sizes(), args);
-  return new_quantized(self, self.sizes(), args, offset + rows->first);
+  if (offset == Layout::kOpen) return new_quantized(self, self.sizes(), args, Fill::kNothing);
+  return new_quantized(self, self.sizes(), args, Fill::kNothing, offset + rows->first);
 }
 
 at::Tensor zeros_like(const at::Tensor& self, DTypeArg dtype, LayoutArg, DeviceArg device,

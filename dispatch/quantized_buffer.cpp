@@ -32,10 +32,6 @@ at::TensorOptions bytes_on(at::Device device) {
   return at::TensorOptions().dtype(at::kByte).device(device);
 }
 
-c10::Storage zeroed_storage(int64_t bytes, at::Device device) {
-  return at::zeros({bytes}, bytes_on(device)).storage();
-}
-
 /// A contiguous plain tensor inside a packed storage. Built directly: narrow and view would cost
 /// ten times as much, and FSDP2 makes buffers per parameter.
 at::Tensor plane_at(const c10::Storage& storage, at::ScalarType dtype, int64_t byte_offset,
@@ -84,20 +80,28 @@ void QuantizedBuffer::fill_unit_scales() {
   if (device().is_cpu()) {
     std::fill_n(grid.mutable_data_ptr<float>(), grid.numel(), 1.f);
   } else {
+    PlainGuard guard;
     grid.fill_(1.0);
   }
 }
 
 BufferPtr QuantizedBuffer::allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
-                                    at::Device device, bool unit_scales) {
+                                    at::Device device) {
+  auto buffer = allocate_without_scales(layout, dtype, keeps_master, device, Fill::kZeros);
+  buffer->fill_unit_scales();
+  return buffer;
+}
+
+BufferPtr QuantizedBuffer::allocate_without_scales(const Layout& layout, at::ScalarType dtype,
+                                                   bool keeps_master, at::Device device,
+                                                   Fill fill) {
   PlainGuard guard;
   auto buffer = c10::make_intrusive<QuantizedBuffer>();
   buffer->layout = layout;
   buffer->dtype = dtype;
   buffer->generation = next_generation();
-  buffer->bind_planes(zeroed_storage(packed_bytes(layout, dtype, keeps_master), device),
+  buffer->bind_planes(allocate_storage(packed_bytes(layout, dtype, keeps_master), device, fill),
                       keeps_master);
-  if (unit_scales) buffer->fill_unit_scales();
   buffer->state = ScalingState::fresh(layout, device);
   return buffer;
 }
@@ -283,8 +287,8 @@ void QuantizedBuffer::detach_from_source() {
   source.reset();
   const auto own_image = image;
   const auto own_grid = grid;
-  bind_planes(zeroed_storage(packed_bytes(layout, dtype, from->keeps_master()), device()),
-              from->keeps_master());
+  const int64_t bytes = packed_bytes(layout, dtype, from->keeps_master());
+  bind_planes(allocate_storage(bytes, device(), Fill::kZeros), from->keeps_master());
   image.copy_(own_image);
   if (grid.defined()) grid.copy_(own_grid);
   if (from->keeps_master()) master.copy_(from->value_plane());
@@ -308,7 +312,7 @@ void QuantizedBuffer::anchor() {
                   own.matrix_rows, layout.format->name, layout.format->columnwise->block_rows));
   layout = own;
   generation = next_generation();
-  bind_planes(zeroed_storage(packed_bytes(), device()), master.defined());
+  bind_planes(allocate_storage(packed_bytes(), device(), Fill::kZeros), master.defined());
   fill_unit_scales();
   state = ScalingState::fresh(layout, device());
 }

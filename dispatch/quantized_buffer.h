@@ -8,6 +8,7 @@
 #include <string>
 
 #include "dispatch/scaling_state.h"
+#include "dispatch/storage.h"
 #include "kernels/layout.h"
 
 namespace qshard {
@@ -66,10 +67,12 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// Total bytes of the packed storage.
   static int64_t packed_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_master);
 
-  /// A new buffer of zero codes. Its scales are 1, or zero for callers that write the grid next.
-  /// Meta devices have planes without data.
+  /// A new buffer of zeros whose scales are 1. Meta devices have planes without data.
   static Ptr allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
-                      at::Device device, bool unit_scales = true);
+                      at::Device device);
+  /// The same for callers that write the grid next: it is not set to 1.
+  static Ptr allocate_without_scales(const Layout& layout, at::ScalarType dtype, bool keeps_master,
+                                     at::Device device, Fill fill);
 
   /// Planes over a packed storage of exactly packed_bytes(...). The caller gives it its state.
   static Ptr from_storage(c10::Storage storage, const Layout& layout, at::ScalarType dtype,

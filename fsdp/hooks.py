@@ -86,22 +86,25 @@ def dtensor_groups(dtensor):
 
 # -------------------------------------------------------------------------------- FSDP2's hooks
 
+# What the operator packets call, without their Python part: these two run per parameter and gather.
+pre_all_gather = getattr(ops._pre_all_gather, "_op", ops._pre_all_gather)
+refresh_gathered = getattr(ops._refresh_gathered, "_op", ops._refresh_gathered)
+
 
 def hook_property(hook):
     """Installs the class `hook` as torch.Tensor.<its name>: one object per shard, kept. FSDP2 looks
     hooks up five times per parameter and gather, and asking for a tensor's keys is the slow part."""
-    known = {}  # id of a shard: (weak reference to it, its hook)
+    known = {}  # id of a living shard: its hook
 
     def get(shard):
-        entry = known.get(id(shard))
-        if entry is not None and entry[0]() is shard:
-            return entry[1]
+        found = known.get(id(shard))
+        if found is not None:
+            return found
         if not is_quantized(shard):
             raise AttributeError(f"'{type(shard).__name__}' object has no attribute '{hook.name}'")
         key = id(shard)
-        reference = weakref.ref(shard, lambda _: known.pop(key, None))
-        known[key] = reference, hook(reference)
-        return known[key][1]
+        known[key] = hook(weakref.ref(shard, lambda _: known.pop(key, None)))
+        return known[key]
 
     setattr(torch.Tensor, hook.name, property(get))
     return hook
@@ -121,8 +124,8 @@ class PreAllGather:
         self.shard = shard  # a weak reference
 
     def __call__(self, mesh):
-        image, *metadata = ops._pre_all_gather(self.shard(), mesh_group(mesh))
-        return (image,), tuple(metadata)
+        result = pre_all_gather(self.shard(), mesh_group(mesh))
+        return result[:1], result[1:]
 
 
 @hook_property
@@ -136,7 +139,7 @@ class PostAllGather:
     def __call__(self, outputs, metadata, param_dtype, *, out=None):
         (image,) = outputs
         if out is not None:
-            ops._refresh_gathered(local_of(out), image, *metadata)
+            refresh_gathered(local_of(out), image, *metadata)
             return None
         refuse_unsupported(sys._getframe(1).f_locals.get("self"))
         return ops._post_all_gather(self.shard(), image, *metadata, param_dtype), ()

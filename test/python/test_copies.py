@@ -290,8 +290,30 @@ def test_cat_stack_and_mixed_lists():
         assert_same(torch.cat([a, b, c]), torch.cat([value(a), value(b), c]))
         assert_same(torch.cat([a[:, :3], b], 1), torch.cat([value(a)[:, :3], value(b)], 1))
         assert_same(torch.stack([a, b]), torch.stack([value(a), value(b)]))
-    pieces = whole_pieces = ops.quantize(weight(300, 32), "float8_blockwise")
-    assert_same(torch.cat(pieces.chunk(4)), whole_pieces)
+
+
+@pytest.mark.parametrize("keep_master", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_cat_of_consecutive_rows_keeps_codes_scales_and_master(format, keep_master):
+    q = ops.quantize(weight(320, 33), format, keep_master=keep_master)
+    rows = q[32:256]
+    again = torch.cat(rows.split(56))
+    assert is_quantized(again) and again.shape == rows.shape
+    assert_same(again, rows)
+    planes = [ops.codes, ops.scale_inv]
+    if format == "mxfp8_1x32":
+        planes += [ops.columnwise_codes]
+    for plane in planes:
+        assert torch.equal(plane(again).view(torch.uint8), plane(rows).view(torch.uint8))
+
+
+def test_cat_of_other_rows_is_plain():
+    q = ops.quantize(weight(300, 32), "float8_blockwise")
+    first, second, third = q.split(100)
+    other = ops.quantize(weight(300, 32, seed=1), "float8_blockwise")[100:200]
+    for pieces in ([first, third], [second, first], [first, other], [first, second.contiguous() + 0]):
+        assert not is_quantized(torch.cat(pieces))
+        assert_same(torch.cat(pieces), torch.cat([value(p) if is_quantized(p) else p for p in pieces]))
 
 
 # ------------------------------------------------------------------------ deepcopy and pickle

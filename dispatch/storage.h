@@ -1,0 +1,21 @@
+// Storages and byte copies without the dispatcher: FSDP2 makes and moves buffers per parameter, and
+// an aten call costs more host time than its memset or memcpy.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+
+namespace qshard {
+
+enum class Fill { kNothing, kZeros };
+
+/// A resizable storage of `bytes` on cpu, cuda or meta; zeros are written on the device's current
+/// stream.
+c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill);
+
+/// Copies bytes within `device`, on its current stream.
+void copy_on_device(void* to, const void* from, int64_t bytes, at::Device device);
+
+}  // namespace qshard
