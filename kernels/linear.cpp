@@ -18,6 +18,7 @@
 #ifdef QSHARD_WITH_CUDA
 #include "kernels/cuda/linear_block_scaled.h"
 #include "kernels/cuda/linear_fp8.h"
+#include "kernels/cuda/shared_activation.h"
 #endif
 
 namespace qshard {
@@ -175,7 +176,7 @@ int64_t saved_input_bytes(int64_t m, int64_t k) {
 
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only) {
+                             bool weight_only, const at::Tensor& owner) {
   check_weight(weight);
   check_forward_image(weight.layout);
   check_activation(input, weight, weight.layout.cols, "input");
@@ -210,8 +211,13 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
   const bool fp8 = fallback == GemmFallback::kNone && !block_scaled;
   is_quantized = fp8 || save_quantized_input;
   if (is_quantized) {
-    const cuda::Fp8Activation x = cuda::quantize_activation(
-        input, format, DType::kFloat8E4M3, /*rows=*/fp8, save_quantized_input, amax);
+    // Delayed scaling scales the input of each linear by that linear's own history.
+    const cuda::Fp8Activation x =
+        owner.defined() && !amax
+            ? cuda::quantize_shared_activation(owner, input, format, /*rows=*/fp8,
+                                               save_quantized_input)
+            : cuda::quantize_activation(input, format, DType::kFloat8E4M3, /*rows=*/fp8,
+                                        save_quantized_input, amax);
     if (save_quantized_input) result.saved = x.saved;
     if (fp8) result.output = cuda::fp8_forward(x.rows, m, weight, bias, input.options());
     if (fp8 && !result.output.defined()) fallback = GemmFallback::kNoKernel;

@@ -42,10 +42,11 @@ struct LinearForward {
 
 /// output = input @ weight^T + bias; input (M, K) float32/bfloat16/float16, bias (N,). With
 /// `weight_only` activations and gradients are not quantized: the weight is dequantized to their
-/// dtype.
+/// dtype. `owner`, if defined, is the tensor of which `input` is the matrix: linears called with
+/// the same owner share its codes (kernels/cuda/shared_activation.h).
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only = false);
+                             bool weight_only = false, const at::Tensor& owner = {});
 
 struct LinearBackward {
   at::Tensor grad_input;   // (M, K) in grad's dtype, undefined unless asked for

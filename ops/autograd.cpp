@@ -62,6 +62,7 @@ struct LinearFunction : Function<LinearFunction> {
     static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
     const bool saves_codes =
         !weight_only && weight.requires_grad() && saves_quantized_input(input, weight);
+    const ShareQuantizedInputs share;
     auto [output, saved] = op.call(input, weight, bias, saves_codes, weight_only);
     ctx->save_for_backward({saves_codes ? saved : input, weight});
     ctx->saved_data["saves_codes"] = saves_codes;

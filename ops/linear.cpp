@@ -12,6 +12,8 @@
 namespace qshard {
 namespace {
 
+thread_local bool t_share_inputs = false;
+
 Tensor as_matrix(const Tensor& tensor) {
   const int64_t cols = tensor.size(-1);
   return tensor.reshape({cols == 0
@@ -42,6 +44,9 @@ void check_linear_shapes(const Tensor& input, const Tensor& weight, const Option
 
 }  // namespace
 
+ShareQuantizedInputs::ShareQuantizedInputs() : previous_(t_share_inputs) { t_share_inputs = true; }
+ShareQuantizedInputs::~ShareQuantizedInputs() { t_share_inputs = previous_; }
+
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias, bool save_quantized_input,
                                              bool weight_only) {
@@ -49,8 +54,10 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
   const auto operand = weight_operand(weight, "qshard::linear");
   check_linear_shapes(input, weight, bias);
   c10::OptionalDeviceGuard device_guard(input.device());
-  auto result = linear_forward(as_matrix(has_key(input) ? value_of(input) : input), operand, bias,
-                               save_quantized_input, weight_only);
+  const bool is_plain = !has_key(input);
+  auto result = linear_forward(as_matrix(is_plain ? input : value_of(input)), operand, bias,
+                               save_quantized_input, weight_only,
+                               t_share_inputs && is_plain ? input : Tensor());
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   // Detached from the 2-D result, so that N-D outputs are no views (FSDP2 warns about those).

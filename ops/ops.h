@@ -30,6 +30,19 @@ OptionalTensor master(const Tensor& self);
 void flush_op(at::TensorList self);
 
 // ops/linear.cpp
+/// While one lives, linears of this thread that get the same input tensor quantize it once. Eager
+/// calls only: kernels/cuda/shared_activation.h says why.
+class ShareQuantizedInputs {
+ public:
+  ShareQuantizedInputs();
+  ~ShareQuantizedInputs();
+  ShareQuantizedInputs(const ShareQuantizedInputs&) = delete;
+  ShareQuantizedInputs& operator=(const ShareQuantizedInputs&) = delete;
+
+ private:
+  bool previous_;
+};
+
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               bool weight_only);
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,

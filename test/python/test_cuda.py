@@ -170,6 +170,74 @@ def test_activation_saved_for_backward_is_fp8(format):
     assert m * k <= activation[0].nbytes <= 1.04 * m * k
 
 
+def three_linears(format):
+    torch.manual_seed(0)
+    weights = torch.randn(3, 64, 256, device="cuda")
+    return [torch.nn.Parameter(ops.quantize(w, format)) for w in weights]
+
+
+@pytest.mark.parametrize("format", [f for f in FP8_FORMATS if f != "float8_delayed"])
+def test_linears_of_one_input_quantize_and_save_it_once(format):
+    weights = three_linears(format)
+    x = torch.randn(4, 48, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        outputs = [F.linear(x, w) for w in weights]
+        torch.cuda.synchronize()
+    codes = [t for t in saved if t.dtype == torch.uint8]
+    assert len(codes) == 3 and len({t.data_ptr() for t in codes}) == 1
+    launches = [e.count for e in profile.key_averages() if "quantize_" in e.key]
+    assert sum(launches) == 1, profile.key_averages().table()
+    sum(y.square().sum() for y in outputs).backward()
+
+    again = [torch.nn.Parameter(w.detach()) for w in weights]
+    parts = [x.detach().clone().requires_grad_() for _ in weights]  # an input for each
+    others = [F.linear(part, w) for part, w in zip(parts, again)]
+    sum(y.square().sum() for y in others).backward()
+    for y, other, w, same in zip(outputs, others, weights, again):
+        assert torch.equal(y, other) and torch.equal(w.grad, same.grad)
+
+    del outputs, others, codes, saved
+    held = torch.cuda.memory_allocated()
+    del x, parts
+    assert torch.cuda.memory_allocated() < held
+
+
+@pytest.mark.parametrize("write", ["add_", "detached add_", "copy_"])
+def test_written_input_is_quantized_again(write):
+    w = three_linears("float8_blockwise")[0]
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    F.linear(x, w)
+    if write == "copy_":
+        x.copy_(torch.randn_like(x))
+    else:
+        (x if write == "add_" else x.detach()).add_(1)
+    assert torch.equal(F.linear(x, w), F.linear(x.clone(), w))
+    with torch.inference_mode():  # these tensors have no version counter
+        x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+        F.linear(x, w)
+        x.add_(1)
+        assert torch.equal(F.linear(x, w), F.linear(x.clone(), w))
+
+
+def test_captured_graph_quantizes_an_input_seen_before():
+    w = three_linears("float8_blockwise")[0]
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        F.linear(x, w)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            y = F.linear(x, w)
+        x.add_(1)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, F.linear(x.clone(), w))
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.format)
 @pytest.mark.parametrize("fused", [False, True])
 def test_training_step_never_synchronises(recipe, fused):
