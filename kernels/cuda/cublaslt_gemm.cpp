@@ -1,14 +1,20 @@
+#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <cublasLt.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
-#include <optional>
+#include <limits>
+#include <memory>
+#include <mutex>
 #include <string_view>
 #include <unordered_map>
+#include <vector>
 
 #include "kernels/gemm.h"
 
@@ -16,7 +22,15 @@ namespace qshard {
 namespace {
 
 constexpr size_t kWorkspaceBytes = 32u << 20;  // NVIDIA's recommendation for Hopper
-constexpr size_t kMaxPlans = 4096;             // per thread; ragged token counts make new ones
+constexpr size_t kMaxPlans = 4096;             // ragged token counts make new ones
+
+// Timing its candidates costs as much as some 30 runs of a GEMM: for those large enough to gain by
+// it, and not for ever new token counts.
+constexpr int kCandidates = 8;
+constexpr int kTimedRounds = 3;
+constexpr double kMinTunedMultiplies = 1ull << 32;
+constexpr int kMaxTunedPlans = 256;
+constexpr float kClearlyFaster = 0.99f;
 
 void check(cublasStatus_t status, const char* call) {
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "cuBLASLt: ", cublasLtGetStatusString(status),
@@ -127,10 +141,10 @@ struct Descriptors {
   }
 };
 
-// Empty: cuBLASLt has no kernel.
-using Plan = std::optional<cublasLtMatmulAlgo_t>;
+using Algorithms = std::vector<cublasLtMatmulAlgo_t>;
 
-Plan make_plan(cublasLtHandle_t handle, const PlanKey& key, Descriptors& descriptors) {
+// What cuBLASLt offers for a key, its own favourite first; empty if it has no kernel.
+Algorithms find_algorithms(cublasLtHandle_t handle, const PlanKey& key, Descriptors& descriptors) {
   cublasLtMatmulPreferenceOpaque_t preference;
   QSHARD_CUBLAS_CHECK(cublasLtMatmulPreferenceInit(&preference));
   const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
@@ -142,18 +156,132 @@ Plan make_plan(cublasLtHandle_t handle, const PlanKey& key, Descriptors& descrip
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.align_a);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.align_out);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.align_out);
-  cublasLtMatmulHeuristicResult_t result = {};
+  cublasLtMatmulHeuristicResult_t results[kCandidates] = {};
   int found = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
       handle, &descriptors.matmul, &descriptors.a, &descriptors.b, &descriptors.d, &descriptors.d,
-      &preference, 1, &result, &found);
+      &preference, kCandidates, results, &found);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
       status == CUBLAS_STATUS_ARCH_MISMATCH) {
     return {};
   }
   QSHARD_CUBLAS_CHECK(status);
-  if (found == 0 || result.state != CUBLAS_STATUS_SUCCESS) return {};
-  return result.algo;
+  Algorithms algorithms;
+  for (int i = 0; i < found; ++i) {
+    if (results[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(results[i].algo);
+  }
+  return algorithms;
+}
+
+// One GEMM with all that its algorithms need.
+struct Launch {
+  cublasLtHandle_t handle;
+  const ScaledGemm& gemm;
+  Descriptors& descriptors;
+  void* workspace;
+  cudaStream_t stream;
+
+  // NOT_SUPPORTED: nothing was launched.
+  cublasStatus_t operator()(const cublasLtMatmulAlgo_t& algorithm) const {
+    static constexpr float kOneZero[] = {1.f, 0.f};
+    const float* alpha = gemm.alpha_zero != nullptr ? gemm.alpha_zero : kOneZero;
+    return cublasLtMatmul(handle, &descriptors.matmul, alpha, gemm.b.codes, &descriptors.a,
+                          gemm.a.codes, &descriptors.b, alpha + 1, gemm.out, &descriptors.d,
+                          gemm.out, &descriptors.d, &algorithm, workspace, kWorkspaceBytes, stream);
+  }
+};
+
+class Timer {
+ public:
+  Timer() {
+    C10_CUDA_CHECK(cudaEventCreate(&start_));
+    C10_CUDA_CHECK(cudaEventCreate(&stop_));
+  }
+  ~Timer() {
+    C10_CUDA_CHECK_WARN(cudaEventDestroy(start_));
+    C10_CUDA_CHECK_WARN(cudaEventDestroy(stop_));
+  }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+  // Milliseconds of one run on the device, infinity if the algorithm refuses.
+  float operator()(const Launch& launch, const cublasLtMatmulAlgo_t& algorithm) {
+    C10_CUDA_CHECK(cudaEventRecord(start_, launch.stream));
+    if (launch(algorithm) != CUBLAS_STATUS_SUCCESS) return std::numeric_limits<float>::infinity();
+    C10_CUDA_CHECK(cudaEventRecord(stop_, launch.stream));
+    C10_CUDA_CHECK(cudaEventSynchronize(stop_));
+    float milliseconds = 0;
+    C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, start_, stop_));
+    return milliseconds;
+  }
+
+ private:
+  cudaEvent_t start_ = nullptr;
+  cudaEvent_t stop_ = nullptr;
+};
+
+// The fastest of several algorithms, cuBLASLt's favourite unless another is clearly faster. They
+// take turns, so that all see the same clocks; the first round warms up.
+cublasLtMatmulAlgo_t fastest(const Algorithms& algorithms, const Launch& launch) {
+  Timer time;
+  std::vector<float> best(algorithms.size(), std::numeric_limits<float>::infinity());
+  for (int round = 0; round <= kTimedRounds; ++round) {
+    for (size_t i = 0; i < algorithms.size(); ++i) {
+      const float milliseconds = time(launch, algorithms[i]);
+      if (round > 0) best[i] = std::min(best[i], milliseconds);
+    }
+  }
+  const auto winner = std::min_element(best.begin(), best.end());
+  return algorithms[*winner < kClearlyFaster * best[0] ? winner - best.begin() : 0];
+}
+
+// The host waits while algorithms are timed, which a capture forbids; and whoever asks for
+// deterministic algorithms wants the same one in every run.
+bool may_tune(const ScaledGemm& gemm, cudaStream_t stream) {
+  const double multiplies = static_cast<double>(gemm.a.rows) * gemm.b.rows * gemm.k;
+  if (multiplies < kMinTunedMultiplies || at::globalContext().deterministicAlgorithms()) {
+    return false;
+  }
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status == cudaStreamCaptureStatusNone;
+}
+
+struct Plan {
+  std::shared_ptr<const Algorithms> algorithms;  // one once tuned; none: no kernel
+  bool is_tuned = false;
+};
+
+// The plans of this process; backward runs in threads of its own.
+struct PlanCache {
+  std::mutex mutex;
+  std::unordered_map<PlanKey, Plan, PlanHash> plans;
+  int tuned = 0;
+};
+
+PlanCache& plan_cache() {
+  static PlanCache cache;
+  return cache;
+}
+
+std::shared_ptr<const Algorithms> choose_algorithms(const PlanKey& key, const Launch& launch) {
+  PlanCache& cache = plan_cache();
+  std::lock_guard lock(cache.mutex);
+  auto found = cache.plans.find(key);
+  if (found == cache.plans.end()) {
+    if (cache.plans.size() >= kMaxPlans) cache.plans.clear();
+    auto algorithms = find_algorithms(launch.handle, key, launch.descriptors);
+    const bool has_choice = algorithms.size() > 1;
+    Plan plan{std::make_shared<const Algorithms>(std::move(algorithms)), !has_choice};
+    found = cache.plans.emplace(key, std::move(plan)).first;
+  }
+  Plan& plan = found->second;
+  if (!plan.is_tuned && cache.tuned < kMaxTunedPlans && may_tune(launch.gemm, launch.stream)) {
+    plan.algorithms = std::make_shared<const Algorithms>(1, fastest(*plan.algorithms, launch));
+    plan.is_tuned = true;
+    ++cache.tuned;
+  }
+  return plan.algorithms;
 }
 
 }  // namespace
@@ -180,26 +308,17 @@ bool scaled_gemm(const ScaledGemm& gemm) {
                     gemm.fast_accumulate,
                     gemm.alpha_zero != nullptr};
   Descriptors descriptors(gemm);
-  thread_local std::unordered_map<PlanKey, Plan, PlanHash> plans;
-  auto found = plans.find(key);
-  if (found == plans.end()) {
-    if (plans.size() >= kMaxPlans) plans.clear();
-    found = plans.emplace(key, make_plan(handle, key, descriptors)).first;
-  }
-  if (!found->second) return false;
   const auto workspace = c10::cuda::CUDACachingAllocator::get()->allocate(kWorkspaceBytes);
-  const float one_zero[] = {1.f, 0.f};
-  const float* alpha = gemm.alpha_zero != nullptr ? gemm.alpha_zero : one_zero;
-  const cublasStatus_t status =
-      cublasLtMatmul(handle, &descriptors.matmul, alpha, gemm.b.codes, &descriptors.a, gemm.a.codes,
-                     &descriptors.b, alpha + 1, gemm.out, &descriptors.d, gemm.out, &descriptors.d,
-                     &*found->second, workspace.get(), kWorkspaceBytes, stream.stream());
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED) {  // found only now: nothing was launched
-    found->second.reset();
-    return false;
+  const Launch launch{handle, gemm, descriptors, workspace.get(), stream.stream()};
+  // Some algorithms are found not to be supported only when they are launched.
+  const auto algorithms = choose_algorithms(key, launch);
+  for (const auto& algorithm : *algorithms) {
+    const cublasStatus_t status = launch(algorithm);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) continue;
+    check(status, "cublasLtMatmul");
+    return true;
   }
-  check(status, "cublasLtMatmul");
-  return true;
+  return false;
 }
 
 }  // namespace qshard
