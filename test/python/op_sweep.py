@@ -19,8 +19,6 @@ from torch.testing._internal.opinfo.core import SampleInput, UnaryUfuncInfo
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 ops = torch.ops.qshard
-# Those that a matrix of any number of rows can have.
-FORMATS = [fmt for fmt in helpers.FORMATS if not helpers.has_two_images(fmt)]
 SAMPLES_PER_OP = 12
 SAMPLES_SCANNED = 400  # for some with a tensor of two or more dimensions
 
@@ -40,6 +38,18 @@ def can_be_quantized(value):
         and value.dim() >= 2
         and value.layout == torch.strided
     )
+
+
+def quantize(value, fmt, **options):
+    """Of a format that takes whole blocks of rows only: the first rows of a larger matrix. Of more
+    dimensions these would not be contiguous, as the plain tensor is."""
+    if helpers.fit(fmt, value.size(-2)) == value.size(-2):
+        return ops.quantize(value, fmt, **options)
+    if value.dim() > 2:
+        return ops.quantize(value, "mxfp8", **options)
+    missing = helpers.fit(fmt, value.size(0)) - value.size(0)
+    padded = torch.cat([value, value.new_zeros(missing, value.size(1))])
+    return ops.quantize(padded, fmt, **options)[: value.size(0)]
 
 
 def is_quantized(value):
@@ -143,22 +153,22 @@ class Sweep:
         if not usable and isinstance(self.op, UnaryUfuncInfo):
             usable = [SampleInput(torch.rand(5, 7))]
         for i, sample in enumerate(usable):
-            yield sample, FORMATS[(self.number + i) % len(FORMATS)]
+            yield sample, helpers.FORMATS[(self.number + i) % len(helpers.FORMATS)]
 
     def quantized(self, sample, fmt, keep_master=False):
         """The sample with quantized tensors, and with their values instead. With `keep_master` the
         first argument keeps one (a product would multiply by codes all the same)."""
 
-        def quantize(value, keep_master=False):
+        def convert(value, keep_master=False):
             if not can_be_quantized(value):
                 return copied(value)
-            return ops.quantize(value.detach(), fmt, keep_master=keep_master)
+            return quantize(value.detach(), fmt, keep_master=keep_master)
 
         def copied(value):
             return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
-        rest = tree_map(quantize, (tuple(sample.args), dict(sample.kwargs)))
-        first = tree_map(lambda v: quantize(v, keep_master), sample.input)
+        rest = tree_map(convert, (tuple(sample.args), dict(sample.kwargs)))
+        first = tree_map(lambda v: convert(v, keep_master), sample.input)
         arguments = (first, *rest)
         return arguments, tree_map(lambda v: plain(v) if is_quantized(v) else copied(v), arguments)
 
@@ -268,7 +278,7 @@ class Sweep:
             self.fail("in place", i, detail)
         if (tuple(q.shape), q.stride()) != before[:2]:
             return  # squeezed, transposed: nothing was written, and blocks lie as they did
-        requantized = ops.dequantize(ops.quantize(expected.contiguous(), fmt))
+        requantized = ops.dequantize(quantize(expected.contiguous(), fmt))
         detail = difference(ops.dequantize(q), requantized, self.tolerance)
         if detail:
             self.fail("in place", i, f"after requantizing: {detail}")
@@ -288,7 +298,7 @@ class Sweep:
 
         def like(leaf):
             ones = torch.ones_like(leaf)
-            return ops.quantize(ones, fmt) if can_be_quantized(leaf) else ones
+            return quantize(ones, fmt) if can_be_quantized(leaf) else ones
 
         kinds = {"plain out=": torch.zeros_like}
         if any(map(can_be_quantized, leaves)):
@@ -315,7 +325,7 @@ class Sweep:
             return torch.ones(shape, dtype=leaf.dtype)
 
         def quantized(leaf):
-            return ops.quantize(leaf, fmt) if can_be_quantized(leaf) else leaf
+            return quantize(leaf, fmt) if can_be_quantized(leaf) else leaf
 
         what = "quantized out= of a wrong shape"
         plain_out = tree_map(too_large, expected)
