@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels/cuda/activation_kernels.h"
-#include "kernels/cuda/value_types.cuh"
+#include "kernels/cuda/row_scaled_codes.cuh"
 
 namespace qshard::cuda {
 
@@ -112,8 +112,7 @@ struct ActivationTile {
     for (int i = 0; i < kRows; ++i) {
       const int64_t r = tile_row + row + i;
       if (r >= task.m_padded) return;
-      *reinterpret_cast<VectorCodes<Code, Value>*>(task.codes + r * task.k_padded + c) = {
-          values[i], scale_of(i)};
+      store_bytes(task.codes + r * task.k_padded + c, encode_vector<Code>(values[i], scale_of(i)));
     }
   }
 
@@ -127,17 +126,14 @@ struct ActivationTile {
       const float scale = scale_of(j);
 #pragma unroll
       for (int chunk = 0; chunk < kRows / 8; ++chunk) {
-        uint32_t pair[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = chunk * 8 + i * 2;
-          constexpr int kPerWord = Value::kPerWord;
-          pair[i] = encode2<Code, Value>(values[r].word_of(j), j % kPerWord, scale,
-                                         values[r + 1].word_of(j), j % kPerWord, scale);
-        }
+        const auto four = [&](int r) {
+          return encode4<Code, Value>(values[r].word_of(j), values[r + 1].word_of(j),
+                                      values[r + 2].word_of(j), values[r + 3].word_of(j),
+                                      j % Value::kPerWord, scale);
+        };
         // The xor spreads the columns that a warp writes at once over the banks.
         shared.transposed[col + j][(row / 8 + chunk) ^ swizzle(col + j)] =
-            make_uint2(pair[0] | (pair[1] << 16), pair[2] | (pair[3] << 16));
+            make_uint2(four(8 * chunk), four(8 * chunk + 4));
       }
     }
     __syncthreads();

@@ -80,30 +80,18 @@ __device__ __forceinline__ float scaled(const Vector<Value>& v, int i, float sca
   return __fmul_rn(Value::load(v.word_of(i), i % Value::kPerWord), scale);
 }
 
-/// E4M3 codes of the values i and i + 1, whose NaN may lack its sign.
-template <typename Value>
-__device__ __forceinline__ uint16_t e4m3_pair(const Vector<Value>& v, int i, float scale) {
-  const float x = scaled(v, i, scale);
-  const float y = scaled(v, i + 1, scale);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
-#else
-  return static_cast<uint16_t>(encode_e4m3(x) | (encode_e4m3(y) << 8));
-#endif
-}
-
-/// E4M3 codes of the values [i, i + 4). Products of NaN lose its sign: signs are the values'.
-template <typename Value>
-__device__ __forceinline__ uint32_t e4m3_word(const Vector<Value>& v, int i, float scale) {
-  uint32_t signs;
-  if constexpr (Value::kPerWord == 2) {
-    signs = __byte_perm(v.word_of(i), v.word_of(i + 2), 0x7531);
+/// FP8 codes of the values [i, i + 4).
+template <typename Code, typename Value>
+__device__ __forceinline__ uint32_t fp8_word(const Vector<Value>& v, int i, float scale) {
+  if constexpr (Value::kPerWord == 1) {
+    return encode4<Code, Value>(v.word[0], v.word[1], v.word[2], v.word[3], 0, scale);
   } else {
-    signs = __byte_perm(__byte_perm(v.word[0], v.word[1], 0x0073),
-                        __byte_perm(v.word[2], v.word[3], 0x0073), 0x5410);
+    const auto pair = [&](int k) {
+      return unsigned_nan_pair<Code>(scaled(v, k, scale), scaled(v, k + 1, scale));
+    };
+    const uint32_t signs = __byte_perm(v.word_of(i), v.word_of(i + 2), 0x7531);
+    return word_bits(make_ushort2(pair(i), pair(i + 2))) | (signs & 0x80808080u);
   }
-  const ushort2 codes = make_ushort2(e4m3_pair(v, i, scale), e4m3_pair(v, i + 2, scale));
-  return word_bits(codes) | (signs & 0x80808080u);
 }
 
 /// |x| rounded to two significant bits, or to a multiple of 0.5 below 1, to nearest even: what
@@ -132,11 +120,11 @@ __device__ __forceinline__ uint32_t e2m1_pair(const Vector<Value>& v, int i, flo
 template <typename Code, typename Value>
 __device__ __forceinline__ VectorBytes<Code, Value> encode_vector(const Vector<Value>& v,
                                                                   float scale) {
-  if constexpr (std::is_same_v<Code, E4M3>) {
+  if constexpr (!std::is_same_v<Code, E2M1>) {
     if constexpr (Vector<Value>::kSize == 8) {
-      return make_uint2(e4m3_word(v, 0, scale), e4m3_word(v, 4, scale));
+      return make_uint2(fp8_word<Code>(v, 0, scale), fp8_word<Code>(v, 4, scale));
     } else {
-      return e4m3_word(v, 0, scale);
+      return fp8_word<Code>(v, 0, scale);
     }
   } else {
     // Bytes of the even codes in the low half, of the odd ones in the high half.

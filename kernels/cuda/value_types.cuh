@@ -115,48 +115,35 @@ struct E5M2 {
   __device__ static uint32_t encode_portable(float x) { return encode_e5m2(x); }
 };
 
-/// Codes of two values, the first in the low byte: value i_a of word a times scale_a, and so for b.
-/// A NaN loses its sign in the product, so signs come from the words.
-template <typename Code, typename Value>
-__device__ __forceinline__ uint32_t encode2(uint32_t a, int i_a, float scale_a, uint32_t b, int i_b,
-                                            float scale_b) {
-  const float x = __fmul_rn(Value::load(a, i_a), scale_a);
-  const float y = __fmul_rn(Value::load(b, i_b), scale_b);
+/// Codes of two products, the first in the low byte. A NaN has lost its sign in the product:
+/// callers put it back.
+template <typename Code>
+__device__ __forceinline__ uint16_t unsigned_nan_pair(float x, float y) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  const uint32_t codes =
-      __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, Code::kInterpretation);
+  return __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, Code::kInterpretation);
 #else
-  const uint32_t codes = Code::encode_portable(x) | (Code::encode_portable(y) << 8);
+  return static_cast<uint16_t>(Code::encode_portable(x) | (Code::encode_portable(y) << 8));
 #endif
-  return codes | Value::sign_of_code(a, i_a) | (Value::sign_of_code(b, i_b) << 8);
 }
 
 template <typename Code, typename Value>
 __device__ __forceinline__ uint8_t encode(typename Value::Raw raw, float scale) {
-  return static_cast<uint8_t>(encode2<Code, Value>(raw, 0, scale, raw, 0, scale));
+  const uint16_t code = unsigned_nan_pair<Code>(__fmul_rn(Value::load(raw, 0), scale), 0.f);
+  return static_cast<uint8_t>(code | Value::sign_of_code(raw, 0));
 }
 
-/// Codes of a whole vector times one scale, four to a word.
+/// Codes of value i of each of four words, times one scale.
 template <typename Code, typename Value>
-struct alignas(Vector<Value>::kSize) VectorCodes {
-  static constexpr int kWords = Vector<Value>::kSize / 4;
-  uint32_t word[kWords];
-
-  VectorCodes() = default;
-  __device__ __forceinline__ VectorCodes(const Vector<Value>& v, float scale) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      word[i] = pair(v, 4 * i, scale) | (pair(v, 4 * i + 2, scale) << 16);
-    }
-  }
-
- private:
-  __device__ __forceinline__ static uint32_t pair(const Vector<Value>& v, int i, float scale) {
-    constexpr int kPerWord = Value::kPerWord;
-    return encode2<Code, Value>(v.word_of(i), i % kPerWord, scale, v.word_of(i + 1),
-                                (i + 1) % kPerWord, scale);
-  }
-};
+__device__ __forceinline__ uint32_t encode4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int i,
+                                            float scale) {
+  const auto product = [&](uint32_t word) { return __fmul_rn(Value::load(word, i), scale); };
+  const uint32_t low = unsigned_nan_pair<Code>(product(a), product(b));
+  const uint32_t high = unsigned_nan_pair<Code>(product(c), product(d));
+  const int sign_bytes = Value::kPerWord == 2 && i == 0 ? 0x0051 : 0x0073;
+  const uint32_t signs =
+      __byte_perm(__byte_perm(a, b, sign_bytes), __byte_perm(c, d, sign_bytes), 0x5410);
+  return low | (high << 16) | (signs & 0x80808080u);
+}
 
 /// value of an E4M3 code times scale_inv; NaN keeps its sign.
 __device__ __forceinline__ float decode_e4m3_scaled(uint32_t code, float scale_inv) {
