@@ -14,24 +14,18 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Value>
 __global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ RowImageBatch batch) {
-  using Raw = typename Value::Raw;
   int block = static_cast<int>(blockIdx.x);
   const RowImageTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
-  const Raw* values = static_cast<const Raw*>(task.values);
 
+  const ThreadRows<Value> rows(tile);
+  Vector<Value> x[ThreadRows<Value>::kRows];
+  load_vectors(task, tile, rows, 0, x);
   uint32_t largest = 0;
-  if (task.vectorized) {
-    for_each_group<Vector<Value>::kSize>(tile, task.cols, [&](int row, int col) {
-      const auto v = load_vector<Value>(values + static_cast<int64_t>(row) * task.cols + col);
 #pragma unroll
-      for (uint32_t word : v.word) largest = Value::max(largest, Value::magnitudes(word));
-    });
-  } else {
-    for_each_group<1>(tile, task.cols, [&](int row, int col) {
-      const uint32_t word = values[static_cast<int64_t>(row) * task.cols + col];
-      largest = Value::max(largest, Value::magnitudes(word));
-    });
+  for (const Vector<Value>& v : x) {
+#pragma unroll
+    for (uint32_t word : v.word) largest = Value::max(largest, Value::magnitudes(word));
   }
   largest = Value::amax_bits(largest);
 

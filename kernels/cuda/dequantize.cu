@@ -10,45 +10,40 @@ __global__ void __launch_bounds__(kThreads)
     dequantize(const __grid_constant__ RowImageBatch batch) {
   using Raw = typename Value::Raw;
   using Codes = VectorBytes<E4M3, Value>;
-  constexpr int kSize = Vector<Value>::kSize;
-  constexpr int kVectors = kTileCols / kSize;      // of a tile row
-  constexpr int kRowStride = kThreads / kVectors;  // from row to row of a thread
-  constexpr int kRows = kTileRows / kRowStride;    // of a thread
+  using Rows = ThreadRows<Value>;
   int block = static_cast<int>(blockIdx.x);
   const RowImageTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int col = tile.col_begin + thread % kVectors * kSize;
-  if (col >= task.cols) return;
-  const int first_row = tile.row_begin + thread / kVectors;
+  const Rows rows(tile);
+  if (rows.col >= task.cols) return;
   const bool live = tile.grid_index >= 0;
 
   // All loads first: behind a store, which might alias, they would wait for one another.
-  Codes codes[kRows];
-  const uint8_t* image = task.image + static_cast<int64_t>(first_row) * task.row_bytes + col;
+  Codes codes[Rows::kRows];
+  const uint8_t* image = task.image + rows.col;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < Rows::kRows; ++i) {
     codes[i] = {};
-    if (live && first_row + i * kRowStride < tile.row_end) {
-      codes[i] = __ldg(reinterpret_cast<const Codes*>(image + static_cast<int64_t>(i * kRowStride) *
-                                                                  task.row_bytes));
+    if (live && rows.row(i) < tile.row_end) {
+      const uint8_t* from = image + static_cast<int64_t>(rows.row(i)) * task.row_bytes;
+      codes[i] = __ldg(reinterpret_cast<const Codes*>(from));
     }
   }
   const float scale_inv = live ? task.grid[tile.grid_index] : 0.f;
   const bool is_finite = (__float_as_uint(scale_inv) & kAbsMask) < kInfBits;
   const int cols = task.cols;
   const bool vectorized = task.vectorized;
-  Raw* values = static_cast<Raw*>(task.values) + static_cast<int64_t>(first_row) * cols + col;
+  Raw* values = static_cast<Raw*>(task.values) + rows.col;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    if (first_row + i * kRowStride >= tile.row_end) break;
-    Raw* out = values + static_cast<int64_t>(i * kRowStride) * cols;
+  for (int i = 0; i < Rows::kRows; ++i) {
+    if (rows.row(i) >= tile.row_end) break;
+    Raw* out = values + static_cast<int64_t>(rows.row(i)) * cols;
     if (vectorized && is_finite && !has_nan<E4M3, Value>(codes[i])) {
       store_bytes(out, decode_vector<E4M3, Value>(codes[i], scale_inv));
       continue;
     }
 #pragma unroll 1
-    for (int k = 0; k < min(kSize, cols - col); ++k) {
+    for (int k = 0; k < min(Vector<Value>::kSize, cols - rows.col); ++k) {
       const uint32_t code = (word_at(codes[i], k) >> (8 * (k % 4))) & 0xffu;
       out[k] = Value::store(decode_e4m3_scaled(code, scale_inv));
     }

@@ -32,8 +32,6 @@ __device__ __forceinline__ void encode_tile_stochastic(const StochasticRowImageT
 
 template <typename Value, typename Batch>
 __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Batch batch) {
-  using Raw = typename Value::Raw;
-  constexpr int kSize = Vector<Value>::kSize;
   int block = static_cast<int>(blockIdx.x);
   const auto& task = find_task(batch, block);
 
@@ -54,29 +52,29 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Bat
     });
     return;
   }
-  const float scale = scale_from_amax(task.amax[tile.grid_index], task.code_max, task.power_of_two);
+  const auto find_scale = [&] {
+    return scale_from_amax(task.amax[tile.grid_index], task.code_max, task.power_of_two);
+  };
   if constexpr (std::is_same_v<Batch, StochasticRowImageBatch>) {
-    encode_tile_stochastic<Value>(task, tile, scale);
+    encode_tile_stochastic<Value>(task, tile, find_scale());
     return;
   }
-  const Raw* values = static_cast<const Raw*>(task.values);
-  if (task.vectorized) {
-    for_each_group<kSize>(tile, task.row_bytes, [&](int row, int col) {
-      VectorCodes<E4M3, Value> codes = {};
-      if (col < task.cols) {
-        codes = {load_vector<Value>(values + static_cast<int64_t>(row) * task.cols + col), scale};
-      }
-      *reinterpret_cast<VectorCodes<E4M3, Value>*>(
-          task.image + static_cast<int64_t>(row) * task.row_bytes + col) = codes;
-    });
-  } else {
-    for_each_group<1>(tile, task.row_bytes, [&](int row, int col) {
-      uint8_t code = 0;
-      if (col < task.cols) {
-        code = encode<E4M3, Value>(values[static_cast<int64_t>(row) * task.cols + col], scale);
-      }
-      task.image[static_cast<int64_t>(row) * task.row_bytes + col] = code;
-    });
+  using Rows = ThreadRows<Value>;
+  constexpr int kVectors = 8;  // in registers at a time
+  const Rows rows(tile);
+  if (rows.col >= task.row_bytes) return;
+#pragma unroll 1
+  for (int begin = 0; begin < Rows::kRows; begin += kVectors) {
+    Vector<Value> x[kVectors];
+    load_vectors(task, tile, rows, begin, x);
+    const float scale = find_scale();  // while the values are under way
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int row = rows.row(begin + i);
+      if (row >= tile.row_end) return;
+      store_bytes(task.image + static_cast<int64_t>(row) * task.row_bytes + rows.col,
+                  encode_vector<E4M3>(x[i], scale));
+    }
   }
 }
 

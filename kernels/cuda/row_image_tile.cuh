@@ -1,6 +1,8 @@
 // Which tile of which shard a CUDA block works on, and how its threads walk the tile.
 #pragma once
 
+#include <climits>
+
 #include "kernels/cuda/row_image_kernels.h"
 #include "kernels/cuda/task_batch.cuh"
 #include "kernels/cuda/value_types.cuh"
@@ -31,9 +33,11 @@ __device__ __forceinline__ Tile find_tile(const RowImageTask& task, int block) {
     tile.grid_index = -1;
     return tile;
   }
-  const int64_t logical_tile = task.first_tile_row + tile_row;
-  const int64_t matrix = logical_tile / task.tiles_per_matrix;
-  const int64_t in_matrix = logical_tile % task.tiles_per_matrix * kTileRows;
+  // 64-bit divisions would take longer than a thread's share of the tile.
+  const auto logical_tile = static_cast<uint32_t>(task.first_tile_row + tile_row);
+  const uint32_t matrix = logical_tile / static_cast<uint32_t>(task.tiles_per_matrix);
+  const int64_t in_matrix =
+      static_cast<int64_t>(logical_tile - matrix * task.tiles_per_matrix) * kTileRows;
   const int64_t begin = matrix * task.matrix_rows + in_matrix - task.row_offset;
   const int64_t rows = min(static_cast<int64_t>(kTileRows), task.matrix_rows - in_matrix);
   tile.row_begin = static_cast<int>(max(begin, static_cast<int64_t>(0)));
@@ -56,6 +60,44 @@ __device__ __forceinline__ void for_each_group(const Tile& tile, int col_end, co
   for (int pass = 0; pass < kTileRows / kRowsPerPass; ++pass) {
     const int r = row + pass * kRowsPerPass;
     if (r < tile.row_end) body(r, col);
+  }
+}
+
+/// The vectors of a tile that are one thread's: those at column `col` of every kRowStride-th row.
+template <typename Value>
+struct ThreadRows {
+  static constexpr int kVectorsPerRow = kTileCols / Vector<Value>::kSize;
+  static constexpr int kRowStride = kThreads / kVectorsPerRow;
+  static constexpr int kRows = kTileRows / kRowStride;
+  int col;
+  int first_row;
+
+  __device__ explicit ThreadRows(const Tile& tile)
+      : col(tile.col_begin + static_cast<int>(threadIdx.x) % kVectorsPerRow * Vector<Value>::kSize),
+        first_row(tile.row_begin + static_cast<int>(threadIdx.x) / kVectorsPerRow) {}
+  __device__ int row(int i) const { return first_row + i * kRowStride; }
+};
+
+/// Reads the thread's vectors [begin, begin + kCount), zeros where the tile has no value: all loads
+/// before anything waits for one.
+template <typename Value, int kCount>
+__device__ __forceinline__ void load_vectors(const RowImageTask& task, const Tile& tile,
+                                             const ThreadRows<Value>& rows, int begin,
+                                             Vector<Value> (&x)[kCount]) {
+  const auto* values = static_cast<const typename Value::Raw*>(task.values) + rows.col;
+  const int row_end = rows.col < task.cols ? tile.row_end : INT_MIN;
+  const auto load = [&](const auto& load_one) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int row = rows.row(begin + i);
+      x[i] = {};
+      if (row < row_end) x[i] = load_one(values + static_cast<int64_t>(row) * task.cols);
+    }
+  };
+  if (task.vectorized) {
+    load([](const auto* from) { return load_vector<Value>(from); });
+  } else {
+    load([&](const auto* from) { return load_some<Value>(from, task.cols - rows.col); });
   }
 }
 

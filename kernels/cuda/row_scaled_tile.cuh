@@ -64,7 +64,6 @@ __device__ __forceinline__ int cut_entry(const RowScaledTask& task, int row) {
 template <typename Value, int kRows>
 __device__ __forceinline__ void load_rows(const RowScaledTask& task, const RowScaledTile& tile,
                                           int first_row, int col, Vector<Value> (&x)[kRows]) {
-  constexpr int kSize = Vector<Value>::kSize;
   const auto* values = static_cast<const typename Value::Raw*>(task.values) +
                        static_cast<int64_t>(first_row) * task.cols + col;
   const int row_end = col < task.cols ? tile.row_end : INT_MIN;
@@ -82,13 +81,7 @@ __device__ __forceinline__ void load_rows(const RowScaledTask& task, const RowSc
     x[i] = {};
     const int row = first_row + i;
     if (row < tile.row_begin || row >= row_end) continue;
-#pragma unroll
-    for (int k = 0; k < kSize; ++k) {
-      if (col + k < task.cols) {
-        const uint32_t raw = values[k];
-        x[i].word[k / Value::kPerWord] |= raw << (16 * (k % Value::kPerWord));
-      }
-    }
+    x[i] = load_some<Value>(values, task.cols - col);
   }
 }
 

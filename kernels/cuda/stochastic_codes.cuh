@@ -57,20 +57,6 @@ class RandomWords {
   uint32_t count_;
 };
 
-/// The first `count` values, at most a vector; zeros after them.
-template <typename Value>
-__device__ __forceinline__ Vector<Value> load_some(const typename Value::Raw* values, int count) {
-  Vector<Value> v = {};
-#pragma unroll
-  for (int i = 0; i < Vector<Value>::kSize; ++i) {
-    if (i < count) {
-      const uint32_t raw = values[i];
-      v.word[i / Value::kPerWord] |= raw << (16 * (i % Value::kPerWord));
-    }
-  }
-  return v;
-}
-
 /// Code of value i of a vector times a scale. Products of NaN lose its sign: it is the value's.
 template <typename Code, typename Value>
 __device__ __forceinline__ uint32_t encode_stochastic(const Vector<Value>& v, int i, float scale,

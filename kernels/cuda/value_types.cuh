@@ -85,6 +85,20 @@ __device__ __forceinline__ Vector<Value> load_vector(const typename Value::Raw* 
   return {{bits.x, bits.y, bits.z, bits.w}};
 }
 
+/// The first `count` values, at most a vector; zeros after them.
+template <typename Value>
+__device__ __forceinline__ Vector<Value> load_some(const typename Value::Raw* values, int count) {
+  Vector<Value> v = {};
+#pragma unroll
+  for (int i = 0; i < Vector<Value>::kSize; ++i) {
+    if (i < count) {
+      const uint32_t raw = values[i];
+      v.word[i / Value::kPerWord] |= raw << (16 * (i % Value::kPerWord));
+    }
+  }
+  return v;
+}
+
 /// Writes 16 bytes: store_of(i) is the i-th value.
 template <typename Value, typename StoreOf>
 __device__ __forceinline__ void store_vector(typename Value::Raw* values, const StoreOf& store_of) {
