@@ -8,7 +8,6 @@ times are the host's: calls are enqueued, and the device is waited for outside t
 
 import argparse
 import gc
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,15 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from measuring import describe, environment, save, synchronize, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import qshard  # noqa: F401  (loads the library)
+
+HEADER = ("µs of the host", "plain", "(min)", "quantized", "(min)", "difference", "ratio", "goal",
+          "met")
 
 
 @dataclass
@@ -52,11 +55,6 @@ def compare(name, plain, quantized, *, calls, rounds, goal="", met=None, per_cal
             clock.append((time.perf_counter_ns() - start) / 1e3 / calls / per_call)
             synchronize()
     return Comparison(name, goal, met, clocks[0][1:], clocks[1][1:])
-
-
-def synchronize():
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def native_ops(device, args):
@@ -134,15 +132,6 @@ def linear(device, args, size=1024):
                   lambda: both(quantized), calls=calls, rounds=args.rounds, **goal)
 
 
-def table(rows: list[list[str]]) -> str:
-    header = ["µs of the host", "plain", "(min)", "quantized", "(min)", "difference", "ratio", "goal",
-              "met"]
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    align = [str.ljust] + [str.rjust] * (len(header) - 1)
-    lines = ["  ".join(a(c, w) for a, c, w in zip(align, row, widths)) for row in [header, *rows]]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -161,15 +150,12 @@ def main():
         gc.collect()
     dist.destroy_process_group()
 
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"\nqshard host overhead: {args.format}, torch {torch.__version__}, {where}, "
+    print(f"\nqshard host overhead: {args.format}, {describe(environment())}, "
           f"{torch.get_num_threads()} threads, median of {args.rounds} rounds\n")
-    print(table([result.row() for result in results]))
-    if args.json:
-        args.json.write_text(json.dumps(
-            {r.name: {"plain": median(r.plain), "plain_min": min(r.plain),
-                      "quantized": median(r.quantized), "quantized_min": min(r.quantized),
-                      "goal": r.goal} for r in results}, indent=1))
+    print(table(HEADER, [result.row() for result in results]))
+    save(args.json, {r.name: {"plain": median(r.plain), "plain_min": min(r.plain),
+                              "quantized": median(r.quantized), "quantized_min": min(r.quantized),
+                              "goal": r.goal} for r in results})
 
 
 if __name__ == "__main__":
