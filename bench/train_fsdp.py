@@ -1,0 +1,287 @@
+"""End to end: eight layers of Llama-8B trained with FSDP2, plain and with quantized weights.
+
+    torchrun --nproc-per-node 2 bench/train_fsdp.py [CONFIGURATION …] [--steps 50] [--breakdown]
+
+A CONFIGURATION is bf16 (plain FSDP2: fp32 parameters, computing in bf16) or a format, with options
+after colons:
+    compiled       torch.compile of each block, before fully_shard
+    checkpointed   activation checkpointing of each block
+    no_master      bf16 parameters and moments; quantized weights keep no master
+They run one after the other in one process, each from the same initial values on the same text.
+Each is compared with bf16 of the same options, if that runs too.
+
+Step time: median between CUDA events at the ends of steps, after warm-up. Memory: peak while the
+model is made (whole, on each GPU, then sharded), between steps, and peak of a step; the arithmetic
+beside it is 13 B per quantized parameter (codes 1, master 4, moments 8) and 12 B per plain one, 5
+and 6 B with no_master. All-gather per layer: what FSDP2 receives of one layer's parameters, once.
+Host times: FSDP2's pre_forward of a block and optimizer.step() of four, the flush included, on an
+idle GPU; the eager configurations take turns.
+"""
+
+import argparse
+import functools
+import gc
+import os
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from measuring import Stopwatch, first_line, save, synchronize
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training_profile import profile_step
+from training_report import PLAIN, RECIPES, Configuration, HostTimes, Result, record, show
+
+import qshard
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from data import StandardLibrary  # noqa: E402
+from llama import Llama, LlamaConfig  # noqa: E402
+
+DEFAULT = [Configuration(name, compiled) for compiled in (False, True)
+           for name in (PLAIN, "float8_tensorwise", "float8_blockwise")]
+SLICE = LlamaConfig(vocab=32000, dim=4096, layers=8, heads=32, kv_heads=8, hidden=14336,
+                    max_seq_len=4096)
+TINY = LlamaConfig(vocab=256, dim=64, layers=2, heads=4, kv_heads=2, hidden=160, max_seq_len=32)
+
+
+@functools.cache
+def text(seq_len: int) -> StandardLibrary:
+    return StandardLibrary(seq_len, seed=1)
+
+
+class Trainer:
+    """One configuration: model, optimizer, text."""
+
+    def __init__(self, configuration: Configuration, size: LlamaConfig, seq_len, args, mesh):
+        self.configuration, self.args, self.device = configuration, args, mesh.device_type
+        self.model = self.build(size, mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
+                                           weight_decay=0.1, fused=True)
+        data, ranks = text(seq_len), dist.get_world_size()
+        steps = [data.batch(step, args.batch * ranks, dist.get_rank(), ranks)
+                 for step in range(args.steps)]
+        self.batches = [[part.to(self.device) for part in batch] for batch in steps]
+
+    def build(self, size: LlamaConfig, mesh):
+        configuration = self.configuration
+        torch.manual_seed(1)  # the same on every rank and for every configuration
+        with torch.device(self.device):
+            model = Llama(size)
+        if configuration.no_master:
+            model.to(torch.bfloat16)
+        if configuration.format != PLAIN:
+            qshard.quantize_(model, RECIPES[configuration.format],
+                             keep_master=not configuration.no_master,
+                             filter_fn=lambda module, name: name != "head")
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        shard = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        for i, layer in enumerate(model.layers):
+            if configuration.checkpointed:
+                layer = model.layers[i] = checkpoint_wrapper(layer)
+            if configuration.compiled:
+                layer.compile(backend=self.args.backend)
+            fully_shard(layer, **shard)
+        return fully_shard(model, **shard)
+
+    def forward_backward(self, step: int):
+        inputs, targets = self.batches[step % len(self.batches)]
+        logits = self.model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        return loss.detach()
+
+    def step(self, step: int):
+        loss = self.forward_backward(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def train(self) -> tuple[float, list[float]]:
+        """Median ms of a step, and the losses, means over the ranks. The device is not waited for
+        between steps."""
+        losses, watch = [], Stopwatch(self.device)
+        for step in range(self.args.steps):
+            if step == self.args.warmup:
+                reset_peak(self.device)
+                watch.mark()
+            losses.append(self.step(step))
+            if step >= self.args.warmup:
+                watch.mark()
+        losses = torch.stack(losses)
+        dist.all_reduce(losses)
+        return median(watch.intervals()), (losses / dist.get_world_size()).tolist()
+
+    def bytes(self) -> tuple[float, float]:
+        """GB that the parameters and moments of this rank take by arithmetic; MB that FSDP2 gathers
+        of one layer."""
+        kept, gathered = 0, 0
+        shards = {name: p.to_local() for name, p in self.model.named_parameters()}
+        for row in qshard.report(self.model):
+            shard = shards[row.name]
+            kept += row.image + row.master + row.grid + 2 * shard.numel() * shard.element_size()
+            if row.name.startswith("layers.0."):
+                plain = not qshard.is_quantized(shard)
+                gathered += row.gathered * 2 // shard.element_size() if plain else row.gathered
+        return kept / 1e9, gathered / 1e6
+
+    def measure(self, init_gb: float) -> Result:
+        step_ms, losses = self.train()
+        peak = peak_gb(self.device)
+        steady = torch.cuda.memory_allocated() / 1e9 if self.device == "cuda" else 0.0
+        arithmetic, gathered = self.bytes()
+        profile = profile_step(lambda: self.step(0), self.device)
+        tokens = self.args.batch * self.batches[0][0].shape[1] * dist.get_world_size()
+        return Result(step_ms, tokens / step_ms * 1e3, init_gb, steady, arithmetic, peak, gathered,
+                      losses, profile)
+
+
+def reset_peak(device: str):
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gb(device: str) -> float:
+    return torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
+
+
+def free_memory(device: str):
+    gc.collect()
+    torch.compiler.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run(configuration, args, mesh) -> Result:
+    device = mesh.device_type
+    free_memory(device)
+    reset_peak(device)
+    left = peak_gb(device)
+    if left > 0.1 and dist.get_rank() == 0:
+        print(f"{left:.2f} GB are still allocated before {configuration}", flush=True)
+    trainer = Trainer(configuration, TINY if args.tiny else SLICE, args.seq_len, args, mesh)
+    synchronize()
+    return trainer.measure(peak_gb(device))
+
+
+# --------------------------------------------------------------------------------- host times
+
+
+class HostClock:
+    """Times a trainer's host work while the GPU has next to nothing to do."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.started, self.times = trainer, 0, HostTimes()
+        for layer in trainer.model.layers:
+            layer.register_forward_pre_hook(self.start, prepend=True)  # before FSDP2's own
+            layer.register_forward_pre_hook(self.stop)
+
+    def start(self, *_):
+        self.started = time.perf_counter_ns()
+
+    def stop(self, *_):
+        self.times.pre_forward_us.append((time.perf_counter_ns() - self.started) / 1e3)
+
+    def step(self):
+        synchronize()
+        self.trainer.forward_backward(0)
+        synchronize()
+        self.start()
+        self.trainer.optimizer.step()
+        self.times.optimizer_ms.append((time.perf_counter_ns() - self.started) / 1e6)
+        self.trainer.optimizer.zero_grad()
+
+
+def host_times(configurations, args, mesh, rounds: int = 15) -> dict[Configuration, HostTimes]:
+    """All eager configurations in turn, step by step: four blocks, short sequences. (In a compiled
+    block Dynamo would trace the clock.)"""
+    free_memory(mesh.device_type)
+    small = TINY if args.tiny else replace(SLICE, layers=4, vocab=256)
+    clocks = {c: HostClock(Trainer(c, small, min(args.seq_len, 128), args, mesh))
+              for c in configurations if not c.compiled}
+    for _ in range(3):  # warms up
+        for clock in clocks.values():
+            clock.step()
+            clock.times = HostTimes()
+    gc.collect()
+    gc.disable()  # a collection would be charged to whoever runs then
+    try:
+        for _ in range(rounds):
+            for clock in clocks.values():
+                clock.step()
+    finally:
+        gc.enable()
+    return {c: clock.times for c, clock in clocks.items()}
+
+
+def out_of_time(started: float, seconds: float, device: str) -> bool:
+    """Decided by all ranks together: a rank that stops alone leaves the others waiting."""
+    elapsed = torch.tensor(time.monotonic() - started, device=device)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return elapsed.item() > seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("configurations", nargs="*", type=Configuration.parse, default=DEFAULT,
+                        metavar="CONFIGURATION")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5, help="steps before those that are timed")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per GPU")
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--backend", default="inductor", help="torch.compile's")
+    parser.add_argument("--breakdown", action="store_true", help="device time of a step by kind")
+    parser.add_argument("--seconds", type=float, default=420, help="begin nothing new after this")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for a collective")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    args = parser.parse_args()
+    args.seq_len = args.seq_len or (TINY if args.tiny else SLICE).max_seq_len
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                            timeout=timedelta(seconds=args.timeout))
+    ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
+    mesh = init_device_mesh(device, (ranks,))
+    started, results = time.monotonic(), {}
+
+    def attempt(name, function):
+        """What function() returns; one line if it raises or comes too late."""
+        if out_of_time(started, args.seconds, device):
+            if is_first:
+                print(f"SKIPPED {name}: {args.seconds:.0f} s are over", flush=True)
+            return None
+        try:
+            return function()
+        except Exception as error:
+            print(f"FAILED {name} on rank {dist.get_rank()}: {type(error).__name__}: "
+                  f"{first_line(error)}", flush=True)
+            return None
+
+    for configuration in args.configurations:
+        result = attempt(configuration, lambda: run(configuration, args, mesh))
+        if result is not None:
+            results[configuration] = result
+            if is_first:
+                print(f"{configuration}: {result.step_ms:.2f} ms a step, after "
+                      f"{time.monotonic() - started:.0f} s", flush=True)
+                save(args.json, {"ranks": ranks, "results": record(results, {})})
+    host = attempt("host times", lambda: host_times(list(results), args, mesh)) or {}
+    if is_first:
+        show(results, host, ranks, args.tiny, args.breakdown)
+        save(args.json, {"ranks": ranks, "results": record(results, host)})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What train_fsdp.py reports: its configurations, their results, and the tables with goals."""
+
+import argparse
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from measuring import Row, at_most, describe, environment, table
+from training_profile import Profile
+
+import qshard
+
+PLAIN = "bf16"
+RECIPES = {
+    recipe.format: recipe
+    for recipe in (
+        qshard.Float8CurrentScaling(),
+        qshard.DelayedScaling(),
+        qshard.Float8BlockScaling(),
+        qshard.MXFP8BlockScaling(),
+        qshard.NVFP4BlockScaling(),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    format: str
+    compiled: bool = False
+    checkpointed: bool = False
+    no_master: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Configuration":
+        format, *options = text.split(":")
+        unknown = set(options) - {"compiled", "checkpointed", "no_master"}
+        if unknown or format not in (PLAIN, *RECIPES):
+            raise argparse.ArgumentTypeError(f"{text}: unknown {', '.join(unknown) or format}")
+        return cls(format, **dict.fromkeys(options, True))
+
+    def __str__(self) -> str:
+        options = [name for name, value in vars(self).items() if value is True]
+        return ":".join([self.format, *options])
+
+
+@dataclass
+class Result:
+    """Of one configuration, on rank 0."""
+
+    step_ms: float
+    tokens_per_second: float
+    init_gb: float
+    steady_gb: float
+    arithmetic_gb: float
+    peak_gb: float
+    gathered_mb: float  # per layer
+    losses: list[float]
+    profile: Profile | None
+
+
+@dataclass
+class HostTimes:
+    pre_forward_us: list[float] = field(default_factory=list)
+    optimizer_ms: list[float] = field(default_factory=list)
+
+
+def goals(configuration: Configuration, is_tiny: bool, ranks: int) -> dict[str, float]:
+    """Bounds, for the slice of the model on 2 or 8 GPUs: steps relative to bf16, GB absolute."""
+    if is_tiny or configuration.format == PLAIN:
+        return {}
+    if configuration.no_master:
+        return {"step": 1.0, "steady": 5.2} if ranks == 2 else {"step": 1.0}
+    compiled = configuration.compiled
+    bounds = {"float8_tensorwise": (0.69, 0.70), "float8_blockwise": (0.74, 0.75)}
+    if configuration.format not in bounds or configuration.checkpointed:
+        return {}
+    step = 0.68 if ranks >= 8 else bounds[configuration.format][compiled]
+    return {"step": step, "peak": 21.5 if compiled else 24.5} if ranks == 2 else {"step": step}
+
+
+def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
+    """Each configuration against bf16 of the same options, or against a bound in GB."""
+    rows = []
+
+    def compare(configuration, what, measured, reference, unit, bound=None):
+        goal = None if bound is None else at_most(bound)
+        rows.append(Row(str(configuration), what, measured, reference or None, unit, goal))
+
+    for c, result in results.items():
+        bounds = goals(c, is_tiny, ranks)
+        plain = results.get(replace(c, format=PLAIN), result)
+        if plain is not result:
+            compare(c, "step", result.step_ms, plain.step_ms, "ms", bounds.get("step"))
+            compare(c, "all-gather of a layer", result.gathered_mb, plain.gathered_mb, "MB",
+                    0.502 if c.format.startswith("float8") else None)
+        compare(c, "steady / arithmetic", result.steady_gb, result.arithmetic_gb, "GB", 1.02)
+        for what, measured in (("steady", result.steady_gb), ("peak", result.peak_gb)):
+            if what in bounds:
+                compare(c, f"{what} / goal", measured, bounds[what], "GB", 1)
+    for c, times in host.items():
+        plain = host.get(replace(c, format=PLAIN), times)
+        if plain is not times:
+            compare(c, "host, pre_forward of a block", median(times.pre_forward_us),
+                    median(plain.pre_forward_us), "µs", 1.0)
+            compare(c, "host, optimizer.step()", median(times.optimizer_ms),
+                    median(plain.optimizer_ms), "ms", 1.15)
+    return rows
+
+
+def spread(times: list[float]) -> str:
+    return f"{median(times):.4g} ({min(times):.4g})"
+
+
+def overview(results: dict[Configuration, Result]) -> str:
+    header = ["", "step ms", "tokens/s", "init GB", "steady", "peak", "gather MB", "kernels",
+              "NCCL", "loss 1", "5", "10", "last"]
+    rows = []
+    for configuration, r in results.items():
+        memory = [f"{gb:.2f}" for gb in (r.init_gb, r.steady_gb, r.peak_gb)]
+        counts = [r.profile.kernels, r.profile.nccl_kernels] if r.profile else ["", ""]
+        losses = [f"{loss[-1]:.4f}" if loss else "" for loss in (r.losses[:1], r.losses[4:5],
+                                                                r.losses[9:10], r.losses)]
+        rows.append([configuration, f"{r.step_ms:.2f}", f"{r.tokens_per_second:,.0f}", *memory,
+                     f"{r.gathered_mb:.1f}", *counts, *losses])
+    return table(header, rows)
+
+
+def host_overview(host: dict[Configuration, HostTimes]) -> str:
+    return table(["host, median (minimum)", "pre_forward µs", "optimizer.step() ms"],
+                 [[c, spread(t.pre_forward_us), spread(t.optimizer_ms)] for c, t in host.items()])
+
+
+def breakdown(results: dict[Configuration, Result]) -> str:
+    """ms of device time of one step by kind of kernel; streams overlap, so they add up to more."""
+    profiles = {str(c): r.profile for c, r in results.items() if r.profile}
+    kinds = sorted({kind for p in profiles.values() for kind in p.ms},
+                   key=lambda kind: -max(p.ms.get(kind, 0) for p in profiles.values()))
+    rows = [[kind, *(f"{p.ms.get(kind, 0):.2f}" for p in profiles.values())] for kind in kinds]
+    return table(["ms of device time", *profiles], rows)
+
+
+def attention(results: dict[Configuration, Result]) -> str:
+    """Which kernels attention ran; configurations that differ are not comparable."""
+    ran = {}
+    for configuration, result in results.items():
+        if result.profile:
+            ran.setdefault(", ".join(result.profile.attention), []).append(str(configuration))
+    return "\n".join(f"attention of {', '.join(who)}: {kernels}" for kernels, who in ran.items())
+
+
+def show(results, host, ranks: int, is_tiny: bool, with_breakdown: bool):
+    parts = [f"qshard training: {ranks} ranks, {describe(environment())}", overview(results)]
+    if with_breakdown:
+        parts.append(breakdown(results))
+    rows = [row.cells() for row in comparisons(results, host, is_tiny, ranks)]
+    parts += [attention(results), host_overview(host), table(Row.HEADER, rows)]
+    print("\n" + "\n\n".join(parts), flush=True)
+
+
+def record(results, host) -> dict[str, object]:
+    """For JSON."""
+    def fields(value):
+        return None if value is None else vars(value)
+
+    return {
+        str(c): {**vars(r), "profile": fields(r.profile), "host": fields(host.get(c))}
+        for c, r in results.items()
+    }
