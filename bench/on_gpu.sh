@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Everything that needs GPUs, in one go: bench/on_gpu.sh [all|tests|overhead|demo|sanitizer …]
+# Everything that needs GPUs, in one go:
+#   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train …]
 #
 # Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so;
 # without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
+# TRAIN_ARGS goes to bench/train_fsdp.py.
 # A step that fails does not stop the next; the exit status says whether any did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -59,6 +61,26 @@ overhead() {
   "$python" bench/host_overhead.py --device cuda --json "$out/host_overhead.json"
 }
 
+kernels() {
+  "$python" bench/kernels.py --json "$out/kernels.json"
+}
+
+linear() {
+  "$python" bench/linear.py --json "$out/linear.json"
+}
+
+train() {
+  local gpus
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  if ((gpus < 2)); then
+    echo "train needs two GPUs or more: not run"
+    return
+  fi
+  # shellcheck disable=SC2086
+  "$python" -m torch.distributed.run --standalone --nproc-per-node="$gpus" bench/train_fsdp.py \
+    --breakdown --json "$out/train.json" ${TRAIN_ARGS:-}
+}
+
 demo() {
   "$python" examples/demo.py --steps 200 --out "$out/demo" &&
     cp "$out/demo/loss.png" "$out/demo/results.json" "$out/" && rm -r "$out/demo/checkpoints"
@@ -76,6 +98,9 @@ if wants tests; then step tests cuda_tests; fi
 if wants sanitizer; then step sanitizer sanitizer; fi
 if wants demo; then step demo demo; fi
 if wants overhead; then step overhead overhead; fi
+if wants kernels; then step kernels kernels; fi
+if wants linear; then step linear linear; fi
+if wants train; then step train train; fi
 
 echo
 gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)
@@ -85,6 +110,11 @@ for log in tests sanitizer; do
 done
 [ -e "$out/demo.log" ] && grep -A 12 'gathered B/step' "$out/demo.log"
 [ -e "$out/overhead.log" ] && sed -n '/host overhead/,$p' "$out/overhead.log"
+for log in kernels linear; do
+  [ -e "$out/$log.log" ] && sed -n '/worst shapes/,$p' "$out/$log.log"
+done
+[ -e "$out/train.log" ] && sed -n '/^qshard training/,$p' "$out/train.log"
+grep -hE '^(FAILED|SKIPPED) ' "$out"/{kernels,linear,train}.log 2>/dev/null
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1
