@@ -153,13 +153,14 @@ def elapsed(bench: Bench, functions, rounds=5, calls=10) -> list[float]:
 def whole(bench: Bench, tokens, shape) -> Iterator[Row]:
     """Forward + backward, quantization included, against bf16 nn.Linear."""
     n, k = shape
-    x = bench.randn(tokens, k).requires_grad_()
+    x = bench.randn(tokens, k)
     gradient = bench.randn(tokens, n)
 
     def step_of(layer):
         def step():
-            x.grad = layer.weight.grad = None
-            layer(x).backward(gradient)
+            layer.weight.grad = None
+            # Another tensor each time: the codes of one that was seen before would be there already.
+            layer(x.detach().requires_grad_()).backward(gradient)
 
         return step
 
@@ -218,7 +219,12 @@ def reuse(bench: Bench, format, tokens) -> Iterator[Row]:
     few, many = bench.qkv
     layers = [linear(bench, (rows, many), RECIPES[format]) for rows in (many, few, few)]
     x = bench.randn(tokens, many)
-    (calls,) = bench.run(lambda: [layer(x) for layer in layers])
+
+    def forward():
+        mine = x.detach()  # another tensor for each call
+        return [layer(mine) for layer in layers]
+
+    (calls,) = bench.run(forward)
     size = f"{tokens} tokens, {many} + {few} + {few}"
     yield Row(f"{format} q, k, v: quantizations", size, count_of(calls, is_quantize), 1, "",
               at_most(1))
