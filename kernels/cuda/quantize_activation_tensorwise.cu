@@ -9,7 +9,8 @@ __global__ void __launch_bounds__(kTileThreads)
                         bool vectorized) {
   using Tile = ActivationTile<Value>;
   __shared__ typename Tile::Shared shared;
-  const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
+  // From the end: that is what the amax pass has left in the L2 cache.
+  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   const float scale = scale_from_amax(*amax, Code::kMax, task.power_of_two);
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
