@@ -57,12 +57,14 @@ struct DequantizeFunction : Function<DequantizeFunction> {
 
 struct LinearFunction : Function<LinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& bias, bool weight_only) {
+                        const OptionalTensor& bias, bool weight_only, bool records_grad) {
     at::AutoDispatchBelowAutograd guard;
     static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
     const bool saves_codes =
         !weight_only && weight.requires_grad() && saves_quantized_input(input, weight);
-    const ShareQuantizedInputs share;
+    // What autograd differentiates is not written behind its back. Buffers of inference may be.
+    std::optional<ShareQuantizedInputs> share;
+    if (records_grad && input.requires_grad()) share.emplace();
     auto [output, saved] = op.call(input, weight, bias, saves_codes, weight_only);
     ctx->save_for_backward({saves_codes ? saved : input, weight});
     ctx->saved_data["saves_codes"] = saves_codes;
@@ -74,7 +76,7 @@ struct LinearFunction : Function<LinearFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return {Tensor(), Tensor(), Tensor(), Tensor()};
+    if (!grad.defined()) return variable_list(5);
     refuse_double_backward(grad, "qshard::linear");
     const auto saved = ctx->get_saved_variables();
     const bool needs_input = ctx->needs_input_grad(0);
@@ -93,7 +95,7 @@ struct LinearFunction : Function<LinearFunction> {
                       .to(ctx->saved_data["bias_dtype"].toScalarType());
     }
     return {needs_input ? grad_input : Tensor(), needs_weight ? grad_weight : Tensor(), grad_bias,
-            Tensor()};
+            Tensor(), Tensor()};
   }
 
  private:
@@ -159,7 +161,7 @@ OptionalTensor master_autograd(const Tensor& self) {
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only) {
-  return LinearFunction::apply(input, weight, bias, weight_only);
+  return LinearFunction::apply(input, weight, bias, weight_only, at::GradMode::is_enabled());
 }
 
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -168,7 +170,8 @@ Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const Opt
   };
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
-  return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false);
+  return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false,
+                               at::GradMode::is_enabled());
 }
 
 }  // namespace qshard

@@ -30,8 +30,8 @@ OptionalTensor master(const Tensor& self);
 void flush_op(at::TensorList self);
 
 // ops/linear.cpp
-/// While one lives, linears of this thread that get the same input tensor quantize it once. Eager
-/// calls only: kernels/cuda/shared_activation.h says why.
+/// While one lives, linears of this thread that get the same input tensor quantize it once. For
+/// inputs that autograd records, in eager mode: kernels/cuda/shared_activation.h says why.
 class ShareQuantizedInputs {
  public:
   ShareQuantizedInputs();
