@@ -174,9 +174,47 @@ int64_t saved_input_bytes(int64_t m, int64_t k) {
   return round_up(k, 16) * (round_up(m, 128) + 4 * ceil_div(m, 128));
 }
 
+int64_t input_rows_bytes(int64_t m, int64_t k) {
+  const int64_t rows = round_up(m, 16);
+  return rows * round_up(k, 16) + 4 * rows * ceil_div(k, 128);
+}
+
+bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarType dtype,
+                            int64_t m, int64_t n, int64_t k) {
+  return m > 0 && k > 0 && format.scales_in_grid() &&
+         shape_fallback(format, device, dtype, m, n, k) == GemmFallback::kNone;
+}
+
+QuantizedInput quantize_input(const at::Tensor& input, const Format& format, bool rows,
+                              bool columns) {
+  TORCH_CHECK(
+      input.dim() == 2 && is_value_dtype(input.scalar_type()),
+      fmt::format("qshard::quantize_input: needs a float32, bfloat16 or float16 matrix, got "
+                  "{} of shape {}",
+                  c10::toString(input.scalar_type()), input.sizes()));
+  TORCH_CHECK(format.amax_history.length == 0,
+              fmt::format("qshard::quantize_input: each {} linear scales its input by a history of "
+                          "its own; call qshard::linear",
+                          format.name));
+  const auto bytes = input.options().dtype(at::kByte);
+  QuantizedInput result{at::empty({0}, bytes), at::empty({0}, bytes)};
+  if (!rows && !columns) return result;
+  TORCH_CHECK(device_has_fp8_gemm(input.device()) && input.numel() > 0,
+              fmt::format("qshard::quantize_input: {} has no FP8 GEMM for an input of shape {}",
+                          input.device().str(), input.sizes()));
+#ifdef QSHARD_WITH_CUDA
+  const c10::OptionalDeviceGuard guard(input.device());
+  const auto x = cuda::quantize_activation(input, format, DType::kFloat8E4M3, rows, columns, {});
+  if (rows) result.rows = x.buffer;
+  if (columns) result.columns = x.saved;
+#endif
+  return result;
+}
+
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only, const at::Tensor& owner) {
+                             bool weight_only, const at::Tensor& owner,
+                             const at::Tensor& input_rows) {
   check_weight(weight);
   check_forward_image(weight.layout);
   check_activation(input, weight, weight.layout.cols, "input");
@@ -189,6 +227,13 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
   TORCH_CHECK(!save_quantized_input || can_save_quantized_input(input.device(), m, n, k),
               fmt::format("qshard: linear cannot save an FP8 input of {} x {} on {}", m, k,
                           input.device().str()));
+  TORCH_CHECK(
+      !input_rows.defined() ||
+          (!save_quantized_input && input_rows.scalar_type() == at::kByte &&
+           input_rows.is_contiguous() && input_rows.numel() == input_rows_bytes(m, k)),
+      fmt::format("qshard: linear's input_rows must be quantize_input's, uint8 of {} bytes, "
+                  "and nothing is saved beside them",
+                  input_rows_bytes(m, k)));
   LinearForward result;
   const auto no_bytes = input.options().dtype(at::kByte);
   result.saved = at::empty({0}, no_bytes);
@@ -210,7 +255,11 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
   }
   const bool fp8 = fallback == GemmFallback::kNone && !block_scaled;
   is_quantized = fp8 || save_quantized_input;
-  if (is_quantized) {
+  if (fp8 && input_rows.defined()) {
+    const auto rows = cuda::rows_operand(input_rows, format, m, k);
+    result.output = cuda::fp8_forward(rows, m, weight, bias, input.options());
+    if (!result.output.defined()) fallback = GemmFallback::kNoKernel;
+  } else if (is_quantized) {
     // Delayed scaling scales the input of each linear by that linear's own history.
     const cuda::Fp8Activation x =
         owner.defined() && !amax

@@ -35,6 +35,24 @@ bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k
 /// Bytes of the packed saved input: codes of x^T plus its scales, for every format alike.
 int64_t saved_input_bytes(int64_t m, int64_t k);
 
+/// Bytes of quantize_input's rows, for every format alike.
+int64_t input_rows_bytes(int64_t m, int64_t k);
+
+/// Whether linear_forward multiplies FP8 codes of an input (M, K) of `dtype` with a weight of
+/// `format`, N out features, as long as the weight's memory allows it.
+bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarType dtype,
+                            int64_t m, int64_t n, int64_t k);
+
+struct QuantizedInput {
+  at::Tensor rows;     // uint8 (input_rows_bytes,), for linear_forward; empty (0,) if not asked for
+  at::Tensor columns;  // uint8 (saved_input_bytes,), for linear_backward; likewise
+};
+
+/// An input (M, K) as operands of linears whose weights have `format`, which must not scale by
+/// earlier steps. For callers that know of several such linears: compiled code.
+QuantizedInput quantize_input(const at::Tensor& input, const Format& format, bool rows,
+                              bool columns);
+
 struct LinearForward {
   at::Tensor output;  // (M, N) in the input's dtype
   at::Tensor saved;   // uint8 (saved_input_bytes,) if asked for, else empty (0,)
@@ -43,10 +61,12 @@ struct LinearForward {
 /// output = input @ weight^T + bias; input (M, K) float32/bfloat16/float16, bias (N,). With
 /// `weight_only` activations and gradients are not quantized: the weight is dequantized to their
 /// dtype. `owner`, if defined, is the tensor of which `input` is the matrix: linears called with
-/// the same owner share its codes (kernels/cuda/shared_activation.h).
+/// the same owner share its codes (kernels/cuda/shared_activation.h). `input_rows`, if defined, are
+/// those of quantize_input with the weight's format, and nothing is saved.
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only = false, const at::Tensor& owner = {});
+                             bool weight_only = false, const at::Tensor& owner = {},
+                             const at::Tensor& input_rows = {});
 
 struct LinearBackward {
   at::Tensor grad_input;   // (M, K) in grad's dtype, undefined unless asked for

@@ -55,19 +55,56 @@ struct DequantizeFunction : Function<DequantizeFunction> {
   }
 };
 
+/// How a linear treats its input, decided from sizes, device and the format that the caller names:
+/// a traced call must decide as the real one does.
+struct InputUse {
+  bool saves_codes = false;       // for wgrad
+  bool quantizes_apart = false;   // by an operator of its own
+  bool multiplies_codes = false;  // known only where it quantizes apart
+
+  InputUse(const Tensor& input, const Tensor& weight, bool weight_only,
+           std::optional<c10::string_view> format_name) {
+    if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;
+    for (const auto& size : {input.sym_numel(), weight.sym_size(0), weight.sym_size(1)}) {
+      if (size.is_symbolic() && !size.maybe_as_int()) return;
+    }
+    const int64_t k = input.size(-1);
+    if (k == 0) return;
+    const int64_t m = input.numel() / k;
+    const int64_t n = weight.size(0);
+    saves_codes = weight.requires_grad() && can_save_quantized_input(input.device(), m, n, k);
+    if (!format_name || !input.key_set().has(c10::DispatchKey::Python)) return;
+    const Format& format = find_format({format_name->data(), format_name->size()});
+    if (format.amax_history.length > 0) return;  // each weight scales its input by its own history
+    multiplies_codes = multiplies_input_codes(format, input.device(), input.scalar_type(), m, n, k);
+    quantizes_apart = saves_codes || multiplies_codes;
+  }
+};
+
 struct LinearFunction : Function<LinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& bias, bool weight_only, bool records_grad) {
+                        const OptionalTensor& bias, bool weight_only, bool records_grad,
+                        std::optional<c10::string_view> format) {
     at::AutoDispatchBelowAutograd guard;
     static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
-    const bool saves_codes =
-        !weight_only && weight.requires_grad() && saves_quantized_input(input, weight);
+    const InputUse use(input, weight, weight_only, format);
+    OptionalTensor rows;
+    Tensor columns;
+    if (use.quantizes_apart) {
+      static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
+      auto codes = quantize.call(input, *format, use.multiplies_codes, use.saves_codes);
+      if (use.multiplies_codes) rows = std::get<0>(codes);
+      columns = std::get<1>(codes);
+    }
     // What autograd differentiates is not written behind its back. Buffers of inference may be.
     std::optional<ShareQuantizedInputs> share;
     if (records_grad && input.requires_grad()) share.emplace();
-    auto [output, saved] = op.call(input, weight, bias, saves_codes, weight_only);
-    ctx->save_for_backward({saves_codes ? saved : input, weight});
-    ctx->saved_data["saves_codes"] = saves_codes;
+    const bool saves_by_itself = use.saves_codes && !use.quantizes_apart;
+    auto [output, saved] = op.call(input, weight, bias, saves_by_itself, weight_only, rows,
+                                   use.quantizes_apart ? format : std::nullopt);
+    if (saves_by_itself) columns = saved;
+    ctx->save_for_backward({use.saves_codes ? columns : input, weight});
+    ctx->saved_data["saves_codes"] = use.saves_codes;
     ctx->saved_data["weight_only"] = weight_only;
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
@@ -76,7 +113,7 @@ struct LinearFunction : Function<LinearFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(5);
+    if (!grad.defined()) return variable_list(6);
     refuse_double_backward(grad, "qshard::linear");
     const auto saved = ctx->get_saved_variables();
     const bool needs_input = ctx->needs_input_grad(0);
@@ -94,20 +131,12 @@ struct LinearFunction : Function<LinearFunction> {
                       .sum(0)
                       .to(ctx->saved_data["bias_dtype"].toScalarType());
     }
-    return {needs_input ? grad_input : Tensor(), needs_weight ? grad_weight : Tensor(), grad_bias,
-            Tensor(), Tensor()};
-  }
-
- private:
-  /// Decided from sizes and device alone: a traced call must decide as the real one does.
-  static bool saves_quantized_input(const Tensor& input, const Tensor& weight) {
-    if (!input.is_cuda() || input.dim() == 0 || has_key(input)) return false;
-    for (const auto& size : {input.sym_numel(), weight.sym_size(0), weight.sym_size(1)}) {
-      if (size.is_symbolic() && !size.maybe_as_int()) return false;
-    }
-    const int64_t k = input.size(-1);
-    if (k == 0) return false;
-    return can_save_quantized_input(input.device(), input.numel() / k, weight.size(0), k);
+    return {needs_input ? grad_input : Tensor(),
+            needs_weight ? grad_weight : Tensor(),
+            grad_bias,
+            Tensor(),
+            Tensor(),
+            Tensor()};
   }
 };
 
@@ -160,8 +189,9 @@ OptionalTensor master_autograd(const Tensor& self) {
 }
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       bool weight_only) {
-  return LinearFunction::apply(input, weight, bias, weight_only, at::GradMode::is_enabled());
+                       bool weight_only, std::optional<c10::string_view> format) {
+  return LinearFunction::apply(input, weight, bias, weight_only, at::GradMode::is_enabled(),
+                               format);
 }
 
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -171,7 +201,7 @@ Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const Opt
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
   return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false,
-                               at::GradMode::is_enabled());
+                               at::GradMode::is_enabled(), std::nullopt);
 }
 
 }  // namespace qshard

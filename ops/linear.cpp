@@ -42,6 +42,19 @@ void check_linear_shapes(const Tensor& input, const Tensor& weight, const Option
                           input.device().str(), weight.device().str()));
 }
 
+/// A module knows its weight's format from quantize_; the weight may have been replaced since.
+void check_expected_format(const WeightOperand& weight, std::optional<c10::string_view> format) {
+  if (!format) return;
+  const Format* actual = weight.layout.format;
+  TORCH_CHECK(
+      &find_format({format->data(), format->size()}) == actual,
+      fmt::format(
+          "qshard::linear: the input was quantized for a {} weight, and the weight is {}; a "
+          "compiled module whose weight was replaced needs qshard.quantize_(module, recipe) "
+          "for the new format",
+          std::string(*format), actual->name));
+}
+
 }  // namespace
 
 ShareQuantizedInputs::ShareQuantizedInputs() : previous_(t_share_inputs) { t_share_inputs = true; }
@@ -49,15 +62,17 @@ ShareQuantizedInputs::~ShareQuantizedInputs() { t_share_inputs = previous_; }
 
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias, bool save_quantized_input,
-                                             bool weight_only) {
+                                             bool weight_only, const OptionalTensor& input_rows,
+                                             std::optional<c10::string_view> format) {
   PlainGuard guard;
   const auto operand = weight_operand(weight, "qshard::linear");
+  check_expected_format(operand, format);
   check_linear_shapes(input, weight, bias);
   c10::OptionalDeviceGuard device_guard(input.device());
   const bool is_plain = !has_key(input);
-  auto result = linear_forward(as_matrix(is_plain ? input : value_of(input)), operand, bias,
-                               save_quantized_input, weight_only,
-                               t_share_inputs && is_plain ? input : Tensor());
+  auto result = linear_forward(
+      as_matrix(is_plain ? input : value_of(input)), operand, bias, save_quantized_input,
+      weight_only, t_share_inputs && is_plain ? input : Tensor(), input_rows.value_or(Tensor()));
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   // Detached from the 2-D result, so that N-D outputs are no views (FSDP2 warns about those).
@@ -97,10 +112,19 @@ Tensor transposed_operand(const Tensor& x, bool hadamard) {
   return transposed_values(x, hadamard);
 }
 
+std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
+                                             bool rows, bool columns) {
+  PlainGuard guard;
+  const Format& found = find_format({format.data(), format.size()});
+  auto codes =
+      quantize_input(as_matrix(has_key(input) ? value_of(input) : input), found, rows, columns);
+  return {codes.rows, codes.columns};
+}
+
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only) {
-  return std::get<0>(
-      linear_forward_op(input, weight, bias, /*save_quantized_input=*/false, weight_only));
+              bool weight_only, std::optional<c10::string_view>) {
+  return std::get<0>(linear_forward_op(input, weight, bias, /*save_quantized_input=*/false,
+                                       weight_only, std::nullopt, std::nullopt));
 }
 
 }  // namespace qshard

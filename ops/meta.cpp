@@ -21,7 +21,8 @@ bool is_quantized_meta(const Tensor&) { return false; }
 
 void flush_meta(at::TensorList) {}
 
-Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, bool) {
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, bool,
+                   std::optional<c10::string_view>) {
   auto sizes = input.sym_sizes().vec();
   sizes.back() = weight.sym_size(0);
   return at::empty_symint(sizes, input.options());
@@ -29,15 +30,31 @@ Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTens
 
 std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
                                                const OptionalTensor& bias,
-                                               bool save_quantized_input, bool) {
+                                               bool save_quantized_input, bool,
+                                               const OptionalTensor&,
+                                               std::optional<c10::string_view>) {
   c10::SymInt saved_bytes = 0;
   if (save_quantized_input) {
     // Only asked for when all sizes are known (ops/autograd.cpp).
     const int64_t k = input.size(-1);
     saved_bytes = saved_input_bytes(input.numel() / k, k);
   }
-  return {linear_meta(input, weight, bias, false),
+  return {linear_meta(input, weight, bias, false, std::nullopt),
           at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
+}
+
+std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view, bool rows,
+                                               bool columns) {
+  int64_t row_bytes = 0;
+  int64_t column_bytes = 0;
+  if (rows || columns) {  // as above, all sizes are known
+    const int64_t k = input.size(-1);
+    const int64_t m = k == 0 ? 0 : input.numel() / k;
+    if (rows) row_bytes = input_rows_bytes(m, k);
+    if (columns) column_bytes = saved_input_bytes(m, k);
+  }
+  const auto bytes = input.options().dtype(at::kByte);
+  return {at::empty({row_bytes}, bytes), at::empty({column_bytes}, bytes)};
 }
 
 std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,

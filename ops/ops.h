@@ -43,11 +43,16 @@ class ShareQuantizedInputs {
   bool previous_;
 };
 
+/// `format`: the weight's, where the caller knows it. Traced code cannot ask for it; knowing it, it
+/// quantizes the input by an operator of its own, once for all linears of one input.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only);
+              bool weight_only, std::optional<c10::string_view> format);
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias, bool save_quantized_input,
-                                             bool weight_only);
+                                             bool weight_only, const OptionalTensor& input_rows,
+                                             std::optional<c10::string_view> format);
+std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
+                                             bool rows, bool columns);
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
                                               bool needs_input, bool needs_weight,
@@ -72,10 +77,14 @@ Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
 bool is_quantized_meta(const Tensor& self);
 void flush_meta(at::TensorList self);
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   bool weight_only);
+                   bool weight_only, std::optional<c10::string_view> format);
 std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
                                                const OptionalTensor& bias,
-                                               bool save_quantized_input, bool weight_only);
+                                               bool save_quantized_input, bool weight_only,
+                                               const OptionalTensor& input_rows,
+                                               std::optional<c10::string_view> format);
+std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view format,
+                                               bool rows, bool columns);
 std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
                                                 const Tensor& input, bool input_is_quantized,
                                                 bool needs_input, bool needs_weight,
@@ -92,7 +101,7 @@ Tensor columnwise_codes_autograd(const Tensor& self);
 Tensor columnwise_scale_inv_autograd(const Tensor& self);
 OptionalTensor master_autograd(const Tensor& self);
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       bool weight_only);
+                       bool weight_only, std::optional<c10::string_view> format);
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
 }  // namespace qshard

@@ -1,8 +1,8 @@
 // The public operators: every schema, then which function implements it for which key.
 //
-// `linear_forward` and `linear_backward` are what `linear` is made of under autograd; list them in
-// selective activation checkpointing policies. Names with a leading underscore serve the embedded
-// Python (fsdp/*.py) and may change.
+// `linear_forward` and `linear_backward` are what `linear` is made of under autograd, and where it
+// is compiled `quantize_input`; list them in selective activation checkpointing policies. Names
+// with a leading underscore serve the embedded Python (fsdp/*.py) and may change.
 #include <torch/library.h>
 
 #include "ops/ops.h"
@@ -27,11 +27,15 @@ TORCH_LIBRARY(qshard, m) {
 
   // Linear.
   m.def(
-      "linear(Tensor input, Tensor weight, Tensor? bias=None, *, bool weight_only=False) "
-      "-> Tensor");
+      "linear(Tensor input, Tensor weight, Tensor? bias=None, *, bool weight_only=False, "
+      "str? format=None) -> Tensor");
   m.def(
       "linear_forward(Tensor input, Tensor weight, Tensor? bias, bool save_quantized_input, "
-      "bool weight_only=False) -> (Tensor output, Tensor saved_input)");
+      "bool weight_only=False, Tensor? input_rows=None, str? format=None) "
+      "-> (Tensor output, Tensor saved_input)");
+  m.def(
+      "quantize_input(Tensor input, str format, bool rows, bool columns) "
+      "-> (Tensor rows, Tensor columns)");
   m.def(
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
       "bool needs_input, bool needs_weight, bool weight_only=False) "
@@ -89,6 +93,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
 
   m.impl("linear", &linear);
   m.impl("linear_forward", &linear_forward_op);
+  m.impl("quantize_input", &quantize_input_op);
   m.impl("linear_backward", &linear_backward_op);
   m.impl("_transposed_operand", &transposed_operand);
 
@@ -109,6 +114,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("flush", &flush_meta);
   m.impl("linear", &linear_meta);
   m.impl("linear_forward", &linear_forward_meta);
+  m.impl("quantize_input", &quantize_input_meta);
   m.impl("linear_backward", &linear_backward_meta);
 }
 

@@ -14,13 +14,18 @@ class Linear(torch.nn.Linear):
     kernels, in eager mode only.
 
     weight_only: multiply by the dequantized weight; activations and gradients are not quantized.
+    weight_format: of the weight, for compiled code, which cannot ask it: there the input of several
+    linears (q/k/v, gate/up) is quantized once if they name the same.
     """
 
     weight_only = False
+    weight_format = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features) in the dtype of `input`.
 
         Raises if the weight is not quantized (say, after load_state_dict(assign=True) of a plain
         one)."""
-        return _linear(input, self.weight, self.bias, weight_only=self.weight_only)
+        return _linear(
+            input, self.weight, self.bias, weight_only=self.weight_only, format=self.weight_format
+        )

@@ -157,6 +157,7 @@ def _prepare_module(module, weight_only):
         module.__class__ = nn.Linear
     if isinstance(module, nn.Linear):
         module.weight_only = weight_only
+        module.weight_format = ops.format(local_of(module.weight))
     if not getattr(module, "_qshard_load_hook", False):
         module.register_load_state_dict_pre_hook(_quantize_on_assign)
         module._qshard_load_hook = True

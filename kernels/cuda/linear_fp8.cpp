@@ -38,6 +38,11 @@ ScaledOperand operand_in(const at::Tensor& buffer, int64_t rows, int64_t ld, con
   return operand;
 }
 
+// cuBLASLt takes any number of tokens with one scale; 1x128 scales come in aligned columns.
+int64_t rows_of_operand(const Format& format, int64_t m) {
+  return is_blockwise(format) ? round_up(m, 16) : m;
+}
+
 float* scales_of(const ScaledOperand& operand) {
   return static_cast<float*>(const_cast<void*>(operand.scale_inv));
 }
@@ -115,10 +120,8 @@ Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DTy
   task.m_padded_t = round_up(m, 128);
   task.power_of_two = format.power_of_two_scales;
   if (rows) {
-    // cuBLASLt takes any number of tokens with one scale; 1x128 scales come in aligned columns.
-    task.m_padded = is_blockwise(format) ? round_up(m, 16) : m;
-    const int64_t scales = is_blockwise(format) ? ceil_div(k, 128) * task.m_padded : 1;
-    out.buffer = empty_bytes(task.m_padded * task.k_padded + 4 * scales, x.device());
+    task.m_padded = rows_of_operand(format, m);
+    out.buffer = empty_bytes(input_rows_bytes(m, k), x.device());
     out.rows = operand_in(out.buffer, task.m_padded, task.k_padded, format, code_dtype);
     task.codes = static_cast<uint8_t*>(out.buffer.mutable_data_ptr());
     task.scale_inv = scales_of(out.rows);
@@ -138,6 +141,11 @@ Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DTy
   C10_CUDA_CHECK(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
                                                        code_dtype, stream));
   return out;
+}
+
+ScaledOperand rows_operand(const at::Tensor& buffer, const Format& format, int64_t m, int64_t k) {
+  return operand_in(buffer, rows_of_operand(format, m), round_up(k, 16), format,
+                    DType::kFloat8E4M3);
 }
 
 ScaledOperand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k) {

@@ -28,7 +28,8 @@ struct Fp8Activation {
 Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DType code_dtype,
                                   bool rows, bool columns, const DelayedAmax& delayed);
 
-/// The transposed operand that quantize_activation saved.
+/// The operands in the two buffers of quantize_activation.
+ScaledOperand rows_operand(const at::Tensor& buffer, const Format& format, int64_t m, int64_t k);
 ScaledOperand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k);
 
 /// The values of a saved operand, (m, k) in `dtype`.

@@ -206,6 +206,62 @@ def test_linears_of_one_input_quantize_and_save_it_once(format):
     assert torch.cuda.memory_allocated() < held
 
 
+class SharedInput(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.nn.functional.silu(x)
+        return [layer(x) for layer in self.layers]
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES, ids=lambda r: r.format)
+def test_compiled_linears_of_one_input_quantize_and_save_it_once(recipe):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = qshard.quantize_(SharedInput().cuda(), recipe, keep_master=False)
+    x = torch.randn(48, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    expected = model(x)
+    sum(y.square().sum() for y in expected).backward()
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    compiled = torch.compile(model, fullgraph=True)
+    compiled(x)
+    saved = []
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        actual = compiled(x)
+        torch.cuda.synchronize()
+    quantizations = sum(e.count for e in profile.key_averages() if "quantize_" in e.key)
+    delayed = recipe.format.startswith("float8_delayed")  # a history, and so a scale, per weight
+    assert quantizations == (3 if delayed else 1)
+    assert sum(t.dtype == torch.uint8 for t in saved) == quantizations
+    sum(y.square().sum() for y in actual).backward()
+    for y, other in zip(actual, expected):
+        torch.testing.assert_close(y, other, rtol=2e-2, atol=2e-2)
+    for p, grad in zip(model.parameters(), grads):
+        torch.testing.assert_close(p.grad, grad, rtol=5e-2, atol=5e-2)
+
+
+def test_codes_of_an_input_belong_to_a_format():
+    w = three_linears("float8_blockwise")[0]
+    x = torch.randn(48, 256, device="cuda", dtype=torch.bfloat16)
+    rows, columns = ops.quantize_input(x, "float8_blockwise", True, True)
+    y, saved = ops.linear_forward(x, w, None, True)
+    assert torch.equal(columns, saved)
+    for format in ("float8_blockwise", None):
+        assert torch.equal(ops.linear_forward(x, w, None, False, False, rows, format)[0], y)
+    with pytest.raises(RuntimeError, match="was quantized for a float8_tensorwise weight"):
+        ops.linear_forward(x, w, None, False, False, rows, "float8_tensorwise")
+    with pytest.raises(RuntimeError, match="input_rows must be quantize_input's"):
+        ops.linear_forward(x, w, None, False, False, rows[:-1], "float8_blockwise")
+    with pytest.raises(RuntimeError, match="a history of its own"):
+        ops.quantize_input(x, "float8_delayed", True, False)
+
+
 @pytest.mark.parametrize("write", ["add_", "detached add_", "copy_"])
 def test_written_input_is_quantized_again(write):
     w = three_linears("float8_blockwise")[0]

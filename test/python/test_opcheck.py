@@ -45,6 +45,14 @@ SAMPLES = {
             (plain(32), quantized(fmt=fmt), plain(64)),
         ],
     ),
+    # Codes exist on CUDA only (test_cuda.py).
+    "quantize_input": (
+        ALL,
+        lambda fmt: [
+            (plain(*shape), fmt.replace("delayed", "tensorwise"), False, False)
+            for shape in ((4, 32), (2, 3, 32))
+        ],
+    ),
     "linear_forward": (
         ALL,
         lambda fmt: [
