@@ -213,7 +213,7 @@ QuantizedInput quantize_input(const at::Tensor& input, const Format& format, boo
 
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only, const at::Tensor& owner,
+                             bool weight_only, [[maybe_unused]] const at::Tensor& owner,
                              const at::Tensor& input_rows) {
   check_weight(weight);
   check_forward_image(weight.layout);
