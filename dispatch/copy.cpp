@@ -80,6 +80,7 @@ bool copy_bytes(const at::Tensor& self, const at::Tensor& src, int64_t place, bo
   }
   if (!whole) {
     to.dirty |= from.is_dirty();
+    if (to.keeps_master()) to.known_amax.reset();  // those of rows that are gone
     ++to.writes;
     return true;
   }

@@ -17,17 +17,16 @@ void all_reduce_max(at::Tensor bits, const std::string& group) {
   g_group.all_reduce_max(bits, group);
 }
 
-int64_t size_of(const std::string& group) {
-  if (group.empty()) return 1;
-  TORCH_INTERNAL_ASSERT(g_group.size != nullptr);
-  return g_group.size(group);
-}
-
 enum class Pending { kDrop, kKeep };
 
-/// Whether codes and scales of this dirty buffer are final: a local flush made them, from all rows.
-bool is_settled(const QuantizedBuffer& buffer) {
-  return buffer.local_amax.defined() && !buffer.is_stale();
+/// Whether the codes of this dirty buffer are final, and the scales of its own rows.
+bool is_settled(const QuantizedBuffer& buffer) { return buffer.knows_amax() && !buffer.is_stale(); }
+
+/// Whether its grid has, or may have, scales of other ranks' rows alone that are not known here.
+bool lacks_scales(const QuantizedBuffer& buffer) {
+  const Layout& layout = buffer.layout;
+  return layout.format->has_grid() && !layout.format->has_tensor_scale() &&
+         !layout.holds_all_rows();
 }
 
 struct Batch {
@@ -93,17 +92,30 @@ at::Tensor shown_rowwise(QuantizeTask task, const at::Tensor& values, Stream str
   return shown;
 }
 
-/// Requantizes a batch's buffers. Nothing is written before the ranks have agreed, so an error
-/// leaves every buffer as it was.
+/// Lets the allocator know that known amaxes, which are slices of a few vectors, are read on this
+/// stream: it may be another than theirs (FSDP2's copy-in stream).
+void record_known_amaxes(const std::vector<BufferPtr>& buffers) {
+  at::Tensor recorded;
+  for (const auto& buffer : buffers) {
+    const at::Tensor& amax = buffer->known_amax;
+    if (!amax.defined() || (recorded.defined() && recorded.is_alias_of(amax))) continue;
+    record_on_current_stream(amax);
+    recorded = amax;
+  }
+}
+
+/// Requantizes a batch's buffers, those that are settled as far as it takes. Nothing is written
+/// before the ranks have agreed, so an error leaves every buffer as it was.
 void requantize(const Batch& batch, const FlushOptions& options) {
   PlainGuard guard;
   const auto& [device, group, replica_groups, buffers] = batch;
   c10::OptionalDeviceGuard device_guard(device);
   const Stream stream = current_stream(device);
 
-  const int64_t ranks = size_of(group);
+  const int64_t ranks = ranks_of(group);
   int64_t agreed = 0;
   std::vector<Cuts> cuts;
+  record_known_amaxes(buffers);
   for (const auto& buffer : buffers) {
     cuts.push_back(find_cuts(buffer->layout, ranks));
     agreed += amax_numel(buffer->layout, cuts.back()) + state_words(*buffer->layout.format);
@@ -111,7 +123,9 @@ void requantize(const Batch& batch, const FlushOptions& options) {
   auto amax = at::empty({agreed}, at::TensorOptions().dtype(at::kFloat).device(device));
 
   std::vector<QuantizeTask> tasks;
-  std::vector<at::Tensor> values;  // keeps dequantized values alive
+  std::vector<QuantizeTask> settled;  // whose amaxes other ranks may need, and nothing more
+  std::vector<BufferPtr> changed;     // buffers of `tasks`
+  std::vector<at::Tensor> values;     // keeps dequantized values alive
   std::vector<FlushedState> states;
   tasks.reserve(buffers.size());
   float* next_amax = amax.mutable_data_ptr<float>();
@@ -119,18 +133,31 @@ void requantize(const Batch& batch, const FlushOptions& options) {
     const auto& buffer = buffers[i];
     const int64_t amaxes = amax_numel(buffer->layout, cuts[i]);
     const int64_t numel = amaxes + state_words(*buffer->layout.format);
+    buffer->detach_from_source();
+    QuantizeTask task{buffer->layout, cuts[i], to_kernel_dtype(buffer->dtype)};
+    task.amax = next_amax;
+    task.grid = buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr;
+    if (buffer->knows_amax()) {
+      task.known_amax = {buffer->known_amax.const_data_ptr<float>(),
+                         static_cast<size_t>(buffer->known_amax.numel())};
+    }
     if (is_settled(*buffer)) {
-      // It holds all rows of its tensor, so it has no part in cut blocks.
-      auto entries = amax.narrow(0, next_amax - amax.const_data_ptr<float>(), numel);
-      const int64_t known = buffer->layout.grid_numel();
-      entries.zero_();
-      entries.narrow(0, 0, known).copy_(buffer->local_amax.narrow(0, 0, known));
+      if (numel > amaxes) {
+        amax.narrow(0, next_amax + amaxes - amax.const_data_ptr<float>(), numel - amaxes).zero_();
+      }
+      task.layout.rows = 0;  // no code is written
+      if (lacks_scales(*buffer)) {
+        tasks.push_back(task);
+        changed.push_back(buffer);
+      } else {
+        settled.push_back(task);
+      }
     } else {
       values.push_back(buffer->value_plane());
-      tasks.push_back({buffer->layout, cuts[i], to_kernel_dtype(buffer->dtype),
-                       values.back().const_data_ptr(), buffer->image.mutable_data_ptr<uint8_t>(),
-                       next_amax,
-                       buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr});
+      task.values = values.back().const_data_ptr();
+      task.image = buffer->image.mutable_data_ptr<uint8_t>();
+      tasks.push_back(task);
+      changed.push_back(buffer);
       if (numel > amaxes) states.emplace_back(*buffer, next_amax, next_amax + amaxes);
       if (options.kind == FlushKind::kStep && buffer->state.rounding.defined()) {
         tasks.back().rounding =
@@ -149,6 +176,7 @@ void requantize(const Batch& batch, const FlushOptions& options) {
   std::vector<StateTask> state_tasks;
   for (const auto& state : states) state_tasks.push_back(state.task());
   compute_amax(tasks, stream);
+  compute_amax(settled, stream);
   collect_state(state_tasks, stream);
   // Every rank knows `agreed`: it depends on the logical tensors and the group only.
   if (!group.empty() && agreed > 0) all_reduce_max(amax.view(at::kInt), group);
@@ -167,16 +195,23 @@ void requantize(const Batch& batch, const FlushOptions& options) {
   quantize(tasks, stream);
   for (auto& state : states) state.write_back();
 
-  for (const auto& buffer : buffers) {
-    if (is_settled(*buffer)) continue;
+  for (const auto& buffer : changed) {
     buffer->generation = QuantizedBuffer::next_generation();
     buffer->grid_snapshot.reset();
+    // With them the flush that is still to come would take these codes for its own.
+    if (buffer->is_stale()) buffer->known_amax.reset();
     if (options.pending == Pending::kKeep) continue;
     // The flush may run on another stream than the one `pending` was allocated on (FSDP2's copy-in
     // stream), so the allocator has to be told before it is let go.
     record_on_current_stream(buffer->pending);
     buffer->pending.reset();
   }
+}
+
+/// Whether a buffer without a group has nothing left to do in a flush.
+bool is_final(const BufferPtr& buffer) {
+  // Amaxes of activations, where there are any, are agreed on with replicas.
+  return is_settled(*buffer) && buffer->layout.format->amax_history.length == 0;
 }
 
 Batch alone(const BufferPtr& buffer) { return {buffer->device(), "", "", {buffer}}; }
@@ -211,7 +246,7 @@ void check_group_is_known(const QuantizedBuffer& buffer) {
                   "from a quantized tensor, or write plain values, first",
                   buffer.layout.logical_rows));
   TORCH_CHECK(
-      !buffer.group.empty() || buffer.holds_all_rows(),
+      !buffer.group.empty() || buffer.layout.holds_all_rows(),
       fmt::format("qshard::flush: this tensor holds rows [{}, {}) of {} and no reduction "
                   "group is known for it yet. FSDP2's first all-gather, optimizer.step() and "
                   "qshard.flush(model) know the group",
@@ -223,8 +258,14 @@ void check_group_is_known(const QuantizedBuffer& buffer) {
 
 void set_group_operations(GroupOperations operations) { g_group = operations; }
 
+int64_t ranks_of(const std::string& group) {
+  if (group.empty()) return 1;
+  TORCH_INTERNAL_ASSERT(g_group.size != nullptr);
+  return g_group.size(group);
+}
+
 bool can_flush_locally(const QuantizedBuffer& buffer) {
-  return buffer.group.empty() && buffer.holds_all_rows();
+  return buffer.group.empty() && buffer.layout.holds_all_rows();
 }
 
 void flush_locally(const BufferPtr& buffer) {
@@ -232,7 +273,9 @@ void flush_locally(const BufferPtr& buffer) {
   if (!buffer->is_meta()) {
     at::Tensor amax;
     requantize(alone(buffer), {.amax = buffer->keeps_master() ? nullptr : &amax});
-    if (!buffer->keeps_master()) buffer->local_amax = amax;
+    if (!buffer->keeps_master()) {
+      buffer->known_amax = amax.narrow(0, 0, buffer->layout.grid_numel());
+    }
   }
   buffer->mark_flushed(/*agreed=*/false);
 }
@@ -241,7 +284,7 @@ void require_fresh_image(const BufferPtr& buffer, const char* op) {
   buffer->check_is_allocated();
   if (!buffer->is_stale()) return;
   if (can_flush_locally(*buffer)) return flush_locally(buffer);
-  if (buffer->owns_its_blocks()) {
+  if (buffer->layout.owns_its_blocks()) {
     // The codes are final, the grid rows of other ranks are not: the flush still has to come, from
     // the written values.
     requantize(alone(buffer), {.pending = Pending::kKeep});
@@ -262,7 +305,10 @@ void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tens
     std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->is_dirty(); });
     if (batch.buffers.empty()) continue;
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
-    requantize(batch, {.kind = kind, .found_inf = found_inf});
+    Batch left = batch;
+    // Nobody waits for their amaxes.
+    if (batch.group.empty()) std::erase_if(left.buffers, is_final);
+    if (!left.buffers.empty()) requantize(left, {.kind = kind, .found_inf = found_inf});
     for (const auto& buffer : batch.buffers) buffer->mark_flushed(/*agreed=*/true);
   }
 }

@@ -21,6 +21,9 @@ struct GroupOperations {
 };
 void set_group_operations(GroupOperations operations);
 
+/// Number of ranks of a reduction group; 1 where there is none ("").
+int64_t ranks_of(const std::string& group);
+
 /// Whether requantizing this buffer needs no other rank.
 bool can_flush_locally(const QuantizedBuffer& buffer);
 

@@ -145,25 +145,26 @@ bool QuantizedBuffer::is_packed() const {
          (!grid.defined() || grid.storage().is_alias_of(storage));
 }
 
-bool QuantizedBuffer::owns_its_blocks() const {
-  if (holds_all_rows()) return true;
-  const int64_t block = layout.tallest().format->block_rows;
-  const int64_t live = layout.live_rows();
-  if (layout.format->has_tensor_scale() || layout.row_offset == Layout::kOpen || live == 0)
-    return false;
-  const auto is_cut = [&](int64_t logical_row) {
-    return logical_row % layout.matrix_rows % block != 0;
-  };
-  return !is_cut(layout.row_offset) && !is_cut(layout.row_offset + live);
-}
-
 bool QuantizedBuffer::master_was_written() const {
   return master.defined() && master._version() != static_cast<int64_t>(seen_master_version_);
 }
 
 void QuantizedBuffer::mark_written() {
   dirty = stale = true;
+  known_amax.reset();
   ++writes;
+}
+
+void QuantizedBuffer::mark_written(const at::Tensor& amax, int64_t first, int64_t count,
+                                   bool image_shows_it) {
+  mark_written();
+  known_amax =
+      plane_at(amax.storage(), at::kFloat, first * static_cast<int64_t>(sizeof(float)), {count});
+  if (master.defined()) seen_master_version_ = static_cast<uint32_t>(master._version());
+  if (!image_shows_it) return;
+  stale = false;
+  generation = next_generation();
+  grid_snapshot.reset();
 }
 
 void QuantizedBuffer::inherit_parameter(const QuantizedBuffer& other) {
@@ -176,15 +177,20 @@ void QuantizedBuffer::inherit_flags(const QuantizedBuffer& other) {
   mark_flushed(true);
   dirty = other.is_dirty();
   stale = other.is_stale();
-  local_amax = other.local_amax;
   ++writes;
+  // A master in another dtype has other amaxes, and so have fewer rows.
+  const bool same_values = dtype == other.dtype && layout.row_offset == other.layout.row_offset &&
+                           layout.live_rows() == other.layout.live_rows();
+  if (other.knows_amax() && (same_values || !keeps_master())) {
+    known_amax = other.known_amax.to(device());
+  }
 }
 
 void QuantizedBuffer::mark_flushed(bool agreed) {
   // A write through an alias of the master is known only by its version: note it before forgetting.
   dirty = !agreed && is_dirty();
   stale = false;
-  if (agreed) local_amax.reset();
+  if (agreed) known_amax.reset();
   if (master.defined()) seen_master_version_ = static_cast<uint32_t>(master._version());
 }
 
@@ -325,7 +331,7 @@ void QuantizedBuffer::release_resources() {
   pending.reset();
   state = {};
   grid_snapshot.reset();
-  local_amax.reset();
+  known_amax.reset();
   source.reset();
 }
 

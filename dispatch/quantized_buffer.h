@@ -52,9 +52,12 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   at::Tensor flat_image;
   /// Grid handed to gathered tensors; replaced, never written, by a flush.
   at::Tensor grid_snapshot;
-  /// The amaxes that a local flush found, until the flush that all ranks take part in: without a
-  /// master the values it would look at are rounded by then, and have other amaxes.
-  at::Tensor local_amax;
+  /// The amaxes that compute_amax would find of the present values (kernels/quantize.h), or as many
+  /// of them, from the first, as can be above 0; undefined where nobody has looked yet. An
+  /// optimizer step leaves them for the flush that all ranks take part in, and so does a local
+  /// flush without a master: the values are rounded by then, and have other amaxes. Never written:
+  /// copies share it. To be read only if knows_amax().
+  at::Tensor known_amax;
   /// Set on a `.to(device, non_blocking=True)` copy until it is written or its value is read: such
   /// a copy holds image and grid only. FSDP2 moves an offloaded shard this way for every gather,
   /// and the master (4 B per element) has no business on that wire.
@@ -91,19 +94,16 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// Gathered tensors and image-only copies keep their grid elsewhere: they are not packed.
   bool is_packed() const;
 
-  /// Whether this buffer holds every row of its logical tensor.
-  bool holds_all_rows() const {
-    return layout.row_offset == 0 && layout.rows >= layout.logical_rows;
-  }
-  /// Whether every block that these rows touch lies within them.
-  bool owns_its_blocks() const;
-
   bool is_dirty() const { return dirty || master_was_written(); }
   bool is_stale() const { return stale || master_was_written(); }
+  bool knows_amax() const { return known_amax.defined() && !master_was_written(); }
 
   /// Marks a write to the value plane, before any early return on numel 0: whether ranks meet in a
   /// flush must not depend on how many rows each of them holds.
   void mark_written();
+  /// The same of a write whose kernel left the amaxes of the new values in entries [first, first +
+  /// count) of the flat `amax`, and if `image_shows_it` their codes and scales in the image.
+  void mark_written(const at::Tensor& amax, int64_t first, int64_t count, bool image_shows_it);
   /// Adopts the groups of `other`, of whose parameter this buffer is, and a copy of its state.
   void inherit_parameter(const QuantizedBuffer& other);
   /// Adopts the dirtiness of `other`, whose value this buffer took.

@@ -24,7 +24,7 @@ void set_group(QuantizedBuffer& buffer, std::string_view group) {
 /// shard that holds all rows of its tensor, with other ranks in its group, is not a shard of rows.
 void check_is_sharded_by_rows(const Tensor& self, const QuantizedBuffer& buffer) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      buffer.group.empty() || !buffer.holds_all_rows() || buffer.layout.logical_rows <= 1,
+      buffer.group.empty() || !buffer.layout.holds_all_rows() || buffer.layout.logical_rows <= 1,
       fmt::format("qshard: this quantized parameter is sharded by another dimension than its rows "
                   "(each rank holds a {}); rows are the unit of quantized shards. Return Shard(0) "
                   "from shard_placement_fn",

@@ -107,6 +107,18 @@ struct Layout {
     const int64_t left = logical_rows - row_offset;
     return left < 0 ? 0 : left < rows ? left : rows;
   }
+
+  /// Whether all rows of the logical tensor are held.
+  bool holds_all_rows() const { return row_offset == 0 && rows >= logical_rows; }
+  /// Whether every block that the live rows touch lies within them.
+  bool owns_its_blocks() const {
+    if (holds_all_rows()) return true;
+    const int64_t live = live_rows();
+    if (format->has_tensor_scale() || live == 0) return false;
+    const int64_t block = tallest().format->block_rows;
+    const auto is_cut = [&](int64_t logical_row) { return logical_row % matrix_rows % block != 0; };
+    return !is_cut(row_offset) && !is_cut(row_offset + live);
+  }
 };
 
 }  // namespace qshard

@@ -98,13 +98,31 @@ void split_images(const QuantizeTask& task, std::vector<QuantizeTask>& parts) {
   if (task.layout.has_columnwise()) parts.push_back(columnwise_part(task));
 }
 
+// Returns the other tasks.
+std::vector<QuantizeTask> copy_known_amax(std::span<const QuantizeTask> tasks) {
+  std::vector<QuantizeTask> unknown;
+  for (const QuantizeTask& task : tasks) {
+    if (task.known_amax.empty()) {
+      unknown.push_back(task);
+      continue;
+    }
+    const int64_t numel = amax_numel(task.layout, task.cuts);
+    const auto known = std::min(static_cast<int64_t>(task.known_amax.size()), numel);
+    std::copy_n(task.known_amax.begin(), known, task.amax);
+    std::fill_n(task.amax + known, numel - known, 0.f);
+  }
+  return unknown;
+}
+
 }  // namespace
 
 void compute_amax(std::span<const QuantizeTask> all_tasks, Stream stream) {
   if (all_tasks.empty()) return;
   with_single_images(all_tasks, split_images, [&](std::span<const QuantizeTask> tasks) {
     if (!stream.is_cuda) {
-      return split_by_kind(tasks, cpu::compute_amax_of_grid, cpu::compute_amax_row_scaled);
+      const auto unknown = copy_known_amax(tasks);
+      return split_by_kind<QuantizeTask>(unknown, cpu::compute_amax_of_grid,
+                                         cpu::compute_amax_row_scaled);
     }
 #ifdef QSHARD_WITH_CUDA
     cuda::compute_amax(tasks, stream.handle);

@@ -26,10 +26,13 @@ struct QuantizeTask {
   /// Null: codes are rounded to nearest even. Else (key_low, key_high, count), none negative:
   /// codes, not scales, are rounded stochastically, by the words that kernels/random_words.h names.
   const int32_t* rounding = nullptr;
+  /// Not empty: what compute_amax would find, but for zeros after it. It looks at no values then.
+  std::span<const float> known_amax = {};
 };
 
 /// Sets every entry of `amax`: the largest |x| of the task's live rows in each grid entry or cut
 /// block (as float bits, so that NaN compares above infinity), 0 where this shard has no rows.
+/// What is known of a task's amaxes is copied.
 void compute_amax(std::span<const QuantizeTask> tasks, Stream stream);
 
 /// Writes the whole `grid` from the agreed `amax`, and codes and row-local

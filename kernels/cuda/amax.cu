@@ -4,12 +4,11 @@
 namespace qshard::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kThreads)
-    amax_reset(const __grid_constant__ RowImageBatch batch) {
+__global__ void __launch_bounds__(kThreads) amax_reset(const __grid_constant__ AmaxBatch batch) {
   int block = static_cast<int>(blockIdx.x);
-  const RowImageTask& task = find_task(batch, block);
+  const AmaxTask& task = find_task(batch, block);
   const int i = block * kThreads + static_cast<int>(threadIdx.x);
-  if (i < task.grid_numel) task.amax[i] = 0.f;
+  if (i < task.numel) task.amax[i] = i < task.known_numel ? task.known[i] : 0.f;
 }
 
 template <typename Value>
@@ -45,13 +44,11 @@ __global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ RowImag
 
 }  // namespace
 
-int amax_reset_blocks(const RowImageTask& task) {
-  return (task.grid_numel + kThreads - 1) / kThreads;
-}
+int amax_reset_blocks(const AmaxTask& task) { return (task.numel + kThreads - 1) / kThreads; }
 
 int amax_blocks(const RowImageTask& task) { return task.live_tile_rows * task.tile_cols; }
 
-cudaError_t launch_amax_reset(const RowImageBatch& batch, cudaStream_t stream) {
+cudaError_t launch_amax_reset(const AmaxBatch& batch, cudaStream_t stream) {
   return launch_batch<kThreads>(amax_reset, batch, stream);
 }
 

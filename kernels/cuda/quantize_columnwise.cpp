@@ -81,6 +81,7 @@ void compute_amax_columnwise(std::span<const QuantizeTask> tasks, cudaStream_t s
   };
   launch_by_type<ColumnwiseBatch>(tasks, is_ours, launch,
                                   [](auto& batcher, const QuantizeTask& task) {
+                                    if (!task.known_amax.empty()) return;
                                     const ColumnwiseTask described = describe(task);
                                     batcher.add(described, columnwise_amax_blocks(described));
                                   });

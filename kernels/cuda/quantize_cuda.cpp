@@ -8,7 +8,7 @@
 #include "kernels/cuda/batcher.h"
 #include "kernels/cuda/quantize_columnwise.h"
 #include "kernels/cuda/quantize_row_scaled.h"
-#include "kernels/cuda/row_image_kernels.h"
+#include "kernels/cuda/row_image_tasks.h"
 
 namespace qshard::cuda {
 namespace {
@@ -58,16 +58,6 @@ RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, in
   return task;
 }
 
-RowImageTask describe(const QuantizeTask& task) {
-  const Layout& layout = task.layout;
-  RowImageTask out = describe(layout, layout.row_offset == Layout::kOpen ? 0 : layout.row_offset,
-                              layout.rows, layout.live_rows(), task.value_dtype, task.values);
-  out.image = task.image;
-  out.amax = task.amax;
-  out.grid = task.grid;
-  return out;
-}
-
 // A window of an image is a shard of its own, whose row 0 is the window's.
 RowImageTask describe(const DequantizeTask& task) {
   const Layout& layout = task.layout;
@@ -84,20 +74,30 @@ RowImageTask describe(const DequantizeTask& task) {
 bool is_ours(const Format& format) { return format.scales_in_grid(); }
 
 void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
-  auto batcher = make_batcher<RowImageBatch>(
-      [&](const RowImageBatch& batch) { return launch_amax_reset(batch, stream); });
+  auto batcher = make_batcher<AmaxBatch>(
+      [&](const AmaxBatch& batch) { return launch_amax_reset(batch, stream); });
   for (const QuantizeTask& task : tasks) {
     const int64_t numel = amax_numel(task.layout, task.cuts);
     TORCH_CHECK(numel <= kMaxInt, "qshard: too many scale blocks for the CUDA kernels");
-    RowImageTask described = {};
-    described.amax = task.amax;
-    described.grid_numel = static_cast<int>(numel);
+    const auto known = std::min(static_cast<int64_t>(task.known_amax.size()), numel);
+    const AmaxTask described = {task.amax, task.known_amax.data(), static_cast<int>(numel),
+                                static_cast<int>(known)};
     batcher.add(described, amax_reset_blocks(described));
   }
   batcher.flush();
 }
 
 }  // namespace
+
+RowImageTask describe_row_image(const QuantizeTask& task) {
+  const Layout& layout = task.layout;
+  RowImageTask out = describe(layout, layout.row_offset == Layout::kOpen ? 0 : layout.row_offset,
+                              layout.rows, layout.live_rows(), task.value_dtype, task.values);
+  out.image = task.image;
+  out.amax = task.amax;
+  out.grid = task.grid;
+  return out;
+}
 
 void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
@@ -107,7 +107,8 @@ void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   };
   launch_by_type<RowImageBatch>(tasks, is_ours, launch,
                                 [](auto& batcher, const QuantizeTask& task) {
-                                  const RowImageTask described = describe(task);
+                                  if (!task.known_amax.empty()) return;
+                                  const RowImageTask described = describe_row_image(task);
                                   batcher.add(described, amax_blocks(described));
                                 });
   compute_amax_row_scaled(tasks, cuda_stream);
@@ -122,14 +123,14 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
   launch_by_type<RowImageBatch>(tasks, is_ours, launch,
                                 [](auto& batcher, const QuantizeTask& task) {
                                   if (task.rounding != nullptr) return;
-                                  const RowImageTask described = describe(task);
+                                  const RowImageTask described = describe_row_image(task);
                                   batcher.add(described, quantize_blocks(described));
                                 });
   if (std::ranges::any_of(tasks, &QuantizeTask::rounding)) {
     launch_by_type<StochasticRowImageBatch>(
         tasks, is_ours, launch, [](auto& batcher, const QuantizeTask& task) {
           if (task.rounding == nullptr) return;
-          const StochasticRowImageTask described = {describe(task), task.rounding};
+          const StochasticRowImageTask described = {describe_row_image(task), task.rounding};
           batcher.add(described, quantize_blocks(described));
         });
   }

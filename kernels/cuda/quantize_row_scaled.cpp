@@ -6,8 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/cuda/batcher.h"
-#include "kernels/cuda/row_scaled_kernels.h"
+#include "kernels/cuda/row_scaled_tasks.h"
 
 namespace qshard::cuda {
 namespace {
@@ -76,30 +75,6 @@ EdgeRows edge_rows(const Layout& layout) {
   return {std::min(first_end, live), std::max<int64_t>(live - 1 - last % block, 0)};
 }
 
-RowScaledTask describe(const QuantizeTask& task, int64_t tile_rows) {
-  const Layout& layout = task.layout;
-  // An open placement has no live rows: it may begin anywhere below the tensor.
-  const bool open = layout.row_offset == Layout::kOpen;
-  const Window window = {open ? layout.logical_rows : layout.row_offset, 0, layout.rows};
-  RowScaledTask out = describe(layout, window, task.value_dtype, task.values, tile_rows);
-  TORCH_CHECK(amax_numel(layout, task.cuts) <= std::numeric_limits<int>::max(),
-              "qshard: too many scale blocks for the CUDA kernels");
-  out.image = task.image;
-  out.amax = task.amax;
-  out.grid = task.grid;
-  if (out.live_rows == 0) return out;
-  const EdgeRows edges = edge_rows(layout);
-  if (task.cuts.first >= 0) {
-    out.first_cut_end = static_cast<int>(edges.first_end);
-    out.first_cut = out.grid_numel + static_cast<int>(task.cuts.first) * out.block_cols;
-  }
-  if (task.cuts.last >= 0) {
-    out.last_cut_begin = static_cast<int>(edges.last_begin);
-    out.last_cut = out.grid_numel + static_cast<int>(task.cuts.last) * out.block_cols;
-  }
-  return out;
-}
-
 RowScaledTask describe(const DequantizeTask& task) {
   const Layout& layout = task.layout;
   const int64_t offset = layout.row_offset == Layout::kOpen ? 0 : layout.row_offset;
@@ -124,45 +99,39 @@ RowScaledTask describe_cut(const QuantizeTask& task, int64_t begin, int64_t end,
   return out;
 }
 
-// What the tasks of a batch share.
-struct Kind {
-  const Format* format;
-  DType value_dtype;
-  bool operator==(const Kind&) const = default;
-};
-
-template <typename Task>
-Kind kind_of(const Task& task) {
-  return {task.layout.format, task.value_dtype};
-}
-
-// Calls add(batcher, task) for each task with row-local scales, kind by kind.
-template <typename Batch, typename Task, typename Launch, typename Add>
-void launch_by_kind(std::span<const Task> tasks, const Launch& launch, const Add& add) {
-  std::vector<Kind> kinds;
-  for (const Task& task : tasks) {
-    const Kind kind = kind_of(task);
-    const bool is_ours = !kind.format->scales_in_grid() && !kind.format->scales_in_slices;
-    if (is_ours && std::ranges::find(kinds, kind) == kinds.end()) kinds.push_back(kind);
-  }
-  for (const Kind& kind : kinds) {
-    auto batcher = make_batcher<Batch>(
-        [&](const Batch& batch) { return launch(batch, *kind.format, kind.value_dtype); });
-    for (const Task& task : tasks) {
-      if (kind_of(task) == kind) add(batcher, task);
-    }
-    batcher.flush();
-  }
-}
-
 }  // namespace
+
+RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
+  const Layout& layout = task.layout;
+  // An open placement has no live rows: it may begin anywhere below the tensor.
+  const bool open = layout.row_offset == Layout::kOpen;
+  const Window window = {open ? layout.logical_rows : layout.row_offset, 0, layout.rows};
+  RowScaledTask out = describe(layout, window, task.value_dtype, task.values, tile_rows);
+  TORCH_CHECK(amax_numel(layout, task.cuts) <= std::numeric_limits<int>::max(),
+              "qshard: too many scale blocks for the CUDA kernels");
+  out.image = task.image;
+  out.amax = task.amax;
+  out.grid = task.grid;
+  if (out.live_rows == 0) return out;
+  const EdgeRows edges = edge_rows(layout);
+  if (task.cuts.first >= 0) {
+    out.first_cut_end = static_cast<int>(edges.first_end);
+    out.first_cut = out.grid_numel + static_cast<int>(task.cuts.first) * out.block_cols;
+  }
+  if (task.cuts.last >= 0) {
+    out.last_cut_begin = static_cast<int>(edges.last_begin);
+    out.last_cut = out.grid_numel + static_cast<int>(task.cuts.last) * out.block_cols;
+  }
+  return out;
+}
 
 void compute_amax_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
   const auto launch = [&](const RowScaledBatch& batch, const Format& format, DType dtype) {
     return launch_amax(batch, format, dtype, stream);
   };
   launch_by_kind<RowScaledBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
-    const RowScaledTask whole = describe(task, kAmaxTileRows);
+    if (!task.known_amax.empty()) return;
+    const RowScaledTask whole = describe_row_scaled(task, kAmaxTileRows);
     if (task.layout.format->has_tensor_scale()) {
       batcher.add(whole, amax_blocks(whole));
       return;
@@ -184,14 +153,15 @@ void quantize_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t strea
   };
   launch_by_kind<RowScaledBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
     if (task.rounding != nullptr) return;
-    const RowScaledTask described = describe(task, kCodeTileRows);
+    const RowScaledTask described = describe_row_scaled(task, kCodeTileRows);
     batcher.add(described, quantize_blocks(described));
   });
   if (std::ranges::none_of(tasks, &QuantizeTask::rounding)) return;
   launch_by_kind<StochasticRowScaledBatch>(
       tasks, launch, [](auto& batcher, const QuantizeTask& task) {
         if (task.rounding == nullptr) return;
-        const StochasticRowScaledTask described = {describe(task, kCodeTileRows), task.rounding};
+        const StochasticRowScaledTask described = {describe_row_scaled(task, kCodeTileRows),
+                                                   task.rounding};
         batcher.add(described, quantize_blocks(described));
       });
 }

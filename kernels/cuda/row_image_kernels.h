@@ -49,13 +49,24 @@ using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 30>;
 static_assert(sizeof(RowImageBatch) <= 4096 && sizeof(StochasticRowImageBatch) <= 4096,
               "kernel parameters are 4 KiB at most");
 
-int amax_reset_blocks(const RowImageTask& task);
+/// The amaxes of one task of any format before its values are looked at.
+struct AmaxTask {
+  float* amax;         // (numel,)
+  const float* known;  // (known_numel,)
+  int numel;
+  int known_numel;
+};
+
+using AmaxBatch = TaskBatch<AmaxTask, 140>;
+static_assert(sizeof(AmaxBatch) <= 4096, "kernel parameters are 4 KiB at most");
+
+int amax_reset_blocks(const AmaxTask& task);
 int amax_blocks(const RowImageTask& task);
 int quantize_blocks(const RowImageTask& task);
 int dequantize_blocks(const RowImageTask& task);
 
-/// Sets every amax entry to 0.
-cudaError_t launch_amax_reset(const RowImageBatch& batch, cudaStream_t stream);
+/// Sets every amax entry to the known one, or 0.
+cudaError_t launch_amax_reset(const AmaxBatch& batch, cudaStream_t stream);
 /// Raises the amax entries to those of the values. All values of a batch have one type.
 cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
 /// Writes image and grid from values and amax.

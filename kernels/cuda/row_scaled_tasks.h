@@ -1,0 +1,49 @@
+// Batches of tasks with row-local scales: one format and one value type each.
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "kernels/cuda/batcher.h"
+#include "kernels/cuda/row_scaled_kernels.h"
+#include "kernels/quantize.h"
+
+namespace qshard::cuda {
+
+/// A task as the kernels see it, in tiles of `tile_rows` rows.
+RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows);
+
+/// What the tasks of a batch share.
+struct RowScaledBatchKind {
+  const Format* format;
+  DType value_dtype;
+  bool operator==(const RowScaledBatchKind&) const = default;
+};
+
+template <typename Task>
+RowScaledBatchKind batch_kind_of(const Task& task) {
+  return {task.layout.format, task.value_dtype};
+}
+
+/// Calls add(batcher, task) for each task with row-local scales, kind by kind, and launch(batch,
+/// format, type) for what was added.
+template <typename Batch, typename Task, typename Launch, typename Add>
+void launch_by_kind(std::span<const Task> tasks, const Launch& launch, const Add& add) {
+  std::vector<RowScaledBatchKind> kinds;
+  for (const Task& task : tasks) {
+    const RowScaledBatchKind kind = batch_kind_of(task);
+    const bool is_ours = !kind.format->scales_in_grid() && !kind.format->scales_in_slices;
+    if (is_ours && std::ranges::find(kinds, kind) == kinds.end()) kinds.push_back(kind);
+  }
+  for (const RowScaledBatchKind& kind : kinds) {
+    auto batcher = make_batcher<Batch>(
+        [&](const Batch& batch) { return launch(batch, *kind.format, kind.value_dtype); });
+    for (const Task& task : tasks) {
+      if (batch_kind_of(task) == kind) add(batcher, task);
+    }
+    batcher.flush();
+  }
+}
+
+}  // namespace qshard::cuda
