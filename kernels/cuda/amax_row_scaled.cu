@@ -5,10 +5,6 @@
 namespace qshard::cuda {
 namespace {
 
-__device__ __forceinline__ void raise(float* amax, uint32_t bits) {
-  atomicMax(reinterpret_cast<unsigned int*>(amax), canonical_amax(bits));
-}
-
 template <int kBlockCols, typename Value>
 __global__ void __launch_bounds__(kRowScaledThreads)
     amax(const __grid_constant__ RowScaledBatch batch) {
@@ -28,27 +24,9 @@ __global__ void __launch_bounds__(kRowScaledThreads)
     load_rows(task, tile, first, col, x);
     const uint32_t of_rows = largest_of<Value, kRowsPerWarp>(x);
     largest = max(largest, of_rows);
-    // These rows lie in one block row: cut ones have 16 or 32 rows.
-    const int row = max(first, 0);
-    const int entry = row < first + kRowsPerWarp ? cut_entry(task, row) : -1;
-    if (entry >= 0) {
-      const uint32_t of_block = max_over_lanes<Row::kLanes>(of_rows);
-      if (lane % Row::kLanes == 0 && col < task.cols) {
-        raise(task.amax + entry + col / kBlockCols, of_block);
-      }
-    }
+    raise_cut_amax<kBlockCols, Value>(task, first, col, of_rows);
   }
-  if (task.grid_numel == 0) return;
-
-  __shared__ uint32_t of_warp[kRowScaledWarps];
-  largest = __reduce_max_sync(0xffffffffu, largest);
-  if (lane == 0) of_warp[warp] = largest;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 1; i < kRowScaledWarps; ++i) largest = max(largest, of_warp[i]);
-    raise(task.amax + tile.matrix, largest);
-  }
+  if (task.grid_numel > 0) raise_matrix_amax(task, tile, largest);
 }
 
 }  // namespace

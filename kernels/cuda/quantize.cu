@@ -46,10 +46,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Bat
 
   const Tile tile = find_tile(task, block);
   if (tile.grid_index < 0) {
-    for_each_group<16>(tile, task.row_bytes, [&](int row, int col) {
-      *reinterpret_cast<uint4*>(task.image + static_cast<int64_t>(row) * task.row_bytes + col) =
-          make_uint4(0, 0, 0, 0);
-    });
+    write_zeros(task, tile);
     return;
   }
   const auto find_scale = [&] {

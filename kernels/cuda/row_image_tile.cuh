@@ -101,4 +101,12 @@ __device__ __forceinline__ void load_vectors(const RowImageTask& task, const Til
   }
 }
 
+/// Zeros the image where the tile is, one of rows outside the logical tensor.
+__device__ __forceinline__ void write_zeros(const RowImageTask& task, const Tile& tile) {
+  for_each_group<16>(tile, task.row_bytes, [&](int row, int col) {
+    *reinterpret_cast<uint4*>(task.image + static_cast<int64_t>(row) * task.row_bytes + col) =
+        make_uint4(0, 0, 0, 0);
+  });
+}
+
 }  // namespace qshard::cuda

@@ -107,6 +107,39 @@ __device__ __forceinline__ uint32_t max_over_lanes(uint32_t bits) {
   return bits;
 }
 
+__device__ __forceinline__ void raise(float* amax, uint32_t bits) {
+  atomicMax(reinterpret_cast<unsigned int*>(amax), canonical_amax(bits));
+}
+
+/// Raises the amaxes of cut blocks by `bits`, the largest of this lane's vectors of the rows
+/// [first_row, first_row + kRowsPerWarp). They lie in one block row: cut ones have 16 or 32 rows.
+template <int kBlockCols, typename Value>
+__device__ __forceinline__ void raise_cut_amax(const RowScaledTask& task, int first_row, int col,
+                                               uint32_t bits) {
+  constexpr int kLanes = TileRow<Value, kBlockCols>::kLanes;
+  const int row = max(first_row, 0);
+  const int entry = row < first_row + kRowsPerWarp ? cut_entry(task, row) : -1;
+  if (entry < 0) return;
+  const uint32_t of_block = max_over_lanes<kLanes>(bits);
+  if (threadIdx.x % kLanes == 0 && col < task.cols) {
+    raise(task.amax + entry + col / kBlockCols, of_block);
+  }
+}
+
+/// Raises the amax of the tile's matrix by `bits`, the largest of each thread.
+__device__ __forceinline__ void raise_matrix_amax(const RowScaledTask& task,
+                                                  const RowScaledTile& tile, uint32_t bits) {
+  __shared__ uint32_t of_warp[kRowScaledWarps];
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 1; i < kRowScaledWarps; ++i) bits = max(bits, of_warp[i]);
+    raise(task.amax + tile.matrix, bits);
+  }
+}
+
 /// Zeros in the words that CUDA block `block` has of `count`.
 constexpr int kZerosPerThread = 8;
 constexpr int kZerosPerBlock = kZerosPerThread * kRowScaledThreads;
