@@ -1,0 +1,80 @@
+#include "kernels/cuda/fused_adamw.h"
+
+#include <vector>
+
+#include "kernels/cuda/batcher.h"
+#include "kernels/cuda/fused_adamw_kernels.h"
+#include "kernels/cuda/row_image_tasks.h"
+#include "kernels/cuda/row_scaled_tasks.h"
+
+namespace qshard::cuda {
+namespace {
+
+AdamWParameters parameters_of(const AdamWOptions& options) {
+  return {static_cast<float>(options.lr),
+          static_cast<float>(options.beta1),
+          static_cast<float>(options.beta2),
+          static_cast<float>(options.weight_decay),
+          static_cast<float>(options.eps),
+          options.maximize,
+          options.device_lr,
+          options.grad_scale,
+          options.found_inf};
+}
+
+// Adds to a described task what it updates beside the values.
+template <typename Described, typename Base>
+Described with_memory(const Base& base, const AdamWTask& task) {
+  Described out = {base, {task.grad, task.exp_avg, task.exp_avg_sq, task.step}};
+  out.values = task.parameter;
+  const auto is_aligned = [](const void* memory) {
+    return reinterpret_cast<uintptr_t>(memory) % 16 == 0;
+  };
+  out.vectorized &=
+      is_aligned(task.grad) && is_aligned(task.exp_avg) && is_aligned(task.exp_avg_sq);
+  return out;
+}
+
+// Steps to amaxes or, if `to_codes`, to codes.
+void step(std::span<const AdamWTask> tasks, bool to_codes, const AdamWParameters& parameters,
+          cudaStream_t stream) {
+  const auto has_scales_in_grid = [](const Format& format) { return format.scales_in_grid(); };
+  launch_by_type<AdamWRowImageBatch>(
+      tasks, has_scales_in_grid,
+      [&](const AdamWRowImageBatch& batch, DType dtype) {
+        return to_codes ? launch_adamw_quantize(batch, parameters, dtype, stream)
+                        : launch_adamw_amax(batch, parameters, dtype, stream);
+      },
+      [&](auto& batcher, const AdamWTask& task) {
+        const auto described = with_memory<AdamWRowImageTask>(describe_row_image(task), task);
+        batcher.add(described,
+                    to_codes ? adamw_quantize_blocks(described) : adamw_amax_blocks(described));
+      });
+  launch_by_kind<AdamWRowScaledBatch>(
+      tasks,
+      [&](const AdamWRowScaledBatch& batch, const Format& format, DType dtype) {
+        return to_codes ? launch_adamw_quantize(batch, parameters, format, dtype, stream)
+                        : launch_adamw_amax(batch, parameters, format, dtype, stream);
+      },
+      [&](auto& batcher, const AdamWTask& task) {
+        const auto described = with_memory<AdamWRowScaledTask>(
+            describe_row_scaled(task, to_codes ? kCodeTileRows : kAmaxTileRows), task);
+        batcher.add(described,
+                    to_codes ? adamw_quantize_blocks(described) : adamw_amax_blocks(described));
+      });
+}
+
+}  // namespace
+
+void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const AdamWParameters parameters = parameters_of(options);
+  std::vector<AdamWTask> to_amaxes, to_codes;
+  for (const AdamWTask& task : tasks) {
+    (task.quantizes == StepQuantizes::kAll ? to_codes : to_amaxes).push_back(task);
+  }
+  step(to_amaxes, /*to_codes=*/false, parameters, cuda_stream);
+  step(to_codes, /*to_codes=*/true, parameters, cuda_stream);
+}
+
+}  // namespace qshard::cuda

@@ -1,0 +1,133 @@
+// AdamW and, of the new values, amaxes or all of quantizing: formats with scales in the grid.
+//
+// A tile's new values stay in shared memory between the amax of its scale block and the codes, so
+// nothing is read twice. The floor, in bytes per element with fp32 values, moments and gradient:
+//   scale of the tile    reads 16, writes 12 + 1: 29
+//   wider scale          reads 16, writes 12: 28; the flush's quantize pass then reads 4, writes 1
+// A bf16 gradient, where torch allows one beside fp32 values, is left to torch's own kernel.
+#include "kernels/cuda/adamw.cuh"
+#include "kernels/cuda/row_image_tile.cuh"
+#include "kernels/cuda/row_scaled_codes.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+/// Shared memory for a tile's values.
+template <typename Value>
+constexpr int tile_bytes() {
+  return kThreads * ThreadRows<Value>::kRows * static_cast<int>(sizeof(uint4));
+}
+
+constexpr int kSharedBytes = 48 * 1024;  // what a kernel may have without asking
+
+/// The largest of a CUDA block's bits, for all its threads.
+__device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
+  __shared__ uint32_t of_warp[kThreads / 32];
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
+  __syncthreads();
+#pragma unroll
+  for (uint32_t other : of_warp) bits = max(bits, other);
+  return bits;
+}
+
+template <typename Value, bool kQuantizes>
+__global__ void __launch_bounds__(kThreads)
+    fused_adamw(const __grid_constant__ AdamWRowImageBatch batch,
+                const __grid_constant__ AdamWParameters parameters) {
+  using Rows = ThreadRows<Value>;
+  extern __shared__ uint4 kept[];  // [row of the thread][thread]
+  int block = static_cast<int>(blockIdx.x);
+  const AdamWRowImageTask& task = find_task(batch, block);
+  const Tile tile = find_tile(task, block);
+  if (tile.grid_index < 0) {
+    if constexpr (kQuantizes) write_zeros(task, tile);
+    return;
+  }
+  const AdamW adamw(parameters, task.memory.step);
+  const Rows rows(tile);
+  const int thread = static_cast<int>(threadIdx.x);
+
+  uint32_t largest = 0;
+#pragma unroll 1
+  for (int begin = 0; begin < Rows::kRows; begin += kInFlight) {
+    int64_t at[kInFlight];
+    int count[kInFlight];
+    Vector<Value> x[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int row = rows.row(begin + i);
+      at[i] = static_cast<int64_t>(row) * task.cols + rows.col;
+      count[i] = row < tile.row_end ? min(Vector<Value>::kSize, task.cols - rows.col) : 0;
+    }
+    step_vectors(adamw, task, at, count, x);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+#pragma unroll
+      for (uint32_t word : x[i].word) largest = Value::max(largest, Value::magnitudes(word));
+      if constexpr (kQuantizes) {
+        kept[(begin + i) * kThreads + thread] =
+            make_uint4(x[i].word[0], x[i].word[1], x[i].word[2], x[i].word[3]);
+      }
+    }
+  }
+  const uint32_t bits = canonical_amax(max_of_block(Value::amax_bits(largest)));
+  if constexpr (!kQuantizes) {
+    if (thread == 0) {
+      atomicMax(reinterpret_cast<unsigned int*>(task.amax) + tile.grid_index, bits);
+    }
+    return;
+  }
+  const float amax = __uint_as_float(bits);
+  const float scale = scale_from_amax(amax, task.code_max, task.power_of_two);
+  if (thread == 0) {
+    task.amax[tile.grid_index] = amax;
+    task.grid[tile.grid_index] = inverse_scale(scale);
+  }
+  if (rows.col >= task.row_bytes) return;
+#pragma unroll 4
+  for (int i = 0; i < Rows::kRows; ++i) {
+    const int row = rows.row(i);
+    if (row >= tile.row_end) return;
+    const uint4 words = kept[i * kThreads + thread];
+    store_bytes(task.image + static_cast<int64_t>(row) * task.row_bytes + rows.col,
+                encode_vector<E4M3>(Vector<Value>{{words.x, words.y, words.z, words.w}}, scale));
+  }
+}
+
+template <bool kQuantizes>
+cudaError_t launch(const AdamWRowImageBatch& batch, const AdamWParameters& parameters,
+                   DType value_dtype, cudaStream_t stream) {
+  const int blocks = batch.first_block[batch.count];
+  if (blocks == 0) return cudaSuccess;
+  return with_value_type(value_dtype, [&](auto value) {
+    const auto kernel = fused_adamw<decltype(value), kQuantizes>;
+    const int shared = kQuantizes ? tile_bytes<decltype(value)>() : 0;
+    if (shared > kSharedBytes) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+      if (error != cudaSuccess) return error;
+    }
+    kernel<<<blocks, kThreads, shared, stream>>>(batch, parameters);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace
+
+int adamw_amax_blocks(const AdamWRowImageTask& task) { return amax_blocks(task); }
+
+int adamw_quantize_blocks(const AdamWRowImageTask& task) { return tile_count(task); }
+
+cudaError_t launch_adamw_amax(const AdamWRowImageBatch& batch, const AdamWParameters& parameters,
+                              DType value_dtype, cudaStream_t stream) {
+  return launch<false>(batch, parameters, value_dtype, stream);
+}
+
+cudaError_t launch_adamw_quantize(const AdamWRowImageBatch& batch,
+                                  const AdamWParameters& parameters, DType value_dtype,
+                                  cudaStream_t stream) {
+  return launch<true>(batch, parameters, value_dtype, stream);
+}
+
+}  // namespace qshard::cuda
