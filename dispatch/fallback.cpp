@@ -119,12 +119,6 @@ class Substitution {
                             "shape",
                             name_, describe(write.quantized)));
   }
-
-  /// ADInplaceOrView does this for the tensors it sees; inside TensorLists, and below it, nobody
-  /// does, and autograd's saved-tensor check would miss the write.
-  static void bump_version(const at::Tensor& tensor) {
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  }
 };
 
 template <typename Convert>

@@ -25,6 +25,12 @@ DType to_kernel_dtype(at::ScalarType dtype);
 /// dtypes a quantized tensor may be nominally.
 bool is_nominal_dtype(at::ScalarType dtype);
 
+/// ADInplaceOrView does this for the tensors it sees; inside TensorLists, and below it, nobody
+/// does, and autograd's saved-tensor check would miss the write.
+inline void bump_version(const at::Tensor& written) {
+  if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+}
+
 /// Makes the current stream wait for work queued on the default stream. No-op off CUDA.
 void wait_for_default_stream(at::Device device);
 

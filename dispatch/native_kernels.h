@@ -10,6 +10,7 @@ void register_views(torch::Library& aten);
 void register_factories(torch::Library& aten);
 void register_copies(torch::Library& aten);
 void register_matmul(torch::Library& aten);
+void register_optimizers(torch::Library& aten);
 
 /// Boxed kernel of view ops without a hand-written kernel: runs the op on a meta tensor with the
 /// same virtual strides and wraps the result. In-place view ops (`t_`, `squeeze_`) likewise.
