@@ -11,8 +11,8 @@ __global__ void __launch_bounds__(kThreads) amax_reset(const __grid_constant__ A
   if (i < task.numel) task.amax[i] = i < task.known_numel ? task.known[i] : 0.f;
 }
 
-template <typename Value>
-__global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ RowImageBatch batch) {
+template <typename Value, typename Batch>
+__global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ Batch batch) {
   int block = static_cast<int>(blockIdx.x);
   const RowImageTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
@@ -42,6 +42,13 @@ __global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ RowImag
   }
 }
 
+template <typename Batch>
+cudaError_t launch(const Batch& batch, DType value_dtype, cudaStream_t stream) {
+  return with_value_type(value_dtype, [&](auto value) {
+    return launch_batch<kThreads>(amax<decltype(value), Batch>, batch, stream);
+  });
+}
+
 }  // namespace
 
 int amax_reset_blocks(const AmaxTask& task) { return (task.numel + kThreads - 1) / kThreads; }
@@ -53,9 +60,11 @@ cudaError_t launch_amax_reset(const AmaxBatch& batch, cudaStream_t stream) {
 }
 
 cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
-  return with_value_type(value_dtype, [&](auto value) {
-    return launch_batch<kThreads>(amax<decltype(value)>, batch, stream);
-  });
+  return launch(batch, value_dtype, stream);
+}
+
+cudaError_t launch_amax(const RowImageFlushBatch& batch, DType value_dtype, cudaStream_t stream) {
+  return launch(batch, value_dtype, stream);
 }
 
 }  // namespace qshard::cuda

@@ -7,7 +7,7 @@ namespace {
 
 template <int kBlockCols, typename Value>
 __global__ void __launch_bounds__(kRowScaledThreads)
-    amax(const __grid_constant__ RowScaledBatch batch) {
+    amax(const __grid_constant__ RowScaledFlushBatch batch) {
   using Row = TileRow<Value, kBlockCols>;
   int block = static_cast<int>(blockIdx.x);
   const RowScaledTask& task = find_task(batch, block);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kRowScaledThreads)
 
 int amax_blocks(const RowScaledTask& task) { return tile_count(task); }
 
-cudaError_t launch_amax(const RowScaledBatch& batch, const Format& format, DType value_dtype,
+cudaError_t launch_amax(const RowScaledFlushBatch& batch, const Format& format, DType value_dtype,
                         cudaStream_t stream) {
   return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
     return launch_batch<kRowScaledThreads>(amax<decltype(kind)::kBlockCols, decltype(value)>, batch,

@@ -38,9 +38,8 @@ struct AdamWRowScaledTask : RowScaledTask {
 
 using AdamWRowImageBatch = TaskBatch<AdamWRowImageTask, 64>;
 using AdamWRowScaledBatch = TaskBatch<AdamWRowScaledTask, 64>;
-static_assert(sizeof(AdamWRowImageBatch) + sizeof(AdamWParameters) <= 32764 &&
-                  sizeof(AdamWRowScaledBatch) + sizeof(AdamWParameters) <= 32764,
-              "kernel parameters are 32,764 bytes at most, from CUDA 12.1 and Volta on");
+static_assert(sizeof(AdamWRowImageBatch) + sizeof(AdamWParameters) <= kMaxParameterBytes &&
+              sizeof(AdamWRowScaledBatch) + sizeof(AdamWParameters) <= kMaxParameterBytes);
 
 // All tasks of a batch have one format and one value type. Those of a `kAmaxes` launch raise amax
 // entries; those of a `kAll` launch set the entries of their blocks, and write the rest of them.

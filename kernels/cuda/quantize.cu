@@ -88,7 +88,8 @@ int quantize_blocks(const RowImageTask& task) {
   return tile_count(task) + (task.grid_numel + kThreads - 1) / kThreads;
 }
 
-cudaError_t launch_quantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
+cudaError_t launch_quantize(const RowImageFlushBatch& batch, DType value_dtype,
+                            cudaStream_t stream) {
   return launch(batch, value_dtype, stream);
 }
 

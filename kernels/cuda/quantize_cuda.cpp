@@ -102,15 +102,19 @@ RowImageTask describe_row_image(const QuantizeTask& task) {
 void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   reset_amax(tasks, cuda_stream);
-  const auto launch = [&](const RowImageBatch& batch, DType dtype) {
+  const auto launch = [&](const auto& batch, DType dtype) {
     return launch_amax(batch, dtype, cuda_stream);
   };
-  launch_by_type<RowImageBatch>(tasks, is_ours, launch,
-                                [](auto& batcher, const QuantizeTask& task) {
-                                  if (!task.known_amax.empty()) return;
-                                  const RowImageTask described = describe_row_image(task);
-                                  batcher.add(described, amax_blocks(described));
-                                });
+  const auto add = [](auto& batcher, const QuantizeTask& task) {
+    if (!task.known_amax.empty()) return;
+    const RowImageTask described = describe_row_image(task);
+    batcher.add(described, amax_blocks(described));
+  };
+  if (tasks.size() <= RowImageBatch::kCapacity) {
+    launch_by_type<RowImageBatch>(tasks, is_ours, launch, add);
+  } else {
+    launch_by_type<RowImageFlushBatch>(tasks, is_ours, launch, add);
+  }
   compute_amax_row_scaled(tasks, cuda_stream);
   compute_amax_columnwise(tasks, cuda_stream);
 }
@@ -120,12 +124,12 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
   const auto launch = [&](const auto& batch, DType dtype) {
     return launch_quantize(batch, dtype, cuda_stream);
   };
-  launch_by_type<RowImageBatch>(tasks, is_ours, launch,
-                                [](auto& batcher, const QuantizeTask& task) {
-                                  if (task.rounding != nullptr) return;
-                                  const RowImageTask described = describe_row_image(task);
-                                  batcher.add(described, quantize_blocks(described));
-                                });
+  launch_by_type<RowImageFlushBatch>(tasks, is_ours, launch,
+                                     [](auto& batcher, const QuantizeTask& task) {
+                                       if (task.rounding != nullptr) return;
+                                       const RowImageTask described = describe_row_image(task);
+                                       batcher.add(described, quantize_blocks(described));
+                                     });
   if (std::ranges::any_of(tasks, &QuantizeTask::rounding)) {
     launch_by_type<StochasticRowImageBatch>(
         tasks, is_ours, launch, [](auto& batcher, const QuantizeTask& task) {

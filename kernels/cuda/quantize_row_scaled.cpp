@@ -126,10 +126,10 @@ RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
 }
 
 void compute_amax_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
-  const auto launch = [&](const RowScaledBatch& batch, const Format& format, DType dtype) {
+  const auto launch = [&](const RowScaledFlushBatch& batch, const Format& format, DType dtype) {
     return launch_amax(batch, format, dtype, stream);
   };
-  launch_by_kind<RowScaledBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+  launch_by_kind<RowScaledFlushBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
     if (!task.known_amax.empty()) return;
     const RowScaledTask whole = describe_row_scaled(task, kAmaxTileRows);
     if (task.layout.format->has_tensor_scale()) {
@@ -151,7 +151,7 @@ void quantize_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t strea
   const auto launch = [&](const auto& batch, const Format& format, DType dtype) {
     return launch_quantize(batch, format, dtype, stream);
   };
-  launch_by_kind<RowScaledBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+  launch_by_kind<RowScaledFlushBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
     if (task.rounding != nullptr) return;
     const RowScaledTask described = describe_row_scaled(task, kCodeTileRows);
     batcher.add(described, quantize_blocks(described));

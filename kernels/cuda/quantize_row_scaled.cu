@@ -48,8 +48,8 @@ int quantize_blocks(const RowScaledTask& task) {
          (task.grid_numel + kRowScaledThreads - 1) / kRowScaledThreads;
 }
 
-cudaError_t launch_quantize(const RowScaledBatch& batch, const Format& format, DType value_dtype,
-                            cudaStream_t stream) {
+cudaError_t launch_quantize(const RowScaledFlushBatch& batch, const Format& format,
+                            DType value_dtype, cudaStream_t stream) {
   return launch(batch, format, value_dtype, stream);
 }
 

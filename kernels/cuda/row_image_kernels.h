@@ -44,10 +44,11 @@ struct StochasticRowImageTask : RowImageTask {
   const int32_t* rounding;  // QuantizeTask::rounding
 };
 
-using RowImageBatch = TaskBatch<RowImageTask, 30>;
-using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 30>;
-static_assert(sizeof(RowImageBatch) <= 4096 && sizeof(StochasticRowImageBatch) <= 4096,
-              "kernel parameters are 4 KiB at most");
+using RowImageBatch = TaskBatch<RowImageTask, 30>;        // of what a linear needs
+using RowImageFlushBatch = TaskBatch<RowImageTask, 256>;  // of the shards of a model
+using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 256>;
+static_assert(sizeof(RowImageFlushBatch) <= kMaxParameterBytes &&
+              sizeof(StochasticRowImageBatch) <= kMaxParameterBytes);
 
 /// The amaxes of one task of any format before its values are looked at.
 struct AmaxTask {
@@ -57,8 +58,7 @@ struct AmaxTask {
   int known_numel;
 };
 
-using AmaxBatch = TaskBatch<AmaxTask, 140>;
-static_assert(sizeof(AmaxBatch) <= 4096, "kernel parameters are 4 KiB at most");
+using AmaxBatch = TaskBatch<AmaxTask, 256>;
 
 int amax_reset_blocks(const AmaxTask& task);
 int amax_blocks(const RowImageTask& task);
@@ -69,8 +69,10 @@ int dequantize_blocks(const RowImageTask& task);
 cudaError_t launch_amax_reset(const AmaxBatch& batch, cudaStream_t stream);
 /// Raises the amax entries to those of the values. All values of a batch have one type.
 cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
+cudaError_t launch_amax(const RowImageFlushBatch& batch, DType value_dtype, cudaStream_t stream);
 /// Writes image and grid from values and amax.
-cudaError_t launch_quantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
+cudaError_t launch_quantize(const RowImageFlushBatch& batch, DType value_dtype,
+                            cudaStream_t stream);
 cudaError_t launch_quantize(const StochasticRowImageBatch& batch, DType value_dtype,
                             cudaStream_t stream);
 /// Writes values from image and grid.

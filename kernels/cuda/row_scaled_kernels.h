@@ -53,10 +53,11 @@ struct StochasticRowScaledTask : RowScaledTask {
   const int32_t* rounding;  // QuantizeTask::rounding
 };
 
-using RowScaledBatch = TaskBatch<RowScaledTask, 33>;
-using StochasticRowScaledBatch = TaskBatch<StochasticRowScaledTask, 32>;
-static_assert(sizeof(RowScaledBatch) <= 4096 && sizeof(StochasticRowScaledBatch) <= 4096,
-              "kernel parameters are 4 KiB at most");
+using RowScaledBatch = TaskBatch<RowScaledTask, 33>;        // of what a linear needs
+using RowScaledFlushBatch = TaskBatch<RowScaledTask, 256>;  // of the shards of a model
+using StochasticRowScaledBatch = TaskBatch<StochasticRowScaledTask, 240>;
+static_assert(sizeof(RowScaledFlushBatch) <= kMaxParameterBytes &&
+              sizeof(StochasticRowScaledBatch) <= kMaxParameterBytes);
 
 /// Whether the kernels know this format with row-local scales.
 bool has_row_scaled_kernels(const Format& format);
@@ -69,11 +70,11 @@ int dequantize_blocks(const RowScaledTask& task);
 // All tasks of a batch have one format and one value type.
 
 /// Raises the amax entries to those of the values.
-cudaError_t launch_amax(const RowScaledBatch& batch, const Format& format, DType value_dtype,
+cudaError_t launch_amax(const RowScaledFlushBatch& batch, const Format& format, DType value_dtype,
                         cudaStream_t stream);
 /// Writes image and grid from values and amax.
-cudaError_t launch_quantize(const RowScaledBatch& batch, const Format& format, DType value_dtype,
-                            cudaStream_t stream);
+cudaError_t launch_quantize(const RowScaledFlushBatch& batch, const Format& format,
+                            DType value_dtype, cudaStream_t stream);
 cudaError_t launch_quantize(const StochasticRowScaledBatch& batch, const Format& format,
                             DType value_dtype, cudaStream_t stream);
 /// Writes values from image and grid.
