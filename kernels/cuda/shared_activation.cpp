@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <mutex>
+#include <utility>
 
 namespace qshard::cuda {
 namespace {
@@ -38,31 +39,47 @@ unsigned long long capture_id(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-// Inference tensors have no version counter; tensors of another backend's making carry its own.
-bool can_own(const at::Tensor& tensor) {
-  const auto meta = tensor.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
-  return !tensor.is_inference() && !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-         (!meta || dynamic_cast<SharedActivation*>(meta.get()) != nullptr);
-}
+// Two threads may read one tensor.
+class MetaOf {
+ public:
+  explicit MetaOf(const at::Tensor& tensor) : impl_(tensor.unsafeGetTensorImpl()) {}
+
+  c10::intrusive_ptr<c10::BackendMeta> get() const {
+    std::lock_guard lock(mutex());
+    return impl_->get_backend_meta_intrusive_ptr();
+  }
+  void set(c10::intrusive_ptr<c10::BackendMeta> meta) const {
+    std::lock_guard lock(mutex());
+    impl_->set_backend_meta(std::move(meta));
+  }
+
+ private:
+  c10::TensorImpl* impl_;
+
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+};
 
 }  // namespace
 
 Fp8Activation quantize_shared_activation(const at::Tensor& owner, const at::Tensor& x,
                                          const Format& format, bool rows, bool columns) {
-  // Two threads may read one tensor.
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
   const auto quantize = [&] {
     return quantize_activation(x, format, DType::kFloat8E4M3, rows, columns, {});
   };
-  if (!can_own(owner)) return quantize();
+  const MetaOf meta(owner);
+  const auto present = meta.get();
+  const auto* known = dynamic_cast<const SharedActivation*>(present.get());
+  // Inference tensors have no version counter; tensors of another backend's making have its meta.
+  const bool can_own = !owner.is_inference() && (known != nullptr || !present) &&
+                       !owner.unsafeGetTensorImpl()->is_python_dispatch();
+  if (!can_own) return quantize();
   const auto stream = c10::cuda::getCurrentCUDAStream().stream();
   const Circumstances now{owner._version(), format.block_rows != 0, format.power_of_two_scales,
                           stream, capture_id(stream)};
-  c10::TensorImpl* impl = owner.unsafeGetTensorImpl();
-  const auto known =
-      c10::dynamic_intrusive_pointer_cast<SharedActivation>(impl->get_backend_meta_intrusive_ptr());
-  if (known && known->circumstances == now) {
+  if (known != nullptr && known->circumstances == now) {
     const Fp8Activation& activation = known->activation;
     const bool serves =
         (!rows || activation.buffer.defined()) && (!columns || activation.saved.defined());
@@ -72,7 +89,7 @@ Fp8Activation quantize_shared_activation(const at::Tensor& owner, const at::Tens
   shared->circumstances = now;
   shared->activation = quantize();
   Fp8Activation activation = shared->activation;
-  impl->set_backend_meta(std::move(shared));
+  meta.set(std::move(shared));
   return activation;
 }
 
