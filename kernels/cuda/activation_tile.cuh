@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels/cuda/activation_kernels.h"
-#include "kernels/cuda/row_scaled_codes.cuh"
+#include "kernels/cuda/vector_codes.cuh"
 
 namespace qshard::cuda {
 

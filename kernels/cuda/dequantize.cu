@@ -1,6 +1,6 @@
 // Values from row images and grids.
 #include "kernels/cuda/row_image_tile.cuh"
-#include "kernels/cuda/row_scaled_codes.cuh"
+#include "kernels/cuda/vector_codes.cuh"
 
 namespace qshard::cuda {
 namespace {

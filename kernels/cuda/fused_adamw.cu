@@ -7,7 +7,7 @@
 // A bf16 gradient, where torch allows one beside fp32 values, is left to torch's own kernel.
 #include "kernels/cuda/adamw.cuh"
 #include "kernels/cuda/row_image_tile.cuh"
-#include "kernels/cuda/row_scaled_codes.cuh"
+#include "kernels/cuda/vector_codes.cuh"
 
 namespace qshard::cuda {
 namespace {

@@ -3,9 +3,9 @@
 
 #include <climits>
 
-#include "kernels/cuda/row_scaled_codes.cuh"
 #include "kernels/cuda/row_scaled_kernels.h"
 #include "kernels/cuda/task_batch.cuh"
+#include "kernels/cuda/vector_codes.cuh"
 
 namespace qshard::cuda {
 

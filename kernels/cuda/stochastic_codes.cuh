@@ -3,7 +3,7 @@
 
 #include <curand_philox4x32_x.h>
 
-#include "kernels/cuda/row_scaled_codes.cuh"
+#include "kernels/cuda/vector_codes.cuh"
 #include "kernels/random_words.h"
 
 namespace qshard::cuda {

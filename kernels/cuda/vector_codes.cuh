@@ -1,5 +1,5 @@
-// How kernels encode and decode a vector of values whose scale is row-local: E2M1 beside the E4M3
-// of value_types.cuh, and products stored in pairs.
+// How kernels encode and decode a vector of values with one scale: FP8 four codes to a word, E2M1,
+// and products stored in pairs.
 #pragma once
 
 #include <cuda_bf16.h>
