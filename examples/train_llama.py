@@ -58,7 +58,7 @@ def parse_arguments():
     parser.add_argument("--hidden", type=int, default=704)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--sample", type=int, default=0, help="bytes of text to generate at the end")
     return parser.parse_args()
