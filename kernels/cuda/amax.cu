@@ -1,4 +1,5 @@
 // Largest |x| of each scale block, as float bits: an integer maximum, so that NaN wins.
+#include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/row_image_tile.cuh"
 
 namespace qshard::cuda {
@@ -20,26 +21,8 @@ __global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ Batch b
   const ThreadRows<Value> rows(tile);
   Vector<Value> x[ThreadRows<Value>::kRows];
   load_vectors(task, tile, rows, 0, x);
-  uint32_t largest = 0;
-#pragma unroll
-  for (const Vector<Value>& v : x) {
-#pragma unroll
-    for (uint32_t word : v.word) largest = Value::max(largest, Value::magnitudes(word));
-  }
-  largest = Value::amax_bits(largest);
-
-  __shared__ uint32_t of_warp[kThreads / 32];
-  largest = __reduce_max_sync(0xffffffffu, largest);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    largest = threadIdx.x < kThreads / 32 ? of_warp[threadIdx.x] : 0;
-    largest = __reduce_max_sync(0xffffffffu, largest);
-    if (threadIdx.x == 0) {
-      atomicMax(reinterpret_cast<unsigned int*>(task.amax) + tile.grid_index,
-                canonical_amax(largest));
-    }
-  }
+  const uint32_t largest = max_of_block<kThreads>(largest_of<Value, ThreadRows<Value>::kRows>(x));
+  if (threadIdx.x == 0) raise(task.amax + tile.grid_index, largest);
 }
 
 template <typename Batch>

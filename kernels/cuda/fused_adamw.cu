@@ -6,6 +6,7 @@
 //   wider scale          reads 16, writes 12: 28; the flush's quantize pass then reads 4, writes 1
 // A bf16 gradient, where torch allows one beside fp32 values, is left to torch's own kernel.
 #include "kernels/cuda/adamw.cuh"
+#include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/row_image_tile.cuh"
 #include "kernels/cuda/vector_codes.cuh"
 
@@ -19,17 +20,6 @@ constexpr int tile_bytes() {
 }
 
 constexpr int kSharedBytes = 48 * 1024;  // what a kernel may have without asking
-
-/// The largest of a CUDA block's bits, for all its threads.
-__device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
-  __shared__ uint32_t of_warp[kThreads / 32];
-  bits = __reduce_max_sync(0xffffffffu, bits);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
-  __syncthreads();
-#pragma unroll
-  for (uint32_t other : of_warp) bits = max(bits, other);
-  return bits;
-}
 
 template <typename Value, bool kQuantizes>
 __global__ void __launch_bounds__(kThreads)
@@ -61,24 +51,21 @@ __global__ void __launch_bounds__(kThreads)
       count[i] = row < tile.row_end ? min(Vector<Value>::kSize, task.cols - rows.col) : 0;
     }
     step_vectors(adamw, task, at, count, x);
+    largest = max(largest, largest_of<Value, kInFlight>(x));
+    if constexpr (kQuantizes) {
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-#pragma unroll
-      for (uint32_t word : x[i].word) largest = Value::max(largest, Value::magnitudes(word));
-      if constexpr (kQuantizes) {
+      for (int i = 0; i < kInFlight; ++i) {
         kept[(begin + i) * kThreads + thread] =
             make_uint4(x[i].word[0], x[i].word[1], x[i].word[2], x[i].word[3]);
       }
     }
   }
-  const uint32_t bits = canonical_amax(max_of_block(Value::amax_bits(largest)));
+  largest = max_of_block<kThreads>(largest);
   if constexpr (!kQuantizes) {
-    if (thread == 0) {
-      atomicMax(reinterpret_cast<unsigned int*>(task.amax) + tile.grid_index, bits);
-    }
+    if (thread == 0) raise(task.amax + tile.grid_index, largest);
     return;
   }
-  const float amax = __uint_as_float(bits);
+  const float amax = __uint_as_float(canonical_amax(largest));
   const float scale = scale_from_amax(amax, task.code_max, task.power_of_two);
   if (thread == 0) {
     task.amax[tile.grid_index] = amax;

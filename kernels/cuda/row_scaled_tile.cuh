@@ -3,6 +3,7 @@
 
 #include <climits>
 
+#include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/row_scaled_kernels.h"
 #include "kernels/cuda/task_batch.cuh"
 #include "kernels/cuda/vector_codes.cuh"
@@ -85,18 +86,6 @@ __device__ __forceinline__ void load_rows(const RowScaledTask& task, const RowSc
   }
 }
 
-/// The largest magnitude of a lane's vectors, as fp32 bits.
-template <typename Value, int kCount>
-__device__ __forceinline__ uint32_t largest_of(const Vector<Value>* x) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-    for (uint32_t word : x[i].word) largest = Value::max(largest, Value::magnitudes(word));
-  }
-  return Value::amax_bits(largest);
-}
-
 /// The maximum over groups of kLanes lanes.
 template <int kLanes>
 __device__ __forceinline__ uint32_t max_over_lanes(uint32_t bits) {
@@ -105,10 +94,6 @@ __device__ __forceinline__ uint32_t max_over_lanes(uint32_t bits) {
     bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, distance));
   }
   return bits;
-}
-
-__device__ __forceinline__ void raise(float* amax, uint32_t bits) {
-  atomicMax(reinterpret_cast<unsigned int*>(amax), canonical_amax(bits));
 }
 
 /// Raises the amaxes of cut blocks by `bits`, the largest of this lane's vectors of the rows
@@ -129,15 +114,8 @@ __device__ __forceinline__ void raise_cut_amax(const RowScaledTask& task, int fi
 /// Raises the amax of the tile's matrix by `bits`, the largest of each thread.
 __device__ __forceinline__ void raise_matrix_amax(const RowScaledTask& task,
                                                   const RowScaledTile& tile, uint32_t bits) {
-  __shared__ uint32_t of_warp[kRowScaledWarps];
-  bits = __reduce_max_sync(0xffffffffu, bits);
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 1; i < kRowScaledWarps; ++i) bits = max(bits, of_warp[i]);
-    raise(task.amax + tile.matrix, bits);
-  }
+  bits = max_of_block<kRowScaledThreads>(bits);
+  if (threadIdx.x == 0) raise(task.amax + tile.matrix, bits);
 }
 
 /// Zeros in the words that CUDA block `block` has of `count`.

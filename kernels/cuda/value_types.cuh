@@ -99,20 +99,6 @@ __device__ __forceinline__ Vector<Value> load_some(const typename Value::Raw* va
   return v;
 }
 
-/// Writes 16 bytes: store_of(i) is the i-th value.
-template <typename Value, typename StoreOf>
-__device__ __forceinline__ void store_vector(typename Value::Raw* values, const StoreOf& store_of) {
-  uint32_t word[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    word[i] = store_of(i * Value::kPerWord);
-    if constexpr (Value::kPerWord == 2) {
-      word[i] |= static_cast<uint32_t>(store_of(i * 2 + 1)) << 16;
-    }
-  }
-  *reinterpret_cast<uint4*>(values) = make_uint4(word[0], word[1], word[2], word[3]);
-}
-
 struct E4M3 {
   static constexpr float kMax = kE4M3Max;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
