@@ -1,7 +1,8 @@
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <cublasLt.h>
@@ -179,7 +180,7 @@ struct Launch {
   const ScaledGemm& gemm;
   Descriptors& descriptors;
   void* workspace;
-  cudaStream_t stream;
+  c10::cuda::CUDAStream stream;
 
   // NOT_SUPPORTED: nothing was launched.
   cublasStatus_t operator()(const cublasLtMatmulAlgo_t& algorithm) const {
@@ -191,43 +192,24 @@ struct Launch {
   }
 };
 
-class Timer {
- public:
-  Timer() {
-    C10_CUDA_CHECK(cudaEventCreate(&start_));
-    C10_CUDA_CHECK(cudaEventCreate(&stop_));
-  }
-  ~Timer() {
-    C10_CUDA_CHECK_WARN(cudaEventDestroy(start_));
-    C10_CUDA_CHECK_WARN(cudaEventDestroy(stop_));
-  }
-  Timer(const Timer&) = delete;
-  Timer& operator=(const Timer&) = delete;
-
-  // Milliseconds of one run on the device, infinity if the algorithm refuses.
-  float operator()(const Launch& launch, const cublasLtMatmulAlgo_t& algorithm) {
-    C10_CUDA_CHECK(cudaEventRecord(start_, launch.stream));
-    if (launch(algorithm) != CUBLAS_STATUS_SUCCESS) return std::numeric_limits<float>::infinity();
-    C10_CUDA_CHECK(cudaEventRecord(stop_, launch.stream));
-    C10_CUDA_CHECK(cudaEventSynchronize(stop_));
-    float milliseconds = 0;
-    C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, start_, stop_));
-    return milliseconds;
-  }
-
- private:
-  cudaEvent_t start_ = nullptr;
-  cudaEvent_t stop_ = nullptr;
-};
+// Milliseconds of one run on the device, infinity if the algorithm refuses.
+float time_of(const Launch& launch, const cublasLtMatmulAlgo_t& algorithm) {
+  at::cuda::CUDAEvent start(cudaEventDefault);
+  at::cuda::CUDAEvent stop(cudaEventDefault);
+  start.record(launch.stream);
+  if (launch(algorithm) != CUBLAS_STATUS_SUCCESS) return std::numeric_limits<float>::infinity();
+  stop.record(launch.stream);
+  stop.synchronize();
+  return start.elapsed_time(stop);
+}
 
 // The fastest of several algorithms, cuBLASLt's favourite unless another is clearly faster. They
 // take turns, so that all see the same clocks; the first round warms up.
 cublasLtMatmulAlgo_t fastest(const Algorithms& algorithms, const Launch& launch) {
-  Timer time;
   std::vector<float> best(algorithms.size(), std::numeric_limits<float>::infinity());
   for (int round = 0; round <= kTimedRounds; ++round) {
     for (size_t i = 0; i < algorithms.size(); ++i) {
-      const float milliseconds = time(launch, algorithms[i]);
+      const float milliseconds = time_of(launch, algorithms[i]);
       if (round > 0) best[i] = std::min(best[i], milliseconds);
     }
   }
@@ -237,14 +219,12 @@ cublasLtMatmulAlgo_t fastest(const Algorithms& algorithms, const Launch& launch)
 
 // The host waits while algorithms are timed, which a capture forbids; and whoever asks for
 // deterministic algorithms wants the same one in every run.
-bool may_tune(const ScaledGemm& gemm, cudaStream_t stream) {
+bool may_tune(const ScaledGemm& gemm) {
   const double multiplies = static_cast<double>(gemm.a.rows) * gemm.b.rows * gemm.k;
   if (multiplies < kMinTunedMultiplies || at::globalContext().deterministicAlgorithms()) {
     return false;
   }
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status == cudaStreamCaptureStatusNone;
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
 }
 
 struct Plan {
@@ -276,7 +256,7 @@ std::shared_ptr<const Algorithms> choose_algorithms(const PlanKey& key, const La
     found = cache.plans.emplace(key, std::move(plan)).first;
   }
   Plan& plan = found->second;
-  if (!plan.is_tuned && cache.tuned < kMaxTunedPlans && may_tune(launch.gemm, launch.stream)) {
+  if (!plan.is_tuned && cache.tuned < kMaxTunedPlans && may_tune(launch.gemm)) {
     plan.algorithms = std::make_shared<const Algorithms>(1, fastest(*plan.algorithms, launch));
     plan.is_tuned = true;
     ++cache.tuned;
@@ -309,7 +289,7 @@ bool scaled_gemm(const ScaledGemm& gemm) {
                     gemm.alpha_zero != nullptr};
   Descriptors descriptors(gemm);
   const auto workspace = c10::cuda::CUDACachingAllocator::get()->allocate(kWorkspaceBytes);
-  const Launch launch{handle, gemm, descriptors, workspace.get(), stream.stream()};
+  const Launch launch{handle, gemm, descriptors, workspace.get(), stream};
   // Some algorithms are found not to be supported only when they are launched.
   const auto algorithms = choose_algorithms(key, launch);
   for (const auto& algorithm : *algorithms) {
