@@ -194,7 +194,7 @@ def saved_per_element(bench: Bench, layers, tokens, features) -> float:
     """Bytes that the layers keep of one common input until backward, per element of it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    x = bench.randn(tokens, features)
+    x = bench.randn(tokens, features).requires_grad_()  # only then are its codes shared
     outputs = [layer(x) for layer in layers]
     elements = x.numel()
     del x
@@ -221,7 +221,7 @@ def reuse(bench: Bench, format, tokens) -> Iterator[Row]:
     x = bench.randn(tokens, many)
 
     def forward():
-        mine = x.detach()  # another tensor for each call
+        mine = x.detach().requires_grad_()  # another tensor for each call
         return [layer(mine) for layer in layers]
 
     (calls,) = bench.run(forward)

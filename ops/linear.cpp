@@ -127,4 +127,14 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
                                        weight_only, std::nullopt, std::nullopt));
 }
 
+Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  PlainGuard guard;
+  const auto plain = [](const Tensor& tensor) {
+    return has_key(tensor) ? value_of(tensor) : tensor;
+  };
+  const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
+  if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
+  return linear(plain(input), weight, plain_bias, /*weight_only=*/false, std::nullopt);
+}
+
 }  // namespace qshard

@@ -47,6 +47,8 @@ class ShareQuantizedInputs {
 /// quantizes the input by an operator of its own, once for all linears of one input.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               bool weight_only, std::optional<c10::string_view> format);
+/// aten::linear where autograd has no part: inference_mode.
+Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias, bool save_quantized_input,
                                              bool weight_only, const OptionalTensor& input_rows,

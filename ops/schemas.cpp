@@ -132,5 +132,6 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
 
 // F.linear must not decompose into matmul before it gets here (DTensor never does: it acts above).
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, m) { m.impl("linear", &aten_linear_autograd); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, m) { m.impl("linear", &aten_linear); }
 
 }  // namespace qshard

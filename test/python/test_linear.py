@@ -89,6 +89,8 @@ def test_computes_in_the_activation_dtype(format, dtype):
     torch.testing.assert_close(y, F.linear(x, plain.to(dtype)))
     y.sum().backward()
     assert x.grad.dtype == dtype and q.grad.dtype == torch.float32
+    with torch.inference_mode():
+        assert torch.equal(F.linear(x, q), y)
 
 
 def test_autocast():
