@@ -175,7 +175,9 @@ void requantize(const Batch& batch, const FlushOptions& options) {
   }
   std::vector<StateTask> state_tasks;
   for (const auto& state : states) state_tasks.push_back(state.task());
-  compute_amax(tasks, stream);
+  // With nobody and nothing to wait for, one pass over the values may do.
+  const bool at_once = ranks == 1 && replica_groups.empty() && state_tasks.empty();
+  if (!at_once) compute_amax(tasks, stream);
   compute_amax(settled, stream);
   collect_state(state_tasks, stream);
   // Every rank knows `agreed`: it depends on the logical tensors and the group only.
@@ -192,7 +194,11 @@ void requantize(const Batch& batch, const FlushOptions& options) {
   }
   apply_state(state_tasks, options.kind,
               found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr, stream);
-  quantize(tasks, stream);
+  if (at_once) {
+    quantize_at_once(tasks, stream);
+  } else {
+    quantize(tasks, stream);
+  }
   for (auto& state : states) state.write_back();
 
   for (const auto& buffer : changed) {

@@ -146,6 +146,18 @@ void quantize(std::span<const QuantizeTask> all_tasks, Stream stream) {
   });
 }
 
+void quantize_at_once(std::span<const QuantizeTask> tasks, Stream stream) {
+  std::vector<QuantizeTask> rest;
+#ifdef QSHARD_WITH_CUDA
+  if (stream.is_cuda) {
+    rest = cuda::quantize_tiles(tasks, stream.handle);
+    tasks = rest;
+  }
+#endif
+  compute_amax(tasks, stream);
+  quantize(tasks, stream);
+}
+
 void dequantize(std::span<const DequantizeTask> all_tasks, Stream stream) {
   if (all_tasks.empty()) return;
   const auto split = [](const DequantizeTask& task, std::vector<DequantizeTask>& parts) {

@@ -39,6 +39,10 @@ void compute_amax(std::span<const QuantizeTask> tasks, Stream stream);
 /// scales of the live rows from `values`. Padding rows and padding bytes become zero.
 void quantize(std::span<const QuantizeTask> tasks, Stream stream);
 
+/// compute_amax(), then quantize(), for amaxes that no other rank has a part in: in one pass over
+/// the values where that can be.
+void quantize_at_once(std::span<const QuantizeTask> tasks, Stream stream);
+
 struct DequantizeTask {
   Layout layout;
   const uint8_t* image = nullptr;

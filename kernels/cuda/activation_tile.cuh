@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/cuda/activation_kernels.h"
+#include "kernels/cuda/unaligned_vectors.cuh"
 #include "kernels/cuda/vector_codes.cuh"
 
 namespace qshard::cuda {
@@ -41,19 +42,23 @@ struct ActivationTile {
                        bool vectorized) {
     const int64_t c = tile_col + col;
     const Raw* from = static_cast<const Raw*>(task.values) + (tile_row + row) * task.k + c;
+    const int rows =
+        c < task.k ? static_cast<int>(min(task.m - tile_row, int64_t{kTile})) - row : 0;
+    const auto load_rows = [&](const auto& load_one) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      values[i] = {};
-      if (tile_row + row + i >= task.m) continue;
-      if (vectorized) {
-        if (c < task.k) values[i] = load_vector<Value>(from + i * task.k);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kCols; ++j) {
-          const uint32_t raw = c + j < task.k ? from[i * task.k + j] : 0;
-          values[i].word[j / Value::kPerWord] |= raw << (j % Value::kPerWord * 16);
-        }
+      for (int i = 0; i < kRows; ++i) {
+        values[i] = {};
+        if (i < rows) values[i] = load_one(from + i * task.k);
       }
+    };
+    const int count = static_cast<int>(min(task.k - c, int64_t{kCols}));
+    if (vectorized) {
+      load_rows([](const auto* x) { return load_vector<Value>(x); });
+    } else if (can_load_shifted(task.values, task.m, task.k, from,
+                                from + (min(rows, kRows) - 1) * task.k)) {
+      load_rows([&](const auto* x) { return load_shifted<Value>(x, count); });
+    } else {
+      load_rows([&](const auto* x) { return load_some<Value>(x, count); });
     }
   }
 

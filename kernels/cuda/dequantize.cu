@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(kThreads)
   const RowImageTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
   const Rows rows(tile);
-  if (rows.col >= task.cols) return;
+  const bool vectorized = task.vectorized;
+  if (vectorized && rows.col >= task.cols) return;
   const bool live = tile.grid_index >= 0;
 
   // All loads first: behind a store, which might alias, they would wait for one another.
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < Rows::kRows; ++i) {
     codes[i] = {};
-    if (live && rows.row(i) < tile.row_end) {
+    if (live && rows.row(i) < tile.row_end && rows.col < task.cols) {
       const uint8_t* from = image + static_cast<int64_t>(rows.row(i)) * task.row_bytes;
       codes[i] = __ldg(reinterpret_cast<const Codes*>(from));
     }
@@ -32,20 +33,24 @@ __global__ void __launch_bounds__(kThreads)
   const float scale_inv = live ? task.grid[tile.grid_index] : 0.f;
   const bool is_finite = (__float_as_uint(scale_inv) & kAbsMask) < kInfBits;
   const int cols = task.cols;
-  const bool vectorized = task.vectorized;
   Raw* values = static_cast<Raw*>(task.values) + rows.col;
 #pragma unroll
   for (int i = 0; i < Rows::kRows; ++i) {
-    if (rows.row(i) >= tile.row_end) break;
-    Raw* out = values + static_cast<int64_t>(rows.row(i)) * cols;
-    if (vectorized && is_finite && !has_nan<E4M3, Value>(codes[i])) {
-      store_bytes(out, decode_vector<E4M3, Value>(codes[i], scale_inv));
-      continue;
-    }
-#pragma unroll 1
-    for (int k = 0; k < min(Vector<Value>::kSize, cols - rows.col); ++k) {
+    const int row = rows.row(i);
+    if (vectorized && row >= tile.row_end) break;
+    const auto one = [&](int k) {
       const uint32_t code = (word_at(codes[i], k) >> (8 * (k % 4))) & 0xffu;
-      out[k] = Value::store(decode_e4m3_scaled(code, scale_inv));
+      return Value::store(decode_e4m3_scaled(code, scale_inv));
+    };
+    const uint4 x = is_finite && !has_nan<E4M3, Value>(codes[i])
+                        ? decode_vector<E4M3, Value>(codes[i], scale_inv)
+                        : assemble<Value>(one);
+    Raw* out = values + static_cast<int64_t>(row) * cols;
+    if (vectorized) {
+      store_bytes(out, x);
+    } else {
+      store_unaligned<Value, Rows::kVectorsPerRow>(out, row < tile.row_end ? cols - rows.col : 0,
+                                                   x);
     }
   }
 }

@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(kRowScaledThreads)
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int col = tile.tile_col * Row::kCols + lane * Row::kSize;
-  if (col >= task.cols) return;
+  const bool vectorized = task.vectorized;
+  if (vectorized && col >= task.cols) return;
   const int first_row = tile.origin + warp * kRowsPerWarp;
   const uint8_t* image = task.image + static_cast<int64_t>(first_row) * task.row_bytes;
   const int code_byte = col / kCodesPerByte<Code>;
@@ -41,30 +42,34 @@ __global__ void __launch_bounds__(kRowScaledThreads)
   uint8_t scales[kRowsPerWarp];
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
+    codes[i] = {};
+    scales[i] = 0;
     const int row = first_row + i;
-    if (row < tile.row_begin || row >= tile.row_end) continue;
+    if (row < tile.row_begin || row >= tile.row_end || col >= task.cols) continue;
     const uint8_t* bytes = image + static_cast<int64_t>(i) * task.row_bytes;
     codes[i] = __ldg(reinterpret_cast<const Codes*>(bytes + code_byte));
     scales[i] = __ldg(bytes + scale_byte);
   }
   const int cols = task.cols;
-  const bool vectorized = task.vectorized;
   const float tensor_scale_inv =
       kRowScale == RowScale::kE4M3 ? __ldg(task.grid + tile.matrix) : 1.f;
   values += static_cast<int64_t>(first_row) * task.cols + col;
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
     const int row = first_row + i;
-    if (row < tile.row_begin || row >= tile.row_end) continue;
+    const bool is_here = row >= tile.row_begin && row < tile.row_end;
+    if (vectorized && !is_here) continue;
     const float scale_inv = block_scale_inv(kRowScale, scales[i], tensor_scale_inv);
+    const uint4 x = scale_inv == scale_inv && !has_nan<Code, Value>(codes[i])
+                        ? decode_vector<Code, Value>(codes[i], scale_inv)
+                        : assemble<Value>([&](int k) {
+                            return decode_one<Code, Value>(codes[i], k, scale_inv);
+                          });
     Raw* out = values + static_cast<int64_t>(i) * cols;
-    if (vectorized && scale_inv == scale_inv && !has_nan<Code, Value>(codes[i])) {
-      store_bytes(out, decode_vector<Code, Value>(codes[i], scale_inv));
-      continue;
-    }
-#pragma unroll 1
-    for (int k = 0; k < min(Row::kSize, cols - col); ++k) {
-      out[k] = decode_one<Code, Value>(codes[i], k, scale_inv);
+    if (vectorized) {
+      store_bytes(out, x);
+    } else {
+      store_unaligned<Value, 32>(out, is_here ? cols - col : 0, x);
     }
   }
 }

@@ -1,7 +1,8 @@
-// Row images from values, and grids of scale_inv, given the blocks' amaxes.
+// Row images from values, and grids of scale_inv, given the blocks' amaxes or finding them.
 //
-// The first CUDA blocks of a task each write one tile of the image; the rest write the grid, which
-// covers the whole logical tensor.
+// Given the amaxes the first CUDA blocks of a task each write one tile of the image; the rest write
+// the grid, which covers the whole logical tensor.
+#include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/row_image_tile.cuh"
 #include "kernels/cuda/stochastic_codes.cuh"
 
@@ -75,6 +76,38 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Bat
   }
 }
 
+/// A tile's values stay in registers between finding their amax and encoding.
+template <typename Value>
+__global__ void __launch_bounds__(kThreads, 3)
+    quantize_tiles(const __grid_constant__ RowImageFlushBatch batch) {
+  using Rows = ThreadRows<Value>;
+  int block = static_cast<int>(blockIdx.x);
+  const RowImageTask& task = find_task(batch, block);
+  const Tile tile = find_tile(task, block);
+  if (tile.grid_index < 0) {
+    write_zeros(task, tile);
+    return;
+  }
+  const Rows rows(tile);
+  Vector<Value> x[Rows::kRows];
+  load_vectors(task, tile, rows, 0, x);
+  const uint32_t largest = max_of_block<kThreads>(largest_of<Value, Rows::kRows>(x));
+  const float amax = __uint_as_float(canonical_amax(largest));
+  const float scale = scale_from_amax(amax, task.code_max, task.power_of_two);
+  if (threadIdx.x == 0) {
+    task.amax[tile.grid_index] = amax;
+    task.grid[tile.grid_index] = inverse_scale(scale);
+  }
+  if (rows.col >= task.row_bytes) return;
+#pragma unroll
+  for (int i = 0; i < Rows::kRows; ++i) {
+    const int row = rows.row(i);
+    if (row >= tile.row_end) return;
+    store_bytes(task.image + static_cast<int64_t>(row) * task.row_bytes + rows.col,
+                encode_vector<E4M3>(x[i], scale));
+  }
+}
+
 template <typename Batch>
 cudaError_t launch(const Batch& batch, DType value_dtype, cudaStream_t stream) {
   return with_value_type(value_dtype, [&](auto value) {
@@ -86,6 +119,15 @@ cudaError_t launch(const Batch& batch, DType value_dtype, cudaStream_t stream) {
 
 int quantize_blocks(const RowImageTask& task) {
   return tile_count(task) + (task.grid_numel + kThreads - 1) / kThreads;
+}
+
+int quantize_tiles_blocks(const RowImageTask& task) { return tile_count(task); }
+
+cudaError_t launch_quantize_tiles(const RowImageFlushBatch& batch, DType value_dtype,
+                                  cudaStream_t stream) {
+  return with_value_type(value_dtype, [&](auto value) {
+    return launch_batch<kThreads>(quantize_tiles<decltype(value)>, batch, stream);
+  });
 }
 
 cudaError_t launch_quantize(const RowImageFlushBatch& batch, DType value_dtype,

@@ -142,6 +142,26 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
   quantize_columnwise(tasks, cuda_stream);
 }
 
+std::vector<QuantizeTask> quantize_tiles(std::span<const QuantizeTask> tasks, void* stream) {
+  std::vector<QuantizeTask> mine, others;
+  for (const QuantizeTask& task : tasks) {
+    const bool is_mine = task.layout.format->block_rows == kTileRows &&
+                         task.layout.holds_all_rows() && task.rounding == nullptr &&
+                         task.known_amax.empty();
+    (is_mine ? mine : others).push_back(task);
+  }
+  launch_by_type<RowImageFlushBatch>(
+      std::span<const QuantizeTask>(mine), is_ours,
+      [&](const RowImageFlushBatch& batch, DType dtype) {
+        return launch_quantize_tiles(batch, dtype, static_cast<cudaStream_t>(stream));
+      },
+      [](auto& batcher, const QuantizeTask& task) {
+        const RowImageTask described = describe_row_image(task);
+        batcher.add(described, quantize_tiles_blocks(described));
+      });
+  return others;
+}
+
 void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const auto launch = [&](const RowImageBatch& batch, DType dtype) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "kernels/quantize.h"
 
@@ -9,6 +10,9 @@ namespace qshard::cuda {
 
 void compute_amax(std::span<const QuantizeTask> tasks, void* stream);
 void quantize(std::span<const QuantizeTask> tasks, void* stream);
+/// quantize_at_once() of the tasks whose scale blocks are tiles, all of them held. Returns the
+/// others.
+std::vector<QuantizeTask> quantize_tiles(std::span<const QuantizeTask> tasks, void* stream);
 void dequantize(std::span<const DequantizeTask> tasks, void* stream);
 
 }  // namespace qshard::cuda

@@ -63,6 +63,7 @@ using AmaxBatch = TaskBatch<AmaxTask, 256>;
 int amax_reset_blocks(const AmaxTask& task);
 int amax_blocks(const RowImageTask& task);
 int quantize_blocks(const RowImageTask& task);
+int quantize_tiles_blocks(const RowImageTask& task);
 int dequantize_blocks(const RowImageTask& task);
 
 /// Sets every amax entry to the known one, or 0.
@@ -75,6 +76,9 @@ cudaError_t launch_quantize(const RowImageFlushBatch& batch, DType value_dtype,
                             cudaStream_t stream);
 cudaError_t launch_quantize(const StochasticRowImageBatch& batch, DType value_dtype,
                             cudaStream_t stream);
+/// Writes image, grid and amax from values alone. Every tile is a scale block, all of them held.
+cudaError_t launch_quantize_tiles(const RowImageFlushBatch& batch, DType value_dtype,
+                                  cudaStream_t stream);
 /// Writes values from image and grid.
 cudaError_t launch_dequantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
 

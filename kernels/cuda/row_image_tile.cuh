@@ -5,7 +5,7 @@
 
 #include "kernels/cuda/row_image_kernels.h"
 #include "kernels/cuda/task_batch.cuh"
-#include "kernels/cuda/value_types.cuh"
+#include "kernels/cuda/unaligned_vectors.cuh"
 
 namespace qshard::cuda {
 
@@ -94,10 +94,15 @@ __device__ __forceinline__ void load_vectors(const RowImageTask& task, const Til
       if (row < row_end) x[i] = load_one(values + static_cast<int64_t>(row) * task.cols);
     }
   };
+  const int count = task.cols - rows.col;
+  const auto at = [&](int row) { return values + static_cast<int64_t>(row) * task.cols; };
   if (task.vectorized) {
     load([](const auto* from) { return load_vector<Value>(from); });
+  } else if (can_load_shifted(task.values, task.rows, task.cols, at(rows.row(begin)),
+                              at(min(rows.row(begin + kCount - 1), tile.row_end - 1)))) {
+    load([&](const auto* from) { return load_shifted<Value>(from, count); });
   } else {
-    load([&](const auto* from) { return load_some<Value>(from, task.cols - rows.col); });
+    load([&](const auto* from) { return load_some<Value>(from, count); });
   }
 }
 

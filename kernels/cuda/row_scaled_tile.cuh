@@ -6,6 +6,7 @@
 #include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/row_scaled_kernels.h"
 #include "kernels/cuda/task_batch.cuh"
+#include "kernels/cuda/unaligned_vectors.cuh"
 #include "kernels/cuda/vector_codes.cuh"
 
 namespace qshard::cuda {
@@ -65,24 +66,26 @@ __device__ __forceinline__ int cut_entry(const RowScaledTask& task, int row) {
 template <typename Value, int kRows>
 __device__ __forceinline__ void load_rows(const RowScaledTask& task, const RowScaledTile& tile,
                                           int first_row, int col, Vector<Value> (&x)[kRows]) {
-  const auto* values = static_cast<const typename Value::Raw*>(task.values) +
-                       static_cast<int64_t>(first_row) * task.cols + col;
+  const auto* values = static_cast<const typename Value::Raw*>(task.values) + col;
   const int row_end = col < task.cols ? tile.row_end : INT_MIN;
-  if (task.vectorized) {
+  const auto at = [&](int row) { return values + static_cast<int64_t>(row) * task.cols; };
+  const auto load = [&](const auto& load_one) {
+    const auto* from = at(first_row);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i, values += task.cols) {
+    for (int i = 0; i < kRows; ++i, from += task.cols) {
       x[i] = {};
       const int row = first_row + i;
-      if (row >= tile.row_begin && row < row_end) x[i] = load_vector<Value>(values);
+      if (row >= tile.row_begin && row < row_end) x[i] = load_one(from);
     }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kRows; ++i, values += task.cols) {
-    x[i] = {};
-    const int row = first_row + i;
-    if (row < tile.row_begin || row >= row_end) continue;
-    x[i] = load_some<Value>(values, task.cols - col);
+  };
+  const int count = task.cols - col;
+  if (task.vectorized) {
+    load([](const auto* from) { return load_vector<Value>(from); });
+  } else if (can_load_shifted(task.values, task.rows, task.cols, at(max(first_row, tile.row_begin)),
+                              at(min(first_row + kRows, tile.row_end) - 1))) {
+    load([&](const auto* from) { return load_shifted<Value>(from, count); });
+  } else {
+    load([&](const auto* from) { return load_some<Value>(from, count); });
   }
 }
 
