@@ -65,6 +65,7 @@ class Trainer:
         self.model = self.build(size, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / 20, total_iters=20)
         data, ranks = text(seq_len), dist.get_world_size()
         steps = [data.batch(step, args.batch * ranks, dist.get_rank(), ranks)
                  for step in range(args.steps)]
@@ -113,6 +114,7 @@ class Trainer:
                 reset_peak(self.device)
                 watch.mark()
             losses.append(self.step(step))
+            self.schedule.step()
             if step >= self.args.warmup:
                 watch.mark()
         losses = torch.stack(losses)

@@ -35,9 +35,7 @@ class Attention(nn.Module):
         k = self.wk(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        share = self.heads // self.kv_heads  # query heads per key/value head
-        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
 
 

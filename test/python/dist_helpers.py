@@ -205,6 +205,10 @@ def _init_process_group(device_type, rank, size, store):
         world_size=size,
         timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
+    if device_type == "cuda":
+        # NCCL's communicator is made by the first collective, and a rank waits for the others to
+        # make it without a timeout: the test would be of that.
+        dist.barrier()
 
 
 # ---------------------------------------------------------------------- for code on the ranks
