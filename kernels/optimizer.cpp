@@ -53,7 +53,7 @@ void fused_adamw_cpu(std::span<const AdamWTask> tasks, const AdamWOptions& optio
 
 StepQuantizes step_quantizes(const Layout& layout) {
   const Format& format = *layout.format;
-  if (format.columnwise) return StepQuantizes::kNothing;  // no kernel writes two images
+  if (format.columnwise) return StepQuantizes::kNothing;  // no step writes two images
   // Stochastic rounding draws its words when ranks have agreed on their count.
   if (!format.has_tensor_scale() && !format.stochastic_rounding && layout.owns_its_blocks()) {
     return StepQuantizes::kAll;

@@ -116,34 +116,33 @@ std::vector<QuantizeTask> copy_known_amax(std::span<const QuantizeTask> tasks) {
 
 }  // namespace
 
-void compute_amax(std::span<const QuantizeTask> all_tasks, Stream stream) {
-  if (all_tasks.empty()) return;
-  with_single_images(all_tasks, split_images, [&](std::span<const QuantizeTask> tasks) {
-    if (!stream.is_cuda) {
-      const auto unknown = copy_known_amax(tasks);
-      return split_by_kind<QuantizeTask>(unknown, cpu::compute_amax_of_grid,
-                                         cpu::compute_amax_row_scaled);
-    }
+void compute_amax(std::span<const QuantizeTask> tasks, Stream stream) {
+  if (tasks.empty()) return;
+  if (!stream.is_cuda) {
+    return with_single_images(tasks, split_images, [](std::span<const QuantizeTask> parts) {
+      const auto unknown = copy_known_amax(parts);
+      split_by_kind<QuantizeTask>(unknown, cpu::compute_amax_of_grid, cpu::compute_amax_row_scaled);
+    });
+  }
 #ifdef QSHARD_WITH_CUDA
-    cuda::compute_amax(tasks, stream.handle);
+  cuda::compute_amax(tasks, stream.handle);
 #else
-    no_cuda("compute an amax");
+  no_cuda("compute an amax");
 #endif
-  });
 }
 
-void quantize(std::span<const QuantizeTask> all_tasks, Stream stream) {
-  if (all_tasks.empty()) return;
-  with_single_images(all_tasks, split_images, [&](std::span<const QuantizeTask> tasks) {
-    if (!stream.is_cuda) {
-      return split_by_kind(tasks, cpu::quantize_by_grid, cpu::quantize_row_scaled);
-    }
+void quantize(std::span<const QuantizeTask> tasks, Stream stream) {
+  if (tasks.empty()) return;
+  if (!stream.is_cuda) {
+    return with_single_images(tasks, split_images, [](std::span<const QuantizeTask> parts) {
+      split_by_kind(parts, cpu::quantize_by_grid, cpu::quantize_row_scaled);
+    });
+  }
 #ifdef QSHARD_WITH_CUDA
-    cuda::quantize(tasks, stream.handle);
+  cuda::quantize(tasks, stream.handle);
 #else
-    no_cuda("quantize");
+  no_cuda("quantize");
 #endif
-  });
 }
 
 void quantize_at_once(std::span<const QuantizeTask> tasks, Stream stream) {

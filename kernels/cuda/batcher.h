@@ -45,14 +45,14 @@ Batcher<Batch, Launch> make_batcher(const Launch& launch) {
 }
 
 /// One launch sequence per value type: a batch holds one type. Calls add(batcher, task) for each
-/// task of a format that takes(format), and launch(batch, type) for what was added.
+/// task whose layout it takes(layout), and launch(batch, type) for what was added.
 template <typename Batch, typename Task, typename Takes, typename Launch, typename Add>
 void launch_by_type(std::span<const Task> tasks, const Takes& takes, const Launch& launch,
                     const Add& add) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     auto batcher = make_batcher<Batch>([&](const Batch& batch) { return launch(batch, dtype); });
     for (const Task& task : tasks) {
-      if (task.value_dtype == dtype && takes(*task.layout.format)) add(batcher, task);
+      if (task.value_dtype == dtype && takes(task.layout)) add(batcher, task);
     }
     batcher.flush();
   }

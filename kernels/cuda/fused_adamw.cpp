@@ -38,7 +38,9 @@ Described with_memory(const Base& base, const AdamWTask& task) {
 // Steps to amaxes or, if `to_codes`, to codes.
 void step(std::span<const AdamWTask> tasks, bool to_codes, const AdamWParameters& parameters,
           cudaStream_t stream) {
-  const auto has_scales_in_grid = [](const Format& format) { return format.scales_in_grid(); };
+  const auto has_scales_in_grid = [](const Layout& layout) {
+    return layout.format->scales_in_grid();
+  };
   launch_by_type<AdamWRowImageBatch>(
       tasks, has_scales_in_grid,
       [&](const AdamWRowImageBatch& batch, DType dtype) {

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "kernels/cuda/batcher.h"
-#include "kernels/cuda/quantize_columnwise.h"
+#include "kernels/cuda/columnwise.h"
 #include "kernels/cuda/quantize_row_scaled.h"
 #include "kernels/cuda/row_image_tasks.h"
 
@@ -71,7 +71,7 @@ RowImageTask describe(const DequantizeTask& task) {
 }
 
 // Formats with row-local scales are left to others.
-bool is_ours(const Format& format) { return format.scales_in_grid(); }
+bool is_ours(const Layout& layout) { return layout.format->scales_in_grid(); }
 
 void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
   auto batcher = make_batcher<AmaxBatch>(

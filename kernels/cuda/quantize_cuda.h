@@ -1,4 +1,5 @@
-// CUDA kernels behind kernels/quantize.h. `stream` is a cudaStream_t; nothing synchronises.
+// CUDA kernels behind kernels/quantize.h. `stream` is a cudaStream_t; nothing synchronises. Of two
+// row images both are written at once, and one is read: the layouts to dequantize are of one.
 #pragma once
 
 #include <span>

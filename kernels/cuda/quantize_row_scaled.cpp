@@ -103,6 +103,7 @@ RowScaledTask describe_cut(const QuantizeTask& task, int64_t begin, int64_t end,
 
 RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
   const Layout& layout = task.layout;
+  const Layout cut = layout.tallest();
   // An open placement has no live rows: it may begin anywhere below the tensor.
   const bool open = layout.row_offset == Layout::kOpen;
   const Window window = {open ? layout.logical_rows : layout.row_offset, 0, layout.rows};
@@ -113,14 +114,17 @@ RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
   out.amax = task.amax;
   out.grid = task.grid;
   if (out.live_rows == 0) return out;
-  const EdgeRows edges = edge_rows(layout);
+  const EdgeRows edges = edge_rows(cut);
+  const auto entry = [&](int64_t index) {
+    return static_cast<int>(layout.grid_numel() + index * cut.block_cols());
+  };
   if (task.cuts.first >= 0) {
     out.first_cut_end = static_cast<int>(edges.first_end);
-    out.first_cut = out.grid_numel + static_cast<int>(task.cuts.first) * out.block_cols;
+    out.first_cut = entry(task.cuts.first);
   }
   if (task.cuts.last >= 0) {
     out.last_cut_begin = static_cast<int>(edges.last_begin);
-    out.last_cut = out.grid_numel + static_cast<int>(task.cuts.last) * out.block_cols;
+    out.last_cut = entry(task.cuts.last);
   }
   return out;
 }

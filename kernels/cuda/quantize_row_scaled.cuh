@@ -37,6 +37,11 @@ __device__ __forceinline__ void write_scales(const RowScaledTask& task, int tile
   for (at += kSize; at < task.image_row_bytes; at += kSize) store_bytes(image_row + at, Scales{});
 }
 
+/// The logical row of a shard's row 0.
+__device__ __forceinline__ int64_t logical_row(const RowScaledTask& task) {
+  return static_cast<int64_t>(task.first_matrix) * task.matrix_rows - task.matrix_begin;
+}
+
 /// Writes a lane's codes of the tile's rows [first_row, first_row + kRows) with stochastic
 /// rounding: scale_of(i) is what row first_row + i is multiplied by.
 template <typename Code, typename Value, int kRows, typename ScaleOf>
@@ -45,8 +50,7 @@ __device__ __forceinline__ void write_codes_stochastic(const StochasticRowScaled
                                                        int col, const Vector<Value> (&x)[kRows],
                                                        const ScaleOf& scale_of, uint8_t* codes) {
   const RandomWords random(task.rounding);
-  const int64_t row_offset =  // logical row of the shard's row 0
-      static_cast<int64_t>(task.first_matrix) * task.matrix_rows - task.matrix_begin;
+  const int64_t row_offset = logical_row(task);
 #pragma unroll
   for (int i = 0; i < kRows; ++i, codes += task.row_bytes) {
     const int row = first_row + i;

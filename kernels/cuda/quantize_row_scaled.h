@@ -1,5 +1,5 @@
-// The part of quantize_cuda.h for formats with row-local scales; tasks of other formats, and of
-// columnwise images, are skipped.
+// The part of quantize_cuda.h for formats with row-local scales; tasks of other formats, and those
+// with a columnwise image, are skipped.
 #pragma once
 
 #include <cuda_runtime_api.h>

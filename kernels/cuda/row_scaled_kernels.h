@@ -29,7 +29,7 @@ struct RowScaledTask {
   int cols;
   int block_cols;
   int row_bytes;
-  int image_row_bytes;  // fewer where another image follows in each row
+  int image_row_bytes;  // of one image: fewer where rows hold two
   int row_scale_offset;
   int matrix_rows;  // > 0 where live_rows > 0
   int first_matrix;

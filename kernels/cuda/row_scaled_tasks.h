@@ -11,7 +11,8 @@
 
 namespace qshard::cuda {
 
-/// A task as the kernels see it, in tiles of `tile_rows` rows.
+/// A task as the kernels see it, in tiles of `tile_rows` rows. Of two images its cut blocks are
+/// those of the columnwise one, the rest is the same for both.
 RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows);
 
 /// What the tasks of a batch share.
@@ -26,21 +27,24 @@ RowScaledBatchKind batch_kind_of(const Task& task) {
   return {task.layout.format, task.value_dtype};
 }
 
-/// Calls add(batcher, task) for each task with row-local scales, kind by kind, and launch(batch,
-/// format, type) for what was added.
+/// Calls add(batcher, task) for each task with row-local scales and no columnwise image, kind by
+/// kind, and launch(batch, format, type) for what was added.
 template <typename Batch, typename Task, typename Launch, typename Add>
 void launch_by_kind(std::span<const Task> tasks, const Launch& launch, const Add& add) {
+  const auto is_ours = [](const Task& task) {
+    const Format& format = *task.layout.format;
+    return !format.scales_in_grid() && !format.scales_in_slices && !task.layout.has_columnwise();
+  };
   std::vector<RowScaledBatchKind> kinds;
   for (const Task& task : tasks) {
     const RowScaledBatchKind kind = batch_kind_of(task);
-    const bool is_ours = !kind.format->scales_in_grid() && !kind.format->scales_in_slices;
-    if (is_ours && std::ranges::find(kinds, kind) == kinds.end()) kinds.push_back(kind);
+    if (is_ours(task) && std::ranges::find(kinds, kind) == kinds.end()) kinds.push_back(kind);
   }
   for (const RowScaledBatchKind& kind : kinds) {
     auto batcher = make_batcher<Batch>(
         [&](const Batch& batch) { return launch(batch, *kind.format, kind.value_dtype); });
     for (const Task& task : tasks) {
-      if (batch_kind_of(task) == kind) add(batcher, task);
+      if (is_ours(task) && batch_kind_of(task) == kind) add(batcher, task);
     }
     batcher.flush();
   }

@@ -57,10 +57,10 @@ class RandomWords {
   uint32_t count_;
 };
 
-/// Code of value i of a vector times a scale. Products of NaN lose its sign: it is the value's.
-template <typename Code, typename Value>
-__device__ __forceinline__ uint32_t encode_stochastic(const Vector<Value>& v, int i, float scale,
-                                                      uint32_t random) {
+/// Code of value i of a vector times its scale. Products of NaN lose its sign: it is the value's.
+template <typename Code, typename Value, typename Scale>
+__device__ __forceinline__ uint32_t encode_stochastic(const Vector<Value>& v, int i,
+                                                      const Scale& scale, uint32_t random) {
   const float x = scaled(v, i, scale);
   const uint32_t sign = Value::sign_of_code(v.word_of(i), i % Value::kPerWord);
   if constexpr (std::is_same_v<Code, E2M1>) {
@@ -70,10 +70,10 @@ __device__ __forceinline__ uint32_t encode_stochastic(const Vector<Value>& v, in
   }
 }
 
-/// Codes of the values times a scale, value i rounded by random[i].
-template <typename Code, typename Value>
+/// Codes of the values times their scales, value i rounded by random[i].
+template <typename Code, typename Value, typename Scale>
 __device__ __forceinline__ VectorBytes<Code, Value> encode_vector_stochastic(
-    const Vector<Value>& v, float scale, const uint32_t (&random)[Vector<Value>::kSize]) {
+    const Vector<Value>& v, const Scale& scale, const uint32_t (&random)[Vector<Value>::kSize]) {
   constexpr int kBits = 8 / kCodesPerByte<Code>;
   uint32_t word[2] = {};
 #pragma unroll

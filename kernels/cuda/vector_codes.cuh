@@ -74,24 +74,43 @@ constexpr int kCodesPerByte = std::is_same_v<Code, E2M1> ? 2 : 1;
 template <typename Code, typename Value>
 using VectorBytes = Bytes<Vector<Value>::kSize / kCodesPerByte<Code>>;
 
-/// Value i of a vector times a scale.
+/// What the values of a vector are multiplied by where they share no scale.
 template <typename Value>
-__device__ __forceinline__ float scaled(const Vector<Value>& v, int i, float scale) {
-  return __fmul_rn(Value::load(v.word_of(i), i % Value::kPerWord), scale);
+struct ScaleOfEach {
+  float scale[Vector<Value>::kSize];
+};
+
+// `Scale` is float, or ScaleOfEach<Value>.
+__device__ __forceinline__ float scale_of(float scale, int) { return scale; }
+template <typename Value>
+__device__ __forceinline__ float scale_of(const ScaleOfEach<Value>& each, int i) {
+  return each.scale[i];
+}
+
+/// Value i of a vector times its scale.
+template <typename Value, typename Scale>
+__device__ __forceinline__ float scaled(const Vector<Value>& v, int i, const Scale& scale) {
+  return __fmul_rn(Value::load(v.word_of(i), i % Value::kPerWord), scale_of(scale, i));
+}
+
+/// The bytes that hold the signs of the values [i, i + 4).
+template <typename Value>
+__device__ __forceinline__ uint32_t sign_bytes(const Vector<Value>& v, int i) {
+  if constexpr (Value::kPerWord == 1) {
+    return __byte_perm(__byte_perm(v.word[0], v.word[1], 0x0073),
+                       __byte_perm(v.word[2], v.word[3], 0x0073), 0x5410);
+  } else {
+    return __byte_perm(v.word_of(i), v.word_of(i + 2), 0x7531);
+  }
 }
 
 /// FP8 codes of the values [i, i + 4).
-template <typename Code, typename Value>
-__device__ __forceinline__ uint32_t fp8_word(const Vector<Value>& v, int i, float scale) {
-  if constexpr (Value::kPerWord == 1) {
-    return encode4<Code, Value>(v.word[0], v.word[1], v.word[2], v.word[3], 0, scale);
-  } else {
-    const auto pair = [&](int k) {
-      return unsigned_nan_pair<Code>(scaled(v, k, scale), scaled(v, k + 1, scale));
-    };
-    const uint32_t signs = __byte_perm(v.word_of(i), v.word_of(i + 2), 0x7531);
-    return word_bits(make_ushort2(pair(i), pair(i + 2))) | (signs & 0x80808080u);
-  }
+template <typename Code, typename Value, typename Scale>
+__device__ __forceinline__ uint32_t fp8_word(const Vector<Value>& v, int i, const Scale& scale) {
+  const auto pair = [&](int k) {
+    return unsigned_nan_pair<Code>(scaled(v, k, scale), scaled(v, k + 1, scale));
+  };
+  return word_bits(make_ushort2(pair(i), pair(i + 2))) | (sign_bytes(v, i) & 0x80808080u);
 }
 
 /// |x| rounded to two significant bits, or to a multiple of 0.5 below 1, to nearest even: what
@@ -116,10 +135,10 @@ __device__ __forceinline__ uint32_t e2m1_pair(const Vector<Value>& v, int i, flo
   return (codes << 3) | (signs & 0x80008000u);
 }
 
-/// Codes of the values times a scale, rounded twice as on every path.
-template <typename Code, typename Value>
+/// Codes of the values times their scales, rounded twice as on every path.
+template <typename Code, typename Value, typename Scale>
 __device__ __forceinline__ VectorBytes<Code, Value> encode_vector(const Vector<Value>& v,
-                                                                  float scale) {
+                                                                  const Scale& scale) {
   if constexpr (!std::is_same_v<Code, E2M1>) {
     if constexpr (Vector<Value>::kSize == 8) {
       return make_uint2(fp8_word<Code>(v, 0, scale), fp8_word<Code>(v, 4, scale));

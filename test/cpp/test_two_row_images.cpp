@@ -1,4 +1,5 @@
-// Formats with a second, columnwise row image: where its bytes lie, what they are read as.
+// Formats with a second, columnwise row image: what is written, where its bytes lie, what they are
+// read as.
 #include "kernel_cases.h"
 
 namespace qshard::testing {
@@ -13,6 +14,126 @@ Layout layout_of(int64_t rows, int64_t cols, int64_t matrix_rows, int64_t row_of
 
 Quantized on(const Quantized& q, at::Device device) {
   return {q.amax.to(device), q.grid.to(device), q.image.to(device)};
+}
+
+// Both images of a whole tensor, made at once from values that begin `skipped` elements after an
+// aligned address.
+void expect_reference(const at::Tensor& values, int64_t matrix_rows, int64_t skipped = 0) {
+  const Layout layout = layout_of(values.size(0), values.size(1), matrix_rows);
+  const Quantized expected = reference(values, layout);
+  for (const at::Device device : devices()) {
+    at::Tensor memory = at::zeros({skipped + values.numel()}, values.options().device(device));
+    const at::Tensor here = memory.narrow(0, skipped, values.numel()).view(values.sizes());
+    here.copy_(values);
+    EXPECT_TRUE(at::equal(quantized(here, layout).image.cpu(), expected.image))
+        << device << ", " << values.sizes() << " " << values.scalar_type();
+  }
+}
+
+TEST(TwoRowImages, RaggedColumns) {
+  at::manual_seed(3);
+  for (const at::ScalarType dtype : kDtypes) {
+    for (const int64_t cols :
+         {1, 4, 31, 32, 33, 120, 127, 128, 129, 136, 255, 256, 257, 264, 1030}) {
+      expect_reference(random_values(96, cols, dtype), 96);
+    }
+    expect_reference(random_values(3 * 64, 200, dtype), 64);
+  }
+}
+
+TEST(TwoRowImages, UnalignedValues) {
+  at::manual_seed(4);
+  for (const at::ScalarType dtype : kDtypes) {
+    for (const int64_t cols : {64, 130, 264, 301}) {
+      for (const int64_t skipped : {1, 2, 3}) {
+        expect_reference(random_values(64, cols, dtype), 64, skipped);
+      }
+    }
+  }
+}
+
+// Blocks of rows and of columns that hold one such value, all of them, or none.
+TEST(TwoRowImages, SpecialValues) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const float nan = std::nanf("");
+  for (const at::ScalarType dtype : kDtypes) {
+    for (const float rest : {0.f, -0.3f, 1e-40f}) {
+      at::Tensor values = at::full({96, 291}, rest).to(dtype);
+      int64_t at = 0;
+      for (const float x : {nan, -nan, kInf, -kInf, 0.f, -0.f, 3e38f, 1e-45f, 60000.f}) {
+        values[at % 96][at % 291] = x;
+        values[(at + 40) % 96].narrow(0, at % 291, 1).fill_(-x);
+        at += 31;
+      }
+      values.narrow(0, 32, 32).select(1, 200).fill_(nan);
+      values.select(0, 95).narrow(0, 256, 32).fill_(-nan);
+      values.narrow(0, 0, 32).narrow(1, 288, 3).fill_(kInf);
+      expect_reference(values, 96);
+    }
+  }
+}
+
+// Shards whose first and last blocks of rows are cut, or that have one block row, cut at both ends;
+// more of them than go into one launch.
+TEST(TwoRowImages, CutBlocksAreOfAllRanks) {
+  at::manual_seed(5);
+  const int64_t rows = 320;
+  for (const at::ScalarType dtype : kDtypes) {
+    for (const auto& [cols, ranks] : {std::pair{264, 3}, {291, 7}, {520, 23}, {70, 320}}) {
+      const at::Tensor values = random_values(rows, cols, dtype);
+      const Quantized expected = reference(values, layout_of(rows, cols, rows));
+      const int64_t chunk = ceil_div(rows, ranks);
+      for (const at::Device device : devices()) {
+        std::vector<at::Tensor> shards, amaxes, images;
+        std::vector<Quantized> results;
+        std::vector<QuantizeTask> tasks;
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+          const int64_t first = std::min<int64_t>(rows, rank * chunk);
+          const int64_t live = std::min(chunk, rows - first);
+          at::Tensor shard = at::full({chunk, cols}, 6e4).to(dtype);  // padding must not count
+          shard.narrow(0, 0, live).copy_(values.narrow(0, first, live));
+          shards.push_back(shard.to(device));
+          Layout layout = layout_of(rows, cols, rows);
+          layout.rows = chunk;
+          layout.row_offset = rank * chunk;
+          const Cuts cuts = find_cuts(layout, ranks);
+          results.push_back(outputs_for(shards.back(), layout, cuts));
+          tasks.push_back(task_of(shards.back(), layout, cuts, results.back()));
+          amaxes.push_back(results.back().amax);
+        }
+        compute_amax(tasks, stream_of(device));
+        const at::Tensor agreed = agree(amaxes);
+        for (const at::Tensor& amax : amaxes) amax.copy_(agreed);
+        quantize(tasks, stream_of(device));
+        for (const Quantized& q : results) images.push_back(q.image.cpu());
+        const at::Tensor gathered = at::cat(images);
+        EXPECT_TRUE(at::equal(gathered.narrow(0, 0, rows), expected.image)) << device << ranks;
+        const at::Tensor padding = gathered.narrow(0, rows, gathered.size(0) - rows);
+        EXPECT_EQ(padding.count_nonzero().item<int64_t>(), 0) << device << ranks;
+      }
+    }
+  }
+}
+
+TEST(TwoRowImages, OneOfThemIsWrittenWhereItIsAlone) {
+  at::manual_seed(6);
+  for (const at::ScalarType dtype : kDtypes) {
+    for (const int64_t cols : {50, 272}) {
+      const Layout layout = layout_of(44, cols, 64, 20);
+      const at::Tensor values = random_values(44, cols, dtype);
+      const at::Tensor both = quantized(values, layout).image;
+      for (const bool columnwise : {false, true}) {
+        Layout half = layout;
+        half.images = columnwise ? Images::kColumnwise : Images::kRowwise;
+        const int64_t bytes = layout.image_row_bytes();
+        for (const at::Device device : devices()) {
+          EXPECT_TRUE(at::equal(quantized(values.to(device), half).image.cpu(),
+                                both.narrow(1, columnwise ? bytes : 0, bytes)))
+              << device << columnwise;
+        }
+      }
+    }
+  }
 }
 
 TEST(TwoRowImages, AColumnOfABlockIsARowOfItsTranspose) {

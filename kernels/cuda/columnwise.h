@@ -1,4 +1,5 @@
-// The part of quantize_cuda.h for columnwise row images; tasks of other formats are skipped.
+// The part of quantize_cuda.h for columnwise row images, and for rowwise ones that are quantized
+// with them; other tasks are skipped.
 #pragma once
 
 #include <cuda_runtime_api.h>

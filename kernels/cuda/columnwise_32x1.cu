@@ -1,11 +1,12 @@
-// Columnwise row images: amaxes of cut blocks, codes and scales from values, values from them.
+// Columnwise row images: amaxes of cut blocks, values from codes and scales.
 //
 // A CUDA block works on one tile: a block row, and a column for each thread, which keeps its 32
 // values in registers. A warp reads and writes neighbouring columns of a row at once. The CUDA
 // blocks after a task's tiles zero the rows outside the logical tensor.
 #include "kernels/cuda/columnwise_kernels.h"
-#include "kernels/cuda/stochastic_codes.cuh"
 #include "kernels/cuda/task_batch.cuh"
+#include "kernels/cuda/value_types.cuh"
+#include "kernels/row_scales.h"
 
 namespace qshard::cuda {
 namespace {
@@ -13,7 +14,6 @@ namespace {
 constexpr int kZerosPerBlock = 8 * kColumnwiseThreads;
 
 struct ColumnwiseTile {
-  int block_row;
   int origin;     // row of the block's first row: negative where the shard begins inside it
   int row_begin;  // rows [row_begin, row_end) are live
   int row_end;
@@ -27,7 +27,6 @@ __host__ __device__ __forceinline__ int tile_count(const ColumnwiseTask& task) {
 __device__ __forceinline__ ColumnwiseTile tile_of(const ColumnwiseTask& task, int block_row,
                                                   int tile_col) {
   ColumnwiseTile tile;
-  tile.block_row = block_row;
   tile.origin = block_row * kColumnRows - task.first_in_block;
   tile.row_begin = max(tile.origin, 0);
   tile.row_end = min(tile.origin + kColumnRows, task.live_rows);
@@ -66,7 +65,7 @@ __device__ __forceinline__ uint32_t largest_of(const typename Value::Raw (&x)[kC
 
 template <typename Value>
 __global__ void __launch_bounds__(kColumnwiseThreads)
-    amax(const __grid_constant__ ColumnwiseBatch batch) {
+    amax(const __grid_constant__ ColumnwiseFlushBatch batch) {
   int block = static_cast<int>(blockIdx.x);
   const ColumnwiseTask& task = find_task(batch, block);
   const int block_row = block < task.tile_cols ? 0 : task.block_rows - 1;
@@ -76,78 +75,6 @@ __global__ void __launch_bounds__(kColumnwiseThreads)
   typename Value::Raw x[kColumnRows];
   load_column(task, tile, x);
   task.amax[entry + tile.col] = __uint_as_float(canonical_amax(largest_of<Value>(x)));
-}
-
-/// The random word of column `col` of a row.
-__device__ __forceinline__ uint32_t random_word(const RandomWords& random, int64_t element) {
-  uint32_t words[4];
-  random.get(element & ~int64_t{3}, words);
-  const auto i = static_cast<int>(element & 3);
-  const uint32_t low = i & 1 ? words[1] : words[0];
-  const uint32_t high = i & 1 ? words[3] : words[2];
-  return i & 2 ? high : low;
-}
-
-template <typename Value, typename Batch>
-__global__ void __launch_bounds__(kColumnwiseThreads)
-    quantize(const __grid_constant__ Batch batch) {
-  constexpr bool kStochastic = std::is_same_v<Batch, StochasticColumnwiseBatch>;
-  int block = static_cast<int>(blockIdx.x);
-  const auto& task = find_task(batch, block);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int tiles = tile_count(task);
-  if (block >= tiles) {
-    const int words = task.image_row_bytes / 16;
-    const int64_t count = static_cast<int64_t>(task.rows - task.live_rows) * words;
-    const int64_t first = static_cast<int64_t>(block - tiles) * kZerosPerBlock;
-    for (int64_t at = first + thread; at < min(first + kZerosPerBlock, count);
-         at += kColumnwiseThreads) {
-      uint8_t* row = task.image + (task.live_rows + at / words) * task.row_bytes;
-      reinterpret_cast<uint4*>(row)[at % words] = uint4{};
-    }
-    return;
-  }
-  const ColumnwiseTile tile = tile_of(task, block / task.tile_cols, block % task.tile_cols);
-  const int col = tile.col;
-  typename Value::Raw x[kColumnRows];
-  load_column(task, tile, x);
-  float amax = __uint_as_float(largest_of<Value>(x));
-  const int entry = cut_entry(task, tile.block_row);
-  if (entry >= 0 && col < task.cols) amax = __ldg(task.amax + entry + col);
-  const BlockScale scale = block_scale(RowScale::kE8M0, amax, 1.f);
-
-  uint8_t* image = task.image + static_cast<int64_t>(tile.origin) * task.row_bytes;
-#pragma unroll
-  for (int i = 0; i < kColumnRows; ++i) {
-    const int row = tile.origin + i;
-    if (row < tile.row_begin || row >= tile.row_end || col >= task.row_scale_offset) continue;
-    uint8_t code;
-    if constexpr (kStochastic) {
-      const int64_t element = (task.row_offset + row) * task.cols + col;
-      const Vector<Value> v = {{x[i]}};
-      code = static_cast<uint8_t>(encode_stochastic<E4M3>(
-          v, 0, scale.encode, random_word(RandomWords(task.rounding), element)));
-    } else {
-      code = encode<E4M3, Value>(x[i], scale.encode);
-    }
-    image[static_cast<int64_t>(i) * task.row_bytes + col] = code;
-  }
-
-  const int slice = col / task.slice_bytes;
-  const int holder = tile.origin + slice;
-  if (slice < kColumnRows && holder >= tile.row_begin && holder < tile.row_end) {
-    image[static_cast<int64_t>(slice) * task.row_bytes + task.row_scale_offset +
-          col % task.slice_bytes] = col < task.cols ? scale.byte : 0;
-  }
-  // The first tile pads the rows, four threads to a row.
-  if (col >= kColumnwiseThreads) return;
-  const int row = tile.origin + thread / 4;
-  if (row < tile.row_begin || row >= tile.row_end) return;
-  uint8_t* bytes = image + static_cast<int64_t>(thread / 4) * task.row_bytes;
-  for (int at = task.row_scale_offset + task.slice_bytes + thread % 4; at < task.image_row_bytes;
-       at += 4) {
-    bytes[at] = 0;
-  }
 }
 
 template <typename Value>
@@ -204,36 +131,15 @@ int columnwise_amax_blocks(const ColumnwiseTask& task) {
   return none ? 0 : min(task.block_rows, 2) * task.tile_cols;
 }
 
-int columnwise_quantize_blocks(const ColumnwiseTask& task) {
-  return tile_count(task) + zero_blocks(static_cast<int64_t>(task.rows - task.live_rows) *
-                                        (task.image_row_bytes / 16));
-}
-
 int columnwise_dequantize_blocks(const ColumnwiseTask& task) {
   return tile_count(task) +
          zero_blocks(static_cast<int64_t>(task.rows - task.live_rows) * task.cols);
 }
 
-cudaError_t launch_columnwise_amax(const ColumnwiseBatch& batch, DType value_dtype,
+cudaError_t launch_columnwise_amax(const ColumnwiseFlushBatch& batch, DType value_dtype,
                                    cudaStream_t stream) {
   return with_value_type(value_dtype, [&](auto value) {
     return launch_batch<kColumnwiseThreads>(amax<decltype(value)>, batch, stream);
-  });
-}
-
-cudaError_t launch_columnwise_quantize(const ColumnwiseBatch& batch, DType value_dtype,
-                                       cudaStream_t stream) {
-  return with_value_type(value_dtype, [&](auto value) {
-    return launch_batch<kColumnwiseThreads>(quantize<decltype(value), ColumnwiseBatch>, batch,
-                                            stream);
-  });
-}
-
-cudaError_t launch_columnwise_quantize(const StochasticColumnwiseBatch& batch, DType value_dtype,
-                                       cudaStream_t stream) {
-  return with_value_type(value_dtype, [&](auto value) {
-    return launch_batch<kColumnwiseThreads>(quantize<decltype(value), StochasticColumnwiseBatch>,
-                                            batch, stream);
   });
 }
 

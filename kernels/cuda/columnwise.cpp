@@ -1,4 +1,4 @@
-#include "kernels/cuda/quantize_columnwise.h"
+#include "kernels/cuda/columnwise.h"
 
 #include <c10/util/Exception.h>
 
@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/batcher.h"
 #include "kernels/cuda/columnwise_kernels.h"
+#include "kernels/cuda/row_scaled_tasks.h"
 
 namespace qshard::cuda {
 namespace {
@@ -25,31 +26,28 @@ ColumnwiseTask describe(const Layout& layout, int64_t row_offset, int64_t rows, 
               " is too large for the CUDA kernels");
   ColumnwiseTask task = {};
   task.values = const_cast<void*>(values);
-  task.row_offset = row_offset;
   task.rows = static_cast<int>(rows);
   task.live_rows = static_cast<int>(live_rows);
   task.cols = static_cast<int>(layout.cols);
   task.row_bytes = static_cast<int>(layout.row_bytes());
-  task.image_row_bytes = static_cast<int>(layout.image_row_bytes());
   task.row_scale_offset = static_cast<int>(layout.row_scale_offset());
   task.slice_bytes = static_cast<int>(layout.row_scale_bytes());
   // Matrices are in whole blocks, so blocks are those of all rows.
   task.first_in_block = static_cast<int>(row_offset % kColumnRows);
   task.block_rows =
       live_rows == 0 ? 0 : static_cast<int>(ceil_div(task.first_in_block + live_rows, kColumnRows));
-  task.tile_cols =
-      static_cast<int>(ceil_div(round_up(layout.cols, kColumnRows), kColumnwiseThreads));
+  task.tile_cols = static_cast<int>(ceil_div(layout.cols, kColumnwiseThreads));
   task.first_cut = task.last_cut = -1;
   return task;
 }
 
-ColumnwiseTask describe(const QuantizeTask& task) {
-  const Layout& layout = task.layout;
+// What amaxes are found of. The image is not described.
+ColumnwiseTask describe_values(const QuantizeTask& task) {
+  const Layout layout = task.layout.columnwise();
   TORCH_CHECK(amax_numel(layout, task.cuts) <= kMaxInt,
               "qshard: too many scale blocks for the CUDA kernels");
   ColumnwiseTask out = describe(layout, std::max<int64_t>(layout.row_offset, 0), layout.rows,
                                 layout.live_rows(), task.values);
-  out.image = task.image;
   out.amax = task.amax;
   const auto entry = [&](int64_t cut) {
     return cut < 0 ? -1 : static_cast<int>(cut * layout.block_cols());
@@ -70,39 +68,43 @@ ColumnwiseTask describe(const DequantizeTask& task) {
   return out;
 }
 
-// Columnwise images.
-bool is_ours(const Format& format) { return format.scales_in_slices; }
+// Tasks of both images, or of the columnwise one.
+bool is_quantized_here(const Layout& layout) { return layout.has_columnwise(); }
+
+// Single columnwise images.
+bool is_read_here(const Layout& layout) { return layout.format->scales_in_slices; }
 
 }  // namespace
 
 void compute_amax_columnwise(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
-  const auto launch = [&](const ColumnwiseBatch& batch, DType dtype) {
+  const auto launch = [&](const ColumnwiseFlushBatch& batch, DType dtype) {
     return launch_columnwise_amax(batch, dtype, stream);
   };
-  launch_by_type<ColumnwiseBatch>(tasks, is_ours, launch,
-                                  [](auto& batcher, const QuantizeTask& task) {
-                                    if (!task.known_amax.empty()) return;
-                                    const ColumnwiseTask described = describe(task);
-                                    batcher.add(described, columnwise_amax_blocks(described));
-                                  });
+  launch_by_type<ColumnwiseFlushBatch>(tasks, is_quantized_here, launch,
+                                       [](auto& batcher, const QuantizeTask& task) {
+                                         if (!task.known_amax.empty()) return;
+                                         const ColumnwiseTask described = describe_values(task);
+                                         batcher.add(described, columnwise_amax_blocks(described));
+                                       });
 }
 
 void quantize_columnwise(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
   const auto launch = [&](const auto& batch, DType dtype) {
-    return launch_columnwise_quantize(batch, dtype, stream);
+    return launch_quantize_both_images(batch, dtype, stream);
   };
-  launch_by_type<ColumnwiseBatch>(tasks, is_ours, launch,
-                                  [](auto& batcher, const QuantizeTask& task) {
-                                    if (task.rounding != nullptr) return;
-                                    const ColumnwiseTask described = describe(task);
-                                    batcher.add(described, columnwise_quantize_blocks(described));
-                                  });
+  launch_by_type<RowScaledFlushBatch>(
+      tasks, is_quantized_here, launch, [](auto& batcher, const QuantizeTask& task) {
+        if (task.rounding != nullptr) return;
+        const RowScaledTask described = describe_row_scaled(task, kCodeTileRows);
+        batcher.add(described, quantize_blocks(described));
+      });
   if (std::ranges::none_of(tasks, &QuantizeTask::rounding)) return;
-  launch_by_type<StochasticColumnwiseBatch>(
-      tasks, is_ours, launch, [](auto& batcher, const QuantizeTask& task) {
+  launch_by_type<StochasticRowScaledBatch>(
+      tasks, is_quantized_here, launch, [](auto& batcher, const QuantizeTask& task) {
         if (task.rounding == nullptr) return;
-        const StochasticColumnwiseTask described = {describe(task), task.rounding};
-        batcher.add(described, columnwise_quantize_blocks(described));
+        const StochasticRowScaledTask described = {describe_row_scaled(task, kCodeTileRows),
+                                                   task.rounding};
+        batcher.add(described, quantize_blocks(described));
       });
 }
 
@@ -110,7 +112,7 @@ void dequantize_columnwise(std::span<const DequantizeTask> tasks, cudaStream_t s
   const auto launch = [&](const ColumnwiseBatch& batch, DType dtype) {
     return launch_columnwise_dequantize(batch, dtype, stream);
   };
-  launch_by_type<ColumnwiseBatch>(tasks, is_ours, launch,
+  launch_by_type<ColumnwiseBatch>(tasks, is_read_here, launch,
                                   [](auto& batcher, const DequantizeTask& task) {
                                     const ColumnwiseTask described = describe(task);
                                     batcher.add(described, columnwise_dequantize_blocks(described));
