@@ -194,7 +194,8 @@ def saved_per_element(bench: Bench, layers, tokens, features) -> float:
     """Bytes that the layers keep of one common input until backward, per element of it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    x = bench.randn(tokens, features).requires_grad_()  # only then are its codes shared
+    # Autograd records it, so that its codes are shared, and like a norm's result nobody keeps it.
+    x = bench.randn(tokens, features) + torch.zeros((), device=bench.device, requires_grad=True)
     outputs = [layer(x) for layer in layers]
     elements = x.numel()
     del x

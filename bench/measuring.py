@@ -97,16 +97,19 @@ def interleaved(
 ) -> list[list[list[Kernel]]]:
     """For each function, for each of its calls, the kernels that ran. The functions take turns.
 
-    Before every call 256 MB are rewritten, five times an H200's L2 cache, so that no call finds its
-    operands there. The kernel that does it, of the otherwise unused `frac_`, also separates the
-    calls in the trace.
+    Before every call 256 MB are read, five times an H200's L2 cache, so that no call finds its
+    operands there, nor lines that have yet to be written back. The kernel of `frac_`, which nobody
+    else uses, stands before and after in the trace.
     """
     buffer = torch.zeros((256 << 20) // 4 if device == "cuda" else 16, device=device)
+    mark = torch.zeros(16, device=device)
 
     def rounds(count):
         for _ in range(count):
             for function in functions:
-                buffer.frac_()
+                mark.frac_()
+                buffer.sum()
+                mark.frac_()
                 function()
 
     rounds(3)
@@ -116,6 +119,7 @@ def interleaved(
             found.append([])
         elif found:
             found[-1].append(kernel)
+    found = found[1::2]
     if len(found) != calls * len(functions):
         raise RuntimeError(f"{len(found)} calls in the trace instead of {calls * len(functions)}")
     return [found[i :: len(functions)] for i in range(len(functions))]

@@ -1,6 +1,6 @@
 """End to end: eight layers of Llama-8B trained with FSDP2, plain and with quantized weights.
 
-    torchrun --nproc-per-node 2 bench/train_fsdp.py [CONFIGURATION …] [--steps 50] [--breakdown]
+    torchrun --nproc-per-node 2 bench/train_fsdp.py [CONFIGURATION …] [--steps 20] [--breakdown]
 
 A CONFIGURATION is bf16 (plain FSDP2: fp32 parameters, computing in bf16) or a format, with options
 after colons:
@@ -234,11 +234,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("configurations", nargs="*", type=Configuration.parse, default=DEFAULT,
                         metavar="CONFIGURATION")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that are timed")
     parser.add_argument("--batch", type=int, default=2, help="sequences per GPU")
     parser.add_argument("--seq-len", type=int)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=3e-5, help="after a warm-up of 20 steps")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--breakdown", action="store_true", help="device time of a step by kind")
     parser.add_argument("--seconds", type=float, default=420, help="begin nothing new after this")

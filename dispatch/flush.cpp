@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/storage.h"
 
 namespace qshard {
 namespace {
@@ -104,6 +105,27 @@ void record_known_amaxes(const std::vector<BufferPtr>& buffers) {
   }
 }
 
+/// Where quantize() writes the grids a second time: what gathered tensors will be given, so that no
+/// gather has to copy them. One allocation, a tensor for each task.
+std::vector<at::Tensor> allocate_snapshots(std::vector<QuantizeTask>& tasks, at::Device device) {
+  int64_t total = 0;
+  for (const QuantizeTask& task : tasks) total += task.layout.grid_numel();
+  std::vector<at::Tensor> snapshots(tasks.size());
+  if (total == 0) return snapshots;
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(float));
+  const auto storage = allocate_storage(total * kBytes, device, Fill::kNothing);
+  int64_t offset = 0;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const Layout& layout = tasks[i].layout;
+    if (layout.grid_numel() == 0) continue;
+    snapshots[i] = tensor_at(storage, at::kFloat, offset, {layout.grid_rows(), layout.grid_cols()});
+    tasks[i].grid_copy = snapshots[i].mutable_data_ptr<float>();
+    offset += layout.grid_numel() * kBytes;
+    if (offset == total * kBytes) record_on_default_stream(snapshots[i]);
+  }
+  return snapshots;
+}
+
 /// Requantizes a batch's buffers, those that are settled as far as it takes. Nothing is written
 /// before the ranks have agreed, so an error leaves every buffer as it was.
 void requantize(const Batch& batch, const FlushOptions& options) {
@@ -194,6 +216,8 @@ void requantize(const Batch& batch, const FlushOptions& options) {
   }
   apply_state(state_tasks, options.kind,
               found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr, stream);
+  std::vector<at::Tensor> snapshots(tasks.size());
+  if (!group.empty()) snapshots = allocate_snapshots(tasks, device);
   if (at_once) {
     quantize_at_once(tasks, stream);
   } else {
@@ -201,9 +225,10 @@ void requantize(const Batch& batch, const FlushOptions& options) {
   }
   for (auto& state : states) state.write_back();
 
-  for (const auto& buffer : changed) {
+  for (size_t i = 0; i < changed.size(); ++i) {
+    const auto& buffer = changed[i];
     buffer->generation = QuantizedBuffer::next_generation();
-    buffer->grid_snapshot.reset();
+    buffer->grid_snapshot = snapshots[i];
     // With them the flush that is still to come would take these codes for its own.
     if (buffer->is_stale()) buffer->known_amax.reset();
     if (options.pending == Pending::kKeep) continue;
@@ -346,6 +371,7 @@ at::Tensor grid_snapshot(QuantizedBuffer& buffer) {
   if (buffer.grid.defined() && !buffer.grid_snapshot.defined()) {
     PlainGuard guard;
     buffer.grid_snapshot = buffer.grid.clone();
+    record_on_default_stream(buffer.grid_snapshot);
   }
   return buffer.grid_snapshot;
 }

@@ -48,4 +48,12 @@ void record_on_current_stream([[maybe_unused]] const at::Tensor& tensor) {
 #endif
 }
 
+void record_on_default_stream([[maybe_unused]] const at::Tensor& tensor) {
+#ifdef QSHARD_WITH_CUDA
+  if (tensor.defined() && tensor.is_cuda()) {
+    tensor.record_stream(c10::cuda::getDefaultCUDAStream(tensor.device().index()).unwrap());
+  }
+#endif
+}
+
 }  // namespace qshard

@@ -36,5 +36,7 @@ void wait_for_default_stream(at::Device device);
 
 /// Tells the caching allocator that `tensor` is in use on the current stream. No-op off CUDA.
 void record_on_current_stream(const at::Tensor& tensor);
+/// The same of the default stream.
+void record_on_default_stream(const at::Tensor& tensor);
 
 }  // namespace qshard

@@ -32,22 +32,6 @@ at::TensorOptions bytes_on(at::Device device) {
   return at::TensorOptions().dtype(at::kByte).device(device);
 }
 
-/// A contiguous plain tensor inside a packed storage. Built directly: narrow and view would cost
-/// ten times as much, and FSDP2 makes buffers per parameter.
-at::Tensor plane_at(const c10::Storage& storage, at::ScalarType dtype, int64_t byte_offset,
-                    at::IntArrayRef sizes) {
-  const auto device = storage.device();
-  const auto key = device.is_meta()   ? c10::DispatchKey::Meta
-                   : device.is_cuda() ? c10::DispatchKey::CUDA
-                                      : c10::DispatchKey::CPU;
-  auto plane = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
-  plane.unsafeGetTensorImpl()->set_storage_offset(byte_offset /
-                                                  static_cast<int64_t>(c10::elementSize(dtype)));
-  plane.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return plane;
-}
-
 }  // namespace
 
 int64_t QuantizedBuffer::next_generation() {
@@ -63,14 +47,14 @@ int64_t QuantizedBuffer::packed_bytes(const Layout& layout, at::ScalarType dtype
 
 void QuantizedBuffer::bind_planes(c10::Storage packed, bool keeps_master) {
   storage = std::move(packed);
-  image = plane_at(storage, at::kByte, 0, {layout.rows, layout.row_bytes()});
+  image = tensor_at(storage, at::kByte, 0, {layout.rows, layout.row_bytes()});
   flat_image.reset();
   if (keeps_master) {
-    master = plane_at(storage, dtype, master_offset(layout), {layout.rows, layout.cols});
+    master = tensor_at(storage, dtype, master_offset(layout), {layout.rows, layout.cols});
   }
   if (layout.format->has_grid()) {
-    grid = plane_at(storage, at::kFloat, grid_offset(layout, dtype, keeps_master),
-                    {layout.grid_rows(), layout.grid_cols()});
+    grid = tensor_at(storage, at::kFloat, grid_offset(layout, dtype, keeps_master),
+                     {layout.grid_rows(), layout.grid_cols()});
   }
   mark_flushed(true);
 }
@@ -137,7 +121,7 @@ BufferPtr QuantizedBuffer::from_image(const at::Tensor& bytes, const at::Tensor&
 }
 
 at::Tensor QuantizedBuffer::packed() const {
-  return plane_at(storage, at::kByte, 0, {packed_bytes()});
+  return tensor_at(storage, at::kByte, 0, {packed_bytes()});
 }
 
 bool QuantizedBuffer::is_packed() const {
@@ -159,7 +143,7 @@ void QuantizedBuffer::mark_written(const at::Tensor& amax, int64_t first, int64_
                                    bool image_shows_it) {
   mark_written();
   known_amax =
-      plane_at(amax.storage(), at::kFloat, first * static_cast<int64_t>(sizeof(float)), {count});
+      tensor_at(amax.storage(), at::kFloat, first * static_cast<int64_t>(sizeof(float)), {count});
   if (master.defined()) seen_master_version_ = static_cast<uint32_t>(master._version());
   if (!image_shows_it) return;
   stale = false;

@@ -53,6 +53,20 @@ c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill) {
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device)).storage();
 }
 
+at::Tensor tensor_at(const c10::Storage& storage, at::ScalarType dtype, int64_t byte_offset,
+                     at::IntArrayRef sizes) {
+  const auto device = storage.device();
+  const auto key = device.is_meta()   ? c10::DispatchKey::Meta
+                   : device.is_cuda() ? c10::DispatchKey::CUDA
+                                      : c10::DispatchKey::CPU;
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_storage_offset(byte_offset /
+                                                   static_cast<int64_t>(c10::elementSize(dtype)));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
 void copy_on_device(void* to, const void* from, int64_t bytes, at::Device device) {
   if (bytes == 0) return;
 #ifdef QSHARD_WITH_CUDA

@@ -136,6 +136,9 @@ void quantize(std::span<const QuantizeTask> tasks, Stream stream) {
   if (!stream.is_cuda) {
     return with_single_images(tasks, split_images, [](std::span<const QuantizeTask> parts) {
       split_by_kind(parts, cpu::quantize_by_grid, cpu::quantize_row_scaled);
+      for (const QuantizeTask& task : parts) {
+        if (task.grid_copy) std::copy_n(task.grid, task.layout.grid_numel(), task.grid_copy);
+      }
     });
   }
 #ifdef QSHARD_WITH_CUDA

@@ -23,6 +23,7 @@ struct QuantizeTask {
   uint8_t* image = nullptr;             // (rows, row_bytes), 16-byte aligned
   float* amax = nullptr;                // (amax_numel(layout, cuts),)
   float* grid = nullptr;                // (grid_rows, grid_cols) scale_inv; null if !has_grid()
+  float* grid_copy = nullptr;           // null, or a second place for the grid
   /// Null: codes are rounded to nearest even. Else (key_low, key_high, count), none negative:
   /// codes, not scales, are rounded stochastically, by the words that kernels/random_words.h names.
   const int32_t* rounding = nullptr;

@@ -31,7 +31,7 @@ constexpr int kCandidates = 8;
 constexpr int kTimedRounds = 3;
 constexpr double kMinTunedMultiplies = 1ull << 32;
 constexpr int kMaxTunedPlans = 256;
-constexpr float kClearlyFaster = 0.99f;
+constexpr float kClearlyFaster = 0.97f;
 
 void check(cublasStatus_t status, const char* call) {
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "cuBLASLt: ", cublasLtGetStatusString(status),

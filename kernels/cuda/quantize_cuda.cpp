@@ -96,6 +96,7 @@ RowImageTask describe_row_image(const QuantizeTask& task) {
   out.image = task.image;
   out.amax = task.amax;
   out.grid = task.grid;
+  out.grid_copy = task.grid_copy;
   return out;
 }
 

@@ -113,6 +113,7 @@ RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
   out.image = task.image;
   out.amax = task.amax;
   out.grid = task.grid;
+  out.grid_copy = task.grid_copy;
   if (out.live_rows == 0) return out;
   const EdgeRows edges = edge_rows(cut);
   const auto entry = [&](int64_t index) {

@@ -21,6 +21,7 @@ struct RowImageTask {
   uint8_t* image;          // (rows, row_bytes)
   float* amax;             // (grid_rows, grid_cols)
   float* grid;             // (grid_rows, grid_cols)
+  float* grid_copy;        // null, or a second place for them
   int64_t row_offset;      // logical row of row 0
   int64_t matrix_rows;     // rows per matrix, > 0 where live_rows > 0
   int64_t first_tile_row;  // tile row of row 0

@@ -20,10 +20,11 @@ constexpr int kTileRowBytes = 512;
 
 /// One shard, or a window of its rows, as the kernels see it.
 struct RowScaledTask {
-  void* values;    // (rows, cols) contiguous
-  uint8_t* image;  // row 0; the next one is row_bytes further
-  float* amax;     // what ranks agree on: of matrices (NVFP4), then of cut block rows
-  float* grid;     // scale_inv of matrices (NVFP4)
+  void* values;      // (rows, cols) contiguous
+  uint8_t* image;    // row 0; the next one is row_bytes further
+  float* amax;       // what ranks agree on: of matrices (NVFP4), then of cut block rows
+  float* grid;       // scale_inv of matrices (NVFP4)
+  float* grid_copy;  // null, or a second place for them
   int rows;
   int live_rows;  // rows [0, live_rows) belong to the logical tensor
   int cols;
