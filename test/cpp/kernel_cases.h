@@ -120,6 +120,16 @@ inline Quantized quantized(const at::Tensor& values, const Layout& layout) {
   return quantized(values, layout, amax_of(values, layout));
 }
 
+inline Quantized quantized_at_once(const at::Tensor& values, const Layout& layout) {
+  const Quantized out = outputs_for(values, layout);
+  at::Tensor grid_copy = at::full_like(out.grid, -1.f);
+  QuantizeTask task = task_of(values, layout, {}, out);
+  if (grid_copy.numel() > 0) task.grid_copy = grid_copy.mutable_data_ptr<float>();
+  quantize_at_once({&task, 1}, stream_of(values.device()));
+  EXPECT_TRUE(at::equal(grid_copy, out.grid));
+  return out;
+}
+
 /// What the all-reduce makes of the ranks' amaxes: the maximum of the bits, so that NaN wins.
 inline at::Tensor agree(const std::vector<at::Tensor>& amaxes) {
   return std::get<0>(at::stack(amaxes).view(at::kInt).max(0)).view(at::kFloat);

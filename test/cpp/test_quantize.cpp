@@ -23,6 +23,10 @@ class Quantize : public ::testing::TestWithParam<std::tuple<const char*, at::Sca
       ASSERT_TRUE(same_values(q.amax, expected.amax));
       ASSERT_TRUE(at::equal(q.grid.cpu(), expected.grid));
       ASSERT_TRUE(at::equal(q.image.cpu(), expected.image));
+      const Quantized at_once = quantized_at_once(values.to(device), layout);
+      ASSERT_TRUE(same_values(at_once.amax, expected.amax));
+      ASSERT_TRUE(at::equal(at_once.grid.cpu(), expected.grid));
+      ASSERT_TRUE(at::equal(at_once.image.cpu(), expected.image));
     }
   }
 };
