@@ -135,6 +135,35 @@ inline at::Tensor agree(const std::vector<at::Tensor>& amaxes) {
   return std::get<0>(at::stack(amaxes).view(at::kInt).max(0)).view(at::kFloat);
 }
 
+/// What the ranks of torch.chunk make of `values` (rows, cols), on the CPU, all shards in one call,
+/// those without rows too. Their padding rows are full of `padding`, which must not count.
+inline std::vector<Quantized> quantized_shards(const at::Tensor& values, const Layout& whole,
+                                               int64_t chunk, int64_t ranks, at::Device device,
+                                               double padding) {
+  std::vector<at::Tensor> shards, amaxes;
+  std::vector<Quantized> results;
+  std::vector<QuantizeTask> tasks;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    Layout layout = whole;
+    layout.rows = chunk;
+    layout.row_offset = rank * chunk;
+    at::Tensor shard = at::full({chunk, whole.cols}, padding).to(values.scalar_type());
+    const int64_t first = std::min(whole.rows, layout.row_offset);
+    const int64_t live = std::min(chunk, whole.rows - first);
+    shard.narrow(0, 0, live).copy_(values.narrow(0, first, live));
+    shards.push_back(shard.to(device));
+    const Cuts cuts = find_cuts(layout, ranks);
+    results.push_back(outputs_for(shards.back(), layout, cuts));
+    tasks.push_back(task_of(shards.back(), layout, cuts, results.back()));
+    amaxes.push_back(results.back().amax);
+  }
+  compute_amax(tasks, stream_of(device));
+  const at::Tensor agreed = agree(amaxes);
+  for (const at::Tensor& amax : amaxes) amax.copy_(agreed);
+  quantize(tasks, stream_of(device));
+  return results;
+}
+
 inline at::Tensor dequantized(const Quantized& q, const Layout& layout, at::ScalarType dtype,
                               int64_t first_row, int64_t rows, bool columnwise = false) {
   at::Tensor values = at::full({rows, layout.cols}, 7, q.image.options().dtype(dtype));

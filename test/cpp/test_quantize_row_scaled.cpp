@@ -33,30 +33,12 @@ class QuantizeRowScaled : public ::testing::TestWithParam<std::tuple<const char*
   void expect_shards_equal_the_whole(const at::Tensor& values, int64_t matrix_rows, int64_t chunk,
                                      int64_t ranks) const {
     const int64_t rows = values.size(0), cols = values.size(1);
-    const Quantized expected = reference(values, {&format(), rows, cols, rows, matrix_rows, 0});
+    const Layout layout{&format(), rows, cols, rows, matrix_rows, 0};
+    const Quantized expected = reference(values, layout);
     for (const at::Device device : devices()) {
       SCOPED_TRACE(::testing::Message() << device << ", " << rows << " rows on " << ranks);
-      std::vector<at::Tensor> shards, amaxes;
-      std::vector<Quantized> results;
-      std::vector<QuantizeTask> tasks;
-      for (int64_t rank = 0; rank < ranks; ++rank) {
-        at::Tensor shard = at::full({chunk, cols}, 1e6).to(dtype());  // padding must not count
-        const int64_t first = std::min(rows, rank * chunk);
-        const int64_t live = std::min(chunk, rows - first);
-        shard.narrow(0, 0, live).copy_(values.narrow(0, first, live));
-        shards.push_back(shard.to(device));
-        const Layout layout{&format(), chunk, cols, rows, matrix_rows, rank * chunk};
-        const Cuts cuts = find_cuts(layout, ranks);
-        results.push_back(outputs_for(shards.back(), layout, cuts));
-        tasks.push_back(task_of(shards.back(), layout, cuts, results.back()));
-        amaxes.push_back(results.back().amax);
-      }
-      compute_amax(tasks, stream_of(device));
-      const at::Tensor agreed = agree(amaxes);
-      for (const at::Tensor& amax : amaxes) amax.copy_(agreed);
-      quantize(tasks, stream_of(device));
       std::vector<at::Tensor> images;
-      for (const Quantized& q : results) {
+      for (const Quantized& q : quantized_shards(values, layout, chunk, ranks, device, 1e6)) {
         ASSERT_TRUE(at::equal(q.grid.cpu(), expected.grid));
         images.push_back(q.image.cpu());
       }

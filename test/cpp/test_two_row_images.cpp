@@ -82,30 +82,12 @@ TEST(TwoRowImages, CutBlocksAreOfAllRanks) {
     for (const auto& [cols, ranks] : {std::pair{264, 3}, {291, 7}, {520, 23}, {70, 320}}) {
       const at::Tensor values = random_values(rows, cols, dtype);
       const Quantized expected = reference(values, layout_of(rows, cols, rows));
-      const int64_t chunk = ceil_div(rows, ranks);
       for (const at::Device device : devices()) {
-        std::vector<at::Tensor> shards, amaxes, images;
-        std::vector<Quantized> results;
-        std::vector<QuantizeTask> tasks;
-        for (int64_t rank = 0; rank < ranks; ++rank) {
-          const int64_t first = std::min<int64_t>(rows, rank * chunk);
-          const int64_t live = std::min(chunk, rows - first);
-          at::Tensor shard = at::full({chunk, cols}, 6e4).to(dtype);  // padding must not count
-          shard.narrow(0, 0, live).copy_(values.narrow(0, first, live));
-          shards.push_back(shard.to(device));
-          Layout layout = layout_of(rows, cols, rows);
-          layout.rows = chunk;
-          layout.row_offset = rank * chunk;
-          const Cuts cuts = find_cuts(layout, ranks);
-          results.push_back(outputs_for(shards.back(), layout, cuts));
-          tasks.push_back(task_of(shards.back(), layout, cuts, results.back()));
-          amaxes.push_back(results.back().amax);
+        std::vector<at::Tensor> images;
+        for (const Quantized& q : quantized_shards(values, layout_of(rows, cols, rows),
+                                                   ceil_div(rows, ranks), ranks, device, 6e4)) {
+          images.push_back(q.image.cpu());
         }
-        compute_amax(tasks, stream_of(device));
-        const at::Tensor agreed = agree(amaxes);
-        for (const at::Tensor& amax : amaxes) amax.copy_(agreed);
-        quantize(tasks, stream_of(device));
-        for (const Quantized& q : results) images.push_back(q.image.cpu());
         const at::Tensor gathered = at::cat(images);
         EXPECT_TRUE(at::equal(gathered.narrow(0, 0, rows), expected.image)) << device << ranks;
         const at::Tensor padding = gathered.narrow(0, rows, gathered.size(0) - rows);
