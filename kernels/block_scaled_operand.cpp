@@ -73,7 +73,7 @@ RowImage weight_rows(const WeightOperand& weight) {
   out.image =
       weight.image.view({whole.rows, whole.row_bytes()}).narrow(0, weight.first_row, weight.rows);
   if (whole.format->has_tensor_scale()) {
-    const int64_t offset = whole.row_offset == Layout::kOpen ? 0 : whole.row_offset;
+    const int64_t offset = whole.first_logical_row();
     out.grid = weight.grid.view(-1).narrow(0, whole.grid_row(offset + weight.first_row), 1);
   } else {
     out.grid = at::empty({0}, weight.image.options().dtype(at::kFloat));

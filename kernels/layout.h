@@ -101,6 +101,8 @@ struct Layout {
     return format->scales_in_grid() ? block_row(logical_row) : logical_row / matrix_rows;
   }
 
+  /// The logical row that row 0 is read as.
+  int64_t first_logical_row() const { return row_offset == kOpen ? 0 : row_offset; }
   /// Rows held that are rows of the logical tensor: padding and open placements own none.
   int64_t live_rows() const {
     if (row_offset == kOpen) return 0;

@@ -66,8 +66,7 @@ GemmFallback weight_fallback(const WeightOperand& weight, at::ScalarType dtype, 
   const GemmFallback shape =
       shape_fallback(*layout.format, weight.image.device(), dtype, m, weight.rows, layout.cols);
   if (shape != GemmFallback::kNone) return shape;
-  const int64_t first =
-      (layout.row_offset == Layout::kOpen ? 0 : layout.row_offset) + weight.first_row;
+  const int64_t first = layout.first_logical_row() + weight.first_row;
   const int64_t in_matrix = first % layout.matrix_rows;
   const bool one_matrix = in_matrix + weight.rows <= layout.matrix_rows;
   const int64_t block = layout.format->block_rows;

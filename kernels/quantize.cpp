@@ -48,11 +48,6 @@ QuantizeTask columnwise_part(QuantizeTask task) {
   return task;
 }
 
-// The logical row that row 0 is read as.
-int64_t first_logical_row(const Layout& layout) {
-  return layout.row_offset == Layout::kOpen ? 0 : layout.row_offset;
-}
-
 DequantizeTask image_part(DequantizeTask task) {
   const Layout& layout = task.layout;
   TORCH_CHECK(task.columnwise ? layout.has_columnwise() : layout.has_rowwise(),
@@ -65,7 +60,7 @@ DequantizeTask image_part(DequantizeTask task) {
   task.image += layout.columnwise_offset();
   task.layout = layout.columnwise();
   const int64_t block = task.layout.format->block_rows;
-  const int64_t offset = first_logical_row(layout);
+  const int64_t offset = layout.first_logical_row();
   const int64_t begin = offset + task.first_row;
   const int64_t end = std::min(begin + task.rows, layout.logical_rows);
   TORCH_CHECK(

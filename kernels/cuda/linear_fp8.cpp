@@ -55,7 +55,7 @@ struct WeightScales {
 
 WeightScales weight_scales(const WeightOperand& weight, bool contract_rows) {
   const Layout& layout = weight.layout;
-  const int64_t offset = layout.row_offset == Layout::kOpen ? 0 : layout.row_offset;
+  const int64_t offset = layout.first_logical_row();
   const int64_t first = layout.grid_row(offset + weight.first_row);
   const float* grid = weight.grid.const_data_ptr<float>() + first * layout.grid_cols();
   const bool aligned = reinterpret_cast<uintptr_t>(grid) % 16 == 0;

@@ -77,7 +77,7 @@ EdgeRows edge_rows(const Layout& layout) {
 
 RowScaledTask describe(const DequantizeTask& task) {
   const Layout& layout = task.layout;
-  const int64_t offset = layout.row_offset == Layout::kOpen ? 0 : layout.row_offset;
+  const int64_t offset = layout.first_logical_row();
   RowScaledTask out = describe(layout, {offset, task.first_row, task.rows}, task.value_dtype,
                                task.values, kCodeTileRows);
   out.image = const_cast<uint8_t*>(task.image) + task.first_row * layout.row_bytes();
