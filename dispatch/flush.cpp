@@ -112,16 +112,16 @@ std::vector<at::Tensor> allocate_snapshots(std::vector<QuantizeTask>& tasks, at:
   for (const QuantizeTask& task : tasks) total += task.layout.grid_numel();
   std::vector<at::Tensor> snapshots(tasks.size());
   if (total == 0) return snapshots;
-  constexpr auto kBytes = static_cast<int64_t>(sizeof(float));
-  const auto storage = allocate_storage(total * kBytes, device, Fill::kNothing);
+  const auto grids = at::empty({total}, at::TensorOptions().dtype(at::kFloat).device(device));
+  record_on_default_stream(grids);
   int64_t offset = 0;
   for (size_t i = 0; i < tasks.size(); ++i) {
     const Layout& layout = tasks[i].layout;
     if (layout.grid_numel() == 0) continue;
-    snapshots[i] = tensor_at(storage, at::kFloat, offset, {layout.grid_rows(), layout.grid_cols()});
+    snapshots[i] =
+        tensor_at(grids.storage(), at::kFloat, offset, {layout.grid_rows(), layout.grid_cols()});
     tasks[i].grid_copy = snapshots[i].mutable_data_ptr<float>();
-    offset += layout.grid_numel() * kBytes;
-    if (offset == total * kBytes) record_on_default_stream(snapshots[i]);
+    offset += layout.grid_numel() * static_cast<int64_t>(sizeof(float));
   }
   return snapshots;
 }
@@ -216,8 +216,8 @@ void requantize(const Batch& batch, const FlushOptions& options) {
   }
   apply_state(state_tasks, options.kind,
               found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr, stream);
-  std::vector<at::Tensor> snapshots(tasks.size());
-  if (!group.empty()) snapshots = allocate_snapshots(tasks, device);
+  const auto snapshots =
+      group.empty() ? std::vector<at::Tensor>(tasks.size()) : allocate_snapshots(tasks, device);
   if (at_once) {
     quantize_at_once(tasks, stream);
   } else {

@@ -31,12 +31,6 @@ __device__ __forceinline__ void encode_tile_stochastic(const StochasticRowImageT
   });
 }
 
-__device__ __forceinline__ void write_scale_inv(const RowImageTask& task, int i, float scale) {
-  const float scale_inv = inverse_scale(scale);
-  task.grid[i] = scale_inv;
-  if (task.grid_copy != nullptr) task.grid_copy[i] = scale_inv;
-}
-
 template <typename Value, typename Batch>
 __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Batch batch) {
   int block = static_cast<int>(blockIdx.x);
@@ -46,7 +40,8 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Bat
   if (block >= tiles) {
     const int i = (block - tiles) * kThreads + static_cast<int>(threadIdx.x);
     if (i < task.grid_numel) {
-      write_scale_inv(task, i, scale_from_amax(task.amax[i], task.code_max, task.power_of_two));
+      const float scale = scale_from_amax(task.amax[i], task.code_max, task.power_of_two);
+      write_scale_inv(task, i, inverse_scale(scale));
     }
     return;
   }
@@ -102,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const float scale = scale_from_amax(amax, task.code_max, task.power_of_two);
   if (threadIdx.x == 0) {
     task.amax[tile.grid_index] = amax;
-    write_scale_inv(task, tile.grid_index, scale);
+    write_scale_inv(task, tile.grid_index, inverse_scale(scale));
   }
   if (rows.col >= task.row_bytes) return;
 #pragma unroll

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 #include "kernels/cuda/batcher.h"
@@ -61,8 +62,7 @@ RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, in
 // A window of an image is a shard of its own, whose row 0 is the window's.
 RowImageTask describe(const DequantizeTask& task) {
   const Layout& layout = task.layout;
-  const int64_t offset =
-      (layout.row_offset == Layout::kOpen ? 0 : layout.row_offset) + task.first_row;
+  const int64_t offset = layout.first_logical_row() + task.first_row;
   const int64_t live = std::clamp<int64_t>(layout.logical_rows - offset, 0, task.rows);
   RowImageTask out = describe(layout, offset, task.rows, live, task.value_dtype, task.values);
   out.image = const_cast<uint8_t*>(task.image) + task.first_row * layout.row_bytes();
@@ -91,8 +91,8 @@ void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
 
 RowImageTask describe_row_image(const QuantizeTask& task) {
   const Layout& layout = task.layout;
-  RowImageTask out = describe(layout, layout.row_offset == Layout::kOpen ? 0 : layout.row_offset,
-                              layout.rows, layout.live_rows(), task.value_dtype, task.values);
+  RowImageTask out = describe(layout, layout.first_logical_row(), layout.rows, layout.live_rows(),
+                              task.value_dtype, task.values);
   out.image = task.image;
   out.amax = task.amax;
   out.grid = task.grid;
@@ -144,22 +144,22 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
 }
 
 std::vector<QuantizeTask> quantize_tiles(std::span<const QuantizeTask> tasks, void* stream) {
-  std::vector<QuantizeTask> mine, others;
-  for (const QuantizeTask& task : tasks) {
-    const bool is_mine = task.layout.format->block_rows == kTileRows &&
-                         task.layout.holds_all_rows() && task.rounding == nullptr &&
-                         task.known_amax.empty();
-    (is_mine ? mine : others).push_back(task);
-  }
+  const auto is_taken = [](const QuantizeTask& task) {
+    return task.layout.format->block_rows == kTileRows && task.layout.holds_all_rows() &&
+           task.rounding == nullptr && task.known_amax.empty();
+  };
   launch_by_type<RowImageFlushBatch>(
-      std::span<const QuantizeTask>(mine), is_ours,
+      tasks, is_ours,
       [&](const RowImageFlushBatch& batch, DType dtype) {
         return launch_quantize_tiles(batch, dtype, static_cast<cudaStream_t>(stream));
       },
-      [](auto& batcher, const QuantizeTask& task) {
+      [&](auto& batcher, const QuantizeTask& task) {
+        if (!is_taken(task)) return;
         const RowImageTask described = describe_row_image(task);
         batcher.add(described, quantize_tiles_blocks(described));
       });
+  std::vector<QuantizeTask> others;
+  std::ranges::remove_copy_if(tasks, std::back_inserter(others), is_taken);
   return others;
 }
 

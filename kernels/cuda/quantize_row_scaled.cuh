@@ -22,10 +22,7 @@ __device__ __forceinline__ void write_rest(const RowScaledTask& task, int block)
     return;
   }
   const int i = (block - zeroing) * kRowScaledThreads + static_cast<int>(threadIdx.x);
-  if (i >= task.grid_numel) return;
-  const float scale_inv = nvfp4_tensor_scale_inv(task.amax[i]);
-  task.grid[i] = scale_inv;
-  if (task.grid_copy != nullptr) task.grid_copy[i] = scale_inv;
+  if (i < task.grid_numel) write_scale_inv(task, i, nvfp4_tensor_scale_inv(task.amax[i]));
 }
 
 /// Writes a tile's scales of one row of the image; the last tile's pad the row.

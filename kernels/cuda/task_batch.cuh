@@ -24,6 +24,13 @@ __device__ __forceinline__ const Task& find_task(const TaskBatch<Task, kTasks>& 
   return batch.tasks[low];
 }
 
+/// Writes entry i of a task's grid, and of its copy if there is one.
+template <typename Task>
+__device__ __forceinline__ void write_scale_inv(const Task& task, int i, float scale_inv) {
+  task.grid[i] = scale_inv;
+  if (task.grid_copy != nullptr) task.grid_copy[i] = scale_inv;
+}
+
 /// Launches `kernel<<<...>>>(batch)` over all blocks of the batch.
 template <int kThreads, typename Kernel, typename Batch>
 cudaError_t launch_batch(Kernel kernel, const Batch& batch, cudaStream_t stream) {

@@ -126,12 +126,6 @@ __device__ __forceinline__ uint16_t unsigned_nan_pair(float x, float y) {
 #endif
 }
 
-template <typename Code, typename Value>
-__device__ __forceinline__ uint8_t encode(typename Value::Raw raw, float scale) {
-  const uint16_t code = unsigned_nan_pair<Code>(__fmul_rn(Value::load(raw, 0), scale), 0.f);
-  return static_cast<uint8_t>(code | Value::sign_of_code(raw, 0));
-}
-
 /// Codes of value i of each of four words, times one scale.
 template <typename Code, typename Value>
 __device__ __forceinline__ uint32_t encode4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int i,
