@@ -2,20 +2,20 @@
 
     torchrun --nproc-per-node 2 bench/train_fsdp.py [CONFIGURATION …] [--steps 20] [--breakdown]
 
-A CONFIGURATION is bf16 (plain FSDP2: fp32 parameters, computing in bf16) or a format, with options
-after colons:
+A CONFIGURATION is bf16 (plain FSDP2: fp32 parameters, computing in bf16), a format, or a peer of
+peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with options after colons:
     compiled       torch.compile of each block, before fully_shard
     checkpointed   activation checkpointing of each block
     no_master      bf16 parameters and moments; quantized weights keep no master
-They run one after the other in one process, each from the same initial values on the same text.
-Each is compared with bf16 of the same options, if that runs too.
+They run one after the other in one process, peers last, each from the same initial values on the
+same text. Each is compared with bf16 of the same options, if that runs too, and ours with its peer.
 
 Step time: median between CUDA events at the ends of steps, after warm-up. Memory: peak while the
 model is made (whole, on each GPU, then sharded), between steps, and peak of a step; the arithmetic
 beside it is 13 B per quantized parameter (codes 1, master 4, moments 8) and 12 B per plain one, 5
 and 6 B with no_master. All-gather per layer: what FSDP2 receives of one layer's parameters, once.
-Host times: FSDP2's pre_forward of a block and optimizer.step() of four, the flush included, on an
-idle GPU; the eager configurations take turns.
+Host times: FSDP2's pre_forward of a block and optimizer.step() of four, on an idle GPU; the eager
+configurations take turns. A step includes our flush, and torchao's precomputed scales.
 """
 
 import argparse
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measuring import Stopwatch, first_line, save, synchronize
+from peers import PEERS, convert, gathered_element_size
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -57,11 +58,16 @@ def text(seq_len: int) -> StandardLibrary:
     return StandardLibrary(seq_len, seed=1)
 
 
+def all_but_head(module, name: str) -> bool:
+    return name != "head"
+
+
 class Trainer:
     """One configuration: model, optimizer, text."""
 
     def __init__(self, configuration: Configuration, size: LlamaConfig, seq_len, args, mesh):
         self.configuration, self.args, self.device = configuration, args, mesh.device_type
+        self.after_update = lambda: None
         self.model = self.build(size, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
@@ -78,10 +84,11 @@ class Trainer:
             model = Llama(size)
         if configuration.no_master:
             model.to(torch.bfloat16)
-        if configuration.format != PLAIN:
+        if configuration.format in PEERS:
+            self.after_update = convert(model, configuration.format, all_but_head)
+        elif configuration.format != PLAIN:
             qshard.quantize_(model, RECIPES[configuration.format],
-                             keep_master=not configuration.no_master,
-                             filter_fn=lambda module, name: name != "head")
+                             keep_master=not configuration.no_master, filter_fn=all_but_head)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         shard = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for i, layer in enumerate(model.layers):
@@ -99,9 +106,13 @@ class Trainer:
         loss.backward()
         return loss.detach()
 
+    def update(self):
+        self.optimizer.step()
+        self.after_update()
+
     def step(self, step: int):
         loss = self.forward_backward(step)
-        self.optimizer.step()
+        self.update()
         self.optimizer.zero_grad()
         return loss
 
@@ -130,8 +141,10 @@ class Trainer:
             shard = shards[row.name]
             kept += row.image + row.master + row.grid + 2 * shard.numel() * shard.element_size()
             if row.name.startswith("layers.0."):
-                plain = not qshard.is_quantized(shard)
-                gathered += row.gathered * 2 // shard.element_size() if plain else row.gathered
+                if qshard.is_quantized(shard):
+                    gathered += row.gathered
+                else:  # counted as the shard's type
+                    gathered += row.gathered // shard.element_size() * gathered_element_size(shard)
         return kept / 1e9, gathered / 1e6
 
     def measure(self, init_gb: float) -> Result:
@@ -196,7 +209,7 @@ class HostClock:
         self.trainer.forward_backward(0)
         synchronize()
         self.start()
-        self.trainer.optimizer.step()
+        self.trainer.update()
         self.times.optimizer_ms.append((time.perf_counter_ns() - self.started) / 1e6)
         self.trainer.optimizer.zero_grad()
 
@@ -270,7 +283,7 @@ def main():
                   f"{first_line(error)}", flush=True)
             return None
 
-    for configuration in args.configurations:
+    for configuration in sorted(args.configurations, key=lambda c: c.format in PEERS):
         result = attempt(configuration, lambda: run(configuration, args, mesh))
         if result is not None:
             results[configuration] = result

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from measuring import Row, at_most, describe, environment, table
+from peers import COUNTERPARTS, PEERS, versions
 from training_profile import Profile
 
 import qshard
@@ -33,7 +34,7 @@ class Configuration:
     def parse(cls, text: str) -> "Configuration":
         format, *options = text.split(":")
         unknown = set(options) - {"compiled", "checkpointed", "no_master"}
-        if unknown or format not in (PLAIN, *RECIPES):
+        if unknown or format not in (PLAIN, *RECIPES, *PEERS):
             raise argparse.ArgumentTypeError(f"{text}: unknown {', '.join(unknown) or format}")
         return cls(format, **dict.fromkeys(options, True))
 
@@ -65,7 +66,7 @@ class HostTimes:
 
 def goals(configuration: Configuration, is_tiny: bool, ranks: int) -> dict[str, float]:
     """Bounds, for the slice of the model on 2 or 8 GPUs: steps relative to bf16, GB absolute."""
-    if is_tiny or configuration.format == PLAIN:
+    if is_tiny or configuration.format in (PLAIN, *PEERS):
         return {}
     if configuration.no_master:
         return {"step": 1.0, "steady": 5.2} if ranks == 2 else {"step": 1.0}
@@ -78,7 +79,7 @@ def goals(configuration: Configuration, is_tiny: bool, ranks: int) -> dict[str, 
 
 
 def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
-    """Each configuration against bf16 of the same options, or against a bound in GB."""
+    """Each configuration against bf16 and its peer of the same options, or a bound in GB."""
     rows = []
 
     def compare(configuration, what, measured, reference, unit, bound=None):
@@ -92,7 +93,12 @@ def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
             compare(c, "step", result.step_ms, plain.step_ms, "ms", bounds.get("step"))
             compare(c, "all-gather of a layer", result.gathered_mb, plain.gathered_mb, "MB",
                     0.502 if c.format.startswith("float8") else None)
-        compare(c, "steady / arithmetic", result.steady_gb, result.arithmetic_gb, "GB", 1.02)
+        peer = results.get(replace(c, format=COUNTERPARTS.get(c.format, "")))
+        if peer is not None:
+            compare(c, "step, of torchao's", result.step_ms, peer.step_ms, "ms")
+            compare(c, "peak, of torchao's", result.peak_gb, peer.peak_gb, "GB")
+        compare(c, "steady / arithmetic", result.steady_gb, result.arithmetic_gb, "GB",
+                None if c.format in PEERS else 1.02)
         for what, measured in (("steady", result.steady_gb), ("peak", result.peak_gb)):
             if what in bounds:
                 compare(c, f"{what} / goal", measured, bounds[what], "GB", 1)
@@ -100,9 +106,9 @@ def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
         plain = host.get(replace(c, format=PLAIN), times)
         if plain is not times:
             compare(c, "host, pre_forward of a block", median(times.pre_forward_us),
-                    median(plain.pre_forward_us), "µs", 1.0)
+                    median(plain.pre_forward_us), "µs", None if c.format in PEERS else 1.0)
             compare(c, "host, optimizer.step()", median(times.optimizer_ms),
-                    median(plain.optimizer_ms), "ms", 1.15)
+                    median(plain.optimizer_ms), "ms", None if c.format in PEERS else 1.15)
     return rows
 
 
@@ -149,7 +155,9 @@ def attention(results: dict[Configuration, Result]) -> str:
 
 
 def show(results, host, ranks: int, is_tiny: bool, with_breakdown: bool):
-    parts = [f"qshard training: {ranks} ranks, {describe(environment())}", overview(results)]
+    where = ", ".join([f"{ranks} ranks", describe(environment()), *(
+        f"{name} {version}" for name, version in versions().items())])
+    parts = [f"qshard training: {where}", overview(results)]
     if with_breakdown:
         parts.append(breakdown(results))
     rows = [row.cells() for row in comparisons(results, host, is_tiny, ranks)]
