@@ -1,11 +1,13 @@
 """The quantized linear: its GEMMs, the whole of forward and backward, and what it saves.
 
-    python bench/linear.py [--only SECTION …] [--tokens N …] [--json FILE]
+    python bench/linear.py [--only SECTION …] [--tokens N …] [--torchao] [--json FILE]
 
 GEMM: device time of what is not our kernel inside our operators, in TFLOP/s = 2 M N K / time, next
 to torch._scaled_mm (cuBLASLt with its first heuristic) and bf16 mm of the same sizes, in turn.
 Whole: nn.Linear forward + backward with a weight as FSDP2 gathers it (bf16, no master): the sum of
 all kernels, and time from event to event over back-to-back calls. 1/1.55 = 0.645, 1/1.35 = 0.741.
+With --torchao: ours per tensor next to its Float8Linear, eager and compiled, of which FSDP2 gathers the
+same codes; last, because torchao changes inductor.
 Saved: memory that forward leaves allocated, less its output, per element of an input that nobody
 else keeps. A code is 1 byte, a 1x128 scale 4/128 more.
 """
@@ -31,6 +33,7 @@ from measuring import (
     is_transpose,
     time_of,
 )
+from peers import torchao_linear
 from torch import nn
 
 import qshard
@@ -39,7 +42,7 @@ ops = torch.ops.qshard
 RECIPES = {r.format: r for r in (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())}
 # (out features, in features)
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672), (1024, 4096)]
-SECTIONS = ("whole", "transpose", "reuse", "saved", "gemm")
+SECTIONS = ("whole", "transpose", "reuse", "saved", "gemm", "torchao")
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
 
@@ -150,11 +153,10 @@ def elapsed(bench: Bench, functions, rounds=5, calls=10) -> list[float]:
     return list(map(median, times))
 
 
-def whole(bench: Bench, tokens, shape) -> Iterator[Row]:
-    """Forward + backward, quantization included, against bf16 nn.Linear."""
-    n, k = shape
-    x = bench.randn(tokens, k)
-    gradient = bench.randn(tokens, n)
+def times_of(bench: Bench, tokens, layers) -> tuple[list[float], list[float]]:
+    """µs of each layer's forward + backward: of all kernels, and elapsed."""
+    x = bench.randn(tokens, layers[0].in_features)
+    gradient = bench.randn(tokens, layers[0].out_features)
 
     def step_of(layer):
         def step():
@@ -164,15 +166,37 @@ def whole(bench: Bench, tokens, shape) -> Iterator[Row]:
 
         return step
 
-    steps = [step_of(linear(bench, shape, recipe)) for recipe in (None, *RECIPES.values())]
+    steps = list(map(step_of, layers))
     device = list(map(time_of, bench.run(*steps)))
-    wall = elapsed(bench, steps, calls=min(10, bench.calls))
+    return device, elapsed(bench, steps, calls=min(10, bench.calls))
+
+
+def whole(bench: Bench, tokens, shape) -> Iterator[Row]:
+    """Forward + backward, quantization included, against bf16 nn.Linear."""
+    n, k = shape
+    layers = [linear(bench, shape, recipe) for recipe in (None, *RECIPES.values())]
+    device, wall = times_of(bench, tokens, layers)
     size = f"{tokens} tokens, {n}x{k}"
     bounds = {"float8_tensorwise": 1 / 1.55, "float8_blockwise": 1 / 1.35}
     for i, format in enumerate(RECIPES, start=1):
         goal = at_most(bounds[format]) if tokens >= 16384 else None
         yield Row(f"{format} linear / bf16, kernels", size, device[i], device[0], "µs", goal)
         yield Row(f"{format} linear / bf16, elapsed", size, wall[i], wall[0], "µs", goal)
+
+
+def beside_torchao(bench: Bench, tokens, shape) -> Iterator[Row]:
+    """The same against torchao's linear, and that against bf16's."""
+    n, k = shape
+    torch.compiler.reset()
+    plain, mine = linear(bench, shape), linear(bench, shape, RECIPES["float8_tensorwise"])
+    eager, compiled = (torchao_linear(linear(bench, shape)) for _ in range(2))
+    compiled.compile(dynamic=False, backend="inductor" if bench.device == "cuda" else "aot_eager")
+    device, wall = times_of(bench, tokens, [plain, mine, eager, compiled])
+    size = f"{tokens} tokens, {n}x{k}"
+    for i, name in ((2, "torchao"), (3, "compiled torchao")):
+        for what, us in (("kernels", device), ("elapsed", wall)):
+            yield Row(f"{name} linear / bf16, {what}", size, us[i], us[0], "µs")
+            yield Row(f"float8_tensorwise linear / {name}, {what}", size, us[1], us[i], "µs")
 
 
 def backward_share(bench: Bench, format, tokens, shape) -> Iterator[Row]:
@@ -254,6 +278,9 @@ def sections(bench: Bench) -> Iterator[tuple[str, str, object]]:
             for shape in bench.shapes:
                 yield ("gemm", f"{format} {tokens} {shape}",
                        lambda: gemms(bench, format, tokens, shape))
+    for tokens in sorted(bench.tokens, reverse=True):
+        for shape in bench.shapes:
+            yield "torchao", f"{tokens} {shape}", lambda: beside_torchao(bench, tokens, shape)
 
 
 def main():
@@ -261,6 +288,7 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="also: 32768")
     parser.add_argument("--only", nargs="+", choices=SECTIONS)
+    parser.add_argument("--torchao", action="store_true", help="also beside torchao's linear")
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=240, help="begin nothing new after this")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
@@ -275,7 +303,8 @@ def main():
     for section, label, measure in sections(bench):
         if args.tiny and label == "blockwise":
             continue
-        if args.only is None or section in args.only:
+        wanted = section in args.only if args.only else section != "torchao"
+        if wanted or (args.torchao and section == "torchao"):
             results.add(f"{section} {label}", measure)
     results.save(args.json)
     results.print()

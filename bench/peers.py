@@ -18,22 +18,33 @@ PEERS = {"torchao_tensorwise": "tensorwise", "torchao_rowwise": "rowwise"}  # to
 COUNTERPARTS = {"float8_tensorwise": "torchao_tensorwise"}  # of ours, what does the same
 
 
-def convert(model: nn.Module, name: str, filter_fn) -> Callable[[], None]:
-    """Makes the model's linears those of a peer, before fully_shard; without FP8 GEMMs (on CPU) they
-    are emulated. Returns what is to be called after each optimizer.step()."""
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
+def convert(model: nn.Module, name: str, filter_fn=None) -> nn.Module:
+    """The model with linears of a peer, before fully_shard; on CPU their GEMMs are emulated."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(
         Float8LinearConfig.from_recipe_name(PEERS[name]),
         enable_fsdp_float8_all_gather=name == "torchao_tensorwise",
         emulate=next(model.parameters()).device.type == "cpu",
     )
-    convert_to_float8_training(model, config=config, module_filter_fn=filter_fn)
-    return lambda: precompute_float8_dynamic_scale_for_fsdp(model)  # nothing to do for rows
+    return convert_to_float8_training(model, config=config, module_filter_fn=filter_fn)
+
+
+def after_update(model: nn.Module) -> Callable[[], None]:
+    """What is to be called after each optimizer.step(); of torchao_rowwise it does nothing."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    return lambda: precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def torchao_linear(layer: nn.Linear) -> nn.Module:
+    """torchao's tensorwise linear, its weight as FSDP2 gathers it from one rank: codes and a scale."""
+    layer = convert(layer, "torchao_tensorwise")
+    weight = layer.weight
+    codes, scale = weight.fsdp_pre_all_gather(None)
+    gathered, _ = weight.fsdp_post_all_gather(codes, scale, weight.dtype)
+    layer.weight = nn.Parameter(gathered)
+    return layer
 
 
 def gathered_element_size(shard: torch.Tensor) -> int:

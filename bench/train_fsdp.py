@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measuring import Stopwatch, first_line, save, synchronize
-from peers import PEERS, convert, gathered_element_size
+from peers import PEERS, after_update, convert, gathered_element_size
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -85,7 +85,8 @@ class Trainer:
         if configuration.no_master:
             model.to(torch.bfloat16)
         if configuration.format in PEERS:
-            self.after_update = convert(model, configuration.format, all_but_head)
+            convert(model, configuration.format, all_but_head)
+            self.after_update = after_update(model)
         elif configuration.format != PLAIN:
             qshard.quantize_(model, RECIPES[configuration.format],
                              keep_master=not configuration.no_master, filter_fn=all_but_head)
