@@ -34,6 +34,7 @@ at::Tensor wire_bytes(const at::Tensor& tensor, const std::string& op,
                             op));
     if (can_flush_locally(*buffer)) flush_locally(buffer);
   }
+  buffer->own_grid();
   received.push_back(buffer);
   return buffer->packed();
 }

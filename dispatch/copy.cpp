@@ -85,6 +85,7 @@ bool copy_bytes(const at::Tensor& self, const at::Tensor& src, int64_t place, bo
     return true;
   }
   if (to.generation != from.generation) {
+    to.own_grid();
     if (to.grid.defined()) to.grid.copy_(from.grid, non_blocking);
     to.state.copy_from(from.state);
     to.generation = from.generation;

@@ -4,6 +4,7 @@
 // them. Optimizers make their states with `zeros_like`, which must be plain.
 #include <fmt/format.h>
 
+#include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
@@ -62,13 +63,9 @@ Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
   return layout;
 }
 
-void copy_grid(const QuantizedBuffer& from, QuantizedBuffer& to) {
-  if (from.device() == to.device()) {
-    copy_on_device(to.grid.mutable_data_ptr(), from.grid.const_data_ptr(), from.grid.nbytes(),
-                   to.device());
-  } else {
-    to.grid.copy_(from.grid);
-  }
+at::Tensor grid_on(at::Device device, QuantizedBuffer& from) {
+  const at::Tensor grid = grid_snapshot(from);
+  return grid.device() == device ? grid : grid.to(device);
 }
 
 /// Row padding and ranks without rows live by what new_zeros leaves: zeros, with the template's
@@ -83,12 +80,12 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
   if (is_shard && row_offset) layout.row_offset = *row_offset;
   const bool inherits_grid =
       is_shard && from.grid.defined() && !args.device.is_meta() && !from.is_meta();
-  auto buffer = inherits_grid ? QuantizedBuffer::allocate_without_scales(
-                                    layout, args.dtype, from.keeps_master(), args.device, fill)
-                              : QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(),
-                                                          args.device);
+  auto buffer =
+      inherits_grid
+          ? QuantizedBuffer::allocate_borrowing_grid(grid_on(args.device, from), layout, args.dtype,
+                                                     from.keeps_master(), fill)
+          : QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device);
   if (is_shard) {
-    if (inherits_grid) copy_grid(from, *buffer);
     // Zero codes are of the template's generation if its scales are theirs too; not on meta, which
     // has no grid, nor where rows carry their own scales: these rows have none yet.
     if (inherits_grid && layout.format->scales_in_grid()) buffer->generation = from.generation;

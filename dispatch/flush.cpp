@@ -156,6 +156,7 @@ void requantize(const Batch& batch, const FlushOptions& options) {
     const int64_t amaxes = amax_numel(buffer->layout, cuts[i]);
     const int64_t numel = amaxes + state_words(*buffer->layout.format);
     buffer->detach_from_source();
+    buffer->own_grid();
     QuantizeTask task{buffer->layout, cuts[i], to_kernel_dtype(buffer->dtype)};
     task.amax = next_amax;
     task.grid = buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr;

@@ -152,6 +152,7 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
       group = buffer.group;
       ranks = ranks_of(group);
     }
+    buffer.own_grid();
     AdamWTask& task = tasks.emplace_back();
     task.layout = buffer.layout;
     task.cuts = find_cuts(buffer.layout, ranks);

@@ -45,16 +45,24 @@ int64_t QuantizedBuffer::packed_bytes(const Layout& layout, at::ScalarType dtype
          round_up(layout.grid_numel() * static_cast<int64_t>(sizeof(float)), kPlaneAlignment);
 }
 
-void QuantizedBuffer::bind_planes(c10::Storage packed, bool keeps_master) {
+at::Tensor QuantizedBuffer::grid_plane(bool keeps_master) const {
+  return tensor_at(storage, at::kFloat, grid_offset(layout, dtype, keeps_master),
+                   {layout.grid_rows(), layout.grid_cols()});
+}
+
+void QuantizedBuffer::bind_planes(c10::Storage packed, bool keeps_master,
+                                  const at::Tensor& borrowed_grid) {
   storage = std::move(packed);
   image = tensor_at(storage, at::kByte, 0, {layout.rows, layout.row_bytes()});
   flat_image.reset();
   if (keeps_master) {
     master = tensor_at(storage, dtype, master_offset(layout), {layout.rows, layout.cols});
   }
-  if (layout.format->has_grid()) {
-    grid = tensor_at(storage, at::kFloat, grid_offset(layout, dtype, keeps_master),
-                     {layout.grid_rows(), layout.grid_cols()});
+  borrows_grid = borrowed_grid.defined();
+  if (borrows_grid) {
+    grid = grid_snapshot = borrowed_grid;
+  } else if (layout.format->has_grid()) {
+    grid = grid_plane(keeps_master);
   }
   mark_flushed(true);
 }
@@ -80,14 +88,26 @@ BufferPtr QuantizedBuffer::allocate_without_scales(const Layout& layout, at::Sca
                                                    bool keeps_master, at::Device device,
                                                    Fill fill) {
   PlainGuard guard;
+  return allocate_planes({}, layout, dtype, keeps_master, device, fill);
+}
+
+BufferPtr QuantizedBuffer::allocate_planes(const at::Tensor& borrowed_grid, const Layout& layout,
+                                           at::ScalarType dtype, bool keeps_master,
+                                           at::Device device, Fill fill) {
   auto buffer = c10::make_intrusive<QuantizedBuffer>();
   buffer->layout = layout;
   buffer->dtype = dtype;
   buffer->generation = next_generation();
   buffer->bind_planes(allocate_storage(packed_bytes(layout, dtype, keeps_master), device, fill),
-                      keeps_master);
+                      keeps_master, borrowed_grid);
   buffer->state = ScalingState::fresh(layout, device);
   return buffer;
+}
+
+BufferPtr QuantizedBuffer::allocate_borrowing_grid(const at::Tensor& snapshot, const Layout& layout,
+                                                   at::ScalarType dtype, bool keeps_master,
+                                                   Fill fill) {
+  return allocate_planes(snapshot, layout, dtype, keeps_master, snapshot.device(), fill);
 }
 
 BufferPtr QuantizedBuffer::from_storage(c10::Storage storage, const Layout& layout,
@@ -127,6 +147,15 @@ at::Tensor QuantizedBuffer::packed() const {
 bool QuantizedBuffer::is_packed() const {
   return !source && static_cast<int64_t>(storage.nbytes()) == packed_bytes() &&
          (!grid.defined() || grid.storage().is_alias_of(storage));
+}
+
+void QuantizedBuffer::own_grid() {
+  if (!borrows_grid) return;
+  const at::Tensor borrowed = std::move(grid);
+  grid = grid_plane(master.defined());
+  copy_on_device(grid.mutable_data_ptr(), borrowed.const_data_ptr(),
+                 static_cast<int64_t>(borrowed.nbytes()), device());
+  borrows_grid = false;
 }
 
 bool QuantizedBuffer::master_was_written() const {
@@ -275,12 +304,12 @@ void QuantizedBuffer::detach_from_source() {
       "written; copy it again with .to(device)");
   const Ptr from = std::move(source);
   source.reset();
-  const auto own_image = image;
-  const auto own_grid = grid;
+  const auto sent_image = image;
+  const auto sent_grid = grid;
   const int64_t bytes = packed_bytes(layout, dtype, from->keeps_master());
   bind_planes(allocate_storage(bytes, device(), Fill::kZeros), from->keeps_master());
-  image.copy_(own_image);
-  if (grid.defined()) grid.copy_(own_grid);
+  image.copy_(sent_image);
+  if (grid.defined()) grid.copy_(sent_grid);
   if (from->keeps_master()) master.copy_(from->value_plane());
   if (from->pending.defined()) pending = from->pending.to(device());
   state = from->state.copy_to(device());
@@ -304,6 +333,7 @@ void QuantizedBuffer::anchor() {
   generation = next_generation();
   bind_planes(allocate_storage(packed_bytes(), device(), Fill::kZeros), master.defined());
   fill_unit_scales();
+  grid_snapshot.reset();
   state = ScalingState::fresh(layout, device());
 }
 

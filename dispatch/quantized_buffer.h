@@ -52,6 +52,9 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   at::Tensor flat_image;
   /// Grid handed to gathered tensors; replaced, never written, by a flush.
   at::Tensor grid_snapshot;
+  /// `grid` is another buffer's snapshot: own_grid() comes before a write and before the packed
+  /// storage is read as a whole.
+  bool borrows_grid = false;
   /// The amaxes that compute_amax would find of the present values (kernels/quantize.h), or as many
   /// of them, from the first, as can be above 0; undefined where nobody has looked yet. An
   /// optimizer step leaves them for the flush that all ranks take part in, and so does a local
@@ -76,6 +79,9 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// The same for callers that write the grid next: it is not set to 1.
   static Ptr allocate_without_scales(const Layout& layout, at::ScalarType dtype, bool keeps_master,
                                      at::Device device, Fill fill);
+  /// The same with the scales of `snapshot`, another buffer's on that device, copied when needed.
+  static Ptr allocate_borrowing_grid(const at::Tensor& snapshot, const Layout& layout,
+                                     at::ScalarType dtype, bool keeps_master, Fill fill);
 
   /// Planes over a packed storage of exactly packed_bytes(...). The caller gives it its state.
   static Ptr from_storage(c10::Storage storage, const Layout& layout, at::ScalarType dtype,
@@ -93,6 +99,8 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   at::Tensor packed() const;
   /// Gathered tensors and image-only copies keep their grid elsewhere: they are not packed.
   bool is_packed() const;
+  /// Copies a borrowed grid into its plane.
+  void own_grid();
 
   bool is_dirty() const { return dirty || master_was_written(); }
   bool is_stale() const { return stale || master_was_written(); }
@@ -142,7 +150,10 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   uint32_t seen_master_version_ = 0;
 
   bool master_was_written() const;
-  void bind_planes(c10::Storage packed, bool keeps_master);
+  void bind_planes(c10::Storage packed, bool keeps_master, const at::Tensor& borrowed_grid = {});
+  at::Tensor grid_plane(bool keeps_master) const;
+  static Ptr allocate_planes(const at::Tensor& borrowed_grid, const Layout& layout,
+                             at::ScalarType dtype, bool keeps_master, at::Device device, Fill fill);
   void fill_unit_scales();
 };
 

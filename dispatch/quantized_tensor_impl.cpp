@@ -58,6 +58,7 @@ const c10::Storage& QuantizedTensorImpl::storage() const {
   // meta init), so a stale image is no error here; copies that must not lose a pending write
   // (deepcopy, pickle) do not come this way.
   if (buffer_->is_stale() && can_flush_locally(*buffer_)) flush_locally(buffer_);
+  buffer_->own_grid();
   return buffer_->storage;
 }
 

@@ -77,7 +77,8 @@ QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
 /// The grid entries of a window of rows; shaped like its leading dimensions if it holds whole
 /// matrices.
 Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
-  const QuantizedBuffer& buffer = buffer_of(self);
+  QuantizedBuffer& buffer = buffer_of(self);
+  buffer.own_grid();  // the caller may write what it gets
   const Layout& layout = buffer.layout;
   const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows.first;
   const int64_t last = std::min(first + rows.count, layout.logical_rows) - 1;

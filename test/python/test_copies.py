@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import itertools
+import pickle
 import random
 from multiprocessing.reduction import ForkingPickler
 
@@ -133,6 +134,59 @@ def test_copy_between_row_windows_of_one_logical_tensor(fmt):
         assert layout[4] == (first if rows else -1)  # the logical row of row 0, open without a copy
         assert_same(value(shard)[rows:], torch.zeros(76 - rows, 200))
         assert not ops._has_pending_update(shard)
+
+
+# What a shard made by new_zeros does with the scales that it shares with its template until then.
+USES_OF_SHARED_SCALES = {
+    "scale_inv": lambda q: double(ops.scale_inv(q)),
+    "flush": lambda q: (q.copy_(weight(*q.shape, seed=1)), ops.flush([q])),
+    "flush without a copy": lambda q: (q.add_(1), ops.flush([q])),
+    "fused AdamW": lambda q: step(torch.optim.AdamW([q], lr=1.0, fused=True), q),
+    "foreach SGD": lambda q: step(torch.optim.SGD([q], lr=1.0, foreach=True), q),
+    "whole copy": lambda q: q.copy_(ops.quantize(weight(*q.shape, seed=1), ops.format(q))),
+}
+
+
+def double(scales):
+    scales.copy_(scales.float() * 2)
+
+
+def step(optimizer, parameter):
+    parameter.requires_grad_().grad = weight(*parameter.shape, seed=2)
+    optimizer.step()
+    ops.codes(parameter.detach())
+
+
+@pytest.mark.parametrize("use", USES_OF_SHARED_SCALES)
+@formats
+@keep_or_not
+def test_scales_of_a_new_shard_are_its_own_when_they_change(fmt, keep_master, use):
+    size = fit(fmt, 130)
+    template = ops.quantize(weight(size, 80), fmt, keep_master=keep_master)
+    before = copy.deepcopy(template)
+    shard, twin = template.new_zeros(size, 80), template.new_zeros(size, 80)
+    assert_same_state(shard, copy.deepcopy(shard))
+    USES_OF_SHARED_SCALES[use](shard)
+    assert_same_state(template, before)
+    assert_same_state(twin, template.new_zeros(size, 80))
+    assert_same_state(shard.detach(), copy.deepcopy(shard.detach()))
+    if use != "scale_inv":
+        whole = ops.quantize(value(shard.detach()), fmt, keep_master=keep_master)
+        assert torch.equal(bits(ops.codes(whole)), bits(ops.codes(shard.detach())))
+
+
+@formats
+def test_a_template_written_later_leaves_its_new_shards_alone(fmt):
+    size = fit(fmt, 130)
+    template = ops.quantize(weight(size, 80), fmt)
+    shard = template.new_zeros(size, 80)
+    shard[3:20].copy_(template[3:20])
+    before = copy.deepcopy(shard)
+    template.mul_(7)
+    ops.flush([template])
+    double(ops.scale_inv(template))
+    assert_same_state(shard, before)
+    assert_same(value(pickle.loads(pickle.dumps(shard))), value(before))
 
 
 def test_rows_of_another_generation_never_leave_a_block_with_two_scales():
