@@ -345,6 +345,7 @@ void QuantizedBuffer::release_resources() {
   pending.reset();
   state = {};
   grid_snapshot.reset();
+  gather.reset();
   known_amax.reset();
   source.reset();
 }

@@ -5,6 +5,7 @@
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <optional>
 #include <string>
 
 #include "dispatch/scaling_state.h"
@@ -55,6 +56,13 @@ struct QuantizedBuffer final : c10::intrusive_ptr_target {
   /// `grid` is another buffer's snapshot: own_grid() comes before a write and before the packed
   /// storage is read as a whole.
   bool borrows_grid = false;
+  /// Of the gather that has begun and not ended: what the bytes under way are to be read with.
+  struct Gather {
+    at::Tensor grid;
+    int64_t generation;
+    Images images;
+  };
+  std::optional<Gather> gather;
   /// The amaxes that compute_amax would find of the present values (kernels/quantize.h), or as many
   /// of them, from the first, as can be above 0; undefined where nobody has looked yet. An
   /// optimizer step leaves them for the flush that all ranks take part in, and so does a local

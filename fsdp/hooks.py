@@ -93,18 +93,21 @@ refresh_gathered = getattr(ops._refresh_gathered, "_op", ops._refresh_gathered)
 
 def hook_property(hook):
     """Installs the class `hook` as torch.Tensor.<its name>: one object per shard, kept. FSDP2 looks
-    hooks up five times per parameter and gather, and asking for a tensor's keys is the slow part."""
-    known = {}  # id of a living shard: its hook
+    hooks up two to five times per parameter and gather, and asking for a tensor's keys is the slow
+    part: of plain parameters, too, the answer is kept."""
+    known = {}  # id of a living tensor: (its weak reference, its hook or None)
 
-    def get(shard):
-        found = known.get(id(shard))
-        if found is not None:
-            return found
-        if not is_quantized(shard):
-            raise AttributeError(f"'{type(shard).__name__}' object has no attribute '{hook.name}'")
-        key = id(shard)
-        known[key] = hook(weakref.ref(shard, lambda _: known.pop(key, None)))
-        return known[key]
+    def look_up(tensor):
+        key = id(tensor)
+        reference = weakref.ref(tensor, lambda _: known.pop(key, None))
+        found = known[key] = reference, hook(reference) if is_quantized(tensor) else None
+        return found
+
+    def get(tensor):
+        _, found = known.get(id(tensor)) or look_up(tensor)
+        if found is None:
+            raise AttributeError(hook.name)
+        return found
 
     setattr(torch.Tensor, hook.name, property(get))
     return hook
@@ -124,8 +127,7 @@ class PreAllGather:
         self.shard = shard  # a weak reference
 
     def __call__(self, mesh):
-        result = pre_all_gather(self.shard(), mesh_group(mesh))
-        return result[:1], result[1:]
+        return (pre_all_gather(self.shard(), mesh_group(mesh)),), None
 
 
 @hook_property
@@ -139,10 +141,10 @@ class PostAllGather:
     def __call__(self, outputs, metadata, param_dtype, *, out=None):
         (image,) = outputs
         if out is not None:
-            refresh_gathered(local_of(out), image, *metadata)
+            refresh_gathered(self.shard(), image, local_of(out))
             return None
         refuse_unsupported(sys._getframe(1).f_locals.get("self"))
-        return ops._post_all_gather(self.shard(), image, *metadata, param_dtype), ()
+        return ops._post_all_gather(self.shard(), image, param_dtype), ()
 
 
 def refuse_unsupported(fsdp_param):

@@ -51,15 +51,9 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_keeps_master(Tensor self) -> bool");
 
   // FSDP2 and checkpoints, implemented in fsdp/.
-  m.def(
-      "_pre_all_gather(Tensor self, str group) "
-      "-> (Tensor image, Tensor? grid, int generation, int images)");
-  m.def(
-      "_post_all_gather(Tensor self, Tensor image, Tensor? grid, int generation, int images, "
-      "ScalarType dtype) -> Tensor");
-  m.def(
-      "_refresh_gathered(Tensor unsharded, Tensor image, Tensor? grid, int generation, int images) "
-      "-> ()");
+  m.def("_pre_all_gather(Tensor self, str group) -> Tensor");
+  m.def("_post_all_gather(Tensor self, Tensor image, ScalarType dtype) -> Tensor");
+  m.def("_refresh_gathered(Tensor self, Tensor image, Tensor unsharded) -> ()");
   m.def("_set_reduction_group(Tensor self, str group) -> ()");
   m.def(
       "_flush_after_step(Tensor[] self, str[] groups, str[] replica_groups, Tensor? found_inf) "

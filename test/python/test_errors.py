@@ -291,8 +291,10 @@ def test_unpickling_garbage_is_an_error_not_a_crash():
 
 def test_a_freed_gathered_tensor_is_an_error_not_a_crash():
     q = make()
-    image, *metadata = ops._pre_all_gather(q, "")
-    gathered = ops._post_all_gather(q, image.clone(), *metadata, torch.bfloat16)
+    image = ops._pre_all_gather(q, "")
+    gathered = ops._post_all_gather(q, image.clone(), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="without fsdp_pre_all_gather"):
+        ops._post_all_gather(q, image.clone(), torch.bfloat16)
     gathered.untyped_storage().resize_(0)
     for call in (
         lambda: gathered + 1,
