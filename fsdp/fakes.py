@@ -66,5 +66,9 @@ def register_flop_formulas():
     def linear_backward_flops(grad, weight, input, quantized, needs_input, needs_weight, **kwargs):
         return 2 * grad.numel() * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
 
+    @register_flop_formula(torch.ops.qshard.linear_backward_accumulate, get_raw=True)
+    def accumulate_flops(grad, weight, input, quantized, needs_input, weight_grad, **kwargs):
+        return linear_backward_flops(grad, weight, input, quantized, needs_input, True)
+
 
 register_flop_formulas()

@@ -280,7 +280,7 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
 LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weight,
                                const at::Tensor& input, bool input_is_quantized, bool needs_input,
                                bool needs_weight, at::ScalarType weight_grad_dtype,
-                               bool weight_only) {
+                               bool weight_only, const at::Tensor& sum) {
   check_weight(weight);
   if (needs_input) check_dgrad_image(weight.layout);
   check_activation(grad, weight, weight.rows, "gradient");
@@ -289,11 +289,19 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
   const int64_t m = grad.size(0);
   const int64_t n = weight.rows;
   const int64_t k = weight.layout.cols;
+  TORCH_CHECK(
+      !sum.defined() ||
+          (needs_weight && sum.sizes() == at::IntArrayRef{n, k} && sum.is_contiguous() &&
+           sum.scalar_type() == weight_grad_dtype && sum.device() == grad.device()),
+      fmt::format("qshard: linear's grad_weight can only be added to a contiguous {} tensor "
+                  "of ({}, {}) on {}",
+                  c10::toString(weight_grad_dtype), n, k, grad.device().str()));
   LinearBackward result;
   if (m == 0 || n == 0 || k == 0) {
     if (needs_input) result.grad_input = at::zeros({m, k}, grad.options());
     if (needs_weight) {
-      result.grad_weight = at::zeros({n, k}, grad.options().dtype(weight_grad_dtype));
+      result.grad_weight =
+          sum.defined() ? sum : at::zeros({n, k}, grad.options().dtype(weight_grad_dtype));
     }
     return result;
   }
@@ -351,9 +359,11 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
                                           /*columns=*/true, delayed_input_amax(weight))
                     .saved;
       }
+      const ScaledOperand x = cuda::saved_operand(saved, format, m, k);
       result.grad_weight =
-          cuda::fp8_grad_weight(dy.columns, cuda::saved_operand(saved, format, m, k), n, k,
-                                grad.options().dtype(weight_grad_dtype));
+          sum.defined() && cuda::fp8_add_grad_weight(dy.columns, x, sum)
+              ? sum
+              : cuda::fp8_grad_weight(dy.columns, x, n, k, grad.options().dtype(weight_grad_dtype));
       if (!result.grad_weight.defined()) for_weight = GemmFallback::kNoKernel;
     }
   }
@@ -372,7 +382,16 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
   if (needs_weight) {
     record_gemm(format, GemmDirection::kGradWeight, for_weight);
     if (!result.grad_weight.defined()) {
-      result.grad_weight = mm_to(grad.t(), values.to(grad.scalar_type()), weight_grad_dtype);
+      values = values.to(grad.scalar_type());
+      if (sum.defined() && sum.scalar_type() == grad.scalar_type()) {
+        at::Tensor out = sum;
+        result.grad_weight = at::addmm_out(out, sum, grad.t(), values);
+      } else {
+        result.grad_weight = mm_to(grad.t(), values, weight_grad_dtype);
+      }
+    }
+    if (sum.defined() && !result.grad_weight.is_same(sum)) {
+      result.grad_weight = at::Tensor(sum).add_(result.grad_weight);
     }
   }
   return result;

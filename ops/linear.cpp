@@ -55,6 +55,25 @@ void check_expected_format(const WeightOperand& weight, std::optional<c10::strin
           std::string(*format), actual->name));
 }
 
+// linear_backward of inputs and gradients of any dimensions; grad_input (0,) if not needed.
+LinearBackward backward_of(const Tensor& grad, const Tensor& weight, const Tensor& input,
+                           bool input_is_quantized, bool needs_input, bool needs_weight,
+                           at::ScalarType weight_grad_dtype, bool weight_only, const Tensor& sum) {
+  const auto operand = weight_operand(weight, "qshard::linear_backward");
+  c10::OptionalDeviceGuard device_guard(grad.device());
+  const Tensor input_matrix = input_is_quantized || !needs_weight ? input : as_matrix(input);
+  auto result = linear_backward(as_matrix(grad), operand, input_matrix, input_is_quantized,
+                                needs_input, needs_weight, weight_grad_dtype, weight_only, sum);
+  if (needs_input) {
+    auto sizes = grad.sizes().vec();
+    sizes.back() = weight.size(1);
+    if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
+  } else {
+    result.grad_input = at::empty({0}, grad.options());
+  }
+  return result;
+}
+
 }  // namespace
 
 ShareQuantizedInputs::ShareQuantizedInputs() : previous_(t_share_inputs) { t_share_inputs = true; }
@@ -85,21 +104,26 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
                                               bool needs_input, bool needs_weight,
                                               bool weight_only) {
   PlainGuard guard;
-  const auto operand = weight_operand(weight, "qshard::linear_backward");
-  c10::OptionalDeviceGuard device_guard(grad.device());
-  const Tensor input_matrix = input_is_quantized || !needs_weight ? input : as_matrix(input);
-  auto result = linear_backward(as_matrix(grad), operand, input_matrix, input_is_quantized,
-                                needs_input, needs_weight, weight.scalar_type(), weight_only);
-  if (needs_input) {
-    auto sizes = grad.sizes().vec();
-    sizes.back() = weight.size(1);
-    if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
-  } else {
-    result.grad_input = at::empty({0}, grad.options());
-  }
+  auto result = backward_of(grad, weight, input, input_is_quantized, needs_input, needs_weight,
+                            weight.scalar_type(), weight_only, /*sum=*/{});
   if (!needs_weight)
     result.grad_weight = at::empty({0}, grad.options().dtype(weight.scalar_type()));
   return {result.grad_input, result.grad_weight};
+}
+
+Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, const Tensor& input,
+                                     bool input_is_quantized, bool needs_input,
+                                     const Tensor& weight_grad, bool weight_only) {
+  PlainGuard guard;
+  TORCH_CHECK(
+      !has_key(weight_grad) && is_nominal_dtype(weight_grad.scalar_type()),
+      fmt::format("qshard::linear_backward_accumulate: weight_grad must be a plain float32, "
+                  "bfloat16 or float16 tensor, got {}",
+                  c10::toString(weight_grad.scalar_type())));
+  bump_version(weight_grad);
+  return backward_of(grad, weight, input, input_is_quantized, needs_input, /*needs_weight=*/true,
+                     weight_grad.scalar_type(), weight_only, weight_grad)
+      .grad_input;
 }
 
 Tensor transposed_operand(const Tensor& x, bool hadamard) {

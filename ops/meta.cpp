@@ -67,4 +67,11 @@ std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor
           at::empty_symint(needs_weight ? weight.sym_sizes().vec() : none, weight.options())};
 }
 
+Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
+                                       const Tensor& input, bool input_is_quantized,
+                                       bool needs_input, const Tensor&, bool weight_only) {
+  return std::get<0>(linear_backward_meta(grad, weight, input, input_is_quantized, needs_input,
+                                          /*needs_weight=*/false, weight_only));
+}
+
 }  // namespace qshard

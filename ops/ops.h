@@ -59,6 +59,12 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
                                               const Tensor& input, bool input_is_quantized,
                                               bool needs_input, bool needs_weight,
                                               bool weight_only);
+/// linear_backward that adds the weight's gradient to `weight_grad`, a plain contiguous tensor of
+/// float32, bfloat16 or float16: the sum is rounded once where one GEMM can add. Returns
+/// grad_input.
+Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, const Tensor& input,
+                                     bool input_is_quantized, bool needs_input,
+                                     const Tensor& weight_grad, bool weight_only);
 
 /// x (M, K) as the values that wgrad contracts along M: kernels/block_scaled_operand.h.
 Tensor transposed_operand(const Tensor& x, bool hadamard);
@@ -91,6 +97,10 @@ std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor
                                                 const Tensor& input, bool input_is_quantized,
                                                 bool needs_input, bool needs_weight,
                                                 bool weight_only);
+Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
+                                       const Tensor& input, bool input_is_quantized,
+                                       bool needs_input, const Tensor& weight_grad,
+                                       bool weight_only);
 
 // ops/autograd.cpp
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,

@@ -1,8 +1,9 @@
 // The public operators: every schema, then which function implements it for which key.
 //
 // `linear_forward` and `linear_backward` are what `linear` is made of under autograd, and where it
-// is compiled `quantize_input`; list them in selective activation checkpointing policies. Names
-// with a leading underscore serve the embedded Python (fsdp/*.py) and may change.
+// is compiled `quantize_input`; list them in selective activation checkpointing policies. Eager
+// backwards that would add to a weight's `.grad` are `linear_backward_accumulate`. Names with a
+// leading underscore serve the embedded Python (fsdp/*.py) and may change.
 #include <torch/library.h>
 
 #include "ops/ops.h"
@@ -40,6 +41,10 @@ TORCH_LIBRARY(qshard, m) {
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
       "bool needs_input, bool needs_weight, bool weight_only=False) "
       "-> (Tensor grad_input, Tensor grad_weight)");
+  m.def(
+      "linear_backward_accumulate(Tensor grad, Tensor weight, Tensor input, "
+      "bool input_is_quantized, bool needs_input, Tensor(a!) weight_grad, bool weight_only=False) "
+      "-> Tensor grad_input");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
 
   // Reports.
@@ -89,6 +94,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("linear_forward", &linear_forward_op);
   m.impl("quantize_input", &quantize_input_op);
   m.impl("linear_backward", &linear_backward_op);
+  m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
   m.impl("_transposed_operand", &transposed_operand);
 
   m.impl("formats", &format_names);
@@ -110,6 +116,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("linear_forward", &linear_forward_meta);
   m.impl("quantize_input", &quantize_input_meta);
   m.impl("linear_backward", &linear_backward_meta);
+  m.impl("linear_backward_accumulate", &linear_backward_accumulate_meta);
 }
 
 TORCH_LIBRARY_IMPL(qshard, Autograd, m) {

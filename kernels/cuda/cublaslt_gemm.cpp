@@ -82,6 +82,14 @@ uint32_t alignment_of(const void* pointer) {
   return static_cast<uint32_t>(address & (~address + 1));
 }
 
+// What becomes of a product besides being written.
+enum class Epilogue : uint8_t { kNone, kBias, kAccumulate };
+
+Epilogue epilogue_of(const ScaledGemm& gemm) {
+  if (gemm.accumulate) return Epilogue::kAccumulate;
+  return gemm.bias != nullptr ? Epilogue::kBias : Epilogue::kNone;
+}
+
 // Everything the choice of an algorithm depends on; compared and hashed as bytes.
 struct PlanKey {
   int64_t rows_a, rows_b, k, ld_a, ld_b;
@@ -89,7 +97,8 @@ struct PlanKey {
   int32_t device;
   DType dtype_a, dtype_b, dtype_out;
   ScaleMode scale_a, scale_b;
-  bool has_bias, fast_accumulate, device_alpha;
+  Epilogue epilogue;
+  bool fast_accumulate, device_alpha;
 
   bool operator==(const PlanKey& other) const {
     return std::memcmp(this, &other, sizeof(*this)) == 0;
@@ -186,9 +195,10 @@ struct Launch {
   cublasStatus_t operator()(const cublasLtMatmulAlgo_t& algorithm) const {
     static constexpr float kOneZero[] = {1.f, 0.f};
     const float* alpha = gemm.alpha_zero != nullptr ? gemm.alpha_zero : kOneZero;
+    const float* beta = gemm.accumulate ? kOneZero : alpha + 1;
     return cublasLtMatmul(handle, &descriptors.matmul, alpha, gemm.b.codes, &descriptors.a,
-                          gemm.a.codes, &descriptors.b, alpha + 1, gemm.out, &descriptors.d,
-                          gemm.out, &descriptors.d, &algorithm, workspace, kWorkspaceBytes, stream);
+                          gemm.a.codes, &descriptors.b, beta, gemm.out, &descriptors.d, gemm.out,
+                          &descriptors.d, &algorithm, workspace, kWorkspaceBytes, stream);
   }
 };
 
@@ -227,6 +237,16 @@ bool may_tune(const ScaledGemm& gemm) {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
 }
 
+// The same for a GEMM that adds to its output: there, each timed run would add once more.
+cublasLtMatmulAlgo_t fastest_on_scratch(const Algorithms& algorithms, const Launch& launch) {
+  ScaledGemm gemm = launch.gemm;
+  const auto scratch = c10::cuda::CUDACachingAllocator::get()->allocate(gemm.a.rows * gemm.b.rows *
+                                                                        value_size(gemm.out_dtype));
+  gemm.out = scratch.get();
+  return fastest(algorithms,
+                 {launch.handle, gemm, launch.descriptors, launch.workspace, launch.stream});
+}
+
 struct Plan {
   std::shared_ptr<const Algorithms> algorithms;  // one once tuned; none: no kernel
   bool is_tuned = false;
@@ -257,7 +277,9 @@ std::shared_ptr<const Algorithms> choose_algorithms(const PlanKey& key, const La
   }
   Plan& plan = found->second;
   if (!plan.is_tuned && cache.tuned < kMaxTunedPlans && may_tune(launch.gemm)) {
-    plan.algorithms = std::make_shared<const Algorithms>(1, fastest(*plan.algorithms, launch));
+    plan.algorithms = std::make_shared<const Algorithms>(
+        1, launch.gemm.accumulate ? fastest_on_scratch(*plan.algorithms, launch)
+                                  : fastest(*plan.algorithms, launch));
     plan.is_tuned = true;
     ++cache.tuned;
   }
@@ -268,6 +290,8 @@ std::shared_ptr<const Algorithms> choose_algorithms(const PlanKey& key, const La
 
 bool scaled_gemm(const ScaledGemm& gemm) {
   if (gemm.a.rows == 0 || gemm.b.rows == 0) return true;
+  TORCH_CHECK(!gemm.accumulate || (gemm.bias == nullptr && gemm.alpha_zero == nullptr),
+              "qshard: a GEMM that accumulates takes neither a bias nor an alpha");
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
   const PlanKey key{gemm.a.rows,
@@ -284,7 +308,7 @@ bool scaled_gemm(const ScaledGemm& gemm) {
                     gemm.out_dtype,
                     gemm.a.scale_mode,
                     gemm.b.scale_mode,
-                    gemm.bias != nullptr,
+                    epilogue_of(gemm),
                     gemm.fast_accumulate,
                     gemm.alpha_zero != nullptr};
   Descriptors descriptors(gemm);

@@ -201,4 +201,9 @@ at::Tensor fp8_grad_weight(const ScaledOperand& grad_t, const ScaledOperand& x_t
   return scaled_mm({grad_t, x_t, x_t.ld}, n, k, std::nullopt, options);
 }
 
+bool fp8_add_grad_weight(const ScaledOperand& grad_t, const ScaledOperand& x_t,
+                         const at::Tensor& sum) {
+  return scaled_addmm({grad_t, x_t, x_t.ld}, sum);
+}
+
 }  // namespace qshard::cuda

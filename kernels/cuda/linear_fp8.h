@@ -46,5 +46,8 @@ at::Tensor fp8_grad_input(const ScaledOperand& grad, int64_t m, const WeightOper
 /// (n, k) = grad^T @ x, both operands transposed.
 at::Tensor fp8_grad_weight(const ScaledOperand& grad_t, const ScaledOperand& x_t, int64_t n,
                            int64_t k, const at::TensorOptions& options);
+/// sum += grad^T @ x; false, having written nothing, if no GEMM can: scaled_addmm.
+bool fp8_add_grad_weight(const ScaledOperand& grad_t, const ScaledOperand& x_t,
+                         const at::Tensor& sum);
 
 }  // namespace qshard::cuda

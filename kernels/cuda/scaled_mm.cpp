@@ -34,4 +34,12 @@ at::Tensor scaled_mm(ScaledGemm gemm, int64_t rows, int64_t cols,
   return out.to(dtype);
 }
 
+bool scaled_addmm(ScaledGemm gemm, const at::Tensor& out) {
+  if (gemm.a.rows != out.size(0) || gemm.b.rows != out.size(1)) return false;
+  gemm.out = out.mutable_data_ptr();
+  gemm.out_dtype = value_dtype(out.scalar_type());
+  gemm.accumulate = true;
+  return scaled_gemm(gemm);
+}
+
 }  // namespace qshard::cuda

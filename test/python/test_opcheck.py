@@ -67,6 +67,13 @@ SAMPLES = {
             for needs_input, needs_weight in ((True, True), (True, False), (False, True))
         ],
     ),
+    "linear_backward_accumulate": (
+        ALL,
+        lambda fmt: [
+            (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, plain(64, 32))
+            for needs_input in (True, False)
+        ],
+    ),
     "flush": (ALL, lambda fmt: [([quantized(fmt=fmt), quantized(fmt=fmt, keep_master=True)],)]),
     # A traced call sees neither the scales in a row nor NVFP4's two codes to a byte: its geometry is
     # that of formats with their scales in the grid (checked below).
