@@ -6,6 +6,7 @@
 
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/linear.h"
+#include "ops/leaf_grad.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -111,6 +112,14 @@ struct LinearFunction : Function<LinearFunction> {
     return output;
   }
 
+  // A node called by hand is not the one that the engine evaluates.
+  static LeafGrad weight_grad(AutogradContext* ctx, const Tensor& grad, const Tensor& input) {
+    const auto evaluated = torch::autograd::get_current_node();
+    auto* node = dynamic_cast<torch::autograd::CppNode<LinearFunction>*>(evaluated.get());
+    return node != nullptr && &node->ctx_ == ctx ? leaf_grad(*node, /*edge=*/1, grad, input)
+                                                 : LeafGrad();
+  }
+
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(6);
@@ -118,13 +127,21 @@ struct LinearFunction : Function<LinearFunction> {
     const auto saved = ctx->get_saved_variables();
     const bool needs_input = ctx->needs_input_grad(0);
     const bool needs_weight = ctx->needs_input_grad(1);
+    const bool saves_codes = ctx->saved_data["saves_codes"].toBool();
+    const bool weight_only = ctx->saved_data["weight_only"].toBool();
     Tensor grad_input, grad_weight, grad_bias;
-    if (needs_input || needs_weight) {
+    const LeafGrad leaf = needs_weight ? weight_grad(ctx, grad, saved[0]) : LeafGrad();
+    if (leaf.sum.defined()) {
+      at::AutoDispatchBelowAutograd guard;
+      static const auto op =
+          typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
+      grad_input =
+          op.call(grad, saved[1], saved[0], saves_codes, needs_input, leaf.sum, weight_only);
+    } else if (needs_input || needs_weight) {
       at::AutoDispatchBelowAutograd guard;
       static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
       std::tie(grad_input, grad_weight) =
-          op.call(grad, saved[1], saved[0], ctx->saved_data["saves_codes"].toBool(), needs_input,
-                  needs_weight, ctx->saved_data["weight_only"].toBool());
+          op.call(grad, saved[1], saved[0], saves_codes, needs_input, needs_weight, weight_only);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
       grad_bias = grad.reshape_symint({-1, grad.sym_size(-1)})

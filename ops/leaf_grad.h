@@ -1,0 +1,25 @@
+// Adding to the .grad of a leaf from within a node's backward, in place of autograd's
+// AccumulateGrad.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <mutex>
+
+namespace qshard {
+
+/// The .grad that a gradient is to be added to, which AccumulateGrad leaves alone while this lives.
+struct LeafGrad {
+  at::Tensor sum;  // undefined: return the gradient to autograd
+  std::unique_lock<std::mutex> lock;
+};
+
+/// For edge `edge` of `node`, which autograd's engine evaluates in this thread. `sum` is defined
+/// only if adding the gradient to it and returning an undefined one leaves what returning the
+/// gradient would: a plain eager backward() reaches a leaf with a plain contiguous .grad on this
+/// stream, and nobody would see that gradient. `grad` and `input` are what the gradient is made of.
+LeafGrad leaf_grad(torch::autograd::Node& node, size_t edge, const at::Tensor& grad,
+                   const at::Tensor& input);
+
+}  // namespace qshard
