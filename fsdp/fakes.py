@@ -63,11 +63,13 @@ def register_flop_formulas():
         return 2 * input.numel() * weight.shape[0]
 
     @register_flop_formula(torch.ops.qshard.linear_backward, get_raw=True)
-    def linear_backward_flops(grad, weight, input, quantized, needs_input, needs_weight, **kwargs):
+    def linear_backward_flops(
+        grad, weight, input, quantized, needs_input, needs_weight, *args, **kwargs
+    ):
         return 2 * grad.numel() * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
 
     @register_flop_formula(torch.ops.qshard.linear_backward_accumulate, get_raw=True)
-    def accumulate_flops(grad, weight, input, quantized, needs_input, weight_grad, **kwargs):
+    def accumulate_flops(grad, weight, input, quantized, needs_input, weight_grad, *args, **kwargs):
         return linear_backward_flops(grad, weight, input, quantized, needs_input, True)
 
 

@@ -83,6 +83,8 @@ struct InputUse {
 };
 
 struct LinearFunction : Function<LinearFunction> {
+  static constexpr size_t kWeight = 1;  // among the tensors given to forward
+
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, bool weight_only, bool records_grad,
                         std::optional<c10::string_view> format) {
@@ -112,12 +114,11 @@ struct LinearFunction : Function<LinearFunction> {
     return output;
   }
 
-  // A node called by hand is not the one that the engine evaluates.
-  static LeafGrad weight_grad(AutogradContext* ctx, const Tensor& grad, const Tensor& input) {
+  // Null for a node called by hand: it is not the one that the engine evaluates.
+  static torch::autograd::Node* evaluated_node(AutogradContext* ctx) {
     const auto evaluated = torch::autograd::get_current_node();
     auto* node = dynamic_cast<torch::autograd::CppNode<LinearFunction>*>(evaluated.get());
-    return node != nullptr && &node->ctx_ == ctx ? leaf_grad(*node, /*edge=*/1, grad, input)
-                                                 : LeafGrad();
+    return node != nullptr && &node->ctx_ == ctx ? node : nullptr;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -130,7 +131,8 @@ struct LinearFunction : Function<LinearFunction> {
     const bool saves_codes = ctx->saved_data["saves_codes"].toBool();
     const bool weight_only = ctx->saved_data["weight_only"].toBool();
     Tensor grad_input, grad_weight, grad_bias;
-    const LeafGrad leaf = needs_weight ? weight_grad(ctx, grad, saved[0]) : LeafGrad();
+    auto* node = needs_weight ? evaluated_node(ctx) : nullptr;
+    const LeafGrad leaf = node ? leaf_grad(*node, kWeight, grad, saved[0]) : LeafGrad();
     if (leaf.sum.defined()) {
       at::AutoDispatchBelowAutograd guard;
       static const auto op =
@@ -140,8 +142,9 @@ struct LinearFunction : Function<LinearFunction> {
     } else if (needs_input || needs_weight) {
       at::AutoDispatchBelowAutograd guard;
       static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
-      std::tie(grad_input, grad_weight) =
-          op.call(grad, saved[1], saved[0], saves_codes, needs_input, needs_weight, weight_only);
+      const auto dtype = node ? converted_grad_dtype(*node, kWeight, saved[1]) : std::nullopt;
+      std::tie(grad_input, grad_weight) = op.call(grad, saved[1], saved[0], saves_codes,
+                                                  needs_input, needs_weight, weight_only, dtype);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
       grad_bias = grad.reshape_symint({-1, grad.sym_size(-1)})

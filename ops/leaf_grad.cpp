@@ -91,4 +91,13 @@ LeafGrad leaf_grad(Node& node, size_t edge, const Tensor& grad, const Tensor& in
   return {};
 }
 
+std::optional<at::ScalarType> converted_grad_dtype(Node& node, size_t edge,
+                                                   const Tensor& variable) {
+  const auto& next = node.next_edge(edge);
+  if (!next.is_valid()) return std::nullopt;
+  const auto dtype = next.function->input_metadata(next.input_nr).grad_dtype();
+  const bool is_converted = dtype && is_nominal_dtype(*dtype) && *dtype != variable.scalar_type();
+  return is_converted ? dtype : std::nullopt;
+}
+
 }  // namespace qshard

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <mutex>
+#include <optional>
 
 namespace qshard {
 
@@ -21,5 +22,10 @@ struct LeafGrad {
 /// stream, and nobody would see that gradient. `grad` and `input` are what the gradient is made of.
 LeafGrad leaf_grad(torch::autograd::Node& node, size_t edge, const at::Tensor& grad,
                    const at::Tensor& input);
+
+/// The dtype that the engine converts the gradient of edge `edge` to (Tensor.grad_dtype), if it is
+/// one of ours and not the dtype of `variable`.
+std::optional<at::ScalarType> converted_grad_dtype(torch::autograd::Node& node, size_t edge,
+                                                   const at::Tensor& variable);
 
 }  // namespace qshard

@@ -101,13 +101,17 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
 
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
-                                              bool needs_input, bool needs_weight,
-                                              bool weight_only) {
+                                              bool needs_input, bool needs_weight, bool weight_only,
+                                              std::optional<at::ScalarType> grad_dtype) {
   PlainGuard guard;
+  const auto dtype = grad_dtype.value_or(weight.scalar_type());
+  TORCH_CHECK(is_nominal_dtype(dtype),
+              fmt::format("qshard::linear_backward: grad_dtype {} is not supported; use float32, "
+                          "bfloat16 or float16",
+                          c10::toString(dtype)));
   auto result = backward_of(grad, weight, input, input_is_quantized, needs_input, needs_weight,
-                            weight.scalar_type(), weight_only, /*sum=*/{});
-  if (!needs_weight)
-    result.grad_weight = at::empty({0}, grad.options().dtype(weight.scalar_type()));
+                            dtype, weight_only, /*sum=*/{});
+  if (!needs_weight) result.grad_weight = at::empty({0}, grad.options().dtype(dtype));
   return {result.grad_input, result.grad_weight};
 }
 

@@ -59,19 +59,21 @@ std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_
 
 std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
                                                 const Tensor&, bool, bool needs_input,
-                                                bool needs_weight, bool) {
+                                                bool needs_weight, bool,
+                                                std::optional<at::ScalarType> grad_dtype) {
   auto sizes = grad.sym_sizes().vec();
   sizes.back() = weight.sym_size(1);
   const std::vector<c10::SymInt> none{0};
   return {at::empty_symint(needs_input ? sizes : none, grad.options()),
-          at::empty_symint(needs_weight ? weight.sym_sizes().vec() : none, weight.options())};
+          at::empty_symint(needs_weight ? weight.sym_sizes().vec() : none,
+                           weight.options().dtype(grad_dtype.value_or(weight.scalar_type())))};
 }
 
 Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
                                        const Tensor& input, bool input_is_quantized,
                                        bool needs_input, const Tensor&, bool weight_only) {
   return std::get<0>(linear_backward_meta(grad, weight, input, input_is_quantized, needs_input,
-                                          /*needs_weight=*/false, weight_only));
+                                          /*needs_weight=*/false, weight_only, std::nullopt));
 }
 
 }  // namespace qshard

@@ -55,10 +55,11 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
                                              std::optional<c10::string_view> format);
 std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
                                              bool rows, bool columns);
+/// `grad_dtype` is the weight gradient's, else the weight's own.
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
-                                              bool needs_input, bool needs_weight,
-                                              bool weight_only);
+                                              bool needs_input, bool needs_weight, bool weight_only,
+                                              std::optional<at::ScalarType> grad_dtype);
 /// linear_backward that adds the weight's gradient to `weight_grad`, a plain contiguous tensor of
 /// float32, bfloat16 or float16: the sum is rounded once where one GEMM can add. Returns
 /// grad_input.
@@ -96,7 +97,8 @@ std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_
 std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
                                                 const Tensor& input, bool input_is_quantized,
                                                 bool needs_input, bool needs_weight,
-                                                bool weight_only);
+                                                bool weight_only,
+                                                std::optional<at::ScalarType> grad_dtype);
 Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
                                        const Tensor& input, bool input_is_quantized,
                                        bool needs_input, const Tensor& weight_grad,

@@ -39,7 +39,7 @@ TORCH_LIBRARY(qshard, m) {
       "-> (Tensor rows, Tensor columns)");
   m.def(
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
-      "bool needs_input, bool needs_weight, bool weight_only=False) "
+      "bool needs_input, bool needs_weight, bool weight_only=False, ScalarType? grad_dtype=None) "
       "-> (Tensor grad_input, Tensor grad_weight)");
   m.def(
       "linear_backward_accumulate(Tensor grad, Tensor weight, Tensor input, "

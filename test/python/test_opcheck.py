@@ -65,6 +65,10 @@ SAMPLES = {
         lambda fmt: [
             (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, needs_weight)
             for needs_input, needs_weight in ((True, True), (True, False), (False, True))
+        ]
+        + [
+            (plain(2, 64), quantized(fmt=fmt), plain(2, 32), False, *needs, False, torch.bfloat16)
+            for needs in ((True, True), (True, False))
         ],
     ),
     "linear_backward_accumulate": (

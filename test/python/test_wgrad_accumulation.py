@@ -135,6 +135,23 @@ def test_gradient_of_another_dtype(device, dtype, sum_dtype):
     assert_sum(q.grad, [torch.ones_like(q.grad), *parts])
 
 
+def test_first_gradient_is_rounded_to_its_own_dtype_only(device):
+    """bf16 weights and activations, fp32 gradients: the GEMM writes fp32 where it can (CUDA)."""
+    q = parameter(device, dtype=torch.bfloat16)
+    x, gradient = batches(q, 1, torch.bfloat16)[0]
+    exact = ops.linear_backward(gradient, q, x, False, False, True, grad_dtype=torch.float32)[1]
+    q.grad_dtype = torch.float32
+    backward(q, x, gradient)
+    assert q.grad.dtype == exact.dtype == torch.float32
+    assert torch.equal(q.grad, exact)
+    assert device.type == "cpu" or not torch.equal(exact, exact.bfloat16().float())
+    q.grad, q.grad_dtype = None, None  # any: the one it is made in
+    backward(q, x, gradient)
+    assert q.grad.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="grad_dtype Double is not supported"):
+        ops.linear_backward(gradient, q, x, False, False, True, grad_dtype=torch.float64)
+
+
 def test_tied_weights(device):
     q = parameter(device, rows=48)
     x, gradient = batches(q, 1)[0]
@@ -291,13 +308,20 @@ def test_dispatch_modes_see_an_ordinary_backward(device):
     assert counter.get_total_flops() == 2 * 3 * 2 * TOKENS * ROWS * COLS
 
 
-def test_flops_of_the_operator():
+def test_flops_of_the_operators():
     q = parameter("cpu").detach()
     x, gradient, total = torch.randn(TOKENS, COLS), torch.randn(TOKENS, ROWS), torch.zeros(q.shape)
+    flops = 2 * TOKENS * ROWS * COLS
     for needs_input in (False, True):
-        with FlopCounterMode(display=False) as counter:
-            ops.linear_backward_accumulate(gradient, q, x, False, needs_input, total)
-        assert counter.get_total_flops() == (1 + needs_input) * 2 * TOKENS * ROWS * COLS
+        for weight_only in (False, True):
+            with FlopCounterMode(display=False) as counter:
+                ops.linear_backward(gradient, q, x, False, needs_input, True, weight_only)
+            assert counter.get_total_flops() == (1 + needs_input) * flops
+            with FlopCounterMode(display=False) as counter:
+                ops.linear_backward_accumulate(
+                    gradient, q, x, False, needs_input, total, weight_only
+                )
+            assert counter.get_total_flops() == (1 + needs_input) * flops
 
 
 def test_operator_names_what_it_cannot_add_to():
