@@ -20,14 +20,16 @@ inline at::Tensor dequantized(const WeightOperand& weight) {
   return dequantized(q, weight.layout, at::kFloat, weight.first_row, weight.rows).cpu();
 }
 
+inline double epsilon_of(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? 0x1p-8 : dtype == at::kHalf ? 0x1p-11 : 0x1p-22;
+}
+
 /// Error relative to what rounding the sum of |a||b| costs.
 inline void expect_product(const at::Tensor& got, const at::Tensor& a, const at::Tensor& b,
                            const char* what) {
   const at::Tensor exact = a.to(at::kDouble).matmul(b.to(at::kDouble));
   const at::Tensor size = a.to(at::kDouble).abs().matmul(b.to(at::kDouble).abs());
-  const double epsilon = got.scalar_type() == at::kBFloat16 ? 0x1p-8
-                         : got.scalar_type() == at::kHalf   ? 0x1p-11
-                                                            : 0x1p-22;
+  const double epsilon = epsilon_of(got.scalar_type());
   const at::Tensor allowed = exact.abs() * epsilon + size * 0x1p-11 + 1e-6;
   const at::Tensor error = (got.cpu().to(at::kDouble) - exact).abs();
   EXPECT_TRUE((error <= allowed).all().item<bool>())

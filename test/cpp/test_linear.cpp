@@ -111,6 +111,53 @@ TEST_P(Linear, ForwardAndBackward) {
   }
 }
 
+// The gradient added to what is there: by one GEMM where the shape allows it, and the same
+// elsewhere.
+TEST_P(Linear, GradWeightIsAdded) {
+  at::manual_seed(3);
+  const auto [name, dtype] = GetParam();
+  const Format& format = find_format(name);
+  for (const at::Device device : devices()) {
+    for (const auto& [m, n, k] : {Sizes{64, 48, 32}, Sizes{7, 32, 100}, Sizes{129, 160, 272},
+                                  Sizes{96, 272, 200}, Sizes{40, 20, 64}}) {
+      for (const at::ScalarType sum_dtype : {dtype, at::kFloat, at::kBFloat16}) {
+        SCOPED_TRACE(::testing::Message() << device << " " << m << "x" << n << "x" << k << " in "
+                                          << c10::toString(sum_dtype));
+        const auto values = at::TensorOptions().dtype(dtype).device(device);
+        const at::Tensor x = at::randn({m, k}).to(values);
+        const at::Tensor dy = at::randn({m, n}).to(values);
+        const at::Tensor before = at::randn({n, k}).to(sum_dtype);
+        const WeightOperand weight =
+            weight_operand(at::randn({n, k}).to(device), whole(name, n, k));
+        const at::Tensor sum = before.to(device, /*non_blocking=*/false, /*copy=*/true);
+        const void* memory = sum.const_data_ptr();
+        const LinearBackward backward =
+            linear_backward(dy, weight, x, false, true, true, sum_dtype, false, sum);
+        EXPECT_TRUE(backward.grad_weight.is_same(sum));
+        EXPECT_EQ(sum.const_data_ptr(), memory);
+        EXPECT_EQ(backward.grad_input.sizes(), (at::IntArrayRef{m, k}));
+
+        const bool fp8 = is_fp8(device) && n % 16 == 0;
+        const at::Tensor dy_t =
+            fp8 ? as_activation(dy.t(), format, grad_code(format)) : dy.cpu().to(at::kFloat).t();
+        const at::Tensor x_t =
+            fp8 ? as_activation(x.t(), format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat).t();
+        // Where the product is rounded on its way, the sum is only as good as that.
+        const bool once = fp8 ? k % 16 == 0 : dtype == sum_dtype;
+        const at::Tensor product = dy_t.to(at::kDouble).mm(x_t.t().to(at::kDouble));
+        const at::Tensor size = dy_t.to(at::kDouble).abs().mm(x_t.t().to(at::kDouble).abs());
+        const at::Tensor exact = before.to(at::kDouble) + product;
+        const double epsilon = epsilon_of(sum_dtype);
+        at::Tensor allowed = exact.abs() * epsilon + size * 0x1p-11 + 1e-6;
+        if (!once) allowed += product.abs() * (epsilon + epsilon_of(dtype));
+        const at::Tensor error = (sum.cpu().to(at::kDouble) - exact).abs();
+        EXPECT_TRUE((error <= allowed).all().item<bool>())
+            << "worst " << (error / allowed).max().item<double>() << " of what is allowed";
+      }
+    }
+  }
+}
+
 // Windows of one image: rows, matrices, a shard that starts inside a block.
 TEST_P(Linear, WeightWindows) {
   at::manual_seed(1);
@@ -192,6 +239,38 @@ TEST(BackendReport, ListsThePathsTaken) {
 }
 
 #ifdef QSHARD_WITH_CUDA
+// The GEMM itself, also of sizes whose algorithms are timed, which must not add a second time.
+TEST_P(Linear, OneGemmAddsItsProduct) {
+  const auto [name, dtype] = GetParam();
+  const at::Device device = devices().back();
+  if (!device.is_cuda() || !is_fp8(device)) GTEST_SKIP() << "no CUDA device with FP8 GEMMs";
+  at::manual_seed(4);
+  const Format& format = find_format(name);
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  for (const auto& [m, n, k] : {Sizes{128, 64, 48}, Sizes{2048, 1536, 2048}}) {
+    const auto operand = [&](int64_t cols, DType code) {
+      return cuda::quantize_activation(at::randn({m, cols}, options), format, code, false, true,
+                                       {});
+    };
+    const cuda::Fp8Activation dy = operand(n, format.grad_dtype);
+    const cuda::Fp8Activation x = operand(k, DType::kFloat8E4M3);
+    const at::Tensor product = cuda::fp8_grad_weight(dy.columns, x.columns, n, k, options);
+    at::Tensor sum = at::zeros({n, k}, options);
+    for (int times = 1; times <= 3; ++times) {
+      ASSERT_TRUE(cuda::fp8_add_grad_weight(dy.columns, x.columns, sum));
+      const at::Tensor error = (sum - product * times).abs().max();
+      // Algorithms sum in orders of their own; a sum too many is off by as much as there is.
+      EXPECT_LE(error.item<double>(),
+                (4 * epsilon_of(dtype) + 0x1p-9) * sum.abs().max().item<double>())
+          << m << "x" << n << "x" << k << " added " << times << " times";
+    }
+    // Other sizes are left to those who make the product first.
+    const at::Tensor narrower = at::ones({n, k - 8}, options);
+    EXPECT_FALSE(cuda::fp8_add_grad_weight(dy.columns, x.columns, narrower));
+    EXPECT_TRUE(narrower.eq(1).all().item<bool>());
+  }
+}
+
 // Codes and scales of both orientations, byte for byte.
 TEST_P(Linear, ActivationOperands) {
   const auto [name, dtype] = GetParam();
