@@ -6,8 +6,10 @@ GEMM: device time of what is not our kernel inside our operators, in TFLOP/s = 2
 to torch._scaled_mm (cuBLASLt with its first heuristic) and bf16 mm of the same sizes, in turn.
 Whole: nn.Linear forward + backward with a weight as FSDP2 gathers it (bf16, no master): the sum of
 all kernels, and time from event to event over back-to-back calls. 1/1.55 = 0.645, 1/1.35 = 0.741.
-With --torchao: ours per tensor next to its Float8Linear, eager and compiled, of which FSDP2 gathers the
-same codes; last, because torchao changes inductor.
+Accumulate: the backward of a second microbatch, which adds to .grad in the GEMM, next to the same
+with a hook on the weight, for which autograd adds: device time, and memory beyond what lives before.
+With --torchao: ours per tensor next to its Float8Linear, eager and compiled, of which FSDP2 gathers
+the same codes; last, because torchao changes inductor.
 Saved: memory that forward leaves allocated, less its output, per element of an input that nobody
 else keeps. A code is 1 byte, a 1x128 scale 4/128 more.
 """
@@ -42,7 +44,7 @@ ops = torch.ops.qshard
 RECIPES = {r.format: r for r in (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling())}
 # (out features, in features)
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672), (1024, 4096)]
-SECTIONS = ("whole", "transpose", "reuse", "saved", "gemm", "torchao")
+SECTIONS = ("whole", "accumulate", "transpose", "reuse", "saved", "gemm", "torchao")
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 
 
@@ -211,7 +213,38 @@ def backward_share(bench: Bench, format, tokens, shape) -> Iterator[Row]:
               time_of(calls, is_transpose), time_of(calls), "µs", at_most(0.04))
 
 
+def accumulate(bench: Bench, format, tokens, shape) -> Iterator[Row]:
+    """A backward that finds a .grad, against one whose gradient autograd adds to it."""
+    n, k = shape
+    gradient = bench.randn(tokens, n)
+
+    def backward_of(layer):
+        layer.weight.grad = gradient.new_zeros(n, k)
+        y = layer(bench.randn(tokens, k))
+        return lambda: y.backward(gradient, retain_graph=True)
+
+    layers = [linear(bench, shape, RECIPES[format]) for _ in range(2)]
+    layers[1].weight.register_post_accumulate_grad_hook(lambda _: None)
+    mine, stock = backwards = list(map(backward_of, layers))
+    times = list(map(time_of, bench.run(*backwards)))
+    size = f"{tokens} tokens, {n}x{k}"
+    yield Row(f"{format} wgrad added by the GEMM / by autograd", size, *times, "µs", at_most(1))
+    if bench.device == "cuda":
+        yield Row(f"{format} the same, peak memory", size, peak_of(mine), peak_of(stock), "MB",
+                  at_most(1))
+
+
 # ------------------------------------------------------------------------------- saved memory
+
+
+def peak_of(function) -> float:
+    """MB that function() allocates at most."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
 def saved_per_element(bench: Bench, layers, tokens, features) -> float:
@@ -266,6 +299,10 @@ def sections(bench: Bench) -> Iterator[tuple[str, str, object]]:
     for tokens in sorted(bench.tokens, reverse=True):
         for shape in bench.shapes:
             yield "whole", f"{tokens} {shape}", lambda: whole(bench, tokens, shape)
+    for format in RECIPES:
+        for shape in bench.shapes:
+            yield ("accumulate", f"{format} {shape}",
+                   lambda: accumulate(bench, format, longest, shape))
     for format in RECIPES:
         for shape in bench.shapes:
             yield ("transpose", f"{format} {shape}",
