@@ -76,7 +76,7 @@ struct LinearBackward {
 /// grad (M, N); `input` is (M, K) plain, or what linear_forward saved when `input_is_quantized`.
 /// The gradient is quantized once, in the orientations that are needed. grad_weight is added to
 /// `sum`, if defined, and is then it: (N, K) contiguous in weight_grad_dtype. Where one GEMM can,
-/// it adds in place and rounds the sum once; elsewhere the product is made first.
+/// it adds in place; elsewhere the product is made first.
 LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weight,
                                const at::Tensor& input, bool input_is_quantized, bool needs_input,
                                bool needs_weight, at::ScalarType weight_grad_dtype,

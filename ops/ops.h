@@ -61,8 +61,7 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
                                               bool needs_input, bool needs_weight, bool weight_only,
                                               std::optional<at::ScalarType> grad_dtype);
 /// linear_backward that adds the weight's gradient to `weight_grad`, a plain contiguous tensor of
-/// float32, bfloat16 or float16: the sum is rounded once where one GEMM can add. Returns
-/// grad_input.
+/// float32, bfloat16 or float16, in place where one GEMM can add. Returns grad_input.
 Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, const Tensor& input,
                                      bool input_is_quantized, bool needs_input,
                                      const Tensor& weight_grad, bool weight_only);

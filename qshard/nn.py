@@ -13,8 +13,8 @@ class Linear(torch.nn.Linear):
     `layer.compile(fullgraph=True)` works. A stock nn.Linear holding a quantized weight runs the same
     kernels, in eager mode only.
 
-    An eager backward adds the weight's gradient to an existing `.grad` within the GEMM: the sum is
-    rounded once instead of twice.
+    An eager backward adds the weight's gradient to an existing `.grad` within the GEMM, without a
+    tensor of its own.
 
     weight_only: multiply by the dequantized weight; activations and gradients are not quantized.
     weight_format: of the weight, for compiled code, which cannot ask it: there the input of several

@@ -16,7 +16,8 @@ namespace qshard::cuda {
 at::Tensor scaled_mm(ScaledGemm gemm, int64_t rows, int64_t cols,
                      const std::optional<at::Tensor>& bias, const at::TensorOptions& options);
 
-/// out += gemm.a @ gemm.b^T, in place and rounded once; out is contiguous. Returns false, having
+/// out += gemm.a @ gemm.b^T, in place; out is contiguous. cuBLASLt 13.1 rounds the product to out's
+/// dtype before it adds: the bits of scaled_mm and an addition. Returns false, having
 /// written nothing, if out does not have the operands' rows, padding included, or cuBLASLt has no
 /// kernel.
 bool scaled_addmm(ScaledGemm gemm, const at::Tensor& out);
