@@ -42,7 +42,8 @@ def quantize_(
         modules that are to have another recipe.
 
     On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
-    Nothing is changed if it raises.
+    Nothing is changed by wrong arguments. Weights are converted one after the other, each plain one
+    freed before the next, so memory never holds two models.
     """
     format = _format_of(recipe, stochastic_rounding)
     if stochastic_rounding and keep_master:
@@ -63,16 +64,16 @@ def quantize_(
         raise ValueError("qshard.quantize_: no nn.Linear was chosen; check filter_fn")
     _refuse_after_first_forward(model)
 
-    quantized = {}  # by id of the old parameter: tied weights stay tied
-    for name, module in chosen:
-        weight = module.weight
-        if id(weight) not in quantized:
-            quantized[id(weight)] = _quantized_parameter(weight, format, keep_master, name)
+    weights = _places(model, chosen)
+    for name, places in weights:
+        _check(_at(places[0]), format, keep_master, name)
+    for name, places in weights:
+        parameter = _quantized_parameter(_at(places[0]), format, keep_master, name)
+        for module, attribute in places:
+            setattr(module, attribute, parameter)
     for _, module in chosen:
-        module.weight = quantized[id(module.weight)]
         _prepare_module(module, weight_only)
         state.link(module)
-    _retie(model, quantized)
     flush(model)
     return model
 
@@ -116,6 +117,34 @@ def _refuse_after_first_forward(model):
             )
 
 
+def _places(model, chosen):
+    """Of each weight among the chosen modules its name and all (module, attribute) that hold it:
+    tied weights stay tied, also to modules that are not linears (an embedding)."""
+    weights = {id(module.weight): (name, []) for name, module in reversed(chosen)}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if id(parameter) in weights:
+                weights[id(parameter)][1].append((module, attribute))
+    for name, places in weights.values():
+        if not places:
+            raise TypeError(
+                f"qshard.quantize_: the weight of {name} is computed, by a parametrization or a hook; "
+                "remove that, or leave the layer out by filter_fn"
+            )
+    return list(reversed(weights.values()))
+
+
+def _at(place):
+    module, attribute = place
+    return getattr(module, attribute)
+
+
+def _check(parameter, format, keep_master, name):
+    """Raises what quantizing a weight of this shape, dtype and placement would raise."""
+    local, rows = _rows_of(parameter.detach(), name)
+    ops.quantize(local.to("meta"), format, keep_master=keep_master, **rows)
+
+
 def _quantized_parameter(param, format, keep_master, name):
     with torch.no_grad():
         value = quantize_like(param.detach(), format, keep_master, name)
@@ -127,8 +156,24 @@ def _quantized_parameter(param, format, keep_master, name):
 
 def quantize_like(value, format, keep_master, name):
     """Quantizes a plain tensor or DTensor; a DTensor keeps its mesh and placements."""
+    local, rows = _rows_of(value, name)
+    quantized = ops.quantize(local, format, keep_master=keep_master, **rows)
+    if local is value:
+        return quantized
+    return DTensor.from_local(
+        quantized,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def _rows_of(value, name):
+    """The local tensor, and what ops.quantize is to be told of a DTensor's: which rows it has."""
     if not isinstance(value, DTensor):
-        return ops.quantize(value, format, keep_master=keep_master)
+        return value, {}
     mesh, placements = value.device_mesh, value.placements
     sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     if len(sharded) > 1 or any(not placements[i].is_shard(0) for i in sharded):
@@ -136,7 +181,6 @@ def quantize_like(value, format, keep_master, name):
             f"qshard.quantize_: {name} is placed as {placements}; supported are Shard(0) on one mesh "
             "dimension, with or without Replicate() on another"
         )
-    local = value.to_local()
     rows_per_slice = value.shape[1:-1].numel()
     offset, rows = 0, value.shape[0] * rows_per_slice
     if sharded:
@@ -144,12 +188,7 @@ def quantize_like(value, format, keep_master, name):
         chunk = -(-value.shape[0] // mesh.size(sharded[0]))
         first = min(chunk * mesh.get_local_rank(sharded[0]), value.shape[0])
         offset = first * rows_per_slice
-    shard = ops.quantize(
-        local, format, keep_master=keep_master, logical_rows=rows, row_offset=offset
-    )
-    return DTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    return value.to_local(), {"logical_rows": rows, "row_offset": offset}
 
 
 def _prepare_module(module, weight_only):
@@ -161,14 +200,6 @@ def _prepare_module(module, weight_only):
     if not getattr(module, "_qshard_load_hook", False):
         module.register_load_state_dict_pre_hook(_quantize_on_assign)
         module._qshard_load_hook = True
-
-
-def _retie(model, quantized):
-    """Parameters tied to modules that are not linears (an embedding) follow."""
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if id(param) in quantized:
-                module._parameters[name] = quantized[id(param)]
 
 
 def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):

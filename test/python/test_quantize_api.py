@@ -1,6 +1,7 @@
 """quantize_, recipes, reports: what the package does to a model."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -149,6 +150,29 @@ def test_a_failing_call_changes_nothing():
         qshard.quantize_(model(), "float8")
     with pytest.raises(ValueError, match="filter_fn"):
         qshard.quantize_(nn.ReLU(), qshard.Float8BlockScaling())
+
+
+def test_a_weight_that_is_computed_is_refused():
+    m = model()
+    nn.utils.parametrizations.weight_norm(m[0])
+    with pytest.raises(TypeError, match="weight of 0 is computed"):
+        qshard.quantize_(m, qshard.Float8BlockScaling())
+    assert not any(qshard.is_quantized(p) for p in m.parameters())
+
+
+@pytest.mark.parametrize("keep_master", [True, False])
+def test_plain_weights_are_freed_one_by_one(keep_master, monkeypatch):
+    m = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    plain = [weakref.ref(layer.weight) for layer in m]
+    quantize_like, alive = qshard.quantize.quantize_like, []
+
+    def counting(*args):
+        alive.append(sum(weight() is not None for weight in plain))
+        return quantize_like(*args)
+
+    monkeypatch.setattr(qshard.quantize, "quantize_like", counting)
+    qshard.quantize_(m, qshard.Float8CurrentScaling(), keep_master=keep_master)
+    assert alive == [6, 5, 4, 3, 2, 1] and not any(weight() is not None for weight in plain)
 
 
 def test_report_counts_bytes_by_plane():
