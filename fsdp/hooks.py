@@ -64,12 +64,18 @@ _spec_groups = {}
 
 def dtensor_groups(dtensor):
     """Name of the group whose ranks hold the rows of this DTensor, and names, with spaces between
-    them, of those whose ranks hold the same rows."""
-    mesh, placements = dtensor.device_mesh, dtensor.placements
-    key = (id(mesh), placements)
+    them, of those whose ranks hold the same rows. Asked of each parameter at each optimizer step, so
+    DTensors are told apart by their spec: comparing meshes and placements takes a microsecond."""
+    key = id(dtensor._spec)
     known = _spec_groups.get(key)
-    if known is not None and known[0]() is mesh:
-        return known[1]
+    if known is None:
+        reference = weakref.ref(dtensor._spec, lambda _: _spec_groups.pop(key, None))
+        names = find_dtensor_groups(dtensor.device_mesh, dtensor.placements)
+        known = _spec_groups[key] = reference, names
+    return known[1]
+
+
+def find_dtensor_groups(mesh, placements):
     dims = [i for i, p in enumerate(placements) if p.is_shard() and mesh.size(i) > 1]
     replicas = [i for i, p in enumerate(placements) if p.is_replicate() and mesh.size(i) > 1]
     if len(dims) > 1:
@@ -77,11 +83,9 @@ def dtensor_groups(dtensor):
             "qshard: a quantized parameter sharded over several mesh dimensions "
             f"({placements}) has no reduction group"
         )
-    names = tuple(
+    return tuple(
         " ".join(mesh.get_group(i).group_name for i in some) for some in (dims, replicas)
     )
-    _spec_groups[key] = (weakref.ref(mesh), names)
-    return names
 
 
 # -------------------------------------------------------------------------------- FSDP2's hooks
@@ -121,13 +125,16 @@ class PreAllGather:
     __signature__ = inspect.Signature(
         [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     )
-    __slots__ = ("shard",)
+    __slots__ = ("shard", "mesh", "group")
 
     def __init__(self, shard):
         self.shard = shard  # a weak reference
+        self.mesh = None
 
     def __call__(self, mesh):
-        return (pre_all_gather(self.shard(), mesh_group(mesh)),), None
+        if mesh is not self.mesh:
+            self.mesh, self.group = mesh, mesh_group(mesh)
+        return (pre_all_gather(self.shard(), self.group),), None
 
 
 @hook_property

@@ -272,3 +272,19 @@ def test_compiled_foreach_step_is_refused_by_name():
     for p, unchanged in zip(parameters, before):
         assert_unchanged(p, unchanged)
     torch._dynamo.reset()
+
+
+def test_parameters_can_be_swapped_after_a_step():
+    """Module.to may swap parameters, and torch.utils.swap_tensors refuses those that somebody holds a
+    weak reference to."""
+    for params in (quantized(True), [Parameter(weight(3, 4))]):
+        optimizer = OPTIMIZERS["AdamW fused"](params)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+        for param in params:
+            other = Parameter(param.detach().clone() + 1)
+            expected = value(other.detach())
+            torch.utils.swap_tensors(param, other)
+            assert_same(value(param.detach()), expected)
