@@ -207,7 +207,7 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_a
   const auto dtype = dtype_arg.value_or(self.scalar_type());
   const auto device = device_arg.value_or(self.device());
   const bool narrows =
-      is_nominal_dtype(dtype) && c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
+      is_value_dtype(dtype) && c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(device.is_meta() ? self.device() : device);
   if (impl.is_export() || !narrows || layout.value_or(at::kStrided) != at::kStrided) {

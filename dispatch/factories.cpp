@@ -35,7 +35,7 @@ struct NewArgs {
 
 /// Codes have no more precision than the nominal dtype: wider, or not a float of ours, means plain.
 bool keeps_kind(const at::Tensor& self, at::ScalarType dtype) {
-  return is_nominal_dtype(dtype) && c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
+  return is_value_dtype(dtype) && c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
 }
 
 bool same_inner_shape(const at::Tensor& self, at::IntArrayRef sizes) {

@@ -51,7 +51,7 @@ class FlushedState {
       : own_(buffer.state),
         here_(own_.device() == buffer.device() ? own_ : own_.copy_to(buffer.device())) {
     task_.layout = buffer.layout;
-    task_.value_dtype = to_kernel_dtype(buffer.dtype);
+    task_.value_dtype = value_dtype(buffer.dtype);
     task_.amax = amax;
     task_.words = words;
     if (here_.amax_history.defined()) {
@@ -157,7 +157,7 @@ void requantize(const Batch& batch, const FlushOptions& options) {
     const int64_t numel = amaxes + state_words(*buffer->layout.format);
     buffer->detach_from_source();
     buffer->own_grid();
-    QuantizeTask task{buffer->layout, cuts[i], to_kernel_dtype(buffer->dtype)};
+    QuantizeTask task{buffer->layout, cuts[i], value_dtype(buffer->dtype)};
     task.amax = next_amax;
     task.grid = buffer->grid.defined() ? buffer->grid.mutable_data_ptr<float>() : nullptr;
     if (buffer->knows_amax()) {

@@ -1,32 +1,11 @@
 #include "dispatch/kernel_bridge.h"
 
-#include <fmt/format.h>
-
 #ifdef QSHARD_WITH_CUDA
 #include <c10/core/Event.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
 namespace qshard {
-
-bool is_nominal_dtype(at::ScalarType dtype) {
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
-}
-
-DType to_kernel_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kHalf:
-      return DType::kFloat16;
-    default:
-      TORCH_CHECK(false, fmt::format("qshard: dtype {} cannot be quantized; use float32, bfloat16 "
-                                     "or float16",
-                                     c10::toString(dtype)));
-  }
-}
 
 void wait_for_default_stream([[maybe_unused]] at::Device device) {
 #ifdef QSHARD_WITH_CUDA

@@ -1,4 +1,4 @@
-// From ATen's vocabulary to the kernels': dtypes, streams, and the guards kernels run under.
+// From ATen's vocabulary to the kernels': value types, streams, and the guards kernels run under.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,6 +8,7 @@
 
 #include "kernels/current_stream.h"
 #include "kernels/quantize.h"
+#include "kernels/value_dtype.h"
 
 namespace qshard {
 
@@ -18,12 +19,6 @@ struct PlainGuard {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
 };
-
-/// @throws c10::Error if `dtype` is not float32, bfloat16 or float16.
-DType to_kernel_dtype(at::ScalarType dtype);
-
-/// dtypes a quantized tensor may be nominally.
-bool is_nominal_dtype(at::ScalarType dtype);
 
 /// ADInplaceOrView does this for the tensors it sees; inside TensorLists, and below it, nobody
 /// does, and autograd's saved-tensor check would miss the write.

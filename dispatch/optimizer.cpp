@@ -156,7 +156,7 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
     AdamWTask& task = tasks.emplace_back();
     task.layout = buffer.layout;
     task.cuts = find_cuts(buffer.layout, ranks);
-    task.value_dtype = to_kernel_dtype(buffer.dtype);
+    task.value_dtype = value_dtype(buffer.dtype);
     task.parameter = buffer.master.mutable_data_ptr();
     task.values = task.parameter;
     task.image = buffer.image.mutable_data_ptr<uint8_t>();

@@ -237,7 +237,7 @@ at::Tensor QuantizedBuffer::dequantize_rows(int64_t first, int64_t count,
                             grid.defined() ? grid.const_data_ptr<float>() : nullptr,
                             first,
                             count,
-                            to_kernel_dtype(out_dtype),
+                            value_dtype(out_dtype),
                             out.mutable_data_ptr()};
   dequantize({&task, 1}, current_stream(device()));
   return out;

@@ -71,7 +71,7 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
               int64_t storage_offset, at::ScalarType dtype, at::TensorList state) {
   PlainGuard guard;
   TORCH_CHECK((fields.size() == kFields || fields.size() == kImages) &&
-                  bytes.scalar_type() == at::kByte && bytes.dim() == 1 && is_nominal_dtype(dtype) &&
+                  bytes.scalar_type() == at::kByte && bytes.dim() == 1 && is_value_dtype(dtype) &&
                   size.size() == stride.size(),
               "qshard: this is not a saved quantized tensor");
   Layout layout;

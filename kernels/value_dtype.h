@@ -1,4 +1,5 @@
-// The kernels' names for torch's value types.
+// The kernels' names for torch's value types: what is quantized, and a quantized tensor's nominal
+// dtype.
 #pragma once
 
 #include <c10/core/ScalarType.h>

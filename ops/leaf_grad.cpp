@@ -59,7 +59,7 @@ bool is_on_current_stream(Node& leaf) {
 // What AccumulateGrad adds to in place, without a warning.
 bool can_be_added_to(const Tensor& sum, const Tensor& variable, const Tensor& grad) {
   return sum.defined() && sum.layout() == at::kStrided && !has_key(sum) &&
-         is_nominal_dtype(sum.scalar_type()) && sum.device() == grad.device() &&
+         is_value_dtype(sum.scalar_type()) && sum.device() == grad.device() &&
          sum.sizes() == variable.sizes() && sum.is_contiguous() && !sum.is_inference() &&
          !sum.is_neg() && !sum._fw_grad(0).defined() &&
          torch::autograd::utils::obeys_layout_contract(sum, variable);
@@ -96,7 +96,7 @@ std::optional<at::ScalarType> converted_grad_dtype(Node& node, size_t edge,
   const auto& next = node.next_edge(edge);
   if (!next.is_valid()) return std::nullopt;
   const auto dtype = next.function->input_metadata(next.input_nr).grad_dtype();
-  const bool is_converted = dtype && is_nominal_dtype(*dtype) && *dtype != variable.scalar_type();
+  const bool is_converted = dtype && is_value_dtype(*dtype) && *dtype != variable.scalar_type();
   return is_converted ? dtype : std::nullopt;
 }
 

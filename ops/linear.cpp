@@ -33,7 +33,7 @@ void check_linear_shapes(const Tensor& input, const Tensor& weight, const Option
       fmt::format("qshard::linear: bias of shape {} does not fit a weight of shape {}",
                   bias ? bias->sizes().vec() : std::vector<int64_t>{}, weight.sizes().vec()));
   TORCH_CHECK(
-      is_nominal_dtype(input.scalar_type()),
+      is_value_dtype(input.scalar_type()),
       fmt::format("qshard::linear: input dtype {} is not supported; use float32, bfloat16 or "
                   "float16",
                   c10::toString(input.scalar_type())));
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
                                               std::optional<at::ScalarType> grad_dtype) {
   PlainGuard guard;
   const auto dtype = grad_dtype.value_or(weight.scalar_type());
-  TORCH_CHECK(is_nominal_dtype(dtype),
+  TORCH_CHECK(is_value_dtype(dtype),
               fmt::format("qshard::linear_backward: grad_dtype {} is not supported; use float32, "
                           "bfloat16 or float16",
                           c10::toString(dtype)));
@@ -120,7 +120,7 @@ Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, c
                                      const Tensor& weight_grad, bool weight_only) {
   PlainGuard guard;
   TORCH_CHECK(
-      !has_key(weight_grad) && is_nominal_dtype(weight_grad.scalar_type()),
+      !has_key(weight_grad) && is_value_dtype(weight_grad.scalar_type()),
       fmt::format("qshard::linear_backward_accumulate: weight_grad must be a plain float32, "
                   "bfloat16 or float16 tensor, got {}",
                   c10::toString(weight_grad.scalar_type())));
@@ -132,7 +132,7 @@ Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, c
 
 Tensor transposed_operand(const Tensor& x, bool hadamard) {
   PlainGuard guard;
-  TORCH_CHECK(x.dim() == 2 && !has_key(x) && is_nominal_dtype(x.scalar_type()),
+  TORCH_CHECK(x.dim() == 2 && !has_key(x) && is_value_dtype(x.scalar_type()),
               fmt::format("qshard::_transposed_operand: needs a plain float32, bfloat16 or float16 "
                           "matrix, got {} of shape {}",
                           c10::toString(x.scalar_type()), x.sizes().vec()));

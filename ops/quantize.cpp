@@ -23,7 +23,7 @@ const Format& checked_format(c10::string_view name, const char* op) {
 
 void check_can_be_quantized(const Tensor& self) {
   TORCH_CHECK_TYPE(
-      is_nominal_dtype(self.scalar_type()),
+      is_value_dtype(self.scalar_type()),
       fmt::format("qshard::quantize: expected a float32, bfloat16 or float16 tensor, got "
                   "{}",
                   c10::toString(self.scalar_type())));
@@ -181,7 +181,7 @@ Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {
                                c10::toString(dtype)));
   require_fresh_image(buffer, "qshard::dequantize");
   PlainGuard guard;
-  const auto kernel_dtype = is_nominal_dtype(dtype) ? dtype : at::kFloat;
+  const auto kernel_dtype = is_value_dtype(dtype) ? dtype : at::kFloat;
   Tensor result;
   if (const auto rows = row_window(self)) {
     result = buffer->dequantize_rows(rows->first, rows->count, kernel_dtype).view(self.sizes());

@@ -69,6 +69,13 @@ def set_gradients(seed, *parameter_lists):
             p.grad = weight(*p.shape, seed=1000 * seed + i).to(p.dtype)
 
 
+def step_alike(seed, *lists_with_optimizers):
+    """One step of each optimizer, with the same gradients."""
+    for parameters, optimizer in lists_with_optimizers:
+        set_gradients(seed, parameters)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_with_a_master_equal_plain_steps(name):
     """Lists mix quantized and plain parameters."""
@@ -77,9 +84,7 @@ def test_twenty_steps_with_a_master_equal_plain_steps(name):
     twins = plain_twins(parameters)
     ours, theirs = OPTIMIZERS[name](parameters), OPTIMIZERS[name](twins)
     for step in range(20):
-        set_gradients(step, parameters, twins)
-        ours.step()
-        theirs.step()
+        step_alike(step, (parameters, ours), (twins, theirs))
     for p, twin in zip(parameters, twins):
         assert_same(p, twin)
         if is_quantized(p):
@@ -119,9 +124,7 @@ def test_low_precision_masters_step_as_plain_tensors_of_their_dtype(name, dtype)
     twins = plain_twins(parameters)
     ours, theirs = OPTIMIZERS[name](parameters), OPTIMIZERS[name](twins)
     for step in range(5):
-        set_gradients(step, parameters, twins)
-        ours.step()
-        theirs.step()
+        step_alike(step, (parameters, ours), (twins, theirs))
     for p, twin in zip(parameters, twins):
         assert_same(p, twin)
 
@@ -132,9 +135,7 @@ def test_without_a_master_each_step_rounds_the_plain_update(name):
     twins = plain_twins(parameters)
     ours, theirs = OPTIMIZERS[name](parameters), OPTIMIZERS[name](twins)
     for step in range(5):
-        set_gradients(step, parameters, twins)
-        ours.step()
-        theirs.step()
+        step_alike(step, (parameters, ours), (twins, theirs))
         with torch.no_grad():
             for p, twin in zip(parameters, twins):
                 twin.copy_(ops.dequantize(quantized_alike(twin.detach(), p)))
