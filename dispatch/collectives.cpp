@@ -17,26 +17,11 @@ namespace {
 
 /// The packed bytes of a tensor that shows its whole buffer; `received` collects those that the
 /// collective may write.
-at::Tensor wire_bytes(const at::Tensor& tensor, const std::string& op,
+at::Tensor wire_bytes(const at::Tensor& tensor, const std::string&,
                       std::vector<BufferPtr>& received) {
   if (!has_key(tensor)) return tensor;
-  const BufferPtr& buffer = impl_of(tensor).buffer();
-  buffer->detach_from_source();
-  const auto rows = row_window(tensor);
-  TORCH_CHECK(rows && rows->first == 0 && rows->count == buffer->layout.rows,
-              fmt::format("{}: a {} that shows only part of its buffer cannot be sent or received; "
-                          "clone() it first",
-                          op, describe(tensor)));
-  if (buffer->is_stale()) {
-    TORCH_CHECK(can_flush_locally(*buffer) || buffer->master.defined(),
-                fmt::format("{}: this shard was written and not flushed; call qshard.flush(model) "
-                            "on all ranks first",
-                            op));
-    if (can_flush_locally(*buffer)) flush_locally(buffer);
-  }
-  buffer->own_grid();
-  received.push_back(buffer);
-  return buffer->packed();
+  received.push_back(impl_of(tensor).buffer());
+  return window(buffer_of(tensor).write_plane(), tensor);
 }
 
 void byte_collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -65,9 +50,7 @@ void byte_collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   }
   op.callBoxed(stack);
   for (const auto& buffer : received) {
-    buffer->generation = QuantizedBuffer::next_generation();
-    buffer->grid_snapshot.reset();
-    buffer->mark_flushed(/*agreed=*/true);
+    buffer->written();
   }
 }
 

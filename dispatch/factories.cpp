@@ -4,7 +4,6 @@
 // them. Optimizers make their states with `zeros_like`, which must be plain.
 #include <fmt/format.h>
 
-#include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
@@ -44,16 +43,15 @@ bool same_inner_shape(const at::Tensor& self, at::IntArrayRef sizes) {
 }
 
 /// The layout of a new tensor of `sizes`. Rows that fit the template's logical tensor may become a
-/// shard of it: only their row offset is open until a quantized copy_ says. Other shapes are
+/// shard of it, unplaced until a quantized copy_ says which. Other shapes are
 /// logical tensors of their own, and plain ones where the format has no such shape.
 Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
-  const QuantizedBuffer& from = buffer_of(self);
-  Layout layout = from.layout;
+  Layout layout = buffer_of(self).layout();
   layout.rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
   layout.images = Images::kAll;
   if (same_inner_shape(self, sizes) && sizes.back() == layout.cols &&
       layout.rows <= layout.logical_rows) {
-    layout.row_offset = Layout::kOpen;
+    layout.row_offset = Layout::kUnplaced;
     return layout;
   }
   layout.cols = sizes.back();
@@ -61,11 +59,6 @@ Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
   layout.matrix_rows = sizes[sizes.size() - 2];
   layout.row_offset = 0;
   return layout;
-}
-
-at::Tensor grid_on(at::Device device, QuantizedBuffer& from) {
-  const at::Tensor grid = grid_snapshot(from);
-  return grid.device() == device ? grid : grid.to(device);
 }
 
 /// Row padding and ranks without rows live by what new_zeros leaves: zeros, with the template's
@@ -76,41 +69,19 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
   QuantizedBuffer& from = buffer_of(self);
   Layout layout = layout_for(self, sizes);
   if (!layout.fits()) return at::zeros(sizes, args.plain());
-  const bool is_shard = layout.row_offset == Layout::kOpen;
-  if (is_shard && row_offset) layout.row_offset = *row_offset;
-  const bool inherits_grid =
-      is_shard && from.grid.defined() && !args.device.is_meta() && !from.is_meta();
-  auto buffer =
-      inherits_grid
-          ? QuantizedBuffer::allocate_borrowing_grid(grid_on(args.device, from), layout, args.dtype,
-                                                     from.keeps_master(), fill)
-          : QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device);
-  if (is_shard) {
-    // Zero codes are of the template's generation if its scales are theirs too; not on meta, which
-    // has no grid, nor where rows carry their own scales: these rows have none yet.
-    if (inherits_grid && layout.format->scales_in_grid()) buffer->generation = from.generation;
-    buffer->inherit_parameter(from);
-    buffer->dirty = from.is_dirty();
+  if (layout.row_offset != Layout::kUnplaced) {
+    return make_tensor(
+        QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device), sizes);
   }
-  return make_tensor(std::move(buffer), sizes);
+  if (row_offset) layout.row_offset = *row_offset;
+  return make_tensor(QuantizedBuffer::like_shard(from, layout, args.dtype, args.device, fill),
+                     sizes);
 }
 
-/// `new_empty([])` is what deepcopy and DCP's stager build `set_(storage, ...)` on: it carries the
+/// `new_empty([])` is what DCP's stager and others build `set_(storage, ...)` on: it carries the
 /// template's metadata and no bytes.
 at::Tensor rebuild_template(const at::Tensor& self, const NewArgs& args) {
-  PlainGuard guard;
-  const QuantizedBuffer& from = buffer_of(self);
-  auto buffer = c10::make_intrusive<QuantizedBuffer>();
-  buffer->layout = from.layout;
-  buffer->dtype = args.dtype;
-  const auto bytes = at::TensorOptions().dtype(at::kByte).device(args.device);
-  buffer->image = at::empty({0}, bytes);
-  buffer->storage = buffer->image.storage();
-  buffer->inherit_parameter(from);
-  if (from.keeps_master()) buffer->master = at::empty({0}, bytes.dtype(args.dtype));
-  buffer->mark_flushed(/*agreed=*/true);
-  buffer->dirty = from.is_dirty();
-  return make_tensor(std::move(buffer), {});
+  return make_tensor(QuantizedBuffer::without_bytes(buffer_of(self), args.dtype, args.device), {});
 }
 
 at::Tensor new_empty(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg dtype, LayoutArg,
@@ -135,13 +106,16 @@ at::Tensor empty_like(const at::Tensor& self, DTypeArg dtype, LayoutArg layout, 
   const NewArgs args(self, dtype, device, pinned);
   const auto rows = row_window(self);
   const bool is_whole_rows =
-      self.dim() >= 2 && rows && self.size(-1) == buffer_of(self).layout.cols;
+      self.dim() >= 2 && rows && self.size(-1) == buffer_of(self).layout().cols;
   if (!keeps_kind(self, args.dtype) || !is_whole_rows ||
       layout.value_or(at::kStrided) != at::kStrided) {
     return at::empty(self.sizes(), args.plain());
   }
-  const int64_t offset = buffer_of(self).layout.row_offset;
-  if (offset == Layout::kOpen) return new_quantized(self, self.sizes(), args, Fill::kNothing);
+  const QuantizedBuffer& from = buffer_of(self);
+  if (!from.placement().is_placed()) {
+    return new_quantized(self, self.sizes(), args, Fill::kNothing);
+  }
+  const int64_t offset = from.layout().row_offset;
   return new_quantized(self, self.sizes(), args, Fill::kNothing, offset + rows->first);
 }
 

@@ -64,20 +64,20 @@ class Substitution {
       if (write.kind == Kind::kOut && write.quantized.numel() > 0) {
         window(buffer.write_plane(), write.quantized).copy_(write.plain);
       }
-      buffer.mark_written();
+      buffer.written();
       bump_version(write.quantized);
     }
   }
 
-  /// After an error: planes made only for this call go, so that the tensor is what it was. A master
-  /// may hold part of the result, as a plain tensor would (one of a list), so its image is stale.
-  void roll_back() {
+  /// After an error: planes made only for this call go, so that the tensor is what it was. Once the
+  /// op `ran`, a master may hold part of the result, as a plain tensor would (one of a list).
+  void roll_back(bool ran) {
     for (const Write& write : writes_) {
       QuantizedBuffer& buffer = buffer_of(write.quantized);
       if (write.made_pending) {
-        buffer.pending.reset();
-      } else if (write.kind == Kind::kInPlace) {
-        buffer.mark_written();
+        buffer.drop_pending();
+      } else if (ran && write.kind == Kind::kInPlace) {
+        buffer.written();
       }
     }
   }
@@ -104,7 +104,7 @@ class Substitution {
   std::vector<Write> writes_;
 
   static bool makes_pending(const QuantizedBuffer& buffer) {
-    return !buffer.keeps_master() && !buffer.pending.defined();
+    return !buffer.keeps_master() && !buffer.pending().defined();
   }
 
   static bool is_quantized_argument(const at::Tensor& tensor) {
@@ -171,22 +171,24 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   refuse_what_cannot_fall_back(op, op_name(op));
 
   c10::OptionalDeviceGuard device_guard;
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {
-    const auto& argument = schema.arguments()[i];
-    const bool written = argument.alias_info() && argument.alias_info()->isWrite();
-    convert_value((*stack)[first_argument + i], [&](const at::Tensor& tensor) {
-      if (!device_guard.current_device() && has_key(tensor)) {
-        device_guard.reset_device(tensor.device());
-      }
-      if (!written) return substitution.read(tensor);
-      return argument.is_out() ? substitution.out(tensor) : substitution.write(tensor);
-    });
-  }
+  bool runs = false;
   try {
+    for (size_t i = 0; i < schema.arguments().size(); ++i) {
+      const auto& argument = schema.arguments()[i];
+      const bool written = argument.alias_info() && argument.alias_info()->isWrite();
+      convert_value((*stack)[first_argument + i], [&](const at::Tensor& tensor) {
+        if (!device_guard.current_device() && has_key(tensor)) {
+          device_guard.reset_device(tensor.device());
+        }
+        if (!written) return substitution.read(tensor);
+        return argument.is_out() ? substitution.out(tensor) : substitution.write(tensor);
+      });
+    }
+    runs = true;
     op.callBoxed(stack);
     substitution.commit();
   } catch (...) {
-    substitution.roll_back();
+    substitution.roll_back(runs);
     throw;
   }
   const size_t first_return = stack->size() - schema.returns().size();

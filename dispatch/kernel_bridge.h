@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include "dispatch/streams.h"
 #include "kernels/current_stream.h"
 #include "kernels/quantize.h"
 #include "kernels/value_dtype.h"
@@ -25,13 +26,5 @@ struct PlainGuard {
 inline void bump_version(const at::Tensor& written) {
   if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
 }
-
-/// Makes the current stream wait for work queued on the default stream. No-op off CUDA.
-void wait_for_default_stream(at::Device device);
-
-/// Tells the caching allocator that `tensor` is in use on the current stream. No-op off CUDA.
-void record_on_current_stream(const at::Tensor& tensor);
-/// The same of the default stream.
-void record_on_default_stream(const at::Tensor& tensor);
 
 }  // namespace qshard

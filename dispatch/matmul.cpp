@@ -19,32 +19,32 @@ WeightOperand weight_operand(const at::Tensor& weight, const char* op) {
   const BufferPtr& buffer = impl_of(weight).buffer();
   const auto rows = row_window(weight);
   TORCH_CHECK(
-      weight.dim() == 2 && rows && weight.size(1) == buffer->layout.cols,
+      weight.dim() == 2 && rows && weight.size(1) == buffer->layout().cols,
       fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
                   describe(weight), weight.strides().vec()));
-  require_fresh_image(buffer, op);
-  return {buffer->layout,
-          buffer->image,
-          buffer->grid,
+  require_shown(buffer, op);
+  return {buffer->layout(),
+          buffer->image(),
+          buffer->grid(),
           rows->first,
           weight.size(0),
-          buffer->state.amax_history,
-          buffer->state.scaling_amax};
+          buffer->scaling_state().amax_history,
+          buffer->scaling_state().scaling_amax};
 }
 
 namespace {
 
 bool is_row_window(const at::Tensor& tensor) {
   return has_key(tensor) && tensor.dim() == 2 && row_window(tensor) &&
-         tensor.size(1) == buffer_of(tensor).layout.cols;
+         tensor.size(1) == buffer_of(tensor).layout().cols;
 }
 
 /// The values a GEMM multiplies by: dequantized codes for a quantized tensor.
 at::Tensor gemm_value(const at::Tensor& tensor, const char* op) {
   if (!has_key(tensor)) return tensor;
   const BufferPtr& buffer = impl_of(tensor).buffer();
-  require_fresh_image(buffer, op);
-  return window(buffer->dequantize_rows(0, buffer->layout.rows, buffer->dtype), tensor);
+  require_shown(buffer, op);
+  return window(buffer->dequantize_rows({0, buffer->layout().rows}, buffer->dtype()), tensor);
 }
 
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {

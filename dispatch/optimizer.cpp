@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "dispatch/fallback.h"
-#include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/requantize.h"
 #include "kernels/optimizer.h"
 
 namespace qshard {
@@ -72,11 +72,12 @@ bool serves(const AdamWArguments& a, const at::IValue& lr) {
 bool has_steppable_master(const at::Tensor& parameter) {
   if (!is_quantized(parameter)) return false;
   const QuantizedBuffer& buffer = buffer_of(parameter);
-  const Layout& layout = buffer.layout;
-  if (!buffer.master.defined()) return false;
+  const Layout& layout = buffer.layout();
+  if (!buffer.master().defined()) return false;
   if (parameter.numel() == 0) return true;  // also in a place not known yet
-  if (layout.row_offset == Layout::kOpen) return false;
-  if (buffer.group.empty() && !layout.holds_all_rows()) return false;
+  const Placement& placement = buffer.placement();
+  if (!placement.is_placed()) return false;
+  if (placement.group().empty() && !layout.holds_all_rows()) return false;
   const auto rows = row_window(parameter);
   return rows && rows->first == 0 && rows->count == layout.live_rows() &&
          step_quantizes(layout) != StepQuantizes::kNothing;
@@ -148,20 +149,20 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
     const at::Tensor& parameter = a.parameters[i];
     QuantizedBuffer& buffer = buffer_of(parameter);
     if (parameter.numel() == 0) continue;
-    if (buffer.group != group) {
-      group = buffer.group;
+    if (buffer.placement().group() != group) {
+      group = buffer.placement().group();
       ranks = ranks_of(group);
     }
-    buffer.own_grid();
+    buffer.write_codes();
     AdamWTask& task = tasks.emplace_back();
-    task.layout = buffer.layout;
-    task.cuts = find_cuts(buffer.layout, ranks);
-    task.value_dtype = value_dtype(buffer.dtype);
-    task.parameter = buffer.master.mutable_data_ptr();
+    task.layout = buffer.layout();
+    task.cuts = find_cuts(task.layout, ranks);
+    task.value_dtype = value_dtype(buffer.dtype());
+    task.parameter = buffer.write_plane().mutable_data_ptr();
     task.values = task.parameter;
-    task.image = buffer.image.mutable_data_ptr<uint8_t>();
-    task.grid = buffer.grid.defined() ? buffer.grid.mutable_data_ptr<float>() : nullptr;
-    task.quantizes = step_quantizes(buffer.layout);
+    task.image = buffer.image().mutable_data_ptr<uint8_t>();
+    task.grid = buffer.grid().defined() ? buffer.grid().mutable_data_ptr<float>() : nullptr;
+    task.quantizes = step_quantizes(task.layout);
     task.grad = a.grads[i].mutable_data_ptr();
     task.exp_avg = a.exp_avgs[i].mutable_data_ptr();
     task.exp_avg_sq = a.exp_avg_sqs[i].mutable_data_ptr();
@@ -177,16 +178,17 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
   }
   fused_adamw(tasks, options_of(a, lr, device), current_stream(device));
 
+  for (const size_t i : indices) {
+    bump_version(a.parameters[i]);
+    // What holds no rows was written, too: ranks must agree on who flushes.
+    if (a.parameters[i].numel() == 0) buffer_of(a.parameters[i]).written();
+  }
+  // After the bumps: they are this write's.
   for (size_t t = 0; t < tasks.size(); ++t) {
     const AdamWTask& task = tasks[t];
-    buffers[t]->mark_written(amax, task.amax - amax.const_data_ptr<float>(),
-                             amax_numel(task.layout, task.cuts),
-                             task.quantizes == StepQuantizes::kAll);
-  }
-  for (const size_t i : indices) {
-    // What holds no rows was written, too: ranks must agree on who flushes.
-    if (a.parameters[i].numel() == 0) buffer_of(a.parameters[i]).mark_written();
-    bump_version(a.parameters[i]);
+    buffers[t]->written_with_amax(amax, task.amax - amax.const_data_ptr<float>(),
+                                  amax_numel(task.layout, task.cuts),
+                                  task.quantizes == StepQuantizes::kAll);
   }
 }
 

@@ -3,71 +3,24 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
+#include <stdexcept>
 #include <utility>
 
+#include "dispatch/image_links.h"
 #include "dispatch/kernel_bridge.h"
 #include "kernels/quantize.h"
 
 namespace qshard {
-namespace {
 
-constexpr int64_t kPlaneAlignment = 16;
+QuantizedBuffer::QuantizedBuffer(Placement placement, at::ScalarType dtype, Planes planes)
+    : placement_(std::move(placement)), dtype_(dtype), planes_(std::move(planes)) {}
 
-int64_t master_offset(const Layout& layout) {
-  return round_up(layout.image_bytes(), kPlaneAlignment);
-}
+QuantizedBuffer::~QuantizedBuffer() = default;
 
-int64_t master_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_master) {
-  return keeps_master ? layout.rows * layout.cols * static_cast<int64_t>(c10::elementSize(dtype))
-                      : 0;
-}
-
-int64_t grid_offset(const Layout& layout, at::ScalarType dtype, bool keeps_master) {
-  return master_offset(layout) +
-         round_up(master_bytes(layout, dtype, keeps_master), kPlaneAlignment);
-}
-
-at::TensorOptions bytes_on(at::Device device) {
-  return at::TensorOptions().dtype(at::kByte).device(device);
-}
-
-}  // namespace
-
-int64_t QuantizedBuffer::next_generation() {
-  static std::atomic<int64_t> counter{0};
-  return ++counter;
-}
-
-int64_t QuantizedBuffer::packed_bytes(const Layout& layout, at::ScalarType dtype,
-                                      bool keeps_master) {
-  return grid_offset(layout, dtype, keeps_master) +
-         round_up(layout.grid_numel() * static_cast<int64_t>(sizeof(float)), kPlaneAlignment);
-}
-
-at::Tensor QuantizedBuffer::grid_plane(bool keeps_master) const {
-  return tensor_at(storage, at::kFloat, grid_offset(layout, dtype, keeps_master),
-                   {layout.grid_rows(), layout.grid_cols()});
-}
-
-void QuantizedBuffer::bind_planes(c10::Storage packed, bool keeps_master,
-                                  const at::Tensor& borrowed_grid) {
-  storage = std::move(packed);
-  image = tensor_at(storage, at::kByte, 0, {layout.rows, layout.row_bytes()});
-  flat_image.reset();
-  if (keeps_master) {
-    master = tensor_at(storage, dtype, master_offset(layout), {layout.rows, layout.cols});
-  }
-  borrows_grid = borrowed_grid.defined();
-  if (borrows_grid) {
-    grid = grid_snapshot = borrowed_grid;
-  } else if (layout.format->has_grid()) {
-    grid = grid_plane(keeps_master);
-  }
-  mark_flushed(true);
-}
+// ------------------------------------------------------------------------------------- made
 
 void QuantizedBuffer::fill_unit_scales() {
+  const at::Tensor& grid = planes_.grid();
   if (!grid.defined() || is_meta()) return;
   if (device().is_cpu()) {
     std::fill_n(grid.mutable_data_ptr<float>(), grid.numel(), 1.f);
@@ -88,266 +41,249 @@ BufferPtr QuantizedBuffer::allocate_without_scales(const Layout& layout, at::Sca
                                                    bool keeps_master, at::Device device,
                                                    Fill fill) {
   PlainGuard guard;
-  return allocate_planes({}, layout, dtype, keeps_master, device, fill);
-}
-
-BufferPtr QuantizedBuffer::allocate_planes(const at::Tensor& borrowed_grid, const Layout& layout,
-                                           at::ScalarType dtype, bool keeps_master,
-                                           at::Device device, Fill fill) {
-  auto buffer = c10::make_intrusive<QuantizedBuffer>();
-  buffer->layout = layout;
-  buffer->dtype = dtype;
-  buffer->generation = next_generation();
-  buffer->bind_planes(allocate_storage(packed_bytes(layout, dtype, keeps_master), device, fill),
-                      keeps_master, borrowed_grid);
-  buffer->state = ScalingState::fresh(layout, device);
+  auto buffer = c10::make_intrusive<QuantizedBuffer>(
+      Placement(layout), dtype, Planes::allocate(layout, dtype, keeps_master, device, fill));
+  buffer->scaling_state_ = ScalingState::fresh(layout, device);
   return buffer;
 }
 
-BufferPtr QuantizedBuffer::allocate_borrowing_grid(const at::Tensor& snapshot, const Layout& layout,
-                                                   at::ScalarType dtype, bool keeps_master,
-                                                   Fill fill) {
-  return allocate_planes(snapshot, layout, dtype, keeps_master, snapshot.device(), fill);
-}
-
-BufferPtr QuantizedBuffer::from_storage(c10::Storage storage, const Layout& layout,
-                                        at::ScalarType dtype, bool keeps_master) {
+BufferPtr QuantizedBuffer::of_values(const Placement& placement, const at::Tensor& values,
+                                     bool keeps_master) {
   PlainGuard guard;
-  const int64_t expected = packed_bytes(layout, dtype, keeps_master);
-  TORCH_CHECK(
-      static_cast<int64_t>(storage.nbytes()) == expected,
-      fmt::format("qshard: a storage of {} bytes is not a packed {} tensor of {} x {}, "
-                  "which takes {} bytes",
-                  storage.nbytes(), layout.format->name, layout.rows, layout.cols, expected));
-  auto buffer = c10::make_intrusive<QuantizedBuffer>();
-  buffer->layout = layout;
-  buffer->dtype = dtype;
-  buffer->generation = next_generation();
-  buffer->bind_planes(std::move(storage), keeps_master);
-  return buffer;
-}
-
-BufferPtr QuantizedBuffer::from_image(const at::Tensor& bytes, const at::Tensor& grid,
-                                      const Layout& layout, at::ScalarType dtype,
-                                      int64_t generation) {
-  auto buffer = c10::make_intrusive<QuantizedBuffer>();
-  buffer->layout = layout;
-  buffer->dtype = dtype;
-  buffer->generation = generation;
-  buffer->storage = bytes.storage();
-  buffer->image = bytes.view({layout.rows, layout.row_bytes()});
-  buffer->grid = grid;
-  return buffer;
-}
-
-at::Tensor QuantizedBuffer::packed() const {
-  return tensor_at(storage, at::kByte, 0, {packed_bytes()});
-}
-
-bool QuantizedBuffer::is_packed() const {
-  return !source && static_cast<int64_t>(storage.nbytes()) == packed_bytes() &&
-         (!grid.defined() || grid.storage().is_alias_of(storage));
-}
-
-void QuantizedBuffer::own_grid() {
-  if (!borrows_grid) return;
-  const at::Tensor borrowed = std::move(grid);
-  grid = grid_plane(master.defined());
-  copy_on_device(grid.mutable_data_ptr(), borrowed.const_data_ptr(),
-                 static_cast<int64_t>(borrowed.nbytes()), device());
-  borrows_grid = false;
-}
-
-bool QuantizedBuffer::master_was_written() const {
-  return master.defined() && master._version() != static_cast<int64_t>(seen_master_version_);
-}
-
-void QuantizedBuffer::mark_written() {
-  dirty = stale = true;
-  known_amax.reset();
-  ++writes;
-}
-
-void QuantizedBuffer::mark_written(const at::Tensor& amax, int64_t first, int64_t count,
-                                   bool image_shows_it) {
-  mark_written();
-  known_amax =
-      tensor_at(amax.storage(), at::kFloat, first * static_cast<int64_t>(sizeof(float)), {count});
-  if (master.defined()) seen_master_version_ = static_cast<uint32_t>(master._version());
-  if (!image_shows_it) return;
-  stale = false;
-  generation = next_generation();
-  grid_snapshot.reset();
-}
-
-void QuantizedBuffer::inherit_parameter(const QuantizedBuffer& other) {
-  state = other.state.copy_to(device());
-  group = other.group;
-  replica_groups = other.replica_groups;
-}
-
-void QuantizedBuffer::inherit_flags(const QuantizedBuffer& other) {
-  mark_flushed(true);
-  dirty = other.is_dirty();
-  stale = other.is_stale();
-  ++writes;
-  // A master in another dtype has other amaxes, and so have fewer rows.
-  const bool same_values = dtype == other.dtype && layout.row_offset == other.layout.row_offset &&
-                           layout.live_rows() == other.layout.live_rows();
-  if (other.knows_amax() && (same_values || !keeps_master())) {
-    known_amax = other.known_amax.to(device());
+  const at::Device device = values.device();
+  const auto dtype = values.scalar_type();
+  auto buffer = allocate(placement.layout(), dtype, keeps_master, device);
+  buffer->placement_ = placement;
+  if (!buffer->is_meta()) {
+    if (keeps_master) {
+      buffer->planes_.master().copy_(values);
+    } else {
+      buffer->planes_.set_pending(values.contiguous());
+    }
   }
+  buffer->written();
+  return buffer;
 }
 
-void QuantizedBuffer::mark_flushed(bool agreed) {
-  // A write through an alias of the master is known only by its version: note it before forgetting.
-  dirty = !agreed && is_dirty();
-  stale = false;
-  if (agreed) known_amax.reset();
-  if (master.defined()) seen_master_version_ = static_cast<uint32_t>(master._version());
+BufferPtr QuantizedBuffer::like_shard(QuantizedBuffer& from, const Layout& layout,
+                                      at::ScalarType dtype, at::Device device, Fill fill) {
+  at::Tensor grid;
+  if (from.grid().defined() && !device.is_meta() && !from.is_meta()) {
+    grid = from.snapshot_grid();
+    if (grid.device() != device) grid = grid.to(device);
+  }
+  auto buffer = c10::make_intrusive<QuantizedBuffer>(
+      Placement(layout), dtype,
+      Planes::allocate_borrowing(grid, layout, dtype, from.keeps_master(), device, fill));
+  if (grid.defined()) {
+    buffer->grid_snapshot_ = grid;
+    // Zero codes are of the template's generation if its scales are theirs; not where rows carry
+    // their own scales: these rows have none yet.
+    if (layout.format->scales_in_grid()) buffer->flush_state_.join(from.flush_state_.generation());
+  } else {
+    buffer->fill_unit_scales();
+  }
+  buffer->adopt_parameter(from);
+  buffer->flush_state_.restore(from.is_written(), /*shown=*/true);
+  return buffer;
 }
+
+BufferPtr QuantizedBuffer::without_bytes(const QuantizedBuffer& from, at::ScalarType dtype,
+                                         at::Device device) {
+  PlainGuard guard;
+  auto buffer = c10::make_intrusive<QuantizedBuffer>(
+      Placement(from.layout()), dtype, Planes::none(dtype, from.keeps_master(), device));
+  buffer->adopt_parameter(from);
+  buffer->flush_state_.restore(from.is_written(), /*shown=*/true);
+  return buffer;
+}
+
+BufferPtr QuantizedBuffer::over_storage(const QuantizedBuffer& from, c10::Storage storage) {
+  PlainGuard guard;
+  const bool keeps_master = from.keeps_master();
+  auto buffer = c10::make_intrusive<QuantizedBuffer>(
+      from.placement_, from.dtype_,
+      keeps_master ? Planes::around_master(std::move(storage), from.layout(), from.dtype_)
+                   : Planes::over_codes(std::move(storage), from.layout()));
+  buffer->scaling_state_ = from.scaling_state_;
+  buffer->flush_state_.restore(keeps_master || from.is_written(), /*shown=*/!keeps_master);
+  return buffer;
+}
+
+void QuantizedBuffer::adopt_parameter(const QuantizedBuffer& other) {
+  scaling_state_ = other.scaling_state_.copy_to(device());
+  placement_.adopt_groups_of(other.placement_);
+}
+
+// ------------------------------------------------------------------------------------- read
 
 void QuantizedBuffer::check_is_allocated() const {
   TORCH_CHECK(
-      is_meta() || static_cast<int64_t>(image.storage().nbytes()) >= layout.image_bytes(),
+      is_meta() || static_cast<int64_t>(image().storage().nbytes()) >= layout().image_bytes(),
       fmt::format("qshard: the storage of this gathered {} tensor was freed: FSDP resharded "
                   "it. Read it between unshard() and reshard()",
-                  layout.format->name));
+                  layout().format->name));
 }
 
 void QuantizedBuffer::check_has_rowwise_image(const char* what) const {
   TORCH_CHECK(
-      layout.has_rowwise(),
+      layout().has_rowwise(),
       fmt::format(
           "qshard: {} of a {} tensor that was gathered in backward: it holds the columnwise "
           "image only, for dgrad. Where backward needs weights for anything else, as "
           "activation checkpointing does, use a recipe with gather=\"both\"",
-          what, layout.format->name));
+          what, layout().format->name));
 }
 
-at::Tensor QuantizedBuffer::dequantize_rows(int64_t first, int64_t count,
-                                            at::ScalarType out_dtype) const {
+at::Tensor QuantizedBuffer::dequantize_rows(RowWindow rows, at::ScalarType out_dtype) const {
   check_has_rowwise_image("the value");
-  auto out = at::empty({count, layout.cols}, image.options().dtype(out_dtype));
+  auto out = at::empty({rows.count, layout().cols}, image().options().dtype(out_dtype));
   if (out.numel() == 0 || is_meta()) return out;
   check_is_allocated();
   c10::OptionalDeviceGuard device_guard(device());
-  const DequantizeTask task{layout,
-                            image.const_data_ptr<uint8_t>(),
-                            grid.defined() ? grid.const_data_ptr<float>() : nullptr,
-                            first,
-                            count,
+  const DequantizeTask task{layout(),
+                            image().const_data_ptr<uint8_t>(),
+                            grid().defined() ? grid().const_data_ptr<float>() : nullptr,
+                            rows.first,
+                            rows.count,
                             value_dtype(out_dtype),
                             out.mutable_data_ptr()};
   dequantize({&task, 1}, current_stream(device()));
   return out;
 }
 
+// -------------------------------------------------------------------------- values and writes
+
 at::Tensor QuantizedBuffer::value_plane() {
-  detach_from_source();
-  if (master.defined()) return master;
-  if (pending.defined()) return pending;
-  return dequantize_rows(0, layout.rows, dtype);
+  complete();
+  if (master().defined()) return master();
+  if (pending().defined()) return pending();
+  return dequantize_rows({0, layout().rows}, dtype_);
 }
 
 at::Tensor QuantizedBuffer::write_plane() {
-  detach_from_source();
-  if (layout.row_offset == Layout::kOpen) anchor();
-  if (master.defined()) return master;
-  if (!pending.defined()) pending = dequantize_rows(0, layout.rows, dtype);
-  return pending;
+  complete();
+  complete_image_copies();
+  if (!placement_.is_placed()) become_own_tensor();
+  if (master().defined()) return master();
+  if (!pending().defined()) planes_.set_pending(dequantize_rows({0, layout().rows}, dtype_));
+  return pending();
 }
 
-BufferPtr QuantizedBuffer::image_copy(const Ptr& from, at::Device device) {
-  PlainGuard guard;
-  auto copy = c10::make_intrusive<QuantizedBuffer>();
-  copy->layout = from->layout;
-  copy->dtype = from->dtype;
-  copy->group = from->group;
-  copy->image = at::empty({from->layout.rows, from->layout.row_bytes()}, bytes_on(device));
-  copy->storage = copy->image.storage();
-  if (from->grid.defined())
-    copy->grid = at::empty(from->grid.sizes(), from->grid.options().device(device));
-  copy->source = from;
-  if (from->state.is_defined()) {
-    if (from->state.device() != device) from->state = from->state.copy_to(device);
-    copy->state = from->state;
+void QuantizedBuffer::write_codes() {
+  complete();
+  planes_.copy_borrowed_grid(layout());
+}
+
+void QuantizedBuffer::written() { flush_state_.write(device()); }
+
+void QuantizedBuffer::written_with_amax(const at::Tensor& amax, int64_t first, int64_t count,
+                                        bool shown) {
+  flush_state_.write_with_amax(
+      device(),
+      tensor_at(amax.storage(), at::kFloat, first * static_cast<int64_t>(sizeof(float)), {count}),
+      shown);
+  if (shown) grid_snapshot_.reset();
+}
+
+void QuantizedBuffer::drop_pending() { planes_.set_pending({}); }
+
+// ------------------------------------------------------------------------------------- flush
+
+void QuantizedBuffer::requantized(at::Tensor snapshot, const FlushEvent& event, Pending keep) {
+  flush_state_.requantize(event);
+  grid_snapshot_ = std::move(snapshot);
+  if (keep == Pending::kKeep) return;
+  // The flush may run on another stream than the one `pending` was allocated on (FSDP2's copy-in
+  // stream), so the allocator has to be told before it is let go.
+  record_on_current_stream(pending());
+  drop_pending();
+}
+
+const at::Tensor& QuantizedBuffer::snapshot_grid() {
+  if (grid().defined() && !grid_snapshot_.defined()) {
+    PlainGuard guard;
+    grid_snapshot_ = grid().clone();
+    record_on_default_stream(grid_snapshot_);
   }
-  if (from->is_stale()) {
-    // Nothing worth sending yet: the flush comes first.
-    copy->source_writes = from->writes;
-    copy->dirty = copy->stale = true;
-  } else {
-    copy->refresh_from_source();
+  return grid_snapshot_;
+}
+
+// --------------------------------------------------------------------------------- placement
+
+void QuantizedBuffer::adopt(std::string_view group) {
+  placement_.adopt(group);
+  if (is_image_only_) original()->placement_.adopt(group);
+}
+
+void QuantizedBuffer::become_own_tensor() {
+  try {
+    placement_.become_own_tensor();
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK(false, error.what());
   }
-  return copy;
-}
-
-void QuantizedBuffer::refresh_from_source() {
-  PlainGuard guard;
-  source_writes = source->writes;
-  dirty = source->is_dirty();
-  stale = source->is_stale();
-  if (generation == source->generation) return;
-  image.copy_(source->image, /*non_blocking=*/true);
-  if (grid.defined()) grid.copy_(source->grid, /*non_blocking=*/true);
-  grid_snapshot.reset();
-  generation = source->generation;
-}
-
-void QuantizedBuffer::detach_from_source() {
-  if (!source) return;
-  PlainGuard guard;
-  TORCH_CHECK(
-      source->writes == source_writes && !source->master_was_written(),
-      "qshard: this device copy of a quantized tensor was made before the original was last "
-      "written; copy it again with .to(device)");
-  const Ptr from = std::move(source);
-  source.reset();
-  const auto sent_image = image;
-  const auto sent_grid = grid;
-  const int64_t bytes = packed_bytes(layout, dtype, from->keeps_master());
-  bind_planes(allocate_storage(bytes, device(), Fill::kZeros), from->keeps_master());
-  image.copy_(sent_image);
-  if (grid.defined()) grid.copy_(sent_grid);
-  if (from->keeps_master()) master.copy_(from->value_plane());
-  if (from->pending.defined()) pending = from->pending.to(device());
-  state = from->state.copy_to(device());
-  inherit_flags(*from);
-}
-
-void QuantizedBuffer::anchor() {
-  Layout own = layout;
-  own.logical_rows = layout.rows;
-  if (layout.matrix_rows == 0 || layout.rows % layout.matrix_rows != 0) {
-    own.matrix_rows = layout.rows;
-  }
-  own.row_offset = 0;
-  TORCH_CHECK(
-      own.fits(),
-      fmt::format("qshard: {} rows of plain values cannot be written into a new {} tensor, "
-                  "which has blocks of {} rows; copy from a quantized tensor, or quantize "
-                  "the values in another format",
-                  own.matrix_rows, layout.format->name, layout.format->columnwise->block_rows));
-  layout = own;
-  generation = next_generation();
-  bind_planes(allocate_storage(packed_bytes(), device(), Fill::kZeros), master.defined());
+  planes_.reallocate_codes(layout());
   fill_unit_scales();
-  grid_snapshot.reset();
-  state = ScalingState::fresh(layout, device());
+  flush_state_.start_generation();
+  grid_snapshot_.reset();
+  scaling_state_ = ScalingState::fresh(layout(), device());
 }
 
-void QuantizedBuffer::release_resources() {
-  image.reset();
-  flat_image.reset();
-  master.reset();
-  grid.reset();
-  pending.reset();
-  state = {};
-  grid_snapshot.reset();
-  gather.reset();
-  known_amax.reset();
-  source.reset();
+// ----------------------------------------------------------------------------------- gathers
+
+at::Tensor QuantizedBuffer::begin_gather(Images images) {
+  flush_state_.flushed().wait();
+  const Ptr owner = original();
+  owner->gather_ = {snapshot_grid(), flush_state_.generation(), images};
+  if (images == Images::kAll) return planes_.flat_image();
+  const int64_t offset = images == Images::kRowwise ? 0 : layout().columnwise_offset();
+  return image().narrow(1, offset, layout().image_row_bytes()).reshape(-1);
+}
+
+QuantizedBuffer::Gather QuantizedBuffer::end_gather() {
+  TORCH_CHECK(gather_, "qshard: fsdp_post_all_gather without fsdp_pre_all_gather before it");
+  return *std::exchange(gather_, std::nullopt);
+}
+
+BufferPtr QuantizedBuffer::gathered(QuantizedBuffer& shard, const at::Tensor& bytes,
+                                    at::ScalarType dtype) {
+  const auto [grid, generation, images] = shard.end_gather();
+  Layout layout = shard.layout();
+  layout.images = images;
+  TORCH_CHECK(bytes.scalar_type() == at::kByte && bytes.numel() % layout.row_bytes() == 0,
+              fmt::format("qshard: gathered {} {} elements are not rows of {} bytes", bytes.numel(),
+                          c10::toString(bytes.scalar_type()), layout.row_bytes()));
+  layout.rows = bytes.numel() / layout.row_bytes();
+  layout.row_offset = 0;
+  auto buffer = c10::make_intrusive<QuantizedBuffer>(
+      Placement(layout), dtype, Planes::over_image(bytes.view(-1), grid, layout));
+  buffer->flush_state_.join(generation);
+  buffer->scaling_state_ = shard.scaling_state_;
+  return buffer;
+}
+
+void QuantizedBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) {
+  auto [grid, generation, images] = shard.end_gather();
+  placement_.hold(images);
+  planes_.replace_image(bytes, std::move(grid), layout());
+  grid_snapshot_.reset();
+  flush_state_.join(generation);
+  flush_state_.agree();
+}
+
+// ------------------------------------------------------------------------------------ counter
+
+void QuantizedBuffer::share_version(c10::TensorImpl& tensor) {
+  if (!master().defined() || tensor.is_inference()) return;
+  if (flush_state_.is_watched()) return tensor.set_version_counter(flush_state_.version_counter());
+  watch(tensor);
+}
+
+void QuantizedBuffer::watch(const c10::TensorImpl& tensor) {
+  const c10::VariableVersion& counter = tensor.version_counter();
+  if (!master().defined() || !counter.enabled()) return;
+  if (!flush_state_.is_watched()) master().unsafeGetTensorImpl()->set_version_counter(counter);
+  flush_state_.watch(counter, &tensor);
 }
 
 }  // namespace qshard

@@ -1,168 +1,256 @@
-// QuantizedBuffer: the bytes of one shard, shared by all views of it as a Storage is shared.
+// QuantizedBuffer: one shard, shared by all views of it as a Storage is shared.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "dispatch/flush_state.h"
+#include "dispatch/placement.h"
+#include "dispatch/planes.h"
 #include "dispatch/scaling_state.h"
-#include "dispatch/storage.h"
-#include "kernels/layout.h"
 
 namespace qshard {
 
-/// Planes of one shard in one packed storage, each plane 16-byte aligned:
+/// Rows [first, first + count) of a buffer.
+struct RowWindow {
+  int64_t first;
+  int64_t count;
+};
+
+/// One shard: its planes, its placement, what its format remembers between flushes, and what the
+/// next flush has to do. Nobody else changes any of them: a change is a call of a transition below.
 ///
-///   image   uint8   (rows, row_bytes)          codes and row-local scales, one row per row
-///   master  `dtype` (rows, cols)               the full-precision value, if kept
-///   grid    float32 (grid_rows, grid_cols)     scales that span rows, of the whole logical tensor,
-///                                              replicated
+/// The value is the master if kept, else the pending write, else the dequantized image.
 ///
-/// The packing is a pure function of (layout, dtype, keeps_master), so that `set_` on a copy of the
-/// storage rebuilds the buffer exactly.
-///
-/// The tensor's value is the master if kept, else `pending` (a write not yet quantized), else the
-/// dequantized image.
-struct QuantizedBuffer final : c10::intrusive_ptr_target {
+///   state               what holds                              what may follow
+///   clean               shown, agreed                           write, gather, copies of its bytes
+///   written             the image is old; pending or master     flush; no gather and no codes
+///   before
+///                       has the value                           it, but by a flush of this rank
+///                       alone
+///   shown, not agreed   codes are of the value, by scales that  the same, and codes may be read;
+///                       other ranks may not know; a pending     the agreed flush quantizes again
+///                       write is kept for the flush to come
+///   unplaced            owns no logical rows, adds nothing to   a copy of quantized rows places
+///   it, a
+///                       an amax                                 write makes it a tensor of its own
+///   gathered            no master; the image is FSDP's, the     a later gather; writes are local
+///   to
+///                       grid a snapshot no flush changes        it and end with that
+///   freed               gathered, and FSDP freed the bytes      a later gather; reads are an error
+///   image-only copy     image and grid on another device; the   completion: of itself before the
+///                       rest is the original's                  original changes or goes, or at
+///                       use
+///   borrowed grid       the grid is a template's snapshot       copy_borrowed_grid() before a
+///   write
+///                                                               of it
+class QuantizedBuffer final : public c10::intrusive_ptr_target {
+ public:
   using Ptr = c10::intrusive_ptr<QuantizedBuffer>;
 
-  Layout layout;
-  at::ScalarType dtype;  // nominal; also the dtype of master and pending
-  c10::Storage storage;
-  at::Tensor image;
-  at::Tensor master;
-  at::Tensor grid;
-  at::Tensor pending;
-  ScalingState state;
+  QuantizedBuffer(Placement placement, at::ScalarType dtype, Planes planes);
+  ~QuantizedBuffer() override;
 
-  /// Written since the last flush that all ranks took part in. Equal on all ranks.
-  bool dirty = false;
-  /// The image does not show the current value. A local matter: implies `dirty`, not the reverse.
-  bool stale = false;
-  /// Names the reduction group once known (c10d group name); empty before.
-  std::string group;
-  /// Names of the groups whose ranks hold the same rows (HSDP's replicas), with spaces between
-  /// them.
-  std::string replica_groups;
-  /// Which grid the codes belong to. Codes move as bytes only within one generation.
-  int64_t generation = 0;
-  /// The image as flat bytes, as FSDP2 takes it; made at the first gather.
-  at::Tensor flat_image;
-  /// Grid handed to gathered tensors; replaced, never written, by a flush.
-  at::Tensor grid_snapshot;
-  /// `grid` is another buffer's snapshot: own_grid() comes before a write and before the packed
-  /// storage is read as a whole.
-  bool borrows_grid = false;
-  /// Of the gather that has begun and not ended: what the bytes under way are to be read with.
-  struct Gather {
-    at::Tensor grid;
-    int64_t generation;
-    Images images;
-  };
-  std::optional<Gather> gather;
-  /// The amaxes that compute_amax would find of the present values (kernels/quantize.h), or as many
-  /// of them, from the first, as can be above 0; undefined where nobody has looked yet. An
-  /// optimizer step leaves them for the flush that all ranks take part in, and so does a local
-  /// flush without a master: the values are rounded by then, and have other amaxes. Never written:
-  /// copies share it. To be read only if knows_amax().
-  at::Tensor known_amax;
-  /// Set on a `.to(device, non_blocking=True)` copy until it is written or its value is read: such
-  /// a copy holds image and grid only. FSDP2 moves an offloaded shard this way for every gather,
-  /// and the master (4 B per element) has no business on that wire.
-  Ptr source;
-  uint32_t source_writes = 0;  // source->writes when this copy was made
-  uint32_t writes = 0;
+  // ---------------------------------------------------------------------------------- made
 
-  static int64_t next_generation();
-
-  /// Total bytes of the packed storage.
-  static int64_t packed_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_master);
-
-  /// A new buffer of zeros whose scales are 1. Meta devices have planes without data.
+  /// Zeros whose scales are 1. Meta devices have planes without data.
   static Ptr allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
                       at::Device device);
   /// The same for callers that write the grid next: it is not set to 1.
   static Ptr allocate_without_scales(const Layout& layout, at::ScalarType dtype, bool keeps_master,
                                      at::Device device, Fill fill);
-  /// The same with the scales of `snapshot`, another buffer's on that device, copied when needed.
-  static Ptr allocate_borrowing_grid(const at::Tensor& snapshot, const Layout& layout,
-                                     at::ScalarType dtype, bool keeps_master, Fill fill);
+  /// (rows, cols) plain values, not flushed yet. Without a master `values` is the pending write
+  /// itself.
+  static Ptr of_values(const Placement& placement, const at::Tensor& values, bool keeps_master);
+  /// A new tensor of the parameter that `from` is of, unplaced or at `row_offset`. Its scales are
+  /// those of `from`, borrowed.
+  static Ptr like_shard(QuantizedBuffer& from, const Layout& layout, at::ScalarType dtype,
+                        at::Device device, Fill fill);
+  /// The metadata of `from` and no bytes: what set_() builds on.
+  static Ptr without_bytes(const QuantizedBuffer& from, at::ScalarType dtype, at::Device device);
+  /// `from` over another storage: of its master, a value like any other, or without a master of
+  /// its image and grid.
+  static Ptr over_storage(const QuantizedBuffer& from, c10::Storage storage);
+  /// The unsharded tensor over gathered bytes (rows * row_bytes, uint8); ends the gather of
+  /// `shard`.
+  static Ptr gathered(QuantizedBuffer& shard, const at::Tensor& bytes, at::ScalarType dtype);
 
-  /// Planes over a packed storage of exactly packed_bytes(...). The caller gives it its state.
-  static Ptr from_storage(c10::Storage storage, const Layout& layout, at::ScalarType dtype,
-                          bool keeps_master);
+  // ---------------------------------------------------------------------------------- read
 
-  /// A buffer without a master over gathered bytes (rows * row_bytes, uint8), no copy.
-  static Ptr from_image(const at::Tensor& bytes, const at::Tensor& grid, const Layout& layout,
-                        at::ScalarType dtype, int64_t generation);
+  const Layout& layout() const { return placement_.layout(); }
+  const Placement& placement() const { return placement_; }
+  at::ScalarType dtype() const { return dtype_; }  // nominal; of master and pending, too
+  at::Device device() const { return planes_.device(); }
+  bool is_meta() const { return planes_.image().is_meta(); }
+  /// The storage of its tensors (dispatch/planes.h).
+  const c10::Storage& storage() const { return planes_.storage(); }
+  const at::Tensor& image() const { return planes_.image(); }
+  const at::Tensor& master() const { return planes_.master(); }
+  const at::Tensor& grid() const { return planes_.grid(); }
+  const at::Tensor& pending() const { return planes_.pending(); }
+  const at::Tensor& snapshot() const { return grid_snapshot_; }
+  const FlushState& flush_state() const { return flush_state_; }
+  const ScalingState& scaling_state() const { return scaling_state_; }
+  bool keeps_master() const { return planes_.master().defined() || original_keeps_master_; }
+  /// Whether its tensors have an address: the bytes there are values.
+  bool has_address() const { return planes_.master().defined(); }
+  bool is_written() const { return flush_state_.is_written(); }
+  bool is_shown() const { return flush_state_.is_shown(); }
+  bool is_image_only() const { return is_image_only_; }
+  /// Whether requantizing needs no other rank.
+  bool can_flush_alone() const { return placement_.is_alone(); }
 
-  bool keeps_master() const { return master.defined() || (source && source->keeps_master()); }
-  at::Device device() const { return image.device(); }
-  bool is_meta() const { return image.is_meta(); }
-  int64_t packed_bytes() const { return packed_bytes(layout, dtype, master.defined()); }
-  /// All planes as one flat uint8 tensor that aliases the storage.
-  at::Tensor packed() const;
-  /// Gathered tensors and image-only copies keep their grid elsewhere: they are not packed.
-  bool is_packed() const;
-  /// Copies a borrowed grid into its plane.
-  void own_grid();
-
-  bool is_dirty() const { return dirty || master_was_written(); }
-  bool is_stale() const { return stale || master_was_written(); }
-  bool knows_amax() const { return known_amax.defined() && !master_was_written(); }
-
-  /// Marks a write to the value plane, before any early return on numel 0: whether ranks meet in a
-  /// flush must not depend on how many rows each of them holds.
-  void mark_written();
-  /// The same of a write whose kernel left the amaxes of the new values in entries [first, first +
-  /// count) of the flat `amax`, and if `image_shows_it` their codes and scales in the image.
-  void mark_written(const at::Tensor& amax, int64_t first, int64_t count, bool image_shows_it);
-  /// Adopts the groups of `other`, of whose parameter this buffer is, and a copy of its state.
-  void inherit_parameter(const QuantizedBuffer& other);
-  /// Adopts the dirtiness of `other`, whose value this buffer took.
-  void inherit_flags(const QuantizedBuffer& other);
-  /// The image shows the value. `agreed`: all ranks know.
-  void mark_flushed(bool agreed);
-
-  /// The current value, (rows, cols) in `dtype`. Aliases master or pending; a fresh tensor
-  /// otherwise.
-  at::Tensor value_plane();
-  /// The plane writes go to: the master, or `pending`, made from the image at the first write.
-  at::Tensor write_plane();
-  /// Dequantized rows [first, first + count) of the image in `out_dtype`, stale or not.
-  at::Tensor dequantize_rows(int64_t first, int64_t count, at::ScalarType out_dtype) const;
-
+  /// Dequantized rows of the image in `out_dtype`, whether they show the value or not.
+  at::Tensor dequantize_rows(RowWindow rows, at::ScalarType out_dtype) const;
   /// @throws c10::Error naming `what` is asked for if only the columnwise image was gathered.
   void check_has_rowwise_image(const char* what) const;
   /// @throws c10::Error if FSDP2 freed the gathered bytes (reshard).
   void check_is_allocated() const;
 
-  /// An image-only copy of this buffer on `device` that remembers its source, and shares its state,
-  /// which moves there.
+  // --------------------------------------------------------------------- values and writes
+
+  /// The current value, (rows, cols) in the nominal dtype. Aliases master or pending; a fresh
+  /// tensor otherwise.
+  at::Tensor value_plane();
+  /// The plane that writes go to: the master, or the pending write, made from the image at first.
+  /// An unplaced buffer becomes a tensor of its own. The write itself is said afterwards.
+  at::Tensor write_plane();
+  /// Makes the grid the buffer's own. Image and grid may be written then.
+  void write_codes();
+  /// After a write to the value, before any early return on numel 0: whether ranks meet in a flush
+  /// must not depend on how many rows each of them holds.
+  void written();
+  /// The same of a kernel that left the amaxes of the new values in entries [first, first + count)
+  /// of the flat `amax`, and if `shown` their codes and scales in the image.
+  void written_with_amax(const at::Tensor& amax, int64_t first, int64_t count, bool shown);
+  /// Some rank wrote this parameter, as its peers know.
+  void written_elsewhere() { flush_state_.write_elsewhere(); }
+  /// An in-place kernel said all that it did; the bump of the version that follows is part of it.
+  void note_before_bump() { flush_state_.note_before_bump(); }
+  /// A write failed before it changed anything: what was pending just for it goes.
+  void drop_pending();
+
+  // --------------------------------------------------------------------------------- flush
+
+  enum class Pending { kDrop, kKeep };
+  /// Kernels made the image anew. `snapshot`: a copy of the grid that they wrote, if they did.
+  void requantized(at::Tensor snapshot, const FlushEvent& event, Pending pending);
+  /// What the image shows was made by this rank alone; `amax` is that of the values, if known.
+  void shown_alone(at::Tensor amax = {}) { flush_state_.show(std::move(amax)); }
+  /// All ranks took part in a flush.
+  void agreed() { flush_state_.agree(); }
+  /// The grid as gathered tensors may hold it: no flush changes it.
+  const at::Tensor& snapshot_grid();
+
+  // ------------------------------------------------------------------------------ placement
+
+  void place(int64_t row) { placement_.place(row); }
+  /// The ranks of `group` hold the other rows; an image-only copy tells its original.
+  void adopt(std::string_view group);
+  void set_replicas(std::string_view groups) { placement_.set_replicas(groups); }
+  void set_rounding_key(int64_t key) { scaling_state_.set_rounding_key(key); }
+
+  // -------------------------------------------------------------------------------- gathers
+
+  /// The bytes of one gather of a flushed shard, and what they are to be read with, until
+  /// gathered() or regather() ends it.
+  at::Tensor begin_gather(Images images);
+  /// A later gather into this gathered buffer: new codes and scales, perhaps the other image.
+  void regather(QuantizedBuffer& shard, const at::Tensor& bytes);
+
+  // --------------------------------------------------------------------------------- copies
+
+  struct CopyTo {
+    at::ScalarType dtype;
+    at::Device device;
+    bool non_blocking = false;
+    bool pinned = false;
+  };
+  /// All of it: padding rows and placement included, because FSDP2 hands copies of padded shards to
+  /// its hooks. A change of dtype rounds the master and keeps the codes, which were rounded from
+  /// the wider value: autocast casts the weight of F.linear this way, and its GEMM should not see
+  /// values rounded twice.
+  Ptr copy(const CopyTo& to);
+  Ptr copy();
+  /// Rows of `from`, values and codes, into rows of this one as bytes, if that shows exactly the
+  /// source's value and leaves no block with two scales: within one generation, or all live rows
+  /// together with their grid. `place`: where row 0 is then. False: nothing was done.
+  bool copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows, int64_t place,
+                      bool non_blocking);
+  /// Consecutive rows of one logical tensor, of one generation, as one.
+  static Ptr concatenate(const std::vector<std::pair<Ptr, RowWindow>>& pieces);
+
+  /// Image and grid of `from` on `device`, one byte per element: how FSDP2 moves an offloaded shard
+  /// for every gather. The value stays with `from`, until the copy is used as a tensor or `from` is
+  /// about to be written or goes; state is shared, and moves to `device`.
   static Ptr image_copy(const Ptr& from, at::Device device);
-  /// Brings an image-only copy up to date with its flushed source: one byte per element.
-  void refresh_from_source();
-  /// Gives an image-only copy all planes of its source.
-  /// @throws c10::Error if the source was written since the copy was made.
-  void detach_from_source();
-  /// Turns an open buffer into a logical tensor of its own rows, so that plain values can be
-  /// stored.
-  void anchor();
+  /// The original of an image-only copy, itself otherwise.
+  /// @throws c10::Error if it is gone.
+  Ptr original();
+  /// Brings an image-only copy up to date with its flushed original.
+  void refresh_from_original();
+  /// Makes an image-only copy a tensor of its own.
+  /// @throws c10::Error if the original was written behind qshard's back since.
+  void complete();
+
+  // ---------------------------------------------------------------------------- saved files
+
+  /// The planes as one new uint8 tensor: `[image | master | grid]`, each 16-byte aligned. Part of
+  /// the file format.
+  at::Tensor pack();
+  static int64_t packed_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_master);
+  /// From such bytes, on their device; `pending` may be undefined.
+  static Ptr unpack(const at::Tensor& bytes, const at::Tensor& pending, const Placement& placement,
+                    at::ScalarType dtype, bool keeps_master, bool is_written);
+
+  // ------------------------------------------------------------------------ version counter
+
+  /// Lets a new tensor, its alias of the master and other tensors of the buffer share one counter,
+  /// which is watched for writes through the address.
+  void share_version(c10::TensorImpl& tensor);
+  /// Watches the counter of a tensor that took this buffer over and kept its own (x.data = q).
+  void watch(const c10::TensorImpl& tensor);
 
   void release_resources() override;
 
  private:
-  uint32_t seen_master_version_ = 0;
+  Placement placement_;
+  at::ScalarType dtype_;
+  Planes planes_;
+  FlushState flush_state_;
+  ScalingState scaling_state_;
+  /// What gathered tensors are given; replaced, never written.
+  at::Tensor grid_snapshot_;
 
-  bool master_was_written() const;
-  void bind_planes(c10::Storage packed, bool keeps_master, const at::Tensor& borrowed_grid = {});
-  at::Tensor grid_plane(bool keeps_master) const;
-  static Ptr allocate_planes(const at::Tensor& borrowed_grid, const Layout& layout,
-                             at::ScalarType dtype, bool keeps_master, at::Device device, Fill fill);
+  /// Of the gather that has begun and not ended.
+  struct Gather {
+    at::Tensor grid;
+    int64_t generation;
+    Images images;
+  };
+  std::optional<Gather> gather_;
+
+  /// Between an original and its image-only copies; none of most buffers.
+  struct ImageLinks;
+  std::unique_ptr<ImageLinks> links_;
+  bool is_image_only_ = false;
+  bool original_keeps_master_ = false;
+
+  void adopt_parameter(const QuantizedBuffer& other);
+  void copy_flush_state(const QuantizedBuffer& other);
   void fill_unit_scales();
+  void become_own_tensor();
+  void take_planes_of(QuantizedBuffer& original);
+  void complete_image_copies();
+  ImageLinks& links();
+  Gather end_gather();
 };
 
 using BufferPtr = QuantizedBuffer::Ptr;

@@ -7,15 +7,14 @@
 #include <typeinfo>
 #include <utility>
 
-#include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 
 namespace qshard {
 
 QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, at::IntArrayRef sizes,
                                          at::IntArrayRef strides, int64_t offset)
-    : c10::TensorImpl(c10::Storage(buffer->storage), c10::DispatchKeySet(kKey),
-                      c10::scalarTypeToTypeMeta(buffer->dtype)),
+    : c10::TensorImpl(c10::Storage(buffer->storage()), c10::DispatchKeySet(kKey),
+                      c10::scalarTypeToTypeMeta(buffer->dtype())),
       buffer_(std::move(buffer)) {
   set_sizes_and_strides(sizes, strides);
   set_storage_offset(offset);
@@ -24,42 +23,38 @@ QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, at::IntArrayRef sizes
 QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, c10::DispatchKeySet key_set,
                                          at::IntArrayRef sizes, at::IntArrayRef strides,
                                          int64_t offset, bool is_export)
-    : c10::TensorImpl(c10::TensorImpl::VIEW, c10::Storage(buffer->storage), key_set,
-                      c10::scalarTypeToTypeMeta(buffer->dtype)),
+    : c10::TensorImpl(c10::TensorImpl::VIEW, c10::Storage(buffer->storage()), key_set,
+                      c10::scalarTypeToTypeMeta(buffer->dtype())),
       buffer_(std::move(buffer)),
       is_export_(is_export) {
   set_sizes_and_strides(sizes, strides);
   set_storage_offset(offset);
 }
 
-void QuantizedTensorImpl::set_buffer(BufferPtr buffer) {
+void QuantizedTensorImpl::set_buffer(BufferPtr buffer, at::IntArrayRef sizes,
+                                     at::IntArrayRef strides, int64_t offset) {
   buffer_ = std::move(buffer);
-  storage_ = buffer_->storage;
-  data_type_ = c10::scalarTypeToTypeMeta(buffer_->dtype);
+  storage_ = buffer_->storage();
+  data_type_ = c10::scalarTypeToTypeMeta(buffer_->dtype());
+  set_sizes_and_strides(sizes, strides, offset);
+  buffer_->watch(*this);
 }
 
 bool QuantizedTensorImpl::has_storage() const {
+  if (buffer_->has_address()) return true;
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   if (!extra_meta_) {
     auto meta = std::make_unique<c10::ExtraMeta>();
     meta->custom_data_ptr_error_msg_ = fmt::format(
-        "qshard: Cannot access data pointer of a quantized tensor: the bytes of {} are codes and "
-        "scales, not {} values. Use qshard::dequantize(tensor). Under torch.compile use "
-        "qshard.nn.Linear and fused optimizers (torch.optim.AdamW(..., fused=True))",
-        buffer_->layout.format->name, c10::toString(buffer_->dtype));
+        "qshard: Cannot access data pointer of a quantized tensor without a master: the bytes of "
+        "{} are codes and scales, not {} values. Use qshard::dequantize(tensor). Under "
+        "torch.compile use qshard.nn.Linear and fused optimizers "
+        "(torch.optim.AdamW(..., fused=True))",
+        buffer_->layout().format->name, c10::toString(buffer_->dtype()));
     const_cast<QuantizedTensorImpl*>(this)->extra_meta_ = std::move(meta);
   }
   return false;
-}
-
-const c10::Storage& QuantizedTensorImpl::storage() const {
-  // FSDP2 compares storage addresses of shards that still await a collective flush (lazy init after
-  // meta init), so a stale image is no error here; copies that must not lose a pending write
-  // (deepcopy, pickle) do not come this way.
-  if (buffer_->is_stale() && can_flush_locally(*buffer_)) flush_locally(buffer_);
-  buffer_->own_grid();
-  return buffer_->storage;
 }
 
 template <typename Version>
@@ -91,7 +86,8 @@ void QuantizedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::Tensor
   copy_tensor_metadata(source, this, version_counter(), allow_tensor_metadata_change());
   buffer_ = source->buffer_;
   is_export_ = source->is_export_;
-  storage_ = source->storage_;
+  storage_ = buffer_->storage();
+  buffer_->watch(*this);
 }
 
 bool is_quantized(const at::Tensor& tensor) {
@@ -121,7 +117,9 @@ c10::DimVector dense_strides(at::IntArrayRef sizes) {
 
 at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                        int64_t offset) {
-  return at::detail::make_tensor<QuantizedTensorImpl>(std::move(buffer), sizes, strides, offset);
+  auto tensor = at::detail::make_tensor<QuantizedTensorImpl>(buffer, sizes, strides, offset);
+  buffer->share_version(*tensor.unsafeGetTensorImpl());
+  return tensor;
 }
 
 at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes) {
@@ -137,12 +135,22 @@ void check_within(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::In
     if (sizes[i] == 0) return;
     last += (sizes[i] - 1) * strides[i];
   }
-  const Layout& layout = self.buffer()->layout;
+  const Layout& layout = self.buffer()->layout();
   TORCH_CHECK(
       offset >= 0 && last < layout.rows * layout.cols,
       fmt::format("qshard: a view of sizes {}, strides {} and storage_offset {} (in elements) "
                   "does not lie within a quantized tensor of {} x {} elements",
                   sizes, strides, offset, layout.rows, layout.cols));
+}
+
+/// A view below autograd, which otherwise makes the views of a tensor share its version counter.
+at::Tensor view_of(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::IntArrayRef strides,
+                   int64_t offset, bool is_export) {
+  auto view = at::detail::make_tensor<QuantizedTensorImpl>(self.buffer(), self.key_set(), sizes,
+                                                           strides, offset, is_export);
+  auto* impl = view.unsafeGetTensorImpl();
+  if (!impl->is_inference()) impl->set_version_counter(self.version_counter());
+  return view;
 }
 
 }  // namespace
@@ -151,14 +159,12 @@ at::Tensor make_view(const at::Tensor& self, at::IntArrayRef sizes, at::IntArray
                      int64_t offset) {
   const auto& impl = impl_of(self);
   check_within(impl, sizes, strides, offset);
-  return at::detail::make_tensor<QuantizedTensorImpl>(impl.buffer(), impl.key_set(), sizes, strides,
-                                                      offset, impl.is_export());
+  return view_of(impl, sizes, strides, offset, impl.is_export());
 }
 
 at::Tensor make_export_view(const at::Tensor& self) {
   const auto& impl = impl_of(self);
-  return at::detail::make_tensor<QuantizedTensorImpl>(impl.buffer(), impl.key_set(), impl.sizes(),
-                                                      impl.strides(), impl.storage_offset(), true);
+  return view_of(impl, impl.sizes(), impl.strides(), impl.storage_offset(), /*is_export=*/true);
 }
 
 at::Tensor window(const at::Tensor& plane, const at::Tensor& self) {
@@ -168,7 +174,7 @@ at::Tensor window(const at::Tensor& plane, const at::Tensor& self) {
 }
 
 std::optional<RowWindow> row_window(const at::Tensor& self) {
-  const Layout& layout = buffer_of(self).layout;
+  const Layout& layout = buffer_of(self).layout();
   const int64_t cols = layout.cols;
   if (cols == 0) {  // rows without elements still count
     return RowWindow{
@@ -182,9 +188,10 @@ std::optional<RowWindow> row_window(const at::Tensor& self) {
 }
 
 bool covers_live_rows(const at::Tensor& self) {
-  const Layout& layout = buffer_of(self).layout;
-  // An empty window of an open buffer is the shard of a rank without rows.
-  const bool whole = layout.row_offset == Layout::kOpen && self.numel() > 0;
+  const QuantizedBuffer& buffer = buffer_of(self);
+  const Layout& layout = buffer.layout();
+  // An empty window of an unplaced buffer is the shard of a rank without rows.
+  const bool whole = !buffer.placement().is_placed() && self.numel() > 0;
   const int64_t live = whole ? layout.rows : layout.live_rows();
   const auto rows = row_window(self);
   return rows && (live == 0 || (rows->first == 0 && rows->count >= live));
@@ -199,13 +206,13 @@ at::Tensor value_copy(const at::Tensor& self) {
   PlainGuard guard;
   QuantizedBuffer& buffer = buffer_of(self);
   const auto value = window(buffer.value_plane(), self);
-  const bool fresh = !buffer.keeps_master() && !buffer.pending.defined() && value.is_contiguous();
+  const bool fresh = !buffer.keeps_master() && !buffer.pending().defined() && value.is_contiguous();
   return fresh ? value : value.clone(at::MemoryFormat::Contiguous);
 }
 
 std::string describe(const at::Tensor& self) {
   const QuantizedBuffer& buffer = buffer_of(self);
-  return fmt::format("{} {}[{}] on {}", buffer.layout.format->name, c10::toString(buffer.dtype),
+  return fmt::format("{} {}[{}] on {}", buffer.layout().format->name, c10::toString(buffer.dtype()),
                      fmt::join(self.sizes(), ", "), buffer.device().str());
 }
 

@@ -14,9 +14,10 @@ namespace qshard {
 /// `x.data = q` for two tensors of one kind and mix up their representations.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::PrivateUse3;
 
-/// Sizes, strides and storage_offset are *virtual*: they index a dense `rows x cols` buffer of
-/// nominal-dtype elements that does not exist. `has_storage()` is false, so raw data access throws;
-/// `storage()` is the packed storage, so that FSDP2, deepcopy and share_memory can manage it.
+/// Sizes, strides and storage_offset index a dense `rows x cols` buffer of nominal-dtype elements.
+/// Where a master is kept that buffer is the master, and the tensor's storage: to whoever looks at
+/// memory it is an ordinary strided tensor. Elsewhere the buffer is *virtual*: `has_storage()` is
+/// false, so raw data access throws, and `storage()` has image and grid, for FSDP2 to manage.
 class QuantizedTensorImpl final : public c10::TensorImpl {
  public:
   QuantizedTensorImpl(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
@@ -27,16 +28,17 @@ class QuantizedTensorImpl final : public c10::TensorImpl {
                       at::IntArrayRef strides, int64_t offset, bool is_export);
 
   const BufferPtr& buffer() const { return buffer_; }
-  void set_buffer(BufferPtr buffer);
+  /// Takes over another buffer, with the geometry of its tensor.
+  void set_buffer(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset);
 
   /// An export view stands for plain values: what clones or pickles it gets a plain tensor, what
   /// copies into it quantizes. DCP sees shards without a master through one.
   bool is_export() const { return is_export_; }
 
-  /// False. Callers then refuse to hand out a data pointer: this gives them the reason to state.
+  /// Whether there is an address. Where there is none callers refuse to hand out a data pointer:
+  /// this gives them the reason to state.
   bool has_storage() const override;
-  /// The packed storage, requantized first where that needs no collective.
-  const c10::Storage& storage() const override;
+  const c10::Storage& storage() const override { return buffer_->storage(); }
   const char* tensorimpl_type_name() const override { return "QuantizedTensorImpl"; }
 
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
@@ -80,11 +82,7 @@ at::Tensor make_export_view(const at::Tensor& self);
 /// The elements of `plane` (rows, cols) that `self` is a window of; aliases `plane`.
 at::Tensor window(const at::Tensor& plane, const at::Tensor& self);
 
-/// Rows [first, first + count) of the buffer, if the tensor is a dense window of whole rows.
-struct RowWindow {
-  int64_t first;
-  int64_t count;
-};
+/// Rows of the buffer, if the tensor is a dense window of whole rows.
 std::optional<RowWindow> row_window(const at::Tensor& self);
 /// Whether the tensor shows every live row of its buffer, densely.
 bool covers_live_rows(const at::Tensor& self);

@@ -37,7 +37,12 @@ c10::Storage allocate_on_cpu(int64_t bytes, Fill fill) {
 
 }  // namespace
 
-c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill) {
+c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill, bool pinned) {
+  if (pinned) {
+    auto flat = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+    if (fill == Fill::kZeros) flat.zero_();
+    return flat.storage();
+  }
   if (device.is_cpu()) return allocate_on_cpu(bytes, fill);
 #ifdef QSHARD_WITH_CUDA
   if (device.is_cuda()) {

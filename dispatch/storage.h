@@ -12,9 +12,9 @@ namespace qshard {
 
 enum class Fill { kNothing, kZeros };
 
-/// A resizable storage of `bytes` on cpu, cuda or meta; zeros are written on the device's current
-/// stream.
-c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill);
+/// A resizable storage of `bytes` on cpu, cuda or meta, in pinned memory of the host if `pinned`;
+/// zeros are written on the device's current stream.
+c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill, bool pinned = false);
 
 /// A contiguous plain tensor in a storage.
 at::Tensor tensor_at(const c10::Storage& storage, at::ScalarType dtype, int64_t byte_offset,

@@ -147,7 +147,7 @@ at::Tensor& detach_(at::Tensor& self) { return self; }
 
 /// A meta tensor with the geometry of `self`.
 at::Tensor meta_twin(const at::Tensor& self) {
-  const Layout& layout = buffer_of(self).layout;
+  const Layout& layout = buffer_of(self).layout();
   return at::empty({layout.rows * layout.cols}, self.options().device(at::kMeta))
       .as_strided(self.sizes(), self.strides(), self.storage_offset());
 }

@@ -34,34 +34,31 @@ bool is_export(const Tensor& self) { return is_quantized(self) && impl_of(self).
 /// Whether the packed storage alone would lose a write: one that only a collective can flush.
 bool has_pending_update(const Tensor& self) {
   const QuantizedBuffer& buffer = buffer_of(self);
-  return buffer.is_stale() && !buffer.keeps_master() && !can_flush_locally(buffer);
+  return !buffer.is_shown() && !buffer.keeps_master() && !buffer.can_flush_alone();
 }
 
 /// The exact planes of the whole buffer behind `self`, and a write that no flush has reached yet.
 std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string, std::vector<Tensor>> pack(
     const Tensor& self) {
-  BufferPtr buffer = impl_of(self).buffer();
-  buffer->check_is_allocated();
-  if (!buffer->is_packed()) {
-    // Gathered tensors and offload copies keep their grid elsewhere.
-    buffer =
-        impl_of(make_tensor(buffer, {buffer->layout.rows, buffer->layout.cols}).clone()).buffer();
-  }
+  QuantizedBuffer& buffer = buffer_of(self);
   PlainGuard guard;
-  const Layout& layout = buffer->layout;
+  const Tensor bytes = buffer.pack();
+  const Layout& layout = buffer.layout();
   std::vector<int64_t> fields(kFields);
   fields[kRows] = layout.rows;
   fields[kCols] = layout.cols;
   fields[kLogicalRows] = layout.logical_rows;
   fields[kMatrixRows] = layout.matrix_rows;
   fields[kRowOffset] = layout.row_offset;
-  fields[kKeepsMaster] = buffer->keeps_master();
-  fields[kDirty] = buffer->is_dirty();
+  fields[kKeepsMaster] = buffer.keeps_master();
+  fields[kDirty] = buffer.is_written();
   fields[kImages] = static_cast<int64_t>(layout.images);
   std::vector<Tensor> state;
-  for (const auto& [name, tensor] : buffer->state.tensors()) state.push_back(tensor.clone());
-  return {buffer->packed().clone(),
-          buffer->pending.defined() ? OptionalTensor(buffer->pending.clone()) : std::nullopt,
+  for (const auto& [name, tensor] : buffer.scaling_state().tensors()) {
+    state.push_back(tensor.clone());
+  }
+  return {bytes,
+          buffer.pending().defined() ? OptionalTensor(buffer.pending().clone()) : std::nullopt,
           fields, std::string(layout.format->name), state};
 }
 
@@ -87,7 +84,7 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
     TORCH_CHECK(field >= 0 && field < kLimit,
                 "qshard: a saved quantized tensor has an impossible size");
   }
-  TORCH_CHECK(layout.row_offset >= Layout::kOpen && layout.row_offset <= layout.logical_rows &&
+  TORCH_CHECK(layout.row_offset >= Layout::kUnplaced && layout.row_offset <= layout.logical_rows &&
                   (layout.matrix_rows == 0 ? layout.logical_rows == 0
                                            : layout.logical_rows % layout.matrix_rows == 0),
               "qshard: a saved quantized tensor has an impossible placement");
@@ -95,16 +92,14 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
   TORCH_CHECK(layout.fits() && images >= 0 && images <= static_cast<int64_t>(most),
               "qshard: a saved quantized tensor has row images that its format does not have");
   layout.images = static_cast<Images>(images);
-  auto buffer = QuantizedBuffer::from_storage(bytes.clone().storage(), layout, dtype,
-                                              fields[kKeepsMaster] != 0);
   if (pending) {
     TORCH_CHECK(pending->sizes() == at::IntArrayRef({layout.rows, layout.cols}) &&
                     pending->scalar_type() == dtype,
                 "qshard: the pending update of a saved quantized tensor does not fit it");
-    buffer->pending = pending->clone();
   }
-  buffer->state = ScalingState::fresh(layout, bytes.device());
-  const auto tensors = buffer->state.tensors();
+  auto buffer = QuantizedBuffer::unpack(bytes, pending.value_or(Tensor()), Placement(layout), dtype,
+                                        fields[kKeepsMaster] != 0, fields[kDirty] != 0);
+  const auto tensors = buffer->scaling_state().tensors();
   TORCH_CHECK(tensors.size() == state.size(),
               "qshard: a saved quantized tensor lacks the state of its format");
   for (size_t i = 0; i < state.size(); ++i) {
@@ -114,16 +109,21 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
                             tensors[i].first));
     to.copy_(state[i]);
   }
-  buffer->dirty = fields[kDirty] != 0;
-  // Codes that a local flush made stand for their value: quantizing that again gives other bytes.
-  buffer->stale = buffer->dirty && (pending || buffer->keeps_master());
   const auto whole = make_tensor(buffer, {layout.rows, layout.cols});
   return make_view(whole, size, stride, storage_offset);
+}
+
+/// A tensor like `self` over a copy of its whole buffer.
+Tensor copy_buffer(const Tensor& self) {
+  QuantizedBuffer& buffer = buffer_of(self);
+  c10::OptionalDeviceGuard device_guard(self.device());
+  return make_tensor(buffer.copy(), {buffer.layout().rows, buffer.layout().cols});
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
+  m.impl("_copy_buffer", &copy_buffer);
   m.impl("_export_view", &export_view);
   m.impl("_is_export", &is_export);
   m.impl("_has_pending_update", &has_pending_update);

@@ -172,16 +172,18 @@ def _reduce_ex_internal(stock, self, proto):
 
 @wrap_method("__deepcopy__")
 def __deepcopy__(stock, self, memo):
-    # The stock way copies the storage, which does not hold an update that awaits a collective.
-    if id(self) in memo or not self.is_leaf or not ops._has_pending_update(self):
+    # The stock way copies the storage, which is not all of a quantized tensor. As there, tensors of
+    # one storage are copied to tensors of one storage.
+    if id(self) in memo or not self.is_leaf:
         return stock(self, memo)
-    rebuild, args = reduce_tensor(self)
-    result = rebuild(*args)
-    if type(self) is torch.nn.Parameter:
-        result = torch.nn.Parameter(result, self.requires_grad)
-    memo[id(self)] = result
+    buffer = ("qshard", self.untyped_storage()._cdata)
+    if buffer not in memo:
+        memo[buffer] = ops._copy_buffer(self.detach())
+    result = memo[buffer].as_strided(self.shape, self.stride(), self.storage_offset())
+    memo[id(self)] = result.requires_grad_(self.requires_grad)
     if self.grad is not None:
         result.grad = copy.deepcopy(self.grad, memo)
+    result.__dict__ = copy.deepcopy(self.__dict__, memo)
     return result
 
 

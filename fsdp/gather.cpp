@@ -20,16 +20,12 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
-void set_group(QuantizedBuffer& buffer, std::string_view group) {
-  if (buffer.group != group) buffer.group = group;
-  if (buffer.source) buffer.source->group = buffer.group;
-}
-
 /// FSDP2 cuts columns as willingly as rows and fails much later, with an error about a view. A
 /// shard that holds all rows of its tensor, with other ranks in its group, is not a shard of rows.
 void check_is_sharded_by_rows(const Tensor& self, const QuantizedBuffer& buffer) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      buffer.group.empty() || !buffer.layout.holds_all_rows() || buffer.layout.logical_rows <= 1,
+      buffer.placement().group().empty() || !buffer.layout().holds_all_rows() ||
+          buffer.layout().logical_rows <= 1,
       fmt::format("qshard: this quantized parameter is sharded by another dimension than its rows "
                   "(each rank holds a {}); rows are the unit of quantized shards. Return Shard(0) "
                   "from shard_placement_fn",
@@ -45,101 +41,59 @@ Images images_to_gather(const Format& format) {
   return in_backward ? Images::kColumnwise : Images::kRowwise;
 }
 
-/// All rows of a shard's image, or of one of its two, as flat bytes.
-Tensor bytes_to_gather(QuantizedBuffer& buffer, Images images) {
-  const Layout& layout = buffer.layout;
-  if (images != Images::kAll) {
-    const int64_t offset = images == Images::kRowwise ? 0 : layout.columnwise_offset();
-    return buffer.image.narrow(1, offset, layout.image_row_bytes()).reshape(-1);
-  }
-  if (!buffer.flat_image.defined()) buffer.flat_image = buffer.image.view(-1);
-  return buffer.flat_image;
-}
-
 /// The bytes to send of a shard, flushed over `group` if it was written since its last flush. Every
 /// rank of the group gets here, with or without rows. What belongs to them waits in the shard:
 /// handing it to Python and back took a microsecond per parameter and gather.
 Tensor pre_all_gather(const Tensor& self, c10::string_view group) {
   const BufferPtr& buffer = impl_of(self).buffer();
-  set_group(*buffer, {group.data(), group.size()});
+  buffer->adopt({group.data(), group.size()});
   check_is_sharded_by_rows(self, *buffer);
-  // An offloaded shard arrives as a fresh device copy: flush the original, once, not every copy.
-  const BufferPtr& owner = buffer->source ? buffer->source : buffer;
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(buffer->device());
-  if (owner->is_dirty()) {
-    // This runs on FSDP2's copy-in stream; the write it flushes was made on the default stream.
-    wait_for_default_stream(buffer->device());
-    flush({owner});
-  }
-  if (buffer->source) buffer->refresh_from_source();
-  const Images images = images_to_gather(*buffer->layout.format);
-  owner->gather = {grid_snapshot(*buffer), buffer->generation, images};
-  return bytes_to_gather(*buffer, images);
-}
-
-QuantizedBuffer::Gather end_gather(QuantizedBuffer& shard) {
-  TORCH_CHECK(shard.gather, "qshard: fsdp_post_all_gather without fsdp_pre_all_gather before it");
-  return *std::exchange(shard.gather, std::nullopt);
+  // An offloaded shard arrives as a fresh device copy: flush the original, once, not every copy.
+  if (const BufferPtr owner = buffer->original(); owner->is_written()) flush({owner});
+  if (buffer->is_image_only()) buffer->refresh_from_original();
+  return buffer->begin_gather(images_to_gather(*buffer->layout().format));
 }
 
 /// The unsharded tensor over the gathered bytes of shard `self`.
 Tensor post_all_gather(const Tensor& self, const Tensor& image, at::ScalarType dtype) {
   PlainGuard guard;
-  QuantizedBuffer& shard = buffer_of(self);
-  const auto [grid, generation, images] = end_gather(shard);
-  Layout layout = shard.layout;
-  layout.images = images;
-  TORCH_CHECK(image.scalar_type() == at::kByte && image.numel() % layout.row_bytes() == 0,
-              fmt::format("qshard: gathered {} {} elements are not rows of {} bytes", image.numel(),
-                          c10::toString(image.scalar_type()), layout.row_bytes()));
-  layout.rows = image.numel() / layout.row_bytes();
-  layout.row_offset = 0;
-  auto buffer = QuantizedBuffer::from_image(image.view(-1), grid, layout, dtype, generation);
-  buffer->state = shard.state;
+  auto buffer = QuantizedBuffer::gathered(*impl_of(self).buffer()->original(), image, dtype);
   auto sizes = self.sizes().vec();
   const int64_t rows_per_slice =
       c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
-  sizes[0] = rows_per_slice == 0 ? 0 : layout.rows / rows_per_slice;
+  sizes[0] = rows_per_slice == 0 ? 0 : buffer->layout().rows / rows_per_slice;
   return make_tensor(std::move(buffer), sizes);
 }
 
-/// A later gather into the same storage: new codes, new scales, perhaps the other row image.
+/// A later gather into the same storage.
 void refresh_gathered(const Tensor& self, const Tensor& image, const Tensor& unsharded) {
   PlainGuard guard;
-  QuantizedBuffer& buffer = buffer_of(unsharded);
-  auto [grid, generation, images] = end_gather(buffer_of(self));
-  buffer.layout.images = images;
-  if (!image.is_alias_of(buffer.image)) {
-    buffer.image = image.view({buffer.layout.rows, buffer.layout.row_bytes()});
-    buffer.storage = image.storage();
-  }
-  buffer.grid = std::move(grid);
-  buffer.grid_snapshot.reset();
-  buffer.generation = generation;
-  buffer.pending.reset();
-  buffer.mark_flushed(/*agreed=*/true);
+  buffer_of(unsharded).regather(buffer_of(self), image);
 }
 
 void set_reduction_group(const Tensor& self, c10::string_view group) {
-  set_group(buffer_of(self), {group.data(), group.size()});
+  buffer_of(self).adopt({group.data(), group.size()});
 }
 
 /// After an optimizer step: what was written, in the order of the list. `groups[i]` and
 /// `replica_groups[i]` are those that tensor i's DTensor names; FSDP2's mesh, if a gather already
-/// told it the first, says the same.
+/// told it the first, says the same. A tensor that has a gradient was written, whoever noticed.
 void flush_after_step(at::TensorList self, const std::vector<std::string>& groups,
                       const std::vector<std::string>& replica_groups,
-                      const OptionalTensor& found_inf) {
-  TORCH_CHECK(groups.size() == self.size() && replica_groups.size() == self.size(),
+                      const c10::List<bool>& has_grad, const OptionalTensor& found_inf) {
+  TORCH_CHECK(groups.size() == self.size() && replica_groups.size() == self.size() &&
+                  has_grad.size() == self.size(),
               "qshard::_flush_after_step: one group per tensor");
   std::vector<BufferPtr> buffers;
   buffers.reserve(self.size());
   for (size_t i = 0; i < self.size(); ++i) {
     buffers.push_back(impl_of(self[i]).buffer());
     QuantizedBuffer& buffer = *buffers.back();
-    if (!groups[i].empty() && buffer.group.empty()) set_group(buffer, groups[i]);
-    if (buffer.replica_groups != replica_groups[i]) buffer.replica_groups = replica_groups[i];
+    if (!groups[i].empty() && buffer.placement().group().empty()) buffer.adopt(groups[i]);
+    buffer.set_replicas(replica_groups[i]);
+    if (has_grad[i] && !buffer.is_written()) buffer.written();
   }
   flush(buffers, FlushKind::kStep, found_inf.value_or(Tensor()));
 }
@@ -147,20 +101,21 @@ void flush_after_step(at::TensorList self, const std::vector<std::string>& group
 /// The plain tensors of a quantized tensor's state, by name; writes to them act.
 c10::Dict<std::string, Tensor> state(const Tensor& self) {
   c10::Dict<std::string, Tensor> result;
-  for (const auto& [name, tensor] : buffer_of(self).state.tensors()) result.insert(name, tensor);
+  for (const auto& [name, tensor] : buffer_of(self).scaling_state().tensors())
+    result.insert(name, tensor);
   return result;
 }
 
-void set_rounding_key_op(const Tensor& self, int64_t key) {
-  ScalingState& state = buffer_of(self).state;
-  TORCH_CHECK(state.rounding.defined() && key >= 0 && key < (int64_t{1} << 62),
+void set_rounding_key(const Tensor& self, int64_t key) {
+  QuantizedBuffer& buffer = buffer_of(self);
+  TORCH_CHECK(buffer.scaling_state().rounding.defined() && key >= 0 && key < (int64_t{1} << 62),
               fmt::format("qshard::_set_rounding_key: {} with key {}: needs a format that rounds "
                           "stochastically and a key of 62 bits",
                           describe(self), key));
-  state.set_rounding_key(key);
+  buffer.set_rounding_key(key);
 }
 
-void mark_written(const Tensor& self) { buffer_of(self).mark_written(); }
+void mark_written(const Tensor& self) { buffer_of(self).written(); }
 
 }  // namespace
 
@@ -171,7 +126,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_set_reduction_group", &set_reduction_group);
   m.impl("_flush_after_step", &flush_after_step);
   m.impl("_state", &state);
-  m.impl("_set_rounding_key", &set_rounding_key_op);
+  m.impl("_set_rounding_key", &set_rounding_key);
   m.impl("_mark_written", &mark_written);
 }
 

@@ -173,8 +173,9 @@ def refuse_unsupported(fsdp_param):
 
 def flush_after_step(optimizer, args, kwargs):
     """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
-    same on all ranks whatever gradients and rows each has, which no registry of parameters is."""
-    shards, groups, replica_groups = [], [], []
+    same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
+    has a gradient was written: optimizers that write through addresses tell nobody."""
+    shards, groups, replica_groups, has_grad = [], [], [], []
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             local = local_of(param)
@@ -183,10 +184,11 @@ def flush_after_step(optimizer, args, kwargs):
                 shards.append(local)
                 groups.append(group)
                 replica_groups.append(replicas)
+                has_grad.append(param.grad is not None)
     if shards:
         # GradScaler gives it to fused optimizers, which then change nothing.
         found_inf = getattr(optimizer, "found_inf", None)
-        ops._flush_after_step(shards, groups, replica_groups, found_inf)
+        ops._flush_after_step(shards, groups, replica_groups, has_grad, found_inf)
 
 
 # What torch._dynamo.disable sets; importing torch._dynamo here would cost every user a second.

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "dispatch/flush.h"
+#include "dispatch/requantize.h"
 
 namespace qshard {
 namespace {

@@ -19,14 +19,14 @@ enum class Images : int8_t { kAll, kRowwise, kColumnwise };
 /// `matrix_rows` rows each (one for a 2-D weight, one per expert for N-D weights). Scale blocks are
 /// anchored at each matrix's row 0, never at a shard's row 0, and never span matrices.
 struct Layout {
-  static constexpr int64_t kOpen = -1;  // row_offset not known yet: owns no logical rows
+  static constexpr int64_t kUnplaced = -1;  // row_offset not known yet: owns no logical rows
 
   const Format* format = nullptr;
   int64_t rows = 0;          // rows held, padding included
   int64_t cols = 0;          // K, elements per row
   int64_t logical_rows = 0;  // R
   int64_t matrix_rows = 0;   // rows per matrix; logical_rows % matrix_rows == 0
-  int64_t row_offset = 0;    // logical row of row 0, or kOpen
+  int64_t row_offset = 0;    // logical row of row 0, or kUnplaced
   Images images = Images::kAll;
   int64_t pitch = 0;  // of one image among others (rowwise(), columnwise()): bytes from row to row
 
@@ -102,10 +102,10 @@ struct Layout {
   }
 
   /// The logical row that row 0 is read as.
-  int64_t first_logical_row() const { return row_offset == kOpen ? 0 : row_offset; }
+  int64_t first_logical_row() const { return row_offset == kUnplaced ? 0 : row_offset; }
   /// Rows held that are rows of the logical tensor: padding and open placements own none.
   int64_t live_rows() const {
-    if (row_offset == kOpen) return 0;
+    if (row_offset == kUnplaced) return 0;
     const int64_t left = logical_rows - row_offset;
     return left < 0 ? 0 : left < rows ? left : rows;
   }

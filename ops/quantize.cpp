@@ -78,13 +78,13 @@ QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
 /// matrices.
 Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
   QuantizedBuffer& buffer = buffer_of(self);
-  buffer.own_grid();  // the caller may write what it gets
-  const Layout& layout = buffer.layout;
+  buffer.write_codes();  // the caller may write what it gets
+  const Layout& layout = buffer.layout();
   const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows.first;
   const int64_t last = std::min(first + rows.count, layout.logical_rows) - 1;
-  if (last < first) return buffer.grid.narrow(0, 0, 0);
+  if (last < first) return buffer.grid().narrow(0, 0, 0);
   const int64_t first_row = layout.grid_row(first);
-  auto scales = buffer.grid.narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
+  auto scales = buffer.grid().narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
   if (self.dim() == 2 || rows.count % layout.matrix_rows != 0) return scales;
   c10::DimVector sizes(self.sizes().slice(0, self.dim() - 2));
   sizes.push_back(layout.grid_rows() / layout.matrices());
@@ -95,7 +95,7 @@ Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
 /// The codes of `self` in the image that begins `image_offset` bytes into each row.
 Tensor codes_in_image(const Tensor& self, int64_t image_offset, const char* op) {
   const QuantizedBuffer& buffer = buffer_of(self);
-  const Layout& layout = buffer.layout;
+  const Layout& layout = buffer.layout();
   PlainGuard guard;
   const auto not_a_window = [&](const char* why) {
     return fmt::format("{}: {} with strides {} is not a window of rows and columns{}", op,
@@ -118,7 +118,7 @@ Tensor codes_in_image(const Tensor& self, int64_t image_offset, const char* op) 
     sizes.back() = ceil_div(sizes.back(), per_byte);
     strides.back() = 1;
   }
-  const auto image = per_byte > 1 ? buffer.image : buffer.image.view(at::kFloat8_e4m3fn);
+  const auto image = per_byte > 1 ? buffer.image() : buffer.image().view(at::kFloat8_e4m3fn);
   if (self.numel() == 0) return image.new_empty(sizes);
   return image.as_strided(sizes, strides, image_offset + to_image(self.storage_offset(), true));
 }
@@ -126,16 +126,16 @@ Tensor codes_in_image(const Tensor& self, int64_t image_offset, const char* op) 
 /// The buffer of a quantized tensor, flushed and with the columnwise image that `op` reads.
 const QuantizedBuffer& columnwise_buffer(const Tensor& self, const char* op) {
   const QuantizedBuffer& buffer = quantized_buffer(self, op);
-  TORCH_CHECK_VALUE(buffer.layout.format->columnwise,
+  TORCH_CHECK_VALUE(buffer.layout().format->columnwise,
                     fmt::format("{}: {} has one row image, for rows and columns: qshard::codes and "
                                 "qshard::scale_inv show it",
                                 op, describe(self)));
   TORCH_CHECK(
-      buffer.layout.has_columnwise(),
+      buffer.layout().has_columnwise(),
       fmt::format("{}: this {} was gathered in forward, without its columnwise image; use a "
                   "recipe with gather=\"both\"",
                   op, describe(self)));
-  require_fresh_image(impl_of(self).buffer(), op);
+  require_shown(impl_of(self).buffer(), op);
   return buffer;
 }
 
@@ -156,37 +156,30 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(self.device());
   const Tensor values = has_key(self) ? value_of(self) : self;
-  auto buffer = QuantizedBuffer::allocate(layout, self.scalar_type(), keep_master, self.device());
-  if (!buffer->is_meta()) {
-    const Tensor rows = values.reshape({layout.rows, layout.cols});
-    if (keep_master) {
-      buffer->master.copy_(rows);
-    } else {
-      // A shard waits for its flush with values of its own; a whole tensor is done with them here.
-      buffer->pending = is_shard && rows.is_alias_of(self) ? rows.clone() : rows.contiguous();
-    }
-  }
-  buffer->mark_written();
-  if (can_flush_locally(*buffer)) flush_locally(buffer);
-  if (!is_shard) buffer->mark_flushed(/*agreed=*/true);
+  Tensor rows = values.reshape({layout.rows, layout.cols});
+  // A shard waits for its flush with values of its own; a whole tensor is done with them here.
+  if (is_shard && !keep_master && rows.is_alias_of(self)) rows = rows.clone();
+  auto buffer = QuantizedBuffer::of_values(Placement(layout, is_shard), rows, keep_master);
+  if (buffer->can_flush_alone()) flush_alone(buffer);
+  if (!is_shard) buffer->agreed();
   return make_tensor(std::move(buffer), self.sizes());
 }
 
 Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {
   quantized_buffer(self, "qshard::dequantize");
   const BufferPtr& buffer = impl_of(self).buffer();
-  const auto dtype = dtype_arg.value_or(buffer->dtype);
+  const auto dtype = dtype_arg.value_or(buffer->dtype());
   TORCH_CHECK_TYPE(at::isFloatingType(dtype),
                    fmt::format("qshard::dequantize: expected a floating point dtype, got {}",
                                c10::toString(dtype)));
-  require_fresh_image(buffer, "qshard::dequantize");
+  require_shown(buffer, "qshard::dequantize");
   PlainGuard guard;
   const auto kernel_dtype = is_value_dtype(dtype) ? dtype : at::kFloat;
   Tensor result;
   if (const auto rows = row_window(self)) {
-    result = buffer->dequantize_rows(rows->first, rows->count, kernel_dtype).view(self.sizes());
+    result = buffer->dequantize_rows(*rows, kernel_dtype).view(self.sizes());
   } else {
-    result = window(buffer->dequantize_rows(0, buffer->layout.rows, kernel_dtype), self)
+    result = window(buffer->dequantize_rows({0, buffer->layout().rows}, kernel_dtype), self)
                  .clone(at::MemoryFormat::Contiguous);
   }
   return result.to(dtype);
@@ -195,23 +188,23 @@ Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {
 bool is_quantized_op(const Tensor& self) { return is_quantized(self); }
 
 std::string format(const Tensor& self) {
-  return std::string(quantized_buffer(self, "qshard::format").layout.format->name);
+  return std::string(quantized_buffer(self, "qshard::format").layout().format->name);
 }
 
 Tensor codes(const Tensor& self) {
   quantized_buffer(self, "qshard::codes").check_has_rowwise_image("qshard::codes");
-  require_fresh_image(impl_of(self).buffer(), "qshard::codes");
+  require_shown(impl_of(self).buffer(), "qshard::codes");
   return codes_in_image(self, 0, "qshard::codes");
 }
 
 Tensor columnwise_codes(const Tensor& self) {
-  const Layout& layout = columnwise_buffer(self, "qshard::columnwise_codes").layout;
+  const Layout& layout = columnwise_buffer(self, "qshard::columnwise_codes").layout();
   return codes_in_image(self, layout.columnwise_offset(), "qshard::columnwise_codes");
 }
 
 Tensor columnwise_scale_inv(const Tensor& self) {
   const QuantizedBuffer& buffer = columnwise_buffer(self, "qshard::columnwise_scale_inv");
-  const Layout layout = buffer.layout.columnwise();
+  const Layout layout = buffer.layout().columnwise();
   const int64_t block = layout.format->block_rows;
   const auto rows = row_window(self);
   const int64_t first = rows ? std::max<int64_t>(layout.row_offset, 0) + rows->first : -1;
@@ -221,9 +214,11 @@ Tensor columnwise_scale_inv(const Tensor& self) {
                                 describe(self), self.strides().vec(), block));
   PlainGuard guard;
   // Each row of a block holds a slice of its scales; the last slices may be short or empty.
-  const auto slices = buffer.image.narrow(0, rows->first, rows->count)
-                          .narrow(1, buffer.layout.columnwise_offset() + layout.row_scale_offset(),
-                                  layout.row_scale_bytes());
+  const auto slices =
+      buffer.image()
+          .narrow(0, rows->first, rows->count)
+          .narrow(1, buffer.layout().columnwise_offset() + layout.row_scale_offset(),
+                  layout.row_scale_bytes());
   c10::DimVector sizes(self.sizes());
   sizes[sizes.size() - 2] /= block;
   const auto scales = slices.reshape({rows->count / block, block * layout.row_scale_bytes()})
@@ -235,8 +230,8 @@ Tensor columnwise_scale_inv(const Tensor& self) {
 Tensor scale_inv(const Tensor& self) {
   const QuantizedBuffer& buffer = quantized_buffer(self, "qshard::scale_inv");
   buffer.check_has_rowwise_image("qshard::scale_inv");
-  require_fresh_image(impl_of(self).buffer(), "qshard::scale_inv");
-  const Layout& layout = buffer.layout;
+  require_shown(impl_of(self).buffer(), "qshard::scale_inv");
+  const Layout& layout = buffer.layout();
   const auto rows = row_window(self);
   TORCH_CHECK_VALUE(rows,
                     fmt::format("qshard::scale_inv: {} with strides {} is not a window of whole "
@@ -246,7 +241,8 @@ Tensor scale_inv(const Tensor& self) {
   if (layout.format->scales_in_grid()) return grid_of_rows(self, *rows);
   const auto dtype =
       layout.format->row_scale == RowScale::kE8M0 ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn;
-  const auto scales = buffer.image.view(dtype)
+  const auto scales = buffer.image()
+                          .view(dtype)
                           .narrow(0, rows->first, rows->count)
                           .narrow(1, layout.row_scale_offset(), layout.row_scale_bytes());
   if (self.dim() == 2) return scales;
@@ -256,12 +252,12 @@ Tensor scale_inv(const Tensor& self) {
 }
 
 Tensor tensor_scale_inv(const Tensor& self) {
-  const Format& format = *quantized_buffer(self, "qshard::tensor_scale_inv").layout.format;
+  const Format& format = *quantized_buffer(self, "qshard::tensor_scale_inv").layout().format;
   TORCH_CHECK_VALUE(!format.scales_in_grid() && format.has_tensor_scale(),
                     fmt::format("qshard::tensor_scale_inv: {} has no scale above those that "
                                 "qshard::scale_inv gives",
                                 describe(self)));
-  require_fresh_image(impl_of(self).buffer(), "qshard::tensor_scale_inv");
+  require_shown(impl_of(self).buffer(), "qshard::tensor_scale_inv");
   const auto rows = row_window(self);
   TORCH_CHECK_VALUE(rows, fmt::format("qshard::tensor_scale_inv: {} with strides {} is not a "
                                       "window of whole rows",
@@ -274,11 +270,10 @@ OptionalTensor master(const Tensor& self) {
   QuantizedBuffer& buffer = quantized_buffer(self, "qshard::master");
   if (!buffer.keeps_master()) return std::nullopt;
   PlainGuard guard;
-  buffer.detach_from_source();
-  auto alias = window(buffer.master, self);
+  auto alias = window(buffer.value_plane(), self);
   // One counter for the plane and its aliases: in-place loads through an alias mark it written.
   alias.unsafeGetTensorImpl()->set_version_counter(
-      buffer.master.unsafeGetTensorImpl()->version_counter());
+      buffer.master().unsafeGetTensorImpl()->version_counter());
   return alias;
 }
 
@@ -288,7 +283,7 @@ void flush_op(at::TensorList self) {
     quantized_buffer(tensor, "qshard::flush");
     buffers.push_back(impl_of(tensor).buffer());
   }
-  flush_any_dirty(buffers);
+  flush_any_written(buffers);
 }
 
 }  // namespace qshard

@@ -27,16 +27,18 @@ c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self) {
   const auto add = [&](const char* name, const Tensor& plane) {
     bytes.insert(name, plane.defined() ? static_cast<int64_t>(plane.nbytes()) : 0);
   };
-  add("image", buffer.image);
-  add("master", buffer.master);
-  add("grid", buffer.grid);
-  add("pending", buffer.pending);
-  add("grid_snapshot", buffer.grid_snapshot);
-  const Layout& layout = buffer.layout;
+  add("image", buffer.image());
+  add("master", buffer.master());
+  add("grid", buffer.grid());
+  add("pending", buffer.pending());
+  add("grid_snapshot", buffer.snapshot());
+  const Layout& layout = buffer.layout();
   bytes.insert("sent", layout.rows * (layout.format->gathers_by_phase ? layout.image_row_bytes()
                                                                       : layout.row_bytes()));
-  bytes.insert("state", buffer.state.nbytes());
-  bytes.insert("storage", static_cast<int64_t>(buffer.storage.nbytes()));
+  bytes.insert("state", buffer.scaling_state().nbytes());
+  const auto codes = static_cast<int64_t>(buffer.image().storage().nbytes());
+  const Tensor& master = buffer.master();
+  bytes.insert("storage", codes + (master.defined() ? static_cast<int64_t>(master.nbytes()) : 0));
   return bytes;
 }
 

@@ -61,11 +61,12 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_refresh_gathered(Tensor self, Tensor image, Tensor unsharded) -> ()");
   m.def("_set_reduction_group(Tensor self, str group) -> ()");
   m.def(
-      "_flush_after_step(Tensor[] self, str[] groups, str[] replica_groups, Tensor? found_inf) "
-      "-> ()");
+      "_flush_after_step(Tensor[] self, str[] groups, str[] replica_groups, bool[] has_grad, "
+      "Tensor? found_inf) -> ()");
   m.def("_state(Tensor self) -> Dict(str, Tensor)");
   m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");
+  m.def("_copy_buffer(Tensor self) -> Tensor");
   m.def("_export_view(Tensor(a) self) -> Tensor(a)");
   m.def("_is_export(Tensor self) -> bool");
   m.def("_has_pending_update(Tensor self) -> bool");

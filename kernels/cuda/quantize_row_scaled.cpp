@@ -105,7 +105,7 @@ RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
   const Layout& layout = task.layout;
   const Layout cut = layout.tallest();
   // An open placement has no live rows: it may begin anywhere below the tensor.
-  const bool open = layout.row_offset == Layout::kOpen;
+  const bool open = layout.row_offset == Layout::kUnplaced;
   const Window window = {open ? layout.logical_rows : layout.row_offset, 0, layout.rows};
   RowScaledTask out = describe(layout, window, task.value_dtype, task.values, tile_rows);
   TORCH_CHECK(amax_numel(layout, task.cuts) <= std::numeric_limits<int>::max(),

@@ -154,7 +154,7 @@ class Shadow:
 def flush_step(weights):
     """What follows an optimizer step on whole quantized weights, on one device."""
     none = [""] * len(weights)
-    ops._flush_after_step(weights, none, none, None)
+    ops._flush_after_step(weights, none, none, [False] * len(weights), None)
 
 
 class LinearOfTwoValues(torch.autograd.Function):

@@ -1,0 +1,322 @@
+// Copies of buffers: whole, of rows, of images alone, and into files.
+#include <fmt/format.h>
+
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "dispatch/image_links.h"
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/quantized_buffer.h"
+
+namespace qshard {
+namespace {
+
+constexpr int64_t kPlaneAlignment = 16;
+
+/// Rows of two contiguous planes of the same dtype and width.
+void copy_rows(const at::Tensor& to, RowWindow to_rows, const at::Tensor& from, RowWindow from_rows,
+               bool non_blocking) {
+  if (to.is_cpu() && from.is_cpu()) {
+    const size_t row = to.size(1) * to.element_size();
+    std::memmove(static_cast<uint8_t*>(to.mutable_data_ptr()) + to_rows.first * row,
+                 static_cast<const uint8_t*>(from.const_data_ptr()) + from_rows.first * row,
+                 to_rows.count * row);
+    return;
+  }
+  to.narrow(0, to_rows.first, to_rows.count)
+      .copy_(from.narrow(0, from_rows.first, from_rows.count), non_blocking);
+}
+
+void copy_storage(const c10::Storage& to, const c10::Storage& from) {
+  copy_on_device(to.mutable_data(), from.data(), static_cast<int64_t>(from.nbytes()), to.device());
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------ whole
+
+void QuantizedBuffer::copy_flush_state(const QuantizedBuffer& other) {
+  // A master in another dtype has other amaxes, and so have fewer rows.
+  const bool same_values = dtype_ == other.dtype_ &&
+                           layout().row_offset == other.layout().row_offset &&
+                           layout().live_rows() == other.layout().live_rows();
+  flush_state_.copy_of(other.flush_state_, same_values || !keeps_master(), device());
+}
+
+BufferPtr QuantizedBuffer::copy() { return copy({dtype_, device()}); }
+
+BufferPtr QuantizedBuffer::copy(const CopyTo& to) {
+  PlainGuard guard;
+  check_is_allocated();
+  complete();
+  flush_state_.flushed().wait();
+  auto copy = c10::make_intrusive<QuantizedBuffer>(
+      Placement(layout()), to.dtype,
+      Planes::allocate(layout(), to.dtype, keeps_master(), to.device, Fill::kNothing, to.pinned));
+  copy->adopt_parameter(*this);
+  if (copy->is_meta() != is_meta()) {
+    TORCH_CHECK(copy->is_meta(),
+                "qshard: cannot copy a quantized tensor out of the meta device; there "
+                "is no data. Use to_empty() and initialise it");
+    copy->flush_state_.restore(is_written(), /*shown=*/true);
+    return copy;
+  }
+  const bool is_bytewise = !to.pinned && !is_meta() && to.dtype == dtype_ && to.device == device();
+  if (is_bytewise && planes_.has_code_storage(layout())) {
+    copy_storage(copy->planes_.code_storage(), planes_.code_storage());
+  } else {
+    copy->image().copy_(image(), to.non_blocking);
+    if (grid().defined()) copy->grid().copy_(grid(), to.non_blocking);
+  }
+  if (is_bytewise && master().defined()) {
+    copy_storage(copy->storage(), storage());
+  } else if (master().defined()) {
+    copy->master().copy_(master(), to.non_blocking);
+  }
+  if (pending().defined()) {
+    copy->planes_.set_pending(pending().to(to.device, to.dtype, to.non_blocking, /*copy=*/true));
+  }
+  copy->copy_flush_state(*this);
+  return copy;
+}
+
+// ------------------------------------------------------------------------------------- rows
+
+bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows,
+                                     int64_t place, bool non_blocking) {
+  if (!from.is_shown()) return false;
+  if (keeps_master() && (!from.keeps_master() || dtype_ != from.dtype_)) return false;
+
+  Layout placed = layout();
+  placed.row_offset = place;
+  const int64_t generation = from.flush_state_.generation();
+  const bool is_same_generation = flush_state_.generation() == generation;
+  const bool is_whole =
+      placed.live_rows() == 0 || (to_rows.first == 0 && to_rows.count >= placed.live_rows());
+  if (!is_whole && (!is_same_generation || !is_shown())) return false;
+
+  from.check_is_allocated();
+  check_is_allocated();
+  complete();
+  complete_image_copies();
+  from.flush_state_.flushed().wait();
+  placement_.place(place);
+  if (to_rows.count > 0) {
+    copy_rows(image(), to_rows, from.image(), from_rows, non_blocking);
+    if (keeps_master()) copy_rows(master(), to_rows, from.value_plane(), from_rows, non_blocking);
+  }
+  if (!is_whole) {
+    flush_state_.replace_rows(from.is_written(), /*same_amax=*/!keeps_master());
+    return true;
+  }
+  if (!is_same_generation) {
+    planes_.copy_borrowed_grid(layout());
+    if (grid().defined()) grid().copy_(from.grid(), non_blocking);
+    scaling_state_.copy_from(from.scaling_state_);
+    grid_snapshot_.reset();
+  }
+  drop_pending();
+  copy_flush_state(from);
+  return true;
+}
+
+BufferPtr QuantizedBuffer::concatenate(const std::vector<std::pair<Ptr, RowWindow>>& pieces) {
+  PlainGuard guard;
+  const auto& [first, first_rows] = pieces.front();
+  Layout layout = first->layout();
+  layout.row_offset += first_rows.first;
+  layout.rows = 0;
+  for (const auto& [piece, rows] : pieces) layout.rows += rows.count;
+  auto whole = allocate_without_scales(layout, first->dtype_, first->keeps_master(),
+                                       first->device(), Fill::kNothing);
+  int64_t next = 0;
+  for (const auto& [piece, rows] : pieces) {
+    piece->check_is_allocated();
+    piece->complete();
+    copy_rows(whole->image(), {next, rows.count}, piece->image(), rows, false);
+    if (whole->keeps_master()) {
+      copy_rows(whole->master(), {next, rows.count}, piece->master(), rows, false);
+    }
+    next += rows.count;
+  }
+  if (whole->grid().defined()) whole->grid().copy_(first->grid());
+  whole->adopt_parameter(*first);
+  whole->copy_flush_state(*first);
+  return whole;
+}
+
+// ------------------------------------------------------------------------------- image alone
+
+QuantizedBuffer::ImageLinks& QuantizedBuffer::links() {
+  if (!links_) links_ = std::make_unique<ImageLinks>();
+  return *links_;
+}
+
+BufferPtr QuantizedBuffer::image_copy(const Ptr& from, at::Device device) {
+  PlainGuard guard;
+  from->check_is_allocated();
+  const Layout& layout = from->layout();
+  const auto bytes =
+      at::empty({layout.image_bytes()}, at::TensorOptions().dtype(at::kByte).device(device));
+  at::Tensor grid;
+  if (from->grid().defined()) {
+    grid = at::empty(from->grid().sizes(), from->grid().options().device(device));
+  }
+  auto copy = c10::make_intrusive<QuantizedBuffer>(from->placement_, from->dtype_,
+                                                   Planes::over_image(bytes, grid, layout));
+  copy->is_image_only_ = true;
+  copy->original_keeps_master_ = from->keeps_master();
+  copy->links().original.emplace(from);
+  auto& copies = from->links().copies;
+  std::erase_if(copies, [](const auto& known) { return known.expired(); });
+  copies.emplace_back(copy);
+  if (ScalingState& state = from->scaling_state_; state.is_defined()) {
+    if (state.device() != device) state = state.copy_to(device);
+    copy->scaling_state_ = state;
+  }
+  copy->flush_state_.join(/*generation=*/0);  // of no image
+  if (from->is_shown()) {
+    copy->refresh_from_original();
+  } else {
+    // Nothing worth sending yet: the flush comes first.
+    copy->links().original_writes = from->flush_state_.writes();
+    copy->flush_state_.restore(/*written=*/true, /*shown=*/false);
+  }
+  return copy;
+}
+
+BufferPtr QuantizedBuffer::original() {
+  if (!is_image_only_) return Ptr::reclaim_copy(this);
+  auto original = links_->original->lock();
+  TORCH_CHECK(original, "qshard: the original of this device copy of a quantized tensor is gone");
+  return original;
+}
+
+void QuantizedBuffer::refresh_from_original() {
+  PlainGuard guard;
+  const Ptr from = original();
+  links_->original_writes = from->flush_state_.writes();
+  flush_state_.restore(from->is_written(), from->is_shown());
+  const int64_t generation = from->flush_state_.generation();
+  if (flush_state_.generation() == generation) return;
+  from->flush_state_.flushed().wait();
+  image().copy_(from->image(), /*non_blocking=*/true);
+  if (grid().defined()) grid().copy_(from->grid(), /*non_blocking=*/true);
+  grid_snapshot_.reset();
+  flush_state_.join(generation);
+}
+
+void QuantizedBuffer::complete() {
+  if (is_image_only_) take_planes_of(*original());
+}
+
+void QuantizedBuffer::take_planes_of(QuantizedBuffer& from) {
+  PlainGuard guard;
+  TORCH_CHECK(
+      from.flush_state_.writes() == links_->original_writes &&
+          !from.flush_state_.was_written_unseen(),
+      "qshard: this device copy of a quantized tensor was made before the original was written "
+      "through its address; copy it again with .to(device)");
+  const at::Device here = device();
+  auto planes = Planes::allocate(layout(), dtype_, from.keeps_master(), here, Fill::kNothing);
+  planes.image().copy_(from.image());
+  if (grid().defined()) planes.grid().copy_(from.grid());
+  if (from.keeps_master()) planes.master().copy_(from.value_plane());
+  if (from.pending().defined()) planes.set_pending(from.pending().to(here));
+  planes_ = std::move(planes);
+  is_image_only_ = false;
+  links_->original.reset();
+  scaling_state_ = from.scaling_state_.copy_to(here);
+  grid_snapshot_.reset();
+  copy_flush_state(from);
+}
+
+void QuantizedBuffer::complete_image_copies() {
+  if (!links_) return;
+  for (const auto& known : std::exchange(links_->copies, {})) {
+    if (const Ptr copy = known.lock(); copy && copy->is_image_only_) copy->take_planes_of(*this);
+  }
+}
+
+void QuantizedBuffer::release_resources() {
+  try {
+    complete_image_copies();
+  } catch (const std::exception&) {
+    // Out of memory, say. Such a copy names what it lacks when it is used.
+  }
+  planes_.release();
+  scaling_state_ = {};
+  grid_snapshot_.reset();
+  gather_.reset();
+  flush_state_.release();
+  links_.reset();
+}
+
+// ------------------------------------------------------------------------------------ files
+
+int64_t QuantizedBuffer::packed_bytes(const Layout& layout, at::ScalarType dtype,
+                                      bool keeps_master) {
+  const int64_t master =
+      keeps_master ? round_up(Planes::master_bytes(layout, dtype), kPlaneAlignment) : 0;
+  return Planes::code_bytes(layout) + master;
+}
+
+namespace {
+
+/// The planes within packed bytes; undefined where there is none.
+struct PackedPlanes {
+  at::Tensor image, master, grid;
+
+  PackedPlanes(const at::Tensor& bytes, const Layout& layout, at::ScalarType dtype,
+               bool keeps_master) {
+    const c10::Storage& storage = bytes.storage();
+    int64_t offset = bytes.storage_offset();
+    image = tensor_at(storage, at::kByte, offset, {layout.rows, layout.row_bytes()});
+    offset += round_up(layout.image_bytes(), kPlaneAlignment);
+    if (keeps_master) {
+      master = tensor_at(storage, dtype, offset, {layout.rows, layout.cols});
+      offset += round_up(Planes::master_bytes(layout, dtype), kPlaneAlignment);
+    }
+    if (layout.format->has_grid()) {
+      grid = tensor_at(storage, at::kFloat, offset, {layout.grid_rows(), layout.grid_cols()});
+    }
+  }
+};
+
+}  // namespace
+
+at::Tensor QuantizedBuffer::pack() {
+  PlainGuard guard;
+  check_is_allocated();
+  complete();
+  const auto bytes = at::zeros({packed_bytes(layout(), dtype_, keeps_master())}, image().options());
+  const PackedPlanes packed(bytes, layout(), dtype_, keeps_master());
+  packed.image.copy_(image());
+  if (keeps_master()) packed.master.copy_(master());
+  if (grid().defined()) packed.grid.copy_(grid());
+  return bytes;
+}
+
+BufferPtr QuantizedBuffer::unpack(const at::Tensor& bytes, const at::Tensor& pending,
+                                  const Placement& placement, at::ScalarType dtype,
+                                  bool keeps_master, bool is_written) {
+  PlainGuard guard;
+  const Layout& layout = placement.layout();
+  auto buffer =
+      allocate_without_scales(layout, dtype, keeps_master, bytes.device(), Fill::kNothing);
+  buffer->placement_ = placement;
+  // Of memory of its own: 16-byte alignment is the allocator's.
+  const PackedPlanes packed(bytes.clone(), layout, dtype, keeps_master);
+  buffer->image().copy_(packed.image);
+  if (keeps_master) buffer->master().copy_(packed.master);
+  if (packed.grid.defined()) buffer->grid().copy_(packed.grid);
+  if (pending.defined()) buffer->planes_.set_pending(pending.clone(at::MemoryFormat::Contiguous));
+  // Codes that a local flush made stand for their value: quantizing that again gives other bytes.
+  const bool has_value = pending.defined() || keeps_master;
+  buffer->flush_state_.restore(is_written, /*shown=*/!(is_written && has_value));
+  return buffer;
+}
+
+}  // namespace qshard

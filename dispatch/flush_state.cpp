@@ -1,0 +1,91 @@
+#include "dispatch/flush_state.h"
+
+#include <atomic>
+#include <utility>
+
+namespace qshard {
+
+int64_t FlushState::next_generation() {
+  static std::atomic<int64_t> counter{0};
+  return ++counter;
+}
+
+std::optional<c10::Stream> FlushState::write_stream() const {
+  return watch_.has_moved() ? std::nullopt : write_stream_;
+}
+
+void FlushState::write(at::Device device) {
+  written_ = true;
+  shown_ = false;
+  known_amax_.reset();
+  ++writes_;
+  write_stream_ = current_device_stream(device);
+  watch_.note_before_bump();
+}
+
+void FlushState::write_with_amax(at::Device device, at::Tensor amax, bool shown) {
+  write(device);
+  watch_.note();
+  known_amax_ = std::move(amax);
+  shown_ = shown;
+  if (shown) start_generation();
+}
+
+void FlushState::write_elsewhere() {
+  if (watch_.has_moved()) shown_ = false;
+  written_ = true;
+  watch_.note();
+}
+
+void FlushState::requantize(FlushEvent flushed) {
+  start_generation();
+  flushed_ = std::move(flushed);
+  // Amaxes of a value that was not shown are those before it was rounded by scales of this rank
+  // alone: with them the flush to come would take the codes for settled.
+  if (!is_shown()) known_amax_.reset();
+}
+
+void FlushState::show(at::Tensor amax) {
+  // A write that only a counter told of is forgotten by noting it: say it first.
+  written_ = is_written();
+  shown_ = true;
+  if (amax.defined()) known_amax_ = std::move(amax);
+  watch_.note();
+}
+
+void FlushState::agree() {
+  written_ = false;
+  shown_ = true;
+  known_amax_.reset();
+  watch_.note();
+}
+
+void FlushState::replace_rows(bool written, bool same_amax) {
+  written_ = is_written() || written;
+  if (!same_amax) known_amax_.reset();
+  ++writes_;
+}
+
+void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device device) {
+  written_ = other.is_written();
+  shown_ = other.is_shown();
+  ++writes_;
+  generation_ = other.generation_;
+  known_amax_ = other.knows_amax() && same_amax ? other.known_amax_.to(device) : at::Tensor();
+  write_stream_ = current_device_stream(device);
+  watch_.note();
+}
+
+void FlushState::restore(bool written, bool shown) {
+  written_ = written;
+  shown_ = shown;
+  known_amax_.reset();
+  watch_.note();
+}
+
+void FlushState::release() {
+  known_amax_.reset();
+  flushed_ = {};
+}
+
+}  // namespace qshard

@@ -1,0 +1,155 @@
+#include "dispatch/planes.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <utility>
+
+namespace qshard {
+namespace {
+
+constexpr int64_t kPlaneAlignment = 16;
+
+int64_t grid_offset(const Layout& layout) {
+  return round_up(layout.image_bytes(), kPlaneAlignment);
+}
+
+at::Tensor grid_in(const c10::Storage& codes, const Layout& layout) {
+  return tensor_at(codes, at::kFloat, grid_offset(layout),
+                   {layout.grid_rows(), layout.grid_cols()});
+}
+
+at::Tensor master_in(const c10::Storage& storage, const Layout& layout, at::ScalarType dtype) {
+  return tensor_at(storage, dtype, 0, {layout.rows, layout.cols});
+}
+
+void check_bytes(const c10::Storage& storage, int64_t expected, const Layout& layout,
+                 const char* what) {
+  TORCH_CHECK(
+      static_cast<int64_t>(storage.nbytes()) == expected,
+      fmt::format("qshard: a storage of {} bytes does not hold the {} of a {} tensor of {} "
+                  "x {}, which takes {} bytes",
+                  storage.nbytes(), what, layout.format->name, layout.rows, layout.cols, expected));
+}
+
+}  // namespace
+
+int64_t Planes::code_bytes(const Layout& layout) {
+  return grid_offset(layout) +
+         round_up(layout.grid_numel() * static_cast<int64_t>(sizeof(float)), kPlaneAlignment);
+}
+
+int64_t Planes::master_bytes(const Layout& layout, at::ScalarType dtype) {
+  return layout.rows * layout.cols * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+void Planes::bind_codes(const c10::Storage& codes, const Layout& layout,
+                        const at::Tensor& borrowed) {
+  image_ = tensor_at(codes, at::kByte, 0, {layout.rows, layout.row_bytes()});
+  borrows_grid_ = borrowed.defined();
+  if (borrows_grid_) {
+    grid_ = borrowed;
+  } else if (layout.format->has_grid()) {
+    grid_ = grid_in(codes, layout);
+  }
+}
+
+Planes Planes::none(at::ScalarType dtype, bool keeps_master, at::Device device) {
+  Planes planes;
+  planes.storage_ = allocate_storage(0, device, Fill::kNothing);
+  planes.image_ = tensor_at(planes.storage_, at::kByte, 0, {0});
+  if (keeps_master) planes.master_ = tensor_at(planes.storage_, dtype, 0, {0});
+  return planes;
+}
+
+Planes Planes::allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
+                        at::Device device, Fill fill, bool pinned) {
+  Planes planes;
+  auto codes = allocate_storage(code_bytes(layout), device, fill, pinned);
+  planes.bind_codes(codes, layout, {});
+  planes.bind_value(std::move(codes), layout, dtype, keeps_master, fill, pinned);
+  return planes;
+}
+
+Planes Planes::allocate_borrowing(const at::Tensor& grid, const Layout& layout,
+                                  at::ScalarType dtype, bool keeps_master, at::Device device,
+                                  Fill fill) {
+  Planes planes;
+  auto codes = allocate_storage(code_bytes(layout), device, fill);
+  planes.bind_codes(codes, layout, grid);
+  planes.bind_value(std::move(codes), layout, dtype, keeps_master, fill, /*pinned=*/false);
+  return planes;
+}
+
+void Planes::bind_value(c10::Storage codes, const Layout& layout, at::ScalarType dtype,
+                        bool keeps_master, Fill fill, bool pinned) {
+  storage_ = std::move(codes);
+  if (!keeps_master) return;
+  storage_ = allocate_storage(master_bytes(layout, dtype), storage_.device(), fill, pinned);
+  master_ = master_in(storage_, layout, dtype);
+}
+
+Planes Planes::around_master(c10::Storage storage, const Layout& layout, at::ScalarType dtype) {
+  check_bytes(storage, master_bytes(layout, dtype), layout, "values");
+  Planes planes;
+  planes.storage_ = std::move(storage);
+  planes.master_ = master_in(planes.storage_, layout, dtype);
+  planes.bind_codes(allocate_storage(code_bytes(layout), planes.storage_.device(), Fill::kNothing),
+                    layout, {});
+  return planes;
+}
+
+Planes Planes::over_codes(c10::Storage storage, const Layout& layout) {
+  check_bytes(storage, code_bytes(layout), layout, "codes and scales");
+  Planes planes;
+  planes.storage_ = std::move(storage);
+  planes.bind_codes(planes.storage_, layout, {});
+  return planes;
+}
+
+Planes Planes::over_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout) {
+  Planes planes;
+  planes.replace_image(bytes, std::move(grid), layout);
+  return planes;
+}
+
+void Planes::replace_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout) {
+  if (!image_.defined() || !bytes.is_alias_of(image_)) {
+    image_ = bytes.view({layout.rows, layout.row_bytes()});
+    storage_ = bytes.storage();
+    flat_image_.reset();
+  }
+  grid_ = std::move(grid);
+  pending_.reset();
+}
+
+const at::Tensor& Planes::flat_image() {
+  if (!flat_image_.defined()) flat_image_ = image_.view(-1);
+  return flat_image_;
+}
+
+bool Planes::has_code_storage(const Layout& layout) const {
+  return static_cast<int64_t>(code_storage().nbytes()) == code_bytes(layout) &&
+         (!grid_.defined() || grid_.storage().is_alias_of(code_storage()));
+}
+
+void Planes::copy_borrowed_grid(const Layout& layout) {
+  if (!borrows_grid_) return;
+  const at::Tensor borrowed = std::move(grid_);
+  grid_ = grid_in(code_storage(), layout);
+  copy_on_device(grid_.mutable_data_ptr(), borrowed.const_data_ptr(),
+                 static_cast<int64_t>(borrowed.nbytes()), device());
+  borrows_grid_ = false;
+}
+
+void Planes::reallocate_codes(const Layout& layout) {
+  auto codes = allocate_storage(code_bytes(layout), device(), Fill::kZeros);
+  grid_.reset();
+  flat_image_.reset();
+  bind_codes(codes, layout, {});
+  if (!master_.defined()) storage_ = std::move(codes);
+}
+
+void Planes::release() { *this = Planes(); }
+
+}  // namespace qshard

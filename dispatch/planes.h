@@ -1,0 +1,83 @@
+// Planes: the memory of one shard.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include "dispatch/storage.h"
+#include "kernels/layout.h"
+
+namespace qshard {
+
+/// What holds a shard's value, and what shows it in codes:
+///
+///   master   `dtype` (rows, cols)             the value at full precision, if kept
+///   pending  `dtype` (rows, cols)             without a master: a write that no flush has reached
+///   image    uint8   (rows, row_bytes)        codes and row-local scales, one row per row
+///   grid     float32 (grid_rows, grid_cols)   scales that span rows, of the whole logical tensor,
+///                                             replicated
+///
+/// A master is alone in its storage, which is the tensor's: `rows * cols * itemsize` bytes, as a
+/// plain tensor has. Image and grid share another, `[image | grid]`, each 16-byte aligned; without
+/// a master that one is the tensor's. Only gathered tensors and image-only copies have a grid that
+/// lies elsewhere, and shards that borrow one.
+class Planes {
+ public:
+  /// No memory yet: what set_() gives a storage to.
+  static Planes none(at::ScalarType dtype, bool keeps_master, at::Device device);
+  static Planes allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
+                         at::Device device, Fill fill, bool pinned = false);
+  /// With the grid of another buffer's snapshot, until somebody is about to write it.
+  static Planes allocate_borrowing(const at::Tensor& grid, const Layout& layout,
+                                   at::ScalarType dtype, bool keeps_master, at::Device device,
+                                   Fill fill);
+  /// A master in `storage`, with room for image and grid beside it.
+  static Planes around_master(c10::Storage storage, const Layout& layout, at::ScalarType dtype);
+  /// Image and grid in `storage`, without a master.
+  static Planes over_codes(c10::Storage storage, const Layout& layout);
+  /// An image over bytes that were gathered or sent (rows * row_bytes, uint8), and its grid.
+  static Planes over_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout);
+
+  const at::Tensor& image() const { return image_; }
+  const at::Tensor& master() const { return master_; }
+  const at::Tensor& grid() const { return grid_; }
+  const at::Tensor& pending() const { return pending_; }
+  /// The tensor's storage.
+  const c10::Storage& storage() const { return storage_; }
+  at::Device device() const { return image_.device(); }
+  /// The image as flat bytes: made once, FSDP2 asks for it at every gather.
+  const at::Tensor& flat_image();
+
+  bool borrows_grid() const { return borrows_grid_; }
+  /// Whether `[image | grid]` is one storage that holds all of both.
+  bool has_code_storage(const Layout& layout) const;
+  /// The storage of image and grid.
+  const c10::Storage& code_storage() const { return image_.storage(); }
+
+  /// Gives a borrowed grid memory of the shard's own, with its numbers.
+  void copy_borrowed_grid(const Layout& layout);
+  /// Image and grid of another layout, zeros, beside the same master.
+  void reallocate_codes(const Layout& layout);
+  void set_pending(at::Tensor pending) { pending_ = std::move(pending); }
+  /// Bytes and grid of a later gather; what was pending ends with those before.
+  void replace_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout);
+  void release();
+
+  static int64_t code_bytes(const Layout& layout);
+  static int64_t master_bytes(const Layout& layout, at::ScalarType dtype);
+
+ private:
+  c10::Storage storage_;
+  at::Tensor image_;
+  at::Tensor master_;
+  at::Tensor grid_;
+  at::Tensor pending_;
+  at::Tensor flat_image_;
+  bool borrows_grid_ = false;
+
+  void bind_codes(const c10::Storage& codes, const Layout& layout, const at::Tensor& borrowed);
+  void bind_value(c10::Storage codes, const Layout& layout, at::ScalarType dtype, bool keeps_master,
+                  Fill fill, bool pinned);
+};
+
+}  // namespace qshard

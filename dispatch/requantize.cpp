@@ -1,0 +1,336 @@
+#include "dispatch/requantize.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <sstream>
+#include <utility>
+
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/storage.h"
+
+namespace qshard {
+namespace {
+
+GroupOperations g_group;
+
+/// Float32 words of all buffers of a flush in one vector, which is what ranks agree on.
+class AmaxVector {
+ public:
+  AmaxVector(int64_t numel, at::Device device)
+      : words_(at::empty({numel}, at::TensorOptions().dtype(at::kFloat).device(device))) {}
+
+  /// The next `count` words.
+  std::span<float> take(int64_t count) {
+    const std::span<float> taken(words_.mutable_data_ptr<float>() + taken_,
+                                 static_cast<size_t>(count));
+    taken_ += count;
+    return taken;
+  }
+  void zero(std::span<float> words) {
+    if (words.empty()) return;
+    words_.narrow(0, words.data() - words_.const_data_ptr<float>(), words.size()).zero_();
+  }
+  const at::Tensor& words() const { return words_; }
+
+ private:
+  at::Tensor words_;
+  int64_t taken_ = 0;
+};
+
+/// The state of one buffer on the device of its planes for the time of a flush.
+class FlushedState {
+ public:
+  FlushedState(const QuantizedBuffer& buffer, float* amax, float* words)
+      : own_(buffer.scaling_state()),
+        here_(own_.device() == buffer.device() ? own_ : own_.copy_to(buffer.device())) {
+    task_.layout = buffer.layout();
+    task_.value_dtype = value_dtype(buffer.dtype());
+    task_.amax = amax;
+    task_.words = words;
+    if (here_.amax_history.defined()) {
+      task_.amax_history = here_.amax_history.mutable_data_ptr<float>();
+      task_.scaling_amax = here_.scaling_amax.mutable_data_ptr<float>();
+    }
+    if (here_.rounding.defined()) task_.rounding = here_.rounding.mutable_data_ptr<int32_t>();
+  }
+
+  const StateTask& task() const { return task_; }
+  void write_back() {
+    if (own_.device() != here_.device()) own_.copy_from(here_);
+  }
+
+ private:
+  ScalingState own_, here_;
+  StateTask task_;
+};
+
+/// One buffer of a flush.
+struct Entry {
+  enum Needs {
+    kCodes,   // and scales: it is not settled
+    kScales,  // of rows held elsewhere, in its grid; its codes are final
+    kNothing  // others may need its amaxes
+  };
+
+  BufferPtr buffer;
+  Cuts cuts;
+  Needs needs = kCodes;
+  std::span<float> amax, words;
+  QuantizeTask task;
+  at::Tensor values;    // that task reads
+  at::Tensor snapshot;  // of the grid that task writes
+  std::optional<FlushedState> state;
+};
+
+/// Whether its grid has, or may have, scales of other ranks' rows alone that are not known here.
+bool lacks_scales(const QuantizedBuffer& buffer) {
+  const Layout& layout = buffer.layout();
+  return layout.format->has_grid() && !layout.format->has_tensor_scale() &&
+         !layout.holds_all_rows();
+}
+
+Entry::Needs needs_of(const QuantizedBuffer& buffer) {
+  if (!buffer.flush_state().is_settled()) return Entry::kCodes;
+  return lacks_scales(buffer) ? Entry::kScales : Entry::kNothing;
+}
+
+/// What the rowwise image of a task will show, in the values' dtype. Without a master that is the
+/// tensor's value from then on, and the columnwise image must be made of the same: made of the
+/// values before, no load could make it again.
+at::Tensor shown_rowwise(QuantizeTask task, const at::Tensor& values, Stream stream) {
+  task.layout.images = Images::kRowwise;
+  task.cuts = {};
+  const auto image =
+      at::empty({task.layout.rows, task.layout.row_bytes()}, values.options().dtype(at::kByte));
+  task.image = image.mutable_data_ptr<uint8_t>();
+  quantize({&task, 1}, stream);
+  auto shown = at::empty(values.sizes(), values.options());
+  const DequantizeTask read{task.layout,
+                            task.image,
+                            nullptr,
+                            0,
+                            task.layout.rows,
+                            task.value_dtype,
+                            shown.mutable_data_ptr()};
+  dequantize({&read, 1}, stream);
+  return shown;
+}
+
+/// The steps of one requantize().
+class Requantization {
+ public:
+  Requantization(const Batch& batch, const RequantizeOptions& options)
+      : batch_(batch),
+        options_(options),
+        stream_(current_stream(batch.device)),
+        ranks_(ranks_of(batch.group)),
+        entries_(entries_of(batch, ranks_)),
+        vector_(words_of(entries_), batch.device) {}
+
+  void run() {
+    wait_for_writes();
+    for (Entry& entry : entries_) prepare(entry);
+    const auto states = state_tasks();
+    // With nobody and nothing to wait for, one pass over the values may do.
+    const bool at_once = ranks_ == 1 && batch_.replica_groups.empty() && states.empty();
+    auto tasks = tasks_of({Entry::kCodes, Entry::kScales});
+    if (!at_once) compute_amax(tasks, stream_);
+    compute_amax(tasks_of({Entry::kNothing}), stream_);
+    collect_state(states, stream_);
+    agree();
+    apply(states);
+    if (!batch_.group.empty()) allocate_snapshots();
+    tasks = tasks_of({Entry::kCodes, Entry::kScales});
+    if (at_once) {
+      quantize_at_once(tasks, stream_);
+    } else {
+      quantize(tasks, stream_);
+    }
+    commit();
+  }
+
+ private:
+  const Batch& batch_;
+  const RequantizeOptions& options_;
+  const Stream stream_;
+  const int64_t ranks_;
+  std::vector<Entry> entries_;
+  AmaxVector vector_;
+
+  static std::vector<Entry> entries_of(const Batch& batch, int64_t ranks) {
+    std::vector<Entry> entries(batch.buffers.size());
+    for (size_t i = 0; i < entries.size(); ++i) {
+      entries[i].buffer = batch.buffers[i];
+      entries[i].cuts = find_cuts(batch.buffers[i]->layout(), ranks);
+    }
+    return entries;
+  }
+
+  static int64_t words_of(const std::vector<Entry>& entries) {
+    int64_t words = 0;
+    for (const Entry& entry : entries) {
+      const Layout& layout = entry.buffer->layout();
+      words += amax_numel(layout, entry.cuts) + state_words(*layout.format);
+    }
+    return words;
+  }
+
+  /// Values may have been written, and amaxes left, on other streams than this one.
+  void wait_for_writes() {
+    std::optional<std::optional<c10::Stream>> waited;
+    at::Tensor recorded;
+    for (const Entry& entry : entries_) {
+      const FlushState& state = entry.buffer->flush_state();
+      if (const auto stream = state.write_stream(); !waited || *waited != stream) {
+        wait_for_stream(stream, batch_.device);
+        waited = stream;
+      }
+      // They are slices of a few vectors.
+      const at::Tensor& amax = state.known_amax();
+      if (!amax.defined() || (recorded.defined() && recorded.is_alias_of(amax))) continue;
+      record_on_current_stream(amax);
+      recorded = amax;
+    }
+  }
+
+  void prepare(Entry& entry) {
+    QuantizedBuffer& buffer = *entry.buffer;
+    const Layout& layout = buffer.layout();
+    entry.amax = vector_.take(amax_numel(layout, entry.cuts));
+    entry.words = vector_.take(state_words(*layout.format));
+    buffer.write_codes();
+    entry.needs = needs_of(buffer);
+    QuantizeTask& task = entry.task;
+    task.layout = layout;
+    task.cuts = entry.cuts;
+    task.value_dtype = value_dtype(buffer.dtype());
+    task.amax = entry.amax.data();
+    task.grid = buffer.grid().defined() ? buffer.grid().mutable_data_ptr<float>() : nullptr;
+    if (const FlushState& state = buffer.flush_state(); state.knows_amax()) {
+      task.known_amax = {state.known_amax().const_data_ptr<float>(),
+                         static_cast<size_t>(state.known_amax().numel())};
+    }
+    if (entry.needs == Entry::kCodes) {
+      prepare_codes(entry);
+    } else {
+      vector_.zero(entry.words);
+      task.layout.rows = 0;  // no code is written
+    }
+  }
+
+  void prepare_codes(Entry& entry) {
+    QuantizedBuffer& buffer = *entry.buffer;
+    QuantizeTask& task = entry.task;
+    entry.values = buffer.value_plane();
+    task.values = entry.values.const_data_ptr();
+    task.image = buffer.image().mutable_data_ptr<uint8_t>();
+    if (!entry.words.empty()) {
+      entry.state.emplace(buffer, entry.amax.data(), entry.words.data());
+    }
+    if (options_.kind == FlushKind::kStep && buffer.scaling_state().rounding.defined()) {
+      task.rounding = reinterpret_cast<const int32_t*>(entry.words.last(kRoundingWords).data());
+    }
+    if (buffer.layout().has_columnwise() && !buffer.keeps_master()) {
+      QuantizeTask own = task;
+      // The words in the vector are not there yet; those of this rank are the same.
+      if (own.rounding) own.rounding = entry.state->task().rounding;
+      entry.values = shown_rowwise(own, entry.values, stream_);
+      task.values = entry.values.const_data_ptr();
+    }
+  }
+
+  std::vector<QuantizeTask> tasks_of(std::initializer_list<Entry::Needs> needs) const {
+    std::vector<QuantizeTask> tasks;
+    tasks.reserve(entries_.size());
+    for (const Entry& entry : entries_) {
+      if (std::find(needs.begin(), needs.end(), entry.needs) != needs.end()) {
+        tasks.push_back(entry.task);
+      }
+    }
+    return tasks;
+  }
+
+  std::vector<StateTask> state_tasks() const {
+    std::vector<StateTask> tasks;
+    for (const Entry& entry : entries_) {
+      if (entry.state) tasks.push_back(entry.state->task());
+    }
+    return tasks;
+  }
+
+  /// Every rank knows how many words there are: that depends on the logical tensors and the group.
+  void agree() {
+    const at::Tensor bits = vector_.words().view(at::kInt);
+    if (!batch_.group.empty() && bits.numel() > 0) all_reduce_max(bits, batch_.group);
+    if (options_.kind != FlushKind::kStep) return;
+    std::istringstream names(batch_.replica_groups);
+    for (std::string name; names >> name;) all_reduce_max(bits, name);
+  }
+
+  /// Replaces amaxes by those to scale by.
+  void apply(const std::vector<StateTask>& states) {
+    if (options_.amax) *options_.amax = states.empty() ? vector_.words() : vector_.words().clone();
+    at::Tensor found_inf;
+    if (!states.empty() && options_.found_inf.defined()) {
+      found_inf = options_.found_inf.to(batch_.device, at::kFloat);
+    }
+    apply_state(states, options_.kind,
+                found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr, stream_);
+  }
+
+  /// Where quantize() writes the grids a second time: what gathered tensors will be given, so that
+  /// no gather has to copy them. One allocation, a tensor for each entry.
+  void allocate_snapshots() {
+    int64_t total = 0;
+    for (const Entry& entry : entries_) {
+      if (entry.needs != Entry::kNothing) total += entry.task.layout.grid_numel();
+    }
+    if (total == 0) return;
+    const auto grids = at::empty({total}, vector_.words().options());
+    record_on_default_stream(grids);
+    int64_t offset = 0;
+    for (Entry& entry : entries_) {
+      const Layout& layout = entry.task.layout;
+      if (entry.needs == Entry::kNothing || layout.grid_numel() == 0) continue;
+      entry.snapshot =
+          tensor_at(grids.storage(), at::kFloat, offset, {layout.grid_rows(), layout.grid_cols()});
+      entry.task.grid_copy = entry.snapshot.mutable_data_ptr<float>();
+      offset += layout.grid_numel() * static_cast<int64_t>(sizeof(float));
+    }
+  }
+
+  void commit() {
+    const FlushEvent event = FlushEvent::record(batch_.device);
+    for (Entry& entry : entries_) {
+      if (entry.state) entry.state->write_back();
+      if (entry.needs != Entry::kNothing) {
+        entry.buffer->requantized(std::move(entry.snapshot), event, options_.pending);
+      }
+    }
+  }
+};
+
+}  // namespace
+
+void set_group_operations(GroupOperations operations) { g_group = operations; }
+
+int64_t ranks_of(const std::string& group) {
+  if (group.empty()) return 1;
+  TORCH_INTERNAL_ASSERT(g_group.size != nullptr);
+  return g_group.size(group);
+}
+
+void all_reduce_max(at::Tensor bits, const std::string& group) {
+  TORCH_INTERNAL_ASSERT(g_group.all_reduce_max != nullptr);
+  g_group.all_reduce_max(bits, group);
+}
+
+void requantize(const Batch& batch, const RequantizeOptions& options) {
+  PlainGuard guard;
+  c10::OptionalDeviceGuard device_guard(batch.device);
+  Requantization(batch, options).run();
+}
+
+}  // namespace qshard

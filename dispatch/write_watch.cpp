@@ -1,0 +1,28 @@
+#include "dispatch/write_watch.h"
+
+namespace qshard {
+
+void WriteWatch::add(const c10::VariableVersion& counter, const c10::TensorImpl* owner) {
+  const Watched added{counter, owner, counter.current_version(), false};
+  for (Watched& watched : counters_) {
+    if (watched.owner == owner && &watched != counters_.begin()) {
+      watched = added;
+      return;
+    }
+  }
+  counters_.push_back(added);
+}
+
+void WriteWatch::note() {
+  for (Watched& watched : counters_) {
+    watched.noted = watched.counter.current_version();
+    watched.bump_follows = false;
+  }
+}
+
+void WriteWatch::note_before_bump() {
+  note();
+  for (Watched& watched : counters_) watched.bump_follows = true;
+}
+
+}  // namespace qshard

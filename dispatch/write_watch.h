@@ -1,0 +1,48 @@
+// WriteWatch: notices writes that tell nobody, by version counters.
+#pragma once
+
+#include <c10/core/TensorImpl.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+
+namespace qshard {
+
+/// The version counters of a master: of the tensor, which its views and the aliases of its master
+/// share. Kernels of ours say what they write; code that writes through the address (Inductor's, an
+/// in-place load through an alias) moves a counter and says nothing.
+class WriteWatch {
+ public:
+  /// Watches one more counter, that of `owner`, from now on; in place of another one it had.
+  void add(const c10::VariableVersion& counter, const c10::TensorImpl* owner);
+  bool is_empty() const { return counters_.empty(); }
+  /// The counter that new tensors over the buffer share; of the tensor it was made with.
+  const c10::VariableVersion& counter() const { return counters_.front().counter; }
+
+  /// Whether a counter moved since it was last noted.
+  bool has_moved() const {
+    for (const Watched& watched : counters_) {
+      const uint32_t version = watched.counter.current_version();
+      if (version != watched.noted && !(watched.bump_follows && version == watched.noted + 1)) {
+        return true;
+      }
+    }
+    return false;
+  }
+  /// All moves so far are known.
+  void note();
+  /// The same, and of the next one, too: the kernel that runs now is followed by the bump that
+  /// ADInplaceOrView makes for every in-place operator.
+  void note_before_bump();
+
+ private:
+  struct Watched {
+    c10::VariableVersion counter;
+    const c10::TensorImpl* owner;  // to tell them apart; it may be gone
+    uint32_t noted;
+    bool bump_follows;
+  };
+  c10::SmallVector<Watched, 1> counters_;
+};
+
+}  // namespace qshard
