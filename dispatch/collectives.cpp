@@ -1,12 +1,28 @@
 // Collectives on quantized tensors.
 //
-// c10d schemas carry no alias marks, so a fallback could not know which argument a collective
-// writes, and the result would be lost without an error. Here the packed bytes themselves travel
-// (image, master and grid), as uint8: nobody interprets them on the way.
+// To c10d a quantized tensor is `numel x itemsize` bytes of its nominal dtype, contiguous: its
+// value, as a plain tensor would send it. No rank can know what its peers hold (plain tensors,
+// other formats, other windows), so nothing else could be understood on the other side.
+//
+//   read arguments      the value, contiguous
+//   received arguments  the window of the master (or `pending`) plane itself. It lives as long as
+//                       the tensor, so what an asynchronous work receives is the tensor's value. A
+//                       strided window, which c10d does not take, is received into a contiguous
+//                       copy that is written back when the work is done.
+//
+// Received tensors count as written on every rank, the source and ranks without rows included:
+// whether ranks meet in a flush may not depend on who sent.
+//
+// Schemas of _c10d_functional and _dtensor mark what they write. Those of c10d mark nothing, and
+// there names tell (is_received).
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "dispatch/fallback.h"
-#include "dispatch/flush.h"
+#include <algorithm>
+#include <string_view>
+
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
@@ -15,62 +31,263 @@
 namespace qshard {
 namespace {
 
-/// The packed bytes of a tensor that shows its whole buffer; `received` collects those that the
-/// collective may write.
-at::Tensor wire_bytes(const at::Tensor& tensor, const std::string&,
-                      std::vector<BufferPtr>& received) {
-  if (!has_key(tensor)) return tensor;
-  received.push_back(impl_of(tensor).buffer());
-  return window(buffer_of(tensor).write_plane(), tensor);
+bool is_c10d(const c10::OperatorHandle& op) {
+  return op.operator_name().name.rfind("c10d::", 0) == 0;
 }
 
-void byte_collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  PlainGuard guard;
-  const std::string name = op_name(op);
-  const size_t count = op.schema().arguments().size();
-  std::vector<BufferPtr> received;
-  const auto convert_list = [&](const std::vector<at::Tensor>& tensors) {
-    c10::List<at::Tensor> bytes;
-    for (const auto& tensor : tensors) bytes.push_back(wire_bytes(tensor, name, received));
-    return bytes;
-  };
-  for (size_t i = stack->size() - count; i < stack->size(); ++i) {
-    c10::IValue& value = (*stack)[i];
-    if (value.isTensor()) {
-      value = wire_bytes(value.toTensor(), name, received);
-    } else if (value.isTensorList()) {
-      value = convert_list(value.toTensorVector());
-    } else if (value.isList() && !value.toListRef().empty() &&
-               value.toListRef()[0].isTensorList()) {
-      c10::List<c10::List<at::Tensor>> lists;
-      for (const auto& list : value.toListRef())
-        lists.push_back(convert_list(list.toTensorVector()));
-      value = std::move(lists);
+/// send, recv_ and recv_any_source_: each pairs up with a call of one peer.
+bool is_point_to_point(std::string_view name) {
+  return name == "c10d::send" || name.rfind("c10d::recv", 0) == 0;
+}
+
+/// Whether `op` writes this argument. c10d calls what it only reads `input*`, `sparse_indices`, and
+/// the device's example of barriers `tensor`; `send` alone only reads its `tensors`. Everything
+/// else counts as received (`output*`, and `tensors` of broadcast, reduce, all-reduce and receive,
+/// in place): of an argument that no rule names a result must not be lost.
+bool is_received(const c10::OperatorHandle& op, const c10::Argument& argument) {
+  if (!is_c10d(op)) return argument.alias_info() && argument.alias_info()->isWrite();
+  const std::string& name = argument.name();
+  return op.operator_name().name != "c10d::send" && name.rfind("input", 0) != 0 &&
+         name != "sparse_indices" && name != "tensor";
+}
+
+/// Calls `visit(tensor)` for every tensor of an argument, in lists of lists too.
+template <typename Visit>
+void for_each_tensor(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) visit(tensor);
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) for_each_tensor(element, visit);
+  }
+}
+
+template <typename Convert>
+c10::List<at::Tensor> converted_list(const c10::IValue& value, const Convert& convert) {
+  c10::List<at::Tensor> list;
+  for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(convert(tensor));
+  return list;
+}
+
+/// Replaces every tensor of an argument or result by `convert(tensor)`.
+template <typename Convert>
+void convert_tensors(c10::IValue& value, const Convert& convert) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) value = convert(value.toTensor());
+  } else if (value.isTensorList()) {
+    value = converted_list(value, convert);
+  } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {
+    c10::List<c10::List<at::Tensor>> lists;
+    for (const c10::IValue& list : value.toListRef())
+      lists.push_back(converted_list(list, convert));
+    value = std::move(lists);
+  }
+}
+
+/// The plain contiguous tensors that stand for quantized arguments during one collective.
+class StandIns {
+ public:
+  explicit StandIns(const c10::OperatorHandle& op) : op_(op) {}
+
+  /// @throws c10::Error for what could not be received, before anything is changed.
+  void check(const at::Tensor& tensor, bool received) const {
+    if (!has_key(tensor)) return;
+    impl_of(tensor);  // refuses impostors by name
+    if (!received) return;
+    at::assert_no_internal_overlap(tensor);
+    // Waiting for its own work would deadlock a pair of ranks that receive before they send.
+    TORCH_CHECK(tensor.is_contiguous() || !is_point_to_point(op_.operator_name().name),
+                fmt::format("{}: Tensors must be contiguous, and this {} has strides {}; receive "
+                            "into torch.empty(...) and copy_() from it",
+                            op_name(op_), describe(tensor), tensor.strides()));
+  }
+
+  at::Tensor read(const at::Tensor& tensor) {
+    if (!has_key(tensor)) return tensor;
+    read_.push_back({tensor, value_of(tensor).contiguous()});
+    return read_.back().plain;
+  }
+
+  at::Tensor receive(const at::Tensor& tensor) {
+    if (!has_key(tensor)) return tensor;
+    QuantizedBuffer& buffer = buffer_of(tensor);
+    const bool made_pending = !buffer.keeps_master() && !buffer.pending().defined();
+    received_.push_back({tensor, {}, {}, made_pending});
+    Received& entry = received_.back();
+    if (tensor.numel() == 0) {  // the shard of a rank without rows: it needs no plane
+      entry.plain = entry.target = at::empty(
+          tensor.sizes(), at::TensorOptions().dtype(tensor.dtype()).device(tensor.device()));
+      return entry.plain;
+    }
+    entry.target = window(buffer.write_plane(), tensor);
+    entry.plain = entry.target.contiguous();
+    return entry.plain;
+  }
+
+  /// Waits for what was received beside its place, and puts it there.
+  void write_back(const torch::jit::Stack& stack) {
+    for (const Received& entry : received_) {
+      if (entry.plain.is_same(entry.target)) continue;
+      wait(stack, entry.plain);
+      entry.target.copy_(entry.plain);
     }
   }
-  op.callBoxed(stack);
-  for (const auto& buffer : received) {
-    buffer->written();
+
+  void mark_written() {
+    for (const Received& entry : received_) {
+      buffer_of(entry.quantized).written();
+      bump_version(entry.quantized);
+    }
+  }
+
+  /// After an error: planes made only for this call go. A master may hold part of what was sent,
+  /// and the peers count theirs as written.
+  void roll_back() {
+    for (const Received& entry : received_) {
+      QuantizedBuffer& buffer = buffer_of(entry.quantized);
+      if (entry.made_pending) {
+        buffer.drop_pending();
+      } else if (buffer.keeps_master() || buffer.pending().defined()) {
+        buffer.written();
+      }
+    }
+  }
+
+  /// The caller's tensor for a result that is one of the stand-ins.
+  at::Tensor restore(const at::Tensor& result) const {
+    for (const Received& entry : received_) {
+      if (result.is_same(entry.plain)) return entry.quantized;
+    }
+    for (const Read& entry : read_) {
+      if (result.is_same(entry.plain)) return entry.quantized;
+    }
+    return result;
+  }
+
+ private:
+  struct Read {
+    at::Tensor quantized;
+    at::Tensor plain;
+  };
+  struct Received {
+    at::Tensor quantized;
+    at::Tensor plain;   // what the collective writes
+    at::Tensor target;  // the same elements of the plane
+    bool made_pending;
+  };
+
+  const c10::OperatorHandle& op_;
+  std::vector<Read> read_;
+  std::vector<Received> received_;
+
+  /// c10d returns its work last; a functional collective registers it for the tensor it writes.
+  void wait(const torch::jit::Stack& stack, const at::Tensor& written) const {
+    if (!is_c10d(op_)) {
+      torch::jit::Stack arguments{written};
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("_c10d_functional::wait_tensor", "")
+          .callBoxed(arguments);
+      return;
+    }
+    const auto work = stack.back().toCustomClass<c10d::Work>();
+    TORCH_CHECK(work, fmt::format("{}: Tensors must be contiguous within a coalesced group of "
+                                  "collectives; clone() the window first",
+                                  op_name(op_)));
+    work->wait();
+  }
+};
+
+/// Tensor[][] arguments do not take part in dispatch: with plain tensors beside them, quantized
+/// ones in such lists would reach the backend. So these ops look at their arguments before a
+/// backend is chosen.
+bool takes_lists_of_lists(const c10::OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+    return argument.type()->str().find("Tensor[][]") != std::string::npos;
+  });
+}
+
+void collective_of_lists(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                         torch::jit::Stack* stack) {
+  bool any_quantized = false;
+  for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    for_each_tensor(value,
+                    [&](const at::Tensor& tensor) { any_quantized |= is_quantized(tensor); });
+  }
+  if (any_quantized) return collective(op, keys, stack);
+  constexpr auto kBelow =
+      c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+  op.redispatchBoxed(keys & kBelow, stack);
+}
+
+/// The lists differ between torch versions, so they are read from the dispatcher.
+template <typename Visit>
+void for_each_collective(const char* name_space, const Visit& visit) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const std::string prefix = std::string(name_space) + "::";
+    if (name.name.rfind(prefix, 0) != 0) continue;
+    const auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || !OpTraits::of(*op).takes_tensor) continue;
+    const std::string plain_name = name.name.substr(prefix.size());
+    visit(*op, name.overload_name.empty() ? plain_name : plain_name + "." + name.overload_name);
   }
 }
 
 }  // namespace
 
-void register_collectives(torch::Library& c10d) {
-  for (const char* name : {"broadcast_", "scatter_", "allgather_", "send", "recv_"}) {
-    c10d.impl(name, torch::CppFunction::makeFromBoxedFunction<&byte_collective>());
+bool is_collective(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  for (const char* prefix : {"c10d::", "_c10d_functional::", "_dtensor::"}) {
+    if (name.rfind(prefix, 0) == 0) return true;
+  }
+  return false;
+}
+
+void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  PlainGuard guard;
+  const auto& schema = op.schema();
+  const size_t first_argument = stack->size() - schema.arguments().size();
+  StandIns stand_ins(op);
+  const auto for_each_argument = [&](const auto& visit) {
+    for (size_t i = 0; i < schema.arguments().size(); ++i) {
+      visit((*stack)[first_argument + i], is_received(op, schema.arguments()[i]));
+    }
+  };
+  for_each_argument([&](const c10::IValue& value, bool received) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) { stand_ins.check(tensor, received); });
+  });
+  try {
+    for_each_argument([&](c10::IValue& value, bool received) {
+      convert_tensors(value, [&](const at::Tensor& tensor) {
+        return received ? stand_ins.receive(tensor) : stand_ins.read(tensor);
+      });
+    });
+    op.callBoxed(stack);
+    stand_ins.write_back(*stack);
+  } catch (...) {
+    stand_ins.roll_back();
+    throw;
+  }
+  stand_ins.mark_written();
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+    convert_tensors((*stack)[i],
+                    [&](const at::Tensor& result) { return stand_ins.restore(result); });
   }
 }
 
-void register_functional_collectives(torch::Library& c10d_functional) {
-  // Their results are new tensors, so values are right and plain: full_tensor() and redistribute()
-  // of a sharded quantized parameter give the full-precision value. One by one, because composite
-  // kernels win over the backend fallback.
-  for (const char* name :
-       {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce", "broadcast",
-        "all_to_all_single", "reduce_scatter_tensor", "wait_tensor"}) {
-    c10d_functional.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
-  }
+void register_collectives(torch::Library& library, const char* name_space) {
+  for_each_collective(name_space, [&](const c10::OperatorHandle&, const std::string& name) {
+    library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&collective>());
+  });
+}
+
+void register_collectives_of_lists(torch::Library& c10d) {
+  for_each_collective("c10d", [&](const c10::OperatorHandle& op, const std::string& name) {
+    if (!takes_lists_of_lists(op)) return;
+    c10d.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&collective_of_lists>());
+  });
 }
 
 }  // namespace qshard

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
 
@@ -70,13 +71,15 @@ class Substitution {
   }
 
   /// After an error: planes made only for this call go, so that the tensor is what it was. Once the
-  /// op `ran`, a master may hold part of the result, as a plain tensor would (one of a list).
+  /// op `ran`, a master may hold part of the result, as a plain tensor would (one of a list). Of two
+  /// windows of one buffer the first has made the pending plane, for both.
   void roll_back(bool ran) {
     for (const Write& write : writes_) {
       QuantizedBuffer& buffer = buffer_of(write.quantized);
       if (write.made_pending) {
         buffer.drop_pending();
-      } else if (ran && write.kind == Kind::kInPlace) {
+      } else if (ran && write.kind == Kind::kInPlace &&
+                 (buffer.keeps_master() || buffer.pending().defined())) {
         buffer.written();
       }
     }
@@ -142,12 +145,6 @@ void convert_value(c10::IValue& value, const Convert& convert) {
 }
 
 void refuse_what_cannot_fall_back(const c10::OperatorHandle& op, const std::string& name) {
-  const auto& name_space = op.operator_name().name;
-  TORCH_CHECK(
-      name_space.rfind("c10d::", 0) != 0,
-      fmt::format("{} is not supported on quantized tensors. Supported collectives: broadcast, "
-                  "scatter, all_gather, send, recv; or pass qshard::dequantize(tensor)",
-                  name));
   const auto traits = OpTraits::of(op);
   TORCH_CHECK(
       !traits.changes_metadata,
@@ -162,7 +159,8 @@ void refuse_what_cannot_fall_back(const c10::OperatorHandle& op, const std::stri
 
 }  // namespace
 
-void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (is_collective(op)) return collective(op, keys, stack);  // one defined after loading
   trace(op);
   const auto& schema = op.schema();
   const size_t first_argument = stack->size() - schema.arguments().size();

@@ -15,7 +15,7 @@ namespace qshard {
 ///                      stock kernel updates full-precision values at full speed
 ///   out= arguments     a plain tensor, copied in afterwards if its shape still fits
 /// Results are plain; a result that is a written argument is that argument.
-/// @throws c10::Error naming the op for view ops, collectives, and ops that change metadata.
+/// @throws c10::Error naming the op for view ops and ops that change metadata.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 /// Counting of operators that took the fallback, for qshard.trace_fallbacks().

@@ -18,8 +18,12 @@ void view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
 void inplace_view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                          torch::jit::Stack* stack);
 
-/// Boxed kernels of c10d::* and _c10d_functional::*.
-void register_collectives(torch::Library& c10d);
-void register_functional_collectives(torch::Library& c10d_functional);
+/// Boxed kernel of c10d::*, _c10d_functional::* and _dtensor::*: quantized tensors send and receive
+/// their values.
+void collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+bool is_collective(const c10::OperatorHandle& op);
+void register_collectives(torch::Library& library, const char* name_space);
+/// On BackendSelect, which sees every call: the ops whose Tensor[][] arguments dispatch overlooks.
+void register_collectives_of_lists(torch::Library& c10d);
 
 }  // namespace qshard

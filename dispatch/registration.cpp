@@ -174,7 +174,11 @@ TORCH_LIBRARY_IMPL(_, PrivateUse3, m) {
 // Core registers this fallthrough for its own backends only (VariableFallbackKernel.cpp).
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
-TORCH_LIBRARY_IMPL(c10d, PrivateUse3, m) { register_collectives(m); }
-TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse3, m) { register_functional_collectives(m); }
+TORCH_LIBRARY_IMPL(c10d, PrivateUse3, m) { register_collectives(m, "c10d"); }
+TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) { register_collectives_of_lists(m); }
+TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse3, m) {
+  register_collectives(m, "_c10d_functional");
+}
+TORCH_LIBRARY_IMPL(_dtensor, PrivateUse3, m) { register_collectives(m, "_dtensor"); }
 
 }  // namespace qshard

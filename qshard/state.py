@@ -45,7 +45,9 @@ def load(weight: torch.Tensor, state_dict: dict, prefix: str) -> None:
     for name, tensor in ops._state(weight).items():
         key = f"{prefix}weight_{name}"
         if key in state_dict:
-            tensor.copy_(state_dict[key])
+            # Of what a full state_dict does not have, torch leaves the meta model's own tensor.
+            if not state_dict[key].is_meta:
+                tensor.copy_(state_dict[key])
             state_dict[key] = tensor
 
 

@@ -249,27 +249,6 @@ def test_the_table_is_large_enough():
     assert len(CALLS) >= 60
 
 
-def test_collectives_that_are_not_supported_name_themselves(tmp_path):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for keep_master in (False, True):
-            q = make(keep_master=keep_master)
-            before = state(q)
-            for name, call in {
-                "allreduce_": lambda: dist.all_reduce(q),
-                "reduce_": lambda: dist.reduce(q, 0),
-                "reduce_scatter": lambda: dist.reduce_scatter_tensor(q, q.clone()),
-                "gather_": lambda: dist.gather(q, [q.clone()], 0),
-                "alltoall": lambda: dist.all_to_all_single(q, q.clone()),
-                "broadcast_": lambda: dist.broadcast(q[3:9], 0),
-            }.items():
-                with pytest.raises(RuntimeError, match=name):
-                    call()
-                assert_unchanged(q, before)
-    finally:
-        dist.destroy_process_group()
-
-
 def test_a_closed_group_is_an_error_and_leaves_the_update_pending():
     q = ops.quantize(torch.randn(4, 48), FORMAT, keep_master=True, logical_rows=8)
     ops._set_reduction_group(q, "no such group")
