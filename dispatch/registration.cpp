@@ -29,6 +29,8 @@ OpTraits OpTraits::of(const c10::OperatorHandle& op) {
 
 std::string op_name(const c10::OperatorHandle& op) { return c10::toString(op.operator_name()); }
 
+constexpr auto kAutogradKey = c10::DispatchKey::AutogradPrivateUse3;
+
 namespace {
 
 constexpr auto kBoxedFallback = [] {
@@ -42,13 +44,22 @@ constexpr auto kBoxedInplaceView = [] {
 };
 
 /// Private-use keys are first come, first served (c10/core/DispatchKey.h, "Note [Private use
-/// DispatchKey]"; pytorch#74763). Returns an operator that someone else registered, or "".
-std::string foreign_owner_of_key() {
+/// DispatchKey]"; pytorch#74763).
+std::string find_foreign_owner() {
   auto& dispatcher = c10::Dispatcher::singleton();
-  if (dispatcher.hasBackendFallbackForDispatchKey(kKey)) return "a backend fallback";
+  constexpr std::array kOurKeys{kKey, kAutogradKey};
+  for (const auto key : kOurKeys) {
+    if (dispatcher.hasBackendFallbackForDispatchKey(key)) {
+      return fmt::format("a backend fallback on {}", c10::toString(key));
+    }
+  }
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
-    if (op && op->hasKernelForDispatchKey(kKey)) return c10::toString(name);
+    for (const auto key : kOurKeys) {
+      if (op && op->hasKernelForDispatchKey(key)) {
+        return fmt::format("a kernel of {} on {}", c10::toString(name), c10::toString(key));
+      }
+    }
   }
   return "";
 }
@@ -150,13 +161,25 @@ void register_remaining(torch::Library& aten) {
 
 }  // namespace
 
+const std::string& foreign_owner_of_key() {
+  static const std::string owner = find_foreign_owner();
+  return owner;
+}
+
+void check_key_is_ours(const char* op) {
+  TORCH_CHECK(key_is_ours(),
+              fmt::format("{}: the dispatch key {} is already in use by another library in this "
+                          "process ({}); quantized tensors do not work beside it. Load qshard in a "
+                          "process without that library",
+                          op, c10::toString(kKey), foreign_owner_of_key()));
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse3, aten) {
-  const std::string owner = foreign_owner_of_key();
-  if (!owner.empty()) {
-    TORCH_WARN(
-        fmt::format("qshard: the dispatch key PrivateUse3 is already in use by another library "
-                    "in this process ({}); quantized tensors will not work",
-                    owner));
+  if (!key_is_ours()) {
+    TORCH_WARN(fmt::format(
+        "qshard: the dispatch key {} is already in use by another library in this process ({}); "
+        "quantized tensors will not work, and nothing is installed",
+        c10::toString(kKey), foreign_owner_of_key()));
     return;
   }
   register_views(aten);
@@ -168,17 +191,28 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse3, aten) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse3, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  if (key_is_ours()) m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // Core registers this fallthrough for its own backends only (VariableFallbackKernel.cpp).
-TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
-
-TORCH_LIBRARY_IMPL(c10d, PrivateUse3, m) { register_collectives(m, "c10d"); }
-TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) { register_collectives_of_lists(m); }
-TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse3, m) {
-  register_collectives(m, "_c10d_functional");
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, m) {
+  if (key_is_ours()) m.fallback(torch::CppFunction::makeFallthrough());
 }
-TORCH_LIBRARY_IMPL(_dtensor, PrivateUse3, m) { register_collectives(m, "_dtensor"); }
+
+TORCH_LIBRARY_IMPL(c10d, PrivateUse3, m) {
+  if (key_is_ours()) register_collectives(m, "c10d");
+}
+
+TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) {
+  if (key_is_ours()) register_collectives_of_lists(m);
+}
+
+TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse3, m) {
+  if (key_is_ours()) register_collectives(m, "_c10d_functional");
+}
+
+TORCH_LIBRARY_IMPL(_dtensor, PrivateUse3, m) {
+  if (key_is_ours()) register_collectives(m, "_dtensor");
+}
 
 }  // namespace qshard

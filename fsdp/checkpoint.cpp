@@ -6,6 +6,7 @@
 #include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/registration.h"
 #include "kernels/formats.h"
 
 namespace qshard {
@@ -66,6 +67,7 @@ std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string, std::vecto
 Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRef fields,
               c10::string_view format, at::IntArrayRef size, at::IntArrayRef stride,
               int64_t storage_offset, at::ScalarType dtype, at::TensorList state) {
+  check_key_is_ours("qshard::_unpack");
   PlainGuard guard;
   TORCH_CHECK((fields.size() == kFields || fields.size() == kImages) &&
                   bytes.scalar_type() == at::kByte && bytes.dim() == 1 && is_value_dtype(dtype) &&

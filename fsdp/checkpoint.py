@@ -8,7 +8,7 @@ import copy
 import sys
 
 import torch
-from _qshard_hooks import is_quantized, tensor_property
+from _qshard_hooks import is_quantized, local_of, tensor_property
 
 ops = torch.ops.qshard
 
@@ -25,12 +25,20 @@ def get_tensor_shard(self):
     return shard
 
 
-@tensor_property("__create_chunk_list__")
-def create_chunk_list(self):
-    """DTensor asks every rank for this when it plans a load, and only then. An in-place load writes
-    nothing on ranks without rows, yet they must take part in the flush that follows."""
-    ops._mark_written(self)
-    raise AttributeError("__create_chunk_list__")
+def see_loads(dtensor_type):
+    """DCP calls DTensor.__create_chunk_list__ on every rank when it plans a load, and only then. An
+    in-place load writes nothing on ranks without rows, yet they must take part in the flush that
+    follows. Looking the method up does nothing."""
+    stock = dtensor_type.__create_chunk_list__
+
+    def __create_chunk_list__(self):
+        chunks = stock(self)
+        if is_quantized(self._local_tensor):
+            ops._mark_written(self._local_tensor)
+        return chunks
+
+    __create_chunk_list__.__doc__ = stock.__doc__
+    dtensor_type.__create_chunk_list__ = __create_chunk_list__
 
 
 def stage_as_plain_values(stager_type):
@@ -52,32 +60,41 @@ def plain_values(tensor):
     return ops._export_view(tensor.detach()).clone()
 
 
-# Names of what qshard/state.py adds to the state_dict of a model.
-STATE_SUFFIXES = ("weight_amax_history", "weight_scaling_amax", "weight_rounding")
+def state_names(state_dict):
+    """Names of what qshard/state.py adds to the state_dict of a model: <weight>_<state>, beside
+    quantized weights that have such state. Nobody else's, whatever they are called."""
+    return {
+        f"{name}_{state}"
+        for name, value in state_dict.items()
+        if isinstance(value, torch.Tensor) and is_quantized(local_of(value))
+        for state in ops._state(local_of(value))
+    }
 
 
 def load_without_state(planner_module):
     """A checkpoint of a plain model, or of one in another format, has no such state; the weights load
-    without it."""
+    without it. Any other key that a checkpoint lacks is an error as ever."""
     stock = planner_module.create_default_local_load_plan
 
     def create_default_local_load_plan(state_dict, metadata, strict=True):
-        known = metadata.state_dict_metadata
-        asked = {
-            name: value
-            for name, value in state_dict.items()
-            if name in known or not name.endswith(STATE_SUFFIXES)
-        }
-        return stock(asked, metadata, strict)
+        missing = state_dict.keys() - metadata.state_dict_metadata.keys()
+        if missing:
+            missing &= state_names(state_dict)
+            state_dict = {n: value for n, value in state_dict.items() if n not in missing}
+        return stock(state_dict, metadata, strict)
 
     planner_module.create_default_local_load_plan = create_default_local_load_plan
 
 
 class PatchOnImport:
-    """Patches DCP's modules when they are first imported: importing them here would cost every user
+    """Patches DTensor's and DCP's modules when they are first imported: importing them here would cost every user
     their time. What a later torch no longer has is left alone."""
 
     patches = {
+        "torch.distributed.tensor._api": lambda module: (
+            hasattr(getattr(module, "DTensor", None), "__create_chunk_list__")
+            and see_loads(module.DTensor)
+        ),
         "torch.distributed.checkpoint._state_dict_stager": lambda module: (
             hasattr(getattr(module, "StateDictStager", None), "_offload_tensor")
             and stage_as_plain_values(module.StateDictStager)

@@ -1,76 +1,227 @@
-"""Fake implementations whose output shape depends on the format, and flop formulas.
+"""What traced calls may know of a quantized tensor, and flop formulas.
 
-FakeTensor describes a quantized tensor as a plain strided one of its nominal dtype; the number of
-scales is not visible there.
+FakeTensor describes a quantized tensor as a plain strided one of its nominal dtype: the format, and
+with it the shapes of codes and scales, is not in it. But a FakeTensorMode remembers which real
+tensor it made a fake from, and `quantize` leaves a note with its own result. Where the real tensor,
+or the note, is known, a traced call answers as the real one would; elsewhere it says that it cannot.
 """
 
 import torch
-from torch.library import get_ctx, register_fake
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.library import register_fake, register_torch_dispatch
+from torch.utils._mode_utils import no_dispatch
+from torch.utils.flop_counter import register_flop_formula
+from torch.utils.weak import WeakIdKeyDictionary
+
+ops = torch.ops.qshard
 
 
-@register_fake("qshard::codes")
-def codes(self):
-    row_bytes = (self.shape[-1] + 15) // 16 * 16
-    strides = [1]
-    for size in reversed(self.shape[1:]):
-        strides.append(row_bytes if len(strides) == 1 else strides[-1] * size)
-    return torch.empty_strided(
-        self.shape, strides[::-1], dtype=torch.float8_e4m3fn, device=self.device
+class UnknownFormat(UnsupportedOperatorException):
+    """Makes torch.compile run the operator outside the graph, on the real tensor; with
+    fullgraph=True, and elsewhere, it is an error."""
+
+    def __init__(self, op, why):
+        super().__init__(op)
+        self.why = why
+
+    def __str__(self):
+        return f"{self.func.name()}: {self.why}"
+
+
+def run_really(op, *args, **kwargs):
+    """The operator's own kernel, on meta tensors that are quantized or plain in earnest."""
+    with no_dispatch():
+        return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+# ------------------------------------------------------------------------- what is behind a fake
+
+# A quantized meta tensor of the whole buffer, by the storage of the fakes that stand for it.
+twins = WeakIdKeyDictionary()
+
+
+def storage_of(fake):
+    return fake.untyped_storage() if fake.layout is torch.strided else None
+
+
+def noted_twin(fake):
+    """The twin that was noted when `quantize` was traced, or None."""
+    storage = storage_of(fake)
+    return None if storage is None else twins.get(storage)
+
+
+def tensors_behind(fake):
+    """The real tensors that this fake, or else one it shares its storage with, was made from."""
+    try:
+        converter = fake.fake_mode.fake_tensor_converter
+        known, ids = converter.tensor_memo, converter.meta_converter.describer.lookup_tensor
+    except AttributeError:  # private names of torch's: without them nothing is known
+        return []
+    # The mode remembers its own results too, by the meta tensors that they were made from.
+    made_from = [
+        (known[id], real)
+        for real, id in list(ids.items())
+        if id in known and real.device == fake.device
+    ]
+    direct = [real for other, real in made_from if other is fake]
+    storage = storage_of(fake)
+    return direct or [
+        real for other, real in made_from if storage is not None and storage_of(other) is storage
+    ]
+
+
+def is_behind(fake, op):
+    """Whether a quantized tensor is behind the fake."""
+    if noted_twin(fake) is not None:
+        return True
+    answers = {run_really(ops.is_quantized.default, tensor) for tensor in tensors_behind(fake)}
+    if len(answers) != 1 or (fake.device.type == "meta" and answers == {False}):
+        raise UnknownFormat(
+            op,
+            "a fake tensor that a traced operator returned does not say whether the real one is "
+            "quantized; ask outside the traced code (torch.compiler.disable)",
+        )
+    return answers.pop()
+
+
+def window_of_twin(fake, op):
+    """The meta tensor that has all that the tensor behind the fake has, but for its bytes. Sizes of
+    the fake that are symbols become constants: where a scale lies depends on all of them."""
+    if not is_behind(fake, op):
+        with no_dispatch():  # a plain tensor: the operator names what is wrong
+            return torch.empty(0, dtype=fake.dtype, device="meta")
+    twin = noted_twin(fake)
+    if twin is None:
+        if TracingContext.try_get() is not None:
+            raise UnknownFormat(
+                op,
+                "a compiled graph would serve weights of other formats too, for which the answer "
+                "differs; ask outside the traced code (torch.compiler.disable), or use "
+                "qshard.nn.Linear",
+            )
+        twin = run_really(ops._meta_twin.default, tensors_behind(fake)[0])
+    geometry = (fake.shape, fake.stride())
+    geometry = [[int(size) for size in sizes] for sizes in geometry]
+    with no_dispatch():
+        return twin.as_strided(*geometry, int(fake.storage_offset()))
+
+
+def as_fake(result, fake):
+    """A meta result as a fake one; not of the fake's storage, which has other bytes."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    with no_dispatch():
+        size, stride, offset = result.shape, result.stride(), result.storage_offset()
+        extent = result.untyped_storage().nbytes() // result.itemsize
+    storage = torch.empty(extent, dtype=result.dtype, device=fake.device)
+    return storage.as_strided(size, stride, offset)
+
+
+# --------------------------------------------------------------------------------- fake kernels
+
+
+@register_fake("qshard::quantize")
+def quantize(self, format, *, keep_master=False, logical_rows=None, row_offset=0):
+    def really(tensor):
+        return run_really(
+            ops.quantize.default,
+            tensor,
+            format,
+            keep_master=keep_master,
+            logical_rows=logical_rows,
+            row_offset=row_offset,
+        )
+
+    if not isinstance(self, FakeTensor):
+        return really(self)
+    result = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    if all(isinstance(n, int) for n in (*self.shape, logical_rows or 0, row_offset)):
+        with no_dispatch():
+            template = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        twins[result.untyped_storage()] = run_really(ops._meta_twin.default, really(template))
+    return result
+
+
+@register_fake("qshard::is_quantized")
+def is_quantized(self):
+    # Compiled graphs are guarded on the dispatch keys of their inputs: no other kind comes there.
+    return isinstance(self, FakeTensor) and is_behind(self, ops.is_quantized.default)
+
+
+def register_accessor(name):
+    op = getattr(ops, name).default
+
+    @register_fake(f"qshard::{name}")
+    def fake_accessor(self):
+        if not isinstance(self, FakeTensor):
+            return run_really(op, self)
+        return as_fake(run_really(op, window_of_twin(self, op)), self)
+
+
+def register_functional(name):
+    """AOTAutograd's graphs have no aliases: there a plane is a copy, and a write to it an error."""
+
+    @register_torch_dispatch(f"qshard::{name}", FunctionalTensorMode)
+    def functional_accessor(mode, func, types, args, kwargs=None):
+        with mode:
+            copy = ops._plane_copy(*args, plane=name)
+        if copy is not None:
+            torch._freeze_functional_tensor(copy.elem)
+        return copy
+
+
+def register_constant(name):
+    """Graphs have no strings for values: what these say when they are traced is a constant."""
+
+    def constant(mode, func, types, args, kwargs=None):
+        return func(*(torch._from_functional_tensor(arg.elem) for arg in args))
+
+    register_torch_dispatch(f"qshard::{name}", FunctionalTensorMode, constant)
+    register_torch_dispatch(
+        f"qshard::{name}", ProxyTorchDispatchMode, lambda mode, func, types, args, _: func(*args)
     )
 
 
-@register_fake("qshard::columnwise_codes")
-def columnwise_codes(self):
-    return codes(self)
+@register_fake("qshard::_plane_copy")
+def plane_copy(self, plane):
+    alias = getattr(ops, plane)(self)
+    if alias is None:
+        return None
+    return torch.empty_strided(alias.shape, alias.stride(), dtype=alias.dtype, device=alias.device)
 
 
-@register_fake("qshard::columnwise_scale_inv")
-def columnwise_scale_inv(self):
-    *leading, rows, cols = self.shape
-    return torch.empty(
-        [*leading, rows // 32, cols], dtype=torch.float8_e8m0fnu, device=self.device
-    )
+ALIASES = ("codes", "scale_inv", "tensor_scale_inv", "columnwise_codes", "master")
+for name in ALIASES:
+    register_accessor(name)
+    register_functional(name)
+for name in ("columnwise_scale_inv", "format"):
+    register_accessor(name)
+for name in ("formats", "backend_report"):
+    register_fake(f"qshard::{name}")(lambda op=getattr(ops, name).default: run_really(op))
+for name in ("format", "formats", "backend_report"):
+    register_constant(name)
 
 
-@register_fake("qshard::scale_inv")
-def scale_inv(self):
-    context = get_ctx()
-    leading = list(self.shape[:-2])
-    return torch.empty(
-        [*leading, context.new_dynamic_size(), context.new_dynamic_size()],
-        dtype=torch.float32,
-        device=self.device,
-    )
+# ------------------------------------------------------------------------------- flop formulas
 
 
-@register_fake("qshard::tensor_scale_inv")
-def tensor_scale_inv(self):
-    return torch.empty([*self.shape[:-2], 1, 1], dtype=torch.float32, device=self.device)
+@register_flop_formula(
+    [torch.ops.qshard.linear, torch.ops.qshard.linear_forward], get_raw=True
+)
+def linear_flops(input, weight, *args, out_val=None, **kwargs):
+    return 2 * input.numel() * weight.shape[0]
 
 
-@register_fake("qshard::master")
-def master(self):
-    return torch.empty_like(self)
+@register_flop_formula(torch.ops.qshard.linear_backward, get_raw=True)
+def linear_backward_flops(
+    grad, weight, input, quantized, needs_input, needs_weight, *args, **kwargs
+):
+    return 2 * grad.numel() * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
 
 
-def register_flop_formulas():
-    from torch.utils.flop_counter import register_flop_formula
-
-    @register_flop_formula(
-        [torch.ops.qshard.linear, torch.ops.qshard.linear_forward], get_raw=True
-    )
-    def linear_flops(input, weight, *args, out_val=None, **kwargs):
-        return 2 * input.numel() * weight.shape[0]
-
-    @register_flop_formula(torch.ops.qshard.linear_backward, get_raw=True)
-    def linear_backward_flops(
-        grad, weight, input, quantized, needs_input, needs_weight, *args, **kwargs
-    ):
-        return 2 * grad.numel() * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
-
-    @register_flop_formula(torch.ops.qshard.linear_backward_accumulate, get_raw=True)
-    def accumulate_flops(grad, weight, input, quantized, needs_input, weight_grad, *args, **kwargs):
-        return linear_backward_flops(grad, weight, input, quantized, needs_input, True)
-
-
-register_flop_formulas()
+@register_flop_formula(torch.ops.qshard.linear_backward_accumulate, get_raw=True)
+def accumulate_flops(grad, weight, input, quantized, needs_input, weight_grad, *args, **kwargs):
+    return linear_backward_flops(grad, weight, input, quantized, needs_input, True)

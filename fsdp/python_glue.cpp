@@ -4,6 +4,8 @@
 // gets no hooks. They belong to CPython's stable ABI, so one build serves every Python version.
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "dispatch/registration.h"
+
 struct _object;
 
 extern "C" {
@@ -48,7 +50,7 @@ bool run_as_module(const char* name, const char* source) {
 
 /// Linked last (CMakeLists.txt), so that the operators exist when the Python asks for them.
 const bool kLoaded = [] {
-  if (!Py_IsInitialized || !Py_IsInitialized()) return false;
+  if (!Py_IsInitialized || !Py_IsInitialized() || !key_is_ours()) return false;
   TORCH_INTERNAL_ASSERT(c10::Dispatcher::singleton().findSchema({"qshard::_unpack", ""}));
   const int gil = PyGILState_Ensure();
   bool ok = true;

@@ -71,7 +71,7 @@ struct InputUse {
     }
     const int64_t k = input.size(-1);
     if (k == 0) return;
-    const int64_t m = input.numel() / k;
+    const int64_t m = leading_numel(input);
     const int64_t n = weight.size(0);
     saves_codes = weight.requires_grad() && can_save_quantized_input(input.device(), m, n, k);
     if (!format_name || !input.key_set().has(c10::DispatchKey::Python)) return;
@@ -147,7 +147,9 @@ struct LinearFunction : Function<LinearFunction> {
                                                   needs_input, needs_weight, weight_only, dtype);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
-      grad_bias = grad.reshape_symint({-1, grad.sym_size(-1)})
+      const auto features = grad.sym_size(-1);
+      const auto rows = c10::multiply_integers(grad.sym_sizes().slice(0, grad.dim() - 1));
+      grad_bias = grad.reshape_symint({rows, features})
                       .sum(0)
                       .to(ctx->saved_data["bias_dtype"].toScalarType());
     }

@@ -15,11 +15,7 @@ namespace {
 thread_local bool t_share_inputs = false;
 
 Tensor as_matrix(const Tensor& tensor) {
-  const int64_t cols = tensor.size(-1);
-  return tensor.reshape({cols == 0
-                             ? c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1))
-                             : tensor.numel() / cols,
-                         cols});
+  return tensor.reshape({leading_numel(tensor), tensor.size(-1)});
 }
 
 void check_linear_shapes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {

@@ -1,28 +1,37 @@
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include "kernels/linear.h"
 #include "ops/ops.h"
 
 namespace qshard {
 
-Tensor quantize_meta(const Tensor& self, c10::string_view format, bool keep_master,
-                     std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
-  const bool is_fake = self.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
-  if (is_fake) return at::empty_symint(self.sym_sizes(), self.options());
-  return quantize(self, format, keep_master, std::move(logical_rows), std::move(row_offset));
+namespace {
+
+/// The checks of ops/linear.cpp and kernels/linear.cpp, of sizes that may be symbols.
+void check_sizes(const char* op, const char* name, const Tensor& x, const Tensor& weight,
+                 int64_t weight_dim) {
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2,
+              fmt::format("{}: needs {} of 1 or more dimensions and a weight of 2, got {} and {}",
+                          op, name, x.dim(), weight.dim()));
+  TORCH_SYM_CHECK(x.sym_size(-1).sym_eq(weight.sym_size(weight_dim)),
+                  fmt::format("{}: {} of shape {} does not fit a weight of shape {}", op, name,
+                              c10::str(x.sym_sizes()), c10::str(weight.sym_sizes())));
 }
+
+}  // namespace
 
 Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype) {
   return at::empty_symint(self.sym_sizes(),
                           self.options().dtype(dtype.value_or(self.scalar_type())));
 }
 
-bool is_quantized_meta(const Tensor&) { return false; }
-
 void flush_meta(at::TensorList) {}
 
-Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor&, bool,
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, bool,
                    std::optional<c10::string_view>) {
+  check_sizes("qshard::linear", "an input", input, weight, 1);
+  if (bias && bias->defined()) check_sizes("qshard::linear", "a bias", *bias, weight, 0);
   auto sizes = input.sym_sizes().vec();
   sizes.back() = weight.sym_size(0);
   return at::empty_symint(sizes, input.options());
@@ -36,8 +45,7 @@ std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor
   c10::SymInt saved_bytes = 0;
   if (save_quantized_input) {
     // Only asked for when all sizes are known (ops/autograd.cpp).
-    const int64_t k = input.size(-1);
-    saved_bytes = saved_input_bytes(input.numel() / k, k);
+    saved_bytes = saved_input_bytes(leading_numel(input), input.size(-1));
   }
   return {linear_meta(input, weight, bias, false, std::nullopt),
           at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
@@ -48,8 +56,8 @@ std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_
   int64_t row_bytes = 0;
   int64_t column_bytes = 0;
   if (rows || columns) {  // as above, all sizes are known
+    const int64_t m = leading_numel(input);
     const int64_t k = input.size(-1);
-    const int64_t m = k == 0 ? 0 : input.numel() / k;
     if (rows) row_bytes = input_rows_bytes(m, k);
     if (columns) column_bytes = saved_input_bytes(m, k);
   }
@@ -61,6 +69,7 @@ std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor
                                                 const Tensor&, bool, bool needs_input,
                                                 bool needs_weight, bool,
                                                 std::optional<at::ScalarType> grad_dtype) {
+  check_sizes("qshard::linear_backward", "a gradient", grad, weight, 0);
   auto sizes = grad.sym_sizes().vec();
   sizes.back() = weight.sym_size(1);
   const std::vector<c10::SymInt> none{0};

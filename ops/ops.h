@@ -30,6 +30,12 @@ OptionalTensor master(const Tensor& self);
 void flush_op(at::TensorList self);
 
 // ops/linear.cpp
+/// Rows of a tensor seen as a matrix of its last dimension, which may be empty: nothing is divided.
+inline int64_t leading_numel(const Tensor& tensor) {
+  TORCH_CHECK(tensor.dim() >= 1, "qshard::linear: expected a tensor of 1 or more dimensions");
+  return c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
+}
+
 /// While one lives, linears of this thread that get the same input tensor quantize it once. For
 /// inputs that autograd records, in eager mode: kernels/cuda/shared_activation.h says why.
 class ShareQuantizedInputs {
@@ -69,20 +75,24 @@ Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, c
 /// x (M, K) as the values that wgrad contracts along M: kernels/block_scaled_operand.h.
 Tensor transposed_operand(const Tensor& x, bool hadamard);
 
+// ops/traced.cpp
+/// A quantized tensor on the meta device with the layout of the whole buffer behind `self`.
+Tensor meta_twin(const Tensor& self);
+/// What the accessor of that name gives, strides included, in memory of its own.
+OptionalTensor plane_copy(const Tensor& self, c10::string_view plane);
+
 // ops/report.cpp
 std::vector<std::string> format_names();
 std::string backend_report_op();
+std::string foreign_owner_of_key_op();
 void set_fallback_tracing_op(bool enabled);
 c10::Dict<std::string, int64_t> traced_fallbacks_op();
 c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self);
 bool keeps_master(const Tensor& self);
 
 // ops/meta.cpp: shapes and dtypes only. FakeTensor describes a quantized tensor as a plain strided
-// one of its nominal dtype, so nothing here may ask for a format.
-Tensor quantize_meta(const Tensor& self, c10::string_view format, bool keep_master,
-                     std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset);
+// one of its nominal dtype, so nothing here may ask for a format (fsdp/fakes.py can).
 Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
-bool is_quantized_meta(const Tensor& self);
 void flush_meta(at::TensorList self);
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    bool weight_only, std::optional<c10::string_view> format);

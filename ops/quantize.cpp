@@ -7,6 +7,7 @@
 #include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/registration.h"
 #include "kernels/formats.h"
 #include "ops/ops.h"
 
@@ -143,6 +144,7 @@ const QuantizedBuffer& columnwise_buffer(const Tensor& self, const char* op) {
 
 Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_master,
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
+  check_key_is_ours("qshard::quantize");
   const Format& format = checked_format(format_name, "qshard::quantize");
   check_can_be_quantized(self);
   TORCH_CHECK_VALUE(!keep_master || !format.stochastic_rounding,

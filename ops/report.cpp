@@ -1,5 +1,6 @@
 #include "dispatch/fallback.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/registration.h"
 #include "kernels/linear.h"
 #include "ops/ops.h"
 
@@ -12,6 +13,8 @@ std::vector<std::string> format_names() {
 }
 
 std::string backend_report_op() { return backend_report(); }
+
+std::string foreign_owner_of_key_op() { return foreign_owner_of_key(); }
 
 void set_fallback_tracing_op(bool enabled) { set_fallback_tracing(enabled); }
 

@@ -6,6 +6,7 @@
 // leading underscore serve the embedded Python (fsdp/*.py) and may change.
 #include <torch/library.h>
 
+#include "dispatch/registration.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -47,9 +48,14 @@ TORCH_LIBRARY(qshard, m) {
       "-> Tensor grad_input");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
 
+  // Tracing, for fsdp/fakes.py.
+  m.def("_meta_twin(Tensor self) -> Tensor");
+  m.def("_plane_copy(Tensor self, str plane) -> Tensor?");
+
   // Reports.
   m.def("formats() -> str[]");
   m.def("backend_report() -> str");
+  m.def("_foreign_owner_of_key() -> str");
   m.def("_set_fallback_tracing(bool enabled) -> ()");
   m.def("_traced_fallbacks() -> Dict(str, int)");
   m.def("_storage_bytes(Tensor self) -> Dict(str, int)");
@@ -98,20 +104,22 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
   m.impl("_transposed_operand", &transposed_operand);
 
+  m.impl("_meta_twin", &meta_twin);
+  m.impl("_plane_copy", &plane_copy);
+
   m.impl("formats", &format_names);
   m.impl("backend_report", &backend_report_op);
+  m.impl("_foreign_owner_of_key", &foreign_owner_of_key_op);
   m.impl("_set_fallback_tracing", &set_fallback_tracing_op);
   m.impl("_traced_fallbacks", &traced_fallbacks_op);
   m.impl("_storage_bytes", &storage_bytes);
   m.impl("_keeps_master", &keeps_master);
 }
 
-// Shapes for meta and fake tensors. `codes`, `scale_inv`, their siblings and `master` have theirs
-// in fsdp/fakes.py: the shape of scales under FakeTensor is data-dependent.
+// Shapes for fake tensors. What depends on the format (`quantize`, the accessors) has them in
+// fsdp/fakes.py.
 TORCH_LIBRARY_IMPL(qshard, Meta, m) {
-  m.impl("quantize", &quantize_meta);
   m.impl("dequantize", &dequantize_meta);
-  m.impl("is_quantized", &is_quantized_meta);
   m.impl("flush", &flush_meta);
   m.impl("linear", &linear_meta);
   m.impl("linear_forward", &linear_forward_meta);
@@ -133,7 +141,11 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
 }
 
 // F.linear must not decompose into matmul before it gets here (DTensor never does: it acts above).
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, m) { m.impl("linear", &aten_linear_autograd); }
-TORCH_LIBRARY_IMPL(aten, PrivateUse3, m) { m.impl("linear", &aten_linear); }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, m) {
+  if (key_is_ours()) m.impl("linear", &aten_linear_autograd);
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse3, m) {
+  if (key_is_ours()) m.impl("linear", &aten_linear);
+}
 
 }  // namespace qshard

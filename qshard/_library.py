@@ -23,6 +23,12 @@ def _load() -> None:
             f"qshard: {path} does not load with torch {torch.__version__}: {error}. "
             "Build it against this torch: `pip install --no-build-isolation .` in a qshard checkout"
         ) from error
+    owner = torch.ops.qshard._foreign_owner_of_key()
+    if owner:
+        raise ImportError(
+            "qshard: the dispatch key PrivateUse3 is already in use by another library in this process "
+            f"({owner}); quantized tensors do not work beside it"
+        )
 
 
 _load()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from _qshard_hooks import dtensor_groups, is_quantized as _is_quantized_local, local_of
 from torch import nn as torch_nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from qshard import nn, state
@@ -13,8 +14,11 @@ ops = torch.ops.qshard
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the local tensor of a DTensor, is quantized."""
-    return _is_quantized_local(local_of(tensor))
+    """Whether a tensor, or the local tensor of a DTensor, is quantized. Of a fake tensor: whether the
+    one it was made from is."""
+    local = local_of(tensor)
+    # The operator, not the dispatch keys: compiled code is traced with fakes, which have other keys.
+    return type(local) in (torch.Tensor, torch_nn.Parameter, FakeTensor) and ops.is_quantized(local)
 
 
 def quantize_(
