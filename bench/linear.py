@@ -59,6 +59,10 @@ class Bench:
     def randn(self, *shape, dtype=BF16):
         return torch.randn(*shape, device=self.device, dtype=dtype)
 
+    def activation(self, x):
+        """x as the recorded result of an operator: linears share the codes of such inputs alone."""
+        return x + torch.zeros((), device=self.device, dtype=x.dtype, requires_grad=True)
+
     def run(self, *functions):
         return interleaved(list(functions), self.device, self.calls)
 
@@ -163,7 +167,7 @@ def times_of(bench: Bench, tokens, layers) -> tuple[list[float], list[float]]:
     def step_of(layer):
         def step():
             layer.weight.grad = None
-            # Another tensor each time: the codes of one that was seen before would be there already.
+            # Another tensor each time: one with a gradient would add to it.
             layer(x.detach().requires_grad_()).backward(gradient)
 
         return step
@@ -251,8 +255,7 @@ def saved_per_element(bench: Bench, layers, tokens, features) -> float:
     """Bytes that the layers keep of one common input until backward, per element of it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    # Autograd records it, so that its codes are shared, and like a norm's result nobody keeps it.
-    x = bench.randn(tokens, features) + torch.zeros((), device=bench.device, requires_grad=True)
+    x = bench.activation(bench.randn(tokens, features))  # like a norm's result nobody keeps it
     outputs = [layer(x) for layer in layers]
     elements = x.numel()
     del x
@@ -279,7 +282,7 @@ def reuse(bench: Bench, format, tokens) -> Iterator[Row]:
     x = bench.randn(tokens, many)
 
     def forward():
-        mine = x.detach().requires_grad_()  # another tensor for each call
+        mine = bench.activation(x)  # another tensor for each call
         return [layer(mine) for layer in layers]
 
     (calls,) = bench.run(forward)

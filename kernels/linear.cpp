@@ -212,7 +212,7 @@ QuantizedInput quantize_input(const at::Tensor& input, const Format& format, boo
 
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only, [[maybe_unused]] const at::Tensor& owner,
+                             bool weight_only, [[maybe_unused]] const SharedInput& shared,
                              const at::Tensor& input_rows) {
   check_weight(weight);
   check_forward_image(weight.layout);
@@ -261,8 +261,8 @@ LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weigh
   } else if (is_quantized) {
     // Delayed scaling scales the input of each linear by that linear's own history.
     const cuda::Fp8Activation x =
-        owner.defined() && !amax
-            ? cuda::quantize_shared_activation(owner, input, format, /*rows=*/fp8,
+        shared.tensor.defined() && !amax
+            ? cuda::quantize_shared_activation(shared, input, format, /*rows=*/fp8,
                                                save_quantized_input)
             : cuda::quantize_activation(input, format, DType::kFloat8E4M3, /*rows=*/fp8,
                                         save_quantized_input, amax);

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -53,6 +54,13 @@ struct QuantizedInput {
 QuantizedInput quantize_input(const at::Tensor& input, const Format& format, bool rows,
                               bool columns);
 
+/// An input of several linears whose codes they may share (kernels/cuda/shared_activation.h).
+struct SharedInput {
+  at::Tensor tensor = {};  // of which the input is the matrix; undefined: nothing is shared
+  // What made its values: another one when they are made again. Compared by owner_before.
+  std::shared_ptr<const void> record = {};
+};
+
 struct LinearForward {
   at::Tensor output;  // (M, N) in the input's dtype
   at::Tensor saved;   // uint8 (saved_input_bytes,) if asked for, else empty (0,)
@@ -60,12 +68,11 @@ struct LinearForward {
 
 /// output = input @ weight^T + bias; input (M, K) float32/bfloat16/float16, bias (N,). With
 /// `weight_only` activations and gradients are not quantized: the weight is dequantized to their
-/// dtype. `owner`, if defined, is the tensor of which `input` is the matrix: linears called with
-/// the same owner share its codes (kernels/cuda/shared_activation.h). `input_rows`, if defined, are
-/// those of quantize_input with the weight's format, and nothing is saved.
+/// dtype. Linears called with the same `shared` input share its codes. `input_rows`, if defined,
+/// are those of quantize_input with the weight's format, and nothing is saved.
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only = false, const at::Tensor& owner = {},
+                             bool weight_only = false, const SharedInput& shared = {},
                              const at::Tensor& input_rows = {});
 
 struct LinearBackward {

@@ -99,9 +99,8 @@ struct LinearFunction : Function<LinearFunction> {
       if (use.multiplies_codes) rows = std::get<0>(codes);
       columns = std::get<1>(codes);
     }
-    // What autograd differentiates is not written behind its back. Buffers of inference may be.
-    std::optional<ShareQuantizedInputs> share;
-    if (records_grad && input.requires_grad()) share.emplace();
+    std::optional<ShareInputCodes> share;
+    if (records_grad && input.is_cuda()) share.emplace(input);
     const bool saves_by_itself = use.saves_codes && !use.quantizes_apart;
     auto [output, saved] = op.call(input, weight, bias, saves_by_itself, weight_only, rows,
                                    use.quantizes_apart ? format : std::nullopt);

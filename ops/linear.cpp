@@ -8,11 +8,19 @@
 #include "kernels/block_scaled_operand.h"
 #include "kernels/linear.h"
 #include "ops/ops.h"
+#include "ops/recorded_activation.h"
 
 namespace qshard {
 namespace {
 
-thread_local bool t_share_inputs = false;
+thread_local const SharedInput* t_shared_input = nullptr;
+
+// A mode may hand the operator another tensor than it was called with.
+const SharedInput& shared_as(const Tensor& input) {
+  static const SharedInput not_shared;
+  const bool is_shared = t_shared_input != nullptr && t_shared_input->tensor.is_same(input);
+  return is_shared ? *t_shared_input : not_shared;
+}
 
 Tensor as_matrix(const Tensor& tensor) {
   return tensor.reshape({leading_numel(tensor), tensor.size(-1)});
@@ -72,8 +80,14 @@ LinearBackward backward_of(const Tensor& grad, const Tensor& weight, const Tenso
 
 }  // namespace
 
-ShareQuantizedInputs::ShareQuantizedInputs() : previous_(t_share_inputs) { t_share_inputs = true; }
-ShareQuantizedInputs::~ShareQuantizedInputs() { t_share_inputs = previous_; }
+ShareInputCodes::ShareInputCodes(const Tensor& input) : previous_(t_shared_input) {
+  input_.record = record_of_activation(input);
+  if (input_.record) input_.tensor = input;
+  t_shared_input = &input_;
+}
+ShareInputCodes::~ShareInputCodes() { t_shared_input = previous_; }
+
+bool shares_input_codes(const Tensor& input) { return record_of_activation(input) != nullptr; }
 
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias, bool save_quantized_input,
@@ -84,10 +98,9 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
   check_expected_format(operand, format);
   check_linear_shapes(input, weight, bias);
   c10::OptionalDeviceGuard device_guard(input.device());
-  const bool is_plain = !has_key(input);
-  auto result = linear_forward(
-      as_matrix(is_plain ? input : value_of(input)), operand, bias, save_quantized_input,
-      weight_only, t_share_inputs && is_plain ? input : Tensor(), input_rows.value_or(Tensor()));
+  auto result = linear_forward(as_matrix(has_key(input) ? value_of(input) : input), operand, bias,
+                               save_quantized_input, weight_only, shared_as(input),
+                               input_rows.value_or(Tensor()));
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   // Detached from the 2-D result, so that N-D outputs are no views (FSDP2 warns about those).

@@ -10,6 +10,8 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/linear.h"
+
 namespace qshard {
 
 using at::Tensor;
@@ -36,17 +38,18 @@ inline int64_t leading_numel(const Tensor& tensor) {
   return c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
 }
 
-/// While one lives, linears of this thread that get the same input tensor quantize it once. For
-/// inputs that autograd records, in eager mode: kernels/cuda/shared_activation.h says why.
-class ShareQuantizedInputs {
+/// While one lives, a linear of this thread that gets `input` shares its codes with others that
+/// got it, if it is an activation of the graph (recorded_activation.h).
+class ShareInputCodes {
  public:
-  ShareQuantizedInputs();
-  ~ShareQuantizedInputs();
-  ShareQuantizedInputs(const ShareQuantizedInputs&) = delete;
-  ShareQuantizedInputs& operator=(const ShareQuantizedInputs&) = delete;
+  explicit ShareInputCodes(const Tensor& input);
+  ~ShareInputCodes();
+  ShareInputCodes(const ShareInputCodes&) = delete;
+  ShareInputCodes& operator=(const ShareInputCodes&) = delete;
 
  private:
-  bool previous_;
+  SharedInput input_;
+  const SharedInput* previous_;
 };
 
 /// `format`: the weight's, where the caller knows it. Traced code cannot ask for it; knowing it, it
@@ -71,6 +74,10 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
 Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, const Tensor& input,
                                      bool input_is_quantized, bool needs_input,
                                      const Tensor& weight_grad, bool weight_only);
+
+/// Whether eager linears that autograd records share the codes of `input`, on a device that has
+/// FP8 GEMMs.
+bool shares_input_codes(const Tensor& input);
 
 /// x (M, K) as the values that wgrad contracts along M: kernels/block_scaled_operand.h.
 Tensor transposed_operand(const Tensor& x, bool hadamard);

@@ -46,6 +46,7 @@ TORCH_LIBRARY(qshard, m) {
       "linear_backward_accumulate(Tensor grad, Tensor weight, Tensor input, "
       "bool input_is_quantized, bool needs_input, Tensor(a!) weight_grad, bool weight_only=False) "
       "-> Tensor grad_input");
+  m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
 
   // Tracing, for fsdp/fakes.py.
@@ -102,6 +103,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("quantize_input", &quantize_input_op);
   m.impl("linear_backward", &linear_backward_op);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
+  m.impl("_shares_input_codes", &shares_input_codes);
   m.impl("_transposed_operand", &transposed_operand);
 
   m.impl("_meta_twin", &meta_twin);

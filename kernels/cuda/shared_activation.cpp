@@ -1,9 +1,11 @@
 #include "kernels/cuda/shared_activation.h"
 
+#include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -12,7 +14,6 @@ namespace {
 
 // What decides the codes of a tensor, beside its values.
 struct Circumstances {
-  int64_t version = 0;
   bool blockwise = false;
   bool power_of_two = false;
   cudaStream_t stream = nullptr;
@@ -21,11 +22,32 @@ struct Circumstances {
   bool operator==(const Circumstances&) const = default;
 };
 
+// Which values the tensor had. Weak, so that an address is not another one's while this lives, and
+// the codes keep neither the graph nor its memory.
+class Contents {
+ public:
+  explicit Contents(const SharedInput& input)
+      : record_(input.record), storage_(input.tensor.storage().getWeakStorageImpl()) {}
+
+  bool is_of(const SharedInput& input) const {
+    return !record_.owner_before(input.record) && !input.record.owner_before(record_) &&
+           storage_._unsafe_get_target() == input.tensor.storage().unsafeGetStorageImpl();
+  }
+
+ private:
+  std::weak_ptr<const void> record_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+};
+
 struct SharedActivation final : c10::BackendMeta {
+  SharedActivation(Circumstances circumstances, const SharedInput& input, Fp8Activation activation)
+      : circumstances(circumstances), contents(input), activation(std::move(activation)) {}
+
   Circumstances circumstances;
+  Contents contents;
   Fp8Activation activation;
 
-  // A shallow copy, as x.data, may be written without this one's version counter.
+  // A shallow copy, as x.data, is anybody's.
   c10::intrusive_ptr<c10::BackendMeta> clone(
       const c10::intrusive_ptr<c10::BackendMeta>&) const override {
     return {};
@@ -64,32 +86,29 @@ class MetaOf {
 
 }  // namespace
 
-Fp8Activation quantize_shared_activation(const at::Tensor& owner, const at::Tensor& x,
+Fp8Activation quantize_shared_activation(const SharedInput& input, const at::Tensor& x,
                                          const Format& format, bool rows, bool columns) {
+  const at::Tensor& owner = input.tensor;
   const auto quantize = [&] {
     return quantize_activation(x, format, DType::kFloat8E4M3, rows, columns, {});
   };
   const MetaOf meta(owner);
   const auto present = meta.get();
   const auto* known = dynamic_cast<const SharedActivation*>(present.get());
-  // Inference tensors have no version counter; tensors of another backend's making have its meta.
-  const bool can_own = !owner.is_inference() && (known != nullptr || !present) &&
-                       !owner.unsafeGetTensorImpl()->is_python_dispatch();
-  if (!can_own) return quantize();
+  const bool is_ours = known != nullptr || !present;  // another backend's tensors have its meta
   const auto stream = c10::cuda::getCurrentCUDAStream().stream();
-  const Circumstances now{owner._version(), format.block_rows != 0, format.power_of_two_scales,
-                          stream, capture_id(stream)};
-  if (known != nullptr && known->circumstances == now) {
+  const auto capture = capture_id(stream);
+  const bool may_be_replayed = stream != nullptr && capture == 0;
+  if (!is_ours || may_be_replayed) return quantize();
+  const Circumstances now{format.block_rows != 0, format.power_of_two_scales, stream, capture};
+  if (known != nullptr && known->circumstances == now && known->contents.is_of(input)) {
     const Fp8Activation& activation = known->activation;
     const bool serves =
         (!rows || activation.buffer.defined()) && (!columns || activation.saved.defined());
     if (serves) return activation;
   }
-  auto shared = c10::make_intrusive<SharedActivation>();
-  shared->circumstances = now;
-  shared->activation = quantize();
-  Fp8Activation activation = shared->activation;
-  meta.set(std::move(shared));
+  Fp8Activation activation = quantize();
+  meta.set(c10::make_intrusive<SharedActivation>(now, input, activation));
   return activation;
 }
 

@@ -8,11 +8,15 @@
 namespace qshard::cuda {
 
 /// As quantize_activation(x, format, E4M3, rows, columns) without delayed scaling, where `x` is
-/// `owner` as a matrix. The result stays with `owner` and goes when it goes. It serves again until
-/// `owner` is written in place (version counter), on the stream and in the CUDA-graph capture it
-/// was made in. Writes below the dispatcher move no counter, so `owner` must be a tensor that
-/// autograd records: neither a buffer of compiled code nor one that inference fills again.
-Fp8Activation quantize_shared_activation(const at::Tensor& owner, const at::Tensor& x,
+/// `input.tensor` as a matrix. The result stays with that tensor and goes when it goes. It serves
+/// again until the tensor gets another record or other memory (`.data = `), on the stream and in
+/// the CUDA-graph capture it was made in.
+///
+/// The tensor must be an activation that nobody wrote or can write unseen: the caller knows
+/// (ops/recorded_activation.h). Memory that a captured graph writes at each replay is told by its
+/// stream: the default stream cannot be captured, and outside of captures codes are shared there
+/// alone.
+Fp8Activation quantize_shared_activation(const SharedInput& input, const at::Tensor& x,
                                          const Format& format, bool rows, bool columns);
 
 }  // namespace qshard::cuda
