@@ -95,17 +95,18 @@ bool shows_whole_buffer(const at::Tensor& self) {
          (covers_live_rows(self) || (self.dim() == 2 && covers_live_rows(self.t())));
 }
 
-at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat>) {
+at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format) {
   const auto& impl = impl_of(self);
-  if (impl.is_export() || self.dim() < 2 || !covers_live_rows(self)) return value_copy(self);
+  if (impl.is_export() || self.dim() < 2 || !covers_live_rows(self)) {
+    return value_copy(self, format.value_or(at::MemoryFormat::Preserve));
+  }
   c10::OptionalDeviceGuard device_guard(self.device());
   return make_tensor(impl.buffer()->copy(), self.sizes(), self.strides(), self.storage_offset());
 }
 
 /// FSDP2 moves an offloaded shard to the device for every gather, which needs its image alone.
-bool is_offloaded_shard(const QuantizedBuffer& from, at::Device device) {
-  return from.placement().is_adopted() ||
-         (device.is_cuda() && from.device().is_cpu() && from.image().is_pinned());
+bool may_be_offloaded(const Placement& placement) {
+  return placement.is_adopted() || placement.was_placed();
 }
 
 at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_arg,
@@ -123,7 +124,7 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_a
   }
   const BufferPtr& from = impl_of(self).buffer();
   const bool moves_image = non_blocking && dtype == from->dtype() && !device.is_meta() &&
-                           !from->is_meta() && is_offloaded_shard(*from, device);
+                           !from->is_meta() && may_be_offloaded(from->placement());
   auto copy = moves_image ? QuantizedBuffer::image_copy(from->original(), device)
                           : from->copy({dtype, device, non_blocking, pinned.value_or(false)});
   return make_tensor(std::move(copy), self.sizes(), self.strides(), self.storage_offset());

@@ -2,7 +2,7 @@
 //
 // `new_zeros`, `new_empty` and `empty_like` keep the kind: FSDP2's padding and `to_empty` rest on
 // them. Optimizers make their states with `zeros_like`, which must be plain.
-#include <fmt/format.h>
+#include <ATen/ExpandUtils.h>
 
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
@@ -101,15 +101,24 @@ at::Tensor new_zeros(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg 
   return new_quantized(self, sizes, args, Fill::kZeros);
 }
 
+/// As torch's own: dense strides in the order of `self`'s, unless another format is asked for.
+at::Tensor plain_like(const at::Tensor& self, const NewArgs& args, FormatArg format) {
+  if (format.value_or(at::MemoryFormat::Preserve) != at::MemoryFormat::Preserve) {
+    return at::empty(self.sizes(), args.plain().memory_format(format));
+  }
+  return at::empty_strided(self.sizes(), at::infer_dense_strides(self.sizes(), self.strides()),
+                           args.plain());
+}
+
 at::Tensor empty_like(const at::Tensor& self, DTypeArg dtype, LayoutArg layout, DeviceArg device,
-                      BoolArg pinned, FormatArg) {
+                      BoolArg pinned, FormatArg format) {
   const NewArgs args(self, dtype, device, pinned);
   const auto rows = row_window(self);
   const bool is_whole_rows =
       self.dim() >= 2 && rows && self.size(-1) == buffer_of(self).layout().cols;
   if (!keeps_kind(self, args.dtype) || !is_whole_rows ||
       layout.value_or(at::kStrided) != at::kStrided) {
-    return at::empty(self.sizes(), args.plain());
+    return plain_like(self, args, format);
   }
   const QuantizedBuffer& from = buffer_of(self);
   if (!from.placement().is_placed()) {
@@ -120,8 +129,8 @@ at::Tensor empty_like(const at::Tensor& self, DTypeArg dtype, LayoutArg layout, 
 }
 
 at::Tensor zeros_like(const at::Tensor& self, DTypeArg dtype, LayoutArg, DeviceArg device,
-                      BoolArg pinned, FormatArg) {
-  return at::zeros(self.sizes(), NewArgs(self, dtype, device, pinned).plain());
+                      BoolArg pinned, FormatArg format) {
+  return plain_like(self, NewArgs(self, dtype, device, pinned), format).zero_();
 }
 
 }  // namespace

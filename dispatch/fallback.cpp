@@ -71,8 +71,8 @@ class Substitution {
   }
 
   /// After an error: planes made only for this call go, so that the tensor is what it was. Once the
-  /// op `ran`, a master may hold part of the result, as a plain tensor would (one of a list). Of two
-  /// windows of one buffer the first has made the pending plane, for both.
+  /// op `ran`, a master may hold part of the result, as a plain tensor would (one of a list). Of
+  /// two windows of one buffer the first has made the pending plane, for both.
   void roll_back(bool ran) {
     for (const Write& write : writes_) {
       QuantizedBuffer& buffer = buffer_of(write.quantized);

@@ -8,7 +8,8 @@
 
 namespace qshard {
 
-/// Weak on both sides: a copy does not keep its original's master alive, nor an original its copies.
+/// Weak on both sides: a copy does not keep its original's master alive, nor an original its
+/// copies.
 struct QuantizedBuffer::ImageLinks {
   using WeakPtr = c10::weak_intrusive_ptr<QuantizedBuffer>;
 

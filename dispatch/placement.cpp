@@ -35,6 +35,7 @@ void Placement::adopt_groups_of(const Placement& other) {
   group_ = other.group_;
   replica_groups_ = other.replica_groups_;
   is_adopted_ = other.is_adopted_;
+  was_placed_ = other.was_placed_;
 }
 
 }  // namespace qshard

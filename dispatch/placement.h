@@ -33,11 +33,16 @@ class Placement {
 
   bool is_placed() const { return layout_.row_offset != Layout::kUnplaced; }
   bool is_adopted() const { return is_adopted_; }
+  /// Whether this is what FSDP2 makes its shards of: rows copied into an unplaced tensor.
+  bool was_placed() const { return was_placed_; }
   /// Whether scales need no other rank: all rows are here, or the others are nobody's.
   bool is_alone() const { return group_.empty() && (layout_.holds_all_rows() || !is_adopted_); }
 
   /// Row 0 is `row` of the logical tensor.
-  void place(int64_t row) { layout_.row_offset = row; }
+  void place(int64_t row) {
+    was_placed_ |= !is_placed();
+    layout_.row_offset = row;
+  }
   /// The rows held become a logical tensor of their own, with blocks from its row 0.
   /// @throws std::invalid_argument if the format has no tensor of so many rows.
   void become_own_tensor();
@@ -53,6 +58,7 @@ class Placement {
   std::string group_;
   std::string replica_groups_;
   bool is_adopted_ = false;
+  bool was_placed_ = false;
 };
 
 }  // namespace qshard

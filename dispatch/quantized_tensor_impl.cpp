@@ -202,12 +202,12 @@ at::Tensor value_of(const at::Tensor& self) {
   return window(buffer_of(self).value_plane(), self);
 }
 
-at::Tensor value_copy(const at::Tensor& self) {
+at::Tensor value_copy(const at::Tensor& self, at::MemoryFormat format) {
   PlainGuard guard;
   QuantizedBuffer& buffer = buffer_of(self);
   const auto value = window(buffer.value_plane(), self);
   const bool fresh = !buffer.keeps_master() && !buffer.pending().defined() && value.is_contiguous();
-  return fresh ? value : value.clone(at::MemoryFormat::Contiguous);
+  return fresh ? value : value.clone(format);
 }
 
 std::string describe(const at::Tensor& self) {

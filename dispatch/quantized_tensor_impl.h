@@ -93,7 +93,8 @@ c10::DimVector dense_strides(at::IntArrayRef sizes);
 /// The value of `self` as a plain tensor of its nominal dtype; may alias the value plane.
 at::Tensor value_of(const at::Tensor& self);
 /// The same, never an alias.
-at::Tensor value_copy(const at::Tensor& self);
+at::Tensor value_copy(const at::Tensor& self,
+                      at::MemoryFormat format = at::MemoryFormat::Contiguous);
 
 /// "float8_blockwise float32[128, 256] on cpu", for error messages.
 std::string describe(const at::Tensor& self);
