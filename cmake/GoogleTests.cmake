@@ -14,7 +14,11 @@ add_executable(qshard_tests ${test_sources})
 target_link_libraries(qshard_tests PRIVATE qshard GTest::gtest_main Threads::Threads)
 qshard_warnings(qshard_tests)
 qshard_sanitize(qshard_tests)
-target_precompile_headers(qshard_tests PRIVATE ${CMAKE_SOURCE_DIR}/cmake/precompiled.h)
+# The library's precompiled header, which takes as long as several sources: with the library's -fPIC,
+# not an executable's -fPIE, GCC takes it here too.
+set_target_properties(qshard_tests PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+target_compile_options(qshard_tests PRIVATE -fPIC)
+target_precompile_headers(qshard_tests REUSE_FROM qshard)
 # One ctest test: loading torch costs more than all of them. torch's process-wide registries are never
 # freed, by its design, so leaks are not looked for.
 add_test(NAME qshard_tests COMMAND qshard_tests)

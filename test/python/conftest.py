@@ -2,9 +2,11 @@
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import thinning
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # test/reference, the oracle
@@ -21,6 +23,18 @@ def load_library():
 
 load_library()
 
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help=thinning.HELP)
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        thinning.keep_pairs(config, items)
+
+
 _report_lines = []
 
 
@@ -35,3 +49,36 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("qshard")
         for line in _report_lines:
             terminalreporter.write_line(line)
+    if _seconds:
+        print_seconds(terminalreporter)
+
+
+# Seconds that a file may take on 2 cores. Nothing fails by it: the table at the end of a run says what
+# is over. A new file is given its own here if 30 are not enough.
+BUDGET_S = 30
+BUDGETS_S = {
+    "test_checkpoint_dcp": 90,
+    "test_compile": 60,  # Inductor's first compilation takes 30 s
+    "test_fsdp_mesh_invariance": 120,
+    "test_fsdp_modes": 75,
+    "test_fsdp_wire_and_memory": 60,
+    "test_fused_adamw": 45,
+    "test_kernels_reference": 60,
+    "test_nobody_hangs": 90,  # one case waits for the process group's timeout
+    "test_op_sweep": 60,
+    "test_optimizers": 45,
+}
+_seconds = Counter()
+
+
+def pytest_runtest_logreport(report):
+    _seconds[Path(report.nodeid.split("::")[0]).stem] += report.duration
+
+
+def print_seconds(terminalreporter):
+    terminalreporter.section("seconds per file, and its budget")
+    for file, seconds in _seconds.most_common():
+        budget = BUDGETS_S.get(file, BUDGET_S)
+        over = "  over" if seconds > budget else ""
+        terminalreporter.write_line(f"{seconds:7.1f} {budget:5}  {file}{over}")
+    terminalreporter.write_line(f"{_seconds.total():7.1f}        in all")

@@ -2,15 +2,19 @@
 
 Starting a process and importing torch takes seconds, so ranks are kept: worker i of a device runs
 rank i of whatever world a test asks for, and every call gets a default process group of its own with
-a short timeout. A hang is a failure of that test; workers that do not come back are replaced.
+a short timeout. A hang is a failure of that test. After an error its workers run in new processes.
 """
 
 import atexit
 import contextlib
+import ctypes
 import datetime
 import gc
+import importlib
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -24,6 +28,9 @@ import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT_S = 20
 START_S = 180
+NO_ANSWER = "no answer"
+ANSWERED = 3  # exit code of a process that has answered and takes no more jobs
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h: who forked it takes it along
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -88,7 +95,7 @@ class _Worker:
     def __init__(self, device, rank):
         context = get_context("spawn")
         self.pipe, remote = context.Pipe()
-        self.process = context.Process(target=_serve, args=(remote, device, rank), daemon=True)
+        self.process = context.Process(target=_start, args=(remote, device, rank), daemon=True)
         self.process.start()
         remote.close()
 
@@ -97,17 +104,26 @@ class _Worker:
         rank than on another, so that process groups would time out."""
         try:
             return self.pipe.poll(START_S) and self.pipe.recv() == "ready"
-        except EOFError:
+        except (EOFError, ConnectionError):
             return False
 
     def receive(self, wait_s):
         try:
             if self.pipe.poll(max(0, wait_s)):
                 return self.pipe.recv()
-            return Outcome(error=f"no answer after {wait_s:.0f} s")
+            return Outcome(error=f"{NO_ANSWER} after {wait_s:.0f} s")
         except (EOFError, ConnectionError):
             self.process.join(5)
             return Outcome(error=f"the process ended with exit code {self.process.exitcode}")
+
+    def renew(self, outcome):
+        """Whether a new process takes the jobs, as the one that answered with `outcome` does not."""
+        if (outcome.error or "").startswith(NO_ANSWER):
+            return False
+        if not outcome.error:
+            with contextlib.suppress(ConnectionError):
+                self.pipe.send(None)
+        return self.is_ready()
 
     def stop(self):
         self.pipe.close()
@@ -124,16 +140,16 @@ class _Pool:
 
     def __init__(self, device):
         self.device = device
-        self.workers = []
+        self.workers = {}  # by rank
 
     def call(self, size, job, wait_s):
-        new = range(len(self.workers), size)
-        self.workers += [_Worker(self.device, rank) for rank in new]
+        new = [rank for rank in range(size) if rank not in self.workers]
+        self.workers |= {rank: _Worker(self.device, rank) for rank in new}
         if not all(self.workers[rank].is_ready() for rank in new):
             self.close()
             pytest.fail(f"a test worker did not start within {START_S} s", pytrace=False)
         with tempfile.TemporaryDirectory() as folder:
-            workers = self.workers[:size]
+            workers = [self.workers[rank] for rank in range(size)]
             for worker in workers:
                 worker.pipe.send((job, size, os.path.join(folder, "store")))
             deadline = time.monotonic() + wait_s
@@ -143,11 +159,13 @@ class _Pool:
                 if outcomes[-1].error:
                     deadline = min(deadline, time.monotonic() + self.GRACE_S)
             if any(outcome.error for outcome in outcomes):
-                self.close()
+                for rank, outcome in enumerate(outcomes):
+                    if not self.workers[rank].renew(outcome):
+                        self.workers.pop(rank).stop()
         return outcomes
 
     def close(self):
-        for worker in self.workers:
+        for worker in self.workers.values():
             worker.stop()
         self.workers.clear()
 
@@ -162,27 +180,49 @@ def _pool(device):
     return _pools[device]
 
 
-def _serve(pipe, device, rank):
+def _start(pipe, device, rank):
+    """A worker's process. On the CPU it only imports what the jobs need, and its forks take the jobs:
+    the one after a failure is there at once. (CUDA's runtime does not survive a fork.) Every rank
+    has a process of its own to fork, with its own order of sets and its own addresses."""
     import conftest  # loads the library
 
     assert conftest.load_library
-    torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
         # After a timeout NCCL's watchdog ends the process; it would first wait a minute for dumps.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
+        return _serve(pipe, device, rank)
+    for module in ("dist_models", "torch._dynamo", "torch.distributed.checkpoint"):
+        importlib.import_module(module)
+    while True:
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            return _serve(pipe, device, rank)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == 0:  # nobody has jobs any more
+            return
+        if status != ANSWERED:
+            pipe.send(Outcome(error=f"the process ended with exit code {status}"))
+
+
+def _serve(pipe, device, rank):
+    torch.set_num_threads(1)
     pipe.send("ready")
     while True:
         try:
-            job, size, store = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             return
+        if message is None:
+            os._exit(ANSWERED)
+        job, size, store = message
         start = time.monotonic()
         try:
             _init_process_group(device, rank, size, store)
             function, args, kwargs = pickle.loads(job)
             value, error = function(*args, **kwargs), None
-            gc.collect()
+            _collect_garbage()
             dist.barrier()
             dist.destroy_process_group()
         except BaseException:  # CheckpointException derives from it
@@ -190,7 +230,19 @@ def _serve(pipe, device, rank):
         pipe.send(Outcome(value, error, time.monotonic() - start))
         if error:
             # As in a real job: the process goes, and its peers find out at their next collective.
-            os._exit(1)
+            os._exit(ANSWERED)
+
+
+_modules = 0
+
+
+def _collect_garbage():
+    """Of the job. What imports have made is a hundred times that, and looked at once."""
+    global _modules
+    gc.collect()
+    if len(sys.modules) > _modules:
+        gc.freeze()
+        _modules = len(sys.modules)
 
 
 def _init_process_group(device_type, rank, size, store):

@@ -1,6 +1,6 @@
 """One OpInfo with quantized inputs against the same op on dequantize(q). Run by test_op_sweep.py.
 
-    python op_sweep.py LOG FIRST LAST     ops op_db[FIRST:LAST], one JSON line each
+    python op_sweep.py LOG FIRST STEP     ops op_db[FIRST::STEP], one JSON line each
 
 A line "begin" is written before each op, so that whoever reads LOG after a crash knows which one it
 was.
@@ -346,7 +346,7 @@ def first_line(error):
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
-def main(log_path, first, last):
+def main(log_path, first, step):
     from conftest import load_library
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -358,7 +358,7 @@ def main(log_path, first, last):
         def write(**line):
             print(json.dumps(line), file=log, flush=True)
 
-        for number in range(first, min(last, len(op_db))):
+        for number in range(first, len(op_db), step):
             op = op_db[number]
             write(begin=number, op=op.formatted_name)
             sweep = Sweep(op, number)

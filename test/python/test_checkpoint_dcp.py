@@ -92,6 +92,7 @@ def load_and_save(source, target, format, keep_master, rows):
     return digest(full_values(model)), digest(gathered_values(model))
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", ROWS)
@@ -129,6 +130,7 @@ def run_resume(format, keep_master):
     assert not different(local_values(model), local_values(resumed))
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @on_worlds(1, 2, 3)
@@ -153,6 +155,7 @@ def run_in_place(format, keep_master, rows):
     assert not different(values, full_values(model))
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", ROWS)
@@ -178,6 +181,7 @@ def run_saves_pending(format, keep_master):
     check_gathered(model, full_values(oracle))
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @on_worlds(2)
@@ -211,6 +215,7 @@ def run_async(format, keep_master, rows):
                 assert not different(values, full_values(oracle)), kind
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", ROWS)
@@ -257,6 +262,7 @@ def save_for_plain_reader(folder, format, keep_master, rows, dtype):
         torch.save(values, f"{folder}/values.pt")
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -295,6 +301,7 @@ def run_plain_checkpoint(format, keep_master, rows, dtype):
         assert not different(full_values(back), wide)
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", ROWS)
@@ -330,6 +337,7 @@ def run_broadcast(format, keep_master, rows, meta):
     check_gathered(other)
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", ROWS)
@@ -347,6 +355,7 @@ def run_load_state_dict(format, keep_master, rows):
     assert not different(full_values(other), full_values(model))
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", ROWS)
@@ -401,6 +410,7 @@ def run_shard_copies(format, keep_master, rows, written):
     check_gathered(model, values if keep_master or written else None)
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("written", [True, False], ids=["written", "flushed"])

@@ -66,6 +66,7 @@ def run_wire(format, rows):
     assert by_pass == [[want[2], *want[:2]], [want[2], *want[1::-1]]], by_pass
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("format", [BOTH, PHASE])
 @pytest.mark.parametrize("rows", [257, 5])
 @on_worlds(2, 4)
@@ -128,6 +129,7 @@ def run_training(format, keep_master, rows):
     return losses
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("rows", [257, 3])
 @on_worlds(1, 2, 3, 4, devices=("cpu",))
@@ -167,6 +169,7 @@ def run_refused(use):
 USES = ["checkpointing", "kept gathered", "value", "codes", "scale_inv", "dequantize", "linear"]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("use", USES)
 @on_worlds(1, 2, devices=("cpu",))
 def test_what_phase_does_not_gather_is_a_named_error(world, use):

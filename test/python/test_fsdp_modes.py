@@ -94,6 +94,7 @@ def run_mode(name, format, keep_master, rows):
     return losses
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("name", MODES)
@@ -103,6 +104,7 @@ def test_mode(world, name, format, keep_master):
     assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [3, 33])
 @pytest.mark.parametrize("name", ["plain", "accumulate/no-reshard", "plain/recompute-reentrant"])
 @on_worlds(1, 3, 4)
@@ -175,6 +177,7 @@ def run_hsdp(shape, format, keep_master):
         assert not different(local_values(model), local_values(oracle))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
@@ -217,6 +220,7 @@ def frozen_plain(model, format):
     return freeze(make_plain(model, format))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("prepare", [quantize_then_freeze, freeze_then_quantize])
 @pytest.mark.parametrize("format", MIXES)
 @on_worlds(2)
@@ -312,6 +316,7 @@ def run_quantized_after(format, keep_master):
     assert train(twin) == losses
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", MIXES)
 @on_worlds(2, 3)

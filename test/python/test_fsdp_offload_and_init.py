@@ -1,6 +1,7 @@
 """CPU offload, and models that are built on the meta device."""
 
 import contextlib
+import weakref
 import zlib
 
 import pytest
@@ -39,22 +40,20 @@ import qshard
 def forced_copies():
     """On CPU, FSDP2's `.to(device, non_blocking=True)` of an offloaded shard returns the shard
     itself. Here it copies, as it does to a GPU; yields the storage bytes of every copy, by plane."""
-    stock, copies = torch.Tensor.to, []
+    stock, sizes = torch.Tensor.to, []
 
     def to(self, *args, **kwargs):
         result = stock(self, *args, copy=True, **kwargs) if kwargs.get("non_blocking") else None
         if result is None or not ops.is_quantized(result):
             return stock(self, *args, **kwargs)
-        copies.append(result)
+        sizes.append(ops._storage_bytes(result))
         return result
 
-    sizes = []
     torch.Tensor.to = to
     try:
         yield sizes
     finally:
         torch.Tensor.to = stock
-        sizes += [ops._storage_bytes(copy) for copy in copies]
 
 
 def offload_policy():
@@ -77,6 +76,7 @@ def run_offloaded(format, keep_master, rows):
         assert not different(local_values(model), local_values(twin))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("rows", [257, 3])
 @pytest.mark.parametrize("format", MIXES)
@@ -109,17 +109,30 @@ def test_offload_flushes_the_original_once(world, keep_master):
 
 
 def run_offloaded_copies_stay_usable():
-    """An image-only copy becomes a whole tensor when its value is asked for, not a stale one."""
+    """An image-only copy becomes a whole tensor when its value is asked for, or before the original
+    is written or goes: it is a copy of the value at the time, like any other."""
     model = build("float8_blockwise", offload_policy=offload_policy())
     shard = local(model.head.weight).detach()
-    copy = shard.to(device(), non_blocking=True, copy=True)
-    assert ops._storage_bytes(copy)["master"] == 0
-    assert torch.equal(copy + 0, ops.master(shard).to(device()))
-    late = shard.to(device(), non_blocking=True, copy=True)
+
+    def image_copy(tensor):
+        copy = tensor.to(device(), non_blocking=True, copy=True)
+        assert ops._storage_bytes(copy)["master"] == 0
+        return copy
+
+    before = ops.master(shard).to(device(), copy=True)
+    assert torch.equal(image_copy(shard) + 0, before)
+    late, fused = image_copy(shard), image_copy(shard)
     with torch.no_grad():
         model.head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="made before the original was last written"):
-        late + 0
+    assert torch.equal(late + 0, before) and torch.equal(fused + 0, before)
+    assert torch.equal(ops.master(shard).to(device()), before * 2)
+
+    original = shard.clone()
+    value = ops.master(original).to(device(), copy=True)
+    orphan, master = image_copy(original), weakref.ref(original.untyped_storage())
+    del original
+    assert master() is None  # a copy keeps no master alive
+    assert torch.equal(orphan + 0, value)
 
 
 @on_worlds(1, 2)
@@ -167,6 +180,7 @@ def run_meta_init(format, keep_master, rows):
     return {name: value.cpu() for name, value in values.items()}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("rows", [257, 3])
 @pytest.mark.parametrize("format", MIXES)
@@ -191,6 +205,7 @@ def run_reset_parameters(format, rows):
     assert check_gathered(model) == 5
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [257, 3])
 @pytest.mark.parametrize("format", MIXES)
 @on_worlds(2, 4)

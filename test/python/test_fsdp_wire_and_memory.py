@@ -111,6 +111,7 @@ def run_one_input(format, keep_master, rows):
             assert image.data_ptr() == shard.untyped_storage().data_ptr(), name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("rows", ROWS)
@@ -164,6 +165,7 @@ def run_counted(format, keep_master, rows, reshard):
     return sum(bytes for _, bytes in gathered), sum(bytes for _, bytes in plain_gathered)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", FORMATS)
@@ -242,6 +244,7 @@ def run_memory(format, keep_master, rows, reshard):
     return gathered
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", MIXES)
@@ -279,6 +282,7 @@ def run_step_memory(format, keep_master):
     check_planes(model, keep_master)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", MIXES)
 @on_worlds(1, 2, 4)

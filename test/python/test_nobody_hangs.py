@@ -97,6 +97,7 @@ def run_every_path(format, keep_master, rows):
     check()
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", [1, 2, 3])
@@ -124,6 +125,7 @@ def run_local_reads(format, keep_master, before_first_gather):
     check_gathered(model)
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("before_first_gather", [True, False], ids=["before-gather", "after-gather"])
@@ -300,6 +302,7 @@ def run_step_while_gathered(format, keep_master):
     assert different(before, {n: full_value(p) for n, p in quantized_parameters(model).items()})
 
 
+@pytest.mark.pairwise
 @both_masters
 @mixes
 @on_worlds(1, 2)
