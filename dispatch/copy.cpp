@@ -106,7 +106,7 @@ at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format)
 
 /// FSDP2 moves an offloaded shard to the device for every gather, which needs its image alone.
 bool may_be_offloaded(const Placement& placement) {
-  return placement.is_adopted() || placement.was_placed();
+  return placement.is_adopted() || placement.was_placed() || !placement.is_placed();
 }
 
 at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_arg,

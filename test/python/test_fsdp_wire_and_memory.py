@@ -66,8 +66,8 @@ class Expected:
         return grid_bytes(self.format, self.rows, self.cols)
 
     def storage(self, keep_master):
-        planes = (self.image, self.value if keep_master else 0, self.grid)
-        return sum(round_up(plane, 16) for plane in planes)
+        codes = sum(round_up(plane, 16) for plane in (self.image, self.grid))
+        return codes + (self.value if keep_master else 0)
 
 
 def expected_of(param, ranks):
