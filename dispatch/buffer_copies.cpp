@@ -319,4 +319,24 @@ BufferPtr QuantizedBuffer::unpack(const at::Tensor& bytes, const at::Tensor& pen
   return buffer;
 }
 
+at::Tensor QuantizedBuffer::code_bytes() {
+  check_is_allocated();
+  write_codes();
+  if (!planes_.has_code_storage(layout())) return copy()->code_bytes();  // FSDP's, or sent here
+  return tensor_at(planes_.code_storage(), at::kByte, 0, {Planes::code_bytes(layout())});
+}
+
+BufferPtr QuantizedBuffer::over_planes(const Placement& placement, at::ScalarType dtype,
+                                       const at::Tensor& master, const at::Tensor& codes,
+                                       const at::Tensor& pending, ScalingState state,
+                                       bool is_written) {
+  auto buffer = c10::make_intrusive<QuantizedBuffer>(
+      placement, dtype, Planes::over(master, codes, placement.layout(), dtype));
+  const bool has_value = master.defined() || pending.defined();
+  buffer->planes_.set_pending(pending);
+  buffer->scaling_state_ = std::move(state);
+  buffer->flush_state_.restore(is_written, /*shown=*/!(is_written && has_value));
+  return buffer;
+}
+
 }  // namespace qshard

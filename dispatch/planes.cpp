@@ -107,6 +107,16 @@ Planes Planes::over_codes(c10::Storage storage, const Layout& layout) {
   return planes;
 }
 
+Planes Planes::over(const at::Tensor& master, const at::Tensor& codes, const Layout& layout,
+                    at::ScalarType dtype) {
+  Planes planes = over_codes(codes.storage(), layout);
+  if (!master.defined()) return planes;
+  check_bytes(master.storage(), master_bytes(layout, dtype), layout, "values");
+  planes.storage_ = master.storage();
+  planes.master_ = master_in(planes.storage_, layout, dtype);
+  return planes;
+}
+
 Planes Planes::over_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout) {
   Planes planes;
   planes.replace_image(bytes, std::move(grid), layout);

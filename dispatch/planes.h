@@ -35,6 +35,10 @@ class Planes {
   static Planes around_master(c10::Storage storage, const Layout& layout, at::ScalarType dtype);
   /// Image and grid in `storage`, without a master.
   static Planes over_codes(c10::Storage storage, const Layout& layout);
+  /// Over memory that others share: `[image | grid]` as bytes, and a master, which may be
+  /// undefined.
+  static Planes over(const at::Tensor& master, const at::Tensor& codes, const Layout& layout,
+                     at::ScalarType dtype);
   /// An image over bytes that were gathered or sent (rows * row_bytes, uint8), and its grid.
   static Planes over_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout);
 

@@ -210,6 +210,13 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   static Ptr unpack(const at::Tensor& bytes, const at::Tensor& pending, const Placement& placement,
                     at::ScalarType dtype, bool keeps_master, bool is_written);
 
+  /// `[image | grid]` as flat bytes that alias them, the grid the buffer's own.
+  at::Tensor code_bytes();
+  /// Over planes that somebody else shares; master and pending may be undefined.
+  static Ptr over_planes(const Placement& placement, at::ScalarType dtype, const at::Tensor& master,
+                         const at::Tensor& codes, const at::Tensor& pending, ScalingState state,
+                         bool is_written);
+
   // ------------------------------------------------------------------------ version counter
 
   /// Lets a new tensor, its alias of the master and other tensors of the buffer share one counter,

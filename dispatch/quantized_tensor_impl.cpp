@@ -1,8 +1,10 @@
 #include "dispatch/quantized_tensor_impl.h"
 
+#include <c10/util/safe_numerics.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <mutex>
 #include <typeinfo>
 #include <utility>
@@ -128,16 +130,30 @@ at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes) {
 
 namespace {
 
+/// The numbers may be anything: as_strided and files hand them through.
 void check_within(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::IntArrayRef strides,
                   int64_t offset) {
+  const auto is_negative = [](int64_t number) { return number < 0; };
+  TORCH_CHECK(
+      sizes.size() == strides.size() && !is_negative(offset) &&
+          std::none_of(sizes.begin(), sizes.end(), is_negative) &&
+          std::none_of(strides.begin(), strides.end(), is_negative),
+      fmt::format("qshard: a view of a quantized tensor cannot have sizes {}, strides {} and "
+                  "storage_offset {}: one for each dimension, and none below 0",
+                  sizes, strides, offset));
+  // A view without elements may begin anywhere, as far as one can count on from there.
+  constexpr int64_t kMaxOffset = int64_t{1} << 60;
+  const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
   int64_t last = offset;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] == 0) return;
-    last += (sizes[i] - 1) * strides[i];
+  bool overflows = false;
+  for (size_t i = 0; i < sizes.size() && !is_empty; ++i) {
+    int64_t extent = 0;
+    overflows |= c10::mul_overflows(sizes[i] - 1, strides[i], &extent);
+    overflows |= c10::add_overflows(last, extent, &last);
   }
   const Layout& layout = self.buffer()->layout();
   TORCH_CHECK(
-      offset >= 0 && last < layout.rows * layout.cols,
+      is_empty ? offset <= kMaxOffset : !overflows && last < layout.rows * layout.cols,
       fmt::format("qshard: a view of sizes {}, strides {} and storage_offset {} (in elements) "
                   "does not lie within a quantized tensor of {} x {} elements",
                   sizes, strides, offset, layout.rows, layout.cols));

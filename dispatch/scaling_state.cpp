@@ -68,6 +68,20 @@ ScalingState ScalingState::fresh(const Layout& layout, at::Device device) {
   return state;
 }
 
+ScalingState ScalingState::of(const Layout& layout, at::TensorList tensors) {
+  const bool has_history = layout.format->amax_history.length > 0;
+  const bool rounds = layout.format->stochastic_rounding;
+  TORCH_CHECK(tensors.size() == (has_history ? 2u : 0u) + (rounds ? 1u : 0u),
+              "qshard: this is not the state of a quantized tensor of its format");
+  ScalingState state;
+  if (has_history) {
+    state.amax_history = tensors[0];
+    state.scaling_amax = tensors[1];
+  }
+  if (rounds) state.rounding = tensors.back();
+  return state;
+}
+
 void ScalingState::set_rounding_key(int64_t key) {
   rounding_key = key;
   if (rounding.is_meta()) return;

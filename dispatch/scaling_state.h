@@ -35,6 +35,9 @@ struct ScalingState {
   /// Of a tensor that was never flushed. The key of stochastic rounding is torch's seed.
   static ScalingState fresh(const Layout& layout, at::Device device);
 
+  /// Of these tensors, in the order of tensors(), shared.
+  static ScalingState of(const Layout& layout, at::TensorList tensors);
+
   /// Sets the key of stochastic rounding, at least 0 and below 2^62, and its count to 0.
   void set_rounding_key(int64_t key);
 };

@@ -10,6 +10,9 @@ import sys
 import torch
 from _qshard_hooks import is_quantized, local_of, tensor_property
 
+# By these names, in this module (`_qshard_checkpoint`), files written earlier find them.
+from qshard.serialization import rebuild_shared, rebuild_tensor
+
 ops = torch.ops.qshard
 
 
@@ -42,11 +45,11 @@ def see_loads(dtensor_type):
 
 
 def stage_as_plain_values(stager_type):
-    """Async saves copy tensors through data_ptr(), which quantized tensors refuse."""
+    """Async saves copy tensors through data_ptr(), which there is none of without a master."""
     stock = stager_type._offload_tensor
 
     def _offload_tensor(self, x, memo, non_blocking=False):
-        if not is_quantized(x):
+        if not is_quantized(x) or ops._keeps_master(x):
             return stock(self, x, memo, non_blocking=non_blocking)
         staged = plain_values(x).to("cpu", copy=True)
         memo[id(x)] = staged
@@ -135,16 +138,6 @@ sys.meta_path.insert(0, PatchOnImport())
 # -------------------------------------------------------------------------- pickle, deepcopy, ...
 
 
-def rebuild_tensor(
-    data, pending, layout, format, size, stride, storage_offset, dtype, state, requires_grad
-):
-    """Unpickles a quantized tensor. Needs the library; ordinary checkpoints do not hold any."""
-    tensor = ops._unpack(
-        data, pending, layout, format, size, stride, storage_offset, dtype, state
-    )
-    return tensor.requires_grad_(requires_grad)
-
-
 def reduce_tensor(tensor):
     data, pending, layout, format, state = ops._pack(tensor.detach())
     return rebuild_tensor, (
@@ -221,18 +214,33 @@ wrap_method("new_tensor")(of_plain_tensor)
 
 @wrap_method("storage")
 def storage(stock, self):
-    # A typed storage would show the packed bytes as if they were values.
+    if ops._keeps_master(self):
+        return stock(self)
+    # A typed storage would show codes as if they were values.
     raise TypeError(
-        "torch.Tensor.storage() is not supported on quantized tensors: their bytes are codes and "
-        "scales. Use untyped_storage(), or qshard::dequantize(tensor)"
+        "torch.Tensor.storage() is not supported on quantized tensors without a master: their bytes "
+        "are codes and scales. Use untyped_storage(), or qshard::dequantize(tensor)"
     )
 
 
-torch.serialization.add_safe_globals([rebuild_tensor])
+@wrap_method("share_memory_")
+def share_memory_(stock, self):
+    # All planes move, not the tensor's storage alone.
+    for plane in shared_planes(self)[:3]:
+        if plane is not None:
+            plane.share_memory_()
+    return self
+
+
+def shared_planes(tensor):
+    """The tensor's memory itself, as plain tensors, and what describes it."""
+    return ops._shared_planes(tensor.detach())
 
 
 def register_forking_reducers():
-    """Queues and DataLoader workers: the stock reducer segfaults on a tensor without storage."""
+    """Queues, DataLoader workers and spawned processes: as of a plain tensor, the memory is shared.
+    What one process writes the others see in the value; codes follow where it was written, and
+    elsewhere after qshard.mark_written(tensor)."""
     from multiprocessing.reduction import ForkingPickler
 
     from torch.multiprocessing.reductions import reduce_tensor as reduce_plain_tensor
@@ -240,17 +248,19 @@ def register_forking_reducers():
     def reduce_shared(tensor):
         if not is_quantized(tensor):
             return reduce_plain_tensor(tensor)
-        rebuild, args = reduce_tensor(tensor)
-        if type(tensor) is torch.nn.Parameter:
-            return rebuild_parameter, args
-        return rebuild, args
+        detached = tensor.detach()
+        return rebuild_shared, (
+            type(tensor),
+            *shared_planes(detached),
+            list(tensor.shape),
+            list(tensor.stride()),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.requires_grad,
+        )
 
     for tensor_type in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(tensor_type, reduce_shared)
-
-
-def rebuild_parameter(*args):
-    return torch.nn.Parameter(rebuild_tensor(*args[:-1], False), args[-1])
 
 
 register_forking_reducers()

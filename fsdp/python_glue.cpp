@@ -27,6 +27,7 @@ QSHARD_WEAK void Py_DecRef(PyObject*);
 namespace qshard {
 
 extern const char* const kHooksSource;
+extern const char* const kSerializationSource;
 extern const char* const kCheckpointSource;
 extern const char* const kFakesSource;
 
@@ -55,6 +56,7 @@ const bool kLoaded = [] {
   const int gil = PyGILState_Ensure();
   bool ok = true;
   for (const auto& [name, source] : {std::pair{"_qshard_hooks", kHooksSource},
+                                     std::pair{"qshard.serialization", kSerializationSource},
                                      std::pair{"_qshard_checkpoint", kCheckpointSource},
                                      std::pair{"_qshard_fakes", kFakesSource}}) {
     ok = ok && run_as_module(name, source);

@@ -5,7 +5,7 @@
 
 #include <array>
 #include <charconv>
-#include <deque>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -117,22 +117,24 @@ std::string canonical_name(const Format& format, const Format& base) {
 
 /// The one object of a variant.
 const Format& intern(Format format, const Format& base) {
-  struct Variant {
-    std::string name;
-    Format format;
-  };
+  constexpr size_t kMaxVariants = 4096;
   static std::mutex mutex;
-  static auto* variants = new std::deque<Variant>;  // tensors may outlive static objects
-  std::string name = canonical_name(format, base);
+  static auto* variants = new std::map<std::string, Format>;  // tensors may outlive static objects
+  const std::string name = canonical_name(format, base);
   if (name == base.name) return base;
   const std::lock_guard lock(mutex);
-  for (const Variant& variant : *variants) {
-    if (variant.name == name) return variant.format;
+  if (const auto known = variants->find(name); known != variants->end()) return known->second;
+  if (variants->size() >= kMaxVariants) {
+    throw std::invalid_argument(fmt::format(
+        "format '{}' is new, and {} variants of formats are in use", name, kMaxVariants));
   }
-  Variant& variant = variants->emplace_back(std::move(name), format);
-  variant.format.name = variant.name;
-  return variant.format;
+  const auto added = variants->emplace(name, format).first;
+  added->second.name = added->first;
+  return added->second;
 }
+
+/// The base of a name of base and options, if there are any.
+const Format& base_of(std::string_view name) { return find_base(name.substr(0, name.find('['))); }
 
 // Of activations only: a weight's transpose would have other scales.
 constexpr Format kMxfp8Rows{"mxfp8_1x32", kE4M3, 8, 448.f, 1, 32, RowScale::kE8M0, true, kE4M3};
@@ -141,21 +143,25 @@ constexpr Format kMxfp8Rows{"mxfp8_1x32", kE4M3, 8, 448.f, 1, 32, RowScale::kE8M
 
 std::span<const Format> formats() { return kFormats; }
 
-const Format& find_format(std::string_view name) {
+Format parse_format(std::string_view name) {
+  const Format& base = base_of(name);
+  Format format = base;
   const size_t bracket = name.find('[');
-  if (bracket == std::string_view::npos) return find_base(name);
-  const Format& base = find_base(name.substr(0, bracket));
+  if (bracket == std::string_view::npos) return format;
   std::string_view options = name.substr(bracket + 1);
   if (options.size() < 2 || !options.ends_with(']')) refuse_option(base, options);
   options.remove_suffix(1);
-  Format format = base;
   while (true) {
     const size_t comma = options.find(',');
     apply_option(format, base, options.substr(0, comma));
-    if (comma == std::string_view::npos) break;
+    if (comma == std::string_view::npos) return format;
     options.remove_prefix(comma + 1);
   }
-  return intern(format, base);
+}
+
+const Format& find_format(std::string_view name) {
+  const Format& base = base_of(name);
+  return name == base.name ? base : intern(parse_format(name), base);
 }
 
 const Format& activation_format(const Format& format) {

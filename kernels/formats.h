@@ -85,8 +85,11 @@ std::span<const Format> formats();
 ///   e4m3           gradients in E4M3, not E5M2     (float8_delayed)
 ///   phase          gather one row image per pass   (mxfp8_1x32)
 ///
-/// @throws std::invalid_argument naming the known formats, or the option that is wrong.
+/// @throws std::invalid_argument naming the known formats, or the option that is wrong; or if there
+/// are thousands of variants by now, which no program has but one that reads made-up files.
 const Format& find_format(std::string_view name);
+/// The same by value, under its base's name: nothing is remembered of it.
+Format parse_format(std::string_view name);
 
 /// How activations and gradients are quantized to meet a weight of `format`, one with row-local
 /// scales: as it is, in blocks of one row. Need not be one of formats().

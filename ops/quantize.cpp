@@ -112,7 +112,11 @@ Tensor codes_in_image(const Tensor& self, int64_t image_offset, const char* op) 
     return elements / layout.cols * layout.row_bytes() + ceil_div(column, per_byte);
   };
   c10::DimVector sizes(self.sizes()), strides;
-  for (const int64_t stride : self.strides()) strides.push_back(to_image(stride, false));
+  for (const int64_t stride : self.strides()) {
+    // Where a dimension has no second element its stride may be any number: as large as the tensor
+    // will do.
+    strides.push_back(to_image(std::min(stride, layout.rows * layout.cols), false));
+  }
   if (per_byte > 1) {
     TORCH_CHECK_VALUE(self.dim() > 0 && (self.stride(-1) == 1 || self.numel() == 0),
                       not_a_window(" at whole bytes"));

@@ -78,6 +78,14 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_is_export(Tensor self) -> bool");
   m.def("_has_pending_update(Tensor self) -> bool");
   m.def(
+      "_shared_planes(Tensor self) -> (Tensor? master, Tensor codes, Tensor? pending, int[] "
+      "layout, "
+      "str format, Tensor[] state)");
+  m.def(
+      "_over_shared_planes(Tensor? master, Tensor codes, Tensor? pending, int[] layout, str "
+      "format, "
+      "int[] size, int[] stride, int storage_offset, ScalarType dtype, Tensor[] state) -> Tensor");
+  m.def(
       "_pack(Tensor self) -> (Tensor bytes, Tensor? pending, int[] layout, str format, "
       "Tensor[] state)");
   m.def(

@@ -2,8 +2,8 @@
 ordinary parameters."""
 
 from qshard._library import library_path  # loads the library
-from qshard import nn
-from qshard.quantize import flush, is_quantized, quantize_
+from qshard import nn, serialization
+from qshard.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -23,8 +23,10 @@ __all__ = [
     "flush",
     "is_quantized",
     "library_path",
+    "mark_written",
     "nn",
     "quantize_",
     "report",
+    "serialization",
     "trace_fallbacks",
 ]

@@ -1,6 +1,7 @@
 """Finds and loads libqshard.so. Loading it registers the operators and installs the hooks."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +13,9 @@ def library_path() -> str:
 
 
 def _load() -> None:
+    # Pickling imports this package where only the library was in use, perhaps another build of it.
+    if "qshard.serialization" in sys.modules:
+        return
     path = library_path()
     if not os.path.exists(path):
         raise ImportError(f"qshard: no library at {path}; run `pip install .` in a qshard checkout")

@@ -96,6 +96,17 @@ def flush(model: torch_nn.Module) -> None:
     ops.flush(shards)
 
 
+def mark_written(tensor: torch.Tensor) -> None:
+    """Says that a tensor's memory was written by code that tells nobody (a kernel given its
+    data_ptr(), NumPy, another process). Its codes follow at the next flush. A sharded parameter must
+    be marked on all ranks. Optimizers need not: what has a gradient counts as written by their
+    step."""
+    local = local_of(tensor)
+    if not _is_quantized_local(local):
+        raise TypeError(f"qshard.mark_written: expected a quantized tensor, got {type(tensor).__name__}")
+    ops._mark_written(local)
+
+
 def _format_of(recipe, stochastic_rounding) -> str:
     format = getattr(recipe, "format", None)
     if not isinstance(format, str):

@@ -41,6 +41,16 @@ TEST(Formats, VariantsAreOneObjectByTheirOptions) {
   EXPECT_EQ(find_format("mxfp8_1x32[stochastic,phase]").name, "mxfp8_1x32[phase,stochastic]");
 }
 
+TEST(Formats, ParsedByValueTheyAreTheSame) {
+  const Format parsed = parse_format("float8_delayed[e4m3,history=16,margin=2]");
+  const Format& found = find_format("float8_delayed[e4m3,history=16,margin=2]");
+  EXPECT_EQ(parsed.name, "float8_delayed");
+  EXPECT_EQ(parsed.amax_history.length, found.amax_history.length);
+  EXPECT_EQ(parsed.amax_history.margin, found.amax_history.margin);
+  EXPECT_EQ(parsed.grad_dtype, found.grad_dtype);
+  EXPECT_EQ(parsed.index, found.index);
+}
+
 TEST(Formats, WrongOptionsAreNamed) {
   for (const char* name :
        {"nvfp4[]", "nvfp4[", "nvfp4[stochastic", "nvfp4[margin=1]", "mxfp8[e4m3]", "mxfp8[phase]",

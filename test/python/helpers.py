@@ -139,7 +139,7 @@ def state(q):
     """All that an error must leave alone: geometry, and the bytes of every plane. Not whether a flush
     is due: after an error within a list of tensors nobody knows which were written."""
     q = q.detach()
-    data, pending, (*layout, _dirty, images), fmt, state = ops._pack(q)
+    data, pending, (*layout, _dirty, images, _adopted), fmt, state = ops._pack(q)
     geometry = (tuple(q.shape), q.stride(), q.storage_offset(), q.dtype, layout, images, fmt)
     return geometry, data, torch.empty(0) if pending is None else pending, *state
 

@@ -52,6 +52,28 @@ CALLS = {
     "view of other numel": (lambda q: q.view(3, 7), "shape '?\\[3, 7\\]'? is invalid"),
     "view of a transpose": (lambda q: q.t().view(-1), "cannot be viewed"),
     "as_strided beyond": (lambda q: q.as_strided((201, 48), (48, 1)), "does not lie within"),
+    "as_strided negative strides": (
+        lambda q: q.as_strided((2, 2), (-1, 1), 5),
+        "[Nn]egative strides|none below 0",
+    ),
+    "as_strided negative size": (lambda q: q.as_strided((-2,), (1,)), "none below 0"),
+    "as_strided negative offset": (lambda q: q.as_strided((2,), (1,), -1), "none below 0"),
+    "as_strided extent beyond 2^63": (
+        lambda q: q.as_strided((3, 2), (2**62, 1)),
+        "does not lie within",
+    ),
+    "as_strided end beyond 2^63": (
+        lambda q: q.as_strided((2,), (2**62,), 2**62),
+        "does not lie within",
+    ),
+    "as_strided of nothing beyond 2^63": (
+        lambda q: q.as_strided((0, 2), (48, 1), 2**63 - 1),
+        "does not lie within",
+    ),
+    "as_strided numel beyond 2^63": (
+        lambda q: q.as_strided((2**32, 2**32), (0, 0)),
+        "numel: integer multiplication overflow",
+    ),
     "as_strided lengths": (lambda q: q.as_strided((2, 2), (1,)), "mismatch in length"),
     "as_strided offset": (lambda q: q.as_strided((1,), (1,), 9600), "does not lie within"),
     "select index": (lambda q: q.select(0, 200), "out of range"),
@@ -198,7 +220,7 @@ CALLS = {
     ),
     "pickle of another size": (
         lambda q: unpack([4, 8, 4, 4, 0, 0, 0], size=3),
-        "is not a packed",
+        "which take .* bytes, but holds 3",
     ),
     "pickle of a wrong placement": (
         lambda q: unpack([4, 8, 4, 3, 9, 0, 0]),

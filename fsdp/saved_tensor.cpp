@@ -1,0 +1,205 @@
+#include "fsdp/saved_tensor.h"
+
+#include <c10/util/safe_numerics.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <initializer_list>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/formats.h"
+#include "kernels/value_dtype.h"
+
+namespace qshard {
+namespace {
+
+using at::Tensor;
+
+constexpr size_t kMaxDims = 64;                 // of torch's own operators
+constexpr size_t kMaxFormatName = 256;          // real ones are shorter than 100
+constexpr int64_t kMaxSize = int64_t{1} << 40;  // of a dimension: row_bytes() stays far from 2^63
+constexpr int64_t kMaxBytes = int64_t{1} << 56;
+
+template <typename... Args>
+[[noreturn]] void refuse(fmt::format_string<Args...> what, Args&&... args) {
+  TORCH_CHECK(false, "qshard: a saved quantized tensor ",
+              fmt::format(what, std::forward<Args>(args)...));
+}
+
+/// Whether the product of sizes, none of them negative, is at most `limit`.
+bool product_fits(std::initializer_list<int64_t> sizes, int64_t limit) {
+  uint64_t product = 0;
+  return !c10::safe_multiplies_u64(sizes, &product) && product <= static_cast<uint64_t>(limit);
+}
+
+/// Whether a tensor is strided, contiguous and has memory for all of its elements. A pickle can
+/// bring any other: sparse, quantized, nested, lazily negated, expanded, another of ours.
+bool is_plain(const Tensor& tensor) {
+  if (has_key(tensor) || tensor.layout() != at::kStrided || tensor.is_quantized() ||
+      tensor.is_nested() || tensor.is_neg() || tensor.is_conj() || tensor._is_zerotensor() ||
+      !(tensor.is_cpu() || tensor.is_cuda() || tensor.is_meta()) || !tensor.has_storage() ||
+      !tensor.is_contiguous()) {
+    return false;
+  }
+  int64_t end = 0;
+  return !c10::add_overflows(tensor.storage_offset(), tensor.numel(), &end) &&
+         product_fits({end, static_cast<int64_t>(tensor.element_size())},
+                      static_cast<int64_t>(tensor.storage().nbytes()));
+}
+
+void check_plain(const Tensor& tensor, const char* what) {
+  if (!is_plain(tensor)) {
+    refuse("has no plain, contiguous tensor with memory of its own size as its {}", what);
+  }
+}
+
+/// The format of a name, by value: names in files that turn out wrong are not remembered.
+Format format_of(std::string_view name) {
+  if (name.size() > kMaxFormatName) {
+    refuse("names a format of {} characters", name.size());
+  }
+  try {
+    return parse_format(name);
+  } catch (const std::invalid_argument& error) {
+    refuse("has no readable format: {}", error.what());
+  }
+}
+
+bool flag_of(int64_t field, const char* what) {
+  if (field != 0 && field != 1) refuse("says {} where it should say whether it {}", field, what);
+  return field != 0;
+}
+
+/// @throws c10::Error unless the sizes can be those of a shard of `format`.
+Layout layout_of(at::IntArrayRef fields, const Format& format) {
+  Layout layout;
+  layout.format = &format;
+  layout.rows = fields[kRows];
+  layout.cols = fields[kCols];
+  layout.logical_rows = fields[kLogicalRows];
+  layout.matrix_rows = fields[kMatrixRows];
+  layout.row_offset = fields[kRowOffset];
+  for (const auto size : {layout.rows, layout.cols, layout.logical_rows, layout.matrix_rows}) {
+    if (size < 0 || size >= kMaxSize) {
+      refuse("has an impossible size: {} x {} elements, of {} rows in matrices of {}", layout.rows,
+             layout.cols, layout.logical_rows, layout.matrix_rows);
+    }
+  }
+  const bool whole_matrices = layout.matrix_rows == 0
+                                  ? layout.logical_rows == 0
+                                  : layout.logical_rows % layout.matrix_rows == 0;
+  if (!whole_matrices || layout.row_offset < Layout::kUnplaced ||
+      layout.row_offset > layout.logical_rows) {
+    refuse("has an impossible placement: row {} of {} rows in matrices of {}", layout.row_offset,
+           layout.logical_rows, layout.matrix_rows);
+  }
+  const int64_t images = fields.size() > kImages ? fields[kImages] : 0;
+  const Images most = format.columnwise ? Images::kColumnwise : Images::kAll;
+  if (!layout.fits() || images < 0 || images > static_cast<int64_t>(most)) {
+    refuse("has row images that its format does not have");
+  }
+  layout.images = static_cast<Images>(images);
+  return layout;
+}
+
+/// @throws c10::Error unless the planes of `layout` fill `bytes`.
+void check_planes(const Layout& layout, at::ScalarType dtype, bool keeps_master,
+                  const Tensor& bytes) {
+  const auto held = static_cast<int64_t>(bytes.numel());
+  const auto value_bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  // Each product is bounded before packed_bytes() adds them up.
+  const bool bounded =
+      product_fits({layout.rows, layout.row_bytes()}, kMaxBytes) &&
+      product_fits({layout.rows, layout.cols, value_bytes}, kMaxBytes) &&
+      product_fits({layout.grid_rows(), layout.grid_cols(), sizeof(float)}, kMaxBytes);
+  const int64_t needed = bounded ? QuantizedBuffer::packed_bytes(layout, dtype, keeps_master) : -1;
+  if (needed == held) return;
+  refuse("claims {} x {} elements of {} rows in {}, {} a master, which take {} bytes, but holds {}",
+         layout.rows, layout.cols, layout.logical_rows, layout.format->name,
+         keeps_master ? "with" : "without",
+         bounded ? fmt::to_string(needed) : fmt::format("more than {}", kMaxBytes), held);
+}
+
+void check_pending(const SavedTensor& saved, const Layout& layout, bool keeps_master, bool dirty) {
+  if (!saved.pending) return;
+  const Tensor& pending = *saved.pending;
+  if (keeps_master || !dirty) refuse("has a pending update where none can be");
+  check_plain(pending, "pending update");
+  if (pending.sizes() != at::IntArrayRef({layout.rows, layout.cols}) ||
+      pending.scalar_type() != saved.dtype || pending.device() != saved.bytes.device()) {
+    refuse("has a pending update that does not fit it: {} {} on {} for {} {} x {} on {}",
+           c10::toString(pending.scalar_type()), pending.sizes(), pending.device().str(),
+           c10::toString(saved.dtype), layout.rows, layout.cols, saved.bytes.device().str());
+  }
+}
+
+/// They are counted up from 0.
+void check_rounding_words(const Tensor& rounding) {
+  const Tensor host = rounding.cpu();
+  for (const int32_t word : at::ArrayRef(host.const_data_ptr<int32_t>(), host.numel())) {
+    if (word < 0 || word == std::numeric_limits<int32_t>::max()) {
+      refuse("has {} among its words of stochastic rounding", word);
+    }
+  }
+}
+
+void check_state(const SavedTensor& saved, const Layout& layout) {
+  // Tensors on meta have shapes and no memory: a file may ask for much.
+  const auto expected = ScalingState::fresh(layout, at::kMeta).tensors();
+  if (expected.size() != saved.state.size()) {
+    refuse("has {} tensors of state, and its format {} has {}", saved.state.size(),
+           layout.format->name, expected.size());
+  }
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const auto& [name, like] = expected[i];
+    const Tensor& tensor = saved.state[i];
+    check_plain(tensor, name);
+    if (tensor.sizes() != like.sizes() || tensor.scalar_type() != like.scalar_type() ||
+        tensor.is_meta() != saved.bytes.is_meta()) {
+      refuse("has state that does not fit its format: {} is {} {} on {} for {} {}", name,
+             c10::toString(tensor.scalar_type()), tensor.sizes(), tensor.device().str(),
+             c10::toString(like.scalar_type()), like.sizes());
+    }
+    if (like.scalar_type() == at::kInt && !tensor.is_meta()) check_rounding_words(tensor);
+  }
+}
+
+}  // namespace
+
+Layout checked_layout(const SavedTensor& saved) {
+  const at::IntArrayRef fields = saved.layout;
+  const bool has_known_fields =
+      fields.size() == kFields || fields.size() == kIsAdopted || fields.size() == kImages;
+  TORCH_CHECK(has_known_fields && saved.bytes.scalar_type() == at::kByte &&
+                  saved.bytes.dim() == 1 && is_value_dtype(saved.dtype),
+              "qshard: this is not a saved quantized tensor");
+  if (saved.size.size() != saved.stride.size() || saved.size.size() > kMaxDims) {
+    refuse("has {} dimensions and {} strides", saved.size.size(), saved.stride.size());
+  }
+  check_plain(saved.bytes, "bytes");
+  const Format format = format_of(saved.format);
+  const bool keeps_master = flag_of(fields[kKeepsMaster], "keeps a master");
+  const bool dirty = flag_of(fields[kDirty], "was written");
+  if (fields.size() > kIsAdopted) flag_of(fields[kIsAdopted], "is a share of more rows");
+  Layout layout = layout_of(fields, format);
+  check_planes(layout, saved.dtype, keeps_master, saved.bytes);
+  check_pending(saved, layout, keeps_master, dirty);
+  check_state(saved, layout);
+  layout.format = &find_format(saved.format);
+  return layout;
+}
+
+Layout described_layout(at::IntArrayRef fields, std::string_view format) {
+  TORCH_CHECK(fields.size() == kFields, "qshard: these are not the planes of a quantized tensor");
+  return layout_of(fields, find_format(format));
+}
+
+bool is_adopted(const SavedTensor& saved, const Layout& layout) {
+  const at::IntArrayRef fields = saved.layout;
+  return fields.size() > kIsAdopted ? fields[kIsAdopted] != 0 : !layout.holds_all_rows();
+}
+
+}  // namespace qshard

@@ -1,0 +1,100 @@
+"""How pickles of quantized tensors are read back.
+
+`torch.save` and `pickle` write the name of the function that reads a tensor, `qshard.serialization.
+rebuild_tensor`, and its arguments. Both are a file format: they only ever grow. The module is there
+wherever the library is loaded, with the `qshard` package or without it; where only the package is
+installed, unpickling imports it, and it loads the library. Before `torch.load(weights_only=True)`,
+which imports nothing, load it yourself.
+
+Files may come from strangers: what they claim is checked against the bytes they hold.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+
+import torch
+
+__all__ = ["rebuild_tensor"]
+
+_ops = torch.ops.qshard
+
+
+def rebuild_tensor(
+    data, pending, layout, format, size, stride, storage_offset, dtype, state, requires_grad
+):
+    """Unpickles a quantized tensor. Ordinary checkpoints do not hold any.
+
+    data, pending, layout, format, state: as qshard::_pack gives them; files from before formats of
+    two row images lack the last entry of `layout`.
+    """
+    for integer in (*layout, *size, *stride, storage_offset):
+        if type(integer) is not int or not -(2**63) <= integer < 2**63:
+            raise ValueError(
+                "qshard: layout, sizes, strides and storage_offset of a saved quantized tensor "
+                "must be integers of 64 bits"
+            )
+    if type(dtype) is not torch.dtype or type(requires_grad) is not bool:
+        raise TypeError(
+            "qshard: a saved quantized tensor needs a torch.dtype and a bool for requires_grad, "
+            f"got {type(dtype).__name__} and {type(requires_grad).__name__}"
+        )
+    tensor = _ops._unpack(
+        data, pending, layout, format, size, stride, storage_offset, dtype, state
+    )
+    return tensor.requires_grad_(requires_grad)
+
+
+def rebuild_shared(
+    tensor_type,
+    master,
+    codes,
+    pending,
+    layout,
+    format,
+    state,
+    size,
+    stride,
+    storage_offset,
+    dtype,
+    requires_grad,
+):
+    """A tensor, or Parameter, over planes that another process shares. Not a file format."""
+    tensor = _ops._over_shared_planes(
+        master, codes, pending, layout, format, size, stride, storage_offset, dtype, state
+    )
+    if tensor_type is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+# Files written before this module had its name hold another (fsdp/checkpoint.py).
+torch.serialization.add_safe_globals(
+    [rebuild_tensor, (rebuild_tensor, "_qshard_checkpoint.rebuild_tensor")]
+)
+
+
+class _PackageOfTheLibrary:
+    """Stands in for the `qshard` package where that is not installed: pickle imports the parent of
+    a module before it looks the module up. The last finder, so that an installed package is
+    found."""
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != "qshard":
+            return None
+        return ModuleSpec("qshard", self, origin="libqshard.so", is_package=True)
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        def missing(name):
+            raise AttributeError(
+                f"qshard.{name}: only the library is loaded, the Python package is not installed"
+            )
+
+        module.__doc__ = "The part of qshard that its library brings."
+        module.serialization = sys.modules["qshard.serialization"]
+        module.__getattr__ = missing
+
+
+sys.meta_path.append(_PackageOfTheLibrary())
