@@ -103,7 +103,7 @@ CALLS = {
         lambda q: q.as_strided_((201, 48), (48, 1)),
         "aten::as_strided_ on a .*bounds",
     ),
-    "storage": (lambda q: q.storage(), "their bytes are codes and scales"),
+    "storage": (lambda q: codes_only(q).storage(), "their bytes are codes and scales"),
     # tensors that only carry the key, as Inductor makes them
     "impostor read": (lambda q: impostor(q) + 1, "is not a quantized tensor; a compiler"),
     "impostor written": (lambda q: impostor(q).zero_(), "is not a quantized tensor; a compiler"),

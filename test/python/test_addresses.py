@@ -1,0 +1,160 @@
+"""Where a master is kept, a tensor is an ordinary strided tensor to whoever looks at its memory, and
+what writes there without a word is seen by its version counter, or by the gradient that its optimizer
+stepped with."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+from helpers import FORMATS, assert_same, bits, fit, is_quantized, ops, quantized_alike, value, weight
+from torch.nn import Parameter
+
+formats = pytest.mark.parametrize("fmt", FORMATS)
+
+
+def make(fmt="float8_blockwise", rows=129, cols=47, dtype=torch.float32):
+    return ops.quantize(weight(fit(fmt, rows), cols, dtype=dtype), fmt, keep_master=True)
+
+
+def write_behind(tensor, factor=2.0):
+    """Multiplies fp32 values in place as a kernel that is given an address does."""
+    count = tensor.untyped_storage().nbytes() // 4
+    floats = (ctypes.c_float * count).from_address(tensor.untyped_storage().data_ptr())
+    for i in range(count):
+        floats[i] *= factor
+
+
+def assert_codes_are_of_the_value(q):
+    assert_same(ops.dequantize(q.detach()), ops.dequantize(quantized_alike(value(q), q.detach())))
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_is_that_of_a_plain_tensor(fmt, dtype):
+    q = make(fmt, dtype=dtype)
+    plain = value(q)
+    for view in (q, q[3:9], q.t(), q[:, 5], q[::2, 1:7], q.view(-1)[7:]):
+        twin = plain.as_strided(view.shape, view.stride(), view.storage_offset())
+        assert view.untyped_storage().nbytes() == plain.untyped_storage().nbytes()
+        offset = view.storage_offset() * plain.element_size()
+        assert view.data_ptr() == q.data_ptr() + offset
+        assert torch.equal(torch.from_dlpack(view), twin)
+        if dtype == torch.float32:
+            assert torch.equal(torch.from_numpy(view.numpy()), twin)
+    assert q.data_ptr() == q.untyped_storage().data_ptr() == ops.master(q).data_ptr()
+    assert q.storage().size() == q.numel()
+    for other in (q.clone(), torch.empty_like(q), q.new_zeros(q.shape), q.detach()):
+        assert is_quantized(other) and other.untyped_storage().nbytes() == q.numel() * q.itemsize
+
+
+def test_without_a_master_there_is_no_address():
+    q = ops.quantize(weight(40, 32), "nvfp4")
+    with pytest.raises(RuntimeError, match="nvfp4 are codes and scales"):
+        q.data_ptr()
+
+
+@formats
+def test_a_moved_version_counter_is_a_write(fmt):
+    """Inductor's code writes to memory and bumps the tensor's counter, or a view's."""
+    for of in (lambda q: q, lambda q: q[2:5], lambda q: q.t(), lambda q: q.detach(), ops.master):
+        q = make(fmt)
+        before = value(q)
+        ops.codes(q)
+        write_behind(q)
+        torch.autograd.graph.increment_version(of(q))
+        assert_same(q, before * 2)
+        assert_codes_are_of_the_value(q)
+
+
+def test_a_counter_of_a_tensor_that_took_the_data_over():
+    q, other = make(), make()
+    other.data = q
+    write_behind(other)
+    torch.autograd.graph.increment_version(other)
+    assert_codes_are_of_the_value(q)
+
+
+def test_copies_of_bytes_are_no_new_values():
+    """The bump that follows copy_ says nothing that copy_ did not."""
+    q = make()
+    shard = q.new_zeros(64, 47)
+    shard[:40].copy_(q[:40])
+    assert not ops._pack(shard)[2][6]
+    q.copy_(make())
+    assert not ops._pack(q)[2][6]
+    write_behind(q)
+    torch.autograd.graph.increment_version(q)
+    torch.autograd.graph.increment_version(q)
+    assert ops._pack(q)[2][6]
+
+
+@formats
+def test_after_a_step_what_has_a_gradient_was_written(fmt):
+    """Kernels of other libraries move no counter at all."""
+
+    class RawSGD(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    write_behind(p, 0.5)
+
+    stepped, left = Parameter(make(fmt, 33, 16)), Parameter(make(fmt, 33, 16))
+    before = value(stepped)
+    optimizer = RawSGD([stepped, left])
+    stepped.grad = torch.ones_like(before)
+    optimizer.step()
+    assert_same(stepped, before * 0.5)
+    assert_codes_are_of_the_value(stepped)
+    assert_codes_are_of_the_value(left)
+
+
+def test_other_raw_writes_are_marked():
+    q = make()
+    codes = bits(ops.codes(q)).clone()
+    write_behind(q, 3.0)
+    assert torch.equal(bits(ops.codes(q)), codes)  # nobody said so
+    ops._mark_written(q)
+    assert_codes_are_of_the_value(q)
+
+
+def test_memory_goes_with_the_tensor():
+    q = make(rows=1024, cols=1024)
+    view = q[5:7]
+    numpy = view.numpy()
+    expected = value(view)
+    del q, view
+    gc.collect()
+    assert torch.equal(torch.from_numpy(numpy), expected)  # an alias keeps it, as of plain tensors
+
+
+def test_likes_and_copies_of_windows_are_tensors_of_their_own():
+    q = make()
+    like = torch.empty_like(q[:55]).fill_(2.0)
+    x = torch.ones(3, 47)
+    assert torch.equal(ops.dequantize(like), torch.full((55, 47), 2.0))
+    assert torch.equal(torch.nn.functional.linear(x, like), torch.full((3, 55), 94.0))
+    like.mul_(3)
+    ops.flush([like])
+    assert torch.equal(ops.dequantize(like), torch.full((55, 47), 6.0))
+    dense = q[::2].to(copy=True)
+    assert dense.is_contiguous() and dense.untyped_storage().nbytes() == dense.numel() * 4
+    assert_same(dense, value(q)[::2])
+    padded = torch.nn.functional.pad(q[3:9], (0, 0, 0, 2))
+    assert_same(padded, torch.nn.functional.pad(value(q)[3:9], (0, 0, 0, 2)))
+    for make_like in (torch.zeros_like, torch.clone, torch.empty_like):
+        assert make_like(q.t()).stride() == make_like(value(q).t()).stride()
+
+
+def test_a_non_blocking_copy_is_a_copy():
+    q = make()
+    before = value(q)
+    copy = q.to("cpu", non_blocking=True, copy=True)
+    q.mul_(5)
+    assert_same(copy, before)
+    write_behind(q)
+    del q
+    assert_same(copy, before)

@@ -1,0 +1,187 @@
+"""A gather reads a flushed image whatever streams and events the user hands over.
+
+Each test lets the stream that writes and flushes sleep first, so that whoever does not wait reads old
+codes, and compares with the same model stepped on one stream.
+"""
+
+import pytest
+import torch
+from dist_helpers import device, on_worlds
+from dist_models import adamw, batch, build, local, loss_of, quantized_parameters
+from helpers import ops
+
+SLEEP = 50_000_000  # cycles: some 30 ms
+RECIPES = ("float8_blockwise", "mix-1")
+STEPS = 3
+
+
+def sleep():
+    torch.cuda._sleep(SLEEP)
+
+
+def losses_of(model, step):
+    """Of STEPS steps and a last forward; nothing waits for the device in between."""
+    inputs = [batch(i) for i in range(STEPS + 1)]
+    losses = []
+    for i, x in enumerate(inputs):
+        loss = loss_of(model, x)
+        losses.append(loss.detach())
+        if i < STEPS:
+            loss.backward()
+            step()
+    torch.cuda.synchronize()
+    return [loss.item() for loss in losses]
+
+
+def on_one_stream(model):
+    optimizer = adamw(model, fused=True)
+
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+
+    return losses_of(model, step)
+
+
+def with_event_of_the_optimizers_own(model):
+    """FSDP2 waits for that event and nothing else; torch runs global hooks, and so the flush, after
+    the optimizer's own."""
+    optimizer = adamw(model, fused=True)
+
+    def hand_over(*_):
+        event = torch.cuda.Event()
+        event.record()
+        model.set_post_optim_event(event)
+        sleep()  # the flush comes later still
+
+    optimizer.register_step_post_hook(hand_over)
+
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return losses_of(model, step)
+
+
+def with_a_side_stream(model):
+    optimizer, side = adamw(model, fused=True), torch.cuda.Stream()
+
+    def step():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            sleep()
+            optimizer.step()
+            event = torch.cuda.Event()
+            event.record()
+        model.set_post_optim_event(event)
+        # The parameters that are not quantized are read in forward on this stream.
+        torch.cuda.current_stream().wait_stream(side)
+        optimizer.zero_grad()
+
+    return losses_of(model, step)
+
+
+def in_backward(model):
+    optimizers = {}
+
+    def step_now(parameter):
+        sleep()
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        optimizers[parameter] = torch.optim.AdamW([parameter], lr=1e-2, fused=True)
+        parameter.register_post_accumulate_grad_hook(step_now)
+    return losses_of(model, lambda: None)
+
+
+def with_asynchronous_unshards(model):
+    for name in ("set_unshard_async_op", "_set_unshard_async_op"):  # by torch's version
+        if hasattr(model, name):
+            getattr(model, name)(True)
+    optimizer = adamw(model, fused=True)
+
+    def step():
+        sleep()
+        optimizer.step()
+        optimizer.zero_grad()
+        for module in model.modules():
+            if hasattr(module, "unshard"):
+                module.unshard(async_op=True)
+
+    return losses_of(model, step)
+
+
+def written_on_a_side_stream(model):
+    """Not by an optimizer: the gather itself flushes, after the write."""
+    side = torch.cuda.Stream()
+    losses, x = on_one_stream(model), batch(0)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        sleep()
+        for parameter in quantized_parameters(model).values():
+            local(parameter).mul_(1.5)
+    loss = loss_of(model, x)
+    torch.cuda.synchronize()
+    return [*losses, loss.item()]
+
+
+def written_on_one_stream(model):
+    losses = on_one_stream(model)
+    with torch.no_grad():
+        for parameter in quantized_parameters(model).values():
+            local(parameter).mul_(1.5)
+    torch.cuda.synchronize()
+    return [*losses, loss_of(model, batch(0)).item()]
+
+
+WAYS = {
+    "post_optim_event": (with_event_of_the_optimizers_own, on_one_stream),
+    "side stream": (with_a_side_stream, on_one_stream),
+    "optimizer in backward": (in_backward, on_one_stream),
+    "async unshard": (with_asynchronous_unshards, on_one_stream),
+    "write on a side stream": (written_on_a_side_stream, written_on_one_stream),
+}
+
+
+def run_in_order(format, way):
+    run, expected = WAYS[way]
+    losses = [way(build(format)) for way in (run, expected)]
+    assert losses[0] == losses[1], losses
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("format", RECIPES)
+@on_worlds(1, 2, devices=("cuda",))
+def test_gathers_read_flushed_images(world, format, way):
+    world.run(run_in_order, format, way)
+
+
+def run_graph_around_a_step():
+    """A captured step's flush leaves no event behind; a replay is waited for by its stream."""
+    q = torch.nn.Parameter(
+        ops.quantize(torch.randn(256, 128, device=device()), "float8_blockwise", keep_master=True)
+    )
+    optimizer = torch.optim.AdamW([q], lr=torch.tensor(1e-2, device=device()), fused=True,
+                                  capturable=True)
+    q.grad = torch.randn(256, 128, device=device())
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        optimizer.step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sleep()
+        optimizer.step()
+    for _ in range(2):
+        graph.replay()
+    ops._mark_written(q.detach())
+    expected = ops.quantize(ops.master(q.detach()).clone(), "float8_blockwise")
+    ops.flush([q.detach()])
+    assert torch.equal(ops.dequantize(q.detach()), ops.dequantize(expected))
+
+
+@on_worlds(1, devices=("cuda",))
+def test_graph_around_a_step(world):
+    world.run(run_graph_around_a_step)
