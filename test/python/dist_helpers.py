@@ -48,10 +48,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class World:
-    """`size` ranks on one kind of device."""
+    """`size` ranks on one kind of device. Worlds of different lanes can work at the same time."""
 
     device: str
     size: int
+    lane: int = 0
 
     def __str__(self):
         return f"{self.device}-{self.size}"
@@ -71,7 +72,7 @@ class World:
 
     def outcomes(self, function, *args, wait_s=300, **kwargs):
         """As run(), but errors are part of the answer. `wait_s`: for ranks still at work."""
-        return _pool(self.device).call(self.size, pickle.dumps((function, args, kwargs)), wait_s)
+        return _pool(self.device, self.lane).call(self.size, pickle.dumps((function, args, kwargs)), wait_s)
 
 
 def on_worlds(*sizes, devices=("cpu", "cuda")):
@@ -173,11 +174,12 @@ class _Pool:
 _pools = {}
 
 
-def _pool(device):
-    if device not in _pools:
-        _pools[device] = _Pool(device)
-        atexit.register(_pools[device].close)
-    return _pools[device]
+def _pool(device, lane):
+    key = device, lane
+    if key not in _pools:
+        _pools[key] = _Pool(device)
+        atexit.register(_pools[key].close)
+    return _pools[key]
 
 
 def _start(pipe, device, rank):

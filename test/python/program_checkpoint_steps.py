@@ -1,0 +1,195 @@
+"""Steps of random programs that save, load and copy whole models. See program_steps.py."""
+
+import copy
+import io
+
+import torch
+import torch.distributed.checkpoint as dcp
+from dist_helpers import device
+from dist_models import local
+from helpers import is_quantized
+from program_models import plain_value, state_of
+from program_steps import step
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL_EVERYWHERE = StateDictOptions(full_state_dict=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+STATE = ("weight_amax_history", "weight_scaling_amax")
+
+
+def detached(state_dict):
+    return {name: tensor.detach().clone() for name, tensor in state_dict.items()}
+
+
+def local_bytes(subject):
+    file = io.BytesIO()
+    torch.save({n: local(t).detach() for n, t in subject.model.state_dict().items()}, file)
+    return file.getvalue()
+
+
+def load_bytes(subject, saved):
+    loaded = torch.load(io.BytesIO(saved), weights_only=True)
+    with torch.no_grad():
+        for name, tensor in subject.model.state_dict().items():
+            local(tensor).copy_(loaded[name])
+
+
+def dcp_save(subject, name):
+    folder = subject.folder / f"{name}-{subject.quantized}"
+    dcp.save({"model": subject.model.state_dict()}, checkpoint_id=folder)
+    return name
+
+
+def dcp_load(subject, name, quantized=None):
+    quantized = subject.quantized if quantized is None else quantized
+    folder = subject.folder / f"{name}-{quantized}"
+    dcp.load({"model": subject.model.state_dict()}, checkpoint_id=folder)
+
+
+def dcp_save_beside_a_write(subject, name):
+    folder = subject.folder / f"{name}-{subject.quantized}"
+    state = {"model": subject.model.state_dict()}
+    saving = dcp.async_save(state, checkpoint_id=folder, process_group=subject.gloo_group)
+    with torch.no_grad():
+        for param in subject.params.values():
+            local(param).detach().mul_(0.75)
+    saving.result()
+    return name
+
+
+def load_full(options):
+    return lambda subject, saved: set_model_state_dict(subject.model, dict(saved), options=options)
+
+
+# What each saves, and how that is loaded.
+CHECKPOINTS = {
+    "state_dict": (
+        lambda subject: detached(subject.model.state_dict()),
+        lambda subject, saved: subject.model.load_state_dict(saved),
+    ),
+    "deep copy": (
+        lambda subject: copy.deepcopy(subject.model.state_dict()),
+        lambda subject, saved: subject.model.load_state_dict(saved),
+    ),
+    "sharded": (
+        lambda subject: detached(get_model_state_dict(subject.model)),
+        lambda subject, saved: set_model_state_dict(subject.model, dict(saved)),
+    ),
+    "full": (
+        lambda subject: detached(get_model_state_dict(subject.model, options=FULL)),
+        load_full(BROADCAST),
+    ),
+    "full everywhere": (
+        lambda subject: detached(get_model_state_dict(subject.model, options=FULL_EVERYWHERE)),
+        load_full(FULL_EVERYWHERE),
+    ),
+    "torch.save": (local_bytes, load_bytes),
+}
+DCP = ("dcp", "dcp", "dcp async")
+
+
+def draw_save(d):
+    kind = d.choice(DCP) if d.chance(0.3) else d.choice(CHECKPOINTS)
+    if kind == "full" and d.ranks > 1 and not d.setup.sharded and not d.collectives:
+        return None  # it broadcasts quantized tensors
+    return {"kind": kind, "into": d.new_checkpoint(kind)}
+
+
+@step(2, draw_save, reads=True)
+def save(subject, kind, into):
+    if kind in CHECKPOINTS:
+        subject.saved[into] = kind, CHECKPOINTS[kind][0](subject)
+    else:
+        save = dcp_save if kind == "dcp" else dcp_save_beside_a_write
+        subject.saved[into] = "dcp", save(subject, into)
+    return checkpoint_values(subject.saved[into][1])
+
+
+def checkpoint_values(saved):
+    if not isinstance(saved, dict):
+        return None
+    values = {n: plain_value(local(t)) for n, t in saved.items() if not n.endswith(STATE)}
+    return {name: value.to(device()) for name, value in values.items()}
+
+
+def draw_load(d):
+    if not d.checkpoints:
+        return None
+    return {"checkpoint": d.choice(d.checkpoints), "of_the_other": d.chance(0.5)}
+
+
+@step(3, draw_load)
+def load(subject, checkpoint, of_the_other):
+    """`of_the_other`: a plain model's checkpoint into the quantized one, and the reverse."""
+    if checkpoint not in subject.saved:
+        return
+    kind, saved = subject.saved[checkpoint]
+    if kind == "dcp":
+        dcp_load(subject, saved, subject.quantized != of_the_other)
+    else:
+        CHECKPOINTS[kind][1](subject, saved)
+
+
+@step(1.5, lambda d: {} if not d.setup.sharded else None, reads=True)
+def deepcopy_model(subject):
+    """And go on with the copy, whose optimizer is new."""
+    subject.replace_model(copy.deepcopy(subject.model))
+    subject.new_optimizer(subject.setup.optimizer)
+
+
+@step(1, lambda d: {} if not d.setup.sharded else None, reads=True)
+def pickle_model_state(subject):
+    """Into the same model, assigned."""
+    file = io.BytesIO()
+    torch.save(subject.model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    for name, value in state.items():
+        if subject.quantized and name.endswith("weight"):
+            layer = subject.setup.layers[int(name.split(".")[1])]
+            assert is_quantized(value) == bool(layer.format), f"{name} was pickled as another kind"
+    subject.model.load_state_dict(state, assign=True)
+    subject.params.clear()
+    subject.refresh()
+    subject.new_optimizer(subject.setup.optimizer)
+
+
+@step(0.7, lambda d: {"through": d.choice(("state_dict", "dcp"))})
+def resume_optimizer(subject, through):
+    """Optimizer states through a checkpoint, into a new optimizer of the same kind."""
+    old, kind = subject.optimizer, type(subject.optimizer)
+    if through == "state_dict":
+        state = copy.deepcopy(old.state_dict())
+        subject.optimizer = kind(list(subject.params.values()))
+        subject.optimizer.load_state_dict(state)
+        return
+    for module in subject.fsdp_modules():
+        module.reshard()
+    # Each makes optimizers without states step once, with gradients of 0.
+    before = histories(subject)
+    state = copy.deepcopy(get_optimizer_state_dict(subject.model, old))
+    yield moved_histories(subject, before)
+    subject.optimizer = kind(list(subject.params.values()))
+    set_optimizer_state_dict(subject.model, subject.optimizer, state)
+    yield moved_histories(subject, before)
+
+
+def histories(subject):
+    """What quantized weights remember of optimizer steps."""
+    if not subject.quantized:
+        return {}
+    weights = {n: local(p).detach() for n, p in subject.params.items() if is_quantized(local(p))}
+    return {n: t["amax_history"] for n, w in weights.items() if (t := state_of(w))}
+
+
+def moved_histories(subject, before):
+    now = histories(subject)
+    moved = [name for name in before if not torch.equal(before[name], now[name])]
+    return f"a made-up step moved the history of {moved}" if moved else None

@@ -1,0 +1,106 @@
+"""Steps of random programs that are collectives on quantized tensors: c10d moves their values. See
+program_steps.py."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from dist_helpers import device, full_mesh
+from program_steps import step
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+
+def gathered(tensor):
+    pieces = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, tensor)
+    return torch.stack(pieces)
+
+
+def gathered_into_tensor(tensor):
+    rows = dist.get_world_size() * tensor.size(0)
+    out = torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    dist.all_gather_into_tensor(out, tensor)
+    return out
+
+
+def gathered_into_quantized(tensor):
+    """What receives is of the tensor's kind."""
+    pieces = [tensor.clone() for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, tensor)
+    return torch.stack([piece * 1 for piece in pieces])
+
+
+def scattered(tensor):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pieces = [torch.full_like(tensor, i + 0.5) for i in range(size)] if rank == 0 else None
+    dist.scatter(tensor, pieces, src=0)
+
+
+def passed_on(tensor):
+    """From each rank to the next, into a tensor of its kind."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = tensor.clone()
+    requests = [dist.isend(tensor, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
+    for request in requests:
+        request.wait()
+    return received * 1
+
+
+# On a window that has the same shape on all ranks. None needs more than gloo has.
+COLLECTIVES = {
+    "broadcast": lambda t: dist.broadcast(t, src=0),
+    "broadcast from the last": lambda t: dist.broadcast(t, src=dist.get_world_size() - 1),
+    "all_reduce": dist.all_reduce,
+    "all_reduce max": lambda t: dist.all_reduce(t, dist.ReduceOp.MAX),
+    "reduce": lambda t: dist.reduce(t, dst=0) if dist.get_world_size() == 1 else dist.all_reduce(t),
+    "all_gather": gathered,
+    "all_gather_into_tensor": gathered_into_tensor,
+    "all_gather into quantized": gathered_into_quantized,
+    "scatter": scattered,
+    "send and receive": passed_on,
+    "functional all_reduce": lambda t: functional.all_reduce(t, "sum", dist.group.WORLD) * 1,
+    "functional all_gather": lambda t: functional.all_gather_tensor(t, 0, dist.group.WORLD) * 1,
+}
+
+
+def common_rows(setup, ranks, layer):
+    """How many rows of a weight every rank has."""
+    rows = setup.layers[layer].rows
+    return max(0, rows - (ranks - 1) * -(-rows // ranks)) if setup.sharded else rows
+
+
+def draw_collective(d):
+    layer = d.rng.randrange(len(d.setup.layers))
+    rows = common_rows(d.setup, d.ranks, layer)
+    if not d.collectives or rows == 0:
+        return None
+    first = d.rng.randrange(rows)
+    return {
+        "layer": layer,
+        "rows": (first, rows) if d.chance(0.5) else (0, rows),
+        "kind": d.choice(COLLECTIVES),
+    }
+
+
+@step(4, draw_collective)
+@torch.no_grad()
+def collective(subject, layer, rows, kind):
+    result = COLLECTIVES[kind](subject.tensor(f"w{layer}")[rows[0] : rows[1]])
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def draw_distribute(d):
+    if not d.collectives or d.setup.sharded:
+        return None
+    placement = d.choice(("rows", "columns", "replicas"))
+    return {"target": d.parameter(), "placement": placement, "into": d.new_register()}
+
+
+@step(1.5, draw_distribute)
+@torch.no_grad()
+def distribute(subject, target, placement, into):
+    """The local part is a tensor of its own."""
+    placements = {"rows": Shard(0), "columns": Shard(-1), "replicas": Replicate()}
+    tensor = subject.tensor(target)
+    dtensor = distribute_tensor(tensor.to(device()), full_mesh(), [placements[placement]])
+    subject.keep(into, dtensor.to_local().clone())
+    yield dtensor.full_tensor() * 1
