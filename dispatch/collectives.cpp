@@ -88,7 +88,7 @@ void convert_tensors(c10::IValue& value, const Convert& convert) {
 /// The plain contiguous tensors that stand for quantized arguments during one collective.
 class StandIns {
  public:
-  explicit StandIns(const c10::OperatorHandle& op) : op_(op) {}
+  StandIns(const c10::OperatorHandle& op, bool is_async) : op_(op), is_async_(is_async) {}
 
   /// @throws c10::Error for what could not be received, before anything is changed.
   void check(const at::Tensor& tensor, bool received) const {
@@ -136,8 +136,8 @@ class StandIns {
 
   void mark_written() {
     for (const Received& entry : received_) {
-      buffer_of(entry.quantized).written();
       bump_version(entry.quantized);
+      buffer_of(entry.quantized).written();
     }
   }
 
@@ -178,6 +178,7 @@ class StandIns {
   };
 
   const c10::OperatorHandle& op_;
+  bool is_async_;
   std::vector<Read> read_;
   std::vector<Received> received_;
 
@@ -191,6 +192,7 @@ class StandIns {
       return;
     }
     const auto work = stack.back().toCustomClass<c10d::Work>();
+    if (!work && !is_async_) return;  // NCCL's ran on this stream
     TORCH_CHECK(work, fmt::format("{}: Tensors must be contiguous within a coalesced group of "
                                   "collectives; clone() the window first",
                                   op_name(op_)));
@@ -249,7 +251,8 @@ void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   PlainGuard guard;
   const auto& schema = op.schema();
   const size_t first_argument = stack->size() - schema.arguments().size();
-  StandIns stand_ins(op);
+  const auto async = schema.argumentIndexWithName("asyncOp");
+  StandIns stand_ins(op, async && (*stack)[first_argument + *async].toBool());
   const auto for_each_argument = [&](const auto& visit) {
     for (size_t i = 0; i < schema.arguments().size(); ++i) {
       visit((*stack)[first_argument + i], is_received(op, schema.arguments()[i]));

@@ -65,8 +65,8 @@ class Substitution {
       if (write.kind == Kind::kOut && write.quantized.numel() > 0) {
         window(buffer.write_plane(), write.quantized).copy_(write.plain);
       }
-      buffer.written();
       bump_version(write.quantized);
+      buffer.written();
     }
   }
 

@@ -5,10 +5,11 @@ _api.py: __get_tensor_shard__): it gets the master, or an export view that decay
 """
 
 import copy
+import copyreg
 import sys
 
 import torch
-from _qshard_hooks import is_quantized, local_of, tensor_property
+from _qshard_hooks import is_quantized, local_of, made_up_steps, tensor_property
 
 # By these names, in this module (`_qshard_checkpoint`), files written earlier find them.
 from qshard.serialization import rebuild_shared, rebuild_tensor
@@ -89,6 +90,21 @@ def load_without_state(planner_module):
     planner_module.create_default_local_load_plan = create_default_local_load_plan
 
 
+def mark_made_up_steps(state_dict_module):
+    """To have optimizer states that it can load into, DCP steps with zero gradients and lr 0: that
+    step moves no history and no count."""
+    stock = state_dict_module._init_optim_state
+
+    def _init_optim_state(*args, **kwargs):
+        made_up_steps.append(True)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            made_up_steps.pop()
+
+    state_dict_module._init_optim_state = _init_optim_state
+
+
 class PatchOnImport:
     """Patches DTensor's and DCP's modules when they are first imported: importing them here would cost every user
     their time. What a later torch no longer has is left alone."""
@@ -101,6 +117,9 @@ class PatchOnImport:
         "torch.distributed.checkpoint._state_dict_stager": lambda module: (
             hasattr(getattr(module, "StateDictStager", None), "_offload_tensor")
             and stage_as_plain_values(module.StateDictStager)
+        ),
+        "torch.distributed.checkpoint.state_dict": lambda module: (
+            hasattr(module, "_init_optim_state") and mark_made_up_steps(module)
         ),
         "torch.distributed.checkpoint.default_planner": lambda module: (
             hasattr(module, "create_default_local_load_plan") and load_without_state(module)
@@ -195,6 +214,21 @@ def __deepcopy__(stock, self, memo):
         result.grad = copy.deepcopy(self.grad, memo)
     result.__dict__ = copy.deepcopy(self.__dict__, memo)
     return result
+
+
+def __copy__(self):
+    """copy.copy shares the memory, as of a plain tensor: the stock way, pickling, would copy it."""
+    if not is_quantized(self):
+        reduce = copyreg.dispatch_table.get(type(self))
+        return copy._reconstruct(self, None, *(reduce(self) if reduce else self.__reduce_ex__(4)))
+    result = self.detach().requires_grad_(self.requires_grad)
+    if type(self) is torch.nn.Parameter:
+        result = torch.nn.Parameter(self.detach(), self.requires_grad)
+    result.__dict__.update(self.__dict__)
+    return result
+
+
+torch.Tensor.__copy__ = __copy__
 
 
 @wrap_method("tolist")

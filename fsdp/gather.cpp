@@ -82,7 +82,8 @@ void set_reduction_group(const Tensor& self, c10::string_view group) {
 /// told it the first, says the same. A tensor that has a gradient was written, whoever noticed.
 void flush_after_step(at::TensorList self, const std::vector<std::string>& groups,
                       const std::vector<std::string>& replica_groups,
-                      const c10::List<bool>& has_grad, const OptionalTensor& found_inf) {
+                      const c10::List<bool>& has_grad, const OptionalTensor& found_inf,
+                      bool is_step) {
   TORCH_CHECK(groups.size() == self.size() && replica_groups.size() == self.size() &&
                   has_grad.size() == self.size(),
               "qshard::_flush_after_step: one group per tensor");
@@ -95,7 +96,7 @@ void flush_after_step(at::TensorList self, const std::vector<std::string>& group
     buffer.set_replicas(replica_groups[i]);
     if (has_grad[i] && !buffer.is_written()) buffer.written();
   }
-  flush(buffers, FlushKind::kStep, found_inf.value_or(Tensor()));
+  flush(buffers, is_step ? FlushKind::kStep : FlushKind::kOthers, found_inf.value_or(Tensor()));
 }
 
 /// The plain tensors of a quantized tensor's state, by name; writes to them act.

@@ -171,6 +171,9 @@ def refuse_unsupported(fsdp_param):
 # ------------------------------------------------------------------------------ optimizer.step()
 
 
+made_up_steps = []  # not empty during one (fsdp/checkpoint.py)
+
+
 def flush_after_step(optimizer, args, kwargs):
     """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
     same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
@@ -188,7 +191,7 @@ def flush_after_step(optimizer, args, kwargs):
     if shards:
         # GradScaler gives it to fused optimizers, which then change nothing.
         found_inf = getattr(optimizer, "found_inf", None)
-        ops._flush_after_step(shards, groups, replica_groups, has_grad, found_inf)
+        ops._flush_after_step(shards, groups, replica_groups, has_grad, found_inf, not made_up_steps)
 
 
 # What torch._dynamo.disable sets; importing torch._dynamo here would cost every user a second.

@@ -8,10 +8,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
 #include <optional>
 #include <string>
 
+#include "kernels/graph_record.h"
 #include "kernels/layout.h"
 
 namespace qshard {
@@ -56,9 +56,8 @@ QuantizedInput quantize_input(const at::Tensor& input, const Format& format, boo
 
 /// An input of several linears whose codes they may share (kernels/cuda/shared_activation.h).
 struct SharedInput {
-  at::Tensor tensor = {};  // of which the input is the matrix; undefined: nothing is shared
-  // What made its values: another one when they are made again. Compared by owner_before.
-  std::shared_ptr<const void> record = {};
+  at::Tensor tensor = {};   // of which the input is the matrix; undefined: nothing is shared
+  GraphRecord record = {};  // what made its values: another one when they are made again
 };
 
 struct LinearForward {

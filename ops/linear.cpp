@@ -87,7 +87,9 @@ ShareInputCodes::ShareInputCodes(const Tensor& input) : previous_(t_shared_input
 }
 ShareInputCodes::~ShareInputCodes() { t_shared_input = previous_; }
 
-bool shares_input_codes(const Tensor& input) { return record_of_activation(input) != nullptr; }
+bool shares_input_codes(const Tensor& input) {
+  return static_cast<bool>(record_of_activation(input));
+}
 
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias, bool save_quantized_input,

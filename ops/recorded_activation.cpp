@@ -26,7 +26,7 @@ bool was_recorded_on_current_stream(const at::TensorBase& tensor) {
 
 }  // namespace
 
-std::shared_ptr<const void> record_of_activation(const at::Tensor& x) {
+GraphRecord record_of_activation(const at::Tensor& x) {
   if (x.is_inference() || has_key(x) || x.unsafeGetTensorImpl()->is_python_dispatch()) return {};
   if (!x.requires_grad() || x.is_leaf() || x._version() != 0) return {};
   const at::TensorBase& base = x.is_view() ? x._base() : x;

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
+#include "kernels/graph_record.h"
 
 namespace qshard {
 
@@ -21,8 +21,7 @@ namespace qshard {
 /// - of these, what was recorded on the current stream: replays write what was recorded while
 ///   theirs was captured.
 ///
-/// A function may return one buffer again and again: each time there is another record. Compare
-/// records by owner_before; the address of one may come back.
-std::shared_ptr<const void> record_of_activation(const at::Tensor& x);
+/// A function may return one buffer again and again: each time there is another record.
+GraphRecord record_of_activation(const at::Tensor& x);
 
 }  // namespace qshard

@@ -69,7 +69,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_set_reduction_group(Tensor self, str group) -> ()");
   m.def(
       "_flush_after_step(Tensor[] self, str[] groups, str[] replica_groups, bool[] has_grad, "
-      "Tensor? found_inf) -> ()");
+      "Tensor? found_inf, bool is_step=True) -> ()");
   m.def("_state(Tensor self) -> Dict(str, Tensor)");
   m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");

@@ -5,7 +5,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -27,15 +26,15 @@ struct Circumstances {
 class Contents {
  public:
   explicit Contents(const SharedInput& input)
-      : record_(input.record), storage_(input.tensor.storage().getWeakStorageImpl()) {}
+      : record_(weak_record(input.record)), storage_(input.tensor.storage().getWeakStorageImpl()) {}
 
   bool is_of(const SharedInput& input) const {
-    return !record_.owner_before(input.record) && !input.record.owner_before(record_) &&
+    return record_.lock() == input.record &&
            storage_._unsafe_get_target() == input.tensor.storage().unsafeGetStorageImpl();
   }
 
  private:
-  std::weak_ptr<const void> record_;
+  WeakGraphRecord record_;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
 };
 

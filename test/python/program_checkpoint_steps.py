@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FULL_EVERYWHERE = StateDictOptions(full_state_dict=True)
@@ -130,6 +131,12 @@ def load(subject, checkpoint, of_the_other):
     """`of_the_other`: a plain model's checkpoint into the quantized one, and the reverse."""
     if checkpoint not in subject.saved:
         return
+    for module in subject.fsdp_modules():
+        module.reshard()
+    if subject.setup.sharded and not all(
+        isinstance(param, DTensor) for param in subject.model.parameters()
+    ):
+        return  # a forward that failed: torch's loads copy a part of the state dict, and raise
     kind, saved = subject.saved[checkpoint]
     if kind == "dcp":
         dcp_load(subject, saved, subject.quantized != of_the_other)

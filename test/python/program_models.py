@@ -156,6 +156,7 @@ class TwinLinear(nn.Linear):
     def belong_to(self, peer, layer):
         # Not as an attribute: a module in it would be a submodule.
         self.__dict__.update(peer=peer, layer=layer, gathered_state=None, last_state=None)
+        self.__dict__.setdefault("largest_sum", 0.0)  # of magnitudes, in any weight gradient so far
 
     def state(self):
         """That of the peer's present gather: FSDP2 keeps a gathered weight until it reshards it."""
@@ -168,6 +169,10 @@ class TwinLinear(nn.Linear):
             self.gathered_state = None
         elif self.gathered_state is None:
             self.gathered_state = self.last_state
+
+    def note_gradient(self, x, grad):
+        largest = (grad.double().abs().t() @ x.double().abs()).max().item()
+        self.largest_sum = max(self.largest_sum, largest)
 
     def quantized(self, weight):
         layer = self.layer
@@ -202,6 +207,7 @@ class LinearOnCpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        ctx.module.note_gradient(x, grad)
         needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
         return (
             grad @ ctx.module.shown_to_dgrad(weight).to(x.dtype) if needs_x else None,
@@ -223,6 +229,7 @@ class LinearOfQuantized(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, bias = ctx.saved_tensors
+        ctx.module.note_gradient(x, grad)
         inputs = x, ctx.module.quantized(weight), bias
         inputs = [t if t is None else t.detach().requires_grad_() for t in inputs]
         with torch.enable_grad():

@@ -42,11 +42,14 @@ def split(tensor, which):
 
 
 def as_strided(tensor, part):
-    """The last columns of every second row, by numbers."""
-    count, size = (tensor.size(0) + 1) // 2, tensor.size(-1)
+    """The last columns of every second row, by numbers; no element twice."""
+    count, stride = (tensor.size(0) + 1) // 2, 2 * tensor.stride(0)
+    if tensor.dim() == 1:
+        return tensor.as_strided((count,), (stride,))
+    size = tensor.size(-1)
     first = int(part * size)
-    sizes, strides = (count, size - first), (2 * tensor.stride(0), tensor.stride(-1))
-    return tensor.as_strided(sizes, strides, tensor.storage_offset() + first * tensor.stride(-1))
+    offset = tensor.storage_offset() + first * tensor.stride(-1)
+    return tensor.as_strided((count, size - first), (stride, tensor.stride(-1)), offset)
 
 
 VIEWS = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device as rank_device
-from dist_helpers import on_worlds
+from dist_helpers import full_mesh, on_worlds
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -209,8 +209,8 @@ def under_fsdp2(param_dtype):
 
     model = torch.nn.Sequential(Stage()).to(rank_device())
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)
-    fully_shard(model[0], mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    fully_shard(model[0], mesh=full_mesh(), mp_policy=policy)
+    fully_shard(model, mesh=full_mesh(), mp_policy=policy)
     assert isinstance(model, FSDPModule)
     model(leaf(rank_device())).float().sum().backward()
     return seen
