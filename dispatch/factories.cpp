@@ -74,8 +74,10 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
         QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device), sizes);
   }
   if (row_offset) layout.row_offset = *row_offset;
-  return make_tensor(QuantizedBuffer::like_shard(from, layout, args.dtype, args.device, fill),
-                     sizes);
+  // FSDP2 makes padded shards like this of whole ones; rows out of a window are nobody's share.
+  const bool is_shard = covers_live_rows(self) && layout.rows >= from.layout().live_rows();
+  return make_tensor(
+      QuantizedBuffer::like_rows(from, layout, args.dtype, args.device, fill, is_shard), sizes);
 }
 
 /// `new_empty([])` is what DCP's stager and others build `set_(storage, ...)` on: it carries the

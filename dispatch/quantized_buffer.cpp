@@ -65,8 +65,9 @@ BufferPtr QuantizedBuffer::of_values(const Placement& placement, const at::Tenso
   return buffer;
 }
 
-BufferPtr QuantizedBuffer::like_shard(QuantizedBuffer& from, const Layout& layout,
-                                      at::ScalarType dtype, at::Device device, Fill fill) {
+BufferPtr QuantizedBuffer::like_rows(QuantizedBuffer& from, const Layout& layout,
+                                     at::ScalarType dtype, at::Device device, Fill fill,
+                                     bool is_shard) {
   at::Tensor grid;
   if (from.grid().defined() && !device.is_meta() && !from.is_meta()) {
     grid = from.snapshot_grid();
@@ -83,7 +84,7 @@ BufferPtr QuantizedBuffer::like_shard(QuantizedBuffer& from, const Layout& layou
   } else {
     buffer->fill_unit_scales();
   }
-  buffer->adopt_parameter(from);
+  buffer->adopt_parameter(from, is_shard);
   buffer->flush_state_.restore(from.is_written(), /*shown=*/true);
   return buffer;
 }
@@ -110,9 +111,9 @@ BufferPtr QuantizedBuffer::over_storage(const QuantizedBuffer& from, c10::Storag
   return buffer;
 }
 
-void QuantizedBuffer::adopt_parameter(const QuantizedBuffer& other) {
+void QuantizedBuffer::adopt_parameter(const QuantizedBuffer& other, bool is_shard) {
   scaling_state_ = other.scaling_state_.copy_to(device());
-  placement_.adopt_groups_of(other.placement_);
+  if (is_shard) placement_.adopt_groups_of(other.placement_);
 }
 
 // ------------------------------------------------------------------------------------- read

@@ -69,10 +69,11 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   /// (rows, cols) plain values, not flushed yet. Without a master `values` is the pending write
   /// itself.
   static Ptr of_values(const Placement& placement, const at::Tensor& values, bool keeps_master);
-  /// A new tensor of the parameter that `from` is of, unplaced or at `row_offset`. Its scales are
-  /// those of `from`, borrowed.
-  static Ptr like_shard(QuantizedBuffer& from, const Layout& layout, at::ScalarType dtype,
-                        at::Device device, Fill fill);
+  /// Rows of the logical tensor that `from` has rows of, unplaced or placed by `layout`, with the
+  /// scales of `from`, borrowed. `is_shard`: they may be the share that `from` is, and are adopted
+  /// as it is.
+  static Ptr like_rows(QuantizedBuffer& from, const Layout& layout, at::ScalarType dtype,
+                       at::Device device, Fill fill, bool is_shard);
   /// The metadata of `from` and no bytes: what set_() builds on.
   static Ptr without_bytes(const QuantizedBuffer& from, at::ScalarType dtype, at::Device device);
   /// `from` over another storage: of its master, a value like any other, or without a master of
@@ -250,7 +251,7 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   bool is_image_only_ = false;
   bool original_keeps_master_ = false;
 
-  void adopt_parameter(const QuantizedBuffer& other);
+  void adopt_parameter(const QuantizedBuffer& other, bool is_shard = true);
   void copy_flush_state(const QuantizedBuffer& other);
   void fill_unit_scales();
   void become_own_tensor();

@@ -51,15 +51,15 @@ inline const Shape kShapes[] = {
     {5, 0, 5, 5, 0},
     {0, 16, 0, 0, 0},
     {0, 16, 256, 256, 128},
-    {77, 264, 300, 300, 100},          // begins and ends inside a block
-    {300, 136, 512, 512, 60},          // three blocks' rows, none of them whole at the ends
-    {140, 31, 300, 300, 200},          // 100 rows, then padding
-    {9, 48, 300, 300, 300},            // padding only
+    {77, 264, 300, 300, 100},              // begins and ends inside a block
+    {300, 136, 512, 512, 60},              // three blocks' rows, none of them whole at the ends
+    {140, 31, 300, 300, 200},              // 100 rows, then padding
+    {9, 48, 300, 300, 300},                // padding only
     {9, 48, 300, 300, Layout::kUnplaced},  // open: owns no rows
-    {390, 64, 390, 130, 0},            // three matrices, a block and two rows each
-    {200, 80, 390, 130, 120},          // crosses two matrices
-    {12, 20, 12, 3, 0},                // matrices smaller than a block
-    {600, 40, 512, 256, 0},            // whole, with padding
+    {390, 64, 390, 130, 0},                // three matrices, a block and two rows each
+    {200, 80, 390, 130, 120},              // crosses two matrices
+    {12, 20, 12, 3, 0},                    // matrices smaller than a block
+    {600, 40, 512, 256, 0},                // whole, with padding
 };
 
 /// The layout with matrices of so many more rows as its format asks for.
