@@ -56,6 +56,7 @@ BufferPtr QuantizedBuffer::copy(const CopyTo& to) {
       Placement(layout()), to.dtype,
       Planes::allocate(layout(), to.dtype, keeps_master(), to.device, Fill::kNothing, to.pinned));
   copy->adopt_parameter(*this);
+  if (!to.keeps_adoption) copy->placement_.disown();
   if (copy->is_meta() != is_meta()) {
     TORCH_CHECK(copy->is_meta(),
                 "qshard: cannot copy a quantized tensor out of the meta device; there "

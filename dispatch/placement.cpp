@@ -38,4 +38,10 @@ void Placement::adopt_groups_of(const Placement& other) {
   was_placed_ = other.was_placed_;
 }
 
+void Placement::disown() {
+  group_.clear();
+  replica_groups_.clear();
+  is_adopted_ = false;
+}
+
 }  // namespace qshard

@@ -52,6 +52,8 @@ class Placement {
   void set_replicas(std::string_view groups);
   /// Takes the groups of `other`, of whose parameter this is.
   void adopt_groups_of(const Placement& other);
+  /// Nobody's share any more, until it is adopted again.
+  void disown();
 
  private:
   Layout layout_;

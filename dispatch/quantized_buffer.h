@@ -173,6 +173,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
     at::Device device;
     bool non_blocking = false;
     bool pinned = false;
+    bool keeps_adoption =
+        false;  // else a copy is a tensor of its own until a gather, say, adopts it
   };
   /// All of it: padding rows and placement included, because FSDP2 hands copies of padded shards to
   /// its hooks. A change of dtype rounds the master and keeps the codes, which were rounded from

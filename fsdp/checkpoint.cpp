@@ -111,7 +111,8 @@ Tensor over_shared_planes(const OptionalTensor& master, const Tensor& codes,
 Tensor copy_buffer(const Tensor& self) {
   QuantizedBuffer& buffer = buffer_of(self);
   c10::OptionalDeviceGuard device_guard(self.device());
-  return make_tensor(buffer.copy(), {buffer.layout().rows, buffer.layout().cols});
+  auto copy = buffer.copy({buffer.dtype(), buffer.device(), false, false, /*keeps_adoption=*/true});
+  return make_tensor(std::move(copy), {buffer.layout().rows, buffer.layout().cols});
 }
 
 }  // namespace
