@@ -140,7 +140,7 @@ def all_gather(new, rank, size, a):
 
 
 def all_gather_into_quantized_lists_of_plain(new, rank, size, a):
-    source = value(new())
+    source = value(new()).contiguous()  # NCCL asks for that of plain tensors
     finish(dist.all_gather([new.into() for _ in range(size)], source, **a), a)
 
 
