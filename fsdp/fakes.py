@@ -160,7 +160,9 @@ def register_accessor(name):
             return run_really(op, self)
         result = run_really(op, window_of_twin(self, op))
         if name == "master" and result is not None:  # a master is the tensor's own memory
-            return self.as_strided(self.shape, self.stride(), self.storage_offset())
+            with no_dispatch():
+                geometry = result.shape, result.stride(), result.storage_offset()
+            return self.as_strided(*geometry)
         return as_fake(result, self)
 
 

@@ -368,11 +368,11 @@ def test_load_state_dict(world, rows, format, keep_master):
 
 
 def planes(tensor):
-    """(packed bytes, pending update, layout, format). What needs no other rank is flushed first: the
-    stock deepcopy does so, pickling does not."""
+    """(packed bytes, pending update, layout, format). What needs no other rank is flushed first:
+    copies do so, pickling does not. Whose share the rows are is left out: a clone's are nobody's."""
     if dist.get_world_size() == 1:
         ops.codes(tensor.detach())
-    packed, pending, layout, format, _ = ops._pack(tensor.detach())
+    packed, pending, (*layout, _adopted), format, _ = ops._pack(tensor.detach())
     return packed, torch.empty(0) if pending is None else pending, layout, format
 
 
