@@ -32,16 +32,6 @@ $(venv): pyproject.toml
 	rm -f $(VENV)/torch-*
 	touch $@
 
-# GoogleTest comes from the system.
-gtest := /usr/include/gtest/gtest.h
-$(gtest):
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  apt-get install --yes libgtest-dev || (apt-get update && apt-get install --yes libgtest-dev); \
-	else \
-	  echo "GoogleTest is missing; install it, for example: sudo apt-get install libgtest-dev" >&2; \
-	  exit 1; \
-	fi
-
 # Compiled in build/ci, shared with the GoogleTests; pip then packs and installs what is there.
 sources := $(shell find CMakeLists.txt CMakePresets.json cmake kernels dispatch ops fsdp qshard \
              -type f -not -name '*.pyc')
@@ -62,12 +52,12 @@ format-check: $(venv)
 	  echo "clang-format not found: format not checked"; \
 	fi
 
-unit-test: $(built) $(gtest)
+unit-test: $(built)
 	cmake --preset ci -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build --preset ci
 	ctest --preset ci
 
-asan-test: $(venv) $(gtest)
+asan-test: $(venv)
 	cmake --preset asan -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build --preset asan
 	ctest --preset asan

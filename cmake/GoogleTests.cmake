@@ -4,10 +4,7 @@ file(GLOB test_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/test/cpp/*.cpp)
 if(NOT test_sources)
   return()
 endif()
-find_package(GTest QUIET)
-if(NOT GTest_FOUND)
-  message(FATAL_ERROR "GoogleTest not found: install libgtest-dev, or -DQSHARD_BUILD_TESTS=OFF")
-endif()
+include(GoogleTestSource)  # GTest::gtest_main
 find_package(Threads REQUIRED)
 
 add_executable(qshard_tests ${test_sources})

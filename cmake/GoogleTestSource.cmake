@@ -1,0 +1,51 @@
+# GTest::gtest_main: the system's GoogleTest, else the distribution's sources, else a release; the
+# last two in build/googletest, for all build folders. Nothing is installed.
+find_package(GTest QUIET)
+if(GTest_FOUND)
+  message(STATUS "GoogleTest ${GTest_VERSION} of the system")
+  return()
+endif()
+
+set(folder ${CMAKE_SOURCE_DIR}/build/googletest)
+set(unpacked ${folder}/usr/src/googletest)
+if(NOT EXISTS ${unpacked}/CMakeLists.txt)
+  execute_process(COMMAND ${CMAKE_CURRENT_LIST_DIR}/fetch_googletest.sh ${folder}
+                  RESULT_VARIABLE failed ERROR_VARIABLE why_not)
+  string(STRIP "${why_not}" why_not)
+  if(failed)
+    set(unpacked ${folder}/googletest-1.15.2)
+  endif()
+endif()
+if(NOT EXISTS ${unpacked}/CMakeLists.txt)
+  set(url https://github.com/google/googletest/releases/download/v1.15.2/googletest-1.15.2.tar.gz)
+  set(hash 7b42b4d6ed48810c5362c265a17faebe90dc2373c885e5216439d37927f02926)
+  file(DOWNLOAD ${url} ${folder}/release.tar.gz STATUS status INACTIVITY_TIMEOUT 20 TIMEOUT 120)
+  list(GET status 0 failed)
+  if(NOT failed)
+    file(SHA256 ${folder}/release.tar.gz found)
+    if(found STREQUAL hash)
+      file(ARCHIVE_EXTRACT INPUT ${folder}/release.tar.gz DESTINATION ${folder})
+    else()
+      set(status "its SHA-256 is ${found}")
+    endif()
+  endif()
+  file(REMOVE ${folder}/release.tar.gz)
+endif()
+if(NOT EXISTS ${unpacked}/CMakeLists.txt)
+  message(FATAL_ERROR "GoogleTest is missing and cannot be downloaded; install it, for example: sudo "
+                      "apt-get install libgtest-dev; or build without tests: "
+                      "-DQSHARD_BUILD_TESTS=OFF\n"
+                      "the distribution's package: ${why_not}\n${url}: ${status}")
+endif()
+
+message(STATUS "GoogleTest in ${unpacked}")
+set(BUILD_GMOCK OFF CACHE BOOL "" FORCE)
+set(INSTALL_GTEST OFF CACHE BOOL "" FORCE)
+mark_as_advanced(BUILD_GMOCK INSTALL_GTEST)
+set(CMAKE_POLICY_VERSION_MINIMUM 3.5)  # older releases name a CMake that CMake 4 has dropped
+add_subdirectory(${unpacked} ${CMAKE_BINARY_DIR}/googletest EXCLUDE_FROM_ALL)
+foreach(library gtest gtest_main)
+  if(NOT TARGET GTest::${library})
+    add_library(GTest::${library} ALIAS ${library})
+  endif()
+endforeach()
