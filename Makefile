@@ -33,7 +33,7 @@ $(venv): pyproject.toml
 	touch $@
 
 # Compiled in build/ci, shared with the GoogleTests; pip then packs and installs what is there.
-sources := $(shell find CMakeLists.txt CMakePresets.json cmake kernels dispatch ops fsdp qshard \
+sources := $(shell find CMakeLists.txt CMakePresets.json cmake kernels dispatch ops fsdp loader qshard \
              -type f -not -name '*.pyc')
 built := $(venv)-built
 build: $(built)

@@ -1,5 +1,6 @@
 # Decides whether the CUDA kernels are built: nvcc of torch's own major version must be there.
-# Sets QSHARD_WITH_CUDA, and torch::cuda with what the kernels' host side needs.
+# Sets QSHARD_WITH_CUDA, QSHARD_CUDA_ARCHITECTURES (for people to read), and torch::cuda with what
+# the kernels' host side needs.
 set(QSHARD_WITH_CUDA OFF)
 set(why_not "")
 if(QSHARD_CUDA STREQUAL "OFF")
@@ -30,10 +31,32 @@ if(why_not)
 endif()
 
 set(QSHARD_WITH_CUDA ON)
-# Hopper's own instructions (wgmma, setmaxnreg) need the "a" target. Another choice, such as
-# "90a-real;100-real" to run on Blackwell too, is the caller's.
+# Machine code for the GPUs of this machine; without any, for all that this nvcc knows of the list,
+# and PTX, which the driver compiles for what comes after. The "a" is Hopper's own instructions.
 if(NOT CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE present RESULT_VARIABLE no_gpu ERROR_QUIET)
+  string(REGEX MATCHALL "[0-9]+\\.[0-9]" present "${present}")
+  if(no_gpu OR NOT present)
+    set(wanted 80-real 89-real 90a-real 100 103-real 120)
+  else()
+    list(REMOVE_DUPLICATES present)
+    list(TRANSFORM present REPLACE "\\." "")
+    list(TRANSFORM present APPEND "-real")
+    list(TRANSFORM present REPLACE "^90-" "90a-" OUTPUT_VARIABLE wanted)
+  endif()
+  execute_process(COMMAND ${NVCC} --list-gpu-arch OUTPUT_VARIABLE known)
+  set(CMAKE_CUDA_ARCHITECTURES "")
+  foreach(architecture IN LISTS wanted)
+    string(REGEX MATCH "^[0-9]+" number ${architecture})
+    if(known MATCHES "compute_${number}\n")
+      list(APPEND CMAKE_CUDA_ARCHITECTURES ${architecture})
+    endif()
+  endforeach()
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    message(FATAL_ERROR "${NVCC} ${found} knows none of the architectures ${wanted}; name others by "
+                        "-DCMAKE_CUDA_ARCHITECTURES=…, or build without CUDA: -DQSHARD_CUDA=OFF")
+  endif()
 endif()
 # torch's process already holds one shared cudart; a static one would be a second.
 set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
@@ -43,7 +66,8 @@ set(CMAKE_CUDA_STANDARD 20)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake up to 3.25 does not know that nvcc has it
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
 endif()
-message(STATUS "CUDA build: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm ${CMAKE_CUDA_ARCHITECTURES}")
+list(JOIN CMAKE_CUDA_ARCHITECTURES " " QSHARD_CUDA_ARCHITECTURES)
+message(STATUS "CUDA build: nvcc ${CMAKE_CUDA_COMPILER_VERSION}, sm ${QSHARD_CUDA_ARCHITECTURES}")
 
 find_library(CUBLASLT cublasLt HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED)
 find_library(CUDART cudart HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED)

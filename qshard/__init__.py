@@ -1,6 +1,8 @@
 """Quantized sharded tensors: FP8, MXFP8 and NVFP4 weights that FSDP2, torch.optim, DCP and torch.compile take as
 ordinary parameters."""
 
+import importlib.metadata
+
 from qshard._library import library_path  # loads the library
 from qshard import nn, serialization
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
@@ -12,6 +14,11 @@ from qshard.recipes import (
     NVFP4BlockScaling,
 )
 from qshard.report import backend_report, report, trace_fallbacks
+
+try:
+    __version__ = importlib.metadata.version("qshard")
+except importlib.metadata.PackageNotFoundError:  # a checkout, with QSHARD_LIBRARY
+    __version__ = "0 (not installed)"
 
 __all__ = [
     "DelayedScaling",

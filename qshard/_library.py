@@ -1,15 +1,44 @@
 """Finds and loads libqshard.so. Loading it registers the operators and installs the hooks."""
 
+import ctypes
+import importlib.metadata
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 
+_IN_PACKAGE = Path("qshard", "lib", "libqshard.so")
+
 
 def library_path() -> str:
-    """Path of the library this package loads: `QSHARD_LIBRARY` if set, else the installed one."""
-    return os.environ.get("QSHARD_LIBRARY") or str(Path(__file__).parent / "lib" / "libqshard.so")
+    """Path of the library this package loads: `QSHARD_LIBRARY` if set, else the one beside this
+    package, else, in a checkout, the installed one, which the source folder hides."""
+    path = os.environ.get("QSHARD_LIBRARY")
+    if path:
+        return path
+    own = Path(__file__).parent.parent / _IN_PACKAGE
+    if not own.exists():
+        for installed in importlib.metadata.distributions(name="qshard"):
+            library = Path(installed.locate_file(_IN_PACKAGE))
+            if library.exists():
+                return str(library)
+    return str(own)
+
+
+def about_library(path: str) -> dict[str, str]:
+    """What a libqshard.so says of itself: `torch` and `cuda` (versions; "" for none) it was built
+    for, `cuda_architectures`, and `load_error`, "" if its operators are there. Loads it."""
+    library = ctypes.CDLL(path)
+    about = {}
+    for name in ("load_error", "torch_version", "cuda_version", "cuda_architectures"):
+        function = getattr(library, f"qshard_{name}", None)
+        if function is None:
+            raise ImportError(f"qshard: {path} is no libqshard.so of this version; reinstall it")
+        function.restype = ctypes.c_char_p
+        about[name.removesuffix("_version")] = function().decode()
+    return about
 
 
 def _load() -> None:
@@ -18,15 +47,19 @@ def _load() -> None:
         return
     path = library_path()
     if not os.path.exists(path):
-        raise ImportError(f"qshard: no library at {path}; run `pip install .` in a qshard checkout")
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        # The C++ ABI of torch changes with every minor version.
         raise ImportError(
-            f"qshard: {path} does not load with torch {torch.__version__}: {error}. "
-            "Build it against this torch: `pip install --no-build-isolation .` in a qshard checkout"
-        ) from error
+            f"qshard: no library at {path}; install it (`pip install --no-build-isolation .` in a "
+            "qshard checkout), or name one by QSHARD_LIBRARY"
+        )
+    with warnings.catch_warnings():  # what it warns of is raised here
+        warnings.filterwarnings("ignore", message=r"qshard: .* is not loaded: ")
+        try:
+            torch.ops.load_library(path)
+            error = about_library(path)["load_error"]
+        except OSError as cause:
+            raise ImportError(f"qshard: {path} does not load: {cause}") from cause
+    if error:
+        raise ImportError(error)
     owner = torch.ops.qshard._foreign_owner_of_key()
     if owner:
         raise ImportError(
