@@ -17,7 +17,9 @@ std::array<std::atomic<bool>, kGemmFallbacks> warned{};
 constexpr std::array<const char*, kGemmDirections> kDirectionNames{"forward", "grad_input",
                                                                    "grad_weight"};
 
-const char* reason(GemmFallback fallback) {
+}  // namespace
+
+const char* gemm_fallback_reason(GemmFallback fallback) {
   switch (fallback) {
     case GemmFallback::kNone:
       return "";
@@ -30,7 +32,9 @@ const char* reason(GemmFallback fallback) {
     case GemmFallback::kOneRowBlocks:
       return "scale blocks of one row have no transpose";
     case GemmFallback::kDevice:
-      return "FP8 GEMMs are used on compute capability 9.0 (Hopper) only";
+      return "FP8 GEMMs need compute capability 8.9 (Ada) or above";
+    case GemmFallback::kBlockDevice:
+      return "FP8 GEMMs with 128x128 scales run on compute capability 9.0 (Hopper) only";
     case GemmFallback::kDtype:
       return "the input is not float32, bfloat16 or float16";
     case GemmFallback::kOutFeatures:
@@ -47,8 +51,6 @@ const char* reason(GemmFallback fallback) {
   return "";
 }
 
-}  // namespace
-
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback) {
   const auto index = static_cast<size_t>(format.index);
   if (index >= kMaxFormats) return;
@@ -57,7 +59,7 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
   if (fallback <= GemmFallback::kCpu) return;
   if (!warned[why].exchange(true, std::memory_order_relaxed)) {
     TORCH_WARN("qshard: a linear with a ", format.name,
-               " weight runs on dequantized values because ", reason(fallback),
+               " weight runs on dequantized values because ", gemm_fallback_reason(fallback),
                ". This is reported once; see backend_report().");
   }
 }
@@ -71,12 +73,13 @@ std::string gemm_report() {
         const int64_t count = counters[index][direction][why].load(std::memory_order_relaxed);
         if (count == 0) continue;
         const auto fallback = static_cast<GemmFallback>(why);
-        report += fallback == GemmFallback::kNone
-                      ? fmt::format("{} {}: cuBLASLt {}, {} times\n", format.name,
-                                    kDirectionNames[direction],
-                                    format.scales_in_grid() ? "FP8" : "block-scaled", count)
-                      : fmt::format("{} {}: dequantized GEMM, {} times: {}\n", format.name,
-                                    kDirectionNames[direction], count, reason(fallback));
+        report +=
+            fallback == GemmFallback::kNone
+                ? fmt::format("{} {}: cuBLASLt {}, {} times\n", format.name,
+                              kDirectionNames[direction],
+                              format.scales_in_grid() ? "FP8" : "block-scaled", count)
+                : fmt::format("{} {}: dequantized GEMM, {} times: {}\n", format.name,
+                              kDirectionNames[direction], count, gemm_fallback_reason(fallback));
       }
     }
   }

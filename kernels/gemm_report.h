@@ -20,6 +20,7 @@ enum class GemmFallback : uint8_t {
   kFormat,
   kOneRowBlocks,
   kDevice,
+  kBlockDevice,
   kDtype,
   kOutFeatures,
   kWindow,
@@ -27,7 +28,10 @@ enum class GemmFallback : uint8_t {
   kTooLarge,
   kNoKernel,
 };
-constexpr int kGemmFallbacks = 12;
+constexpr int kGemmFallbacks = 13;
+
+/// In words; "" for kNone.
+const char* gemm_fallback_reason(GemmFallback fallback);
 
 /// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);

@@ -24,9 +24,18 @@
 namespace qshard {
 namespace {
 
-bool device_has_fp8_gemm([[maybe_unused]] at::Device device) {
+bool device_has_fp8_gemm([[maybe_unused]] at::Device device,
+                         [[maybe_unused]] const Format& format) {
 #ifdef QSHARD_WITH_CUDA
-  return cuda::has_fp8_gemm(device);
+  return cuda::has_fp8_gemm(device, format);
+#else
+  return false;
+#endif
+}
+
+bool device_has_every_fp8_gemm([[maybe_unused]] at::Device device) {
+#ifdef QSHARD_WITH_CUDA
+  return cuda::has_every_fp8_gemm(device);
 #else
   return false;
 #endif
@@ -52,8 +61,8 @@ GemmFallback shape_fallback(const Format& format, at::Device device, at::ScalarT
   if (device.is_cpu()) return GemmFallback::kCpu;
   if (!format.scales_in_grid()) {  // MXFP8 and NVFP4 GEMMs come with Blackwell
     if (!device_has_block_scaled_gemm(device)) return GemmFallback::kFormat;
-  } else if (!device_has_fp8_gemm(device)) {
-    return GemmFallback::kDevice;
+  } else if (!device_has_fp8_gemm(device, format)) {
+    return format.block_rows != 0 ? GemmFallback::kBlockDevice : GemmFallback::kDevice;
   }
   if (!is_value_dtype(dtype)) return GemmFallback::kDtype;
   if (n % 16 != 0) return GemmFallback::kOutFeatures;
@@ -162,11 +171,12 @@ at::Tensor dequantized_forward(const at::Tensor& input, const WeightOperand& wei
 
 }  // namespace
 
-// Where MXFP8 and NVFP4 GEMMs run no FP8 GEMM does, so their inputs are saved plain: NVFP4's wgrad
-// reads an amax of its own, after the random Hadamard transform.
+// The format is not known here, so only where all that would read the codes can. Where MXFP8 and
+// NVFP4 GEMMs run, inputs are saved plain: NVFP4's wgrad reads an amax of its own, after the random
+// Hadamard transform.
 bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k) {
   return m > 0 && n > 0 && k > 0 && n % 16 == 0 && !is_too_large(m, n, k) && device.is_cuda() &&
-         device_has_fp8_gemm(device);
+         device_has_every_fp8_gemm(device);
 }
 
 int64_t saved_input_bytes(int64_t m, int64_t k) {
@@ -198,7 +208,9 @@ QuantizedInput quantize_input(const at::Tensor& input, const Format& format, boo
   const auto bytes = input.options().dtype(at::kByte);
   QuantizedInput result{at::empty({0}, bytes), at::empty({0}, bytes)};
   if (!rows && !columns) return result;
-  TORCH_CHECK(device_has_fp8_gemm(input.device()) && input.numel() > 0,
+  const bool is_read = rows ? device_has_fp8_gemm(input.device(), format)
+                            : device_has_every_fp8_gemm(input.device());
+  TORCH_CHECK(is_read && input.numel() > 0,
               fmt::format("qshard::quantize_input: {} has no FP8 GEMM for an input of shape {}",
                           input.device().str(), input.sizes()));
 #ifdef QSHARD_WITH_CUDA
@@ -398,5 +410,9 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
 }
 
 std::string backend_report() { return gemm_report(); }
+
+std::string why_dequantized(const Format& format, at::Device device) {
+  return gemm_fallback_reason(shape_fallback(format, device, at::kBFloat16, 128, 128, 128));
+}
 
 }  // namespace qshard

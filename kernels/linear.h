@@ -92,4 +92,8 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
 /// a fallback its reason.
 std::string backend_report();
 
+/// Why linears with a weight of `format` multiply dequantized values on the device, whatever their
+/// shape; "" if they multiply codes.
+std::string why_dequantized(const Format& format, at::Device device);
+
 }  // namespace qshard

@@ -5,8 +5,7 @@
 
 #include "kernels/cpu/transpose_cpu.h"
 #ifdef QSHARD_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-
+#include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/transpose_kernels.h"
 #endif
 
@@ -34,7 +33,7 @@ void transpose_values(const TransposeTask& task, Stream stream) {
   if (task.cols == 0 || task.padded_rows == 0) return;
   if (!stream.is_cuda) return cpu::transpose_values(task);
 #ifdef QSHARD_WITH_CUDA
-  C10_CUDA_CHECK(cuda::launch_transpose_values(task, static_cast<cudaStream_t>(stream.handle)));
+  cuda::check_launch(cuda::launch_transpose_values(task, static_cast<cudaStream_t>(stream.handle)));
 #else
   no_cuda();
 #endif
@@ -54,7 +53,7 @@ void transpose_image(const TransposeImageTask& task, Stream stream) {
   if (layout.rows == 0 || layout.cols == 0) return;
   if (!stream.is_cuda) return cpu::transpose_image(task);
 #ifdef QSHARD_WITH_CUDA
-  C10_CUDA_CHECK(cuda::launch_transpose_image(task, static_cast<cudaStream_t>(stream.handle)));
+  cuda::check_launch(cuda::launch_transpose_image(task, static_cast<cudaStream_t>(stream.handle)));
 #else
   no_cuda();
 #endif

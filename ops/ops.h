@@ -91,6 +91,7 @@ OptionalTensor plane_copy(const Tensor& self, c10::string_view plane);
 // ops/report.cpp
 std::vector<std::string> format_names();
 std::string backend_report_op();
+c10::Dict<std::string, std::string> why_dequantized_op(at::Device device);
 std::string foreign_owner_of_key_op();
 void set_fallback_tracing_op(bool enabled);
 c10::Dict<std::string, int64_t> traced_fallbacks_op();

@@ -14,6 +14,14 @@ std::vector<std::string> format_names() {
 
 std::string backend_report_op() { return backend_report(); }
 
+c10::Dict<std::string, std::string> why_dequantized_op(at::Device device) {
+  c10::Dict<std::string, std::string> reasons;
+  for (const Format& format : formats()) {
+    reasons.insert(std::string(format.name), why_dequantized(format, device));
+  }
+  return reasons;
+}
+
 std::string foreign_owner_of_key_op() { return foreign_owner_of_key(); }
 
 void set_fallback_tracing_op(bool enabled) { set_fallback_tracing(enabled); }

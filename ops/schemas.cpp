@@ -56,6 +56,7 @@ TORCH_LIBRARY(qshard, m) {
   // Reports.
   m.def("formats() -> str[]");
   m.def("backend_report() -> str");
+  m.def("_why_dequantized(Device device) -> Dict(str, str)");
   m.def("_foreign_owner_of_key() -> str");
   m.def("_set_fallback_tracing(bool enabled) -> ()");
   m.def("_traced_fallbacks() -> Dict(str, int)");
@@ -119,6 +120,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
 
   m.impl("formats", &format_names);
   m.impl("backend_report", &backend_report_op);
+  m.impl("_why_dequantized", &why_dequantized_op);
   m.impl("_foreign_owner_of_key", &foreign_owner_of_key_op);
   m.impl("_set_fallback_tracing", &set_fallback_tracing_op);
   m.impl("_traced_fallbacks", &traced_fallbacks_op);

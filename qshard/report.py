@@ -47,7 +47,7 @@ class Report(list):
                 f"all-gathered per forward: {gathered:,} B; per backward: {gathered:,} B with "
                 "reshard_after_forward=True, else 0 B",
                 "GEMM backends used so far:",
-                backend_report() or "  none",
+                ops.backend_report() or "  none",
             ]
         )
 
@@ -89,9 +89,33 @@ def _sharding_ranks(param) -> int:
 
 
 def backend_report() -> str:
-    """One line per GEMM path taken so far: format, direction, backend, count, and why if it is not
-    an FP8 GEMM."""
-    return ops.backend_report()
+    """What linears multiply on each device here, and then one line per GEMM path taken so far:
+    format, direction, backend, count, and why if it is not a low-precision GEMM."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    lines = [line for i in devices for line in _device_lines(torch.device("cuda", i))]
+    lines = lines or _device_lines(torch.device("cpu"))
+    return "\n".join(lines) + "\n" + ops.backend_report()
+
+
+# Compute capabilities that the GPU tests have run on; bench/results holds what they measured.
+_TESTED_ON = {(9, 0)}
+
+
+def _device_lines(device: torch.device) -> list[str]:
+    name, note = str(device), ""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        name += f" {torch.cuda.get_device_name(device)}, compute capability %d.%d" % capability
+        if capability not in _TESTED_ON:
+            note = " (written, but qshard's tests have not run on such a GPU)"
+    formats_by_reason: dict[str, list[str]] = {}
+    for format, reason in ops._why_dequantized(device).items():
+        formats_by_reason.setdefault(reason, []).append(format)
+    return [
+        f"{name}: {', '.join(formats)}: "
+        + (f"dequantized GEMM: {reason}" if reason else f"low-precision GEMM{note}")
+        for reason, formats in formats_by_reason.items()
+    ]
 
 
 @contextmanager

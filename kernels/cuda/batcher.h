@@ -1,11 +1,10 @@
 // Packs tasks into as few launches as possible.
 #pragma once
 
-#include <c10/cuda/CUDAException.h>
-
 #include <limits>
 #include <span>
 
+#include "kernels/cuda/check_launch.h"
 #include "kernels/formats.h"
 
 namespace qshard::cuda {
@@ -30,7 +29,7 @@ class Batcher {
   }
 
   void flush() {
-    if (batch_.count > 0) C10_CUDA_CHECK(launch_(batch_));
+    if (batch_.count > 0) check_launch(launch_(batch_));
     batch_.count = 0;
   }
 

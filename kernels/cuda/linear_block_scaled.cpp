@@ -5,13 +5,13 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <limits>
 
 #include "kernels/block_scaled_operand.h"
+#include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/scale_layout.h"
 #include "kernels/cuda/scaled_mm.h"
 #include "kernels/scaling_state.h"
@@ -34,8 +34,8 @@ SwizzledOperand swizzled(const RowImage& rows) {
   const auto* image = static_cast<const uint8_t*>(rows.image.const_data_ptr());
   const ScaleRows scales{image + layout.row_scale_offset(), layout.rows, layout.row_bytes(),
                          layout.block_cols()};
-  C10_CUDA_CHECK(launch_swizzle_scales(scales, static_cast<uint8_t*>(out.scales.mutable_data_ptr()),
-                                       c10::cuda::getCurrentCUDAStream()));
+  check_launch(launch_swizzle_scales(scales, static_cast<uint8_t*>(out.scales.mutable_data_ptr()),
+                                     c10::cuda::getCurrentCUDAStream()));
   out.operand.codes = image;
   out.operand.rows = layout.rows;
   out.operand.ld = layout.row_bytes();

@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/cuda/activation_kernels.h"
+#include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/quantize_cuda.h"
 #include "kernels/cuda/scaled_mm.h"
 #include "kernels/value_dtype.h"
@@ -22,6 +23,14 @@ bool is_blockwise(const Format& format) { return format.block_rows != 0; }
 
 ScaleMode activation_scale_mode(const Format& format) {
   return is_blockwise(format) ? ScaleMode::kBlock1x128 : ScaleMode::kTensor;
+}
+
+/// 90 for 9.0; 0 for what is no CUDA device.
+int compute_capability(at::Device device) {
+  if (!device.is_cuda() || c10::cuda::device_count() == 0) return 0;
+  const auto index = device.has_index() ? device.index() : c10::cuda::current_device();
+  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(index);
+  return 10 * properties->major + properties->minor;
 }
 
 // Codes of `rows` rows of `ld` bytes at the start of a buffer, their scales after them.
@@ -78,8 +87,8 @@ WeightScales weight_scales(const WeightOperand& weight, bool contract_rows) {
       contract_rows ? col_blocks * round_up(row_blocks, 4) : row_blocks * round_up(col_blocks, 4);
   scales.buffer = at::empty({numel}, weight.grid.options());
   scales.scale_inv = scales.buffer.const_data_ptr<float>();
-  C10_CUDA_CHECK(launch_gemm_block_scales(grid, row_blocks, col_blocks, contract_rows,
-                                          scales.buffer.mutable_data_ptr<float>(), stream));
+  check_launch(launch_gemm_block_scales(grid, row_blocks, col_blocks, contract_rows,
+                                        scales.buffer.mutable_data_ptr<float>(), stream));
   return scales;
 }
 
@@ -98,12 +107,12 @@ ScaledOperand weight_rows(const WeightOperand& weight, const WeightScales& scale
 
 }  // namespace
 
-bool has_fp8_gemm(at::Device device) {
-  if (!device.is_cuda() || c10::cuda::device_count() == 0) return false;
-  const auto index = device.has_index() ? device.index() : c10::cuda::current_device();
-  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(index);
-  return properties->major == 9 && properties->minor == 0;
+bool has_fp8_gemm(at::Device device, const Format& format) {
+  const int capability = compute_capability(device);
+  return is_blockwise(format) ? capability == 90 : capability >= 89;
 }
+
+bool has_every_fp8_gemm(at::Device device) { return compute_capability(device) == 90; }
 
 Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DType code_dtype,
                                   bool rows, bool columns, const DelayedAmax& delayed) {
@@ -134,12 +143,12 @@ Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DTy
   }
   const DType dtype = value_dtype(x.scalar_type());
   if (is_blockwise(format)) {
-    C10_CUDA_CHECK(launch_quantize_activation_1x128(task, dtype, stream));
+    check_launch(launch_quantize_activation_1x128(task, dtype, stream));
     return out;
   }
   const at::Tensor amax = activation_amax(values, delayed);
-  C10_CUDA_CHECK(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
-                                                       code_dtype, stream));
+  check_launch(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
+                                                     code_dtype, stream));
   return out;
 }
 
@@ -187,9 +196,9 @@ at::Tensor fp8_grad_input(const ScaledOperand& grad, int64_t m, const WeightOper
   const int64_t n = weight.rows;
   const int64_t k = round_up(weight.layout.cols, 16);
   const at::Tensor transposed = empty_bytes(k * n, weight.image.device());
-  C10_CUDA_CHECK(launch_transpose_codes(
-      static_cast<const uint8_t*>(operand.codes), n, k, operand.ld,
-      static_cast<uint8_t*>(transposed.mutable_data_ptr()), n, c10::cuda::getCurrentCUDAStream()));
+  check_launch(launch_transpose_codes(static_cast<const uint8_t*>(operand.codes), n, k, operand.ld,
+                                      static_cast<uint8_t*>(transposed.mutable_data_ptr()), n,
+                                      c10::cuda::getCurrentCUDAStream()));
   operand.codes = transposed.const_data_ptr();
   operand.rows = k;
   operand.ld = n;

@@ -11,8 +11,12 @@
 
 namespace qshard::cuda {
 
-/// Whether the device runs every FP8 GEMM below: compute capability 9.0.
-bool has_fp8_gemm(at::Device device);
+/// Whether the device runs the FP8 GEMMs below for weights of `format`: with one scale per tensor
+/// from compute capability 8.9 on, with 128x128 scales on 9.0 alone (cuBLASLt).
+bool has_fp8_gemm(at::Device device, const Format& format);
+
+/// Whether it does for every format with scales in the grid: compute capability 9.0.
+bool has_every_fp8_gemm(at::Device device);
 
 /// An activation or gradient (M, K) as GEMM operands that contract along K and, transposed, along
 /// M.
