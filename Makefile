@@ -2,11 +2,15 @@
 #
 #   TORCH=2.15.0     another torch      PYTHON=python3.12   another Python
 #   FORMATS="…"      formats of the demo                    JOBS=2   compile jobs
+#   CUDA=OFF         no CUDA kernels; ON: an error where they cannot be built
+#
+# make wheel: build/wheels/qshard-…+torch2.11.cu130-….whl, named after what it was built for.
 
 TORCH ?= 2.11.0
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3.10 python3,\
             $(shell $(p) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(p))))
 JOBS ?= $(shell nproc)
+CUDA ?= AUTO
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 
@@ -15,7 +19,7 @@ export PATH := $(BIN):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test demo build format-check unit-test asan-test python-test clean
+.PHONY: test demo build wheel format-check unit-test asan-test python-test clean
 
 test: format-check unit-test asan-test python-test
 
@@ -38,11 +42,20 @@ sources := $(shell find CMakeLists.txt CMakePresets.json cmake kernels dispatch 
 built := $(venv)-built
 build: $(built)
 $(built): $(venv) $(sources)
-	cmake --preset ci -DQSHARD_BUILD_TESTS=OFF -DPython_EXECUTABLE=$(BIN)/python
+	cmake --preset ci -DQSHARD_BUILD_TESTS=OFF -DQSHARD_CUDA=$(CUDA) \
+	  -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build --preset ci
 	python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
 	  --config-settings=build-dir=build/ci .
 	touch $@
+
+wheel: $(built)
+	python -m pip install --quiet wheel
+	rm -rf build/wheels/plain
+	python -m pip wheel --quiet --no-deps --no-build-isolation \
+	  --config-settings=build-dir=build/ci --wheel-dir build/wheels/plain .
+	python cmake/tag_wheel.py build/ci/libqshard.so build/wheels/plain/*.whl build/wheels
+	rm -rf build/wheels/plain
 
 format-check: $(venv)
 	@if command -v clang-format >/dev/null || command -v clang-format-14 >/dev/null; then \

@@ -1,4 +1,5 @@
 #include "kernels/cuda/scaling_state.h"
+#include "kernels/cuda/check_launch.h"
 
 #include <algorithm>
 
@@ -55,7 +56,7 @@ void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* 
 }
 
 void delay_amax(float* amax, float* history, const float* scaling, int margin, void* stream) {
-  C10_CUDA_CHECK(
+  check_launch(
       launch_delay_amax(amax, history, scaling, margin, static_cast<cudaStream_t>(stream)));
 }
 

@@ -107,7 +107,7 @@ def build_loader(folder: Path, torch_minor: str, cuda: str = "") -> str:
     return str(library)
 
 
-def check_refusal(library: str, reason: str):
+def check_refusal(library: str, reason: str, *flags: str):
     """One line each for the package and for a bare load, and the process goes on."""
     done = run("-c", "import qshard", QSHARD_LIBRARY=library)
     line = done.stderr.splitlines()[-1]
@@ -120,17 +120,17 @@ def check_refusal(library: str, reason: str):
         "assert not hasattr(torch.ops.qshard, 'quantize')\n"
         "print(torch.ones(2).sum().item())"
     )
-    for flags in ((), ("-W", "error")):
-        done = run(*flags, "-c", script, library)
-        assert done.returncode == 0 and done.stdout == "2.0\n", done.stderr
-        (line,) = [line for line in done.stderr.splitlines() if "qshard" in line]
-        assert reason in line and "Warning: " in line
+    done = run(*flags, "-c", script, library)
+    assert done.returncode == 0 and done.stdout == "2.0\n", done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "qshard" in line]
+    assert reason in line and "Warning: " in line
 
 
 def test_a_library_for_another_torch_says_so(tmp_path):
     this = minor_of(torch.__version__)
     library = build_loader(tmp_path, "1.99")
-    check_refusal(library, f"it was built for torch 1.99, and this is torch {this}. Build it for")
+    reason = f"it was built for torch 1.99, and this is torch {this}. Build it for"
+    check_refusal(library, reason, "-W", "error")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
