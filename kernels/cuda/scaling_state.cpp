@@ -1,9 +1,9 @@
 #include "kernels/cuda/scaling_state.h"
-#include "kernels/cuda/check_launch.h"
 
 #include <algorithm>
 
 #include "kernels/cuda/batcher.h"
+#include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/scaling_state_kernels.h"
 
 namespace qshard::cuda {
