@@ -4,6 +4,7 @@
 #   FORMATS="…"      formats of the demo                    JOBS=2   compile jobs
 #   CUDA=OFF         no CUDA kernels; ON: an error where they cannot be built
 #
+# make docs: build/docs/index.html; warnings are errors.
 # make wheel: build/wheels/qshard-…+torch2.11.cu130-….whl, named after what it was built for.
 
 TORCH ?= 2.11.0
@@ -19,7 +20,7 @@ export PATH := $(BIN):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test demo build wheel format-check unit-test asan-test python-test clean
+.PHONY: test demo build wheel docs format-check unit-test asan-test python-test clean
 
 test: format-check unit-test asan-test python-test
 
@@ -56,6 +57,10 @@ wheel: $(built)
 	  --config-settings=build-dir=build/ci --wheel-dir build/wheels/plain .
 	python cmake/tag_wheel.py build/ci/libqshard.so build/wheels/plain/*.whl build/wheels
 	rm -rf build/wheels/plain
+
+docs: $(built)
+	python -m pip install --quiet "sphinx>=8" "myst-parser>=4" furo
+	python -m sphinx -W --keep-going -q -b html docs build/docs
 
 format-check: $(venv)
 	@if command -v clang-format >/dev/null || command -v clang-format-14 >/dev/null; then \

@@ -4,7 +4,7 @@ ordinary parameters."""
 import importlib.metadata
 
 from qshard._library import library_path  # loads the library
-from qshard import nn, serialization
+from qshard import nn, ops, serialization
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.recipes import (
     DelayedScaling,
@@ -32,6 +32,7 @@ __all__ = [
     "library_path",
     "mark_written",
     "nn",
+    "ops",
     "quantize_",
     "report",
     "serialization",

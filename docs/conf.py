@@ -1,0 +1,58 @@
+"""Sphinx's configuration; `make docs` builds build/docs/index.html."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import draw_figures  # noqa: E402
+
+import qshard  # noqa: E402
+
+project = "qshard"
+copyright = "2026, the qshard authors"
+version = release = qshard.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = "qshard"
+html_show_sourcelink = False
+exclude_patterns = ["generated"]
+nitpicky = False
+default_role = "literal"  # `x` in docstrings, as in Markdown
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+
+draw_figures.draw_all(HERE / "generated")
+
+
+def arguments_as_fields(app, what, name, obj, options, lines):
+    """Our docstrings explain arguments as `name: text` or `a, b: text`; Sphinx has fields for them."""
+    try:
+        parameters = set(inspect.signature(obj).parameters)
+    except (TypeError, ValueError):
+        parameters = set()
+    if inspect.isclass(obj):
+        parameters |= set(vars(obj))
+    fields: list[str] = []
+    in_field = False
+    for line in lines:
+        match = re.match(r"(\w+(?:, \w+)*)(\([\w, ]*\))?: (.*)", line)
+        names = match.group(1).split(", ") if match else []
+        is_field = bool(match) and set(names) <= parameters
+        if is_field != in_field and not (in_field and line.startswith(" ")) and fields and fields[-1]:
+            fields.append("")
+        in_field = is_field or (in_field and (line.startswith(" ") or not line))
+        if is_field:  # of several names a field without a type to look up
+            field = f"param {names[0]}" if len(names) == 1 else ", ".join(names)
+            line = f":{field}: {match.group(3)}"
+        fields.append(line)
+    lines[:] = fields
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", arguments_as_fields)

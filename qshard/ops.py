@@ -1,0 +1,255 @@
+"""The public operators, as Python functions. `qshard.ops.quantize` is `torch.ops.qshard.quantize`, which
+needs only the library; here each has a signature and a docstring, and the operator the same docstring.
+
+Tensors of `rows` x `columns` stand for tensors of two or more dimensions too: the leading ones are rows, each
+index of them one matrix. No operator but `flush` is a collective. Errors are raised before anything is
+changed: TypeError and ValueError for arguments, RuntimeError else, `NotImplementedError` for what is not
+there yet.
+"""
+
+import inspect
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.qshard
+
+__all__ = [
+    "backend_report",
+    "codes",
+    "columnwise_codes",
+    "columnwise_scale_inv",
+    "dequantize",
+    "flush",
+    "format",
+    "formats",
+    "is_quantized",
+    "linear",
+    "linear_backward",
+    "linear_backward_accumulate",
+    "linear_forward",
+    "master",
+    "quantize",
+    "quantize_input",
+    "scale_inv",
+    "tensor_scale_inv",
+]
+
+
+def quantize(
+    self: Tensor,
+    format: str,
+    *,
+    keep_master: bool = False,
+    logical_rows: int | None = None,
+    row_offset: int = 0,
+) -> Tensor:
+    """A quantized tensor with the value, shape, dtype and device of `self`; a copy, no alias.
+
+    self: float32, bfloat16 or float16 of two or more dimensions, on cpu, cuda or meta, with any strides.
+    format: one of `formats()`, with options in brackets: `nvfp4[stochastic]`,
+        `float8_delayed[margin=1,history=16]`.
+    keep_master: keep the value beside the codes, in its dtype. It is then the tensor's value.
+    logical_rows, row_offset: `self` is a shard, rows [row_offset, row_offset + rows) of a tensor with
+        `logical_rows` rows. Scales that reach beyond the shard are agreed upon by the first flush, which
+        is then a collective.
+
+    Autograd: the gradient passes unchanged. Raises ValueError for an unknown format, fewer than two
+    dimensions, rows that do not lie within `logical_rows`, or a row count that the format cannot have;
+    TypeError for another dtype. Formulas: docs, Concepts.
+    """
+    return _ops.quantize(
+        self, format, keep_master=keep_master, logical_rows=logical_rows, row_offset=row_offset
+    )
+
+
+def dequantize(self: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The values of the codes, code x scale_inv: a plain contiguous tensor of the same shape, in `dtype`,
+    else the tensor's own. No alias. With a master this is not the tensor's value: `self + 0` is.
+
+    Autograd: the gradient passes unchanged. Raises TypeError for a plain tensor or a `dtype` that is not
+    floating point, RuntimeError for a written shard whose flush needs other ranks.
+    """
+    return _ops.dequantize(self, dtype=dtype)
+
+
+def is_quantized(self: Tensor) -> bool:
+    """Whether a tensor is quantized. Of a DTensor ask `qshard.is_quantized`."""
+    return _ops.is_quantized(self)
+
+
+def format(self: Tensor) -> str:
+    """Name of a quantized tensor's format, with its options. Raises TypeError for a plain tensor."""
+    return _ops.format(self)
+
+
+def codes(self: Tensor) -> Tensor:
+    """The codes: an alias of the row image, with the strides of its rows.
+
+    float8_e4m3fn of the tensor's shape; nvfp4: uint8 of half the columns, rounded up, two E2M1 codes a byte,
+    the first in the low nibble. Flushes what is pending if that needs no other rank. Raises TypeError for a
+    plain tensor, ValueError for a view that is no window of rows and columns, RuntimeError for a written
+    shard whose flush needs other ranks.
+    """
+    return _ops.codes(self)
+
+
+def scale_inv(self: Tensor) -> Tensor:
+    """What codes are multiplied by; an alias, of whole rows only.
+
+    float32 (ceil(rows / 128), ceil(columns / 128)) of float8_blockwise, (1, 1) of the per-tensor formats;
+    mxfp8: float8_e8m0fnu (rows, ceil(columns / 32)); nvfp4: float8_e4m3fn (rows, ceil(columns / 16)), to be
+    multiplied by `tensor_scale_inv` too. Errors: as `codes`.
+    """
+    return _ops.scale_inv(self)
+
+
+def tensor_scale_inv(self: Tensor) -> Tensor:
+    """The fp32 scale of an nvfp4 tensor, (1, 1), or one for each matrix; an alias. Raises ValueError for
+    formats that have none. Other errors: as `codes`."""
+    return _ops.tensor_scale_inv(self)
+
+
+def columnwise_codes(self: Tensor) -> Tensor:
+    """The second codes of a format with two row images (`mxfp8_1x32`), quantized in 32x1 blocks, which
+    dgrad contracts over rows: float8_e4m3fn of the tensor's shape, an alias. Raises ValueError for other
+    formats. Other errors: as `codes`."""
+    return _ops.columnwise_codes(self)
+
+
+def columnwise_scale_inv(self: Tensor) -> Tensor:
+    """The scales of `columnwise_codes`: float8_e8m0fnu (rows / 32, columns), a copy. Raises ValueError for
+    windows that are not whole blocks of 32 rows. Other errors: as `codes`."""
+    return _ops.columnwise_scale_inv(self)
+
+
+def master(self: Tensor) -> Tensor | None:
+    """The value kept beside the codes, or None without one: a plain tensor of the same shape, strides and
+    dtype; an alias. In-place operators on it count as writes of the quantized tensor. Raises TypeError for
+    a plain tensor."""
+    return _ops.master(self)
+
+
+def flush(self: list[Tensor]) -> None:
+    """Requantizes those of the tensors that were written since their last flush, in place.
+
+    Collective: where a scale spans ranks, all ranks of its group call it with the same tensors in the same
+    order; one all-reduce a group. `qshard.flush(model)` knows the groups of a model's parameters. Raises
+    TypeError for a plain tensor.
+    """
+    _ops.flush(self)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_only: bool = False,
+    format: str | None = None,
+) -> Tensor:
+    """input @ weight^T + bias, as `torch.nn.functional.linear`: on the codes of input and weight where the
+    device can, else on the dequantized weight; `backend_report` says which. The output is in the dtype of
+    `input`, no alias.
+
+    input: (..., columns), floating point. weight: quantized (rows, columns). bias: (rows,) or None.
+    weight_only: leave the input and its gradients in their dtype, and multiply by the dequantized weight.
+    format: of the weight, for compiled code, where linears of one input then share its codes.
+
+    Autograd: dgrad and wgrad are quantized in the same way; no double backward. Raises RuntimeError for
+    shapes or devices that do not fit.
+    """
+    return _ops.linear(input, weight, bias, weight_only=weight_only, format=format)
+
+
+def linear_forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    save_quantized_input: bool,
+    weight_only: bool = False,
+    input_rows: Tensor | None = None,
+    format: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `linear` runs below autograd: (output, saved_input). To be named in the policies of selective
+    activation checkpointing.
+
+    save_quantized_input: give the input's codes for wgrad, transposed, as uint8 of one dimension; else
+        saved_input is empty, (0,). Hopper only.
+    input_rows: the first result of `quantize_input`, in place of quantizing here.
+
+    Errors: as `linear`.
+    """
+    return _ops.linear_forward(
+        input, weight, bias, save_quantized_input, weight_only, input_rows, format
+    )
+
+
+def quantize_input(input: Tensor, format: str, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Codes of an input for linears whose weights have `format`, once for all of them: what compiled code
+    calls.
+
+    input: float32, bfloat16 or float16 (..., columns). rows, columns: which of the two to make, for
+        `linear_forward` and for `linear_backward`; uint8 of one dimension, empty (0,) if not asked for.
+
+    Raises RuntimeError where the device has no FP8 GEMM, and for delayed scaling, whose linears scale by
+    histories of their own.
+    """
+    return _ops.quantize_input(input, format, rows, columns)
+
+
+def linear_backward(
+    grad: Tensor,
+    weight: Tensor,
+    input: Tensor,
+    input_is_quantized: bool,
+    needs_input: bool,
+    needs_weight: bool,
+    weight_only: bool = False,
+    grad_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(grad_input, grad_weight) of `linear_forward`; (0,) what is not needed. The gradient is quantized once
+    for both.
+
+    grad: (..., rows). input: plain (..., columns), or what linear_forward saved, if `input_is_quantized`.
+    grad_dtype: of the weight's gradient, float32, bfloat16 or float16; else the weight's own.
+
+    Raises RuntimeError for shapes that do not fit.
+    """
+    return _ops.linear_backward(
+        grad, weight, input, input_is_quantized, needs_input, needs_weight, weight_only, grad_dtype
+    )
+
+
+def linear_backward_accumulate(
+    grad: Tensor,
+    weight: Tensor,
+    input: Tensor,
+    input_is_quantized: bool,
+    needs_input: bool,
+    weight_grad: Tensor,
+    weight_only: bool = False,
+) -> Tensor:
+    """`linear_backward` that adds the weight's gradient to `weight_grad`, in place, where a GEMM can within
+    it. Returns grad_input, (0,) if not needed.
+
+    weight_grad: plain (rows, columns) of float32, bfloat16 or float16; written.
+    """
+    return _ops.linear_backward_accumulate(
+        grad, weight, input, input_is_quantized, needs_input, weight_grad, weight_only
+    )
+
+
+def formats() -> list[str]:
+    """Names of all formats, without their options."""
+    return _ops.formats()
+
+
+def backend_report() -> str:
+    """One line per GEMM path taken so far in this process: format, direction, backend, count, and why if it
+    is not a low-precision GEMM. `qshard.backend_report` says besides what the devices can."""
+    return _ops.backend_report()
+
+
+for _name in __all__:
+    getattr(_ops, _name).__doc__ = inspect.cleandoc(globals()[_name].__doc__)
