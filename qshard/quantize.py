@@ -8,7 +8,7 @@ from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from qshard import nn, state
+from qshard import nn, replace, state
 
 ops = torch.ops.qshard
 
@@ -32,7 +32,11 @@ def quantize_(
 ) -> torch_nn.Module:
     """Quantizes the weights of a model's linear layers in place, and returns the model.
 
-    model: on any device, meta included; before or after `fully_shard`, but before the first forward.
+    The parameters stay the objects that they are, with their gradients and hooks: optimizers, EMA
+    copies and `fully_shard` may come before or after.
+
+    model: on any device, meta included; under `fully_shard` before its first forward, and before
+        DistributedDataParallel(model).
     recipe: e.g. qshard.Float8BlockScaling().
     keep_master: keep each weight's current value beside its codes, in its own dtype. Optimizer steps
         are then exactly those of a plain parameter. Without, the codes are all there is: 1 byte per
@@ -46,7 +50,8 @@ def quantize_(
         modules that are to have another recipe.
 
     On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
-    Nothing is changed by wrong arguments. Weights are converted one after the other, each plain one
+    Nothing is changed by wrong arguments, nor where a weight is in use by a graph that is alive or is
+    held by a weak reference. Weights are converted one after the other, each plain one
     freed before the next, so memory never holds two models.
     """
     format = _format_of(recipe, stochastic_rounding)
@@ -66,15 +71,13 @@ def quantize_(
                 )
     if not chosen:
         raise ValueError("qshard.quantize_: no nn.Linear was chosen; check filter_fn")
-    _refuse_after_first_forward(model)
+    replace.check_model(model, "qshard.quantize_")
 
-    weights = _places(model, chosen)
-    for name, places in weights:
-        _check(_at(places[0]), format, keep_master, name)
-    for name, places in weights:
-        parameter = _quantized_parameter(_at(places[0]), format, keep_master, name)
-        for module, attribute in places:
-            setattr(module, attribute, parameter)
+    weights = _named_weights(model, chosen)
+    for name, parameter in weights:
+        _check(parameter, format, keep_master, name)
+    for name, parameter in weights:
+        replace.replace(parameter, _quantized(parameter, format, keep_master, name))
     for _, module in chosen:
         _prepare_module(module, weight_only)
         state.link(module)
@@ -118,55 +121,33 @@ def _format_of(recipe, stochastic_rounding) -> str:
     return format
 
 
-def _refuse_after_first_forward(model):
-    """FSDP2 keeps the parameters it saw at its first forward and would put them back, silently. Its
-    root flag is read if it is there (pytorch has no public name for it)."""
-    from torch.distributed.fsdp import fully_shard
-
-    for module in model.modules():
-        state = fully_shard.state(module) if hasattr(fully_shard, "state") else None
-        if getattr(state, "_is_root", None) is not None:
-            raise RuntimeError(
-                "qshard.quantize_: this model has run a forward under fully_shard, and FSDP2 would "
-                "put the plain parameters back; call quantize_ before the first forward"
-            )
-
-
-def _places(model, chosen):
-    """Of each weight among the chosen modules its name and all (module, attribute) that hold it:
-    tied weights stay tied, also to modules that are not linears (an embedding)."""
-    weights = {id(module.weight): (name, []) for name, module in reversed(chosen)}
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if id(parameter) in weights:
-                weights[id(parameter)][1].append((module, attribute))
-    for name, places in weights.values():
-        if not places:
+def _named_weights(model, chosen):
+    """The weights of the chosen modules, each once and by the name of the first that has it."""
+    registered = {id(parameter) for parameter in model.parameters()}
+    weights = {}
+    for name, module in chosen:
+        weight = module.weight
+        if id(weight) not in registered:
             raise TypeError(
-                f"qshard.quantize_: the weight of {name} is computed, by a parametrization or a hook; "
-                "remove that, or leave the layer out by filter_fn"
+                f"qshard.quantize_: the weight of {name} is computed, by a parametrization or a "
+                "hook; remove that, or leave the layer out by filter_fn"
             )
-    return list(reversed(weights.values()))
-
-
-def _at(place):
-    module, attribute = place
-    return getattr(module, attribute)
+        weights.setdefault(id(weight), (name, weight))
+    return list(weights.values())
 
 
 def _check(parameter, format, keep_master, name):
     """Raises what quantizing a weight of this shape, dtype and placement would raise."""
+    replace.check(parameter, f"{name}.weight", "qshard.quantize_")
     local, rows = _rows_of(parameter.detach(), name)
     ops.quantize(local.to("meta"), format, keep_master=keep_master, **rows)
 
 
-def _quantized_parameter(param, format, keep_master, name):
+def _quantized(param, format, keep_master, name):
     with torch.no_grad():
         value = quantize_like(param.detach(), format, keep_master, name)
     state.set_rounding_key(local_of(value), f"{name}.weight")
-    new = torch_nn.Parameter(value, requires_grad=param.requires_grad)
-    new.__dict__.update(param.__dict__)
-    return new
+    return value
 
 
 def quantize_like(value, format, keep_master, name):

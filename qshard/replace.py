@@ -1,0 +1,66 @@
+"""Gives a Parameter another representation, quantized or plain, and lets it stay the object that it is:
+optimizers, EMA copies, tied modules and FSDP2 hold Parameters, not names."""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import swap_tensors
+
+
+def check_model(model: nn.Module, function: str) -> None:
+    """Raises if somebody keeps this model's parameters in another form than Python objects."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            raise RuntimeError(
+                f"{function}: DistributedDataParallel collects the gradients of the tensors it was "
+                f"made of; call {function.split('.')[-1]} before DistributedDataParallel(model)"
+            )
+        # FSDP2's root flag is read if it is there (pytorch has no public name for it).
+        state = fully_shard.state(module) if hasattr(fully_shard, "state") else None
+        if getattr(state, "_is_root", None) is not None:
+            raise RuntimeError(
+                f"{function}: this model has run a forward under fully_shard, and FSDP2 keeps what "
+                f"it set up for its parameters then; call {function.split('.')[-1]} before the first "
+                "forward"
+            )
+
+
+def check(param: nn.Parameter, name: str, function: str) -> None:
+    """Raises if `replace` cannot do what it promises."""
+    if isinstance(param, DTensor):
+        return  # it stays itself, with another local tensor
+    if weakref.getweakrefs(param):
+        raise RuntimeError(
+            f"{function}: somebody keeps a weak reference to {name} (torch.compile does, once the "
+            "model ran: call torch._dynamo.reset() first), and takes it for the tensor that it was"
+        )
+    if param._use_count() > 1:
+        raise RuntimeError(
+            f"{function}: {name} is in use by the graph of an output that is still alive, or by a "
+            f"DistributedDataParallel that holds this model; call {function.split('.')[-1]} before, "
+            "or delete the output (`del loss`)"
+        )
+
+
+def replace(param: nn.Parameter, value: torch.Tensor) -> None:
+    """`value`, of the same shape, dtype and device, becomes what `param` is. Hooks, gradient and
+    attributes stay."""
+    if isinstance(param, DTensor):
+        param._local_tensor = value._local_tensor
+        return
+    new = nn.Parameter(value, requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    if param.grad is not None:
+        if param.grad_dtype != param.dtype:
+            new.grad_dtype = param.grad_dtype
+        new.grad = param.grad
+    # A tensor's hooks are called by what is swapped, from dicts that are not.
+    backward, accumulated = param._backward_hooks, param._post_accumulate_grad_hooks
+    param._backward_hooks = param._post_accumulate_grad_hooks = None
+    swap_tensors(param, new)
+    param._backward_hooks, param._post_accumulate_grad_hooks = backward, accumulated
