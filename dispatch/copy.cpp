@@ -197,6 +197,17 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset
   return self;
 }
 
+/// Another tensor's memory, as parametrizations put it into the parameter that they keep.
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  TORCH_CHECK(is_quantized(self) && is_quantized(source),
+              fmt::format("aten::set_: a {} and a {} tensor cannot share their memory; use copy_()",
+                          is_quantized(self) ? "quantized" : "plain",
+                          is_quantized(source) ? "quantized" : "plain"));
+  const auto& from = impl_of(source);
+  impl_of(self).set_buffer(from.buffer(), from.sizes(), from.strides(), from.storage_offset());
+  return self;
+}
+
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   return is_quantized(self) && is_quantized(from);
 }
@@ -226,6 +237,7 @@ void register_copies(torch::Library& aten) {
   aten.impl("_to_copy", &to_copy);
   aten.impl("cat", &cat);
   aten.impl("set_.source_Storage_storage_offset", &set_storage);
+  aten.impl("set_.source_Tensor", &set_tensor);
   aten.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
   aten.impl("record_stream", &record_stream);
   aten.impl("is_pinned", &is_pinned);

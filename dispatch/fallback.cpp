@@ -3,10 +3,12 @@
 #include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/matmul.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
@@ -164,9 +166,11 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   trace(op);
   const auto& schema = op.schema();
   const size_t first_argument = stack->size() - schema.arguments().size();
-  Substitution substitution(op_name(op), schema);
+  const std::string name = op_name(op);
+  Substitution substitution(name, schema);
   PlainGuard guard;
-  refuse_what_cannot_fall_back(op, op_name(op));
+  refuse_what_cannot_fall_back(op, name);
+  const auto as_codes = arguments_read_as_codes(schema.name());
 
   c10::OptionalDeviceGuard device_guard;
   bool runs = false;
@@ -174,10 +178,13 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     for (size_t i = 0; i < schema.arguments().size(); ++i) {
       const auto& argument = schema.arguments()[i];
       const bool written = argument.alias_info() && argument.alias_info()->isWrite();
+      const bool is_code_read = !written && std::find(as_codes.begin(), as_codes.end(),
+                                                      argument.name()) != as_codes.end();
       convert_value((*stack)[first_argument + i], [&](const at::Tensor& tensor) {
         if (!device_guard.current_device() && has_key(tensor)) {
           device_guard.reset_device(tensor.device());
         }
+        if (is_code_read) return dequantized_codes(tensor, name.c_str());
         if (!written) return substitution.read(tensor);
         return argument.is_out() ? substitution.out(tensor) : substitution.write(tensor);
       });

@@ -3,6 +3,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <unordered_map>
+#include <vector>
+
 #include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
@@ -32,19 +35,37 @@ WeightOperand weight_operand(const at::Tensor& weight, const char* op) {
           buffer->scaling_state().scaling_amax};
 }
 
+at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
+  if (!has_key(tensor)) return tensor;
+  const BufferPtr& buffer = impl_of(tensor).buffer();
+  require_shown(buffer, op);
+  return window(buffer->dequantize_rows({0, buffer->layout().rows}, buffer->dtype()), tensor);
+}
+
+std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {
+  using Arguments = std::vector<std::string_view>;
+  static const std::unordered_map<std::string_view, Arguments> known{
+      {"aten::embedding", {"weight"}},
+      {"aten::_embedding_bag", {"weight"}},
+      {"aten::_embedding_bag_forward_only", {"weight"}},
+      {"aten::convolution", {"input", "weight"}},
+      {"aten::convolution_backward", {"input", "weight"}},
+      {"aten::mv", {"self", "vec"}},
+      {"aten::addmv", {"mat", "vec"}},
+      {"aten::addbmm", {"batch1", "batch2"}},
+      {"aten::baddbmm", {"batch1", "batch2"}},
+      {"aten::_addmm_activation", {"mat1", "mat2"}},
+      {"aten::_grouped_mm", {"self", "mat2"}},
+  };
+  const auto found = known.find(op);
+  return found == known.end() ? std::span<const std::string_view>() : found->second;
+}
+
 namespace {
 
 bool is_row_window(const at::Tensor& tensor) {
   return has_key(tensor) && tensor.dim() == 2 && row_window(tensor) &&
          tensor.size(1) == buffer_of(tensor).layout().cols;
-}
-
-/// The values a GEMM multiplies by: dequantized codes for a quantized tensor.
-at::Tensor gemm_value(const at::Tensor& tensor, const char* op) {
-  if (!has_key(tensor)) return tensor;
-  const BufferPtr& buffer = impl_of(tensor).buffer();
-  require_shown(buffer, op);
-  return window(buffer->dequantize_rows({0, buffer->layout().rows}, buffer->dtype()), tensor);
 }
 
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
@@ -73,7 +94,7 @@ at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
           .grad_input;
     }
   }
-  return at::mm(gemm_value(a, kOp), gemm_value(b, kOp));
+  return at::mm(dequantized_codes(a, kOp), dequantized_codes(b, kOp));
 }
 
 at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,
@@ -88,13 +109,13 @@ at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& 
     c10::OptionalDeviceGuard device_guard(b.device());
     return linear_forward(a, weight_operand(b.t(), kOp), bias, false).output;
   }
-  return at::addmm(has_key(bias) ? value_of(bias) : bias, gemm_value(a, kOp), gemm_value(b, kOp),
-                   beta, alpha);
+  return at::addmm(has_key(bias) ? value_of(bias) : bias, dequantized_codes(a, kOp),
+                   dequantized_codes(b, kOp), beta, alpha);
 }
 
 at::Tensor bmm(const at::Tensor& a, const at::Tensor& b) {
   PlainGuard guard;
-  return at::bmm(gemm_value(a, "aten::bmm"), gemm_value(b, "aten::bmm"));
+  return at::bmm(dequantized_codes(a, "aten::bmm"), dequantized_codes(b, "aten::bmm"));
 }
 
 }  // namespace

@@ -3,6 +3,9 @@
 
 #include <ATen/ATen.h>
 
+#include <span>
+#include <string_view>
+
 #include "kernels/linear.h"
 
 namespace qshard {
@@ -12,5 +15,12 @@ namespace qshard {
 /// @throws c10::Error naming `op` if the weight is not quantized, not a window of whole rows, or
 /// has an update pending that only a collective can flush.
 WeightOperand weight_operand(const at::Tensor& weight, const char* op);
+
+/// What a gathered weight serves reads codes, master or not, so that one process, DDP and FSDP2
+/// agree: linear, mm, addmm, bmm, and of the operators that have no kernel here these arguments.
+/// Every other operator reads the value.
+std::span<const std::string_view> arguments_read_as_codes(std::string_view op);
+/// The values that such an argument stands for: dequantized codes, in the nominal dtype.
+at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op);
 
 }  // namespace qshard

@@ -1,5 +1,6 @@
 // What checkpoints, pickles and deepcopy take a quantized tensor apart into.
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 #include <torch/library.h>
 
 #include "dispatch/flush.h"
@@ -115,10 +116,24 @@ Tensor copy_buffer(const Tensor& self) {
   return make_tensor(std::move(copy), {buffer.layout().rows, buffer.layout().cols});
 }
 
+/// What _to_copy does not do for tensors that are to be values: quantized in a wider dtype, and on
+/// meta, where BackendSelect leads past us. Codes, placement and state are kept.
+Tensor copy_to(const Tensor& self, at::ScalarType dtype, at::Device device) {
+  QuantizedBuffer& buffer = buffer_of(self);
+  TORCH_CHECK_TYPE(is_value_dtype(dtype),
+                   fmt::format("qshard::_copy_to: a quantized tensor cannot be {}; it can be "
+                               "float32, bfloat16 or float16",
+                               c10::toString(dtype)));
+  c10::OptionalDeviceGuard device_guard(device.is_meta() ? self.device() : device);
+  auto copy = buffer.copy({dtype, device});
+  return make_tensor(std::move(copy), self.sizes(), self.strides(), self.storage_offset());
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_copy_buffer", &copy_buffer);
+  m.impl("_copy_to", &copy_to);
   m.impl("_export_view", &export_view);
   m.impl("_is_export", &is_export);
   m.impl("_has_pending_update", &has_pending_update);

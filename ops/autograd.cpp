@@ -211,7 +211,10 @@ OptionalTensor master_autograd(const Tensor& self) {
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only, std::optional<c10::string_view> format) {
-  return LinearFunction::apply(input, weight, bias, weight_only, at::GradMode::is_enabled(),
+  const Tensor quantized = is_quantized_on_use(weight, format)
+                               ? quantize_autograd(weight, *format, false, std::nullopt, 0)
+                               : weight;
+  return LinearFunction::apply(input, quantized, bias, weight_only, at::GradMode::is_enabled(),
                                format);
 }
 

@@ -160,9 +160,29 @@ std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_vi
   return {codes.rows, codes.columns};
 }
 
+bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format) {
+  if (!format || has_key(weight) || weight.is_meta()) return false;
+  // Of what is traced, or a subclass, only its own kernels know what it is.
+  if (weight.key_set().has_any(c10::python_ks) ||
+      weight.key_set().has(c10::DispatchKey::Functionalize)) {
+    return false;
+  }
+  if (weight.is_leaf() && weight.requires_grad()) {
+    TORCH_WARN_ONCE(fmt::format(
+        "qshard::linear: the weight of a quantized module is a plain parameter, which is quantized "
+        "to {} at each use and gathered in full by FSDP2. Where it was assigned to stay, call "
+        "qshard.quantize_(model, recipe) again",
+        std::string(*format)));
+  }
+  return true;
+}
+
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only, std::optional<c10::string_view>) {
-  return std::get<0>(linear_forward_op(input, weight, bias, /*save_quantized_input=*/false,
+              bool weight_only, std::optional<c10::string_view> format) {
+  const Tensor quantized = is_quantized_on_use(weight, format)
+                               ? quantize(weight, *format, false, std::nullopt, 0)
+                               : weight;
+  return std::get<0>(linear_forward_op(input, quantized, bias, /*save_quantized_input=*/false,
                                        weight_only, std::nullopt, std::nullopt));
 }
 

@@ -56,6 +56,8 @@ class ShareInputCodes {
 /// quantizes the input by an operator of its own, once for all linears of one input.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               bool weight_only, std::optional<c10::string_view> format);
+/// Whether a module that knows its weight's format was given a plain weight, which it quantizes.
+bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format);
 /// aten::linear where autograd has no part: inference_mode.
 Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,

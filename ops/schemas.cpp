@@ -75,6 +75,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");
   m.def("_copy_buffer(Tensor self) -> Tensor");
+  m.def("_copy_to(Tensor self, ScalarType dtype, Device device) -> Tensor");
   m.def("_export_view(Tensor(a) self) -> Tensor(a)");
   m.def("_is_export(Tensor self) -> bool");
   m.def("_has_pending_update(Tensor self) -> bool");

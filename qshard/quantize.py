@@ -78,6 +78,9 @@ def quantize_(
         _check(parameter, format, keep_master, name)
     for name, parameter in weights:
         replace.replace(parameter, _quantized(parameter, format, keep_master, name))
+    for module in model.modules():
+        if type(module) is torch_nn.Embedding and is_quantized(module.weight):
+            module.__class__ = nn.Embedding
     for _, module in chosen:
         _prepare_module(module, weight_only)
         state.link(module)

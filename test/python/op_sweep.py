@@ -148,6 +148,8 @@ class Sweep:
             s
             for s in scanned
             if any(map(can_be_quantized, tree_flatten((s.input, s.args, s.kwargs))[0]))
+            # Embeddings with it write their weight, and look up what quantizing leaves of that.
+            and s.kwargs.get("max_norm") is None
         )
         usable = list(itertools.islice(usable, SAMPLES_PER_OP))
         if not usable and isinstance(self.op, UnaryUfuncInfo):

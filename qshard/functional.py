@@ -1,0 +1,97 @@
+"""Quantized linears under torch.func's transforms, which take no autograd function of C++."""
+
+import torch
+
+ops = torch.ops.qshard
+
+
+def linear_under_transforms(input, weight, bias, weight_only, format):
+    """qshard.nn.Linear within grad, vjp and vmap over inputs. Gradients of gradients, forward mode
+    and vmap over weights are errors."""
+    output = Linear.apply(input, Quantized.apply(weight, format), weight_only)
+    return output if bias is None else output + bias
+
+
+class Quantized(torch.autograd.Function):
+    """What is plain is quantized for this use; rounding passes the gradient straight through."""
+
+    @staticmethod
+    def forward(weight, format):
+        return weight.detach() if ops.is_quantized(weight) else ops.quantize(weight, format)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+    @staticmethod
+    def vmap(info, in_dims, weight, format):
+        refuse_batched(in_dims[0])
+        return Quantized.apply(weight, format), None
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(input, weight, weight_only):
+        return ops.linear_forward(input, weight, None, False, weight_only)[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        input, weight, ctx.weight_only = inputs
+        ctx.save_for_backward(input, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        grads = LinearBackward.apply(
+            grad, weight, input, needs_input, needs_weight, ctx.weight_only
+        )
+        return grads[0] if needs_input else None, grads[1] if needs_weight else None, None
+
+    @staticmethod
+    def vmap(info, in_dims, input, weight, weight_only):
+        refuse_batched(in_dims[1])
+        return Linear.apply(input.movedim(in_dims[0], 0), weight, weight_only), 0
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "qshard.nn.Linear: forward-mode differentiation is not supported for quantized weights"
+        )
+
+
+class LinearBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(grad, weight, input, needs_input, needs_weight, weight_only):
+        return ops.linear_backward(
+            grad, weight, input, False, needs_input, needs_weight, weight_only
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            "qshard.nn.Linear: double backward is not supported for quantized weights"
+        )
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        raise NotImplementedError(
+            "qshard.nn.Linear: gradients of a quantized linear under vmap (per-sample gradients) are "
+            "not supported; compute them one after the other"
+        )
+
+
+def refuse_batched(dim):
+    if dim is not None:
+        raise NotImplementedError(
+            "qshard.nn.Linear: vmap over weights is not supported for quantized linears; "
+            "torch.func.stack_module_state needs plain ones (qshard.dequantize_)"
+        )

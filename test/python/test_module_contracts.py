@@ -1,0 +1,251 @@
+"""What torch does to modules, done to quantized ones: moves and casts, weights that are computed or given,
+torch.func, tied embeddings."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dist_helpers import on_worlds
+from helpers import assert_same, ops, rounded, value, weight
+from torch import nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import qshard
+
+RECIPE = qshard.Float8BlockScaling()
+X = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
+
+
+def mlp(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8)).to(dtype)
+
+
+def quantized(dtype=torch.float32, recipe=RECIPE, **kwargs):
+    return qshard.quantize_(mlp(dtype), recipe, **kwargs)
+
+
+# ------------------------------------------------------------------------------ moves and casts
+
+
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("recipe", [RECIPE, qshard.DelayedScaling(), qshard.NVFP4BlockScaling()], ids=lambda r: r.format)
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.float(),
+        lambda m: m.half().float(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.to("cpu", torch.float32),
+    ],
+    ids=["float", "half-float", "bfloat16", "to"],
+)
+def test_casts_leave_weights_quantized(move, recipe, keep_master):
+    model = quantized(torch.bfloat16, recipe, keep_master=keep_master)
+    weight, before = model[0].weight, copy.deepcopy(model[0].weight)
+    dtype = move(mlp(torch.bfloat16))[0].weight.dtype
+    move(model)
+    assert model[0].weight is weight and qshard.is_quantized(weight) and weight.dtype == dtype
+    # Without a master the codes stand for the value, in whatever dtype.
+    before = before.detach()
+    expected = value(before).to(dtype) if keep_master else ops.dequantize(before, dtype=dtype)
+    assert torch.equal(value(weight), expected)
+    codes = [ops.codes(w.detach()).view(torch.uint8) for w in (weight, before)]
+    assert torch.equal(*codes)
+    model(X.to(dtype)).sum().backward()
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")])
+def test_meta_leaves_weights_quantized(move):
+    model = move(quantized())
+    assert model[0].weight.is_meta and ops.is_quantized(model[0].weight)
+    model.to_empty(device="cpu").load_state_dict(mlp().state_dict())
+    assert torch.equal(model(X), quantized()(X))
+
+
+def test_double_says_what_to_do():
+    model = quantized()
+    with pytest.raises(TypeError, match=r"cannot become torch.float64.*qshard.dequantize_\(model\)"):
+        model.double()
+    assert qshard.is_quantized(model[0].weight)
+
+
+def test_a_tied_embedding_stays_tied_through_casts():
+    model = tied(torch.bfloat16).float()
+    assert model.embedding.weight is model.head.weight and qshard.is_quantized(model.head.weight)
+
+
+# ---------------------------------------------------------------------- plain weights in modules
+
+
+def plain_twin_of_codes(values):
+    return rounded(values.detach(), RECIPE.format)
+
+
+def given_by_functional_call(model):
+    weight = torch.randn(48, 32)
+    return weight, lambda: functional_call(model, {"0.weight": weight}, X)
+
+
+def computed_by_weight_norm(model):
+    parametrizations.weight_norm(model[0])
+    return model[0].weight, lambda: model(X)
+
+
+def computed_by_a_parametrization(model):
+    parametrize.register_parametrization(model[0], "weight", nn.Tanh(), unsafe=True)
+    return model[0].weight, lambda: model(X)
+
+
+def pruned(model):
+    prune.l1_unstructured(model[0], "weight", 0.3)
+    return model[0].weight, lambda: model(X)
+
+
+def assigned(model):
+    model[0].weight = nn.Parameter(torch.randn(48, 32))
+    return model[0].weight, lambda: model(X)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["grad", "inference"])
+@pytest.mark.parametrize(
+    "give",
+    [given_by_functional_call, computed_by_weight_norm, computed_by_a_parametrization, pruned, assigned],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.filterwarnings("ignore:.*plain parameter, which is quantized")
+def test_plain_weights_are_quantized_on_use(give, inference):
+    model = quantized()
+    weight, call = give(model)
+    with torch.inference_mode() if inference else contextlib.nullcontext():
+        output = call()
+    hidden = F.gelu(F.linear(X, plain_twin_of_codes(weight), model[0].bias))
+    assert torch.equal(output, F.linear(hidden, ops.dequantize(model[2].weight), model[2].bias))
+
+
+def test_gradients_pass_straight_through_to_what_computes_a_weight():
+    model = quantized()
+    scale = torch.full((48, 1), 1.5, requires_grad=True)
+    base = torch.randn(48, 32)
+    functional_call(model[0], {"weight": base * scale}, X).sum().backward()
+    assert torch.equal(scale.grad, (torch.ones(7, 48).t() @ X * base).sum(1, keepdim=True))
+
+
+# --------------------------------------------------------------------------------- torch.func
+
+
+def loss(model, parameters, x):
+    return functional_call(model, parameters, x).square().mean()
+
+
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+def test_func_grad_gives_the_gradients_of_backward(keep_master):
+    model = quantized(keep_master=keep_master)
+    loss(model, {}, X).backward()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    grads = torch.func.grad(lambda p: loss(model, p, X))(parameters)
+    for name, parameter in model.named_parameters():
+        assert_same(grads[name], parameter.grad)
+    x_grad = torch.func.grad(lambda x: loss(model, {}, x))(X)
+    leaf = X.clone().requires_grad_()
+    loss(model, {}, leaf).backward()
+    assert_same(x_grad, leaf.grad)
+    assert_same(torch.func.vjp(model, X)[0], model(X))
+    assert_same(torch.func.vmap(model)(X.view(7, 1, 32)).view(7, 8), model(X))
+
+
+@pytest.mark.parametrize(
+    "call,match",
+    [
+        (lambda m: torch.func.grad(lambda x: torch.func.grad(lambda y: loss(m, {}, y))(x).sum())(X),
+         "double backward is not supported"),
+        (lambda m: torch.func.jvp(m, (X,), (X,)), "forward-mode"),
+        (lambda m: torch.func.vmap(torch.func.grad(lambda x: loss(m, {}, x)))(X), "under vmap"),
+        (lambda m: torch.func.vmap(lambda w: functional_call(m[0], {"weight": w}, X))(torch.randn(2, 48, 32)),
+         "vmap over weights"),
+    ],
+    ids=["twice", "forward-mode", "per-sample", "vmap-weights"],
+)
+def test_transforms_that_are_not_supported_say_so(call, match):
+    with pytest.raises((NotImplementedError, RuntimeError), match=match):
+        call(quantized())
+
+
+# ---------------------------------------------------- what a gathered weight serves reads codes
+
+INDEX = torch.tensor([[3, 3, 7], [0, 19, 1]])
+SERVED = {
+    "linear": lambda w: F.linear(X, w),
+    "mm": lambda w: X @ w.t(),
+    "mv": lambda w: w @ X[0],
+    "bmm": lambda w: torch.ones(2, 3, 20) @ w,
+    "baddbmm": lambda w: torch.baddbmm(torch.ones(1), torch.ones(2, 3, 32), w.view(2, 10, 32).mT),
+    "embedding": lambda w: F.embedding(INDEX, w),
+    "embedding_bag": lambda w: F.embedding_bag(INDEX, w, mode="sum"),
+    "conv2d": lambda w: F.conv2d(torch.ones(1, 32, 3, 3), w.view(20, 32, 1, 1)),
+    "conv1d": lambda w: F.conv1d(torch.ones(1, 8, 9), w.view(20, 8, 4)),
+}
+
+
+@pytest.mark.parametrize("fmt", ["float8_blockwise", "nvfp4"])
+@pytest.mark.parametrize("op", SERVED)
+def test_served_operators_read_codes_and_others_the_value(op, fmt):
+    q = ops.quantize(weight(20, 32), fmt, keep_master=True)
+    codes = ops.dequantize(q).requires_grad_()
+    leaf = q.detach().requires_grad_()
+    outputs = SERVED[op](leaf), SERVED[op](codes)
+    assert_same(*(o.detach() for o in outputs))
+    for output in outputs:
+        output.square().sum().backward()
+    assert_same(leaf.grad, codes.grad)
+    assert_same((q + 1), value(q) + 1)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+def tied(dtype=torch.float32, **kwargs):
+    torch.manual_seed(0)
+    return qshard.quantize_(Tied().to(dtype), RECIPE, **kwargs)
+
+
+def trained_losses(wrap):
+    from dist_helpers import full_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = tied()
+    if wrap == "ddp":
+        model = DistributedDataParallel(model)
+    elif wrap == "fsdp2":
+        fully_shard(model, mesh=full_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, index = [], torch.arange(12).view(3, 4)
+    for _ in range(3):
+        output = model(index)
+        losses.append(F.cross_entropy(output.view(12, 40), index.view(-1)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [l.item() for l in losses]
+
+
+def tied_losses():
+    losses = {wrap: trained_losses(wrap) for wrap in ("alone", "ddp", "fsdp2")}
+    assert losses["alone"] == losses["ddp"] == losses["fsdp2"], losses
+
+
+@on_worlds(2, devices=("cpu",))
+def test_a_tied_embedding_is_the_same_in_one_process_ddp_and_fsdp2(world):
+    world.run(tied_losses)
