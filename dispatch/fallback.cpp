@@ -159,6 +159,20 @@ void refuse_what_cannot_fall_back(const c10::OperatorHandle& op, const std::stri
                           name));
 }
 
+/// Merging an adapter into a frozen weight, say, which is then taken out again. `.data` of a weight
+/// that is trained looks frozen too; the warning is as true of it.
+void warn_of_rounded_sum(const std::string& op, const at::Tensor& tensor) {
+  if ((op != "aten::add_" && op != "aten::sub_") || !has_key(tensor)) return;
+  const QuantizedBuffer& buffer = buffer_of(tensor);
+  if (buffer.keeps_master() || tensor.requires_grad()) return;
+  if (buffer.layout().format->stochastic_rounding) return;
+  TORCH_WARN_ONCE(fmt::format(
+      "{}: the sum is rounded to {} codes, and taking the summand away again does not bring the "
+      "weight back. Where that matters, as in merging and unmerging adapters, use "
+      "quantize_(keep_master=True), or qshard.dequantize_(model) before",
+      op, buffer.layout().format->name));
+}
+
 }  // namespace
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -186,7 +200,9 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
         }
         if (is_code_read) return dequantized_codes(tensor, name.c_str());
         if (!written) return substitution.read(tensor);
-        return argument.is_out() ? substitution.out(tensor) : substitution.write(tensor);
+        if (argument.is_out()) return substitution.out(tensor);
+        warn_of_rounded_sum(schema.name(), tensor);
+        return substitution.write(tensor);
       });
     }
     runs = true;

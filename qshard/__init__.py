@@ -5,6 +5,7 @@ import importlib.metadata
 
 from qshard._library import library_path  # loads the library
 from qshard import nn, ops, serialization
+from qshard.dequantize import dequantize_
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.recipes import (
     DelayedScaling,
@@ -27,6 +28,7 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "backend_report",
+    "dequantize_",
     "flush",
     "is_quantized",
     "library_path",

@@ -1,5 +1,6 @@
 """quantize_: make a model's weights quantized parameters."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from qshard import nn, replace, state
 
 ops = torch.ops.qshard
+_ADAPTERS = {"lora_A", "lora_B"}
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -46,8 +48,9 @@ def quantize_(
     stochastic_rounding: for keep_master=False: round what optimizer steps make up or down at random,
         to the value on average, so that small updates add up. torch.manual_seed, called with one
         seed on all ranks, reproduces it on any mesh and device; a checkpoint holds its count.
-    filter_fn(module, name): which nn.Linear to quantize; all by default. Call quantize_ again for
-        modules that are to have another recipe.
+    filter_fn(module, name): which nn.Linear to quantize; all by default, and a warning then names
+        matrices in modules of other kinds, which stay plain. Call quantize_ again for modules that
+        are to have another recipe.
 
     On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
     Nothing is changed by wrong arguments, nor where a weight is in use by a graph that is alive or is
@@ -85,6 +88,9 @@ def quantize_(
         _prepare_module(module, weight_only)
         state.link(module)
     flush(model)
+    _warn_of_adapters(chosen)
+    if filter_fn is None:
+        _warn_of_what_is_left(model)
     return model
 
 
@@ -122,6 +128,45 @@ def _format_of(recipe, stochastic_rounding) -> str:
     if stochastic_rounding:
         format = f"{format[:-1]},stochastic]" if format.endswith("]") else f"{format}[stochastic]"
     return format
+
+
+def _warn_of_adapters(chosen):
+    adapters = [name for name, _ in chosen if _ADAPTERS & set(name.split("."))]
+    if adapters:
+        warnings.warn(
+            f"qshard.quantize_: {_some(adapters)} look like LoRA adapters, small matrices that are "
+            "trained in full precision beside frozen weights; leave them out by filter_fn, or "
+            "quantize the model before the adapters are added",
+            stacklevel=3,
+        )
+
+
+def _warn_of_what_is_left(model):
+    """Parameters like those of linears: experts of (experts, rows, columns), a matrix that a module
+    of its own kind multiplies by."""
+    left = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith("torch.nn.") and kind is not torch_nn.MultiheadAttention:
+            continue  # convolutions, embeddings, norms
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or is_quantized(parameter) or parameter.dim() < 2:
+                continue
+            is_stack = parameter.dim() > 2 and parameter.shape[0] > 1
+            is_matrix = parameter.dim() == 2 and attribute.endswith("weight")
+            if (is_stack or is_matrix) and min(parameter.shape[-2:]) >= 16:
+                left.append(f"{name}.{attribute}".lstrip("."))
+    if left:
+        warnings.warn(
+            f"qshard.quantize_: {_some(left)} look like weights and were left plain: only those of "
+            "nn.Linear are quantized. filter_fn=lambda module, name: True says that this is meant",
+            stacklevel=3,
+        )
+
+
+def _some(names, count=4):
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
 
 
 def _named_weights(model, chosen):
@@ -196,9 +241,19 @@ def _prepare_module(module, weight_only):
     if isinstance(module, nn.Linear):
         module.weight_only = weight_only
         module.weight_format = ops.format(local_of(module.weight))
-    if not getattr(module, "_qshard_load_hook", False):
-        module.register_load_state_dict_pre_hook(_quantize_on_assign)
-        module._qshard_load_hook = True
+    if not hasattr(module, "_qshard_load_hook"):
+        module._qshard_load_hook = module.register_load_state_dict_pre_hook(_quantize_on_assign)
+
+
+def forget_module(module):
+    """Undoes what quantize_ did to a module."""
+    plain = {nn.Linear: torch_nn.Linear, nn.Embedding: torch_nn.Embedding}
+    module.__class__ = plain.get(type(module), type(module))
+    for name in ("weight_only", "weight_format"):
+        module.__dict__.pop(name, None)
+    hook = module.__dict__.pop("_qshard_load_hook", None)
+    if hook is not None:
+        hook.remove()
 
 
 def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):

@@ -12,7 +12,7 @@ from torch.utils import swap_tensors
 
 def check_model(model: nn.Module, function: str) -> None:
     """Raises if somebody keeps this model's parameters in another form than Python objects."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -20,8 +20,10 @@ def check_model(model: nn.Module, function: str) -> None:
                 f"{function}: DistributedDataParallel collects the gradients of the tensors it was "
                 f"made of; call {function.split('.')[-1]} before DistributedDataParallel(model)"
             )
-        # FSDP2's root flag is read if it is there (pytorch has no public name for it).
-        state = fully_shard.state(module) if hasattr(fully_shard, "state") else None
+        # FSDP2's root flag is read if it is there (pytorch has no public name for it). Asked of other
+        # modules, `state` would give them one.
+        has_state = isinstance(module, FSDPModule) and hasattr(fully_shard, "state")
+        state = fully_shard.state(module) if has_state else None
         if getattr(state, "_is_root", None) is not None:
             raise RuntimeError(
                 f"{function}: this model has run a forward under fully_shard, and FSDP2 keeps what "

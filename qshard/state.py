@@ -20,9 +20,16 @@ def link(module: torch.nn.Module) -> None:
     tensors = _tensors(module)
     for name, tensor in tensors.items():
         module.register_buffer(f"weight_{name}", tensor)
-    if tensors and not getattr(module, "_qshard_state_hook", False):
-        module.register_state_dict_pre_hook(_link_before)
-        module._qshard_state_hook = True
+    if tensors and not hasattr(module, "_qshard_state_hook"):
+        module._qshard_state_hook = module.register_state_dict_pre_hook(_link_before)
+
+
+def unlink(module: torch.nn.Module) -> None:
+    """Takes the state out of a module whose weight is about to be plain."""
+    if "_qshard_state_hook" in module.__dict__:
+        for name in _tensors(module):
+            delattr(module, f"weight_{name}")
+        module.__dict__.pop("_qshard_state_hook").remove()
 
 
 def _link_before(module, *_):

@@ -1,0 +1,50 @@
+"""dequantize_: the way back from quantize_."""
+
+import torch
+from _qshard_hooks import local_of
+from torch import nn as torch_nn
+from torch.distributed.tensor import DTensor
+
+from qshard import nn, replace, state
+from qshard.moves import with_local
+from qshard.quantize import forget_module, is_quantized
+
+ops = torch.ops.qshard
+
+
+def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
+    """Makes every quantized parameter of a model a plain one again, in place, and returns the model.
+
+    The parameters stay the objects that they are, and modules become those of torch.nn again. Values
+    are those of the masters, and without a master what the codes stand for, in the parameter's dtype:
+    what a model trained without masters computed, but for the rounding of activations.
+
+    model: as for `quantize_`, and refused by the same named errors before anything is changed: under
+        `fully_shard` before its first forward, before DistributedDataParallel(model), no weight in
+        use by a graph that is alive.
+    """
+    replace.check_model(model, "qshard.dequantize_")
+    weights = [(name, p) for name, p in model.named_parameters() if is_quantized(p)]
+    for name, parameter in weights:
+        replace.check(parameter, name, "qshard.dequantize_")
+    modules = [m for m in model.modules() if any(is_quantized(p) for p in _own(m))]
+    for module in modules:
+        state.unlink(module)
+    for _, parameter in weights:
+        replace.replace(parameter, _plain(parameter))
+    for module in modules:
+        forget_module(module)
+    return model
+
+
+def _own(module):
+    return (p for p in module._parameters.values() if p is not None)
+
+
+def _plain(parameter):
+    local = local_of(parameter).detach()
+    with torch.no_grad():
+        values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        if not local.is_meta:
+            values.copy_(local)
+    return with_local(values, parameter) if isinstance(parameter, DTensor) else values
