@@ -84,6 +84,23 @@ bool shares_input_codes(const Tensor& input);
 /// x (M, K) as the values that wgrad contracts along M: kernels/block_scaled_operand.h.
 Tensor transposed_operand(const Tensor& x, bool hadamard);
 
+// ops/gradients.cpp (kernels/gradient_message.h)
+/// `values`, of any shape, as uint8 messages (chunks, bytes) of `chunk_numel` values each; zeros
+/// where values are missing. `rounding`: null for nearest even, or int32 (key_low, key_high,
+/// count).
+Tensor quantize_gradients(const Tensor& values, c10::string_view format, int64_t chunks,
+                          int64_t chunk_numel, const OptionalTensor& rounding, int64_t first_word);
+/// out = sums of uint8 messages (chunks, peers, bytes) over peers, in fp32 and in their order,
+/// times `factor`; chunk by chunk, as far as `out` goes.
+void sum_gradients(const Tensor& messages, c10::string_view format, int64_t chunk_numel,
+                   const Tensor& out, double factor);
+int64_t gradient_message_bytes(c10::string_view format, int64_t numel);
+Tensor quantize_gradients_meta(const Tensor& values, c10::string_view format, int64_t chunks,
+                               int64_t chunk_numel, const OptionalTensor& rounding,
+                               int64_t first_word);
+void sum_gradients_meta(const Tensor& messages, c10::string_view format, int64_t chunk_numel,
+                        const Tensor& out, double factor);
+
 // ops/traced.cpp
 /// A quantized tensor on the meta device with the layout of the whole buffer behind `self`.
 Tensor meta_twin(const Tensor& self);

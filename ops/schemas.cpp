@@ -49,6 +49,15 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
 
+  // Gradients on the wire.
+  m.def(
+      "quantize_gradients(Tensor values, str format, int chunks, int chunk_numel, *, "
+      "Tensor? rounding=None, int first_word=0) -> Tensor");
+  m.def(
+      "sum_gradients(Tensor messages, str format, int chunk_numel, Tensor(a!) out, *, "
+      "float factor=1.) -> ()");
+  m.def("_gradient_message_bytes(str format, int numel) -> int");
+
   // Tracing, for fsdp/fakes.py.
   m.def("_meta_twin(Tensor self) -> Tensor");
   m.def("_plane_copy(Tensor self, str plane) -> Tensor?");
@@ -116,6 +125,10 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_shares_input_codes", &shares_input_codes);
   m.impl("_transposed_operand", &transposed_operand);
 
+  m.impl("quantize_gradients", &quantize_gradients);
+  m.impl("sum_gradients", &sum_gradients);
+  m.impl("_gradient_message_bytes", &gradient_message_bytes);
+
   m.impl("_meta_twin", &meta_twin);
   m.impl("_plane_copy", &plane_copy);
 
@@ -139,6 +152,8 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("quantize_input", &quantize_input_meta);
   m.impl("linear_backward", &linear_backward_meta);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_meta);
+  m.impl("quantize_gradients", &quantize_gradients_meta);
+  m.impl("sum_gradients", &sum_gradients_meta);
 }
 
 TORCH_LIBRARY_IMPL(qshard, Autograd, m) {

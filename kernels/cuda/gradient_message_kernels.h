@@ -1,0 +1,13 @@
+// Launchers of the kernels behind kernels/gradient_message.h.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/gradient_message.h"
+
+namespace qshard::cuda {
+
+cudaError_t launch_encode_messages(const EncodeMessagesTask& task, cudaStream_t stream);
+cudaError_t launch_sum_messages(const SumMessagesTask& task, cudaStream_t stream);
+
+}  // namespace qshard::cuda
