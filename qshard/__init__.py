@@ -6,6 +6,7 @@ import importlib.metadata
 from qshard._library import library_path  # loads the library
 from qshard import nn, ops, serialization
 from qshard.dequantize import dequantize_
+from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.recipes import (
     DelayedScaling,
@@ -28,6 +29,7 @@ __all__ = [
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "backend_report",
+    "ddp_comm_hook",
     "dequantize_",
     "flush",
     "is_quantized",
@@ -36,6 +38,7 @@ __all__ = [
     "nn",
     "ops",
     "quantize_",
+    "reduce_gradients_",
     "report",
     "serialization",
     "trace_fallbacks",

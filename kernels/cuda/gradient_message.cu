@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kPeersAtOnce = 4;  // whose codes are under way together
+constexpr int kVectorsAtOnce = 8;  // of codes under way together
 
 /// A format's types.
 template <typename CodeType, RowScale kScale, int kValues>
@@ -227,6 +227,7 @@ __global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ SumArgum
   using Codes = VectorBytes<Code, Value>;
   constexpr int kVectors = Tile::kVectors;
   constexpr int kSize = Tile::kSize;
+  constexpr int kPeersAtOnce = kVectorsAtOnce / kVectors;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kMessageTile;
   const uint8_t* message = task.messages + blockIdx.y * (task.peers * task.bytes);
 

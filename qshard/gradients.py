@@ -1,0 +1,339 @@
+"""Gradients in one byte, or half of one, on the wire: under FSDP2 and under DDP.
+
+A reduce-scatter becomes: quantize what each rank is to get into one message, an all-to-all of the
+messages' bytes, and their sum in fp32, in the order of ranks. Format of a message:
+kernels/gradient_message.h.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+ops = torch.ops.qshard
+FORMATS = ("float8", "mxfp8", "nvfp4")
+_ROUNDINGS = ("nearest", "stochastic")
+_BUFFER = "gradient_rounding"  # of a module whose gradients are rounded stochastically
+_COMM = "_qshard_reduce_scatter"
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # parts of names that wrappers add
+
+
+class Quantizer:
+    """What makes messages of one stream of gradients. `rounding`: None for nearest even, else a
+    function that gives the int32 tensor (key_low, key_high, count) of stochastic rounding."""
+
+    def __init__(self, format: str, rounding: Callable[[], torch.Tensor] | None):
+        self.format, self.rounding = format, rounding
+
+    def __call__(self, values: torch.Tensor, chunks: int, chunk_numel: int) -> torch.Tensor:
+        """(chunks, bytes): `values` as messages of `chunk_numel` values each, zeros after the last.
+        Each counts once, and has random words that no other rank has at that count."""
+        if self.rounding is None:
+            return ops.quantize_gradients(values, self.format, chunks, chunk_numel)
+        state = self.rounding()
+        messages = ops.quantize_gradients(
+            values,
+            self.format,
+            chunks,
+            chunk_numel,
+            rounding=state.to(values.device),
+            first_word=dist.get_rank() * chunks * _round_up(chunk_numel, 4),
+        )
+        state[2] += 1
+        return messages
+
+
+class QuantizedReduceScatter(ReduceScatter):
+    """FSDP2's reduction of one group of parameters, with messages of `format` on the wire."""
+
+    def __init__(self, format: str, rounding: Callable[[], torch.Tensor] | None = None):
+        self.format = format
+        self.quantize = Quantizer(format, rounding)
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """Work is ordered on the current stream, and the input's memory is used up."""
+        world, numel = group.size(), output_tensor.numel()
+        _check_dtype(input_tensor)
+        factor = _factor(op, world)
+        if input_tensor.numel() != world * numel:
+            raise ValueError(
+                f"qshard: a reduce-scatter of {input_tensor.numel()} gradients over {world} ranks "
+                f"does not give {numel}"
+            )
+        if numel == 0:
+            return
+        messages = self.quantize(input_tensor, world, numel)
+        # Nobody needs the input any more, and FSDP2 keeps it until the reduction is over: received
+        # messages lie there, so that at no time there is more memory in use than without us.
+        free = input_tensor.view(-1).view(torch.uint8)
+        if free.numel() >= messages.numel() and free.data_ptr() % 16 == 0:
+            received = free[: messages.numel()].view_as(messages)
+        else:
+            received = torch.empty_like(messages)
+        dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
+        ops.sum_gradients(received[None], self.format, numel, output_tensor, factor=factor)
+
+
+class DDPHook:
+    """A communication hook of DistributedDataParallel; see ddp_comm_hook()."""
+
+    def __init__(self, format: str, rounding: str):
+        _check_names("ddp_comm_hook", format, rounding)
+        self.format = format
+        self._state = _rounding_state("ddp") if rounding == "stochastic" else None
+        self._quantize = Quantizer(format, None if self._state is None else self._on_device)
+        self._device = torch.device("cpu")
+        self._stream = None
+        self.__name__ = self.__qualname__ = f"qshard_{format}"  # DDP logs it
+
+    def __call__(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket):
+        """The mean of a bucket's gradients, the same bits on every rank."""
+        group = group or dist.group.WORLD
+        buffer = bucket.buffer()
+        _check_dtype(buffer)
+        self._device = buffer.device
+        future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        if group.size() == 1:
+            _say_once("DDP on one rank reduces nothing")
+            future.set_result(buffer)
+            return future
+        if not buffer.is_cuda:
+            self._reduce(buffer, group)
+            future.set_result(buffer)
+            return future
+        # Of our own, so that backward goes on meanwhile; the future is done when the stream is.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(buffer.device)
+        self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(self._stream):
+            self._reduce(buffer, group)
+            future.set_result(buffer)
+        return future
+
+    def _reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+        world = group.size()
+        # Chunks of whole blocks, so that addresses are aligned; the last ranks' may be short.
+        numel = _round_up(-(-buffer.numel() // world), 128)
+        messages = self._quantize(buffer, world, numel)
+        received = torch.empty_like(messages)
+        dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
+        mean = buffer.new_empty(numel, dtype=torch.float32)
+        ops.sum_gradients(received[None], self.format, numel, mean, factor=1 / world)
+        message = self._quantize(mean, 1, numel)
+        gathered = received  # as many bytes, and read by now
+        dist.all_gather_into_tensor(gathered.view(-1), message.view(-1), group=group)
+        ops.sum_gradients(gathered[:, None], self.format, numel, buffer)
+
+    def _on_device(self) -> torch.Tensor:
+        self._state = self._state.to(self._device)
+        return self._state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {} if self._state is None else {_BUFFER: self._state}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        if self._state is not None and _BUFFER in state_dict:
+            self._state.copy_(state_dict[_BUFFER])
+
+
+def reduce_gradients_(
+    model: nn.Module,
+    format: str | None,
+    *,
+    rounding: str = "nearest",
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> nn.Module:
+    """Lets FSDP2 reduce a model's gradients in few bits, and returns the model.
+
+    model: after `fully_shard`; its weights may be quantized or not.
+    format: "float8" (1.008 bytes per gradient and peer), "mxfp8" (1.031), "nvfp4" (0.564), or None for
+        stock FSDP2 again.
+    rounding: "stochastic" rounds to the value on average, with bits of its own on every rank;
+        torch.manual_seed reproduces it, and the modules' buffers `gradient_rounding` hold its count.
+    filter_fn(module, name): which modules that `fully_shard` was called with; all by default.
+
+    Gradients are quantized in what FSDP2 reduces (`reduce_dtype`), in blocks of the flat buffer it
+    makes of a group's parameters, summed in fp32 in the order of ranks and rounded once. NaN and
+    infinity arrive as NaN, and so does what shares their block. Between HSDP's replicas gradients travel
+    as before. Call it on all ranks alike; nothing is changed by wrong arguments.
+
+    Raises: ValueError for unknown names, if no sharded module was chosen, or, in backward and on every
+    rank, for gradients that are not float32, bfloat16 or float16 and reductions other than sums.
+    """
+    if format is not None:
+        _check_names("reduce_gradients_", format, rounding)
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "qshard.reduce_gradients_: of DistributedDataParallel, register a hook instead: "
+            "model.register_comm_hook(None, qshard.ddp_comm_hook(format))"
+        )
+    owners = {owner for owner, _ in _owned_parameters(model)}
+    chosen = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+        and module in owners
+        and (filter_fn is None or filter_fn(module, name))
+    ]
+    if not chosen:
+        raise ValueError(
+            "qshard.reduce_gradients_: no module that fully_shard was called with was chosen; call it "
+            "after fully_shard, and check filter_fn"
+        )
+    if format is not None and all(sharding_ranks(p) == 1 for p in model.parameters()):
+        _say_once("reduce_gradients_ does nothing: no parameter is sharded over several ranks")
+        return model
+    for name, module in chosen:
+        if format is None:
+            _undo(module)
+            continue
+        if rounding == "stochastic":
+            if not hasattr(module, _BUFFER):
+                device = next((p.device for p in module.parameters()), torch.device("cpu"))
+                module.register_buffer(_BUFFER, _rounding_state(name).to(device))
+            comm = QuantizedReduceScatter(format, _BufferOf(module))
+        else:
+            _drop_buffer(module)
+            comm = QuantizedReduceScatter(format)
+        module.set_custom_reduce_scatter(comm)
+        setattr(module, _COMM, comm)
+    return model
+
+
+def ddp_comm_hook(format: str, *, rounding: str = "nearest") -> DDPHook:
+    """A hook that lets DistributedDataParallel reduce its gradients in few bits:
+
+    >>> model.register_comm_hook(None, qshard.ddp_comm_hook("float8"))
+
+    The first argument may be the process group, else the default one. Formats and rounding as in
+    reduce_gradients_. Gradients are quantized twice: before ranks sum their part of a bucket in fp32,
+    and the mean, which they gather; all ranks have the same bits of it. The hook's state_dict() holds
+    the count of stochastic rounding; load_state_dict() takes it back.
+    """
+    return DDPHook(format, rounding)
+
+
+def reduction_formats(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The format in which each parameter's gradient is reduced; others are not in the dict."""
+    return {
+        param: getattr(module, _COMM).format
+        for module, param in _owned_parameters(model)
+        if hasattr(module, _COMM)
+    }
+
+
+def sharding_ranks(param: torch.Tensor) -> int:
+    """Over how many ranks a parameter is sharded, by FSDP2 or otherwise."""
+    ranks = 1
+    if isinstance(param, DTensor):
+        for size, placement in zip(param.device_mesh.shape, param.placements):
+            ranks *= 1 if placement.is_replicate() or placement.is_partial() else size
+    return ranks
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Each parameter with the module by which `fully_shard` owns it, the innermost around it."""
+
+    def walk(module, owner):
+        owner = module if isinstance(module, FSDPModule) else owner
+        for param in module.parameters(recurse=False):
+            yield owner, param
+        for child in module.children():
+            yield from walk(child, owner)
+
+    return walk(model, None)
+
+
+class _BufferOf:
+    """Gives the rounding state that a module has now: loading and moving may replace it."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __call__(self) -> torch.Tensor:
+        return getattr(self.module, _BUFFER)
+
+
+def _undo(module: nn.Module) -> None:
+    if hasattr(module, _COMM):
+        module.set_custom_reduce_scatter(DefaultReduceScatter())
+        delattr(module, _COMM)
+    _drop_buffer(module)
+
+
+def _drop_buffer(module: nn.Module) -> None:
+    if hasattr(module, _BUFFER):
+        delattr(module, _BUFFER)
+
+
+def _rounding_state(name: str) -> torch.Tensor:
+    """(key_low, key_high, count) from torch's seed and a name."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    digest = hashlib.blake2b(f"{name}.{_BUFFER}".encode(), digest_size=8).digest()
+    key = (torch.initial_seed() + int.from_bytes(digest, "little")) % 2**62
+    return torch.tensor([key % 2**31, key >> 31, 0], dtype=torch.int32)
+
+
+def _factor(op: dist.ReduceOp, world: int) -> float:
+    """What a sum is multiplied by to give the reduction."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1 / world
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return float(op.__getstate__()[1])
+    raise ValueError(
+        f"qshard: gradients in few bits are summed, not reduced by {op}; qshard.reduce_gradients_(model, "
+        "None) goes back to plain reductions"
+    )
+
+
+def _check_dtype(gradients: torch.Tensor) -> None:
+    if gradients.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"qshard: gradients of {gradients.dtype} cannot travel in few bits, only of float32, "
+            "bfloat16 or float16; see MixedPrecisionPolicy(reduce_dtype=)"
+        )
+
+
+def _check_names(function: str, format: str, rounding: str) -> None:
+    if format not in FORMATS:
+        raise ValueError(
+            f"qshard.{function}: gradients do not travel as {format!r}; known are {', '.join(FORMATS)}"
+        )
+    if rounding not in _ROUNDINGS:
+        raise ValueError(
+            f"qshard.{function}: rounding is {' or '.join(map(repr, _ROUNDINGS))}, got {rounding!r}"
+        )
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(f"qshard: {text}", stacklevel=3)
+
+
+_said: set[str] = set()
+
+
+def _round_up(a: int, b: int) -> int:
+    return -(-a // b) * b
