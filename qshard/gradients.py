@@ -202,19 +202,12 @@ def reduce_gradients_(
         _say_once("reduce_gradients_ does nothing: no parameter is sharded over several ranks")
         return model
     for name, module in chosen:
-        if format is None:
-            _undo(module)
-            continue
-        if rounding == "stochastic":
-            if not hasattr(module, _BUFFER):
-                device = next((p.device for p in module.parameters()), torch.device("cpu"))
-                module.register_buffer(_BUFFER, _rounding_state(name).to(device))
-            comm = QuantizedReduceScatter(format, _BufferOf(module))
-        else:
-            _drop_buffer(module)
-            comm = QuantizedReduceScatter(format)
-        module.set_custom_reduce_scatter(comm)
-        setattr(module, _COMM, comm)
+        _undo(module)
+        if format is not None:
+            state = _ModuleRounding(module, name) if rounding == "stochastic" else None
+            comm = QuantizedReduceScatter(format, state)
+            module.set_custom_reduce_scatter(comm)
+            setattr(module, _COMM, comm)
     return model
 
 
@@ -262,26 +255,52 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Paramete
     return walk(model, None)
 
 
-class _BufferOf:
-    """Gives the rounding state that a module has now: loading and moving may replace it."""
+class _ModuleRounding:
+    """The rounding state of a module's gradients, on their device, and a buffer of the module for its
+    state_dict. What moves a module's buffers, or makes them anew out of nothing as `to_empty` does, does
+    not touch the state: the buffer is linked to it whenever a state_dict is made or loaded."""
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+    def __init__(self, module: nn.Module, name: str):
+        mesh = next(p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
+        device = torch.device(mesh.device_type)
+        self.state = _rounding_state(name).to(device)
+        self.hooks = [
+            module.register_state_dict_pre_hook(self._link),
+            module.register_load_state_dict_pre_hook(self._prepare_load),
+            module.register_load_state_dict_post_hook(self._after_load),
+        ]
+        self._link(module)
 
     def __call__(self) -> torch.Tensor:
-        return getattr(self.module, _BUFFER)
+        return self.state
+
+    def remove(self, module: nn.Module) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        delattr(module, _BUFFER)
+
+    def _link(self, module, *_):
+        module.register_buffer(_BUFFER, self.state)
+
+    def _prepare_load(self, module, state_dict, prefix, *_):
+        self._link(module)
+        state_dict.setdefault(prefix + _BUFFER, self.state)  # checkpoints without one load, too
+
+    def _after_load(self, module, *_):
+        buffer = getattr(module, _BUFFER)
+        if buffer is not self.state:  # assign=True
+            self.state.copy_(buffer)
+            self._link(module)
 
 
 def _undo(module: nn.Module) -> None:
-    if hasattr(module, _COMM):
-        module.set_custom_reduce_scatter(DefaultReduceScatter())
-        delattr(module, _COMM)
-    _drop_buffer(module)
-
-
-def _drop_buffer(module: nn.Module) -> None:
-    if hasattr(module, _BUFFER):
-        delattr(module, _BUFFER)
+    comm = getattr(module, _COMM, None)
+    if comm is None:
+        return
+    module.set_custom_reduce_scatter(DefaultReduceScatter())
+    if comm.quantize.rounding is not None:
+        comm.quantize.rounding.remove(module)
+    delattr(module, _COMM)
 
 
 def _rounding_state(name: str) -> torch.Tensor:

@@ -1,0 +1,426 @@
+"""Gradients in few bits under FSDP2 and DDP: bits of the oracle, wire bytes, and what goes on as before."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dist_helpers import device, full_mesh, gather_objects, on_worlds, shared_folder
+from dist_models import (
+    Model,
+    adamw,
+    batch,
+    build,
+    collectives,
+    local,
+    loss_of,
+    shard,
+    train,
+)
+from reference import gradient_message, stochastic
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import qshard
+from qshard.gradients import QuantizedReduceScatter
+
+FORMATS = tuple(gradient_message.FORMATS)
+AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+ERROR = {"float8": 0.04, "mxfp8": 0.04, "nvfp4": 0.14}  # relative, of a whole gradient
+
+
+def plain_model(rows=257, **kwargs):
+    torch.manual_seed(0)
+    return shard(Model(rows).to(device()), **kwargs)
+
+
+def gradients(model):
+    return {name: local(p.grad) * 1 for name, p in model.named_parameters()}
+
+
+def relative_error(got, want):
+    """Of all gradients of a model, over all ranks."""
+    sums = torch.zeros(2)
+    for name in want:
+        sums[0] += (got[name].double() - want[name].double()).square().sum().item()
+        sums[1] += want[name].double().square().sum().item()
+    dist.all_reduce(sums := sums.to(device()))
+    return (sums[0] / sums[1]).sqrt().item()
+
+
+def backward(model, step=0, dtype=torch.float32):
+    loss_of(model, batch(step, dtype=dtype)).backward()
+
+
+# --------------------------------------------------------------------------- bits of the reduction
+
+
+def run_bits(fmt, dtype, n, op_name):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    factor = {"sum": 1.0, "avg": 1 / world, "premul": 0.3}[op_name]
+    op = {"sum": SUM, "avg": AVG}.get(op_name) or dist._make_nccl_premul_sum(0.3)
+    inputs = []
+    for r in range(world):
+        generator = torch.Generator().manual_seed(r)
+        x = torch.randn(world * n, generator=generator) * torch.rand(world * n, generator=generator) ** 8
+        x[::97] = 0
+        inputs.append(x.to(dtype))
+    if n > 600:
+        inputs[-1][500] = float("inf")
+    mine = [x.view(world, n)[rank] for x in inputs]
+    out = torch.empty(n, dtype=dtype, device=device())
+    reduce = QuantizedReduceScatter(fmt)
+    with collectives() as calls:
+        assert reduce(out, inputs[rank].clone().to(device()), dist.group.WORLD, op) is None
+    messages = [gradient_message.encode(x, fmt) for x in mine]
+    want = gradient_message.total(messages, fmt, n, factor, dtype)
+    as_int = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(out.cpu().view(as_int), want.view(as_int))
+    sent = world * gradient_message.message_bytes(fmt, n)
+    assert [(name, sizes[:2]) for name, sizes in calls] == [("alltoall_base", [[sent], [sent]])]
+
+
+@pytest.mark.parametrize("op", ("sum", "avg", "premul"))
+@pytest.mark.parametrize("n", (1, 1000, 4097))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.pairwise
+@on_worlds(1, 2, 3, 4)
+def test_bits_of_the_oracle(world, fmt, dtype, n, op):
+    world.run(run_bits, fmt, dtype, n, op)
+
+
+def run_refusals():
+    reduce = QuantizedReduceScatter("float8")
+    world = dist.get_world_size()
+    x, out = torch.ones(world * 8, device=device()), torch.empty(8, device=device())
+    with collectives() as calls:
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            with pytest.raises(ValueError, match="are summed, not reduced by"):
+                reduce(out, x, dist.group.WORLD, op)
+        with pytest.raises(ValueError, match="gradients of torch.float64 cannot travel in few bits"):
+            reduce(out.double(), x.double(), dist.group.WORLD, SUM)
+        model = plain_model()
+        for format in ("fp8", "float8_tensorwise"):
+            with pytest.raises(ValueError, match="known are float8, mxfp8, nvfp4"):
+                qshard.reduce_gradients_(model, format)
+        with pytest.raises(ValueError, match="rounding is 'nearest' or 'stochastic', got 'up'"):
+            qshard.reduce_gradients_(model, "float8", rounding="up")
+        with pytest.raises(ValueError, match="call it after fully_shard"):
+            qshard.reduce_gradients_(Model(), "float8")
+        with pytest.raises(ValueError, match="call it after fully_shard, and check filter_fn"):
+            qshard.reduce_gradients_(model, "float8", filter_fn=lambda *_: False)
+        with pytest.raises(ValueError, match="known are float8, mxfp8, nvfp4"):
+            qshard.ddp_comm_hook("int8")
+    assert not [name for name, _ in calls if name.startswith("alltoall")]
+    with pytest.raises(ValueError, match="register_comm_hook"):
+        qshard.reduce_gradients_(DistributedDataParallel(Model().to(device())), "float8")
+
+
+@on_worlds(2)
+def test_refusals_come_before_anything_is_sent(world):
+    world.run(run_refusals)
+
+
+# ------------------------------------------------------------------------------------------ FSDP2
+
+
+def run_fsdp(fmt, reduce_dtype, weights, configure):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    models = [
+        build(weights, mp_policy=policy) if weights else plain_model(mp_policy=policy)
+        for _ in range(2)
+    ]
+    world = dist.get_world_size()
+    for model in models:
+        if configure == "factor":
+            model.set_gradient_divide_factor(float(world))  # others: NCCL only, in plain FSDP2
+        if configure == "sum":
+            model.set_force_sum_reduction_for_comms(True)
+    plain, model = models
+    assert qshard.reduce_gradients_(model, fmt) is model
+    backward(plain)
+    with collectives() as calls:
+        backward(model)
+    names = {name for name, _ in calls}
+    assert "alltoall_base" in names and not any("reduce_scatter" in name for name in names)
+    # One message to each rank for each group, of the bytes of its padded flat buffer.
+    sent = sorted(sizes[1][0] for name, sizes in calls if name == "alltoall_base")
+    assert sent == sorted(world * message for message in expected_messages(model, fmt, world))
+    error = relative_error(gradients(model), gradients(plain))
+    assert 0 < error < ERROR[fmt]
+    return error
+
+
+def expected_messages(model, fmt, world):
+    groups = [list(block.parameters()) for block in model.blocks] + [[model.head.weight]]
+    for group in groups:
+        n = sum(-(-p.shape[0] // world) * p.shape[1:].numel() for p in group)
+        yield gradient_message.message_bytes(fmt, n)
+
+
+@pytest.mark.parametrize("configure", (None, "factor", "sum"))
+@pytest.mark.parametrize("weights", (None, "float8_blockwise", "nvfp4"))
+@pytest.mark.parametrize("reduce_dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.pairwise
+@on_worlds(2, 3, 4)
+def test_fsdp_gradients(world, fmt, reduce_dtype, weights, configure):
+    world.run(run_fsdp, fmt, reduce_dtype, weights, configure)
+
+
+def run_exact(fmt):
+    """Powers of two are codes: then nothing at all is different from plain reduction. (NVFP4's fp32
+    scale of a tile is no power of two.)"""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(33, 65, bias=False, device=device())
+        models.append(fully_shard(model, mesh=full_mesh()))
+    qshard.reduce_gradients_(models[1], fmt)
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(0, 2, (1, 33), generator=generator).float().to(device())
+    grad = torch.randint(0, 2, (1, 65), generator=generator).float().to(device()) * 4
+    for model in models:
+        model(x).backward(grad)
+    got, want = (local(model.weight.grad) for model in models)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("fmt", ("float8", "mxfp8"))
+@on_worlds(2, 4)
+def test_what_codes_hold_arrives_exactly(world, fmt):
+    world.run(run_exact, fmt)
+
+
+def run_rows(rows):
+    plain, model = plain_model(rows), plain_model(rows)
+    qshard.reduce_gradients_(model, "float8")
+    for each in (plain, model):
+        backward(each)
+    assert relative_error(gradients(model), gradients(plain)) < ERROR["float8"]
+    for name, p in model.named_parameters():
+        assert local(p.grad).shape == local(p).shape, name
+
+
+@pytest.mark.parametrize("rows", (1, 5))
+@on_worlds(3, 4)
+def test_uneven_and_empty_shards(world, rows):
+    world.run(run_rows, rows)
+
+
+def run_modes(mode):
+    kwargs, recompute = {}, None
+    if mode == "hsdp":
+        kwargs["mesh"] = full_mesh(2, 2, names=("replicate", "shard"))
+    if mode == "offload":
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=device().type == "cuda")
+    if mode == "recompute":
+        recompute = False
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Model(recompute=recompute).to(device())
+        if mode == "compile":
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        models.append(shard(model, **kwargs))
+    plain, model = models
+    qshard.reduce_gradients_(model, "float8")
+    for each in models:
+        for microbatch in range(3):
+            if mode == "accumulate":
+                each.set_requires_gradient_sync(microbatch == 2)
+            if mode == "accumulate reduced" or mode == "accumulate" or microbatch == 0:
+                loss_of(each, batch(0, microbatch)).backward()
+    error = relative_error(gradients(model), gradients(plain))
+    assert 0 < error < ERROR["float8"]
+
+
+@pytest.mark.parametrize("mode", ("accumulate", "accumulate reduced", "offload", "recompute", "compile"))
+@on_worlds(2)
+def test_modes_of_fsdp(world, mode):
+    world.run(run_modes, mode)
+
+
+@on_worlds(4)
+def test_hsdp(world):
+    world.run(run_modes, "hsdp")
+
+
+def run_special_values():
+    model = plain_model()
+    qshard.reduce_gradients_(model, "float8")
+    backward(model)
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert total.full_tensor().isfinite()
+    model.zero_grad()
+    x = batch(0).detach()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        x[0, 0] = float("inf")
+    loss_of(model, x).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert not norm.full_tensor().isfinite()
+
+
+@on_worlds(2)
+def test_nan_and_infinity_are_seen_by_clipping(world):
+    world.run(run_special_values)
+
+
+def run_undone():
+    plain, model = plain_model(), plain_model()
+    names = set(model.state_dict())
+    for rounding in ("nearest", "stochastic"):
+        qshard.reduce_gradients_(model, "nvfp4", rounding=rounding)
+    assert len(set(model.state_dict()) - names) == 3
+    qshard.reduce_gradients_(model, None)
+    assert set(model.state_dict()) == names
+    for each in (plain, model):
+        backward(each)
+    got, want = gradients(model), gradients(plain)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    # Some of the modules only.
+    qshard.reduce_gradients_(model, "float8", filter_fn=lambda _, name: name == "blocks.1")
+    model.zero_grad()
+    with collectives() as calls:
+        backward(model)
+    assert sum(name == "alltoall_base" for name, _ in calls) == 1
+
+
+@on_worlds(2)
+def test_none_undoes_it(world):
+    world.run(run_undone)
+
+
+def run_alone():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model = plain_model()
+            qshard.reduce_gradients_(model, "float8")
+            backward(model)
+    texts = [str(w.message) for w in caught if "qshard" in str(w.message)]
+    assert texts == [
+        "qshard: reduce_gradients_ does nothing: no parameter is sharded over several ranks"
+    ]
+
+
+@on_worlds(1)
+def test_one_rank_says_so_once(world):
+    world.run(run_alone)
+
+
+# ---------------------------------------------------------------------------- stochastic rounding
+
+
+def run_stochastic():
+    """Same seed, same bits; the mean over many steps is the gradient; each rank has words of its own."""
+    rank, world, n = dist.get_rank(), dist.get_world_size(), 4100
+    state = torch.tensor([5, 6, 7], dtype=torch.int32, device=device())
+    x = torch.randn(world * n, generator=torch.Generator().manual_seed(rank)).to(device())
+    reduce = QuantizedReduceScatter("nvfp4", lambda: state)
+    out = torch.empty(n, device=device())
+    reduce(out, x.clone(), dist.group.WORLD, SUM)
+    assert state.tolist() == [5, 6, 8]
+    messages = []
+    for r, theirs in enumerate(gather_objects(x.cpu())):
+        first = (r * world + rank) * -(-n // 4) * 4
+        words = stochastic.random_words(stochastic.key_of(5, 6), 7, first + torch.arange(n))
+        messages.append(gradient_message.encode(theirs.view(world, n)[rank], "nvfp4", words))
+    want = gradient_message.total(messages, "nvfp4", n, 1.0, torch.float32)
+    assert torch.equal(out.cpu(), want)
+    mean = torch.zeros_like(out)
+    for _ in range(64):
+        reduce(out, x.clone(), dist.group.WORLD, SUM)
+        mean += out / 64
+    exact = sum(theirs.view(world, n)[rank] for theirs in gather_objects(x.cpu())).to(device())
+    error, one = ((v - exact).norm() / exact.norm() for v in (mean, out))
+    assert error < 0.2 * one  # 1/8, if they are independent
+
+
+@on_worlds(2, 3)
+def test_stochastic_rounding(world):
+    world.run(run_stochastic)
+
+
+def run_resumed():
+    def trained(steps, seed=3):
+        torch.manual_seed(seed)
+        model = plain_model()
+        torch.manual_seed(seed)
+        qshard.reduce_gradients_(model, "nvfp4", rounding="stochastic")
+        return model, adamw(model)
+
+    straight, optimizer = trained(0)
+    losses = train(straight, optimizer, steps=4)
+    first, optimizer = trained(0)
+    train(first, optimizer, steps=2)
+    counts = [b[2].item() for name, b in first.named_buffers() if name.endswith("gradient_rounding")]
+    assert counts == [2, 2, 2]
+    with shared_folder() as folder:
+        saved = {"model": first.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(saved, checkpoint_id=folder)
+        again, fresh = trained(0, seed=4)  # keys are loaded, too
+        train(again, fresh, steps=1)
+        state = {"model": again.state_dict(), "optimizer": fresh.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        again.load_state_dict(state["model"])
+        fresh.load_state_dict(state["optimizer"])
+    assert train(again, fresh, steps=2, first_step=2) == losses[2:]
+    # A checkpoint without a count loads, and so does one that is assigned.
+    state = {k: v for k, v in first.state_dict().items() if "rounding" not in k}
+    first.load_state_dict(state)
+    state = copy.copy(first.state_dict())
+    state["gradient_rounding"] = torch.tensor([1, 2, 3], dtype=torch.int32, device=device())
+    first.load_state_dict(state, assign=True)
+    assert first.state_dict()["gradient_rounding"].tolist() == [1, 2, 3]
+    backward(first)
+    assert first.state_dict()["gradient_rounding"].tolist() == [1, 2, 4]
+
+
+@on_worlds(2)
+def test_the_count_is_saved_and_resumed(world):
+    world.run(run_resumed)
+
+
+# -------------------------------------------------------------------------------------------- DDP
+
+
+def run_ddp(fmt, dtype, rounding):
+    models, world = [], dist.get_world_size()
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(DistributedDataParallel(Model().to(device(), dtype), bucket_cap_mb=0.1))
+    hook = qshard.ddp_comm_hook(fmt, rounding=rounding)
+    models[1].register_comm_hook(None, hook)
+    for step in range(2):  # DDP puts parameters into other buckets after the first
+        for model in models:
+            model.zero_grad()
+            loss_of(model, batch(step, dtype=dtype)).backward()
+        plain, got = (gradients(model) for model in models)
+        factor = 2 if rounding == "nearest" else 3
+        assert 0 < relative_error(got, plain) < factor * ERROR[fmt]
+        for name, gradient in got.items():
+            first = gradient.clone()
+            dist.broadcast(first, src=0)
+            assert torch.equal(first, gradient), name
+    if rounding == "stochastic":
+        count = hook.state_dict()["gradient_rounding"]
+        assert count[2] >= 4
+        other = qshard.ddp_comm_hook(fmt, rounding=rounding)
+        other.load_state_dict(hook.state_dict())
+        assert torch.equal(other.state_dict()["gradient_rounding"].cpu(), count.cpu())
+    assert world > 1
+
+
+@pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.pairwise
+@on_worlds(2, 3)
+def test_ddp_gradients(world, fmt, dtype, rounding):
+    world.run(run_ddp, fmt, dtype, rounding)
