@@ -198,7 +198,7 @@ def reduce_gradients_(
             "qshard.reduce_gradients_: no module that fully_shard was called with was chosen; call it "
             "after fully_shard, and check filter_fn"
         )
-    if format is not None and all(sharding_ranks(p) == 1 for p in model.parameters()):
+    if format is not None and not any(map(_is_sharded, model.parameters())):
         _say_once("reduce_gradients_ does nothing: no parameter is sharded over several ranks")
         return model
     for name, module in chosen:
@@ -225,7 +225,7 @@ def ddp_comm_hook(format: str, *, rounding: str = "nearest") -> DDPHook:
 
 
 def reduction_formats(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The format in which each parameter's gradient is reduced; others are not in the dict."""
+    """The format in which FSDP2 reduces each parameter's gradient; not those it reduces as they are."""
     return {
         param: getattr(module, _COMM).format
         for module, param in _owned_parameters(model)
@@ -233,13 +233,11 @@ def reduction_formats(model: nn.Module) -> dict[nn.Parameter, str]:
     }
 
 
-def sharding_ranks(param: torch.Tensor) -> int:
-    """Over how many ranks a parameter is sharded, by FSDP2 or otherwise."""
-    ranks = 1
-    if isinstance(param, DTensor):
-        for size, placement in zip(param.device_mesh.shape, param.placements):
-            ranks *= 1 if placement.is_replicate() or placement.is_partial() else size
-    return ranks
+def _is_sharded(param: torch.Tensor) -> bool:
+    return isinstance(param, DTensor) and any(
+        size > 1 and not placement.is_replicate()
+        for size, placement in zip(param.device_mesh.shape, param.placements)
+    )
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from _qshard_hooks import is_quantized, local_of
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from qshard.gradients import reduction_formats
 
 ops = torch.ops.qshard
 
@@ -25,39 +27,62 @@ class ParameterReport:
     grid: int
     pending: int
     gathered: int  # received and kept by one unshard, padding rows included
+    reduced: int  # put into one reduction of the gradient over the shards, padding rows included
+    ranks: int  # over which the parameter is sharded
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes: of weights by one all-gather of all of them, of gradients by one reduction."""
+
+    weights: int
+    gradients: int
 
 
 class Report(list):
     """A list of ParameterReport; prints as a table."""
 
     def __str__(self) -> str:
-        total = ["total", "", ""] + [
-            sum(getattr(row, field.name) for row in self)
-            for field in fields(ParameterReport)
-            if field.type in (int, "int")
-        ]
-        rows = [[getattr(row, f.name) for f in fields(ParameterReport)] for row in self]
-        headers = ["parameter", "format", "shape", "image B", "master B", "grid B", "pending B",
-                   "all-gather B"]
-        gathered = total[-1]
+        columns = {"image B": "image", "master B": "master", "grid B": "grid", "pending B": "pending",
+                   "all-gather B": "gathered", "gradient B": "reduced"}
+        rows = [[row.name, row.format, row.shape, *(getattr(row, c) for c in columns.values())]
+                for row in self]
+        sums = [sum(getattr(row, column) for row in self) for column in columns.values()]
+        gathered = sums[-2]
+        sent = self.sent()
         return "\n".join(
             [
-                tabulate([*rows, total], headers=headers),
+                tabulate([*rows, ["total", "", "", *sums]],
+                         headers=["parameter", "format", "shape", *columns]),
                 "",
                 f"all-gathered per forward: {gathered:,} B; per backward: {gathered:,} B with "
                 "reshard_after_forward=True, else 0 B",
+                f"sent to other ranks per step: weights {sent.weights:,} B for each time they are "
+                f"all-gathered, gradients {sent.gradients:,} B",
                 "GEMM backends used so far:",
                 ops.backend_report() or "  none",
             ]
         )
 
+    def sent(self) -> "Sent":
+        """Bytes that leave this rank: of what it puts into a collective, all but its own part, as by
+        NCCL's rings and by all-to-all."""
+        weights, gradients = (
+            sum(getattr(row, field) * (row.ranks - 1) // row.ranks for row in self)
+            for field in ("gathered", "reduced")
+        )
+        return Sent(weights, gradients)
 
-def report(model: nn.Module) -> Report:
-    """Bytes of each parameter's shard on this rank by plane, and bytes gathered per unshard."""
-    result = Report()
+
+def report(model: nn.Module, *, reduce_dtype: torch.dtype | None = None) -> Report:
+    """Bytes of each parameter's shard on this rank by plane, and bytes gathered per unshard and put into
+    the reduction of its gradient. `reduce_dtype`: in which gradients travel that reduce_gradients_ was
+    not asked to quantize; by default each in its parameter's own."""
+    result, formats = Report(), reduction_formats(model)
     for name, param in model.named_parameters():
         local = local_of(param)
         ranks = _sharding_ranks(param)
+        padded = -(-param.shape[0] // ranks) * param.shape[1:].numel() if param.dim() else 0
         if is_quantized(local):
             planes = ops._storage_bytes(local)
             image, master, grid, pending = (
@@ -69,11 +94,17 @@ def report(model: nn.Module) -> Report:
             image = local.numel() * local.element_size()
             master = grid = pending = 0
             format = str(local.dtype).removeprefix("torch.")
-            padded = -(-param.shape[0] // ranks) * param.shape[1:].numel() if param.dim() else 0
             gathered = padded * ranks * local.element_size() if ranks > 1 else 0
+        if ranks == 1 or not param.requires_grad:
+            reduced = 0
+        elif param in formats:
+            reduced = ranks * ops._gradient_message_bytes(formats[param], padded)
+        else:
+            reduced = ranks * padded * (reduce_dtype or local.dtype).itemsize
         result.append(
             ParameterReport(
-                name, format, tuple(param.shape), image, master, grid, pending, gathered
+                name, format, tuple(param.shape), image, master, grid, pending, gathered, reduced,
+                ranks,
             )
         )
     return result
