@@ -7,6 +7,7 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     compiled       torch.compile of each block, before fully_shard
     checkpointed   activation checkpointing of each block
     no_master      bf16 parameters and moments; quantized weights keep no master
+    reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
 They run one after the other in one process, peers last, each from the same initial values on the
 same text. Each is compared with bf16 of the same options, if that runs too, and ours with its peer.
 
@@ -98,7 +99,10 @@ class Trainer:
             if configuration.compiled:
                 layer.compile(backend=self.args.backend)
             fully_shard(layer, **shard)
-        return fully_shard(model, **shard)
+        fully_shard(model, **shard)
+        if configuration.reduced:
+            qshard.reduce_gradients_(model, configuration.reduced)
+        return model
 
     def forward_backward(self, step: int):
         inputs, targets = self.batches[step % len(self.batches)]

@@ -29,18 +29,26 @@ class Configuration:
     compiled: bool = False
     checkpointed: bool = False
     no_master: bool = False
+    reduced: str = ""  # the format gradients are reduced in, if not as they are
 
     @classmethod
     def parse(cls, text: str) -> "Configuration":
         format, *options = text.split(":")
-        unknown = set(options) - {"compiled", "checkpointed", "no_master"}
-        if unknown or format not in (PLAIN, *RECIPES, *PEERS):
-            raise argparse.ArgumentTypeError(f"{text}: unknown {', '.join(unknown) or format}")
-        return cls(format, **dict.fromkeys(options, True))
+        reduced = [o for o in options if o.removeprefix("reduced_") in ("float8", "mxfp8", "nvfp4")]
+        flags = set(options) - set(reduced)
+        unknown = flags - {"compiled", "checkpointed", "no_master"}
+        if unknown or len(reduced) > 1 or format not in (PLAIN, *RECIPES, *PEERS):
+            wrong = ", ".join(sorted(unknown) or reduced[1:]) or format
+            raise argparse.ArgumentTypeError(f"{text}: unknown {wrong}")
+        return cls(format, **dict.fromkeys(flags, True),
+                   reduced="".join(reduced).removeprefix("reduced_"))
+
+    def with_plain_reduction(self) -> "Configuration":
+        return replace(self, reduced="")
 
     def __str__(self) -> str:
         options = [name for name, value in vars(self).items() if value is True]
-        return ":".join([self.format, *options])
+        return ":".join([self.format, *options, *([f"reduced_{self.reduced}"] if self.reduced else [])])
 
 
 @dataclass
@@ -66,7 +74,7 @@ class HostTimes:
 
 def goals(configuration: Configuration, is_tiny: bool, ranks: int) -> dict[str, float]:
     """Bounds, for the slice of the model on 2 or 8 GPUs: steps relative to bf16, GB absolute."""
-    if is_tiny or configuration.format in (PLAIN, *PEERS):
+    if is_tiny or configuration.reduced or configuration.format in (PLAIN, *PEERS):
         return {}
     if configuration.no_master:
         return {"step": 1.0, "steady": 5.2} if ranks == 2 else {"step": 1.0}
@@ -88,7 +96,7 @@ def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
 
     for c, result in results.items():
         bounds = goals(c, is_tiny, ranks)
-        plain = results.get(replace(c, format=PLAIN), result)
+        plain = results.get(replace(c, format=PLAIN, reduced=""), result)
         if plain is not result:
             compare(c, "step", result.step_ms, plain.step_ms, "ms", bounds.get("step"))
             compare(c, "all-gather of a layer", result.gathered_mb, plain.gathered_mb, "MB",
@@ -103,7 +111,7 @@ def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
             if what in bounds:
                 compare(c, f"{what} / goal", measured, bounds[what], "GB", 1)
     for c, times in host.items():
-        plain = host.get(replace(c, format=PLAIN), times)
+        plain = host.get(replace(c, format=PLAIN, reduced=""), times)
         if plain is not times:
             compare(c, "host, pre_forward of a block", median(times.pre_forward_us),
                     median(plain.pre_forward_us), "µs", None if c.format in PEERS else 1.0)

@@ -74,10 +74,15 @@ class Report(list):
         return Sent(weights, gradients)
 
 
-def report(model: nn.Module, *, reduce_dtype: torch.dtype | None = None) -> Report:
+def report(
+    model: nn.Module,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Report:
     """Bytes of each parameter's shard on this rank by plane, and bytes gathered per unshard and put into
-    the reduction of its gradient. `reduce_dtype`: in which gradients travel that reduce_gradients_ was
-    not asked to quantize; by default each in its parameter's own."""
+    the reduction of its gradient. `param_dtype`, `reduce_dtype`: those of FSDP2's MixedPrecisionPolicy,
+    in which plain weights, and gradients that reduce_gradients_ does not quantize, travel."""
     result, formats = Report(), reduction_formats(model)
     for name, param in model.named_parameters():
         local = local_of(param)
@@ -94,13 +99,14 @@ def report(model: nn.Module, *, reduce_dtype: torch.dtype | None = None) -> Repo
             image = local.numel() * local.element_size()
             master = grid = pending = 0
             format = str(local.dtype).removeprefix("torch.")
-            gathered = padded * ranks * local.element_size() if ranks > 1 else 0
+            sent_as = param_dtype or local.dtype
+            gathered = padded * ranks * sent_as.itemsize if ranks > 1 else 0
         if ranks == 1 or not param.requires_grad:
             reduced = 0
         elif param in formats:
             reduced = ranks * ops._gradient_message_bytes(formats[param], padded)
         else:
-            reduced = ranks * padded * (reduce_dtype or local.dtype).itemsize
+            reduced = ranks * padded * (reduce_dtype or param_dtype or local.dtype).itemsize
         result.append(
             ParameterReport(
                 name, format, tuple(param.shape), image, master, grid, pending, gathered, reduced,

@@ -110,7 +110,8 @@ __device__ __forceinline__ void write_codes(const EncodeArguments& task, int64_t
 }
 
 template <typename Kind, typename Value, bool kStochastic>
-__global__ void __launch_bounds__(kThreads) encode(const __grid_constant__ EncodeArguments task) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_gradients(const __grid_constant__ EncodeArguments task) {
   using Code = typename Kind::Code;
   using Tile = TileOf<Value>;
   constexpr int kVectors = Tile::kVectors;
@@ -221,7 +222,8 @@ __device__ __forceinline__ void write_values(typename Value::Raw* to, int count,
 }
 
 template <typename Kind, typename Value>
-__global__ void __launch_bounds__(kThreads) sum(const __grid_constant__ SumArguments task) {
+__global__ void __launch_bounds__(kThreads)
+    sum_gradients(const __grid_constant__ SumArguments task) {
   using Code = typename Kind::Code;
   using Tile = TileOf<Value>;
   using Codes = VectorBytes<Code, Value>;
@@ -336,9 +338,9 @@ cudaError_t launch_encode_messages(const EncodeMessagesTask& task, cudaStream_t 
     using Kind = decltype(kind);
     using Value = decltype(value);
     if (task.rounding == nullptr) {
-      encode<Kind, Value, false><<<grid, kThreads, 0, stream>>>(arguments);
+      quantize_gradients<Kind, Value, false><<<grid, kThreads, 0, stream>>>(arguments);
     } else {
-      encode<Kind, Value, true><<<grid, kThreads, 0, stream>>>(arguments);
+      quantize_gradients<Kind, Value, true><<<grid, kThreads, 0, stream>>>(arguments);
     }
     return cudaGetLastError();
   });
@@ -359,7 +361,7 @@ cudaError_t launch_sum_messages(const SumMessagesTask& task, cudaStream_t stream
   arguments.numel = task.numel;
   const dim3 grid = grid_of(layout, task.chunks);
   return with_types(*layout.format, task.value_dtype, [&](auto kind, auto value) {
-    sum<decltype(kind), decltype(value)><<<grid, kThreads, 0, stream>>>(arguments);
+    sum_gradients<decltype(kind), decltype(value)><<<grid, kThreads, 0, stream>>>(arguments);
     return cudaGetLastError();
   });
 }

@@ -318,6 +318,7 @@ def run_report():
     model, world = build("float8_tensorwise"), dist.get_world_size()
     plain = qshard.report(model)
     assert plain.sent().gradients == 2 * qshard.report(model, reduce_dtype=torch.bfloat16).sent().gradients
+    assert plain.sent().gradients == 2 * qshard.report(model, param_dtype=torch.bfloat16).sent().gradients
     qshard.reduce_gradients_(model, "float8", filter_fn=lambda _, name: name != "blocks.0")
     for before, row in zip(plain, qshard.report(model)):
         n = before.reduced // (4 * world)
