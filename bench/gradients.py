@@ -3,6 +3,7 @@
     python bench/gradients.py kernels                      # one GPU
     python bench/gradients.py blocks                       # CPU: errors of small parameters
     torchrun --nproc-per-node 2 bench/gradients.py steps   # a table of steps, with bytes sent
+    torchrun --nproc-per-node 2 bench/gradients.py losses  # a small model, trained to the end
 
 kernels: device time of a message's making and of the sum, next to the device's copy bandwidth in the
 same run. Logical bytes per gradient, with v of its dtype and m of the message (1 + 1/128, 1 + 1/32,
@@ -12,6 +13,10 @@ steps: train_fsdp.py's model and loop for bf16, per tensor and nvfp4, each with 
 reduce_gradients_; of bf16's step, and of the same recipe with plain reductions. `--over tcp` has NCCL
 send over TCP sockets of this machine, as between nodes without RDMA. Sent: bytes that leave a rank per
 step by qshard.report, weights twice (forward and backward).
+
+losses: held-out loss of examples/train_llama.py's model after `--steps` steps: plain reductions from
+several seeds, then each format from the same seeds; how far the mean is from plain's, beside the standard
+deviation of plain's seeds.
 
 blocks: relative errors of the gradients of a small Llama, trained for 60 steps on the standard library,
 as FSDP2 packs them for some numbers of ranks: blocks of the flat buffer, which parameters share where one
@@ -41,6 +46,9 @@ ops = torch.ops.qshard
 MESSAGE_BYTES = {"float8": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16 + 1 / 1024}
 TCP = {"NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1, "NCCL_IB_DISABLE": 1, "NCCL_SOCKET_IFNAME": "lo",
        "NCCL_NCHANNELS_PER_NET_PEER": 8, "NCCL_SOCKET_NTHREADS": 4, "NCCL_NSOCKS_PERTHREAD": 4}
+CONFIGURATIONS = ("bf16", "bf16:reduced_float8", "float8_tensorwise",
+                  "float8_tensorwise:reduced_float8", "nvfp4", "nvfp4:reduced_float8",
+                  "nvfp4:reduced_nvfp4")
 
 
 # ----------------------------------------------------------------------------------- kernels
@@ -112,7 +120,7 @@ def steps(args):
     mesh = dist.device_mesh.init_device_mesh(device, (ranks,))
     args.seq_len = (TINY if args.tiny else SLICE).max_seq_len
     started, measured = time.monotonic(), {}
-    for configuration in map(Configuration.parse, args.configurations):
+    for configuration in map(Configuration.parse, args.configurations or CONFIGURATIONS):
         late = torch.tensor(time.monotonic() - started, device=device)
         dist.all_reduce(late, dist.ReduceOp.MAX)
         if late.item() > args.seconds:
@@ -155,6 +163,54 @@ def step_table(measured) -> str:
             f"{losses[4]:.4f}" if len(losses) > 4 else "", f"{sum(last) / len(last):.4f}",
         ])
     return table(header, rows)
+
+
+# ------------------------------------------------------------------------------------ losses
+
+
+def losses(args):
+    import train_llama
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
+    weights, *_ = args.configurations or ["bf16"]
+    ends, started = {}, time.monotonic()
+    kinds = [(), ("float8",), ("mxfp8",), ("nvfp4",), ("nvfp4", "stochastic")]
+    for seed in range(1, args.seeds + 1):
+        for kind in kinds:
+            late = torch.tensor(time.monotonic() - started, device=device)
+            dist.all_reduce(late, dist.ReduceOp.MAX)
+            if late.item() > args.seconds:
+                continue
+            options = ["--format", weights, "--steps", args.steps, "--seed", seed,
+                       "--validate-every", max(args.steps // 20, 1)]
+            options += [part for pair in zip(("--gradients", "--gradient-rounding"), kind)
+                        for part in pair]
+            if args.tiny:
+                options += ["--dim", 32, "--hidden", 48, "--layers", 1, "--heads", 4]
+            llama = train_llama.parse_arguments(list(map(str, options)))
+            result = train_llama.train(train_llama.Trainer(weights, llama, mesh), 0, llama.steps)
+            # The same text is held out at each validation: the last few differ little, and less in mean.
+            held_out = list(result["validation"].values())[-3:]
+            ends.setdefault(kind, []).append(sum(held_out) / len(held_out))
+    if dist.get_rank() == 0:
+        plain = torch.tensor(ends[()])
+        noise = plain.std().item() if len(plain) > 1 else float("nan")
+        rows = []
+        for kind, seeds in ends.items():
+            of_same_seeds = plain[: len(seeds)]
+            rows.append([" ".join(kind) or "plain", *(f"{loss:.4f}" for loss in seeds),
+                         *[""] * (args.seeds - len(seeds)),
+                         f"{(torch.tensor(seeds) - of_same_seeds).mean():+.4f}"])
+        header = ["gradients", *(f"seed {seed + 1}" for seed in range(args.seeds)), "of plain"]
+        print(f"\nheld-out loss, {weights} weights, {args.steps} steps, {dist.get_world_size()} ranks: "
+              f"{describe(environment())}\nstandard deviation of plain's seeds {noise:.4f}\n")
+        print(table(header, rows), flush=True)
+        save(args.json, {"losses": {" ".join(kind): seeds for kind, seeds in ends.items()}})
+    dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------ blocks
@@ -213,14 +269,12 @@ def sent(shards: torch.Tensor, format: str) -> torch.Tensor:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("kernels", "steps", "blocks"))
+    parser.add_argument("what", choices=("kernels", "steps", "losses", "blocks"))
     parser.add_argument("configurations", nargs="*",
-                        default=["bf16", "bf16:reduced_float8", "float8_tensorwise",
-                                 "float8_tensorwise:reduced_float8", "nvfp4", "nvfp4:reduced_float8",
-                                 "nvfp4:reduced_nvfp4"],
-                        help="of steps: as train_fsdp.py's")
+                        help="of steps: as train_fsdp.py's; of losses: the weights' format")
     parser.add_argument("--over", choices=("nccl", "tcp"), default="nccl")
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, help="25; of losses 1000")
+    parser.add_argument("--seeds", type=int, default=3, help="of losses")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--batch", type=int, default=2, help="sequences per GPU")
     parser.add_argument("--lr", type=float, default=3e-5)
@@ -229,7 +283,8 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="on CPU, to try the script")
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
-    {"kernels": kernels, "steps": steps, "blocks": blocks}[args.what](args)
+    args.steps = args.steps or (1000 if args.what == "losses" else 25)
+    {"kernels": kernels, "steps": steps, "losses": losses, "blocks": blocks}[args.what](args)
 
 
 if __name__ == "__main__":

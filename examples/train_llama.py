@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_llama.py --format float8_blockwise
 
-The loop is stock PyTorch: qshard appears in one line, `qshard.quantize_`.
+The loop is stock PyTorch: qshard appears in one line, `qshard.quantize_`, and for --gradients in one more.
 """
 
 import argparse
@@ -40,12 +40,15 @@ RECIPES = {
 }
 
 
-def parse_arguments():
+def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--format", nargs="+", default=["float8_blockwise"], dest="formats",
                         choices=[PLAIN, *RECIPES], metavar="FORMAT",
                         help=f"'{PLAIN}' for plain FSDP2, or: {', '.join(RECIPES)}; several train one "
                              "after the other")
+    parser.add_argument("--gradients", choices=["float8", "mxfp8", "nvfp4"],
+                        help="reduce gradients in this format, not as they are")
+    parser.add_argument("--gradient-rounding", choices=["nearest", "stochastic"], default="nearest")
     parser.add_argument("--steps", type=int, default=300, help="length of the whole schedule")
     parser.add_argument("--stop-at", type=int, help="save a checkpoint and stop after this step")
     parser.add_argument("--checkpoints", type=Path, help="folder to save to on --stop-at")
@@ -61,7 +64,7 @@ def parse_arguments():
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--sample", type=int, default=0, help="bytes of text to generate at the end")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def build_model(format, args, mesh):
@@ -74,7 +77,10 @@ def build_model(format, args, mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if args.gradients:
+        qshard.reduce_gradients_(model, args.gradients, rounding=args.gradient_rounding)
+    return model
 
 
 def learning_rate(step: int, args) -> float:

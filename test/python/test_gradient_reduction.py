@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, gather_objects, on_worlds, shared_folder
 from dist_models import (
+    WIDTH,
     Model,
     adamw,
     batch,
@@ -21,6 +22,11 @@ from dist_models import (
 )
 from reference import gradient_message, stochastic
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard
@@ -249,6 +255,61 @@ def test_modes_of_fsdp(world, mode):
 @on_worlds(4)
 def test_hsdp(world):
     world.run(run_modes, "hsdp")
+
+
+def run_tensor_parallel():
+    """FSDP2 over tensor parallel: groups of the data-parallel dimension only."""
+    mesh = full_mesh(2, 2, names=("data", "tensor"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Model(256).to(device())
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], plan)
+        models.append(shard(model, mesh["data"]))
+    plain, model = models
+    qshard.reduce_gradients_(model, "float8")
+    generator = torch.Generator().manual_seed(mesh["data"].get_local_rank())
+    x = torch.randn(16, WIDTH, generator=generator).to(device())
+    for each in models:
+        loss_of(each, x).backward()
+    assert 0 < relative_error(gradients(model), gradients(plain)) < ERROR["float8"]
+
+
+@on_worlds(4)
+def test_beside_tensor_parallel(world):
+    world.run(run_tensor_parallel)
+
+
+def run_peak():
+    """A large group: what a reduction takes beside its input is less than what stands before it."""
+    peaks = {}
+    for format in (None, "float8", "nvfp4"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+        model.to(device())
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in model:
+            fully_shard(layer, mesh=full_mesh(), mp_policy=policy)
+        fully_shard(model, mesh=full_mesh(), mp_policy=policy)
+        qshard.reduce_gradients_(model, format)
+        x = torch.randn(16, 2048, device=device())
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(x).square().mean().backward()
+            torch.cuda.synchronize()
+        peaks[format] = torch.cuda.max_memory_allocated() - before
+        del model
+    plain = peaks.pop(None)
+    assert all(peak <= 1.01 * plain for peak in peaks.values()), (plain, peaks)
+
+
+@on_worlds(2, devices=("cuda",))
+def test_peak_memory_is_plain_fsdps(world):
+    world.run(run_peak)
 
 
 def run_special_values():
