@@ -368,31 +368,31 @@ def has_pending(tensor):
     return ops._storage_bytes(tensor)["pending"] > 0
 
 
-def implausible(shown, values, format):
-    """What is wrong with `shown` as codes of `values`, as far as that can be told without knowing the
-    other rows that share their scales; or None."""
-    if values.numel() == 0 or format.startswith("float8_delayed"):
-        return None  # scales of an earlier step may be too small by any factor
-    relative, absolute = (0.4, 0.3) if format.startswith("nvfp4") else (0.07, 2.0**-8)
-    values = values.double()
-    error = (shown.double() - values).abs()
-    allowed = relative * values.abs() + absolute * values.abs().max()
-    bad = (error > allowed) & values.isfinite()
+def implausible(shown, values):
+    """What is wrong with `shown` as codes of `values`, whatever other rows share their scales; or None.
+    Zero is a code of every format: rounding, and clipping too, is off by the value itself at most."""
+    bad = ((shown.double() - values.double()).abs() > values.double().abs()) & values.isfinite()
     if not bad.any():
         return None
-    where = bad.nonzero()[0].tolist()
-    got, want = shown[tuple(where)].item(), values[tuple(where)].item()
+    where = tuple(bad.nonzero()[0].tolist())
+    got, want = shown[where].item(), values[where].item()
     return f"{bad.sum()} of {bad.numel()} codes are far off, first at {where}: {got} for {want}"
 
 
 def rounded_like(values, tensor):
-    """What a flush of `tensor` leaves of the whole `values`."""
+    """What a flush of `tensor` leaves of the whole `values`, or its codes show of them."""
     if values.numel() == 0:
         return values
     format, keep_master = ops.format(tensor), ops._keeps_master(tensor)
     matrix = values.reshape(-1, values.shape[-1]).contiguous()
     quantized = quantized_with(matrix, format, state_of(tensor), keep_master)
     return ops.dequantize(quantized, dtype=values.dtype).view(values.shape)
+
+
+def shares_no_scales(tensor):
+    """Whether a quantized tensor is all rows of one matrix."""
+    rows, _, logical_rows, *_ = ops._pack(tensor)[2]
+    return tensor.dim() == 2 and rows == logical_rows == tensor.shape[0] and tensor.is_contiguous()
 
 
 def whole(param):

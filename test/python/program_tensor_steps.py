@@ -10,7 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device
 from helpers import fit, is_quantized, ops
-from program_models import difference, implausible, plain_value, rounded_like
+from program_models import (
+    difference,
+    has_pending,
+    implausible,
+    local_rows,
+    plain_value,
+    rounded_like,
+    shares_no_scales,
+    whole,
+)
 from program_steps import step
 
 # ----------------------------------------------------------------------------------- views
@@ -71,7 +80,10 @@ VIEWS = {
 
 
 def window(subject, target, view):
-    tensor = subject.tensor(target)
+    return through(subject.tensor(target), view)
+
+
+def through(tensor, view):
     for kind, *args in view:
         tensor = VIEWS[kind](tensor, *args)
     return tensor
@@ -300,8 +312,7 @@ class Codes:
 
     values: torch.Tensor
     shown: torch.Tensor | None = None
-    exact: torch.Tensor | None = None  # what must be shown, where the tensor's own rows decide
-    format: str = ""
+    exact: torch.Tensor | None = None  # what must be shown, where that is known
     disagreement: str | None = None  # of two ways to read the same codes
 
     def compare(self, twin):
@@ -311,23 +322,21 @@ class Codes:
             return self.disagreement
         if self.exact is not None:
             return difference(self.shown, self.exact)
-        return implausible(self.shown, twin.values, self.format)
+        return implausible(self.shown, twin.values)
 
 
-def codes_of(tensor, seed):
-    if not is_quantized(tensor) or ops._is_export(tensor):
-        return Codes(tensor)
-    shown = ops.dequantize(tensor)
-    codes = Codes(plain_value(tensor), shown, format=ops.format(tensor))
-    rows, _, logical_rows, *_ = ops._pack(tensor)[2]
-    if tensor.dim() == 2 and rows == logical_rows and tensor.shape[0] == rows:
-        codes.exact = rounded_like(codes.values, tensor)
-    if tensor.dim() == 2 and tensor.is_contiguous() and tensor.numel() > 0:
-        x = random_like(shown[:3], seed)
-        y = F.linear(x, tensor)
-        if tensor.device.type == "cpu":
-            codes.disagreement = difference(y, F.linear(x, shown))
-    return codes
+def exact_codes(subject, target):
+    """What the codes of a whole target must show once they are flushed, or None where other ranks or a
+    history of its own decide. All ranks come here."""
+    tensor = subject.tensor(target)
+    if not is_quantized(tensor):
+        return None
+    if subject.setup.sharded and target[0] == "w" and ops._keeps_master(tensor):
+        twin = subject.twin.params[f"layers.{target[1:]}.weight"]
+        return local_rows(rounded_like(whole(twin), tensor), twin)
+    if not ops._keeps_master(tensor) and not has_pending(tensor):
+        return plain_value(tensor)
+    return rounded_like(plain_value(tensor), tensor) if shares_no_scales(tensor) else None
 
 
 def draw_read(d):
@@ -340,7 +349,18 @@ def draw_read(d):
 def read_codes(subject, target, view, seed):
     """linear and dequantize. Not of columns or odd windows: a linear's weight is a window of rows."""
     view = tuple(v for v in view if v[0] in ("rows", "narrow", "split"))
-    return codes_of(window(subject, target, view), seed)
+    exact = exact_codes(subject, target) if subject.quantized else None
+    tensor = window(subject, target, view)
+    if not is_quantized(tensor):
+        return Codes(tensor)
+    codes = Codes(plain_value(tensor), ops.dequantize(tensor))
+    codes.exact = None if exact is None else through(exact, view)
+    if tensor.dim() == 2 and tensor.is_contiguous() and tensor.numel() > 0:
+        x = random_like(codes.shown[:3], seed)
+        y = F.linear(x, tensor)
+        if tensor.device.type == "cpu":
+            codes.disagreement = difference(y, F.linear(x, codes.shown))
+    return codes
 
 
 VALUES = {
