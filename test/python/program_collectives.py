@@ -4,7 +4,7 @@ program_steps.py."""
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from dist_helpers import device, full_mesh
+from dist_helpers import device, full_mesh, gather_objects
 from program_steps import step
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -38,6 +38,8 @@ def scattered(tensor):
 def passed_on(tensor):
     """From each rank to the next, into a tensor of its kind."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return None
     received = tensor.clone()
     requests = [dist.isend(tensor, (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
     for request in requests:
@@ -51,12 +53,12 @@ COLLECTIVES = {
     "broadcast from the last": lambda t: dist.broadcast(t, src=dist.get_world_size() - 1),
     "all_reduce": dist.all_reduce,
     "all_reduce max": lambda t: dist.all_reduce(t, dist.ReduceOp.MAX),
-    "reduce": lambda t: dist.reduce(t, dst=0) if dist.get_world_size() == 1 else dist.all_reduce(t),
     "all_gather": gathered,
     "all_gather_into_tensor": gathered_into_tensor,
     "all_gather into quantized": gathered_into_quantized,
     "scatter": scattered,
     "send and receive": passed_on,
+    "objects": lambda t: torch.stack([sent.to(t.device) * 1 for sent in gather_objects(t.clone())]),
     "functional all_reduce": lambda t: functional.all_reduce(t, "sum", dist.group.WORLD) * 1,
     "functional all_gather": lambda t: functional.all_gather_tensor(t, 0, dist.group.WORLD) * 1,
 }
