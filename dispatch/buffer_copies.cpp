@@ -225,9 +225,12 @@ void QuantizedBuffer::take_planes_of(QuantizedBuffer& from) {
   planes.image().copy_(from.image());
   if (grid().defined()) planes.grid().copy_(from.grid());
   if (from.keeps_master()) planes.master().copy_(from.value_plane());
-  if (from.pending().defined()) planes.set_pending(from.pending().to(here));
+  if (from.pending().defined()) {
+    planes.set_pending(from.pending().to(here, dtype_, /*non_blocking=*/false, /*copy=*/true));
+  }
   planes_ = std::move(planes);
   is_image_only_ = false;
+  placement_.disown();  // as any copy
   links_->original.reset();
   scaling_state_ = from.scaling_state_.copy_to(here);
   grid_snapshot_.reset();

@@ -116,6 +116,7 @@ class StandIns {
     received_.push_back({tensor, {}, {}, made_pending});
     Received& entry = received_.back();
     if (tensor.numel() == 0) {  // the shard of a rank without rows: it needs no plane
+      buffer.prepare_write();
       entry.plain = entry.target = at::empty(
           tensor.sizes(), at::TensorOptions().dtype(tensor.dtype()).device(tensor.device()));
       return entry.plain;

@@ -42,18 +42,22 @@ std::optional<RowCopy> row_copy(const at::Tensor& self, const at::Tensor& src) {
   return fits ? std::optional(RowCopy{*to_rows, *from_rows, place}) : std::nullopt;
 }
 
-void write_values(const at::Tensor& self, const at::Tensor& values, bool non_blocking) {
+void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   QuantizedBuffer& buffer = buffer_of(self);
   const bool had_pending = buffer.pending().defined();
-  at::assert_no_internal_overlap(self);
+  const bool is_itself = self.is_same(src);  // nothing to copy, whatever its strides
+  if (!is_itself) at::assert_no_internal_overlap(self);
+  buffer.prepare_write();
   try {
-    if (self.numel() > 0) {
-      const at::Tensor plane = buffer.write_plane();
-      // A window and an expanded source cost a dispatch each; the usual copy needs neither.
-      const bool is_whole = self.sizes() == plane.sizes() && self.is_contiguous();
-      const bool expands = values.sizes() != self.sizes();
+    const at::Tensor plane = self.numel() > 0 ? buffer.write_plane() : at::Tensor();
+    if (plane.defined() && !is_itself) {
+      // A window costs a dispatch; the usual copy, from a plain tensor, needs none.
+      const bool is_quantized = has_key(src);
+      const bool is_whole = !is_quantized && self.sizes() == plane.sizes() && self.is_contiguous();
+      // Of the plane that is written, if they share it: as of plain tensors, torch refuses sources
+      // that overlap the target.
       (is_whole ? plane : window(plane, self))
-          .copy_(expands ? values.expand(self.sizes()) : values, non_blocking);
+          .copy_(is_quantized ? value_of(src) : src, non_blocking);
     }
   } catch (...) {
     if (!had_pending) buffer.drop_pending();
@@ -82,7 +86,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
       buffer.place(copy->place);
     }
   }
-  write_values(self, from_quantized ? value_of(src) : src, non_blocking);
+  write_values(self, src, non_blocking);
   return self;
 }
 

@@ -45,6 +45,7 @@ class Substitution {
     if (!is_quantized_argument(tensor)) return tensor;
     QuantizedBuffer& buffer = buffer_of(tensor);
     const bool made_pending = makes_pending(buffer);
+    buffer.prepare_write();
     at::Tensor plane = tensor.numel() == 0 ? buffer.value_plane() : buffer.write_plane();
     writes_.push_back({tensor, window(plane, tensor), Kind::kInPlace, made_pending});
     return writes_.back().plain;
@@ -64,23 +65,26 @@ class Substitution {
     }
     for (const Write& write : writes_) {
       QuantizedBuffer& buffer = buffer_of(write.quantized);
-      if (write.kind == Kind::kOut && write.quantized.numel() > 0) {
-        window(buffer.write_plane(), write.quantized).copy_(write.plain);
+      if (write.kind == Kind::kOut) {
+        buffer.prepare_write();
+        if (write.quantized.numel() > 0) {
+          window(buffer.write_plane(), write.quantized).copy_(write.plain);
+        }
       }
       bump_version(write.quantized);
       buffer.written();
     }
   }
 
-  /// After an error: planes made only for this call go, so that the tensor is what it was. Once the
-  /// op `ran`, a master may hold part of the result, as a plain tensor would (one of a list). Of
-  /// two windows of one buffer the first has made the pending plane, for both.
-  void roll_back(bool ran) {
+  /// After an error: planes made only for this call go, so that the tensor is what it was. Where
+  /// the op may have written before it failed, a master may hold part of the result, as a plain
+  /// tensor would. Of two windows of one buffer the first has made the pending plane, for both.
+  void roll_back(bool may_have_written) {
     for (const Write& write : writes_) {
       QuantizedBuffer& buffer = buffer_of(write.quantized);
       if (write.made_pending) {
         buffer.drop_pending();
-      } else if (ran && write.kind == Kind::kInPlace &&
+      } else if (may_have_written && write.kind == Kind::kInPlace &&
                  (buffer.keeps_master() || buffer.pending().defined())) {
         buffer.written();
       }
@@ -125,6 +129,18 @@ class Substitution {
                             name_, describe(write.quantized)));
   }
 };
+
+/// Whether an op that fails has written nothing: element by element on single tensors, all
+/// arguments are looked at first. Lists are written one tensor after the other, and a bad index,
+/// say, may be found on the way. A shard may fail where its peers do not (without rows it has
+/// another shape), so what was not written must not count as written.
+bool checks_before_it_writes(const c10::OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  const bool takes_list = std::any_of(arguments.begin(), arguments.end(), [](const auto& argument) {
+    return argument.type()->kind() == c10::TypeKind::ListType;
+  });
+  return op.hasTag(at::Tag::pointwise) && !takes_list;
+}
 
 template <typename Convert>
 void convert_value(c10::IValue& value, const Convert& convert) {
@@ -209,7 +225,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     op.callBoxed(stack);
     substitution.commit();
   } catch (...) {
-    substitution.roll_back(runs);
+    substitution.roll_back(runs && !checks_before_it_writes(op));
     throw;
   }
   const size_t first_return = stack->size() - schema.returns().size();

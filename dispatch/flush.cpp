@@ -120,7 +120,8 @@ void flush_alone(const BufferPtr& buffer) {
 
 void require_shown(const BufferPtr& buffer, const char* op) {
   buffer->check_is_allocated();
-  if (buffer->is_shown()) return;
+  if (buffer->is_shown() || buffer->layout().rows == 0) return;
+  buffer->complete();
   if (buffer->can_flush_alone()) return flush_alone(buffer);
   const Layout& layout = buffer->layout();
   if (layout.owns_its_blocks()) {

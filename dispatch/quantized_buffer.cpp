@@ -162,9 +162,13 @@ at::Tensor QuantizedBuffer::value_plane() {
   return dequantize_rows({0, layout().rows}, dtype_);
 }
 
-at::Tensor QuantizedBuffer::write_plane() {
+void QuantizedBuffer::prepare_write() {
   complete();
   complete_image_copies();
+}
+
+at::Tensor QuantizedBuffer::write_plane() {
+  prepare_write();
   if (!placement_.is_placed()) become_own_tensor();
   if (master().defined()) return master();
   if (!pending().defined()) planes_.set_pending(dequantize_rows({0, layout().rows}, dtype_));

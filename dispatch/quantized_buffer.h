@@ -125,6 +125,9 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   at::Tensor write_plane();
   /// Makes the grid the buffer's own. Image and grid may be written then.
   void write_codes();
+  /// All that a write of no elements asks for: copies that wait for the value take it. Such a shard
+  /// needs no plane, and stays unplaced.
+  void prepare_write();
   /// After a write to the value, before any early return on numel 0: whether ranks meet in a flush
   /// must not depend on how many rows each of them holds.
   void written();
