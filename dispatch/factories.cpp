@@ -90,7 +90,8 @@ at::Tensor new_empty(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg 
                      DeviceArg device, BoolArg pinned) {
   const NewArgs args(self, dtype, device, pinned);
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
-  if (!keeps_kind(self, args.dtype) || sizes.size() == 1) return at::empty(sizes, args.plain());
+  const bool is_plain = self.dim() == 0 || sizes.size() == 1;  // as of a scalar, or for a row
+  if (!keeps_kind(self, args.dtype) || is_plain) return at::empty(sizes, args.plain());
   if (sizes.empty()) return rebuild_template(self, args);
   return new_quantized(self, sizes, args, Fill::kNothing);
 }

@@ -22,6 +22,11 @@ void Placement::become_own_tensor() {
   layout_ = own;
 }
 
+void Placement::resize(int64_t bytes, int64_t row_bytes) {
+  if (is_placed() || row_bytes == 0 || bytes % row_bytes != 0) return;
+  if (const int64_t rows = bytes / row_bytes; rows <= layout_.logical_rows) layout_.rows = rows;
+}
+
 void Placement::adopt(std::string_view group) {
   if (group_ != group) group_ = group;
   is_adopted_ = true;

@@ -46,6 +46,9 @@ class Placement {
   /// The rows held become a logical tensor of their own, with blocks from its row 0.
   /// @throws std::invalid_argument if the format has no tensor of so many rows.
   void become_own_tensor();
+  /// Unplaced, there are as many rows as `bytes` hold at `row_bytes` each, if the logical tensor
+  /// has so many: the storage of an empty window may be that of a padded shard.
+  void resize(int64_t bytes, int64_t row_bytes);
   /// The images that are held from now on (a gather of one of two).
   void hold(Images images) { layout_.images = images; }
   void adopt(std::string_view group);

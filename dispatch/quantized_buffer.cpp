@@ -102,10 +102,16 @@ BufferPtr QuantizedBuffer::without_bytes(const QuantizedBuffer& from, at::Scalar
 BufferPtr QuantizedBuffer::over_storage(const QuantizedBuffer& from, c10::Storage storage) {
   PlainGuard guard;
   const bool keeps_master = from.keeps_master();
-  auto buffer = c10::make_intrusive<QuantizedBuffer>(
-      from.placement_, from.dtype_,
-      keeps_master ? Planes::around_master(std::move(storage), from.layout(), from.dtype_)
-                   : Planes::over_codes(std::move(storage), from.layout()));
+  Placement placement = from.placement_;
+  if (keeps_master) {
+    placement.resize(static_cast<int64_t>(storage.nbytes()),
+                     from.layout().cols * static_cast<int64_t>(c10::elementSize(from.dtype_)));
+  }
+  const Layout& layout = placement.layout();
+  auto planes = keeps_master ? Planes::around_master(std::move(storage), layout, from.dtype_)
+                             : Planes::over_codes(std::move(storage), layout);
+  auto buffer =
+      c10::make_intrusive<QuantizedBuffer>(std::move(placement), from.dtype_, std::move(planes));
   buffer->scaling_state_ = from.scaling_state_;
   buffer->flush_state_.restore(keeps_master || from.is_written(), /*shown=*/!keeps_master);
   return buffer;

@@ -87,6 +87,9 @@ def quantize_(
     for _, module in chosen:
         _prepare_module(module, weight_only)
         state.link(module)
+    for _, places in weights:
+        for module, _ in places:
+            _pad_now(module)
     flush(model)
     _warn_of_adapters(chosen)
     if filter_fn is None:
@@ -254,6 +257,14 @@ def forget_module(module):
     hook = module.__dict__.pop("_qshard_load_hook", None)
     if hook is not None:
         hook.remove()
+
+
+def _pad_now(module):
+    """FSDP2 moves a parameter that it has not seen before into a padded one, at its first use, and
+    views made until then would be views no more on ranks with padding. It does so after every
+    load_state_dict, too: here of nothing."""
+    if isinstance(getattr(module, "weight", None), DTensor):
+        module.load_state_dict({}, strict=False)
 
 
 def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):

@@ -245,6 +245,7 @@ class Subject:
     def __init__(self, setup, seed, ranks, quantized):
         self.setup, self.ranks, self.quantized = setup, ranks, quantized
         self.registers = {}  # name: tensor
+        self.narrowed = set()  # registers whose codes may be of a wider value
         self.homes = {}  # of a register that is a view of a parameter or of another register: its name
         self.saved = {}  # checkpoints, by the name of the step that made them
         self.params = {}
@@ -275,12 +276,6 @@ class Subject:
             fully_shard(model, **kwargs)
         if not self.setup.quantize_first:
             self.quantize(model)
-            # FSDP2 moves parameters that it has not made into padded ones at the first use: views of
-            # a parameter that were made before are views no more.
-            for module in model.modules():
-                if hasattr(module, "unshard"):
-                    module.unshard()
-                    module.reshard()
         return model
 
     def quantize(self, model):
@@ -389,10 +384,16 @@ def rounded_like(values, tensor):
     return ops.dequantize(quantized, dtype=values.dtype).view(values.shape)
 
 
+def whole_buffer(tensor):
+    """The matrix that a quantized tensor is a window of, or None where other rows share its scales."""
+    rows, cols, logical_rows, *_ = ops._pack(tensor)[2]
+    return tensor.as_strided((rows, cols), (cols, 1), 0) if rows == logical_rows else None
+
+
 def shares_no_scales(tensor):
-    """Whether a quantized tensor is all rows of one matrix."""
-    rows, _, logical_rows, *_ = ops._pack(tensor)[2]
-    return tensor.dim() == 2 and rows == logical_rows == tensor.shape[0] and tensor.is_contiguous()
+    """Whether a quantized tensor is all of one matrix."""
+    matrix = whole_buffer(tensor)
+    return matrix is not None and matrix.shape == tensor.shape and tensor.is_contiguous()
 
 
 def whole(param):

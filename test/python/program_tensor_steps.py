@@ -17,8 +17,8 @@ from program_models import (
     local_rows,
     plain_value,
     rounded_like,
-    shares_no_scales,
     whole,
+    whole_buffer,
 )
 from program_steps import step
 
@@ -283,7 +283,14 @@ def draw_make(d, makers):
 @step(8, lambda d: draw_make(d, MAKERS), reads=True)
 @torch.no_grad()
 def make(subject, target, view, by, into):
-    subject.keep(into, made(subject, target, view, by))
+    keep_made(subject, into, made(subject, target, view, by))
+
+
+def keep_made(subject, name, tensor):
+    subject.keep(name, tensor)
+    # Documented: narrower copies round the value, and keep codes that were rounded from the wider one.
+    if tensor.dtype != subject.setup.dtype:
+        subject.narrowed.add(name)
 
 
 @step(2.5, lambda d: {**draw_make(d, MAKERS), "number": d.number()}, reads=True)
@@ -294,7 +301,7 @@ def make_then_write(subject, target, view, by, number, into):
     yield
     subject.tensor(target).mul_(number)
     yield
-    subject.keep(into, copied)
+    keep_made(subject, into, copied)
 
 
 @step(2.5, lambda d: draw_make(d, ALIASES), reads=True)
@@ -326,8 +333,8 @@ class Codes:
 
 
 def exact_codes(subject, target):
-    """What the codes of a whole target must show once they are flushed, or None where other ranks or a
-    history of its own decide. All ranks come here."""
+    """What the codes of a target must show once they are flushed, or None where other ranks, or a wider
+    value before, decide. All ranks come here."""
     tensor = subject.tensor(target)
     if not is_quantized(tensor):
         return None
@@ -336,7 +343,11 @@ def exact_codes(subject, target):
         return local_rows(rounded_like(whole(twin), tensor), twin)
     if not ops._keeps_master(tensor) and not has_pending(tensor):
         return plain_value(tensor)
-    return rounded_like(plain_value(tensor), tensor) if shares_no_scales(tensor) else None
+    matrix = whole_buffer(tensor)
+    if matrix is None or subject.home(target) in subject.narrowed:
+        return None
+    shown = rounded_like(plain_value(matrix), matrix)
+    return shown.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def draw_read(d):
