@@ -78,7 +78,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
                           describe(self)));
   if (from_quantized) {
     QuantizedBuffer& buffer = buffer_of(self);
-    if (const auto copy = row_copy(self, src)) {
+    const bool is_itself = &buffer == &buffer_of(src);  // of overlaps torch has the word
+    if (const auto copy = is_itself ? std::nullopt : row_copy(self, src)) {
       if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, copy->place, non_blocking)) {
         buffer.note_before_bump();
         return self;

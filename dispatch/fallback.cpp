@@ -139,7 +139,13 @@ bool checks_before_it_writes(const c10::OperatorHandle& op) {
   const bool takes_list = std::any_of(arguments.begin(), arguments.end(), [](const auto& argument) {
     return argument.type()->kind() == c10::TypeKind::ListType;
   });
-  return op.hasTag(at::Tag::pointwise) && !takes_list;
+  if (takes_list) return false;
+  if (op.hasTag(at::Tag::pointwise)) return true;
+  auto name = op.operator_name();  // some in-place variants lack the tag
+  if (name.name.back() != '_') return false;
+  name.name.pop_back();
+  const auto functional = c10::Dispatcher::singleton().findOp(name);
+  return functional && functional->hasTag(at::Tag::pointwise);
 }
 
 template <typename Convert>

@@ -87,9 +87,7 @@ def quantize_(
     for _, module in chosen:
         _prepare_module(module, weight_only)
         state.link(module)
-    for _, places in weights:
-        for module, _ in places:
-            _pad_now(module)
+        _pad_now(module)
     flush(model)
     _warn_of_adapters(chosen)
     if filter_fn is None:

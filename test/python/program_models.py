@@ -246,6 +246,7 @@ class Subject:
         self.setup, self.ranks, self.quantized = setup, ranks, quantized
         self.registers = {}  # name: tensor
         self.narrowed = set()  # registers whose codes may be of a wider value
+        self.shares = set()  # registers that may be shares of a parameter
         self.homes = {}  # of a register that is a view of a parameter or of another register: its name
         self.saved = {}  # checkpoints, by the name of the step that made them
         self.params = {}

@@ -32,14 +32,14 @@ from program_steps import KINDS
 from program_tensor_steps import Codes
 from torch.distributed.checkpoint.api import CheckpointException
 
-# Documented refusals: what they say, of which steps, and whether of anything or of parameters and their
-# views alone. A refused step must leave everything as it was.
+# Documented refusals: what they say, of which steps, and whether of anything or of shares of parameters
+# and their views alone. A refused step must leave everything as it was.
 REFUSALS = (
     # A linear's weight is codes as they lie in memory.
     (r"the weight must be a 2-D window of whole rows", r"read_codes", "anything"),
     # A shard was written, and its codes are read before the flush that all ranks take part in.
-    (r"rows on other ranks\. Call qshard\.flush\(model\)", r"read_codes", "parameter"),
-    (r"no reduction group is known for it yet", r"read_codes", "parameter"),
+    (r"rows on other ranks\. Call qshard\.flush\(model\)", r"read_codes", "share"),
+    (r"no reduction group is known for it yet", r"read_codes", "share"),
 )
 
 
@@ -124,7 +124,8 @@ class Run:
 
     def is_refusal(self, step, error):
         home = self.ours.home(step.args.get("target", ""))
-        of = ("parameter", "anything") if home[:1] == "w" else ("anything",)
+        is_share = home[:1] == "w" or home in self.ours.shares
+        of = ("share", "anything") if is_share else ("anything",)
         return any(
             kind in of and re.fullmatch(names, step.name) and re.search(text, str(error))
             for text, names, kind in REFUSALS

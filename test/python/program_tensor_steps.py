@@ -283,11 +283,17 @@ def draw_make(d, makers):
 @step(8, lambda d: draw_make(d, MAKERS), reads=True)
 @torch.no_grad()
 def make(subject, target, view, by, into):
-    keep_made(subject, into, made(subject, target, view, by))
+    keep_made(subject, into, made(subject, target, view, by), by)
 
 
-def keep_made(subject, name, tensor):
+# Documented: these may be the share that their source is, and scales that it shares wait for others.
+KEEPS_SHARE = ("deepcopy", "pickle", "empty_like", "new_empty", "new_zeros")
+
+
+def keep_made(subject, name, tensor, by):
     subject.keep(name, tensor)
+    if by.startswith(KEEPS_SHARE):
+        subject.shares.add(name)
     # Documented: narrower copies round the value, and keep codes that were rounded from the wider one.
     if tensor.dtype != subject.setup.dtype:
         subject.narrowed.add(name)
@@ -301,7 +307,7 @@ def make_then_write(subject, target, view, by, number, into):
     yield
     subject.tensor(target).mul_(number)
     yield
-    keep_made(subject, into, copied)
+    keep_made(subject, into, copied, by)
 
 
 @step(2.5, lambda d: draw_make(d, ALIASES), reads=True)
@@ -340,7 +346,10 @@ def exact_codes(subject, target):
         return None
     if subject.setup.sharded and target[0] == "w" and ops._keeps_master(tensor):
         twin = subject.twin.params[f"layers.{target[1:]}.weight"]
-        return local_rows(rounded_like(whole(twin), tensor), twin)
+        shown = local_rows(rounded_like(whole(twin), tensor), twin)
+        # Documented: before its first gather, step or flush a shard has scales of its own.
+        is_adopted = ops._pack(tensor)[2][-1]
+        return shown if is_adopted or subject.ranks == 1 else None
     if not ops._keeps_master(tensor) and not has_pending(tensor):
         return plain_value(tensor)
     matrix = whole_buffer(tensor)

@@ -81,6 +81,23 @@ def test_a_step_scales_by_earlier_steps_and_other_writes_by_their_own(device):
     assert ops.scale_inv(q).item() == pytest.approx(8 / 448)
 
 
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_write_before_a_step_has_scales_of_its_own_once_it_is_flushed(flushed):
+    """Documented: else the step counts as what made the values, and clips one time."""
+    weight = nn.Parameter(ops.quantize(torch.full((4, 4), 2.0), "float8_delayed", keep_master=True))
+    model, optimizer = nn.ParameterList([weight]), torch.optim.SGD([weight], lr=0.0)
+    weight.grad = torch.ones(4, 4)
+    with torch.no_grad():
+        weight.fill_(8.0)
+    if flushed:
+        qshard.flush(model)
+    optimizer.step()
+    assert (ops.dequantize(weight.detach()) == (8 if flushed else 2)).all()
+    assert (value(weight.detach()) == 8).all()
+    optimizer.step()
+    assert (ops.dequantize(weight.detach()) == 8).all()
+
+
 # ------------------------------------------------------------------------------- training
 
 

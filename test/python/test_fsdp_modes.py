@@ -26,6 +26,7 @@ from dist_models import (
     check_gathered,
     different,
     format_of,
+    local,
     local_values,
     loss_of,
     make_plain,
@@ -396,3 +397,23 @@ def quantize_late():
 def test_quantizing_after_the_first_forward_is_refused(world):
     for error in world.run(quantize_late):
         assert "RuntimeError: qshard.quantize_: this model has run a forward" in error
+
+
+def run_views_before_the_first_use():
+    """Rows of every rank but the last; of the last a padded shard, and at 4 ranks none."""
+    model = nn.Sequential(nn.Linear(40, 5), nn.Linear(5, 3, bias=False)).to(device())
+    shard(model)
+    qshard.quantize_(model, qshard.Float8BlockScaling())
+    parameters = list(quantized_parameters(model).values())
+    views = [local(param).detach() for param in parameters]
+    model(torch.ones(2, 40, device=device()))
+    model.reshard()
+    for param, view in zip(parameters, views):
+        view.fill_(0.5)
+        assert (local(param).detach() * 1 == 0.5).all()
+    check_gathered(model)
+
+
+@on_worlds(1, 2, 4)
+def test_views_before_the_first_use_stay_views(world):
+    world.run(run_views_before_the_first_use)

@@ -1,0 +1,168 @@
+"""Writes that overlap what they read, fail, or write no elements, and copies that wait for a value.
+Found by random programs (random_programs.py)."""
+
+import pytest
+import torch
+from dist_models import is_dirty
+from helpers import assert_same, assert_unchanged, is_quantized, ops, state, value, weight
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
+keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
+
+
+def make(keep_master, rows=20, cols=32, fmt="float8_blockwise"):
+    return ops.quantize(weight(rows, cols), fmt, keep_master=keep_master)
+
+
+def make_shard(keep_master, rows=20):
+    """Rows of a bigger tensor: only a collective could flush it."""
+    whole = dict(logical_rows=200, row_offset=100)
+    return ops.quantize(weight(rows, 32), "float8_blockwise", keep_master=keep_master, **whole)
+
+
+# ------------------------------------------------------------------------- overlapping sources
+
+OVERLAPS = {
+    "the first row": lambda t: t.copy_(t[:1]),
+    "shifted rows": lambda t: t[1:].copy_(t[:-1]),
+    "the first column": lambda t: t.copy_(t[:, :1]),
+    "shifted columns": lambda t: t[:, 1:].copy_(t[:, :-1]),
+    "add_ the first row": lambda t: t.add_(t[:1]),
+    "itself": lambda t: t.copy_(t),
+    "a view of all": lambda t: t.copy_(t.view(t.shape)),
+    "a row itself": lambda t: (row := t.as_strided((1, 9), (7, 1), 3)).copy_(row),
+    "one row by other strides": lambda t: t[:1].copy_(t.as_strided((1, 32), (9, 1))),
+    "expanded, itself": lambda t: (rows := t[:1].expand(4, -1)).copy_(rows),
+    "disjoint rows": lambda t: t[:4].copy_(t[4:8]),
+    "a row below": lambda t: t[:4].copy_(t[5:6]),
+}
+
+
+def outcome(write, tensor):
+    try:
+        write(tensor)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@keep_or_not
+@pytest.mark.parametrize("written", [False, True], ids=["flushed", "written"])
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_sources_that_overlap_are_refused_as_torch_does(name, written, keep_master):
+    q = make(keep_master)
+    if written:
+        q.mul_(1.5)
+    plain = value(q).clone()
+    expected = outcome(OVERLAPS[name], plain)
+    assert outcome(OVERLAPS[name], q) == expected
+    assert_same(value(q), plain)
+
+
+# -------------------------------------------------------------------------- writes that fail
+
+FAILS = {
+    "mul_ of an expanded row": lambda t: t[:1].expand(4, -1).mul_(2),
+    "add_ of another shape": lambda t: t.add_(torch.ones(3, 5)),
+    "masked_fill_ of another shape": lambda t: t.masked_fill_(torch.ones(3, 5).bool(), 1.0),
+    "bitwise_or_ of floats": lambda t: t.bitwise_or_(1),
+}
+
+
+@keep_or_not
+@pytest.mark.parametrize("name", FAILS)
+def test_what_failed_before_it_wrote_is_not_written(name, keep_master):
+    """Else ranks would meet in a flush that their peers, without rows or errors, do not enter."""
+    q = make(keep_master)
+    ops.flush([q])
+    before = state(q)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        FAILS[name](q)
+    assert_unchanged(q, before)
+    assert not is_dirty(q)
+
+
+def test_a_list_that_fails_half_way_is_written():
+    q = make(True)
+    ops.flush([q])
+    with pytest.raises(RuntimeError):
+        torch._foreach_add_([q, q], [torch.ones(20, 32), torch.ones(3, 5)])
+    assert is_dirty(q)
+
+
+# ------------------------------------------------------------------- copies that wait for a value
+
+
+def image_copy(tensor):
+    """A copy that has codes alone, and takes its value before that of the original changes."""
+    copied = tensor.to(tensor.device, non_blocking=True, copy=True)
+    assert ops._storage_bytes(copied)["master"] == 0
+    return copied
+
+
+NOTHING = {
+    "rows": lambda t: t[5:5].mul_(2),
+    "columns": lambda t: t[:, 3:3].fill_(2),
+    "copy_": lambda t: t[5:5].copy_(torch.ones(0, 32)),
+    "out=": lambda t: torch.mul(t[5:5], 2, out=t[5:5]),
+    "a list": lambda t: torch._foreach_mul_([t[5:5], t[3:3]], 2),
+}
+
+
+@keep_or_not
+@pytest.mark.parametrize("name", NOTHING)
+def test_writes_of_no_elements_leave_copies_readable(name, keep_master):
+    q = make_shard(keep_master)
+    before, copied = value(q).clone(), image_copy(q)
+    NOTHING[name](q)
+    assert_same(value(copied), before)
+    assert_same(value(q), before)
+
+
+@keep_or_not
+def test_copies_have_a_pending_write_of_their_own(keep_master):
+    q = make_shard(keep_master)
+    q.mul_(1.5)
+    before, copied = value(q).clone(), image_copy(q)
+    q.mul_(2)
+    assert_same(value(copied), before)
+    copied.mul_(3)
+    assert_same(value(q), before * 2)
+
+
+@keep_or_not
+def test_copies_of_a_written_shard_show_codes_of_their_own(keep_master):
+    """A copy waits for nobody, as other copies do."""
+    q = make_shard(keep_master)
+    q.mul_(1.5)
+    assert_same(ops.dequantize(image_copy(q)), ops.dequantize(q.clone()))
+    with pytest.raises(RuntimeError, match="flush"):
+        ops.codes(q)
+
+
+# ------------------------------------------------------------------------------ without elements
+
+
+def test_rows_that_are_not_there_are_read():
+    shard = make_shard(True)
+    empty = shard.new_empty(0, 32)
+    empty.add_(1)
+    assert ops.dequantize(empty).shape == (0, 32) and ops.codes(empty).shape[0] == 0
+
+
+@keep_or_not
+def test_new_empty_of_a_scalar_is_plain(keep_master):
+    scalar = make(keep_master)[3, 4]
+    for new in (scalar.new_empty(()), scalar.new_empty(scalar.shape)):
+        assert not is_quantized(new)
+        assert new.copy_(scalar) == value(scalar)
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_empty_windows_are_staged(first):
+    """As async saves stage the shard of a rank without rows: it lies in padding."""
+    q = make(True)
+    padded = q.new_zeros(1, 32)
+    for empty in (q[first:first], padded[:0]):
+        staged = StateDictStager().stage({"weight": empty})["weight"]
+        assert is_quantized(staged) and staged.shape == (0, 32)
