@@ -70,6 +70,7 @@ BUDGETS_S = {
     "test_nobody_hangs": 90,  # one case waits for the process group's timeout
     "test_op_sweep": 60,
     "test_optimizers": 45,
+    "test_random_programs": 180,
 }
 _seconds = Counter()
 

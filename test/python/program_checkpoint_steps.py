@@ -98,8 +98,6 @@ DCP = ("dcp", "dcp", "dcp async")
 
 def draw_save(d):
     kind = d.choice(DCP) if d.chance(0.3) else d.choice(CHECKPOINTS)
-    if kind == "full" and d.ranks > 1 and not d.setup.sharded and not d.collectives:
-        return None  # it broadcasts quantized tensors
     return {"kind": kind, "into": d.new_checkpoint(kind)}
 
 

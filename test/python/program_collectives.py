@@ -73,7 +73,7 @@ def common_rows(setup, ranks, layer):
 def draw_collective(d):
     layer = d.rng.randrange(len(d.setup.layers))
     rows = common_rows(d.setup, d.ranks, layer)
-    if not d.collectives or rows == 0:
+    if rows == 0:
         return None
     first = d.rng.randrange(rows)
     return {
@@ -91,7 +91,7 @@ def collective(subject, layer, rows, kind):
 
 
 def draw_distribute(d):
-    if not d.collectives or d.setup.sharded:
+    if d.setup.sharded:
         return None
     placement = d.choice(("rows", "columns", "replicas"))
     return {"target": d.parameter(), "placement": placement, "into": d.new_register()}

@@ -54,7 +54,6 @@ class Draw:
     rng: object
     setup: object
     ranks: int
-    collectives: bool = False
     registers: list = field(default_factory=list)
     checkpoints: dict = field(default_factory=dict)
     made: int = 0

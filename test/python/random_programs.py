@@ -50,11 +50,11 @@ class Program:
         return "\n".join(lines + [f"  {i}: {step}" for i, step in enumerate(self.steps)])
 
 
-def make_program(seed, ranks, device_type="cpu", collectives=False, without=None):
+def make_program(seed, ranks, device_type="cpu", without=None):
     """`without`: a regular expression of steps to leave out."""
     rng = random.Random(f"{seed} {ranks}")
     setup = draw_setup(rng, ranks, device_type)
-    draw = Draw(rng, setup, ranks, collectives)
+    draw = Draw(rng, setup, ranks)
     steps = tuple(draw.step() for _ in range(rng.randint(5, 30)))
     if without:
         steps = tuple(step for step in steps if not re.search(without, str(step)))
@@ -235,7 +235,6 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="worlds at a time")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--collectives", action="store_true", help="collectives of values, too")
     parser.add_argument("--without", help="a regular expression of steps to leave out")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="print the programs")
@@ -243,9 +242,7 @@ def main():
     from tqdm import tqdm
 
     seeds = range(args.seed, args.seed + args.programs)
-    programs = [
-        make_program(seed, args.ranks, args.device, args.collectives, args.without) for seed in seeds
-    ]
+    programs = [make_program(seed, args.ranks, args.device, args.without) for seed in seeds]
     if args.verbose:
         print(*programs, sep="\n")
     differences = hangs = crashes = 0
