@@ -285,8 +285,8 @@ COLLECTIVES = (
     *(all_gather_into_tensors_in_a_coalescing_manager, gather, scatter),
     *(scatter_quantized_list_into_plain, reduce_scatter, reduce_scatter_tensor),
     *(reduce_scatter_in_a_coalescing_manager, all_to_all, all_to_all_single),
-    *(functional, functional_in_place),
 )
+FUNCTIONAL = (functional, functional_in_place)
 POINT_TO_POINT = (send_and_receive, batched_send_and_receive, receive_from_anyone)
 # What the backends of torch 2.11 do not have; the plain twins say so too.
 MISSING = {
@@ -340,16 +340,19 @@ def run_cases(cases, kinds, is_async):
                     check_written(tensor)
 
 
-# One of five asynchronous runs on gloo ended with a corrupted heap (functional collectives).
-seen_to_crash = pytest.mark.xfail(reason="gloo, async: a heap corrupted once in five, cause open")
-
-
-@pytest.mark.parametrize(
-    "is_async", [False, pytest.param(True, marks=seen_to_crash)], ids=["sync", "async"]
-)
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @on_worlds(2, 3)
 def test_collectives_between_all_kinds_of_peers(world, is_async):
     world.run(run_cases, COLLECTIVES, tuple(KINDS), is_async)
+
+
+# Run after all of COLLECTIVES, in one process group of gloo, about one of thirty ended with a corrupted
+# heap: a chunk of 24 bytes in the free lists of two threads. AddressSanitizer saw nothing in twelve runs,
+# and 24,000 rounds of `functional` on plain tensors alone passed.
+@pytest.mark.xfail(not torch.cuda.is_available(), reason="gloo: seen to corrupt its heap, cause open")
+@on_worlds(2, 3)
+def test_functional_collectives_between_all_kinds_of_peers(world):
+    world.run(run_cases, FUNCTIONAL, tuple(KINDS), False)
 
 
 @on_worlds(2, 3)
