@@ -40,7 +40,7 @@ $(venv): pyproject.toml
 # Compiled in build/ci, shared with the GoogleTests; pip then packs and installs what is there.
 sources := $(shell find CMakeLists.txt CMakePresets.json cmake kernels dispatch ops fsdp loader qshard \
              -type f -not -name '*.pyc')
-built := $(venv)-built
+built := $(venv)-cuda-$(CUDA)-built
 build: $(built)
 $(built): $(venv) $(sources)
 	cmake --preset ci -DQSHARD_BUILD_TESTS=OFF -DQSHARD_CUDA=$(CUDA) \
@@ -48,6 +48,7 @@ $(built): $(venv) $(sources)
 	cmake --build --preset ci
 	python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
 	  --config-settings=build-dir=build/ci .
+	rm -f $(VENV)/torch-*-built
 	touch $@
 
 wheel: $(built)

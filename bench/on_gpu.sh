@@ -2,8 +2,8 @@
 # Everything that needs GPUs, in one go:
 #   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train …]
 #
-# Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so;
-# without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
+# Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so
+# with its libqshard_impl.so beside it; without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
 # TRAIN_ARGS goes to bench/train_fsdp.py.
 # A step that fails does not stop the next; the exit status says whether any did.
 set -uo pipefail

@@ -10,7 +10,9 @@
 namespace qshard::testing {
 namespace {
 
-bool is_fp8(at::Device device) { return can_save_quantized_input(device, 16, 16, 16); }
+bool is_fp8(at::Device device, const Format& format) {
+  return why_dequantized(format, device).empty();
+}
 
 // What a GEMM sees of x (M, K) when it contracts along K; float, on the CPU.
 at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarType code) {
@@ -66,7 +68,7 @@ TEST_P(Linear, ForwardAndBackward) {
       const WeightOperand weight =
           weight_operand(at::randn({n, k}).mul(0.02).to(device), whole(name, n, k));
       const at::Tensor w = dequantized(weight);
-      const bool fp8 = is_fp8(device) && n % 16 == 0;
+      const bool fp8 = is_fp8(device, format) && n % 16 == 0;
       const at::Tensor x_seen =
           fp8 ? as_activation(x, format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat);
       const at::Tensor w_seen = fp8 ? w : w.to(dtype);
@@ -137,7 +139,7 @@ TEST_P(Linear, GradWeightIsAdded) {
         EXPECT_EQ(sum.const_data_ptr(), memory);
         EXPECT_EQ(backward.grad_input.sizes(), (at::IntArrayRef{m, k}));
 
-        const bool fp8 = is_fp8(device) && n % 16 == 0;
+        const bool fp8 = is_fp8(device, format) && n % 16 == 0;
         const at::Tensor dy_t =
             fp8 ? as_activation(dy.t(), format, grad_code(format)) : dy.cpu().to(at::kFloat).t();
         const at::Tensor x_t =
@@ -177,7 +179,8 @@ TEST_P(Linear, WeightWindows) {
         window.first_row = first;
         window.rows = 128;
         const bool crosses = first % matrix_rows + 128 > matrix_rows;
-        const bool fp8 = is_fp8(device) && (format.block_rows ? first % 128 == 0 : !crosses);
+        const bool fp8 =
+            is_fp8(device, format) && (format.block_rows ? first % 128 == 0 : !crosses);
         const at::Tensor w = fp8 ? dequantized(window) : dequantized(window).to(dtype);
         const at::Tensor x_seen =
             fp8 ? as_activation(x, format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat);
@@ -234,7 +237,7 @@ TEST(BackendReport, ListsThePathsTaken) {
   linear_forward(at::zeros({4, 32}), weight, std::nullopt, false);
   EXPECT_NE(backend_report().find("float8_tensorwise forward: dequantized GEMM"),
             std::string::npos);
-  if (is_fp8(devices().back())) {
+  if (is_fp8(devices().back(), find_format("float8_tensorwise"))) {
     EXPECT_EQ(backend_report().find("cuBLASLt has no kernel"), std::string::npos)
         << backend_report();
   }
@@ -245,9 +248,9 @@ TEST(BackendReport, ListsThePathsTaken) {
 TEST_P(Linear, OneGemmAddsItsProduct) {
   const auto [name, dtype] = GetParam();
   const at::Device device = devices().back();
-  if (!device.is_cuda() || !is_fp8(device)) GTEST_SKIP() << "no CUDA device with FP8 GEMMs";
-  at::manual_seed(4);
   const Format& format = find_format(name);
+  if (!is_fp8(device, format)) GTEST_SKIP() << "no CUDA device with FP8 GEMMs of " << name;
+  at::manual_seed(4);
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   for (const auto& [m, n, k] : {Sizes{128, 64, 48}, Sizes{2048, 1536, 2048}}) {
     const auto operand = [&](int64_t cols, DType code) {
