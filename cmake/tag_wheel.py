@@ -7,11 +7,14 @@ import ctypes
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 
 def local_version(library: str) -> str:
-    loaded = ctypes.CDLL(library)
+    with warnings.catch_warnings():  # it says that there is no torch here
+        warnings.simplefilter("ignore")
+        loaded = ctypes.CDLL(library)
     answers = []
     for name in ("qshard_torch_version", "qshard_cuda_version"):
         function = getattr(loaded, name)
