@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go:
-#   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train …]
+#   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train|gradients …]
 #
 # Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so
 # with its libqshard_impl.so beside it; without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
@@ -81,6 +81,21 @@ train() {
     --breakdown --json "$out/train.json" ${TRAIN_ARGS:-}
 }
 
+gradients() {
+  local gpus status=0
+  "$python" bench/gradients.py kernels --json "$out/gradient-kernels.json" || status=1
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  if ((gpus < 2)); then
+    echo "steps and losses need two GPUs or more: not run"
+    return $status
+  fi
+  local run=("$python" -m torch.distributed.run --standalone --nproc-per-node=2 bench/gradients.py)
+  "${run[@]}" steps --json "$out/gradient-steps.json" || status=1
+  "${run[@]}" steps --over tcp --json "$out/gradient-steps-tcp.json" || status=1
+  "${run[@]}" losses --json "$out/gradient-losses.json" || status=1
+  return $status
+}
+
 demo() {
   "$python" examples/demo.py --steps 200 --out "$out/demo" &&
     cp "$out/demo/loss.png" "$out/demo/results.json" "$out/" && rm -r "$out/demo/checkpoints"
@@ -101,6 +116,7 @@ if wants overhead; then step overhead overhead; fi
 if wants kernels; then step kernels kernels; fi
 if wants linear; then step linear linear; fi
 if wants train; then step train train; fi
+if wants gradients; then step gradients gradients; fi
 
 echo
 gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)
@@ -114,7 +130,8 @@ for log in kernels linear; do
   [ -e "$out/$log.log" ] && sed -n '/worst shapes/,$p' "$out/$log.log"
 done
 [ -e "$out/train.log" ] && sed -n '/^qshard training/,$p' "$out/train.log"
-grep -hE '^(FAILED|SKIPPED) ' "$out"/{kernels,linear,train}.log 2>/dev/null
+[ -e "$out/gradients.log" ] && sed -n '/worst shapes/,$p' "$out/gradients.log" | grep -v 'it/s'
+grep -hE '^(FAILED|SKIPPED) ' "$out"/{kernels,linear,train,gradients}.log 2>/dev/null
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1

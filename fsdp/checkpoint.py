@@ -64,19 +64,30 @@ def plain_values(tensor):
     return ops._export_view(tensor.detach()).clone()
 
 
+# Weak references to the states by which gradients are rounded (qshard/gradients.py).
+gradient_states = []
+
+
 def state_names(state_dict):
-    """Names of what qshard/state.py adds to the state_dict of a model: <weight>_<state>, beside
-    quantized weights that have such state. Nobody else's, whatever they are called."""
-    return {
-        f"{name}_{state}"
-        for name, value in state_dict.items()
-        if isinstance(value, torch.Tensor) and is_quantized(local_of(value))
-        for state in ops._state(local_of(value))
-    }
+    """Names of what qshard adds to the state_dict of a model: <weight>_<state> beside quantized weights
+    that have such state (qshard/state.py), and gradient_states. Nobody else's, whatever they are
+    called."""
+    states = [state for reference in gradient_states if (state := reference()) is not None]
+    storages = {state.untyped_storage()._cdata for state in states}
+    names = set()
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        local = local_of(value)
+        if is_quantized(local):
+            names |= {f"{name}_{state}" for state in ops._state(local)}
+        elif local.dtype == torch.int32 and local.untyped_storage()._cdata in storages:
+            names.add(name)
+    return names
 
 
 def load_without_state(planner_module):
-    """A checkpoint of a plain model, or of one in another format, has no such state; the weights load
+    """A checkpoint of a plain model, or of one in another format, has no such state; the model loads
     without it. Any other key that a checkpoint lacks is an error as ever."""
     stock = planner_module.create_default_local_load_plan
 

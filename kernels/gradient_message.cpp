@@ -31,6 +31,15 @@ constexpr std::array<MessageFormat, 3> kMessageFormats = {{
 }
 #endif
 
+// CUDA's grids have no more rows.
+constexpr int64_t kMaxChunks = 65535;
+
+void check_chunks(int64_t chunks) {
+  TORCH_CHECK(chunks <= kMaxChunks, fmt::format("qshard: {} messages of gradients at once; at most "
+                                                "{} can be made or summed",
+                                                chunks, kMaxChunks));
+}
+
 }  // namespace
 
 const MessageFormat& find_message_format(std::string_view name) {
@@ -44,6 +53,7 @@ const MessageFormat& find_message_format(std::string_view name) {
 }
 
 void encode_messages(const EncodeMessagesTask& task, Stream stream) {
+  check_chunks(task.chunks);
   if (task.chunks == 0 || task.layout.numel == 0) return;
   if (!stream.is_cuda) return cpu::encode_messages(task);
 #ifdef QSHARD_WITH_CUDA
@@ -54,6 +64,7 @@ void encode_messages(const EncodeMessagesTask& task, Stream stream) {
 }
 
 void sum_messages(const SumMessagesTask& task, Stream stream) {
+  check_chunks(task.chunks);
   if (task.numel == 0 || task.layout.numel == 0) return;
   if (!stream.is_cuda) return cpu::sum_messages(task);
 #ifdef QSHARD_WITH_CUDA

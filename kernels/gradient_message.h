@@ -88,7 +88,9 @@ struct SumMessagesTask {
   int64_t numel = 0;
 };
 
+/// @throws c10::Error for more than 65535 chunks.
 void encode_messages(const EncodeMessagesTask& task, Stream stream);
+/// @throws c10::Error for more than 65535 chunks.
 void sum_messages(const SumMessagesTask& task, Stream stream);
 
 }  // namespace qshard

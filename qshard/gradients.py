@@ -7,10 +7,12 @@ kernels/gradient_message.h.
 
 import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from _qshard_checkpoint import gradient_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -262,6 +264,7 @@ class _ModuleRounding:
         mesh = next(p.device_mesh for p in module.parameters() if isinstance(p, DTensor))
         device = torch.device(mesh.device_type)
         self.state = _rounding_state(name).to(device)
+        gradient_states.append(weakref.ref(self.state, gradient_states.remove))
         self.hooks = [
             module.register_state_dict_pre_hook(self._link),
             module.register_load_state_dict_pre_hook(self._prepare_load),

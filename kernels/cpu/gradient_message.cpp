@@ -47,13 +47,12 @@ class TileValues {
   TileValues(const EncodeMessagesTask& task, const Tile& tile) {
     const int64_t size = value_size(task.value_dtype);
     const int64_t there = present(task.layout, tile, task.numel);
-    const auto* first = static_cast<const uint8_t*>(task.values) +
-                        (tile.chunk * task.layout.numel + tile.begin) * size;
-    if (there == tile.numel()) {
-      values_ = first;
-      return;
+    if (there > 0) {
+      values_ = static_cast<const uint8_t*>(task.values) +
+                (tile.chunk * task.layout.numel + tile.begin) * size;
+      if (there == tile.numel()) return;
+      std::memcpy(copy_.data(), values_, there * size);
     }
-    if (there > 0) std::memcpy(copy_.data(), first, there * size);
     std::memset(copy_.data() + there * size, 0, (tile.numel() - there) * size);
     values_ = copy_.data();
   }

@@ -151,11 +151,3 @@ def test_bad_arguments_are_named():
         ops.sum_gradients(message[None], "float8", 10, torch.ones(11))
     with pytest.raises(RuntimeError, match="out must be contiguous"):
         ops.sum_gradients(message[None], "float8", 10, torch.ones(10, 2)[:, 0])
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_operators_pass_opcheck(fmt):
-    x = gradients(100)
-    torch.library.opcheck(ops.quantize_gradients.default, (x, fmt, 2, 50))
-    messages = ops.quantize_gradients(x, fmt, 2, 50)[None]
-    torch.library.opcheck(ops.sum_gradients.default, (messages, fmt, 50, torch.empty(50)))

@@ -455,6 +455,9 @@ def run_resumed():
         fresh.load_state_dict(state["optimizer"])
     assert train(again, fresh, steps=2, first_step=2) == losses[2:]
     # A checkpoint without a count loads, and so does one that is assigned.
+    with shared_folder() as folder:
+        dcp.save({"model": plain_model().state_dict()}, checkpoint_id=folder)
+        dcp.load({"model": first.state_dict()}, checkpoint_id=folder)
     state = {k: v for k, v in first.state_dict().items() if "rounding" not in k}
     first.load_state_dict(state)
     state = copy.copy(first.state_dict())

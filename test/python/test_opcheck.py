@@ -24,6 +24,7 @@ def plain(*shape, grad=False, dtype=torch.float32):
     return weight(*shape, seed=1, dtype=dtype).requires_grad_(grad)
 
 
+MESSAGES = {"float8_blockwise": ("float8",), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
 SAMPLES = {
     "quantize": lambda fmt: [
         (plain(64, 32), fmt),
@@ -58,6 +59,16 @@ SAMPLES = {
     "linear_backward_accumulate": lambda fmt: [
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, plain(64, 32))
         for needs_input in (True, False)
+    ],
+    # Formats of messages are their own: of each, once.
+    "quantize_gradients": lambda fmt: [
+        (plain(10, 10, dtype=dtype), of, 2, 50)
+        for of in MESSAGES.get(fmt, ())
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    "sum_gradients": lambda fmt: [
+        (ops.quantize_gradients(plain(10, 10), of, 2, 50)[None], of, 50, torch.empty(5, 10))
+        for of in MESSAGES.get(fmt, ())
     ],
     "flush": lambda fmt: [([quantized(fmt=fmt), quantized(fmt=fmt, keep_master=True)],)],
     "formats": lambda fmt: [()],
