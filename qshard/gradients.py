@@ -16,7 +16,6 @@ from _qshard_checkpoint import gradient_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -298,6 +297,9 @@ def _undo(module: nn.Module) -> None:
     comm = getattr(module, _COMM, None)
     if comm is None:
         return
+    # FSDP2 has no public name for what it starts with.
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
     module.set_custom_reduce_scatter(DefaultReduceScatter())
     if comm.quantize.rounding is not None:
         comm.quantize.rounding.remove(module)

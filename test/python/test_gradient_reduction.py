@@ -21,7 +21,12 @@ from dist_models import (
     train,
 )
 from reference import gradient_message, stochastic
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -121,6 +126,10 @@ def run_refusals():
         with pytest.raises(ValueError, match="known are float8, mxfp8, nvfp4"):
             qshard.ddp_comm_hook("int8")
     assert not [name for name, _ in calls if name.startswith("alltoall")]
+    ddp = DistributedDataParallel(Model().to(device(), torch.float64))
+    ddp.register_comm_hook(None, qshard.ddp_comm_hook("float8"))
+    with pytest.raises(ValueError, match="gradients of torch.float64 cannot travel in few bits"):
+        backward(ddp, dtype=torch.float64)
     with pytest.raises(ValueError, match="register_comm_hook"):
         qshard.reduce_gradients_(DistributedDataParallel(Model().to(device())), "float8")
 
@@ -140,12 +149,15 @@ def run_fsdp(fmt, reduce_dtype, weights, configure):
         for _ in range(2)
     ]
     world = dist.get_world_size()
-    for model in models:
-        if configure == "factor":
-            model.set_gradient_divide_factor(float(world))  # others: NCCL only, in plain FSDP2
-        if configure == "sum":
-            model.set_force_sum_reduction_for_comms(True)
     plain, model = models
+    for module in (m for each in models for m in each.modules() if isinstance(m, FSDPModule)):
+        if configure == "factor":
+            module.set_gradient_divide_factor(float(world))
+        if configure == "sum":
+            module.set_force_sum_reduction_for_comms(True)
+    for module in (m for m in model.modules() if isinstance(m, FSDPModule)):
+        if configure == "premul":  # which gloo has not, in plain FSDP2
+            module.set_gradient_divide_factor(3.5)
     assert qshard.reduce_gradients_(model, fmt) is model
     backward(plain)
     with collectives() as calls:
@@ -155,9 +167,10 @@ def run_fsdp(fmt, reduce_dtype, weights, configure):
     # One message to each rank for each group, of the bytes of its padded flat buffer.
     sent = sorted(sizes[1][0] for name, sizes in calls if name == "alltoall_base")
     assert sent == sorted(world * message for message in expected_messages(model, fmt, world))
-    error = relative_error(gradients(model), gradients(plain))
-    assert 0 < error < ERROR[fmt]
-    return error
+    got, want = gradients(model), gradients(plain)
+    if configure == "premul":
+        got = {name: gradient * (3.5 / world) for name, gradient in got.items()}
+    assert 0 < relative_error(got, want) < ERROR[fmt]
 
 
 def expected_messages(model, fmt, world):
@@ -167,7 +180,7 @@ def expected_messages(model, fmt, world):
         yield gradient_message.message_bytes(fmt, n)
 
 
-@pytest.mark.parametrize("configure", (None, "factor", "sum"))
+@pytest.mark.parametrize("configure", (None, "factor", "premul", "sum"))
 @pytest.mark.parametrize("weights", (None, "float8_blockwise", "nvfp4"))
 @pytest.mark.parametrize("reduce_dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -364,9 +377,17 @@ def run_alone():
             model = plain_model()
             qshard.reduce_gradients_(model, "float8")
             backward(model)
+            ddp = DistributedDataParallel(Model().to(device()))
+            ddp.register_comm_hook(None, qshard.ddp_comm_hook("float8"))
+            alone = copy.deepcopy(ddp.module)
+            for each in (ddp, alone):
+                backward(each)
+            want = gradients(alone)
+            assert all(torch.equal(g, want[n[7:]]) for n, g in gradients(ddp).items())
     texts = [str(w.message) for w in caught if "qshard" in str(w.message)]
     assert texts == [
-        "qshard: reduce_gradients_ does nothing: no parameter is sharded over several ranks"
+        "qshard: reduce_gradients_ does nothing: no parameter is sharded over several ranks",
+        "qshard: DDP on one rank reduces nothing",
     ]
 
 
