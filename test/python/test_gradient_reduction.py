@@ -1,4 +1,4 @@
-"""Gradients in few bits under FSDP2 and DDP: bits of the oracle, wire bytes, and what goes on as before."""
+"""Gradients in few bits under FSDP2: bits of the oracle, wire bytes, and what goes on as before."""
 
 import copy
 import warnings
@@ -9,14 +9,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, gather_objects, on_worlds, shared_folder
 from dist_models import (
+    REDUCTION_ERROR as ERROR,
     WIDTH,
     Model,
     adamw,
     batch,
     build,
     collectives,
+    gradients,
     local,
     loss_of,
+    relative_error,
     shard,
     train,
 )
@@ -39,26 +42,11 @@ from qshard.gradients import QuantizedReduceScatter
 
 FORMATS = tuple(gradient_message.FORMATS)
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
-ERROR = {"float8": 0.04, "mxfp8": 0.04, "nvfp4": 0.14}  # relative, of a whole gradient
 
 
 def plain_model(rows=257, **kwargs):
     torch.manual_seed(0)
     return shard(Model(rows).to(device()), **kwargs)
-
-
-def gradients(model):
-    return {name: local(p.grad) * 1 for name, p in model.named_parameters()}
-
-
-def relative_error(got, want):
-    """Of all gradients of a model, over all ranks."""
-    sums = torch.zeros(2)
-    for name in want:
-        sums[0] += (got[name].double() - want[name].double()).square().sum().item()
-        sums[1] += want[name].double().square().sum().item()
-    dist.all_reduce(sums := sums.to(device()))
-    return (sums[0] / sums[1]).sqrt().item()
 
 
 def backward(model, step=0, dtype=torch.float32):
@@ -492,42 +480,3 @@ def run_resumed():
 @on_worlds(2)
 def test_the_count_is_saved_and_resumed(world):
     world.run(run_resumed)
-
-
-# -------------------------------------------------------------------------------------------- DDP
-
-
-def run_ddp(fmt, dtype, rounding):
-    models, world = [], dist.get_world_size()
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(DistributedDataParallel(Model().to(device(), dtype), bucket_cap_mb=0.1))
-    hook = qshard.ddp_comm_hook(fmt, rounding=rounding)
-    models[1].register_comm_hook(None, hook)
-    for step in range(2):  # DDP puts parameters into other buckets after the first
-        for model in models:
-            model.zero_grad()
-            loss_of(model, batch(step, dtype=dtype)).backward()
-        plain, got = (gradients(model) for model in models)
-        factor = 2 if rounding == "nearest" else 3
-        assert 0 < relative_error(got, plain) < factor * ERROR[fmt]
-        for name, gradient in got.items():
-            first = gradient.clone()
-            dist.broadcast(first, src=0)
-            assert torch.equal(first, gradient), name
-    if rounding == "stochastic":
-        count = hook.state_dict()["gradient_rounding"]
-        assert count[2] >= 4
-        other = qshard.ddp_comm_hook(fmt, rounding=rounding)
-        other.load_state_dict(hook.state_dict())
-        assert torch.equal(other.state_dict()["gradient_rounding"].cpu(), count.cpu())
-    assert world > 1
-
-
-@pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.pairwise
-@on_worlds(2, 3)
-def test_ddp_gradients(world, fmt, dtype, rounding):
-    world.run(run_ddp, fmt, dtype, rounding)

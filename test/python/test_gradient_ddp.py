@@ -1,0 +1,46 @@
+"""Gradients in few bits under DistributedDataParallel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_helpers import device, on_worlds
+from dist_models import REDUCTION_ERROR, Model, batch, gradients, loss_of, relative_error
+from torch.nn.parallel import DistributedDataParallel
+
+import qshard
+
+
+def run_ddp(fmt, dtype, rounding):
+    models, world = [], dist.get_world_size()
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(DistributedDataParallel(Model().to(device(), dtype), bucket_cap_mb=0.1))
+    hook = qshard.ddp_comm_hook(fmt, rounding=rounding)
+    models[1].register_comm_hook(None, hook)
+    for step in range(2):  # DDP puts parameters into other buckets after the first
+        for model in models:
+            model.zero_grad()
+            loss_of(model, batch(step, dtype=dtype)).backward()
+        plain, got = (gradients(model) for model in models)
+        factor = 2 if rounding == "nearest" else 3
+        assert 0 < relative_error(got, plain) < factor * REDUCTION_ERROR[fmt]
+        for name, gradient in got.items():
+            first = gradient.clone()
+            dist.broadcast(first, src=0)
+            assert torch.equal(first, gradient), name
+    if rounding == "stochastic":
+        count = hook.state_dict()["gradient_rounding"]
+        assert count[2] >= 4
+        other = qshard.ddp_comm_hook(fmt, rounding=rounding)
+        other.load_state_dict(hook.state_dict())
+        assert torch.equal(other.state_dict()["gradient_rounding"].cpu(), count.cpu())
+    assert world > 1
+
+
+@pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("fmt", REDUCTION_ERROR)
+@pytest.mark.pairwise
+@on_worlds(2, 3)
+def test_ddp_gradients(world, fmt, dtype, rounding):
+    world.run(run_ddp, fmt, dtype, rounding)
