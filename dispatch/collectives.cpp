@@ -116,7 +116,6 @@ class StandIns {
     received_.push_back({tensor, {}, {}, made_pending});
     Received& entry = received_.back();
     if (tensor.numel() == 0) {  // the shard of a rank without rows: it needs no plane
-      buffer.prepare_write();
       entry.plain = entry.target = at::empty(
           tensor.sizes(), at::TensorOptions().dtype(tensor.dtype()).device(tensor.device()));
       return entry.plain;
@@ -138,7 +137,8 @@ class StandIns {
   void mark_written() {
     for (const Received& entry : received_) {
       bump_version(entry.quantized);
-      buffer_of(entry.quantized).written();
+      QuantizedBuffer& buffer = buffer_of(entry.quantized);
+      entry.quantized.numel() == 0 ? buffer.written_nothing() : buffer.written();
     }
   }
 

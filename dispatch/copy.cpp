@@ -47,7 +47,6 @@ void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocki
   const bool had_pending = buffer.pending().defined();
   const bool is_itself = self.is_same(src);  // nothing to copy, whatever its strides
   if (!is_itself) at::assert_no_internal_overlap(self);
-  buffer.prepare_write();
   try {
     const at::Tensor plane = self.numel() > 0 ? buffer.write_plane() : at::Tensor();
     if (plane.defined() && !is_itself) {
@@ -63,7 +62,7 @@ void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocki
     if (!had_pending) buffer.drop_pending();
     throw;
   }
-  buffer.written();
+  self.numel() == 0 ? buffer.written_nothing() : buffer.written();
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {

@@ -45,7 +45,6 @@ class Substitution {
     if (!is_quantized_argument(tensor)) return tensor;
     QuantizedBuffer& buffer = buffer_of(tensor);
     const bool made_pending = makes_pending(buffer);
-    buffer.prepare_write();
     at::Tensor plane = tensor.numel() == 0 ? buffer.value_plane() : buffer.write_plane();
     writes_.push_back({tensor, window(plane, tensor), Kind::kInPlace, made_pending});
     return writes_.back().plain;
@@ -65,14 +64,11 @@ class Substitution {
     }
     for (const Write& write : writes_) {
       QuantizedBuffer& buffer = buffer_of(write.quantized);
-      if (write.kind == Kind::kOut) {
-        buffer.prepare_write();
-        if (write.quantized.numel() > 0) {
-          window(buffer.write_plane(), write.quantized).copy_(write.plain);
-        }
+      if (write.kind == Kind::kOut && write.quantized.numel() > 0) {
+        window(buffer.write_plane(), write.quantized).copy_(write.plain);
       }
       bump_version(write.quantized);
-      buffer.written();
+      write.quantized.numel() == 0 ? buffer.written_nothing() : buffer.written();
     }
   }
 

@@ -103,7 +103,10 @@ void agree_on_what_is_written(const Batch& batch) {
 
 void flush_alone(const BufferPtr& buffer) {
   check_group_is_known(*buffer);
-  if (!buffer->layout().holds_all_rows()) {
+  // A one-row weight looks whole on one of two ranks, and the others have its state.
+  const bool may_be_share =
+      buffer->placement().was_placed() && buffer->scaling_state().is_defined();
+  if (!buffer->layout().holds_all_rows() || may_be_share) {
     // The agreed flush still has to come, from the written values.
     if (!buffer->is_meta()) requantize(alone(buffer), {.pending = Pending::kKeep});
     return buffer->shown_alone();

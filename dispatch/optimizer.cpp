@@ -181,10 +181,7 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
   for (const size_t i : indices) {
     bump_version(a.parameters[i]);
     // What holds no rows was written, too: ranks must agree on who flushes.
-    if (a.parameters[i].numel() == 0) {
-      buffer_of(a.parameters[i]).prepare_write();
-      buffer_of(a.parameters[i]).written();
-    }
+    if (a.parameters[i].numel() == 0) buffer_of(a.parameters[i]).written_nothing();
   }
   // After the bumps: they are this write's.
   for (size_t t = 0; t < tasks.size(); ++t) {

@@ -168,13 +168,9 @@ at::Tensor QuantizedBuffer::value_plane() {
   return dequantize_rows({0, layout().rows}, dtype_);
 }
 
-void QuantizedBuffer::prepare_write() {
+at::Tensor QuantizedBuffer::write_plane() {
   complete();
   complete_image_copies();
-}
-
-at::Tensor QuantizedBuffer::write_plane() {
-  prepare_write();
   if (!placement_.is_placed()) become_own_tensor();
   if (master().defined()) return master();
   if (!pending().defined()) planes_.set_pending(dequantize_rows({0, layout().rows}, dtype_));
@@ -187,6 +183,11 @@ void QuantizedBuffer::write_codes() {
 }
 
 void QuantizedBuffer::written() { flush_state_.write(device()); }
+
+void QuantizedBuffer::written_nothing() {
+  flush_state_.write_elsewhere();
+  note_before_bump();
+}
 
 void QuantizedBuffer::written_with_amax(const at::Tensor& amax, int64_t first, int64_t count,
                                         bool shown) {

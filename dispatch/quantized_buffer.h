@@ -125,12 +125,12 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   at::Tensor write_plane();
   /// Makes the grid the buffer's own. Image and grid may be written then.
   void write_codes();
-  /// All that a write of no elements asks for: copies that wait for the value take it. Such a shard
-  /// needs no plane, and stays unplaced.
-  void prepare_write();
   /// After a write to the value, before any early return on numel 0: whether ranks meet in a flush
   /// must not depend on how many rows each of them holds.
   void written();
+  /// The same of a write of no elements. The image stands: without a master it may be the value,
+  /// and made anew it would be rounded twice.
+  void written_nothing();
   /// The same of a kernel that left the amaxes of the new values in entries [first, first + count)
   /// of the flat `amax`, and if `shown` their codes and scales in the image.
   void written_with_amax(const at::Tensor& amax, int64_t first, int64_t count, bool shown);

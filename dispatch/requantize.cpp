@@ -39,12 +39,15 @@ class AmaxVector {
   int64_t taken_ = 0;
 };
 
-/// The state of one buffer on the device of its planes for the time of a flush.
+/// The state of one buffer on the device of its planes for the time of a flush. Of a flush that
+/// another is to follow nothing stays: each rank knows its own amaxes alone, and scales that the
+/// next step takes from them would not be those of its peers.
 class FlushedState {
  public:
-  FlushedState(const QuantizedBuffer& buffer, float* amax, float* words)
+  FlushedState(const QuantizedBuffer& buffer, float* amax, float* words, bool stays)
       : own_(buffer.scaling_state()),
-        here_(own_.device() == buffer.device() ? own_ : own_.copy_to(buffer.device())) {
+        here_(stays && own_.device() == buffer.device() ? own_ : own_.copy_to(buffer.device())),
+        stays_(stays) {
     task_.layout = buffer.layout();
     task_.value_dtype = value_dtype(buffer.dtype());
     task_.amax = amax;
@@ -58,11 +61,12 @@ class FlushedState {
 
   const StateTask& task() const { return task_; }
   void write_back() {
-    if (own_.device() != here_.device()) own_.copy_from(here_);
+    if (stays_ && own_.device() != here_.device()) own_.copy_from(here_);
   }
 
  private:
   ScalingState own_, here_;
+  bool stays_;
   StateTask task_;
 };
 
@@ -227,7 +231,8 @@ class Requantization {
     task.values = entry.values.const_data_ptr();
     task.image = buffer.image().mutable_data_ptr<uint8_t>();
     if (!entry.words.empty()) {
-      entry.state.emplace(buffer, entry.amax.data(), entry.words.data());
+      entry.state.emplace(buffer, entry.amax.data(), entry.words.data(),
+                          options_.pending == QuantizedBuffer::Pending::kDrop);
     }
     if (options_.kind == FlushKind::kStep && buffer.scaling_state().rounding.defined()) {
       task.rounding = reinterpret_cast<const int32_t*>(entry.words.last(kRoundingWords).data());

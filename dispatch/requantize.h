@@ -35,6 +35,8 @@ struct Batch {
 struct RequantizeOptions {
   FlushKind kind = FlushKind::kOthers;
   at::Tensor found_inf = {};
+  /// kKeep: another flush, that all ranks take part in, is to follow. The state stays as it was,
+  /// too.
   QuantizedBuffer::Pending pending = QuantizedBuffer::Pending::kDrop;
   at::Tensor* amax = nullptr;  // takes the agreed amaxes of all buffers, one after the other
 };

@@ -120,6 +120,19 @@ def test_writes_of_no_elements_leave_copies_readable(name, keep_master):
 
 
 @keep_or_not
+@pytest.mark.parametrize("fmt", ["float8_delayed", "float8_blockwise_fp32_scale", "nvfp4"])
+@pytest.mark.parametrize("name", NOTHING)
+def test_writes_of_no_elements_round_nothing_again(name, fmt, keep_master):
+    whole = make(keep_master, fmt=fmt)
+    part = whole.new_zeros(10, 32).copy_(whole[10:])  # codes by an amax of other rows, too
+    before, shown = value(part).clone(), ops.dequantize(part)
+    NOTHING[name](part)
+    assert is_dirty(part)  # as on its peers
+    assert_same(ops.dequantize(part), shown)
+    assert_same(value(part), before)
+
+
+@keep_or_not
 def test_copies_have_a_pending_write_of_their_own(keep_master):
     q = make_shard(keep_master)
     q.mul_(1.5)
