@@ -143,7 +143,7 @@ BufferPtr QuantizedBuffer::concatenate(const std::vector<std::pair<Ptr, RowWindo
     next += rows.count;
   }
   if (whole->grid().defined()) whole->grid().copy_(first->grid());
-  whole->adopt_parameter(*first, layout.rows >= first->layout().live_rows());
+  whole->adopt_parameter(*first, /*is_shard=*/false);  // a copy
   whole->copy_flush_state(*first);
   return whole;
 }

@@ -153,6 +153,19 @@ def test_copies_of_a_written_shard_show_codes_of_their_own(keep_master):
         ops.codes(q)
 
 
+@keep_or_not
+def test_rows_put_together_again_are_a_copy(keep_master):
+    whole = make(keep_master)
+    shard = whole.new_zeros(10, 32).copy_(whole[10:])
+    ops._set_reduction_group(shard, "")  # adopted: other rows are elsewhere
+    again = torch.cat([shard[:4], shard[4:]])
+    assert is_quantized(again)
+    assert_same(ops.dequantize(again.mul_(2)), ops.dequantize(shard.clone().mul_(2)))
+    shard.mul_(2)
+    with pytest.raises(RuntimeError, match="flush"):
+        ops.dequantize(shard)
+
+
 # ------------------------------------------------------------------------------ without elements
 
 
