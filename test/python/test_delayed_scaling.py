@@ -98,6 +98,20 @@ def test_a_write_before_a_step_has_scales_of_its_own_once_it_is_flushed(flushed)
     assert (ops.dequantize(weight.detach()) == 8).all()
 
 
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("rows", [(0, 6), (6, 10), (0, 10)], ids=str)
+def test_reading_a_shard_alone_leaves_the_state_that_ranks_share(rows, keep_master):
+    """What a rank makes of its own rows, the next step must not scale by: its peers have others."""
+    whole = ops.quantize(weight(10, 4), "float8_delayed", keep_master=keep_master)
+    shard = whole.new_zeros(rows[1] - rows[0], 4).copy_(whole[rows[0] : rows[1]])
+    before = state_of(shard)
+    shard.mul_(8)
+    amax = value(shard).abs().max().item()
+    assert ops.scale_inv(shard).item() == pytest.approx(amax / 448)
+    assert same_state(state_of(shard), before)
+    assert value(shard).abs().max().item() == amax
+
+
 # ------------------------------------------------------------------------------- training
 
 
