@@ -136,9 +136,7 @@ class StandIns {
 
   void mark_written() {
     for (const Received& entry : received_) {
-      bump_version(entry.quantized);
-      QuantizedBuffer& buffer = buffer_of(entry.quantized);
-      entry.quantized.numel() == 0 ? buffer.written_nothing() : buffer.written();
+      bump_and_mark_written(entry.quantized);
     }
   }
 

@@ -67,8 +67,7 @@ class Substitution {
       if (write.kind == Kind::kOut && write.quantized.numel() > 0) {
         window(buffer.write_plane(), write.quantized).copy_(write.plain);
       }
-      bump_version(write.quantized);
-      write.quantized.numel() == 0 ? buffer.written_nothing() : buffer.written();
+      bump_and_mark_written(write.quantized);
     }
   }
 

@@ -179,9 +179,9 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
   fused_adamw(tasks, options_of(a, lr, device), current_stream(device));
 
   for (const size_t i : indices) {
-    bump_version(a.parameters[i]);
     // What holds no rows was written, too: ranks must agree on who flushes.
-    if (a.parameters[i].numel() == 0) buffer_of(a.parameters[i]).written_nothing();
+    a.parameters[i].numel() == 0 ? bump_and_mark_written(a.parameters[i])
+                                 : bump_version(a.parameters[i]);
   }
   // After the bumps: they are this write's.
   for (size_t t = 0; t < tasks.size(); ++t) {

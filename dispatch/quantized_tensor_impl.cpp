@@ -226,6 +226,17 @@ at::Tensor value_copy(const at::Tensor& self, at::MemoryFormat format) {
   return fresh ? value : value.clone(format);
 }
 
+void bump_and_mark_written(const at::Tensor& self) {
+  QuantizedBuffer& buffer = buffer_of(self);
+  if (self.numel() > 0) {
+    bump_version(self);
+    return buffer.written();
+  }
+  buffer.written_nothing();
+  bump_version(self);
+  buffer.note_before_bump();  // this one was no news
+}
+
 std::string describe(const at::Tensor& self) {
   const QuantizedBuffer& buffer = buffer_of(self);
   return fmt::format("{} {}[{}] on {}", buffer.layout().format->name, c10::toString(buffer.dtype()),

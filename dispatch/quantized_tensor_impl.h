@@ -99,4 +99,8 @@ at::Tensor value_copy(const at::Tensor& self,
 /// "float8_blockwise float32[128, 256] on cpu", for error messages.
 std::string describe(const at::Tensor& self);
 
+/// After a kernel below ADInplaceOrView wrote `self`: bumps its version, and its buffer counts as
+/// written. A window without elements changed nothing but that.
+void bump_and_mark_written(const at::Tensor& self);
+
 }  // namespace qshard
