@@ -29,9 +29,9 @@ class DelayedScaling:
     of the weight, and of the input and output gradient of its linear. All ranks agree on them in the
     all-reduce that ends a step. They are part of the model's state_dict.
 
-    What a step leaves is scaled by steps before it alone. After a load, or writes of your own, of another
-    magnitude, values have scales of their own once they are flushed: by the next forward, or by
-    qshard.flush(model) where a step comes first. Else the codes of that one step are clipped.
+    What a step leaves is scaled by amaxes of steps before it alone. After a load, or writes of your
+    own, of another magnitude, values have scales of their own once they are flushed: by the next
+    forward, or by qshard.flush(model) where a step comes first. Else that step's codes are clipped.
 
     margin: scales leave a factor of 2^margin up to the largest code.
     fp8_format: "HYBRID", E4M3 weights and activations with E5M2 gradients, or "E4M3" for all.
