@@ -87,7 +87,8 @@ BufferPtr QuantizedBuffer::copy(const CopyTo& to) {
 
 bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows,
                                      int64_t place, bool non_blocking) {
-  if (!from.is_shown()) return false;
+  // Codes that this rank alone has made of a pending write are not the value yet.
+  if (!from.is_shown() || from.pending().defined()) return false;
   if (keeps_master() && (!from.keeps_master() || dtype_ != from.dtype_)) return false;
 
   Layout placed = layout();

@@ -150,6 +150,7 @@ std::vector<Piece> consecutive_rows(const at::ITensorListRef& tensors) {
     const auto rows = row_window(tensor);
     const bool fits = rows && same_kind(buffer, head) && buffer.dtype() == head.dtype() &&
                       buffer.device() == head.device() && buffer.is_shown() && !buffer.is_meta() &&
+                      !buffer.pending().defined() &&
                       buffer.flush_state().generation() == head.flush_state().generation() &&
                       buffer.keeps_master() == head.keeps_master() &&
                       buffer.placement().is_placed() &&

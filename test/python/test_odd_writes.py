@@ -168,6 +168,17 @@ def test_rows_put_together_again_are_a_copy(keep_master):
         ops.dequantize(shard)
 
 
+def test_codes_of_a_pending_write_are_not_its_value():
+    """Read alone, a shard shows codes, and keeps its value for the flush of all ranks."""
+    q = make_shard(False).clone().mul_(1.1)
+    before = value(q).clone()
+    ops.dequantize(q)
+    assert_same(value(q), before)
+    assert_same(value(q.clone().zero_().copy_(q)), before)
+    assert_same(value(torch.cat([q[:4], q[4:]])), before)
+    assert_same(value(q.new_zeros(20, 32).copy_(q)), before)
+
+
 # ------------------------------------------------------------------------------ without elements
 
 
