@@ -89,7 +89,8 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
                                      int64_t place, bool non_blocking) {
   // Codes that this rank alone has made of a pending write are not the value yet.
   if (!from.is_shown() || from.pending().defined()) return false;
-  if (keeps_master() && (!from.keeps_master() || dtype_ != from.dtype_)) return false;
+  // The same codes show another value in another dtype.
+  if (dtype_ != from.dtype_ || (keeps_master() && !from.keeps_master())) return false;
 
   Layout placed = layout();
   placed.row_offset = place;

@@ -179,6 +179,15 @@ def test_codes_of_a_pending_write_are_not_its_value():
     assert_same(value(q.new_zeros(20, 32).copy_(q)), before)
 
 
+@keep_or_not
+@pytest.mark.parametrize("fmt", ["nvfp4", "float8_blockwise_fp32_scale"])
+def test_a_narrower_source_gives_its_narrow_values(fmt, keep_master):
+    q = make(keep_master, fmt=fmt)
+    narrow = q.to(torch.bfloat16)
+    q.copy_(narrow)
+    assert_same(value(q), value(narrow).float())
+
+
 # ------------------------------------------------------------------------------ without elements
 
 
