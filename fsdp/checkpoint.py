@@ -10,6 +10,7 @@ import sys
 
 import torch
 from _qshard_hooks import is_quantized, local_of, made_up_steps, tensor_property
+from torch.utils.weak import WeakIdKeyDictionary
 
 # By these names, in this module (`_qshard_checkpoint`), files written earlier find them.
 from qshard.serialization import rebuild_shared, rebuild_tensor
@@ -66,6 +67,13 @@ def plain_values(tensor):
 
 # Weak references to the states by which gradients are rounded (qshard/gradients.py).
 gradient_states = []
+state_of_masters = WeakIdKeyDictionary()
+
+
+def note_state_names(master, names):
+    """Remembers what state the weight has whose master stands for it in a state_dict."""
+    if names:
+        state_of_masters[master] = names
 
 
 def state_names(state_dict):
@@ -79,10 +87,12 @@ def state_names(state_dict):
         if not isinstance(value, torch.Tensor):
             continue
         local = local_of(value)
-        if is_quantized(local):
-            names |= {f"{name}_{state}" for state in ops._state(local)}
-        elif local.dtype == torch.int32 and local.untyped_storage()._cdata in storages:
+        is_gradient_state = local.dtype == torch.int32 and not is_quantized(local)
+        if is_gradient_state and local.untyped_storage()._cdata in storages:
             names.add(name)
+            continue
+        state = ops._state(local) if is_quantized(local) else state_of_masters.get(value, ())
+        names.update(f"{name}_{part}" for part in state)
     return names
 
 

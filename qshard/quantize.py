@@ -82,8 +82,12 @@ def quantize_(
     for name, parameter in weights:
         replace.replace(parameter, _quantized(parameter, format, keep_master, name))
     for module in model.modules():
-        if type(module) is torch_nn.Embedding and is_quantized(module.weight):
-            module.__class__ = nn.Embedding
+        if any(p is not None and is_quantized(p) for p in module._parameters.values()):
+            state.hand_out_masters(module)
+            if is_quantized(getattr(module, "weight", None)):
+                _quantize_loads(module)
+            if type(module) is torch_nn.Embedding:
+                module.__class__ = nn.Embedding
     for _, module in chosen:
         _prepare_module(module, weight_only)
         state.link(module)
@@ -242,6 +246,9 @@ def _prepare_module(module, weight_only):
     if isinstance(module, nn.Linear):
         module.weight_only = weight_only
         module.weight_format = ops.format(local_of(module.weight))
+
+
+def _quantize_loads(module):
     if not hasattr(module, "_qshard_load_hook"):
         module._qshard_load_hook = module.register_load_state_dict_pre_hook(_quantize_on_assign)
 
@@ -252,9 +259,10 @@ def forget_module(module):
     module.__class__ = plain.get(type(module), type(module))
     for name in ("weight_only", "weight_format"):
         module.__dict__.pop(name, None)
-    hook = module.__dict__.pop("_qshard_load_hook", None)
-    if hook is not None:
-        hook.remove()
+    for name in ("_qshard_load_hook", "_qshard_masters_hook"):
+        hook = module.__dict__.pop(name, None)
+        if hook is not None:
+            hook.remove()
 
 
 def _pad_now(module):
@@ -268,17 +276,27 @@ def _pad_now(module):
 def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
     """load_state_dict(assign=True) would put plain parameters where quantized ones are; DCP's
     set_model_state_dict does that to meta models."""
-    state.link(module)
-    state.fill_missing(module, state_dict, prefix)
+    if hasattr(module, "_qshard_state_hook"):  # not those that are tied to a linear
+        state.link(module)
+        state.fill_missing(module, state_dict, prefix)
     if not local_metadata.get("assign_to_params_buffers", False):
         return
     key = prefix + "weight"
     old, new = module.weight, state_dict.get(key)
-    if new is None or not is_quantized(old) or is_quantized(new):
+    if new is None or not is_quantized(old) or is_quantized(new) or new.shape != old.shape:
         return
     local = local_of(old)
+    format, keep_master = ops.format(local), ops._keeps_master(local)
     with torch.no_grad():
-        value = quantize_like(new.detach(), ops.format(local), ops._keeps_master(local), key)
-    state.set_rounding_key(local_of(value), key)
-    state.load(local_of(value), state_dict, prefix)
+        if isinstance(new, DTensor):  # shards wait for their flush
+            value = quantize_like(new.detach(), format, keep_master, key)
+        else:
+            empty = torch.empty(new.shape, dtype=new.dtype, device="meta")
+            value = ops.quantize(empty, format, keep_master=keep_master)
+            value = torch.empty_like(value, device=new.device)
+        state.set_rounding_key(local_of(value), key)
+        # Before the values are quantized: by what it says.
+        state.load(local_of(value), state_dict, prefix)
+        if not isinstance(new, DTensor) and not new.is_meta:
+            value.copy_(new)
     state_dict[key] = value

@@ -9,6 +9,7 @@ may give the weight other ones.
 import hashlib
 
 import torch
+from _qshard_checkpoint import note_state_names
 from _qshard_hooks import is_quantized, local_of
 
 ops = torch.ops.qshard
@@ -22,6 +23,25 @@ def link(module: torch.nn.Module) -> None:
         module.register_buffer(f"weight_{name}", tensor)
     if tensors and not hasattr(module, "_qshard_state_hook"):
         module._qshard_state_hook = module.register_state_dict_pre_hook(_link_before)
+
+
+def hand_out_masters(module: torch.nn.Module) -> None:
+    """Puts masters, as plain tensors, into the module's state_dicts: they can be saved, and loaded
+    where qshard is not installed. They are the memory itself; what is loaded into them is seen. What
+    has no master, and DTensors, whose loads DCP has to announce on every rank, stay what they are."""
+    if not hasattr(module, "_qshard_masters_hook"):
+        module._qshard_masters_hook = module.register_state_dict_post_hook(_put_masters)
+
+
+def _put_masters(module, state_dict, prefix, local_metadata):
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if value is None or value is parameter or not is_quantized(value) or value.is_meta:
+            continue  # keep_vars=True asks for the parameters themselves
+        master = ops.master(value)
+        if master is not None:
+            note_state_names(master, tuple(ops._state(value)))
+            state_dict[prefix + name] = master
 
 
 def unlink(module: torch.nn.Module) -> None:

@@ -42,7 +42,8 @@ def test_the_way_back(recipe, keep_master):
     assert qshard.dequantize_(model) is model
     assert [type(m) for m in model.modules()] == types
     assert [set(vars(m)) for m in model.modules()] == attributes
-    assert not any(m._load_state_dict_pre_hooks or m._state_dict_pre_hooks for m in model.modules())
+    hooks = ("_load_state_dict_pre_hooks", "_state_dict_pre_hooks", "_state_dict_hooks")
+    assert not any(getattr(m, name) for m in model.modules() for name in hooks)
     assert list(model.state_dict()) == list(mlp().state_dict())
     for name, parameter in model.named_parameters():
         assert parameter is before[name] and type(parameter) is nn.Parameter
