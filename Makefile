@@ -20,7 +20,10 @@ export PATH := $(BIN):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: test demo build wheel docs format-check unit-test asan-test python-test clean
+# What the tests of clients run with (test/python/clients).
+CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21.*
+
+.PHONY: test demo build wheel docs format-check unit-test asan-test python-test test-clients clean
 
 test: format-check unit-test asan-test python-test
 
@@ -82,7 +85,15 @@ asan-test: $(venv)
 	ctest --preset asan
 
 # pytest's exit status 5, "no tests collected", fails like any other.
-python-test: $(built)
+clients := $(venv)-clients
+$(clients): $(venv)
+	python -m pip install --quiet torch==$(TORCH) $(CLIENTS)
+	touch $@
+
+test-clients: $(built) $(clients)
+	pytest -v test/python/clients
+
+python-test: $(built) $(clients)
 	pytest -v --durations=15 test/python
 
 clean:

@@ -1,0 +1,83 @@
+"""PEFT: LoRA and DoRA over frozen quantized weights."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from client_models import RECIPES, batch, llama
+from peft import LoraConfig, get_peft_model
+
+import qshard
+
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+
+
+def with_adapters(model, **kwargs):
+    torch.manual_seed(5)
+    names = ["q_proj", "v_proj", "down_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=names, **kwargs))
+
+
+def train(model, steps=3):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for number in range(steps):
+        losses.append(model(**batch(number)).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def base_weights(model):
+    return {n: p.detach() * 1 for n, p in model.named_parameters() if "lora_" not in n}
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@masters
+@recipes
+def test_adapters_train_as_over_the_dequantized_weights(recipe, keep_master, use_dora):
+    model = with_adapters(
+        qshard.quantize_(llama(), RECIPES[recipe], keep_master=keep_master), use_dora=use_dora
+    )
+    before = base_weights(model)
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    after = base_weights(model)
+    assert all(torch.equal(before[n], after[n]) for n in before if "lora" not in n and "base_layer" in n)
+    if not keep_master:
+        codes = qshard.quantize_(llama(), RECIPES[recipe], keep_master=False)
+        twin = with_adapters(qshard.dequantize_(codes), use_dora=use_dora)
+        assert train(twin) == losses
+
+
+def test_quantize_after_the_adapters_came_leaves_them_out_where_told():
+    model = with_adapters(llama())
+    with pytest.warns(UserWarning, match="look like LoRA adapters"):
+        qshard.quantize_(copy.deepcopy(model), RECIPES["float8_blockwise"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        qshard.quantize_(
+            model, RECIPES["float8_blockwise"], filter_fn=lambda module, name: "lora_" not in name
+        )
+    late = train(model)
+    early = train(with_adapters(qshard.quantize_(llama(), RECIPES["float8_blockwise"])))
+    assert late == early
+
+
+@recipes
+def test_merge_and_unmerge_with_masters_and_after_dequantize(recipe):
+    model = with_adapters(qshard.quantize_(llama(), RECIPES[recipe]))
+    train(model)
+    merged = copy.deepcopy(model).merge_and_unload()
+    plain = qshard.dequantize_(copy.deepcopy(model)).merge_and_unload()
+    for (name, a), b in zip(merged.named_parameters(), plain.parameters()):
+        assert torch.equal(a.detach() * 1, b.detach()), name
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    before = weight.detach() * 1
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert torch.allclose(weight.detach() * 1, before, rtol=0, atol=1e-6)

@@ -1,0 +1,80 @@
+"""transformers: generate, save_pretrained, Trainer."""
+
+import pytest
+import torch
+from client_models import RECIPES, Text, batch, different, llama
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import qshard
+
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [dict(), dict(num_beams=3), dict(do_sample=True)], ids=str)
+def test_generate_is_that_of_the_dequantized_codes(options, tied):
+    model = qshard.quantize_(llama(tied), RECIPES["float8_blockwise"]).eval()
+    prompt = batch(0)["input_ids"]
+    options = dict(max_new_tokens=6, pad_token_id=0, **options)
+    torch.manual_seed(0)
+    tokens = model.generate(prompt, **options)
+    codes = qshard.quantize_(llama(tied), RECIPES["float8_blockwise"], keep_master=False)
+    plain = qshard.dequantize_(codes).eval()
+    torch.manual_seed(0)
+    assert torch.equal(tokens, plain.generate(prompt, **options))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@recipes
+def test_from_pretrained_of_what_save_pretrained_wrote(recipe, tied, tmp_path):
+    model = qshard.quantize_(llama(tied), RECIPES[recipe])
+    model(**batch(0)).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.save_pretrained(tmp_path)
+    plain, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not different(model, plain)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+
+
+def arguments(folder, **kwargs):
+    return TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, learning_rate=1e-2, max_steps=6,
+        save_steps=3, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=1, **kwargs,
+    )
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@recipes
+def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(recipe, tied, tmp_path):
+    def trainer(seed):
+        model = qshard.quantize_(llama(tied, seed), RECIPES[recipe])
+        return Trainer(model, arguments(tmp_path), train_dataset=Text())
+
+    first = trainer(0)
+    first.train()
+    second = trainer(1)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(first)[3:] == losses(second)[-3:]
+    assert not different(first.model, second.model)
+
+
+class QuantizeFirst(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        qshard.quantize_(model, RECIPES["float8_blockwise"])
+
+
+def test_quantize_in_a_callback_trains_all_weights(tmp_path):
+    """The Trainer has made its optimizer by then."""
+    late = Trainer(llama(), arguments(tmp_path), train_dataset=Text(), callbacks=[QuantizeFirst()])
+    late.train()
+    early = Trainer(
+        qshard.quantize_(llama(), RECIPES["float8_blockwise"]), arguments(tmp_path), train_dataset=Text()
+    )
+    early.train()
+    assert losses(late) == losses(early) and not different(late.model, early.model)
+    untrained = llama()
+    assert len(different(late.model, untrained)) == len(list(untrained.parameters()))
