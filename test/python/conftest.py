@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,21 @@ def load_library():
 
 load_library()
 
+
+# What the tests in clients/ run with (the Makefile's CLIENTS).
+CLIENTS = ("safetensors", "transformers", "accelerate", "peft")
+MISSING = [package for package in CLIENTS if find_spec(package) is None]
+
+
+class WithoutPackages(pytest.Module):
+    def collect(self):
+        reason = f"{', '.join(MISSING)} not installed; `make test-clients` installs the packages"
+        pytest.skip(reason, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    is_skipped = MISSING and module_path.parent.name == "clients"
+    return WithoutPackages.from_parent(parent, path=module_path) if is_skipped else None
 
 
 def pytest_addoption(parser):
