@@ -73,6 +73,7 @@ def pytest_terminal_summary(terminalreporter):
 # is over. A new file is given its own here if 30 are not enough.
 BUDGET_S = 30
 BUDGETS_S = {
+    "test_accelerate_sharded": 60,
     "test_checkpoint_dcp": 90,
     "test_compile": 60,  # Inductor's first compilation takes 30 s
     "test_docs": 60,  # its compiled snippet takes 30 s
