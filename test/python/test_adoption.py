@@ -1,4 +1,4 @@
-"""quantize_ keeps the parameters: whoever held them before trains, averages and shards the quantized ones."""
+"""quantize_ keeps the parameters: who held them before trains, averages, shards quantized ones."""
 
 import copy
 import weakref

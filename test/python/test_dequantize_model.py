@@ -30,7 +30,11 @@ def steps(model, optimizer, seeds):
 
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("recipe", [RECIPE, qshard.DelayedScaling(), qshard.NVFP4BlockScaling()], ids=lambda r: r.format)
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPE, qshard.DelayedScaling(), qshard.NVFP4BlockScaling()],
+    ids=lambda recipe: recipe.format,
+)
 def test_the_way_back(recipe, keep_master):
     model = mlp()
     before, types = dict(model.named_parameters()), [type(m) for m in model.modules()]
@@ -130,13 +134,17 @@ def test_matrices_that_stay_plain_are_named():
 
 
 def test_adapters_are_named():
-    layer = nn.ModuleDict({"lora_A": nn.ModuleDict({"default": nn.Linear(32, 16)}), "base": nn.Linear(32, 32)})
+    adapters = nn.ModuleDict({"default": nn.Linear(32, 16)})
+    layer = nn.ModuleDict({"lora_A": adapters, "base": nn.Linear(32, 32)})
     with pytest.warns(UserWarning, match="lora_A.default look like LoRA adapters"):
         qshard.quantize_(layer, RECIPE)
     assert qshard.is_quantized(layer["lora_A"]["default"].weight)
 
 
-@pytest.mark.parametrize("keep_master,trained,warns", [(False, False, True), (False, True, False), (True, False, False)])
+@pytest.mark.parametrize(
+    "keep_master,trained,warns",
+    [(False, False, True), (False, True, False), (True, False, False)],
+)
 def test_the_first_sum_into_a_frozen_weight_without_a_master_warns(keep_master, trained, warns):
     layer = qshard.quantize_(nn.Linear(32, 32), RECIPE, keep_master=keep_master)
     layer.weight.requires_grad_(trained)

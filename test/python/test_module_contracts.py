@@ -1,5 +1,5 @@
-"""What torch does to modules, done to quantized ones: moves and casts, weights that are computed or given,
-torch.func, tied embeddings."""
+"""What torch does to modules, done to quantized ones: moves and casts, weights that are computed or
+given, torch.func, tied embeddings."""
 
 import contextlib
 import copy
@@ -33,7 +33,11 @@ def quantized(dtype=torch.float32, recipe=RECIPE, **kwargs):
 
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("recipe", [RECIPE, qshard.DelayedScaling(), qshard.NVFP4BlockScaling()], ids=lambda r: r.format)
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPE, qshard.DelayedScaling(), qshard.NVFP4BlockScaling()],
+    ids=lambda recipe: recipe.format,
+)
 @pytest.mark.parametrize(
     "move",
     [
@@ -114,7 +118,13 @@ def assigned(model):
 @pytest.mark.parametrize("inference", [False, True], ids=["grad", "inference"])
 @pytest.mark.parametrize(
     "give",
-    [given_by_functional_call, computed_by_weight_norm, computed_by_a_parametrization, pruned, assigned],
+    [
+        given_by_functional_call,
+        computed_by_weight_norm,
+        computed_by_a_parametrization,
+        pruned,
+        assigned,
+    ],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.filterwarnings("ignore:.*plain parameter, which is quantized")
@@ -165,8 +175,9 @@ def test_func_grad_gives_the_gradients_of_backward(keep_master):
          "double backward is not supported"),
         (lambda m: torch.func.jvp(m, (X,), (X,)), "forward-mode"),
         (lambda m: torch.func.vmap(torch.func.grad(lambda x: loss(m, {}, x)))(X), "under vmap"),
-        (lambda m: torch.func.vmap(lambda w: functional_call(m[0], {"weight": w}, X))(torch.randn(2, 48, 32)),
-         "vmap over weights"),
+        (lambda m: torch.func.vmap(functional_call, (None, 0, None))(
+            m[0], {"weight": torch.randn(2, 48, 32)}, X
+        ), "vmap over weights"),
     ],
     ids=["twice", "forward-mode", "per-sample", "vmap-weights"],
 )
@@ -238,7 +249,7 @@ def trained_losses(wrap):
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [l.item() for l in losses]
+    return [loss.item() for loss in losses]
 
 
 def tied_losses():

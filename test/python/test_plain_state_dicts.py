@@ -1,4 +1,4 @@
-"""torch.save(model.state_dict()) of a model with masters: plain tensors, which are the masters' memory."""
+"""torch.save(model.state_dict()) of models with masters: plain tensors, the masters' own memory."""
 
 import copy
 import io
