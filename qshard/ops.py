@@ -30,8 +30,10 @@ __all__ = [
     "linear_forward",
     "master",
     "quantize",
+    "quantize_gradients",
     "quantize_input",
     "scale_inv",
+    "sum_gradients",
     "tensor_scale_inv",
 ]
 
@@ -238,6 +240,44 @@ def linear_backward_accumulate(
     return _ops.linear_backward_accumulate(
         grad, weight, input, input_is_quantized, needs_input, weight_grad, weight_only
     )
+
+
+def quantize_gradients(
+    values: Tensor,
+    format: str,
+    chunks: int,
+    chunk_numel: int,
+    *,
+    rounding: Tensor | None = None,
+    first_word: int = 0,
+) -> Tensor:
+    """Gradients as messages of bytes: uint8 (chunks, bytes), of `chunk_numel` values each, with zeros after
+    the last value. Layout: kernels/gradient_message.h. No alias.
+
+    values: float32, bfloat16 or float16 of any shape, at most chunks x chunk_numel of them.
+    format: float8, mxfp8 or nvfp4.
+    rounding: None for nearest even, else int32 (key_low, key_high, count) on the values' device; value i of
+        message c takes random word first_word + c x round_up(chunk_numel, 4) + i.
+
+    Raises RuntimeError for values that do not fit, and for an unknown format.
+    """
+    return _ops.quantize_gradients(
+        values, format, chunks, chunk_numel, rounding=rounding, first_word=first_word
+    )
+
+
+def sum_gradients(
+    messages: Tensor, format: str, chunk_numel: int, out: Tensor, *, factor: float = 1.0
+) -> None:
+    """Sums what peers sent about the same values: in fp32, in the order of peers, times `factor`, rounded
+    once to the dtype of `out`, which is written.
+
+    messages: contiguous uint8 (chunks, peers, bytes) of `quantize_gradients`, from 16-byte aligned memory.
+    out: contiguous, float32, bfloat16 or float16, on the same device, of at most chunks x chunk_numel values.
+
+    Raises RuntimeError for shapes that do not fit, and for an unknown format.
+    """
+    _ops.sum_gradients(messages, format, chunk_numel, out, factor=factor)
 
 
 def formats() -> list[str]:
