@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import device, on_worlds, shared_folder
 from dist_models import RECIPES, Model, adamw, different, local_values, ops, shard, train
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,7 +28,9 @@ def make(format, stochastic, wrap):
     qshard.quantize_(model, RECIPES[format], **kwargs)
     if wrap == "fsdp2":
         shard(model)
-    elif wrap == "ddp":
+    else:
+        model.to(device())
+    if wrap == "ddp":
         model = DistributedDataParallel(model)
     return model, adamw(model)
 
