@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kVectorsAtOnce = 8;  // of codes under way together
+constexpr int kSpansAtOnce = 8;  // of codes under way together
 
 /// A format's types.
 template <typename CodeType, RowScale kScale, int kValues>
@@ -109,8 +109,10 @@ __device__ __forceinline__ void write_codes(const EncodeArguments& task, int64_t
   }
 }
 
+// Without a minimum of blocks the compiler takes registers that cost half of the warps, and a
+// tile's loads, which wait for its scale, leave the memory idle.
 template <typename Kind, typename Value, bool kStochastic>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kStochastic ? 1 : 6)
     quantize_gradients(const __grid_constant__ EncodeArguments task) {
   using Code = typename Kind::Code;
   using Tile = TileOf<Value>;
@@ -197,52 +199,112 @@ struct SumArguments {
   int64_t numel;
 };
 
-/// Writes the first `count` values, rounded.
+/// A vector of values, rounded; NaN is canonical.
 template <typename Value>
-__device__ __forceinline__ void write_values(typename Value::Raw* to, int count,
-                                             const float (&x)[Vector<Value>::kSize]) {
-  constexpr int kSize = Vector<Value>::kSize;
-  bool has_nan = false;
+__device__ __forceinline__ uint4 round_values(const float (&x)[Vector<Value>::kSize]) {
+  if constexpr (Value::kPerWord == 1) {
+    return make_uint4(Value::store(canonical_nan(x[0])), Value::store(canonical_nan(x[1])),
+                      Value::store(canonical_nan(x[2])), Value::store(canonical_nan(x[3])));
+  } else {
+    bool has_nan = false;
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) has_nan |= x[i] != x[i];
-  if (count >= kSize && !has_nan && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    if constexpr (Value::kPerWord == 2) {
-      store_bytes(to, make_uint4(store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]),
-                                 store2(Value{}, x[4], x[5]), store2(Value{}, x[6], x[7])));
-    } else {
-      store_bytes(to, make_uint4(Value::store(x[0]), Value::store(x[1]), Value::store(x[2]),
-                                 Value::store(x[3])));
+    for (int i = 0; i < 8; ++i) has_nan |= x[i] != x[i];
+    if (!has_nan) {
+      return make_uint4(store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]),
+                        store2(Value{}, x[4], x[5]), store2(Value{}, x[6], x[7]));
     }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (i < count) to[i] = Value::store(canonical_nan(x[i]));
+    const auto pair = [&](int i) {
+      return Value::store(canonical_nan(x[i])) |
+             static_cast<uint32_t>(Value::store(canonical_nan(x[i + 1]))) << 16;
+    };
+    return make_uint4(pair(0), pair(2), pair(4), pair(6));
   }
 }
+
+/// Writes the first `count` values of a vector.
+template <typename Value>
+__device__ __forceinline__ void write_values(typename Value::Raw* to, int count, uint4 bits) {
+  constexpr int kSize = Vector<Value>::kSize;
+  if (count >= kSize && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    store_bytes(to, bits);
+    return;
+  }
+  typename Value::Raw values[kSize];
+  memcpy(values, &bits, sizeof bits);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (i < count) to[i] = values[i];
+  }
+}
+
+/// Vectors that follow one another in each lane, and then from lane to lane, become vectors that
+/// follow one another over the lanes, so that a warp's stores do: vector i of lane l is that of
+/// place 32 * i + l.
+template <int kCount>
+__device__ __forceinline__ void transpose_over_lanes(uint4 (&vectors)[kCount]) {
+  __shared__ uint4 staged[kWarps][32 * kCount];
+  auto& of_warp = staged[threadIdx.x / 32];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto place = [](int i) { return i ^ ((i >> 3) & 3); };  // no two lanes in one bank
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) of_warp[place(lane * kCount + i)] = vectors[i];
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) vectors[i] = of_warp[place(i * 32 + lane)];
+}
+
+/// Codes that a thread of the sum has at a time, 8 bytes of one block, and their values as vectors.
+template <typename Kind, typename Value>
+struct SpanOf {
+  using Code = typename Kind::Code;
+  using Part = VectorBytes<Code, Value>;
+  static constexpr int kPart = Vector<Value>::kSize;
+  static constexpr int kParts = 8 / sizeof(Part);
+  static constexpr int kSize = kParts * kPart;
+  static constexpr int kSpans = kMessageTile / kThreads / kSize;  // of a thread
+  static_assert(kSize <= Kind::kBlock && kSpans > 0);
+  __device__ static int offset(int v) {
+    return (v * kThreads + static_cast<int>(threadIdx.x)) * kSize;
+  }
+  /// Of part i after transpose_over_lanes.
+  __device__ static int transposed_offset(int v, int i) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    return offset(v) - lane * kSize + (32 * i + lane) * kPart;
+  }
+  __device__ static Part part(uint2 codes, int i) {
+    if constexpr (sizeof(Part) == 8) {
+      return codes;
+    } else {
+      const uint32_t word = word_at(codes, i * static_cast<int>(sizeof(Part)));
+      return static_cast<Part>(word >> (8 * (i * sizeof(Part) % 4)));
+    }
+  }
+};
 
 template <typename Kind, typename Value>
 __global__ void __launch_bounds__(kThreads)
     sum_gradients(const __grid_constant__ SumArguments task) {
   using Code = typename Kind::Code;
-  using Tile = TileOf<Value>;
-  using Codes = VectorBytes<Code, Value>;
-  constexpr int kVectors = Tile::kVectors;
-  constexpr int kSize = Tile::kSize;
-  constexpr int kPeersAtOnce = kVectorsAtOnce / kVectors;
+  using Span = SpanOf<Kind, Value>;
+  constexpr int kSpans = Span::kSpans;
+  constexpr int kPeersAtOnce = kSpansAtOnce / kSpans;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kMessageTile;
   const uint8_t* message = task.messages + blockIdx.y * (task.peers * task.bytes);
 
-  float total[kVectors][kSize];
+  float total[kSpans][Span::kParts][Span::kPart];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (auto& span : total) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) total[v][i] = -0.f;  // x + -0 is x, of zeros too
+    for (auto& part : span) {
+#pragma unroll
+      for (float& x : part) x = -0.f;  // x + -0 is x, of zeros too
+    }
   }
 #pragma unroll 1
   for (int first = 0; first < task.peers; first += kPeersAtOnce) {
-    Codes codes[kPeersAtOnce][kVectors];
-    uint8_t scales[kPeersAtOnce][kVectors];
+    uint2 codes[kPeersAtOnce][kSpans];
+    uint8_t scales[kPeersAtOnce][kSpans];
     float tile_scale_inv[kPeersAtOnce];
     const uint8_t* from = message;
 #pragma unroll
@@ -250,12 +312,12 @@ __global__ void __launch_bounds__(kThreads)
       tile_scale_inv[p] = 1.f;
       if (first + p >= task.peers) continue;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kSpans; ++v) {
         codes[p][v] = {};
         scales[p][v] = 0;
-        const int64_t at = begin + Tile::offset(v);
+        const int64_t at = begin + Span::offset(v);
         if (at >= task.padded_codes) continue;
-        codes[p][v] = __ldg(reinterpret_cast<const Codes*>(from + at / kCodesPerByte<Code>));
+        codes[p][v] = __ldg(reinterpret_cast<const uint2*>(from + at / kCodesPerByte<Code>));
         scales[p][v] = __ldg(from + task.scale_offset + at / Kind::kBlock);
       }
       if constexpr (Kind::kBlockScale == RowScale::kE4M3) {
@@ -267,13 +329,16 @@ __global__ void __launch_bounds__(kThreads)
     for (int p = 0; p < kPeersAtOnce; ++p) {
       if (first + p >= task.peers) continue;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kSpans; ++v) {
         const float scale_inv = block_scale_inv(Kind::kBlockScale, scales[p][v], tile_scale_inv[p]);
-        float x[kSize];
-        decode_codes<Code, Value>(codes[p][v], x);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          total[v][i] = __fadd_rn(total[v][i], __fmul_rn(x[i], scale_inv));
+        for (int part = 0; part < Span::kParts; ++part) {
+          float x[Span::kPart];
+          decode_codes<Code, Value>(Span::part(codes[p][v], part), x);
+#pragma unroll
+          for (int i = 0; i < Span::kPart; ++i) {
+            total[v][part][i] = __fadd_rn(total[v][part][i], __fmul_rn(x[i], scale_inv));
+          }
         }
       }
     }
@@ -284,10 +349,21 @@ __global__ void __launch_bounds__(kThreads)
   const int count = clamp_to_tile(min(task.numel - first, task.chunk - begin));
   auto* values = static_cast<typename Value::Raw*>(task.values) + first;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kSpans; ++v) {
+    uint4 rounded[Span::kParts];
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) total[v][i] = __fmul_rn(total[v][i], task.factor);
-    write_values<Value>(values + Tile::offset(v), count - Tile::offset(v), total[v]);
+    for (int part = 0; part < Span::kParts; ++part) {
+      float(&sum)[Span::kPart] = total[v][part];
+#pragma unroll
+      for (float& x : sum) x = __fmul_rn(x, task.factor);
+      rounded[part] = round_values<Value>(sum);
+    }
+    if constexpr (Span::kParts > 1) transpose_over_lanes(rounded);
+#pragma unroll
+    for (int part = 0; part < Span::kParts; ++part) {
+      const int at = Span::transposed_offset(v, part);
+      write_values<Value>(values + at, count - at, rounded[part]);
+    }
   }
 }
 
