@@ -159,7 +159,8 @@ def pickle_model_state(subject):
     for name, value in state.items():
         if subject.quantized and name.endswith("weight"):
             layer = subject.setup.layers[int(name.split(".")[1])]
-            assert is_quantized(value) == bool(layer.format), f"{name} was pickled as another kind"
+            is_codes = bool(layer.format) and not layer.keep_master  # masters are saved plain
+            assert is_quantized(value) == is_codes, f"{name} was pickled as another kind"
     subject.model.load_state_dict(state, assign=True)
     subject.params.clear()
     subject.refresh()

@@ -419,8 +419,13 @@ BAD = {
     "expanded": lambda t: t[:1].expand(4, *t.shape[1:]).mul_(2),
     "foreach": lambda t: torch._foreach_add_([t, t], [torch.ones(t.size(0) + 3, 2)] * 2),
     "dtype": lambda t: t.bitwise_or_(1),
-    "index_fill_": lambda t: t.index_fill_(-1, zero_index(t) + t.size(-1) + 4, 1.0),
+    "index_fill_": lambda t: t.index_fill_(-1, bad_index(t), 1.0),
 }
+
+
+def bad_index(t):
+    """Out of bounds; on a GPU, where that ends the process, of a wrong dtype."""
+    return zero_index(t).float() if t.is_cuda else zero_index(t) + t.size(-1) + 4
 
 
 def draw_fail(d):

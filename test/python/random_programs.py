@@ -190,7 +190,8 @@ def call(world, programs, shrinks):
         outcomes = world.outcomes(run_programs, programs, folder, shrinks, wait_s=2 * CALL_S)
         errors = [outcome.error for outcome in outcomes if outcome.error]
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world.size)]
-        begun = [json.loads(log.read_text().splitlines()[-1]) for log in logs if log.exists()]
+        lines = [log.read_text().splitlines() for log in logs if log.exists()]
+        begun = [json.loads(of_rank[-1]) for of_rank in lines if of_rank]
         if not begun:
             raise RuntimeError("no program was begun:\n" + "\n".join(errors))
         results = list(read_pickles(Path(folder) / "rank0.results"))
