@@ -395,7 +395,9 @@ LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weig
     record_gemm(format, GemmDirection::kGradWeight, for_weight);
     if (!result.grad_weight.defined()) {
       values = values.to(grad.scalar_type());
-      if (sum.defined() && sum.scalar_type() == grad.scalar_type()) {
+      // Saves the memory of a second gradient. On CPU, where that is of no matter, a product that
+      // is added as it is computed has other bits than autograd's sum, by threads and columns.
+      if (sum.defined() && sum.is_cuda() && sum.scalar_type() == grad.scalar_type()) {
         at::Tensor out = sum;
         result.grad_weight = at::addmm_out(out, sum, grad.t(), values);
       } else {

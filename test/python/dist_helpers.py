@@ -209,7 +209,6 @@ def _start(pipe, device, rank):
 
 
 def _serve(pipe, device, rank):
-    torch.set_num_threads(1)
     pipe.send("ready")
     while True:
         try:
@@ -221,6 +220,7 @@ def _serve(pipe, device, rank):
         job, size, store = message
         start = time.monotonic()
         try:
+            torch.set_num_threads(1)  # a job may have set another number, as accelerate does
             _init_process_group(device, rank, size, store)
             function, args, kwargs = pickle.loads(job)
             value, error = function(*args, **kwargs), None
