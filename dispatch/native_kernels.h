@@ -14,12 +14,16 @@ void register_optimizers(torch::Library& aten);
 
 /// Boxed kernel of view ops without a hand-written kernel: runs the op on a meta tensor with the
 /// same virtual strides and wraps the result. In-place view ops (`t_`, `squeeze_`) likewise.
+/// @throws c10::Error for what plain tensors refuse, in the same words, and for views that sizes
+/// and strides cannot express.
 void view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 void inplace_view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                          torch::jit::Stack* stack);
 
 /// Boxed kernel of c10d::*, _c10d_functional::* and _dtensor::*: quantized tensors send and receive
 /// their values.
+/// @throws c10::Error, before anything is sent, for what no rank could receive: overlapping
+/// elements, point-to-point receives into strided windows.
 void collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 bool is_collective(const c10::OperatorHandle& op);
 void register_collectives(torch::Library& library, const char* name_space);

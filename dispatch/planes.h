@@ -32,6 +32,7 @@ class Planes {
                                    at::ScalarType dtype, bool keeps_master, at::Device device,
                                    Fill fill);
   /// A master in `storage`, with room for image and grid beside it.
+  /// @throws c10::Error, here and in over_codes, for a storage of another size than the layout's.
   static Planes around_master(c10::Storage storage, const Layout& layout, at::ScalarType dtype);
   /// Image and grid in `storage`, without a master.
   static Planes over_codes(c10::Storage storage, const Layout& layout);

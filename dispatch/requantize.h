@@ -44,6 +44,7 @@ struct RequantizeOptions {
 /// Requantizes a batch's buffers, those that are settled as far as it takes. Nothing is written
 /// before the ranks have agreed, so an error leaves every buffer as it was. What it means for the
 /// buffers, shown or agreed, is the caller's to say.
+/// @throws what the group's all-reduce throws: a peer that is gone, a timeout.
 void requantize(const Batch& batch, const RequantizeOptions& options);
 
 }  // namespace qshard

@@ -36,6 +36,7 @@ struct ScalingState {
   static ScalingState fresh(const Layout& layout, at::Device device);
 
   /// Of these tensors, in the order of tensors(), shared.
+  /// @throws c10::Error for another number of tensors than the format has.
   static ScalingState of(const Layout& layout, at::TensorList tensors);
 
   /// Sets the key of stochastic rounding, at least 0 and below 2^62, and its count to 0.

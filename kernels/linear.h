@@ -51,6 +51,8 @@ struct QuantizedInput {
 
 /// An input (M, K) as operands of linears whose weights have `format`, which must not scale by
 /// earlier steps. For callers that know of several such linears: compiled code.
+/// @throws c10::Error for a format of delayed scaling, an input that is no float32, bfloat16 or
+/// float16 matrix, or one that no FP8 GEMM of its device takes.
 QuantizedInput quantize_input(const at::Tensor& input, const Format& format, bool rows,
                               bool columns);
 
@@ -69,6 +71,9 @@ struct LinearForward {
 /// `weight_only` activations and gradients are not quantized: the weight is dequantized to their
 /// dtype. Linears called with the same `shared` input share its codes. `input_rows`, if defined,
 /// are those of quantize_input with the weight's format, and nothing is saved.
+/// @throws c10::Error, before anything is computed, if shapes, dtypes or devices do not go
+/// together, the image that forward reads was not gathered, or an input is to be saved that cannot
+/// be.
 LinearForward linear_forward(const at::Tensor& input, const WeightOperand& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
                              bool weight_only = false, const SharedInput& shared = {},
@@ -82,7 +87,9 @@ struct LinearBackward {
 /// grad (M, N); `input` is (M, K) plain, or what linear_forward saved when `input_is_quantized`.
 /// The gradient is quantized once, in the orientations that are needed. grad_weight is added to
 /// `sum`, if defined, and is then it: (N, K) contiguous in weight_grad_dtype. Where one GEMM can,
-/// it adds in place; elsewhere the product is made first.
+/// it adds in place; elsewhere the product is made first. Either way to autograd's bits on CPU, and
+/// in cuBLASLt's FP8 GEMMs.
+/// @throws c10::Error as linear_forward does, for the image that dgrad reads too.
 LinearBackward linear_backward(const at::Tensor& grad, const WeightOperand& weight,
                                const at::Tensor& input, bool input_is_quantized, bool needs_input,
                                bool needs_weight, at::ScalarType weight_grad_dtype,

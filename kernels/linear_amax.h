@@ -16,6 +16,7 @@ struct DelayedAmax {
   explicit operator bool() const { return history != nullptr; }
 };
 
+/// @throws c10::Error if the history lies on another device than the weight.
 DelayedAmax delayed_input_amax(const WeightOperand& weight);
 DelayedAmax delayed_gradient_amax(const WeightOperand& weight);
 

@@ -44,6 +44,7 @@ struct AdamWOptions {
 /// same pass, what `quantizes` says: compute_amax() and the rows' part of quantize(), whose grid
 /// entries of rows held elsewhere are left open. Every amax entry must be 0 before. No task
 /// quantizes nothing.
+/// @throws c10::Error for device memory, as kernels/quantize.h says.
 void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, Stream stream);
 
 }  // namespace qshard

@@ -1,4 +1,6 @@
-// Quantize and dequantize row images on plain memory, CPU or CUDA, many tensors per call.
+// Quantize and dequantize row images on plain memory, CPU or CUDA, many tensors per call. All throw
+// c10::Error for device memory where the library has no code for the device (kernels/cuda/
+// check_launch.h) or was built without CUDA; sizes are the callers' to check.
 #pragma once
 
 #include <span>

@@ -1,6 +1,7 @@
 // What some formats remember from one flush to the next, beside image and grid: the amaxes of
 // delayed scaling, the count of stochastic rounding. Small, and the same on all ranks but for
-// `history[row][0]` of activations, which ranks agree on when an optimizer step ends.
+// `history[row][0]` of activations, which ranks agree on when an optimizer step ends. Functions
+// throw c10::Error for device memory, as those of kernels/quantize.h do.
 #pragma once
 
 #include <span>

@@ -1,5 +1,7 @@
-// Implementations behind the schemas in schemas.cpp. Semantics are documented there and in
-// qshard/ops.py; errors name the operator and the way out.
+// Implementations behind the schemas in schemas.cpp. Semantics, shapes, aliasing and what each
+// throws are documented in qshard/ops.py. All throw c10::Error before they change anything, for
+// tensors that are not quantized where one must be, and for shapes, dtypes and devices that do not
+// go together; the message names the operator and the way out.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -33,6 +35,7 @@ void flush_op(at::TensorList self);
 
 // ops/linear.cpp
 /// Rows of a tensor seen as a matrix of its last dimension, which may be empty: nothing is divided.
+/// @throws c10::Error for a scalar.
 inline int64_t leading_numel(const Tensor& tensor) {
   TORCH_CHECK(tensor.dim() >= 1, "qshard::linear: expected a tensor of 1 or more dimensions");
   return c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
@@ -88,10 +91,13 @@ Tensor transposed_operand(const Tensor& x, bool hadamard);
 /// `values`, of any shape, as uint8 messages (chunks, bytes) of `chunk_numel` values each; zeros
 /// where values are missing. `rounding`: null for nearest even, or int32 (key_low, key_high,
 /// count).
+/// @throws c10::Error for an unknown format, values that the messages cannot hold, or a `rounding`
+/// that is not 3 contiguous int32 beside the values.
 Tensor quantize_gradients(const Tensor& values, c10::string_view format, int64_t chunks,
                           int64_t chunk_numel, const OptionalTensor& rounding, int64_t first_word);
 /// out = sums of uint8 messages (chunks, peers, bytes) over peers, in fp32 and in their order,
 /// times `factor`; chunk by chunk, as far as `out` goes.
+/// @throws c10::Error for messages of another size, and an `out` larger than they are.
 void sum_gradients(const Tensor& messages, c10::string_view format, int64_t chunk_numel,
                    const Tensor& out, double factor);
 int64_t gradient_message_bytes(c10::string_view format, int64_t numel);
