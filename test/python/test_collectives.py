@@ -211,20 +211,28 @@ def all_to_all_single(new, rank, size, a):
 
 
 def functional(new, rank, size, a):
+    """One after the other. Gloo's two threads note the name of what each has completed in one string,
+    without a lock (ProcessGroupGloo::runLoop, pgStatus_): several collectives in flight corrupt the heap
+    in about one of 50,000, of plain tensors as of ours (seen in torch 2.11, without qshard)."""
     group = dist.group.WORLD.group_name
-    wait = c10d_functional.wait_tensor
-    results = [
-        c10d_functional.all_reduce(new(), "sum", group),
-        *c10d_functional.all_reduce_coalesced([new(), new(3, 8)], "max", group),
-        c10d_functional.broadcast(new(), 1, group),
-        c10d_functional.all_gather_into_tensor(new(), size, group),
-        *c10d_functional.all_gather_into_tensor_coalesced([new(), new(3, 8)], size, group),
-        c10d_functional.reduce_scatter_tensor(new(16 * size, 48), "sum", size, group),
-        *c10d_functional.reduce_scatter_tensor_coalesced([new(2 * size, 8)], "sum", size, group),
-        c10d_functional.all_to_all_single(new(size, 8), [1] * size, [1] * size, group),
+
+    def run(op, *args):
+        results = op(*args, group)
+        for result in results if isinstance(results, list) else [results]:
+            assert not is_quantized(result)
+            yield c10d_functional.wait_tensor(result)
+
+    f = c10d_functional
+    return [
+        *run(f.all_reduce, new(), "sum"),
+        *run(f.all_reduce_coalesced, [new(), new(3, 8)], "max"),
+        *run(f.broadcast, new(), 1),
+        *run(f.all_gather_into_tensor, new(), size),
+        *run(f.all_gather_into_tensor_coalesced, [new(), new(3, 8)], size),
+        *run(f.reduce_scatter_tensor, new(16 * size, 48), "sum", size),
+        *run(f.reduce_scatter_tensor_coalesced, [new(2 * size, 8)], "sum", size),
+        *run(f.all_to_all_single, new(size, 8), [1] * size, [1] * size),
     ]
-    assert not any(map(is_quantized, results))
-    return [wait(result) for result in results]
 
 
 def functional_in_place(new, rank, size, a):
@@ -346,10 +354,6 @@ def test_collectives_between_all_kinds_of_peers(world, is_async):
     world.run(run_cases, COLLECTIVES, tuple(KINDS), is_async)
 
 
-# Run after all of COLLECTIVES, in one process group of gloo, about one of thirty ended with a corrupted
-# heap: a chunk of 24 bytes in the free lists of two threads. AddressSanitizer saw nothing in twelve runs,
-# and 24,000 rounds of `functional` on plain tensors alone passed.
-@pytest.mark.xfail(not torch.cuda.is_available(), reason="gloo: seen to corrupt its heap, cause open")
 @on_worlds(2, 3)
 def test_functional_collectives_between_all_kinds_of_peers(world):
     world.run(run_cases, FUNCTIONAL, tuple(KINDS), False)
