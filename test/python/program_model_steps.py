@@ -34,8 +34,9 @@ def loss_of(subject, seed):
 
 @dataclass
 class Gradients:
-    """This rank's parts of a subject's gradients. `exact`: they were not added to others. A linear of
-    quantized weights adds in its GEMM, which rounds once where autograd rounds twice."""
+    """This rank's parts of a subject's gradients. `exact`: to autograd's bits. On CUDA a linear of
+    quantized weights adds to others in its GEMM, which where it multiplies dequantized weights rounds
+    once."""
 
     subject: object
     exact: bool
@@ -76,7 +77,8 @@ def backward(subject, loss, steps=False):
     if not steps:
         subject.catch_up()  # backward gathers too
     loss.backward()
-    return Gradients(subject, exact=not before, largest_before=largest_before)
+    exact = not before or device().type == "cpu"
+    return Gradients(subject, exact=exact, largest_before=largest_before)
 
 
 def total_norm(norm):
@@ -145,8 +147,8 @@ def optimizer_in_backward(subject, seed):
     """Each parameter steps as soon as its gradient is there."""
     for module in subject.fsdp_modules():
         module.reshard()  # else forward may see other values than backward, and than the step
-    # A linear of quantized weights adds to gradients in its GEMM, which rounds once. Steps that follow
-    # at once leave no time to say what was added.
+    # On CUDA a linear of quantized weights may round once where it adds to a gradient. Steps that
+    # follow at once leave no time to say what was added.
     subject.optimizer.zero_grad()
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in subject.params.values()}
 
