@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -281,6 +282,43 @@ def run_tensor_parallel():
 @on_worlds(4)
 def test_beside_tensor_parallel(world):
     world.run(run_tensor_parallel)
+
+
+class Experts(torch.nn.Module):
+    """Every rank of the expert mesh runs its own over its own tokens."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        weight = torch.randn(4, WIDTH, WIDTH).to(device()) / WIDTH**0.5
+        self.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+
+    def forward(self, x):
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return torch.einsum("tk,enk->tn", x, weight)
+
+
+def run_experts():
+    """Experts shard over what the expert mesh leaves of the ranks, the rest over all of them."""
+    mesh, everyone = full_mesh(2, 2, names=("data", "expert")), full_mesh(4)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), Experts(mesh["expert"]))
+        fully_shard(model[1], mesh=mesh["data"])
+        models.append(fully_shard(model.to(device()), mesh=everyone))
+    plain, model = models
+    qshard.reduce_gradients_(model, "float8")
+    x = batch(0)
+    for each in models:
+        with collectives() as calls:
+            loss_of(each, x).backward()
+    assert [name for name, _ in calls].count("alltoall_base") == 2, calls
+    assert 0 < relative_error(gradients(model), gradients(plain)) < ERROR["float8"]
+
+
+@on_worlds(4)
+def test_beside_an_expert_mesh(world):
+    world.run(run_experts)
 
 
 def run_peak():
