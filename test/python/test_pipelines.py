@@ -100,7 +100,7 @@ def train_in_pipeline(format, schedule_type, mesh):
     interleaved = schedule_type is ScheduleInterleaved1F1B
     numbers = [[rank], [rank + ranks]] if interleaved else [[2 * rank, 2 * rank + 1]]
     chunks = chunks_of(format)
-    like = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device="meta")
+    like = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
     stages = []
     for mine in numbers:
         module = nn.Sequential(*(chunks[i] for i in mine))

@@ -51,7 +51,7 @@ def look_at(tensor):
             # Some raise for any real tensor, `imag` among them.
             with contextlib.suppress(Exception):
                 repr(getattr(tensor, name))
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, TypeError):  # as of plain tensors, by torch's version
             inspect.getmembers(tensor)
         inspect.getmembers_static(tensor)
         isinstance(tensor, _Checkpointable)
