@@ -8,6 +8,7 @@ from qshard import nn, ops, serialization
 from qshard.dequantize import dequantize_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
+from qshard.quantized_init import quantized_model_init
 from qshard.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -38,6 +39,7 @@ __all__ = [
     "nn",
     "ops",
     "quantize_",
+    "quantized_model_init",
     "reduce_gradients_",
     "report",
     "serialization",

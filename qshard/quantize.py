@@ -13,6 +13,7 @@ from qshard import nn, replace, state
 
 ops = torch.ops.qshard
 _ADAPTERS = {"lora_A", "lora_B"}
+_KNOWN = (torch_nn.Linear, nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -48,9 +49,9 @@ def quantize_(
     stochastic_rounding: for keep_master=False: round what optimizer steps make up or down at random,
         to the value on average, so that small updates add up. torch.manual_seed, called with one
         seed on all ranks, reproduces it on any mesh and device; a checkpoint holds its count.
-    filter_fn(module, name): which nn.Linear to quantize; all by default, and a warning then names
-        matrices in modules of other kinds, which stay plain. Call quantize_ again for modules that
-        are to have another recipe.
+    filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize; all by
+        default, and a warning then names matrices in modules of other kinds, which stay plain. Call
+        quantize_ again for modules that are to have another recipe.
 
     On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
     Nothing is changed by wrong arguments, nor where a weight is in use by a graph that is alive or is
@@ -65,9 +66,9 @@ def quantize_(
         )
     chosen = []
     for name, module in model.named_modules():
-        if isinstance(module, torch_nn.Linear) and (filter_fn is None or filter_fn(module, name)):
+        if weight_names(module) and (filter_fn is None or filter_fn(module, name)):
             chosen.append((name, module))
-            if weight_only and type(module) not in (torch_nn.Linear, nn.Linear):
+            if weight_only and type(module) not in _KNOWN:
                 raise TypeError(
                     f"qshard.quantize_: weight_only cannot change how {name}, a "
                     f"{type(module).__name__}, multiplies; it needs nn.Linear itself"
@@ -84,7 +85,7 @@ def quantize_(
     for module in model.modules():
         if any(p is not None and is_quantized(p) for p in module._parameters.values()):
             state.hand_out_masters(module)
-            if is_quantized(getattr(module, "weight", None)):
+            if any(is_quantized(weight) for _, weight in state.weights(module)):
                 _quantize_loads(module)
             if type(module) is torch_nn.Embedding:
                 module.__class__ = nn.Embedding
@@ -97,6 +98,13 @@ def quantize_(
     if filter_fn is None:
         _warn_of_what_is_left(model)
     return model
+
+
+def weight_names(module: torch_nn.Module) -> tuple[str, ...]:
+    """The parameters of a module itself that quantize_ quantizes."""
+    if isinstance(module, nn.base.Initialized):
+        return module.weight_names
+    return ("weight",) if isinstance(module, torch_nn.Linear) else ()
 
 
 def flush(model: torch_nn.Module) -> None:
@@ -179,19 +187,20 @@ def _named_weights(model, chosen):
     registered = {id(parameter) for parameter in model.parameters()}
     weights = {}
     for name, module in chosen:
-        weight = module.weight
-        if id(weight) not in registered:
-            raise TypeError(
-                f"qshard.quantize_: the weight of {name} is computed, by a parametrization or a "
-                "hook; remove that, or leave the layer out by filter_fn"
-            )
-        weights.setdefault(id(weight), (name, weight))
+        for attribute in weight_names(module):
+            weight = getattr(module, attribute)
+            if id(weight) not in registered:
+                raise TypeError(
+                    f"qshard.quantize_: the {attribute} of {name} is computed, by a parametrization "
+                    "or a hook; remove that, or leave the layer out by filter_fn"
+                )
+            weights.setdefault(id(weight), (f"{name}.{attribute}", weight))
     return list(weights.values())
 
 
 def _check(parameter, format, keep_master, name):
     """Raises what quantizing a weight of this shape, dtype and placement would raise."""
-    replace.check(parameter, f"{name}.weight", "qshard.quantize_")
+    replace.check(parameter, name, "qshard.quantize_")
     local, rows = _rows_of(parameter.detach(), name)
     ops.quantize(local.to("meta"), format, keep_master=keep_master, **rows)
 
@@ -199,7 +208,7 @@ def _check(parameter, format, keep_master, name):
 def _quantized(param, format, keep_master, name):
     with torch.no_grad():
         value = quantize_like(param.detach(), format, keep_master, name)
-    state.set_rounding_key(local_of(value), f"{name}.weight")
+    state.set_rounding_key(local_of(value), name)
     return value
 
 
@@ -243,9 +252,9 @@ def _rows_of(value, name):
 def _prepare_module(module, weight_only):
     if type(module) is torch_nn.Linear:
         module.__class__ = nn.Linear
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.base.Initialized):
         module.weight_only = weight_only
-        module.weight_format = ops.format(local_of(module.weight))
+        module.weight_format = ops.format(local_of(getattr(module, module.weight_names[0])))
 
 
 def _quantize_loads(module):
@@ -256,7 +265,8 @@ def _quantize_loads(module):
 def forget_module(module):
     """Undoes what quantize_ did to a module."""
     plain = {nn.Linear: torch_nn.Linear, nn.Embedding: torch_nn.Embedding}
-    module.__class__ = plain.get(type(module), type(module))
+    if not getattr(module, "is_constructed", False):
+        module.__class__ = plain.get(type(module), type(module))
     for name in ("weight_only", "weight_format"):
         module.__dict__.pop(name, None)
     for name in ("_qshard_load_hook", "_qshard_masters_hook"):
@@ -269,7 +279,7 @@ def _pad_now(module):
     """FSDP2 moves a parameter that it has not seen before into a padded one, at its first use, and
     views made until then would be views no more on ranks with padding. It does so after every
     load_state_dict, too: here of nothing."""
-    if isinstance(getattr(module, "weight", None), DTensor):
+    if any(isinstance(weight, DTensor) for _, weight in state.weights(module)):
         module.load_state_dict({}, strict=False)
 
 
@@ -281,10 +291,14 @@ def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
         state.fill_missing(module, state_dict, prefix)
     if not local_metadata.get("assign_to_params_buffers", False):
         return
-    key = prefix + "weight"
-    old, new = module.weight, state_dict.get(key)
-    if new is None or not is_quantized(old) or is_quantized(new) or new.shape != old.shape:
-        return
+    for name, old in state.weights(module):
+        new = state_dict.get(prefix + name)
+        if new is None or not is_quantized(old) or is_quantized(new) or new.shape != old.shape:
+            continue
+        state_dict[prefix + name] = _quantized_to_assign(old, new, state_dict, prefix + name)
+
+
+def _quantized_to_assign(old, new, state_dict, key):
     local = local_of(old)
     format, keep_master = ops.format(local), ops._keeps_master(local)
     with torch.no_grad():
@@ -296,7 +310,7 @@ def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
             value = torch.empty_like(value, device=new.device)
         state.set_rounding_key(local_of(value), key)
         # Before the values are quantized: by what it says.
-        state.load(local_of(value), state_dict, prefix)
+        state.load(local_of(value), state_dict, key)
         if not isinstance(new, DTensor) and not new.is_meta:
             value.copy_(new)
-    state_dict[key] = value
+    return value

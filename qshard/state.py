@@ -12,15 +12,23 @@ import torch
 from _qshard_checkpoint import note_state_names
 from _qshard_hooks import is_quantized, local_of
 
+from qshard.nn.base import Initialized
+
 ops = torch.ops.qshard
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # parts of names that wrappers add
 
 
+def weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What a module may multiply by, with its names."""
+    names = module.weight_names if isinstance(module, Initialized) else ("weight",)
+    return [(name, w) for name in names if (w := getattr(module, name, None)) is not None]
+
+
 def link(module: torch.nn.Module) -> None:
-    """Makes the state of `module.weight` the module's buffers weight_<name>."""
+    """Makes the state of a module's weights its buffers <weight>_<name>."""
     tensors = _tensors(module)
     for name, tensor in tensors.items():
-        module.register_buffer(f"weight_{name}", tensor)
+        module.register_buffer(name, tensor)
     if tensors and not hasattr(module, "_qshard_state_hook"):
         module._qshard_state_hook = module.register_state_dict_pre_hook(_link_before)
 
@@ -48,7 +56,7 @@ def unlink(module: torch.nn.Module) -> None:
     """Takes the state out of a module whose weight is about to be plain."""
     if "_qshard_state_hook" in module.__dict__:
         for name in _tensors(module):
-            delattr(module, f"weight_{name}")
+            delattr(module, name)
         module.__dict__.pop("_qshard_state_hook").remove()
 
 
@@ -57,20 +65,24 @@ def _link_before(module, *_):
 
 
 def _tensors(module):
-    weight = local_of(module.weight)
-    return ops._state(weight) if is_quantized(weight) else {}
+    return {
+        f"{name}_{part}": tensor
+        for name, weight in weights(module)
+        if is_quantized(local_of(weight))
+        for part, tensor in ops._state(local_of(weight)).items()
+    }
 
 
 def fill_missing(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
     """Lets a module keep its state if a state_dict, of a plain model say, has none."""
     for name, tensor in _tensors(module).items():
-        state_dict.setdefault(f"{prefix}weight_{name}", tensor)
+        state_dict.setdefault(prefix + name, tensor)
 
 
-def load(weight: torch.Tensor, state_dict: dict, prefix: str) -> None:
+def load(weight: torch.Tensor, state_dict: dict, weight_key: str) -> None:
     """Loads the state of a new weight from what a state_dict has of it, and puts it in its place."""
     for name, tensor in ops._state(weight).items():
-        key = f"{prefix}weight_{name}"
+        key = f"{weight_key}_{name}"
         if key in state_dict:
             # Of what a full state_dict does not have, torch leaves the meta model's own tensor.
             if not state_dict[key].is_meta:

@@ -1,0 +1,94 @@
+"""Arguments of TransformerEngine's modules: what is not there is refused by its name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+PARALLEL_MODES = (None, "column", "row")
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def refuse(module: str, **arguments) -> None:
+    """Raises for an argument that asks for something: is neither None nor False."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(
+                f"qshard.nn.{module}: {name}={value!r} is not supported; leave it at its default"
+            )
+
+
+def refuse_parallelism(module: str, tp_group=None, tp_size: int = 1) -> None:
+    """Tensor parallelism: over one rank nothing of it matters."""
+    size = tp_size if tp_group is None else dist.get_world_size(tp_group)
+    if size != 1:
+        raise NotImplementedError(
+            f"qshard.nn.{module}: tp_size={size} is not supported; shard the model by fully_shard, "
+            "with tp_size=1"
+        )
+
+
+def check_choice(module: str, name: str, value, choices) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"qshard.nn.{module}: {name}={value!r} is none of {', '.join(map(repr, choices))}"
+        )
+
+
+class NoTensorParallelism:
+    """Setters of TransformerEngine's modules that only take what means one rank."""
+
+    def set_tensor_parallel_group(self, tp_group) -> None:
+        """Raises NotImplementedError for a group of more than one rank."""
+        refuse_parallelism(type(self).__name__, tp_group)
+
+    def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
+        """Raises NotImplementedError for a mesh of more than one rank."""
+        for name, mesh in (("tp_mesh", tp_mesh), ("weight_mesh", weight_mesh)):
+            if mesh is not None and mesh.size() != 1:
+                raise NotImplementedError(
+                    f"qshard.nn.{type(self).__name__}: set_device_mesh({name}={mesh!r}) is not "
+                    "supported; shard the model by fully_shard"
+                )
+
+    def set_context_parallel_group(self, cp_group, *args, **kwargs) -> None:
+        """Raises NotImplementedError unless `cp_group` is None."""
+        refuse(type(self).__name__, cp_group=cp_group)
+
+
+def split_sizes(module: str, parameters_split, out_features: int) -> dict[str, int]:
+    """The rows of each part, by the prefix of its parameters' names: "" of an undivided one."""
+    if parameters_split is None:
+        return {"": out_features}
+    if not parameters_split:
+        raise ValueError(f"qshard.nn.{module}: parameters_split names no parameter")
+    if not isinstance(parameters_split, dict):
+        if not all(isinstance(name, str) for name in parameters_split):
+            raise TypeError(
+                f"qshard.nn.{module}: parameters_split takes names, or sizes by name, not "
+                f"{parameters_split!r}"
+            )
+        size = out_features // len(parameters_split)
+        parameters_split = dict.fromkeys(parameters_split, size)
+    sizes = {f"{name.rstrip('_')}_": size for name, size in parameters_split.items()}
+    if sum(sizes.values()) != out_features:
+        raise ValueError(
+            f"qshard.nn.{module}: parameters_split of {list(sizes.values())} rows does not sum to "
+            f"out_features={out_features}"
+        )
+    return sizes
+
+
+@dataclass(frozen=True)
+class RngFork:
+    """Puts random numbers onto the generator of a tracker: a context, when called."""
+
+    get_rng_state_tracker: Callable
+    name: str | None = None
+
+    def __call__(self):
+        return self.get_rng_state_tracker().fork(*([self.name] if self.name else []))
+
+
+def rng_fork(get_rng_state_tracker: Callable | None, name: str | None = None) -> RngFork | None:
+    return None if get_rng_state_tracker is None else RngFork(get_rng_state_tracker, name)

@@ -1,0 +1,96 @@
+"""What the modules share: moves that leave weights quantized, initial values that do not depend on how
+parameters are sharded, and state dicts of TransformerEngine."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from _qshard_hooks import is_quantized, local_of
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from qshard.moves import keep_quantized
+from qshard.quantized_init import quantize_new
+
+
+class Moves:
+    """A module whose `.to()`, `.float()` and so on leave quantized weights quantized."""
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(keep_quantized(fn), recurse)
+
+
+class Initialized(Moves):
+    """A module that knows how its parameters are initialized. After it has added them all, its
+    constructor calls `finish`.
+
+    weight_names: of the parameters that `quantize_` quantizes, and multiplies by as weight_only and
+        weight_format say."""
+
+    weight_names: tuple[str, ...] = ()
+    weight_only = False
+    weight_format: str | None = None
+    _initial: dict = {}
+
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        initialize: Callable[[torch.Tensor], object],
+        *,
+        device=None,
+        dtype: torch.dtype | None = None,
+        fork: Callable | None = None,
+    ) -> None:
+        """A parameter whose values `initialize(tensor)` writes, within `fork()` if given."""
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.__dict__.setdefault("_initial", {})[name] = initialize, fork or nullcontext
+
+    def finish(self) -> None:
+        """Initializes the parameters, and quantizes weights within `quantized_model_init`."""
+        self.reset_parameters()
+        quantize_new(self)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initial values, quantized where parameters are. Those of a sharded parameter are the ones
+        that it would have whole: ranks with one seed get one model, whatever the mesh; memory holds
+        one whole parameter at a time. On the meta device there is nothing to do."""
+        if defer_init:
+            return
+        for name, (initialize, fork) in self._initial.items():
+            with fork():
+                fill(getattr(self, name), initialize)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        if state_dict.pop(prefix + "_extra_state", None) is not None:
+            warn_of_extra_state()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def fill(parameter: torch.Tensor, initialize: Callable[[torch.Tensor], object]) -> None:
+    """Writes initial values into a parameter, whole and plain or not."""
+    local = local_of(parameter)
+    if local.is_meta:
+        return
+    with torch.no_grad():
+        if local is parameter and not is_quantized(local):
+            initialize(parameter)
+            return
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+        initialize(values)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            values = distribute_tensor(values, mesh, placements, src_data_rank=None)
+        parameter.copy_(values)
+
+
+@functools.cache
+def warn_of_extra_state() -> None:
+    """Once: a model has one in each of its modules."""
+    warnings.warn(
+        "qshard.nn: _extra_state of a TransformerEngine checkpoint is ignored; it holds scales of "
+        "TransformerEngine's quantizers, which are computed anew",
+        stacklevel=2,
+    )

@@ -1,0 +1,27 @@
+"""Initial values of parameters."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import init
+
+# Of weights whose init_method is None, in TransformerEngine.
+default_init_method = functools.partial(init.normal_, mean=0.0, std=0.023)
+
+
+def gamma_init(zero_centered_gamma: bool) -> Callable:
+    """Of a normalization's weight."""
+    return init.zeros_ if zero_centered_gamma else init.ones_
+
+
+def linear_weight(weight: torch.Tensor) -> None:
+    """nn.Linear's."""
+    init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def linear_bias(in_features: int) -> Callable:
+    """nn.Linear's."""
+    bound = 1 / math.sqrt(in_features) if in_features > 0 else 0
+    return functools.partial(init.uniform_, a=-bound, b=bound)

@@ -1,0 +1,133 @@
+"""A normalization and the linear it feeds."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import init
+
+from qshard.nn import initial
+from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse, refuse_parallelism
+from qshard.nn.fused import norm_linear
+from qshard.nn.projection import Projection
+
+
+class LayerNormLinear(Projection, torch.nn.Module):
+    """linear(norm(x)). Parameters: layer_norm_weight, layer_norm_bias (not with RMSNorm), weight, bias;
+    `quantize_` quantizes weight.
+
+    in_features, out_features: sizes of the last dimension of input and output.
+    eps, normalization ("LayerNorm" or "RMSNorm"), zero_centered_gamma: of the normalization, computed
+        in fp32, rounded once to the dtype of activations.
+    bias: have one. return_bias: return it, instead of adding it.
+    return_layernorm_output: return norm(x), too.
+    parameters_split: names, or sizes by name, of parameters <name>_weight and <name>_bias in place of
+        weight and bias; each is quantized by itself.
+    init_method(weight): initial values; normal with a deviation of 0.023 without.
+    fuse_wgrad_accumulation: the weight's gradient is added to its attribute `main_grad`, eager mode
+        only; replaces what is there with is_first_microbatch=True.
+    params_dtype: of the parameters; torch's default without.
+    get_rng_state_tracker: whose fork() initial values are drawn in.
+    return_layernorm_output_gathered, parallel_mode and the other arguments of parallelism change
+        nothing over one rank; more ranks, ub_*, delay_wgrad_compute and symmetric_ar_type raise
+        NotImplementedError.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group=None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split=None,
+        zero_centered_gamma: bool = False,
+        device=None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ):
+        refuse(
+            "LayerNormLinear",
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            delay_wgrad_compute=delay_wgrad_compute,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        refuse_parallelism("LayerNormLinear", tp_group, tp_size)
+        check_choice("LayerNormLinear", "normalization", normalization, NORMALIZATIONS)
+        if parallel_mode == "row":
+            raise NotImplementedError(
+                "qshard.nn.LayerNormLinear: parallel_mode='row' is not supported; a normalization "
+                "needs whole rows"
+            )
+        super().__init__()
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.eps, self.normalization = eps, normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        options = {"device": device, "dtype": params_dtype}
+        gamma = initial.gamma_init(zero_centered_gamma)
+        self.add_parameter("layer_norm_weight", (in_features,), gamma, **options)
+        if normalization == "LayerNorm":
+            self.add_parameter("layer_norm_bias", (in_features,), init.zeros_, **options)
+        else:
+            self.register_parameter("layer_norm_bias", None)
+        self.add_projection(
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            parameters_split=parameters_split,
+            parallel_mode=parallel_mode,
+            init_method=init_method or initial.default_init_method,
+            bias_init=None,
+            get_rng_state_tracker=get_rng_state_tracker,
+            **options,
+        )
+        self.finish()
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ):
+        """(..., in_features) -> (..., out_features), or a tuple of it, the bias (return_bias) and
+        (..., in_features) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's."""
+        refuse("LayerNormLinear", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        norm = (
+            self.normalization,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.eps,
+            self.zero_centered_gamma,
+        )
+        multiply = self.multiply(is_first_microbatch)
+        output, normed = norm_linear(inp, norm, multiply, *self.parameters_to_multiply())
+        return self.with_bias(output, *([normed] if self.return_layernorm_output else []))
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"normalization={self.normalization}"
+        )

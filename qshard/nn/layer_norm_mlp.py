@@ -1,0 +1,162 @@
+"""A normalization and the MLP it feeds."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import init
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from qshard.nn import initial
+from qshard.nn.activations import ACTIVATIONS, check_params, is_gated
+from qshard.nn.arguments import (
+    NORMALIZATIONS,
+    NoTensorParallelism,
+    check_choice,
+    refuse,
+    refuse_parallelism,
+    rng_fork,
+)
+from qshard.nn.base import Initialized
+from qshard.nn.fused import activation_linear, norm_linear
+from qshard.nn.multiply import Multiply
+
+
+class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
+    """fc2(activation(fc1(norm(x)))). Parameters: layer_norm_weight, layer_norm_bias (not with RMSNorm),
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias; `quantize_` quantizes the two weights.
+
+    hidden_size, ffn_hidden_size: sizes of the last dimension outside and inside.
+    activation: "gelu", "qgelu", "relu", "srelu", "silu", or gated: "glu", "geglu", "qgeglu", "reglu",
+        "sreglu", "swiglu", "clamped_swiglu". fc1_weight of a gated one has 2 x ffn_hidden_size rows,
+        those of the gate first.
+    activation_params: of "clamped_swiglu": limit, alpha, glu_linear_offset.
+    checkpoint: keep the input only, and compute the rest again in backward.
+    output_layer_init_method(fc2_weight), init_method(fc1_weight): initial values; normal with a
+        deviation of 0.023 without.
+    set_parallel_mode, sequence_parallel: change nothing over one rank. seq_length, micro_batch_size:
+        change nothing.
+    Others: as of LayerNormLinear.
+    """
+
+    weight_names = ("fc1_weight", "fc2_weight")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        tp_group=None,
+        tp_size: int = 1,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict | None = None,
+        output_layer_init_method: Callable | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device=None,
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ):
+        refuse(
+            "LayerNormMLP",
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            delay_wgrad_compute=delay_wgrad_compute,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        refuse_parallelism("LayerNormMLP", tp_group, tp_size)
+        check_choice("LayerNormMLP", "normalization", normalization, NORMALIZATIONS)
+        check_choice("LayerNormMLP", "activation", activation, ACTIVATIONS)
+        check_params("LayerNormMLP", activation, activation_params)
+        super().__init__()
+        self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
+        self.eps, self.normalization = eps, normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.activation, self.activation_params = activation, activation_params
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.checkpoint = checkpoint
+        inner = ffn_hidden_size * (2 if is_gated(activation) else 1)
+        options = {"device": device, "dtype": params_dtype}
+        fork = rng_fork(get_rng_state_tracker)
+        gamma = initial.gamma_init(zero_centered_gamma)
+        first = init_method or initial.default_init_method
+        second = output_layer_init_method or initial.default_init_method
+        shapes = {
+            "layer_norm_weight": ((hidden_size,), gamma, None),
+            "layer_norm_bias": ((hidden_size,), init.zeros_, None),
+            "fc1_weight": ((inner, hidden_size), first, fork),
+            "fc1_bias": ((inner,), init.zeros_, None),
+            "fc2_weight": ((hidden_size, ffn_hidden_size), second, fork),
+            "fc2_bias": ((hidden_size,), init.zeros_, None),
+        }
+        absent = set() if bias else {"fc1_bias", "fc2_bias"}
+        absent |= set() if normalization == "LayerNorm" else {"layer_norm_bias"}
+        for parameter, (shape, initialize, forked) in shapes.items():
+            if parameter in absent:
+                self.register_parameter(parameter, None)
+            else:
+                self.add_parameter(parameter, shape, initialize, fork=forked, **options)
+        self.finish()
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None):
+        """(..., hidden_size), the same shape out, or a tuple of it, fc2_bias (return_bias) and
+        (..., hidden_size) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's."""
+        multiply = Multiply(
+            self.weight_only,
+            self.weight_format,
+            self.fuse_wgrad_accumulation,
+            overwrite=is_first_microbatch is True,
+        )
+        if self.checkpoint and torch.is_grad_enabled():
+            output, normed = recomputed(self._mlp, inp, multiply, use_reentrant=False)
+        else:
+            output, normed = self._mlp(inp, multiply)
+        more = [normed] if self.return_layernorm_output else []
+        if self.return_bias:
+            bias = self.fc2_bias if self.use_bias else output.new_empty(0)
+            more = [bias.to(output.dtype), *more]
+        return (output, *more) if more else output
+
+    def _mlp(self, inp, multiply):
+        norm = (
+            self.normalization,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.eps,
+            self.zero_centered_gamma,
+        )
+        inner, normed = norm_linear(inp, norm, multiply, [self.fc1_weight], [self.fc1_bias])
+        bias = None if self.return_bias else self.fc2_bias
+        output = activation_linear(
+            inner, self.activation, self.activation_params, multiply, self.fc2_weight, bias
+        )
+        return output, normed if self.return_layernorm_output else None
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"normalization={self.normalization}, activation={self.activation}"
+        )

@@ -1,0 +1,134 @@
+"""A linear layer whose forward is one opaque operator, for torch.compile."""
+
+from collections.abc import Callable
+
+import torch
+
+from qshard.functional import linear_under_transforms
+from qshard.nn import initial
+from qshard.nn.arguments import refuse, refuse_parallelism
+from qshard.nn.projection import Projection
+
+_linear = torch.ops.qshard.linear.default
+
+
+class Linear(Projection, torch.nn.Linear):
+    """nn.Linear with a quantized weight; `quantize_` turns nn.Linear into it. State-dict names are
+    nn.Linear's.
+
+    Forward, dgrad and wgrad are operators that torch.compile does not look into, so
+    `layer.compile(fullgraph=True)` works. A stock nn.Linear holding a quantized weight runs the same
+    kernels, in eager mode only.
+
+    A plain weight in place of the quantized one (given by `functional_call`, computed by a
+    parametrization or pruning, assigned) is quantized at each use, and its gradient goes straight
+    through. `.to()`, `.float()`, `.half()`, `.to_empty()` leave the weight quantized; a dtype that
+    quantized tensors do not have is an error.
+
+    An eager backward adds the weight's gradient to an existing `.grad` within the GEMM, without a
+    tensor of its own.
+
+    Made by its constructor it is plain until `quantize_`, and takes TransformerEngine's arguments,
+    by keyword:
+    init_method(weight): initial values, with a bias of zeros; nn.Linear's own without.
+    return_bias: forward returns (output, bias), and the bias is not added.
+    parameters_split: names, or sizes by name, of parameters <name>_weight and <name>_bias that stand
+        for rows of `weight` and `bias`; each is quantized by itself.
+    fuse_wgrad_accumulation: the weight's gradient is added to its attribute `main_grad`, eager mode
+        only; replaces what is there with is_first_microbatch=True.
+    params_dtype: as dtype.
+    get_rng_state_tracker, rng_tracker_name: whose fork() initial values are drawn in.
+    Arguments of parallelism over one rank change nothing; others raise NotImplementedError.
+
+    weight_only: multiply by the dequantized weight; activations and gradients are not quantized.
+    weight_format: of the weight, for compiled code, which cannot ask it: there the input of several
+        linears (q/k/v, gate/up) is quantized once if they name the same.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype: torch.dtype | None = None,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group=None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split=None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ):
+        refuse(
+            "Linear",
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            delay_wgrad_compute=delay_wgrad_compute,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        refuse_parallelism("Linear", tp_group, tp_size)
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.add_projection(
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            parameters_split=parameters_split,
+            parallel_mode=parallel_mode,
+            init_method=init_method or initial.linear_weight,
+            bias_init=None if init_method else initial.linear_bias(in_features),
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            device=device,
+            dtype=params_dtype or dtype,
+        )
+        self.finish()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """As for the other modules; where quantize_ made this of an nn.Linear, as nn.Linear."""
+        if self.is_constructed:
+            super().reset_parameters(defer_init)
+        else:
+            torch.nn.Linear.reset_parameters(self)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features) in the dtype of `input`; with return_bias
+        (output, bias)."""
+        if self.is_constructed:
+            refuse("Linear", fp8_output=fp8_output, fp8_grad=fp8_grad)
+            return self.with_bias(self.project(input, is_first_microbatch))
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return linear_under_transforms(
+                input, self.weight, self.bias, self.weight_only, self.weight_format
+            )
+        return _linear(
+            input, self.weight, self.bias, weight_only=self.weight_only, format=self.weight_format
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -1,0 +1,312 @@
+"""Attention with its projections."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from qshard.nn import initial
+from qshard.nn.arguments import (
+    NORMALIZATIONS,
+    NoTensorParallelism,
+    check_choice,
+    refuse,
+    refuse_parallelism,
+)
+from qshard.nn.dot_product_attention import DotProductAttention
+from qshard.nn.l2_normalization import L2Normalization
+from qshard.nn.layer_norm import LayerNorm
+from qshard.nn.layer_norm_linear import LayerNormLinear
+from qshard.nn.linear import Linear
+from qshard.nn.rms_norm import RMSNorm
+from qshard.nn.rotary import apply_rotary_pos_emb
+
+QK_NORMS = (None, "L2Normalization", "RMSNorm", "LayerNorm")
+
+
+class MultiheadAttention(NoTensorParallelism, nn.Module):
+    """proj(attention(queries, keys, values)), all projected from the input; keys and values of
+    attention_type="cross" from encoder_output.
+
+    Modules: layernorm_qkv (input_layernorm) or qkv of self attention; layernorm_query or query_layer, and
+    key_value, of cross attention; core_attention; proj; q_norm and k_norm with qk_norm_type.
+
+    hidden_size, num_attention_heads; kv_channels: channels of a head, hidden_size / heads without;
+        num_gqa_groups: heads of keys and values.
+    fuse_qkv_params: one weight for queries, keys and values, instead of query_weight, key_weight,
+        value_weight, each quantized by itself. qkv_weight_interleaved: the fused weight's rows are by
+        group: its queries, its key, its value; else all queries, all keys, all values.
+    input_layernorm: normalize the input first (layernorm_epsilon, normalization, zero_centered_gamma);
+        return_layernorm_output: return that, too.
+    qk_norm_type: normalize queries and keys, by "L2Normalization", "RMSNorm" or "LayerNorm" of
+        qk_norm_eps, after the rotary embedding, or before it with qk_norm_before_rope.
+    rotary_pos_interleaved: neighbouring channels are rotated as a pair.
+    init_method: of the weights of queries, keys and values; output_layer_init_method: of proj's.
+    attention_dropout, attn_mask_type, window_size, bottom_right_diagonal, softcap, softmax_type,
+        qkv_format, get_rng_state_tracker: as of DotProductAttention.
+    bias, return_bias, fuse_wgrad_accumulation, params_dtype: as of LayerNormLinear.
+    set_parallel_mode, sequence_parallel, seq_length, micro_batch_size, layer_number and name change
+        nothing; tp_group of more than one rank, and ub_*, raise NotImplementedError.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable | None = None,
+        output_layer_init_method: Callable | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        tp_group=None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device=None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ):
+        refuse(
+            "MultiheadAttention",
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+        )
+        refuse_parallelism("MultiheadAttention", tp_group, tp_size)
+        check_choice("MultiheadAttention", "attention_type", attention_type, ("self", "cross"))
+        check_choice("MultiheadAttention", "normalization", normalization, NORMALIZATIONS)
+        check_choice("MultiheadAttention", "qk_norm_type", qk_norm_type, QK_NORMS)
+        super().__init__()
+        self.attention_type, self.input_layernorm = attention_type, input_layernorm
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        self.channels = kv_channels or hidden_size // num_attention_heads
+        self.qkv_format, self.rotary_pos_interleaved = qkv_format, rotary_pos_interleaved
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.layer_number, self.name = layer_number or 1, name
+
+        common = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "device": device,
+            "bias": bias,
+        }
+        first = {"init_method": init_method or initial.default_init_method, **common}
+        normed = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+            **first,
+        }
+        of_queries = self.channels * num_attention_heads
+        of_keys = self.channels * self.num_gqa_groups
+
+        def split(**sizes):
+            return None if fuse_qkv_params else sizes
+
+        if qk_norm_type is None:
+            self.q_norm = self.k_norm = None
+        elif qk_norm_type == "L2Normalization":
+            self.q_norm = self.k_norm = L2Normalization(eps=qk_norm_eps)
+        else:
+            norm = RMSNorm if qk_norm_type == "RMSNorm" else LayerNorm
+            options = {"eps": qk_norm_eps, "params_dtype": params_dtype, "device": device}
+            self.q_norm, self.k_norm = (norm(self.channels, **options) for _ in range(2))
+        if attention_type == "self":
+            rows = of_queries + 2 * of_keys
+            parts = split(query=of_queries, key=of_keys, value=of_keys)
+            if input_layernorm:
+                self.layernorm_qkv = LayerNormLinear(
+                    hidden_size, rows, parameters_split=parts, **normed
+                )
+            else:
+                self.qkv = Linear(hidden_size, rows, parameters_split=parts, **first)
+        else:
+            if input_layernorm:
+                self.layernorm_query = LayerNormLinear(
+                    hidden_size, of_queries, parameters_split=split(query=of_queries), **normed
+                )
+            else:
+                self.query_layer = Linear(hidden_size, of_queries, **first)
+            parts = split(key=of_keys, value=of_keys)
+            self.key_value = Linear(hidden_size, 2 * of_keys, parameters_split=parts, **first)
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.channels,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            softcap=softcap,
+            get_rng_state_tracker=get_rng_state_tracker,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            device=device,
+        )
+        self.proj = Linear(
+            of_queries,
+            hidden_size,
+            init_method=output_layer_init_method or initial.default_init_method,
+            return_bias=return_bias,
+            **common,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params=None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies=None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
+    ):
+        """hidden_states: (s, b, hidden_size) of qkv_format "sbhd", (b, s, hidden_size) of "bshd"; the
+        same shape out, or a tuple of it, proj's bias (return_bias) and the normalized input
+        (return_layernorm_output).
+
+        encoder_output: of cross attention, as hidden_states. rotary_pos_emb: (s, 1, 1, channels or
+        fewer) angles, or two of them, for queries and for keys. inference_params: refused. Others: as
+        of DotProductAttention.
+        """
+        refuse("MultiheadAttention", inference_params=inference_params)
+        if hidden_states.dim() != 3:
+            raise ValueError(
+                "qshard.nn.MultiheadAttention: hidden_states has three dimensions, two of them of "
+                f"qkv_format={self.qkv_format!r}; got {tuple(hidden_states.shape)}"
+            )
+        if self.attention_type == "self":
+            query, key, value, normed = self._project_self(hidden_states, is_first_microbatch)
+        else:
+            if encoder_output is None:
+                raise ValueError("qshard.nn.MultiheadAttention: cross attention needs encoder_output")
+            query, normed = self._project_query(hidden_states, is_first_microbatch)
+            key, value = self._project_keys(encoder_output, is_first_microbatch)
+        query, key = self._position(query, key, rotary_pos_emb)
+        context = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask=attention_mask,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            softcap=softcap,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            pad_between_seqs=pad_between_seqs,
+            thd_attention_policies=thd_attention_policies,
+        )
+        output = self.proj(context, is_first_microbatch)
+        if normed is None:
+            return output
+        return (*output, normed) if self.return_bias else (output, normed)
+
+    def _project_self(self, x, is_first_microbatch):
+        normed = None
+        if self.input_layernorm:
+            mixed = self.layernorm_qkv(x, is_first_microbatch)
+            if self.return_layernorm_output:
+                mixed, normed = mixed
+        else:
+            mixed = self.qkv(x, is_first_microbatch)
+        groups, channels = self.num_gqa_groups, self.channels
+        per_group = self.num_attention_heads // groups
+        if self.qkv_weight_interleaved:
+            parts = mixed.unflatten(-1, (groups, per_group + 2, channels))
+            query, key, value = parts.split([per_group, 1, 1], -2)
+            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normed
+        heads = mixed.unflatten(-1, (-1, channels))
+        return *heads.split([self.num_attention_heads, groups, groups], -2), normed
+
+    def _project_query(self, x, is_first_microbatch):
+        normed = None
+        if self.input_layernorm:
+            query = self.layernorm_query(x, is_first_microbatch)
+            if self.return_layernorm_output:
+                query, normed = query
+        else:
+            query = self.query_layer(x, is_first_microbatch)
+        return query.unflatten(-1, (self.num_attention_heads, self.channels)), normed
+
+    def _project_keys(self, x, is_first_microbatch):
+        mixed = self.key_value(x, is_first_microbatch)
+        if self.qkv_weight_interleaved:
+            pairs = mixed.unflatten(-1, (self.num_gqa_groups, 2, self.channels))
+            return pairs.unbind(-2)
+        return mixed.unflatten(-1, (2, self.num_gqa_groups, self.channels)).unbind(-3)
+
+    def _position(self, query, key, rotary_pos_emb):
+        if self.q_norm is not None and self.qk_norm_before_rope:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if rotary_pos_emb is not None:
+            pair = isinstance(rotary_pos_emb, (tuple, list))
+            angles = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
+            query, key = (
+                apply_rotary_pos_emb(x, freqs, self.qkv_format, self.rotary_pos_interleaved)
+                for x, freqs in zip((query, key), angles)
+            )
+        if self.q_norm is not None and not self.qk_norm_before_rope:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query, key

@@ -1,0 +1,54 @@
+"""How the modules multiply: y = x @ weight^T + bias, by the codes of a weight that is quantized."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qshard.functional import linear_under_transforms
+from qshard.nn.main_grad import linear_into_main_grad
+
+_linear = torch.ops.qshard.linear.default
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """How a module's weights are used.
+
+    weight_only, weight_format: the module's; format None means that nothing is quantized.
+    into_main_grad: wgrad is added to the weight's `main_grad`.
+    overwrite: wgrad replaces what `main_grad` holds.
+    """
+
+    weight_only: bool = False
+    weight_format: str | None = None
+    into_main_grad: bool = False
+    overwrite: bool = False
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x: (..., columns); weight: (rows, columns); bias: (rows,) or None. (..., rows) in the dtype
+        of activations."""
+        if self.into_main_grad:
+            return linear_into_main_grad(x, weight, bias, self)
+        format = self.weight_format
+        if format is None:
+            dtype = activation_dtype(x)
+            bias = None if bias is None else bias.to(dtype)
+            return F.linear(x.to(dtype), weight.to(dtype), bias)
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return linear_under_transforms(x, weight, bias, self.weight_only, format)
+        return _linear(x, weight, bias, weight_only=self.weight_only, format=format)
+
+
+def activation_dtype(x: Tensor) -> torch.dtype:
+    """autocast's, else the input's own."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def multiply_parts(multiply: Multiply, x: Tensor, weights, biases) -> Tensor:
+    """By each of the weights, one after the other along the last dimension of the result."""
+    parts = [multiply(x, weight, bias) for weight, bias in zip(weights, biases)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

@@ -1,0 +1,87 @@
+"""What modules with the parameters of one linear share: Linear and LayerNormLinear."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import init
+
+from qshard.nn.arguments import (
+    PARALLEL_MODES,
+    NoTensorParallelism,
+    check_choice,
+    rng_fork,
+    split_sizes,
+)
+from qshard.nn.base import Initialized
+from qshard.nn.multiply import Multiply, multiply_parts
+
+
+class Projection(Initialized, NoTensorParallelism):
+    """Parameters `weight` and `bias`, or parts of them with names of their own."""
+
+    weight_names = ("weight",)
+    is_constructed = False  # as opposed to an nn.Linear that quantize_ has turned into this
+
+    def add_projection(
+        self,
+        *,
+        bias: bool,
+        return_bias: bool,
+        fuse_wgrad_accumulation: bool,
+        parameters_split,
+        parallel_mode: str | None,
+        init_method: Callable,
+        bias_init: Callable | None,
+        get_rng_state_tracker: Callable | None,
+        rng_tracker_name: str | None = None,
+        device=None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Parameters of (out_features, in_features), and what forward needs to know."""
+        module = type(self).__name__
+        check_choice(module, "parallel_mode", parallel_mode, PARALLEL_MODES)
+        sizes = split_sizes(module, parameters_split, self.out_features)
+        self.is_constructed = True
+        self.parallel_mode = parallel_mode
+        self.use_bias, self.return_bias = bias, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.weight_names = tuple(f"{part}weight" for part in sizes)
+        self.bias_names = tuple(f"{part}bias" for part in sizes)
+        options = {"device": device, "dtype": dtype}
+        fork = rng_fork(get_rng_state_tracker, rng_tracker_name)
+        for name, rows in zip(self.weight_names, sizes.values()):
+            self.add_parameter(name, (rows, self.in_features), init_method, fork=fork, **options)
+        for name, rows in zip(self.bias_names, sizes.values()):
+            if bias:
+                self.add_parameter(name, (rows,), bias_init or init.zeros_, **options)
+            else:
+                self.register_parameter(name, None)
+
+    def multiply(self, is_first_microbatch: bool | None) -> Multiply:
+        return Multiply(
+            self.weight_only,
+            self.weight_format,
+            self.fuse_wgrad_accumulation,
+            overwrite=is_first_microbatch is True,
+        )
+
+    def parameters_to_multiply(self) -> tuple[list, list]:
+        """Weights, and the biases that the linear adds."""
+        adds = self.use_bias and not self.return_bias
+        return (
+            [getattr(self, name) for name in self.weight_names],
+            [getattr(self, name) if adds else None for name in self.bias_names],
+        )
+
+    def project(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return multiply_parts(self.multiply(is_first_microbatch), x, *self.parameters_to_multiply())
+
+    def with_bias(self, output: torch.Tensor, *more: torch.Tensor):
+        """output, or (output, bias) with return_bias, and what else is returned; a bias that the
+        module does not have is an empty tensor."""
+        if self.return_bias:
+            biases = [getattr(self, name) for name in self.bias_names] if self.use_bias else []
+            bias = torch.cat(biases) if len(biases) > 1 else (biases or [output.new_empty(0)])[0]
+            more = (bias.to(output.dtype), *more)
+        return (output, *more) if more else output

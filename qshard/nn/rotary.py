@@ -1,0 +1,84 @@
+"""Rotary position embedding (arXiv:2104.09864)."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles that `MultiheadAttention` and `TransformerLayer` take as rotary_pos_emb.
+
+    dim: channels of a head. rotary_percent: which part of them is rotated.
+    rotary_base: of the angles' geometric series.
+    seq_len_interpolation_factor, pretrained_max_position_embeddings: positions are divided by the
+        factor (arXiv:2306.15595); with both, by what fits the sequence into the lengths seen.
+    interleaved: neighbouring channels make a pair, instead of those half a head apart.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        *,
+        device=None,
+    ):
+        super().__init__()
+        self.dim = int(dim * rotary_percent) if rotary_percent < 1 else dim
+        self.rotary_base, self.interleaved = rotary_base, interleaved
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.register_buffer("inv_freq", self._frequencies(device))
+
+    def _frequencies(self, device):
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
+        return 1.0 / self.rotary_base**exponents
+
+    def reset_parameters(self) -> None:
+        """The frequencies, after the meta device."""
+        self.inv_freq.copy_(self._frequencies(self.inv_freq.device))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """(max_seq_len, 1, 1, rotated channels) float32 angles."""
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
+        positions = positions + offset
+        factor = self.seq_len_interpolation_factor
+        pretrained = self.pretrained_max_position_embeddings
+        if factor is not None and pretrained is not None:
+            longer = max_seq_len > pretrained * factor
+            positions = positions * (1 / (max_seq_len / pretrained) if longer else 1 / factor)
+        angles = positions[:, None] * self.inv_freq.float()
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, -1)
+        else:
+            angles = torch.cat([angles, angles], -1)
+        return angles[:, None, None, :]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", interleaved: bool = False
+) -> Tensor:
+    """Rotates the first channels of each head, computed in fp32 and rounded once.
+
+    t: (s, b, h, d) of "sbhd" or (b, s, h, d) of "bshd". freqs: (s or more, 1, 1, rotated channels)."""
+    length = t.shape[0 if tensor_format == "sbhd" else 1]
+    if freqs.dim() != 4 or freqs.shape[0] < length or freqs.shape[-1] > t.shape[-1]:
+        raise ValueError(
+            f"qshard.nn: rotary_pos_emb of shape {tuple(freqs.shape)} does not fit {length} positions "
+            f"and {t.shape[-1]} channels; it is (positions, 1, 1, rotated channels)"
+        )
+    freqs = freqs[:length].float()
+    if tensor_format == "bshd":
+        freqs = freqs.transpose(0, 1)
+    rotated, kept = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
+    turned = rotated * freqs.cos() + _quarter_turn(rotated, interleaved) * freqs.sin()
+    return torch.cat([turned.to(t.dtype), kept], -1)
+
+
+def _quarter_turn(x, interleaved):
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)

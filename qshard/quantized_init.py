@@ -1,0 +1,44 @@
+"""quantized_model_init: modules whose weights are quantized as they are made."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_active: ContextVar[tuple | None] = ContextVar("qshard_quantized_model_init", default=None)
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe=None, *, keep_master: bool = True, weight_only: bool = False
+) -> Iterator[None]:
+    """Modules of `qshard.nn` that are made within have quantized weights, as by `quantize_` after
+    their constructor; memory never holds a second plain one. Other modules stay what they are.
+
+    recipe: e.g. qshard.Float8BlockScaling(); required where enabled.
+    keep_master, weight_only: as for `quantize_`.
+
+    >>> with qshard.quantized_model_init(recipe=qshard.Float8BlockScaling()):
+    ...     layer = qshard.nn.LayerNormMLP(64, 256)
+    """
+    if enabled and not isinstance(getattr(recipe, "format", None), str):
+        raise TypeError(
+            "qshard.quantized_model_init: expected a recipe such as qshard.Float8BlockScaling(), got "
+            f"{recipe!r}"
+        )
+    options = {"keep_master": keep_master, "weight_only": weight_only}
+    token = _active.set((recipe, options) if enabled else None)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def quantize_new(module) -> None:
+    """Quantizes the weights of a module whose constructor is done, if the context says so."""
+    if _active.get() is None:
+        return
+    from qshard.quantize import quantize_, weight_names
+
+    if weight_names(module):
+        recipe, options = _active.get()
+        quantize_(module, recipe, filter_fn=lambda *_: True, **options)
