@@ -62,8 +62,9 @@ class _Linear(torch.autograd.Function):
         if not ops.is_quantized(used):
             grad_input = grad @ used.to(grad.dtype) if needs_input else None
             if main_grad is not None:
-                rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-                main_grad.addmm_(rows.t().to(main_grad.dtype), columns.to(main_grad.dtype))
+                dtype = torch.promote_types(x.dtype, main_grad.dtype)
+                rows, columns = (t.reshape(-1, t.shape[-1]).to(dtype) for t in (grad, x))
+                main_grad.add_(rows.t() @ columns)
         elif main_grad is None:
             only = multiply.weight_only
             grad_input = ops.linear_backward(grad, used, x, False, needs_input, False, only)[0]
