@@ -131,4 +131,5 @@ class Linear(Projection, torch.nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        bias = any(getattr(self, name, None) is not None for name in self.bias_names)
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"

@@ -20,6 +20,7 @@ class Projection(Initialized, NoTensorParallelism):
     """Parameters `weight` and `bias`, or parts of them with names of their own."""
 
     weight_names = ("weight",)
+    bias_names = ("bias",)
     is_constructed = False  # as opposed to an nn.Linear that quantize_ has turned into this
 
     def add_projection(

@@ -83,8 +83,8 @@ def test_formats(format):
 
 
 def test_inductor():
-    module = qshard.quantize_(make("llama"), RECIPES["float8_tensorwise"])
-    compare(module, "llama", "inductor")
+    module = qshard.quantize_(make("LayerNormMLP"), RECIPES["float8_tensorwise"], filter_fn=lambda *_: True)
+    compare(module, "LayerNormMLP", "inductor")
 
 
 def test_activation_checkpointing_and_autocast():
