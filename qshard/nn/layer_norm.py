@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch.nn import init
 
+from qshard.nn.autocast import autocast_dtype
 from qshard.nn.base import Initialized
 from qshard.nn.initial import gamma_init
-from qshard.nn.multiply import activation_dtype
 from qshard.nn.norms import normalize
 
 
@@ -70,8 +70,7 @@ class Norm(Initialized, torch.nn.Module):
             )
         bias = self.bias if self.has_bias else None
         # As TransformerEngine's: the result is in the parameters' dtype.
-        autocasts = torch.is_autocast_enabled(input.device.type)
-        dtype = activation_dtype(input) if autocasts else self.weight.dtype
+        dtype = autocast_dtype(input) or self.weight.dtype
         return normalize(
             input,
             self.normalization,

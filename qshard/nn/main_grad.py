@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from qshard.nn.autocast import activation_dtype
+
 ops = torch.ops.qshard
 
 
@@ -12,8 +14,7 @@ def linear_into_main_grad(x, weight, bias, multiply):
         raise NotImplementedError(
             "qshard.nn: fuse_wgrad_accumulation is for eager mode; compiled backwards give .grad"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(activation_dtype(x))
     main_grad = None
     if weight.requires_grad and torch.is_grad_enabled():
         main_grad = getattr(weight, "main_grad", None)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qshard.functional import linear_under_transforms
+from qshard.nn.autocast import activation_dtype
 from qshard.nn.main_grad import linear_into_main_grad
 
 _linear = torch.ops.qshard.linear.default
@@ -39,13 +40,6 @@ class Multiply:
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return linear_under_transforms(x, weight, bias, self.weight_only, format)
         return _linear(x, weight, bias, weight_only=self.weight_only, format=format)
-
-
-def activation_dtype(x: Tensor) -> torch.dtype:
-    """autocast's, else the input's own."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 def multiply_parts(multiply: Multiply, x: Tensor, weights, biases) -> Tensor:

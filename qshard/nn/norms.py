@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qshard.nn.multiply import activation_dtype
+from qshard.nn.autocast import activation_dtype
 
 
 def normalize(

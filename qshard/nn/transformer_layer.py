@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from qshard.nn.arguments import NoTensorParallelism, check_choice, refuse, refuse_parallelism
 from qshard.nn.attention_mask import mask_type_of
+from qshard.nn.autocast import activation_dtype
 from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_mlp import LayerNormMLP
 from qshard.nn.multihead_attention import MultiheadAttention
-from qshard.nn.multiply import activation_dtype
 from qshard.nn.rms_norm import RMSNorm
 
 

@@ -376,6 +376,19 @@ def test_delayed_scaling_of_several_weights():
     assert second(x).isfinite().all()
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_on_the_meta_device(quantized):
+    """Shapes and flops without memory."""
+    with torch.device("meta"):
+        module = layer(self_attn_mask_type="padding_causal", softcap=3.0)
+        if quantized:
+            qshard.quantize_(module, RECIPES["float8_blockwise"])
+        mask = torch.zeros(BATCH, 1, 1, LENGTH, dtype=torch.bool)
+        x = torch.randn(LENGTH, BATCH, HIDDEN, dtype=torch.bfloat16)
+        y = module(x, attention_mask=mask)
+    assert y.is_meta and (y.shape, y.dtype) == (x.shape, x.dtype)
+
+
 def test_layers_refuse_by_name():
     x = input_of()
     for argument, value in (("ub_tp_comm_overlap", True), ("ub_overlap_rs_dgrad", True),

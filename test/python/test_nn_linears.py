@@ -130,20 +130,17 @@ def test_l2_normalization():
 @on_devices
 @pytest.mark.pairwise
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("normalization", NORMS)
-@pytest.mark.parametrize("dim", [96, 104])
-@pytest.mark.parametrize("tokens", [(1,), (127,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("normalization,bias,dtype", [
+    ("LayerNorm", True, torch.float32), ("RMSNorm", False, torch.float32),
+    ("LayerNorm", False, torch.bfloat16), ("RMSNorm", True, torch.bfloat16)])
+@pytest.mark.parametrize("shape", [(1, 96), (127, 104), (2, 3, 96), (0, 104)], ids=str)
 @pytest.mark.parametrize("returns", [(), ("return_bias",), ("return_layernorm_output",),
                                      ("return_bias", "return_layernorm_output")], ids=str)
 @pytest.mark.parametrize("parts", [None, ("a", "b_", "c"), {"a": 32, "b": 64}], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layer_norm_linear(
-    device, format, normalization, dim, tokens, returns, parts, bias, dtype
-):
+def test_layer_norm_linear(device, format, normalization, bias, dtype, shape, returns, parts):
     """Bits of the norm followed by linears."""
     module = prepared(
-        nn.LayerNormLinear(dim, 96, normalization=normalization, bias=bias, parameters_split=parts,
+        nn.LayerNormLinear(shape[-1], 96, normalization=normalization, bias=bias, parameters_split=parts,
                            params_dtype=dtype, device=device, **dict.fromkeys(returns, True)),
         format,
     )
@@ -165,7 +162,7 @@ def test_layer_norm_linear(
             result.append(normed)
         return tuple(result) if len(result) > 1 else output
 
-    x = input_of(*tokens, dim, dtype=dtype, device=device)
+    x = input_of(*shape, dtype=dtype, device=device)
     if not bias and "return_bias" in returns:  # an empty tensor has no graph
         with torch.no_grad():
             return assert_bits(module(x), one_by_one(x))
