@@ -1,11 +1,14 @@
 """Activations of an MLP, by TransformerEngine's formulas. Those named with "glu" split their input into
 two halves along the last dimension and multiply f(first) by the second."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from qshard.nn.recompute import recomputed
 
 
 def _gelu(x):
@@ -55,7 +58,12 @@ def check_params(module: str, activation: str, params: dict | None) -> None:
 
 
 def activate(x: Tensor, activation: str, params: dict | None = None) -> Tensor:
-    """(..., features), or (..., features / 2) of a gated one, in the dtype of x."""
+    """(..., features), or (..., features / 2) of a gated one, in the dtype of x, which is all that is
+    kept for backward."""
+    return recomputed(functools.partial(_activate, activation=activation, params=params), x)
+
+
+def _activate(x, activation, params):
     if activation in _POINTWISE:
         return _POINTWISE[activation](x)
     gate, linear = x.chunk(2, -1)

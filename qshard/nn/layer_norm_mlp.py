@@ -30,7 +30,8 @@ class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
         "sreglu", "swiglu", "clamped_swiglu". fc1_weight of a gated one has 2 x ffn_hidden_size rows,
         those of the gate first.
     activation_params: of "clamped_swiglu": limit, alpha, glu_linear_offset.
-    checkpoint: keep the input only, and compute the rest again in backward.
+        Backward computes it again from its input, the only thing that is kept of it.
+    checkpoint: keep the input of the module only, and compute the rest again in backward.
     output_layer_init_method(fc2_weight), init_method(fc1_weight): initial values; normal with a
         deviation of 0.023 without.
     set_parallel_mode, sequence_parallel: change nothing over one rank. seq_length, micro_batch_size:

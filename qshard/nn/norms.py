@@ -1,10 +1,13 @@
 """Normalizations, by TransformerEngine's formulas."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qshard.nn.autocast import activation_dtype
+from qshard.nn.recompute import recomputed
 
 
 def normalize(
@@ -19,7 +22,20 @@ def normalize(
     """LayerNorm or RMSNorm over the last dimensions, those of `weight`; gamma is weight, or 1 + weight
     if zero centered. Computed in fp32, rounded once, to `dtype`, else to that of activations."""
     dtype = dtype or activation_dtype(x)
+    step = functools.partial(
+        _normalize,
+        normalization=normalization,
+        eps=eps,
+        zero_centered_gamma=zero_centered_gamma,
+        dtype=dtype,
+    )
     x = x.to(dtype)
+    if dtype != torch.float32 and (zero_centered_gamma or weight.dtype != dtype):
+        return recomputed(step, x, weight, bias)  # fp32 copies are not kept
+    return step(x, weight, bias)
+
+
+def _normalize(x, weight, bias, *, normalization, eps, zero_centered_gamma, dtype):
     if dtype != torch.float32 and (zero_centered_gamma or weight.dtype != dtype):
         x, weight = x.float(), weight.float()
         bias = None if bias is None else bias.float()

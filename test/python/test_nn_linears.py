@@ -253,6 +253,50 @@ def test_activations_are_the_formulas(activation, dtype):
     torch.testing.assert_close(x.grad.double(), plain_x.grad, rtol=8 * eps, atol=64 * eps)
 
 
+def kept_by(function, x):
+    """Bytes that forward keeps for backward, beside x."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+    ):
+        function(x)
+    kept.pop(x.untyped_storage().data_ptr(), None)
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_keep_their_input_alone(activation):
+    """And give the bits of what they are made of; second derivatives are there."""
+    from qshard.nn.activations import _activate, activate
+
+    x = input_of(127, 104, dtype=torch.bfloat16)
+    assert kept_by(lambda t: activate(t, activation), x) == 0
+    results = []
+    for function in (activate, _activate):
+        y = function(x, activation, None)
+        results.append((y, torch.autograd.grad(y.square().sum(), x)))
+    assert_bits(results[0], results[1])
+    seconds = []
+    wide = x.detach()[:5].double().requires_grad_()
+    for function in (activate, _activate):
+        y = function(wide, activation, None)
+        (first,) = torch.autograd.grad(y.square().sum(), wide, create_graph=True)
+        seconds.append(torch.autograd.grad(first.sum(), wide))
+    torch.testing.assert_close(*seconds)
+    batched = torch.func.vmap(lambda t: activate(t, activation))(x.detach())
+    assert_bits(batched, activate(x.detach(), activation))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_in_fp32_keep_their_input_alone(kind):
+    module = getattr(nn, kind)(104, zero_centered_gamma=True, dtype=torch.bfloat16)
+    x = input_of(127, 104, dtype=torch.bfloat16)
+    assert kept_by(module, x) <= 2 * 104 * 2  # the parameters
+    module.weight.requires_grad_(False)
+    module(x).sum().backward()
+    assert module.weight.grad is None and x.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("normalization", NORMS)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "clamped_swiglu"])

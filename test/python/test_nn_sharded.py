@@ -112,8 +112,9 @@ def run_equals_alone(kind, format, recompute, keep_master, mesh_shape):
     got, want = full_values(model), full_values(alone)
     if device().type == "cpu" and not mesh_shape:  # four gradients have an order in which they add up
         assert not different(got, want)
+    # Where a gradient is close to zero, AdamW makes a whole step of its sign.
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=2e-2, atol=2e-2)
+        assert (got[name] - want[name]).abs().mean() < 1e-3, name
 
 
 @pytest.mark.pairwise

@@ -1,0 +1,36 @@
+"""Elementwise steps that keep their inputs alone, and compute in backward again what else they need."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def recomputed(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """function(*tensors). Compiled code and torch.func's transforms run it as it is: the compiler
+    decides by itself what to keep."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function(*tensors)
+    return _Recomputed.apply(function, *tensors)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, *tensors):
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        return function(*tensors)
+
+    @staticmethod
+    def backward(ctx, grad):
+        create_graph = torch.is_grad_enabled()
+        needs = ctx.needs_input_grad[1:]
+        tensors = list(ctx.saved_tensors)
+        if not create_graph:
+            for i, needed in enumerate(needs):
+                tensors[i] = tensors[i].detach().requires_grad_() if needed else tensors[i]
+        with torch.enable_grad():
+            output = ctx.function(*tensors)
+            wanted = [tensor for tensor, needed in zip(tensors, needs) if needed]
+            grads = iter(torch.autograd.grad(output, wanted, grad, create_graph=create_graph))
+        return None, *(next(grads) if needed else None for needed in needs)
