@@ -6,6 +6,7 @@ import importlib.metadata
 from qshard._library import library_path  # loads the library
 from qshard import nn, ops, serialization
 from qshard.dequantize import dequantize_
+from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.quantized_init import quantized_model_init
@@ -33,6 +34,7 @@ __all__ = [
     "ddp_comm_hook",
     "dequantize_",
     "flush",
+    "fuse_",
     "is_quantized",
     "library_path",
     "mark_written",

@@ -72,3 +72,12 @@ def _activate(x, activation, params):
     limit, alpha, offset = {**_CLAMPED_DEFAULTS, **(params or {})}.values()
     gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (linear + offset)
+
+
+def gate(first: Tensor, second: Tensor, activation: str) -> Tensor:
+    """f(first) * second of a gated activation with two inputs, which are all that is kept."""
+    return recomputed(functools.partial(_gate, activation=activation), first, second)
+
+
+def _gate(first, second, activation):
+    return _GATED[activation](first) * second

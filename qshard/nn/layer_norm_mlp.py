@@ -28,9 +28,8 @@ class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
     hidden_size, ffn_hidden_size: sizes of the last dimension outside and inside.
     activation: "gelu", "qgelu", "relu", "srelu", "silu", or gated: "glu", "geglu", "qgeglu", "reglu",
         "sreglu", "swiglu", "clamped_swiglu". fc1_weight of a gated one has 2 x ffn_hidden_size rows,
-        those of the gate first.
+        those of the gate first. Of an activation its input is kept for backward, nothing else.
     activation_params: of "clamped_swiglu": limit, alpha, glu_linear_offset.
-        Backward computes it again from its input, the only thing that is kept of it.
     checkpoint: keep the input of the module only, and compute the rest again in backward.
     output_layer_init_method(fc2_weight), init_method(fc1_weight): initial values; normal with a
         deviation of 0.023 without.

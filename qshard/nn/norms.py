@@ -36,7 +36,7 @@ def normalize(
 
 
 def _normalize(x, weight, bias, *, normalization, eps, zero_centered_gamma, dtype):
-    if dtype != torch.float32 and (zero_centered_gamma or weight.dtype != dtype):
+    if weight.dtype != dtype or (zero_centered_gamma and dtype != torch.float32):
         x, weight = x.float(), weight.float()
         bias = None if bias is None else bias.float()
     gamma = weight + 1 if zero_centered_gamma else weight

@@ -1,0 +1,204 @@
+"""fuse_: patterns of plain modules, as in Hugging Face's Llama, Mistral and Qwen, as fused steps."""
+
+import functools
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import fx
+from torch import nn as torch_nn
+
+from qshard.nn.activations import gate
+from qshard.nn.norms import normalize
+
+_FUNCTIONS = {
+    "swiglu": F.silu,
+    "geglu": functools.partial(F.gelu, approximate="tanh"),
+    "reglu": F.relu,
+    "glu": torch.sigmoid,
+}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A module that fuse_ recognised."""
+
+    name: str
+    module: str  # its class
+    pattern: str
+
+
+class FusedReport(list):
+    """A list of Fused; prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [[row.name, row.module, row.pattern] for row in self]
+        return tabulate(rows, headers=["module", "class", "fused"]) if rows else "nothing recognised"
+
+
+def fuse_(model: torch_nn.Module) -> FusedReport:
+    """Replaces what modules of known patterns compute by fused steps, in place, and says which it
+    recognised. Parameters, submodules, names of state_dicts and hooks stay; classes become subclasses
+    of what they were.
+
+    Recognised, by what they compute, not by their names:
+    RMSNorm: one weight, x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight). Computed in fp32 and
+        rounded once, where modules in Python often round twice; backward keeps the input alone.
+    Gated MLP: down(f(gate(x)) * up(x)) of three nn.Linear, f one of SiLU, GELU (tanh), ReLU, sigmoid.
+        The same bits; backward keeps gate(x) and up(x), and not f(gate(x)).
+
+    Call it before or after quantize_, and before fully_shard and torch.compile. Everything else is left
+    as it is, modules whose forward was replaced on the instance too.
+    """
+    report = FusedReport()
+    for name, module in list(model.named_modules()):
+        if "forward" in module.__dict__ or isinstance(module, (_FusedNorm, _FusedMLP)):
+            continue
+        for recognise, mixin in ((_rms_norm, _FusedNorm), (_gated_mlp, _FusedMLP)):
+            found = recognise(module)
+            if found is not None:
+                report.append(Fused(name, type(module).__name__, mixin.pattern.format(**found)))
+                module._qshard_fused = found
+                module.__class__ = _fused_class(mixin, type(module))
+                break
+    return report
+
+
+class _Rebuilt:
+    """Copies and pickles of a class that was made at run time."""
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild, self._qshard_made_of, self.__dict__.copy()
+
+
+class _FusedNorm(_Rebuilt):
+    pattern = "RMSNorm, eps={eps}"
+
+    def forward(self, x):
+        known = self._qshard_fused
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        dtype = x.dtype if known["keeps_dtype"] else dtype
+        return normalize(x, "RMSNorm", self.weight, None, known["eps"], known["zero_centered"], dtype)
+
+
+class _FusedMLP(_Rebuilt):
+    pattern = "{down}({activation} of {gate}, {up})"
+
+    def forward(self, x):
+        known = self._qshard_fused
+        first, second, last = (getattr(self, known[part]) for part in ("gate", "up", "down"))
+        return last(gate(first(x), second(x), known["activation"]))
+
+
+@functools.cache
+def _fused_class(mixin, kind):
+    members = {"_qshard_made_of": (mixin, kind), "__module__": kind.__module__}
+    return type(f"Fused{kind.__name__}", (mixin, kind), members)
+
+
+def _rebuild(mixin, kind):
+    cls = _fused_class(mixin, kind)
+    return cls.__new__(cls)
+
+
+# ----------------------------------------------------------------------------- recognition
+
+
+def _rms_norm(module):
+    """eps, whether gamma is 1 + weight, and whether the result has the input's dtype."""
+    if type(module).__module__.startswith(("torch.nn.", "qshard.nn")):
+        return None
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] or module.weight.dim() != 1 or any(module.buffers()):
+        return None
+    epsilons = {v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 0.1}
+    if len(epsilons) != 1:
+        return None
+    (eps,) = epsilons
+    size = module.weight.shape[0]
+    weight = torch.linspace(0.5, 1.5, size)
+    # Rows to which eps means nothing, something, and everything.
+    x = torch.linspace(-1, 2, size) * torch.tensor([[1.0], [eps**0.5], [1e-2 * eps**0.5]])
+    y = _probe(module, weight, x)
+    if y is None or y.shape != x.shape or y.dtype != torch.float32:
+        return None
+    for zero_centered in (False, True):
+        expected = normalize(x, "RMSNorm", weight, None, eps, zero_centered)
+        if torch.allclose(y, expected, rtol=1e-5, atol=0):
+            low = _probe(module, weight, x.bfloat16())
+            keeps = low is not None and low.dtype == torch.bfloat16
+            return {"eps": eps, "zero_centered": zero_centered, "keeps_dtype": keeps}
+    return None
+
+
+@torch.no_grad()
+def _probe(module, weight, x):
+    """What a module computes with another weight; without its hooks. None for an error."""
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__, _parameters={"weight": weight})
+    try:
+        y = type(module).forward(other, x)
+    except Exception:  # it is something else
+        return None
+    return y if isinstance(y, torch.Tensor) else None
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return True
+
+
+def _gated_mlp(module):
+    """Names of the linears gate, up and down, and the activation."""
+    linears = {n for n, m in module.named_children() if isinstance(m, torch_nn.Linear)}
+    if len(linears) != 3 or len(list(module.parameters(recurse=False))):
+        return None
+    try:
+        nodes = list(_Tracer().trace(module).nodes)
+    except Exception:  # control flow, other arguments: it is something else
+        return None
+    if [node.op for node in nodes].count("placeholder") != 1 or len(nodes) != 7:
+        return None
+    x, output = nodes[0], nodes[-1]
+
+    def called(node, argument=None):
+        """The module that a node calls, of one argument."""
+        is_call = isinstance(node, fx.Node) and node.op == "call_module" and len(node.args) == 1
+        is_call = is_call and not node.kwargs and (argument is None or node.args[0] is argument)
+        return node.target if is_call else None
+
+    down = called(output.args[0])
+    product = output.args[0].args[0] if down in linears else None
+    if product is None or product.op != "call_function" or len(product.args) != 2:
+        return None
+    if product.target not in (operator.mul, torch.mul) or product.kwargs:
+        return None
+    for activated, other in (product.args, product.args[::-1]):
+        up = called(other, x)
+        act = activated.args[0] if isinstance(activated, fx.Node) and activated.args else None
+        first, activation = called(act, x), _activation(module, activated)
+        if up in linears and first in linears and activation and len({up, first, down}) == 3:
+            return {"gate": first, "up": up, "down": down, "activation": activation}
+    return None
+
+
+def _activation(module, node):
+    """The gated activation that a node applies the function of, or None."""
+    if not isinstance(node, fx.Node) or len(node.args) != 1:
+        return None
+    if node.op == "call_module":
+        function = module.get_submodule(node.target)
+        if list(function.parameters()) or isinstance(function, torch_nn.Linear):
+            return None
+    elif node.op == "call_function":
+        function = functools.partial(node.target, **node.kwargs)
+    else:
+        return None
+    t = torch.linspace(-8, 8, 97)
+    try:
+        y = function(t)
+    except Exception:  # it is something else
+        return None
+    return next((name for name, f in _FUNCTIONS.items() if torch.equal(f(t), y)), None)

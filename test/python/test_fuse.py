@@ -1,0 +1,217 @@
+"""fuse_: what is recognised, and that it computes the same."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nn_helpers import RECIPES, assert_bits, randomize
+from torch import nn
+
+import qshard
+
+
+class TwiceRounded(nn.Module):
+    """As in Hugging Face's Llama."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class ZeroCentered(nn.Module):
+    """As in Hugging Face's Gemma."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.float())).type_as(x)
+
+
+class MLP(nn.Module):
+    def __init__(self, size=32, inner=64, act=None, bias=False):
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
+        self.act_fn = act or nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OtherNames(nn.Module):
+    """As in Llama's own code: the product the other way round, the activation a function."""
+
+    def __init__(self, size=32, inner=64):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(size, inner, bias=False), nn.Linear(inner, size, bias=False)
+        self.w3 = nn.Linear(size, inner, bias=False)
+
+    def forward(self, x):
+        return self.w2(self.w3(x) * F.silu(self.w1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, norm=TwiceRounded, mlp=MLP):
+        super().__init__()
+        self.norm, self.mlp = norm(32), mlp()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def input_of(*shape, dtype=torch.float32):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return x.to(dtype).requires_grad_()
+
+
+def results(model, x):
+    model.zero_grad()
+    x.grad = None
+    y = model(x)
+    y.float().square().sum().backward()
+    return y.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mlp", [MLP, OtherNames])
+@pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered])
+@pytest.mark.parametrize("format", [None, "float8_blockwise"])
+def test_recognised(mlp, norm, format):
+    model = randomize(nn.Sequential(Block(norm, mlp), Block(norm, mlp)))
+    if format:
+        qshard.quantize_(model, RECIPES[format])
+    names, parameters = list(model.state_dict()), list(model.parameters())
+    x = input_of(7, 32)
+    expected = results(model, x)
+    report = qshard.fuse_(model)
+    assert [row.name for row in report] == ["0.norm", "0.mlp", "1.norm", "1.mlp"]
+    assert report[0].pattern == "RMSNorm, eps=1e-06" and report[0].module == norm.__name__
+    assert "swiglu of" in report[1].pattern and "0.mlp" in str(report)
+    assert list(model.state_dict()) == names
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert isinstance(model[0].mlp, mlp) and isinstance(model[0].norm, norm)
+    torch.testing.assert_close(results(model, x), expected, rtol=1e-4, atol=1e-4)
+    assert not qshard.fuse_(model)  # it is fused
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert type(other[0].mlp) is type(model[0].mlp)
+        assert_bits(other(x), model(x))
+
+
+@pytest.mark.parametrize("act,activation", [
+    (nn.SiLU(), "swiglu"), (nn.GELU(approximate="tanh"), "geglu"), (nn.ReLU(), "reglu"),
+    (nn.Sigmoid(), "glu")])
+def test_gated_mlps_give_the_same_bits(act, activation):
+    model = MLP(act=act, bias=True)
+    x = input_of(7, 32)
+    expected = results(model, x)
+    (row,) = qshard.fuse_(model)
+    assert row.pattern == f"down_proj({activation} of gate_proj, up_proj)"
+    assert_bits(results(model, x), expected)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x)
+    inner = {t.untyped_storage().data_ptr() for t in kept if t.shape == (7, 64)}
+    assert len(inner) == 3  # gate(x), up(x), and their product, the input of down_proj
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered])
+def test_norms_in_other_dtypes(norm, dtype):
+    plain = randomize(norm(96, eps=1e-3).to(dtype))
+    fused = copy.deepcopy(plain)
+    qshard.fuse_(fused)
+    assert isinstance(fused, norm) and type(fused) is not norm
+    for x in (input_of(7, 96, dtype=torch.bfloat16), input_of(7, 96)):
+        if dtype == torch.bfloat16 and x.dtype == torch.float32 and norm is ZeroCentered:
+            continue  # the plain one's result is in the input's dtype, computed from rounded weights
+        y, expected = fused(x), plain(x)
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(y, expected, rtol=2**-7, atol=1e-5)
+
+
+def test_on_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+    assert len(qshard.fuse_(model)) == 4
+    assert model(torch.randn(7, 32, device="meta")).shape == (7, 32)
+
+
+class NotThat(nn.Module):
+    """Modules with the parts of a pattern that compute something else."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.function = forward
+        self.eps = 1e-6
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def mlp_parts():
+    return {"gate": nn.Linear(32, 32), "up": nn.Linear(32, 32), "down": nn.Linear(32, 32)}
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.LayerNorm(32),
+    lambda: nn.RMSNorm(32),
+    lambda: nn.PReLU(),
+    lambda: NotThat(lambda m, x: x * m.weight, weight=nn.Parameter(torch.ones(32))),
+    lambda: NotThat(lambda m, x: F.normalize(x, dim=-1) * m.weight, weight=nn.Parameter(torch.ones(32))),
+    lambda: NotThat(lambda m, x: F.layer_norm(x, (32,), m.weight, None, m.eps),
+                    weight=nn.Parameter(torch.ones(32))),
+    lambda: NotThat(lambda m, x: m.down(F.silu(m.gate(x)) + m.up(x)), **mlp_parts()),
+    lambda: NotThat(lambda m, x: m.down(F.silu(m.gate(x)) * m.gate(x)), **mlp_parts()),
+    lambda: NotThat(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)) + x, **mlp_parts()),
+    lambda: NotThat(lambda m, x: m.down(F.elu(m.gate(x)) * m.up(x)), **mlp_parts()),
+    lambda: NotThat(lambda m, x: m.down(F.silu(m.gate(x) * 2) * m.up(x)), **mlp_parts()),
+    lambda: NotThat(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)) if x.sum() > 0 else x, **mlp_parts()),
+    lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)),
+])
+def test_left_alone(make):
+    module = make()
+    kind = type(module)
+    report = qshard.fuse_(nn.Sequential(module))
+    assert not report and str(report) == "nothing recognised" and type(module) is kind
+
+
+def test_replaced_forwards_and_hooks():
+    module = MLP()
+    module.forward = lambda x: x
+    assert not qshard.fuse_(module)
+    module, seen = MLP(), []
+    for part in (module, module.gate_proj):
+        part.register_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+    assert len(qshard.fuse_(module)) == 1 and not seen
+    module(input_of(2, 32))
+    assert seen == ["Linear", "FusedMLP"]
+
+
+def test_compiles():
+    torch._dynamo.reset()
+    model = randomize(Block())
+    qshard.fuse_(qshard.quantize_(model, RECIPES["float8_tensorwise"]))
+    x = input_of(7, 32)
+    expected = results(model, x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    torch.testing.assert_close(y, expected[0], rtol=1e-5, atol=1e-5)
