@@ -6,8 +6,11 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from dist_helpers import device, full_mesh, on_worlds
+from dist_models import check_gathered, local
 from nn_helpers import RECIPES, assert_bits, randomize
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import qshard
 
@@ -215,3 +218,25 @@ def test_compiles():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     y = compiled(x)
     torch.testing.assert_close(y, expected[0], rtol=1e-5, atol=1e-5)
+
+
+def run_sharded():
+    grads = []
+    for fuses in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block(ZeroCentered, OtherNames)).to(device())
+        qshard.quantize_(model, RECIPES["float8_blockwise"])
+        assert len(qshard.fuse_(model) if fuses else range(4)) == 4
+        for module in (model[0].mlp, *model, model):
+            fully_shard(module, mesh=full_mesh())
+        model(input_of(7, 32).to(device())).square().sum().backward()
+        grads.append([local(p.grad).clone() for p in model.parameters()])
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        check_gathered(model)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+@on_worlds(2)
+def test_sharded(world):
+    world.run(run_sharded)
