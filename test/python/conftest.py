@@ -84,7 +84,7 @@ BUDGETS_S = {
     "test_install": 45,
     "test_gradient_reduction": 75,
     "test_kernels_reference": 60,
-    "test_nn_compile": 60,  # Inductor's first compilation
+    "test_nn_compile": 45,  # Inductor's first compilation
     "test_nn_sharded": 60,
     "test_nobody_hangs": 90,  # one case waits for the process group's timeout
     "test_op_sweep": 60,

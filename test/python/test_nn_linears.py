@@ -10,6 +10,7 @@ from reference import transformer as reference
 
 import qshard
 from qshard import nn
+from qshard.nn.activations import _activate, activate
 
 ops = torch.ops.qshard
 FORMATS = (None, *RECIPES)  # None: not quantized
@@ -217,8 +218,6 @@ def test_layer_norm_linear_is_the_formula(normalization, zero_centered_gamma, fo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layer_norm_mlp(device, format, activation, tokens, recompute, dtype):
     """Bits of the operators one by one."""
-    from qshard.nn.activations import activate
-
     module = prepared(
         nn.LayerNormMLP(96, fit(format or "", 104), activation=activation, normalization="RMSNorm",
                         params_dtype=dtype, device=device, checkpoint=recompute,
@@ -238,8 +237,6 @@ def test_layer_norm_mlp(device, format, activation, tokens, recompute, dtype):
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_the_formulas(activation, dtype):
-    from qshard.nn.activations import activate
-
     params = {"limit": 2.0, "alpha": 1.5, "glu_linear_offset": 0.25}
     params = params if activation == "clamped_swiglu" else {}
     x = input_of(127, 104, dtype=dtype)
@@ -267,8 +264,6 @@ def kept_by(function, x):
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_keep_their_input_alone(activation):
     """And give the bits of what they are made of; second derivatives are there."""
-    from qshard.nn.activations import _activate, activate
-
     x = input_of(127, 104, dtype=torch.bfloat16)
     assert kept_by(lambda t: activate(t, activation), x) == 0
     results = []
