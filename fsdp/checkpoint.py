@@ -126,8 +126,39 @@ def mark_made_up_steps(state_dict_module):
     state_dict_module._init_optim_state = _init_optim_state
 
 
+# ------------------------------------------------------------------------------------------ FSDP1
+
+
+def refuse_quantized_parameters(fsdp1):
+    """FSDP1 flattens parameters into plain ones: it would leave quantized ones behind without a word, or
+    fail without saying why."""
+    import functools
+
+    stock = fsdp1.__init__
+
+    @functools.wraps(stock)
+    def __init__(self, module, *args, **kwargs):
+        ignored = set()
+        for name in ("ignored_modules", "ignored_states"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = list(kwargs[name])  # it may be an iterator
+            for thing in kwargs.get(name) or ():
+                is_module = isinstance(thing, torch.nn.Module)
+                ignored.update(map(id, thing.parameters() if is_module else (thing,)))
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in ignored and is_quantized(local_of(parameter)):
+                raise TypeError(
+                    f"qshard: {name} is a quantized parameter, and FullyShardedDataParallel flattens "
+                    'parameters; call qshard.quantize_(model, recipe, weights="dynamic") instead and, '
+                    "after wrapping, qshard.prepare_for_fsdp1(model), or use fully_shard (FSDP2)"
+                )
+        stock(self, module, *args, **kwargs)
+
+    fsdp1.__init__ = __init__
+
+
 class PatchOnImport:
-    """Patches DTensor's and DCP's modules when they are first imported: importing them here would cost every user
+    """Patches DTensor's, DCP's and FSDP1's modules when they are first imported: importing them here would cost every user
     their time. What a later torch no longer has is left alone."""
 
     patches = {
@@ -141,6 +172,10 @@ class PatchOnImport:
         ),
         "torch.distributed.checkpoint.state_dict": lambda module: (
             hasattr(module, "_init_optim_state") and mark_made_up_steps(module)
+        ),
+        "torch.distributed.fsdp.fully_sharded_data_parallel": lambda module: (
+            hasattr(module, "FullyShardedDataParallel")
+            and refuse_quantized_parameters(module.FullyShardedDataParallel)
         ),
         "torch.distributed.checkpoint.default_planner": lambda module: (
             hasattr(module, "create_default_local_load_plan") and load_without_state(module)

@@ -87,7 +87,7 @@ struct LinearFunction : Function<LinearFunction> {
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, bool weight_only, bool records_grad,
-                        std::optional<c10::string_view> format) {
+                        std::optional<c10::string_view> format, WeightState weight_state) {
     at::AutoDispatchBelowAutograd guard;
     static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
     const InputUse use(input, weight, weight_only, format);
@@ -102,12 +102,19 @@ struct LinearFunction : Function<LinearFunction> {
     std::optional<ShareInputCodes> share;
     if (records_grad && input.is_cuda()) share.emplace(input);
     const bool saves_by_itself = use.saves_codes && !use.quantizes_apart;
-    auto [output, saved] = op.call(input, weight, bias, saves_by_itself, weight_only, rows,
-                                   use.quantizes_apart ? format : std::nullopt);
+    // A plain weight is saved as it is, and quantized again in backward: its codes would stay.
+    const bool is_dynamic = weight_state.has_value();
+    auto [output, saved] =
+        op.call(input, weight, bias, saves_by_itself, weight_only, rows,
+                use.quantizes_apart || is_dynamic ? format : std::nullopt, weight_state);
     if (saves_by_itself) columns = saved;
     ctx->save_for_backward({use.saves_codes ? columns : input, weight});
     ctx->saved_data["saves_codes"] = use.saves_codes;
     ctx->saved_data["weight_only"] = weight_only;
+    if (is_dynamic) {
+      ctx->saved_data["format"] = std::string(*format);
+      ctx->saved_data["weight_state"] = *weight_state;
+    }
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
     return output;
@@ -122,13 +129,20 @@ struct LinearFunction : Function<LinearFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(6);
+    if (!grad.defined()) return variable_list(7);
     refuse_double_backward(grad, "qshard::linear");
     const auto saved = ctx->get_saved_variables();
     const bool needs_input = ctx->needs_input_grad(0);
     const bool needs_weight = ctx->needs_input_grad(1);
     const bool saves_codes = ctx->saved_data["saves_codes"].toBool();
     const bool weight_only = ctx->saved_data["weight_only"].toBool();
+    std::optional<std::string> format_name;
+    std::optional<std::vector<Tensor>> weight_state;
+    if (const auto found = ctx->saved_data.find("format"); found != ctx->saved_data.end()) {
+      format_name = found->second.toStringRef();
+      weight_state = ctx->saved_data["weight_state"].toTensorVector();
+    }
+    const std::optional<c10::string_view> format(format_name);
     Tensor grad_input, grad_weight, grad_bias;
     auto* node = needs_weight ? evaluated_node(ctx) : nullptr;
     const LeafGrad leaf = node ? leaf_grad(*node, kWeight, grad, saved[0]) : LeafGrad();
@@ -136,14 +150,15 @@ struct LinearFunction : Function<LinearFunction> {
       at::AutoDispatchBelowAutograd guard;
       static const auto op =
           typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
-      grad_input =
-          op.call(grad, saved[1], saved[0], saves_codes, needs_input, leaf.sum, weight_only);
+      grad_input = op.call(grad, saved[1], saved[0], saves_codes, needs_input, leaf.sum,
+                           weight_only, format, weight_state);
     } else if (needs_input || needs_weight) {
       at::AutoDispatchBelowAutograd guard;
       static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
       const auto dtype = node ? converted_grad_dtype(*node, kWeight, saved[1]) : std::nullopt;
-      std::tie(grad_input, grad_weight) = op.call(grad, saved[1], saved[0], saves_codes,
-                                                  needs_input, needs_weight, weight_only, dtype);
+      std::tie(grad_input, grad_weight) =
+          op.call(grad, saved[1], saved[0], saves_codes, needs_input, needs_weight, weight_only,
+                  dtype, format, weight_state);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
       const auto features = grad.sym_size(-1);
@@ -155,6 +170,7 @@ struct LinearFunction : Function<LinearFunction> {
     return {needs_input ? grad_input : Tensor(),
             needs_weight ? grad_weight : Tensor(),
             grad_bias,
+            Tensor(),
             Tensor(),
             Tensor(),
             Tensor()};
@@ -210,12 +226,15 @@ OptionalTensor master_autograd(const Tensor& self) {
 }
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       bool weight_only, std::optional<c10::string_view> format) {
-  const Tensor quantized = is_quantized_on_use(weight, format)
+                       bool weight_only, std::optional<c10::string_view> format,
+                       WeightState weight_state) {
+  TORCH_CHECK_VALUE(!weight_state || format,
+                    "qshard::linear: weight_state is given, so format must name the weight's");
+  const Tensor quantized = !weight_state && is_quantized_on_use(weight, format)
                                ? quantize_autograd(weight, *format, false, std::nullopt, 0)
                                : weight;
   return LinearFunction::apply(input, quantized, bias, weight_only, at::GradMode::is_enabled(),
-                               format);
+                               format, weight_state);
 }
 
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -225,7 +244,7 @@ Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const Opt
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
   return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false,
-                               at::GradMode::is_enabled(), std::nullopt);
+                               at::GradMode::is_enabled(), std::nullopt, std::nullopt);
 }
 
 }  // namespace qshard

@@ -7,6 +7,7 @@
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/block_scaled_operand.h"
 #include "kernels/linear.h"
+#include "ops/dynamic_weight.h"
 #include "ops/ops.h"
 #include "ops/recorded_activation.h"
 
@@ -59,18 +60,30 @@ void check_expected_format(const WeightOperand& weight, std::optional<c10::strin
           std::string(*format), actual->name));
 }
 
+/// A quantized weight, or a plain one that is quantized for this use.
+WeightOperand operand_of(const Tensor& weight, std::optional<c10::string_view> format,
+                         WeightState state, WeightUse use, const char* op) {
+  if (!state || has_key(weight)) return weight_operand(weight, op);
+  TORCH_CHECK_VALUE(format,
+                    fmt::format("{}: weight_state is given, so format must name the weight's", op));
+  return quantize_for_use(weight, find_format({format->data(), format->size()}), *state, use, op);
+}
+
+WeightUse backward_use(bool needs_input) {
+  return needs_input ? WeightUse::kDgrad : WeightUse::kWgradOnly;
+}
+
 // linear_backward of inputs and gradients of any dimensions; grad_input (0,) if not needed.
-LinearBackward backward_of(const Tensor& grad, const Tensor& weight, const Tensor& input,
+LinearBackward backward_of(const Tensor& grad, const WeightOperand& operand, const Tensor& input,
                            bool input_is_quantized, bool needs_input, bool needs_weight,
                            at::ScalarType weight_grad_dtype, bool weight_only, const Tensor& sum) {
-  const auto operand = weight_operand(weight, "qshard::linear_backward");
   c10::OptionalDeviceGuard device_guard(grad.device());
   const Tensor input_matrix = input_is_quantized || !needs_weight ? input : as_matrix(input);
   auto result = linear_backward(as_matrix(grad), operand, input_matrix, input_is_quantized,
                                 needs_input, needs_weight, weight_grad_dtype, weight_only, sum);
   if (needs_input) {
     auto sizes = grad.sizes().vec();
-    sizes.back() = weight.size(1);
+    sizes.back() = operand.layout.cols;
     if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
   } else {
     result.grad_input = at::empty({0}, grad.options());
@@ -94,12 +107,14 @@ bool shares_input_codes(const Tensor& input) {
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias, bool save_quantized_input,
                                              bool weight_only, const OptionalTensor& input_rows,
-                                             std::optional<c10::string_view> format) {
+                                             std::optional<c10::string_view> format,
+                                             WeightState weight_state) {
   PlainGuard guard;
-  const auto operand = weight_operand(weight, "qshard::linear");
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto operand =
+      operand_of(weight, format, weight_state, WeightUse::kForward, "qshard::linear");
   check_expected_format(operand, format);
   check_linear_shapes(input, weight, bias);
-  c10::OptionalDeviceGuard device_guard(input.device());
   auto result = linear_forward(as_matrix(has_key(input) ? value_of(input) : input), operand, bias,
                                save_quantized_input, weight_only, shared_as(input),
                                input_rows.value_or(Tensor()));
@@ -113,14 +128,19 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
                                               bool needs_input, bool needs_weight, bool weight_only,
-                                              std::optional<at::ScalarType> grad_dtype) {
+                                              std::optional<at::ScalarType> grad_dtype,
+                                              std::optional<c10::string_view> format,
+                                              WeightState weight_state) {
   PlainGuard guard;
+  c10::OptionalDeviceGuard device_guard(weight.device());
   const auto dtype = grad_dtype.value_or(weight.scalar_type());
   TORCH_CHECK(is_value_dtype(dtype),
               fmt::format("qshard::linear_backward: grad_dtype {} is not supported; use float32, "
                           "bfloat16 or float16",
                           c10::toString(dtype)));
-  auto result = backward_of(grad, weight, input, input_is_quantized, needs_input, needs_weight,
+  const auto operand = operand_of(weight, format, weight_state, backward_use(needs_input),
+                                  "qshard::linear_backward");
+  auto result = backward_of(grad, operand, input, input_is_quantized, needs_input, needs_weight,
                             dtype, weight_only, /*sum=*/{});
   if (!needs_weight) result.grad_weight = at::empty({0}, grad.options().dtype(dtype));
   return {result.grad_input, result.grad_weight};
@@ -128,15 +148,20 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
 
 Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, const Tensor& input,
                                      bool input_is_quantized, bool needs_input,
-                                     const Tensor& weight_grad, bool weight_only) {
+                                     const Tensor& weight_grad, bool weight_only,
+                                     std::optional<c10::string_view> format,
+                                     WeightState weight_state) {
   PlainGuard guard;
+  c10::OptionalDeviceGuard device_guard(weight.device());
   TORCH_CHECK(
       !has_key(weight_grad) && is_value_dtype(weight_grad.scalar_type()),
       fmt::format("qshard::linear_backward_accumulate: weight_grad must be a plain float32, "
                   "bfloat16 or float16 tensor, got {}",
                   c10::toString(weight_grad.scalar_type())));
+  const auto operand = operand_of(weight, format, weight_state, backward_use(needs_input),
+                                  "qshard::linear_backward_accumulate");
   bump_version(weight_grad);
-  return backward_of(grad, weight, input, input_is_quantized, needs_input, /*needs_weight=*/true,
+  return backward_of(grad, operand, input, input_is_quantized, needs_input, /*needs_weight=*/true,
                      weight_grad.scalar_type(), weight_only, weight_grad)
       .grad_input;
 }
@@ -178,12 +203,14 @@ bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> f
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only, std::optional<c10::string_view> format) {
-  const Tensor quantized = is_quantized_on_use(weight, format)
+              bool weight_only, std::optional<c10::string_view> format, WeightState weight_state) {
+  const bool is_dynamic = weight_state.has_value();
+  const Tensor quantized = !is_dynamic && is_quantized_on_use(weight, format)
                                ? quantize(weight, *format, false, std::nullopt, 0)
                                : weight;
   return std::get<0>(linear_forward_op(input, quantized, bias, /*save_quantized_input=*/false,
-                                       weight_only, std::nullopt, std::nullopt));
+                                       weight_only, std::nullopt,
+                                       is_dynamic ? format : std::nullopt, weight_state));
 }
 
 Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -193,7 +220,8 @@ Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTens
   };
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
-  return linear(plain(input), weight, plain_bias, /*weight_only=*/false, std::nullopt);
+  return linear(plain(input), weight, plain_bias, /*weight_only=*/false, std::nullopt,
+                std::nullopt);
 }
 
 }  // namespace qshard

@@ -29,7 +29,7 @@ Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype) 
 void flush_meta(at::TensorList) {}
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, bool,
-                   std::optional<c10::string_view>) {
+                   std::optional<c10::string_view>, WeightState) {
   check_sizes("qshard::linear", "an input", input, weight, 1);
   if (bias && bias->defined()) check_sizes("qshard::linear", "a bias", *bias, weight, 0);
   auto sizes = input.sym_sizes().vec();
@@ -41,13 +41,13 @@ std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor
                                                const OptionalTensor& bias,
                                                bool save_quantized_input, bool,
                                                const OptionalTensor&,
-                                               std::optional<c10::string_view>) {
+                                               std::optional<c10::string_view>, WeightState) {
   c10::SymInt saved_bytes = 0;
   if (save_quantized_input) {
     // Only asked for when all sizes are known (ops/autograd.cpp).
     saved_bytes = saved_input_bytes(leading_numel(input), input.size(-1));
   }
-  return {linear_meta(input, weight, bias, false, std::nullopt),
+  return {linear_meta(input, weight, bias, false, std::nullopt, std::nullopt),
           at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
 }
 
@@ -68,7 +68,8 @@ std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_
 std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
                                                 const Tensor&, bool, bool needs_input,
                                                 bool needs_weight, bool,
-                                                std::optional<at::ScalarType> grad_dtype) {
+                                                std::optional<at::ScalarType> grad_dtype,
+                                                std::optional<c10::string_view>, WeightState) {
   check_sizes("qshard::linear_backward", "a gradient", grad, weight, 0);
   auto sizes = grad.sym_sizes().vec();
   sizes.back() = weight.sym_size(1);
@@ -80,9 +81,11 @@ std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor
 
 Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
                                        const Tensor& input, bool input_is_quantized,
-                                       bool needs_input, const Tensor&, bool weight_only) {
+                                       bool needs_input, const Tensor&, bool weight_only,
+                                       std::optional<c10::string_view>, WeightState) {
   return std::get<0>(linear_backward_meta(grad, weight, input, input_is_quantized, needs_input,
-                                          /*needs_weight=*/false, weight_only, std::nullopt));
+                                          /*needs_weight=*/false, weight_only, std::nullopt,
+                                          std::nullopt, std::nullopt));
 }
 
 }  // namespace qshard

@@ -18,6 +18,9 @@ namespace qshard {
 
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
+/// Given, if a linear is to quantize its plain weight for this use: what that needs beside the
+/// weight (dynamic_weight.h).
+using WeightState = const std::optional<std::vector<Tensor>>&;
 
 // ops/quantize.cpp
 Tensor quantize(const Tensor& self, c10::string_view format, bool keep_master,
@@ -58,7 +61,7 @@ class ShareInputCodes {
 /// `format`: the weight's, where the caller knows it. Traced code cannot ask for it; knowing it, it
 /// quantizes the input by an operator of its own, once for all linears of one input.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only, std::optional<c10::string_view> format);
+              bool weight_only, std::optional<c10::string_view> format, WeightState weight_state);
 /// Whether a module that knows its weight's format was given a plain weight, which it quantizes.
 bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format);
 /// aten::linear where autograd has no part: inference_mode.
@@ -66,19 +69,24 @@ Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTens
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
                                              const OptionalTensor& bias, bool save_quantized_input,
                                              bool weight_only, const OptionalTensor& input_rows,
-                                             std::optional<c10::string_view> format);
+                                             std::optional<c10::string_view> format,
+                                             WeightState weight_state);
 std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
                                              bool rows, bool columns);
 /// `grad_dtype` is the weight gradient's, else the weight's own.
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
                                               bool needs_input, bool needs_weight, bool weight_only,
-                                              std::optional<at::ScalarType> grad_dtype);
+                                              std::optional<at::ScalarType> grad_dtype,
+                                              std::optional<c10::string_view> format,
+                                              WeightState weight_state);
 /// linear_backward that adds the weight's gradient to `weight_grad`, a plain contiguous tensor of
 /// float32, bfloat16 or float16, in place where one GEMM can add. Returns grad_input.
 Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, const Tensor& input,
                                      bool input_is_quantized, bool needs_input,
-                                     const Tensor& weight_grad, bool weight_only);
+                                     const Tensor& weight_grad, bool weight_only,
+                                     std::optional<c10::string_view> format,
+                                     WeightState weight_state);
 
 /// Whether eager linears that autograd records share the codes of `input`, on a device that has
 /// FP8 GEMMs.
@@ -128,23 +136,25 @@ bool keeps_master(const Tensor& self);
 Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
 void flush_meta(at::TensorList self);
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   bool weight_only, std::optional<c10::string_view> format);
+                   bool weight_only, std::optional<c10::string_view> format,
+                   WeightState weight_state);
 std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
                                                const OptionalTensor& bias,
                                                bool save_quantized_input, bool weight_only,
                                                const OptionalTensor& input_rows,
-                                               std::optional<c10::string_view> format);
+                                               std::optional<c10::string_view> format,
+                                               WeightState weight_state);
 std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view format,
                                                bool rows, bool columns);
-std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
-                                                const Tensor& input, bool input_is_quantized,
-                                                bool needs_input, bool needs_weight,
-                                                bool weight_only,
-                                                std::optional<at::ScalarType> grad_dtype);
+std::tuple<Tensor, Tensor> linear_backward_meta(
+    const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
+    bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
+    std::optional<c10::string_view> format, WeightState weight_state);
 Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
                                        const Tensor& input, bool input_is_quantized,
                                        bool needs_input, const Tensor& weight_grad,
-                                       bool weight_only);
+                                       bool weight_only, std::optional<c10::string_view> format,
+                                       WeightState weight_state);
 
 // ops/autograd.cpp
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,
@@ -157,7 +167,8 @@ Tensor columnwise_codes_autograd(const Tensor& self);
 Tensor columnwise_scale_inv_autograd(const Tensor& self);
 OptionalTensor master_autograd(const Tensor& self);
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       bool weight_only, std::optional<c10::string_view> format);
+                       bool weight_only, std::optional<c10::string_view> format,
+                       WeightState weight_state);
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
 }  // namespace qshard

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "dispatch/registration.h"
+#include "ops/dynamic_weight.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -30,24 +31,42 @@ TORCH_LIBRARY(qshard, m) {
   // Linear.
   m.def(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, *, bool weight_only=False, "
-      "str? format=None) -> Tensor");
+      "str? format=None, Tensor[]? weight_state=None) -> Tensor");
   m.def(
       "linear_forward(Tensor input, Tensor weight, Tensor? bias, bool save_quantized_input, "
-      "bool weight_only=False, Tensor? input_rows=None, str? format=None) "
+      "bool weight_only=False, Tensor? input_rows=None, str? format=None, "
+      "Tensor[]? weight_state=None) "
       "-> (Tensor output, Tensor saved_input)");
   m.def(
       "quantize_input(Tensor input, str format, bool rows, bool columns) "
       "-> (Tensor rows, Tensor columns)");
   m.def(
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
-      "bool needs_input, bool needs_weight, bool weight_only=False, ScalarType? grad_dtype=None) "
+      "bool needs_input, bool needs_weight, bool weight_only=False, ScalarType? grad_dtype=None, "
+      "str? format=None, Tensor[]? weight_state=None) "
       "-> (Tensor grad_input, Tensor grad_weight)");
   m.def(
       "linear_backward_accumulate(Tensor grad, Tensor weight, Tensor input, "
-      "bool input_is_quantized, bool needs_input, Tensor(a!) weight_grad, bool weight_only=False) "
+      "bool input_is_quantized, bool needs_input, Tensor(a!) weight_grad, bool weight_only=False, "
+      "str? format=None, Tensor[]? weight_state=None) "
       "-> Tensor grad_input");
   m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
+
+  // Weights that stay plain, in the ranges that flat parameters cut.
+  m.def("_quantize_for_uses(Tensor weight, str format, Tensor[] state) -> Tensor");
+  m.def("_amax_of_range(Tensor values, str format, int rows, int cols, int start) -> Tensor");
+  m.def("_scale_inv_of(Tensor amax, str format, int rows, int cols) -> Tensor");
+  m.def(
+      "_quantize_range(Tensor values, str format, int rows, int cols, int start, Tensor amax, "
+      "Tensor(a!) codes) -> ()");
+  m.def(
+      "_dequantize_range(Tensor codes, str format, int rows, int cols, int start, "
+      "Tensor scale_inv, Tensor(a!) values) -> ()");
+  m.def(
+      "_update_delayed(Tensor(a!) amax, str[] formats, Tensor(b!)[] amax_history, "
+      "Tensor(c!)[] scaling_amax, ScalarType value_dtype, bool is_step, "
+      "Tensor? found_inf=None) -> ()");
 
   // Gradients on the wire.
   m.def(
@@ -124,6 +143,13 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
   m.impl("_shares_input_codes", &shares_input_codes);
   m.impl("_transposed_operand", &transposed_operand);
+
+  m.impl("_quantize_for_uses", &quantize_for_uses);
+  m.impl("_amax_of_range", &amax_of_range);
+  m.impl("_scale_inv_of", &scale_inv_of);
+  m.impl("_quantize_range", &quantize_range);
+  m.impl("_dequantize_range", &dequantize_range);
+  m.impl("_update_delayed", &update_delayed_op);
 
   m.impl("quantize_gradients", &quantize_gradients);
   m.impl("sum_gradients", &sum_gradients);

@@ -17,7 +17,8 @@ def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
 
     The parameters stay the objects that they are, and modules become those of torch.nn again. Values
     are those of the masters, and without a master what the codes stand for, in the parameter's dtype:
-    what a model trained without masters computed, but for the rounding of activations.
+    what a model trained without masters computed, but for the rounding of activations. Weights that
+    stay plain (weights="dynamic") are quantized no more.
 
     model: as for `quantize_`, and refused by the same named errors before anything is changed: under
         `fully_shard` before its first forward, before DistributedDataParallel(model), no weight in
@@ -28,11 +29,12 @@ def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
     for name, parameter in weights:
         replace.check(parameter, name, "qshard.dequantize_")
     modules = [m for m in model.modules() if any(is_quantized(p) for p in _own(m))]
+    dynamic = [m for m in model.modules() if getattr(m, "dynamic", None) is not None]
     for module in modules:
         state.unlink(module)
     for _, parameter in weights:
         replace.replace(parameter, _plain(parameter))
-    for module in modules:
+    for module in modules + dynamic:
         forget_module(module)
     return model
 

@@ -9,7 +9,7 @@ from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from qshard import nn, replace, state
+from qshard import dynamic, nn, replace, state
 
 ops = torch.ops.qshard
 _ADAPTERS = {"lora_A", "lora_B"}
@@ -31,6 +31,8 @@ def quantize_(
     keep_master: bool = True,
     weight_only: bool = False,
     stochastic_rounding: bool = False,
+    weights: str = "quantized",
+    group=None,
     filter_fn: Callable[[torch_nn.Module, str], bool] | None = None,
 ) -> torch_nn.Module:
     """Quantizes the weights of a model's linear layers in place, and returns the model.
@@ -49,6 +51,11 @@ def quantize_(
     stochastic_rounding: for keep_master=False: round what optimizer steps make up or down at random,
         to the value on average, so that small updates add up. torch.manual_seed, called with one
         seed on all ranks, reproduces it on any mesh and device; a checkpoint holds its count.
+    weights: "dynamic" leaves the parameters plain, for wrappers that own them (FSDP1, DDP, ZeRO, flat
+        buffers): each module quantizes its weight at each use, forward and backward, and computes what
+        a quantized weight with a master would. Before or after wrapping; of FSDP1 see
+        `prepare_for_fsdp1`.
+    group: for "dynamic" and DelayedScaling: the process group that agrees on amaxes after a step.
     filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize; all by
         default, and a warning then names matrices in modules of other kinds, which stay plain. Call
         quantize_ again for modules that are to have another recipe.
@@ -64,6 +71,7 @@ def quantize_(
             "qshard.quantize_: stochastic_rounding is for weights without a master, which holds what "
             "rounding would lose; pass keep_master=False"
         )
+    is_dynamic = dynamic.check_arguments(weights, group, keep_master, stochastic_rounding)
     chosen = []
     for name, module in model.named_modules():
         if weight_names(module) and (filter_fn is None or filter_fn(module, name)):
@@ -75,7 +83,11 @@ def quantize_(
                 )
     if not chosen:
         raise ValueError("qshard.quantize_: no nn.Linear was chosen; check filter_fn")
+    if is_dynamic:
+        dynamic.quantize_at_each_use(model, chosen, format, weight_only, group)
+        return _warned(model, chosen, filter_fn)
     replace.check_model(model, "qshard.quantize_")
+    dynamic.refuse_fsdp1(chosen)
 
     weights = _named_weights(model, chosen)
     for name, parameter in weights:
@@ -94,10 +106,7 @@ def quantize_(
         state.link(module)
         _pad_now(module)
     flush(model)
-    _warn_of_adapters(chosen)
-    if filter_fn is None:
-        _warn_of_what_is_left(model)
-    return model
+    return _warned(model, chosen, filter_fn)
 
 
 def weight_names(module: torch_nn.Module) -> tuple[str, ...]:
@@ -143,6 +152,13 @@ def _format_of(recipe, stochastic_rounding) -> str:
     return format
 
 
+def _warned(model, chosen, filter_fn):
+    _warn_of_adapters(chosen)
+    if filter_fn is None:
+        _warn_of_what_is_left(model)
+    return model
+
+
 def _warn_of_adapters(chosen):
     adapters = [name for name, _ in chosen if _ADAPTERS & set(name.split("."))]
     if adapters:
@@ -150,7 +166,7 @@ def _warn_of_adapters(chosen):
             f"qshard.quantize_: {_some(adapters)} look like LoRA adapters, small matrices that are "
             "trained in full precision beside frozen weights; leave them out by filter_fn, or "
             "quantize the model before the adapters are added",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -165,6 +181,8 @@ def _warn_of_what_is_left(model):
         for attribute, parameter in module._parameters.items():
             if parameter is None or is_quantized(parameter) or parameter.dim() < 2:
                 continue
+            if getattr(module, "dynamic", None) is not None:
+                continue
             is_stack = parameter.dim() > 2 and parameter.shape[0] > 1
             is_matrix = parameter.dim() == 2 and attribute.endswith("weight")
             if (is_stack or is_matrix) and min(parameter.shape[-2:]) >= 16:
@@ -173,7 +191,7 @@ def _warn_of_what_is_left(model):
         warnings.warn(
             f"qshard.quantize_: {_some(left)} look like weights and were left plain: only those of "
             "nn.Linear are quantized. filter_fn=lambda module, name: True says that this is meant",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -250,6 +268,7 @@ def _rows_of(value, name):
 
 
 def _prepare_module(module, weight_only):
+    dynamic.uninstall(module)
     if type(module) is torch_nn.Linear:
         module.__class__ = nn.Linear
     if isinstance(module, nn.base.Initialized):
@@ -267,6 +286,7 @@ def forget_module(module):
     plain = {nn.Linear: torch_nn.Linear, nn.Embedding: torch_nn.Embedding}
     if not getattr(module, "is_constructed", False):
         module.__class__ = plain.get(type(module), type(module))
+    dynamic.uninstall(module)
     for name in ("weight_only", "weight_format"):
         module.__dict__.pop(name, None)
     for name in ("_qshard_load_hook", "_qshard_masters_hook"):

@@ -45,6 +45,8 @@ class Linear(Projection, torch.nn.Linear):
         linears (q/k/v, gate/up) is quantized once if they name the same.
     """
 
+    dynamic = None  # a DynamicWeight if the weight stays plain: quantize_(..., weights="dynamic")
+
     def __init__(
         self,
         in_features: int,
@@ -122,6 +124,8 @@ class Linear(Projection, torch.nn.Linear):
         if self.is_constructed:
             refuse("Linear", fp8_output=fp8_output, fp8_grad=fp8_grad)
             return self.with_bias(self.project(input, is_first_microbatch))
+        if self.dynamic is not None:
+            return self.dynamic.linear(self, input)
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return linear_under_transforms(
                 input, self.weight, self.bias, self.weight_only, self.weight_format

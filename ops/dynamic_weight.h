@@ -1,0 +1,51 @@
+// Weights that stay plain: quantized for one use, whole or in the ranges that flat parameters cut.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/linear.h"
+
+namespace qshard {
+
+/// What a use reads of the weight: wgrad reads nothing but what collects amaxes.
+enum class WeightUse { kForward, kDgrad, kWgradOnly };
+
+/// A plain weight (N, K) quantized for one use. `state`: empty, or delayed scaling's amax_history
+/// and scaling_amax, float32 on the weight's device: codes are then scaled by what is in use there,
+/// and the linear collects amaxes in them (kernels/scaling_state.h).
+WeightOperand quantize_for_use(const at::Tensor& weight, const Format& format, at::TensorList state,
+                               WeightUse use, const char* op);
+/// The same as a quantized tensor of all images, for several uses of one weight. It shares `state`.
+at::Tensor quantize_for_uses(const at::Tensor& weight, c10::string_view format,
+                             const std::vector<at::Tensor>& state);
+
+// Elements [start, start + numel) of a weight (rows, cols) whose scales are all in a grid:
+// ranks hold parts of it that begin and end anywhere. `amax` and `scale_inv` are float32 of
+// (grid_numel,), those of the whole weight.
+
+/// The largest |x| of a plain contiguous range, of each grid entry; 0 where it has no element.
+at::Tensor amax_of_range(const at::Tensor& values, c10::string_view format, int64_t rows,
+                         int64_t cols, int64_t start);
+/// What codes are multiplied by, if they are scaled by `amax`.
+at::Tensor scale_inv_of(const at::Tensor& amax, c10::string_view format, int64_t rows,
+                        int64_t cols);
+/// Writes the codes of a range to `codes`, uint8 of as many bytes, contiguous.
+void quantize_range(const at::Tensor& values, c10::string_view format, int64_t rows, int64_t cols,
+                    int64_t start, const at::Tensor& amax, const at::Tensor& codes);
+/// The reverse: `values` is plain and contiguous.
+void dequantize_range(const at::Tensor& codes, c10::string_view format, int64_t rows, int64_t cols,
+                      int64_t start, const at::Tensor& scale_inv, const at::Tensor& values);
+
+/// Delayed scaling of n weights once ranks have agreed on `amax`, float32 (n, 3): of each weight,
+/// its linear's input and the gradient of its linear's output. Brings amax_history and scaling_amax
+/// up to date and replaces amax[:, 0] by what codes are scaled by.
+void update_delayed_op(const at::Tensor& amax, const std::vector<std::string>& formats,
+                       at::TensorList amax_history, at::TensorList scaling_amax,
+                       at::ScalarType value_dtype, bool is_step,
+                       const std::optional<at::Tensor>& found_inf);
+
+}  // namespace qshard

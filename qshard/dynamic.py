@@ -1,0 +1,380 @@
+"""Weights that stay plain: modules quantize them at each use, under whatever wrapper owns them.
+
+What a module needs for that is its `DynamicWeight`, one for each weight: tied modules share it.
+"""
+
+import weakref
+
+import torch
+from _qshard_hooks import is_quantized, local_of, made_up_steps
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from qshard.functional import linear_under_transforms
+
+ops = torch.ops.qshard
+_STATE = ("weight_amax_history", "weight_scaling_amax")  # as quantized weights name them
+_HOOKS = "_qshard_dynamic_hooks"
+
+
+class DynamicWeight:
+    """How the modules of one plain weight quantize it.
+
+    state: delayed scaling's amax_history and scaling_amax, else empty.
+    group: c10d name of the group that agrees on amaxes, "" for none.
+    uses: modules that read the weight in a forward. Of several the first quantizes it, and its codes are
+        kept until the backward of the last; alone, a weight is quantized again in backward.
+    managed: somebody else, who knows the shards of the weight, keeps the state up to date.
+    """
+
+    def __init__(self, format: str, shape: tuple[int, int], group: str = ""):
+        self.format, self.shape, self.group = format, shape, group
+        # The tables of a quantized tensor that was never flushed.
+        model = ops.quantize(torch.empty(shape, device="meta"), format)
+        self.state = [torch.zeros(t.shape) for t in ops._state(model).values()]
+        self.uses, self.managed = 0, False
+        self._seen = None  # version and address of the values that `state` is of
+        self._shared = None  # (weight, version, address, quantized tensor, uses left)
+
+    def __getstate__(self):
+        return {**self.__dict__, "_seen": None, "_shared": None}
+
+    def linear(self, module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        self.prepare(module, weight)
+        if torch.compiler.is_compiling():
+            return self._linear(module, weight, input)
+        if torch._C._are_functorch_transforms_active():
+            if self.state:
+                raise NotImplementedError(
+                    f"qshard.nn.Linear: {self.format} under torch.func transforms is not supported for "
+                    'weights="dynamic"; use another recipe'
+                )
+            return linear_under_transforms(
+                input, weight, module.bias, module.weight_only, self.format
+            )
+        if self.uses > 1:
+            return ops.linear(
+                input, self._quantize(weight), module.bias, weight_only=module.weight_only
+            )
+        return self._linear(module, weight, input)
+
+    def _linear(self, module, weight, input):
+        return ops.linear(
+            input,
+            weight,
+            module.bias,
+            weight_only=module.weight_only,
+            format=self.format,
+            weight_state=self.state,
+        )
+
+    def embedding(self, module: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
+        """A lookup of what the linears of this weight multiply by."""
+        weight = module.weight
+        self.prepare(module, weight)
+        if torch.compiler.is_compiling():
+            quantized = ops.quantize(weight, self.format)
+        else:
+            quantized = self._quantize(weight)
+        return F.embedding(
+            input,
+            ops.dequantize(quantized),
+            module.padding_idx,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            sparse=module.sparse,
+        )
+
+    def _quantize(self, weight):
+        """Quantized once for all modules that use it in one forward."""
+        key = (weight._version, weight.data_ptr(), torch.is_grad_enabled())
+        shared = self._shared
+        if shared is None or shared[0] is not weight or shared[1] != key:
+            shared = [weight, key, _QuantizeForUses.apply(weight, self.format, *self.state), self.uses]
+        shared[3] -= 1
+        self._shared = shared if shared[3] > 0 else None
+        return shared[2]
+
+    # ------------------------------------------------------------------- delayed scaling
+
+    def prepare(self, module, weight):
+        """Before a use: the state is there, and is that of these values."""
+        if isinstance(weight, DTensor):
+            raise NotImplementedError(
+                'qshard: weights="dynamic" quantizes whole plain weights, and this one is a DTensor of '
+                f"placements {weight.placements}; call qshard.quantize_(model, recipe) without it"
+            )
+        if not self.state or torch.compiler.is_compiling():
+            return
+        if self.state[0].device != weight.device:
+            self.state = [t.to(weight.device) for t in self.state]
+        if self.managed:
+            return
+        if getattr(module, "_is_fsdp_managed_module", False):
+            raise RuntimeError(
+                f"qshard: {self.format} weights that FSDP shards need the amaxes of all ranks; call "
+                "qshard.prepare_for_fsdp1(model) after FullyShardedDataParallel(model), or, under "
+                'fully_shard, qshard.quantize_(model, recipe) without weights="dynamic"'
+            )
+        _delayed_modules.add(module)
+        if self._seen != _seen(weight):
+            self.update([weight.detach()], is_step=False)
+
+    def update(self, values, is_step, found_inf=None):
+        _update([(self, values[0])], is_step, found_inf)
+
+
+def _seen(weight):
+    return weight._version, weight.data_ptr()
+
+
+def _update(weights, is_step, found_inf=None):
+    """Brings the state of (DynamicWeight, its values) up to date, with one all-reduce a group after a
+    step. Values written otherwise are the same on all ranks, and each finds their amax alone."""
+    groups = {}
+    for dynamic, values in weights:
+        groups.setdefault((dynamic.group, values.device, values.dtype), []).append((dynamic, values))
+    for (group, _, dtype), members in groups.items():
+        amax = torch.stack([own_amaxes(dynamic, values) for dynamic, values in members])
+        if is_step and group:
+            all_reduce_max(amax, group)
+        update_state([dynamic for dynamic, _ in members], amax, dtype, is_step, found_inf)
+        for dynamic, values in members:
+            dynamic._seen = _seen(values)
+
+
+def own_amaxes(dynamic, values):
+    """float32 (3,): this rank's amaxes of a weight's whole values, and of the input and gradient that its
+    linear saw in this step."""
+    rows, cols = dynamic.shape
+    flat = values.detach().contiguous().view(-1)
+    if flat.numel() == 0:
+        amax = flat.new_zeros(1, dtype=torch.float32)
+    else:
+        amax = ops._amax_of_range(flat, dynamic.format, rows, cols, 0)
+    return torch.cat([amax.view(-1), dynamic.state[0][1:, 0]])
+
+
+def update_state(dynamics, amax, dtype, is_step, found_inf=None):
+    """`amax`: float32 (weights, 3), agreed on; its first column becomes what codes are scaled by."""
+    ops._update_delayed(
+        amax,
+        [d.format for d in dynamics],
+        [d.state[0] for d in dynamics],
+        [d.state[1] for d in dynamics],
+        dtype,
+        is_step,
+        found_inf,
+    )
+
+
+def all_reduce_max(values, group):
+    """The largest over a group, in place, of floats that are not negative: by their bits, so that NaN is
+    the largest on every backend."""
+    import torch.distributed as dist
+
+    if isinstance(group, str):
+        group = torch._C._distributed_c10d._resolve_process_group(group)
+    dist.all_reduce(values.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+
+
+_delayed_modules = weakref.WeakSet()
+
+
+def _after_step(optimizer, args, kwargs):
+    """Histories of the optimizer's weights roll, in its order."""
+    if not _delayed_modules:
+        return
+    known = {
+        id(module.weight): module.dynamic
+        for module in _delayed_modules
+        if module.dynamic is not None and not module.dynamic.managed
+    }
+    stepped = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            dynamic = known.get(id(param))
+            # As of a quantized weight: what has a gradient was written. Groups meet either way.
+            if dynamic is None or not (
+                dynamic.group or param.grad is not None or dynamic._seen != _seen(param)
+            ):
+                continue
+            stepped[id(dynamic)] = dynamic, param.detach()
+    if stepped:
+        is_step = not made_up_steps
+        _update(list(stepped.values()), is_step, getattr(optimizer, "found_inf", None))
+
+
+_after_step._torchdynamo_disable = True
+register_optimizer_step_post_hook(_after_step)
+
+
+class _QuantizeForUses(torch.autograd.Function):
+    """Rounding passes the gradient straight through."""
+
+    @staticmethod
+    def forward(ctx, weight, format, *state):
+        ctx.inputs = 2 + len(state)
+        return ops._quantize_for_uses(weight.detach(), format, list(state))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None] * (ctx.inputs - 1)
+
+
+# --------------------------------------------------------------------------------- quantize_
+
+
+def check_arguments(weights, group, keep_master, stochastic_rounding) -> bool:
+    """Whether weights are to stay plain; raises for what does not go with it."""
+    if weights not in ("quantized", "dynamic"):
+        raise ValueError(
+            f'qshard.quantize_: weights is "quantized" or "dynamic", got {weights!r}'
+        )
+    if weights == "quantized":
+        if group is not None:
+            raise ValueError(
+                'qshard.quantize_: group is for weights="dynamic"; quantized parameters know theirs from '
+                "FSDP2"
+            )
+        return False
+    if stochastic_rounding:
+        raise ValueError(
+            'qshard.quantize_: stochastic_rounding with weights="dynamic": the weights stay plain, and '
+            "what optimizer steps make of them is not rounded; leave it out"
+        )
+    if not keep_master:
+        raise ValueError(
+            'qshard.quantize_: keep_master=False with weights="dynamic": the weights stay plain, and are '
+            "their own masters; leave it out"
+        )
+    return True
+
+
+def refuse_fsdp1(chosen) -> None:
+    """Raises if FSDP1 has flattened the weights of modules already."""
+    for name, module in chosen:
+        is_managed = getattr(module, "_is_fsdp_managed_module", False)
+        if is_managed and not isinstance(module._parameters.get("weight"), DTensor):
+            raise RuntimeError(
+                f"qshard.quantize_: FullyShardedDataParallel has flattened the weight of {name}; call "
+                'quantize_(model, recipe, weights="dynamic"), which leaves it as it is, then '
+                "qshard.prepare_for_fsdp1(model)"
+            )
+
+
+def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
+    """Makes chosen modules, and embeddings that are tied to them, use their plain weights by
+    `DynamicWeight`s. Nothing is changed by what cannot be."""
+    from qshard import nn as qshard_nn  # which knows nothing of quantize_
+
+    identity = weight_identities(model)
+    weights = {}
+    for name, module in chosen:
+        if type(module) not in (nn.Linear, qshard_nn.Linear):
+            raise TypeError(
+                f'qshard.quantize_: weights="dynamic" cannot change how {name}, a '
+                f"{type(module).__name__}, multiplies; it needs nn.Linear itself"
+            )
+        weight = module.weight
+        if is_quantized(local_of(weight)):
+            raise TypeError(
+                f"qshard.quantize_: the weight of {name} is quantized already; call "
+                'qshard.dequantize_(model) before weights="dynamic"'
+            )
+        shape = module.out_features, module.in_features
+        ops.quantize(torch.empty(shape, dtype=weight.dtype, device="meta"), format)
+        weights.setdefault(identity(module), (shape, []))[1].append(module)
+    for module in model.modules():
+        if type(module) in (nn.Embedding, qshard_nn.Embedding) and identity(module) in weights:
+            if module.max_norm is not None:
+                raise NotImplementedError(
+                    'qshard.quantize_: weights="dynamic" with an embedding of max_norm, which rewrites '
+                    "the weight at each use, that is tied to a linear; leave the linear out by filter_fn"
+                )
+            weights[identity(module)][1].append(module)
+    group_name = "" if group is None else group.group_name
+    for shape, modules in weights.values():
+        dynamic = DynamicWeight(format, shape, group_name)
+        dynamic.uses = len(modules)
+        for module in modules:
+            uninstall(module)
+            if isinstance(module, nn.Embedding):
+                module.__class__ = qshard_nn.Embedding
+            else:
+                module.__class__ = qshard_nn.Linear
+                module.weight_only, module.weight_format = weight_only, format
+            install(module, dynamic)
+
+
+def weight_identities(model):
+    """A function of a module that tells which have one weight. FSDP1 keeps views of a flat parameter in
+    place of parameters; it knows which are shared."""
+    shared = {}
+    for module in model.modules():
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        for info in getattr(flat, "_shared_param_infos", None) or ():
+            name, owner, _, prim_name, prim, _ = info
+            if name == prim_name == "weight":
+                shared[id(owner)] = id(prim)
+
+    def identity(module):
+        weight = module._parameters.get("weight")
+        if weight is None or getattr(module, "_is_fsdp_managed_module", False):
+            return "module", shared.get(id(module), id(module))
+        return "weight", id(weight)
+
+    return identity
+
+
+# ------------------------------------------------------------------------------- in modules
+
+
+def install(module: nn.Module, dynamic: DynamicWeight) -> None:
+    """Lets a module of qshard.nn use its plain weight by `dynamic`."""
+    module.dynamic = dynamic
+    if dynamic.state and isinstance(module, nn.Linear):
+        module.__dict__[_HOOKS] = [
+            module.register_state_dict_pre_hook(_show_state),
+            module.register_state_dict_post_hook(_hide_state),
+            module.register_load_state_dict_pre_hook(_prepare_load),
+            module.register_load_state_dict_post_hook(_after_load),
+        ]
+
+
+def uninstall(module: nn.Module) -> None:
+    module.__dict__.pop("dynamic", None)
+    for hook in module.__dict__.pop(_HOOKS, ()):
+        hook.remove()
+
+
+# The state is the module's buffers only while a state_dict is made or loaded: wrappers cast, move and
+# broadcast buffers.
+
+
+def _show_state(module, *_):
+    for name, tensor in zip(_STATE, module.dynamic.state):
+        module.register_buffer(name, tensor)
+
+
+def _hide_state(module, *_):
+    for name in _STATE:
+        module._buffers.pop(name, None)
+
+
+def _prepare_load(module, state_dict, prefix, *_):
+    _show_state(module)
+    for name, tensor in zip(_STATE, module.dynamic.state):
+        state_dict.setdefault(prefix + name, tensor)  # checkpoints without one load, too
+
+
+def _after_load(module, *_):
+    for name, tensor in zip(_STATE, module.dynamic.state):
+        loaded = module._buffers.get(name)
+        if loaded is not None and loaded is not tensor and not loaded.is_meta:  # assign=True
+            tensor.copy_(loaded)
+    _hide_state(module)
+    # Values and state are of one moment; if they are not, the next use finds another amax.
+    module.dynamic._seen = None
