@@ -6,6 +6,7 @@ import importlib.metadata
 from qshard._library import library_path  # loads the library
 from qshard import nn, ops, serialization
 from qshard.dequantize import dequantize_
+from qshard.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
@@ -40,6 +41,7 @@ __all__ = [
     "mark_written",
     "nn",
     "ops",
+    "prepare_for_fsdp1",
     "quantize_",
     "quantized_model_init",
     "reduce_gradients_",

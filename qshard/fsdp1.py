@@ -1,0 +1,482 @@
+"""FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel) with weights that stay plain: the ranks of a
+unit agree on amaxes once per step, and its all-gather carries codes.
+
+FSDP1 keeps the parameters of a unit in one flat parameter and cuts that into equal shards, in the middle
+of rows and blocks. What a rank has of a weight is a range of its elements.
+"""
+
+import types
+import warnings
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from _qshard_hooks import made_up_steps
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from qshard.dynamic import DynamicWeight, all_reduce_max, update_state
+
+ops = torch.ops.qshard
+_GATHERS = ("quantized", "param_dtype")
+_HANDLE = ("_all_gather_flat_param", "_uses_param_mixed_precision", "_force_full_precision")
+_FLAT = ("_param_infos", "_shapes", "_numels_with_padding", "_is_padding_mask", "_local_shard")
+_ALIGNMENT = 16
+
+
+def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.Module:
+    """Prepares a model under FullyShardedDataParallel whose weights `quantize_(..., weights="dynamic")`
+    left plain, and returns it.
+
+    Ranks agree on amaxes after each optimizer step, by one all-reduce over all units, and once here.
+    Histories of delayed scaling need this call; other weights compute the same without it, and gather
+    more.
+
+    fsdp_root: any FullyShardedDataParallel module, with its units; every `use_orig_params` and sharding
+        strategy.
+    gather: "quantized": all-gathers carry 1 byte per element of weights in per-tensor or 128x128 scaled
+        FP8, and everything else in full; for units with MixedPrecision(param_dtype=), as only these have
+        a buffer of their own for full precision. "param_dtype": gather as without qshard.
+
+    Other formats and fp32 scales are gathered in full: what is quantized twice must be the same twice. A
+    unit's ranks send messages of one size, that of the fullest. summon_full_params, state dicts and
+    checkpoints see full precision. Written values are noticed by their version counters: optimizer steps,
+    loads, summon_full_params, in-place operators on all ranks alike; not `.data`.
+
+    Collective: call it on all ranks. Raises TypeError if fsdp_root is not under FSDP1, ValueError for
+    an unknown `gather` or a model without such weights; LOCAL state dicts are refused afterwards.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if gather not in _GATHERS:
+        raise ValueError(
+            f"qshard.prepare_for_fsdp1: gather is {' or '.join(map(repr, _GATHERS))}, got {gather!r}"
+        )
+    if not isinstance(fsdp_root, FullyShardedDataParallel):
+        raise TypeError(
+            "qshard.prepare_for_fsdp1: expected a FullyShardedDataParallel module, got "
+            f"{type(fsdp_root).__name__}; call it after wrapping. fully_shard (FSDP2) needs no "
+            'preparation: call qshard.quantize_ without weights="dynamic"'
+        )
+    modules = [m for m in FullyShardedDataParallel.fsdp_modules(fsdp_root) if _handle_of(m)]
+    if not any(getattr(m, "dynamic", None) is not None for m in fsdp_root.modules()):
+        raise ValueError(
+            "qshard.prepare_for_fsdp1: no module of this model quantizes its weight at each use; call "
+            'qshard.quantize_(model, recipe, weights="dynamic") first'
+        )
+    if gather == "quantized" and not all(_can_gather_codes(_handle_of(m)) for m in modules):
+        gather = "param_dtype"
+        _warn_once("this torch's FSDP1 lacks what gather='quantized' replaces; param_dtype is gathered")
+    previous = getattr(fsdp_root, "_qshard_fsdp1", None)
+    if previous is not None:
+        previous.remove()
+    fsdp_root._qshard_fsdp1 = _Preparation(fsdp_root, modules, gather)
+    return fsdp_root
+
+
+def _handle_of(module):
+    return getattr(module, "_handle", None)
+
+
+def _can_gather_codes(handle):
+    flat = handle.flat_param
+    return all(hasattr(handle, name) for name in _HANDLE) and all(
+        hasattr(flat, name) for name in _FLAT if name != "_local_shard"
+    )
+
+
+@dataclass
+class _Weight:
+    """A weight within a flat parameter: elements [start, start + rows x cols)."""
+
+    dynamic: DynamicWeight
+    start: int
+    rows: int
+    cols: int
+    sends_codes: bool
+    grid_numel: int
+    index: int  # among the unit's parameters
+    amax: torch.Tensor | None = None  # agreed on; of delayed scaling, what codes are scaled by
+    scale_inv: torch.Tensor | None = None
+
+    @property
+    def end(self):
+        return self.start + self.rows * self.cols
+
+
+@dataclass
+class _Piece:
+    """Elements [begin, end) of the flat parameter in one message: of a weight whose codes are sent, or
+    plain."""
+
+    weight: _Weight | None
+    begin: int
+    end: int
+
+
+@dataclass
+class _Message:
+    """What one rank sends: plain values, then codes from `codes` on."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def plain(self):
+        return [p for p in self.pieces if p.weight is None]
+
+    def codes(self):
+        return [p for p in self.pieces if p.weight is not None]
+
+    def numel(self, pieces):
+        return sum(p.end - p.begin for p in pieces)
+
+    def codes_at(self, itemsize):
+        return _round_up(self.numel(self.plain()) * itemsize, _ALIGNMENT)
+
+    def nbytes(self, itemsize):
+        return self.codes_at(itemsize) + self.numel(self.codes())
+
+
+class _Unit:
+    """One flat parameter."""
+
+    def __init__(self, module, gather):
+        self.handle = handle = module._handle
+        self.flat = flat = handle.flat_param
+        self.group = handle.process_group
+        # HYBRID_SHARD's replicas hold the same weights and see other activations.
+        self.replicas = getattr(module, "_inter_node_pg", None)
+        self.shard_numel = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
+        self.is_sharded = handle.uses_sharded_strategy and handle.world_size > 1
+        self.rank = handle.rank if handle.uses_sharded_strategy else 0
+        self.weights = self._find_weights(gather == "quantized" and self._has_buffer_of_its_own())
+        self.gathers_codes = any(w.sends_codes for w in self.weights)
+        if self.gathers_codes:
+            self.messages = [self._message(rank) for rank in range(handle.world_size)]
+            handle._all_gather_flat_param = types.MethodType(
+                lambda handle, out: self.all_gather(handle, out), handle
+            )
+        self.seen = None
+
+    def remove(self):
+        self.handle.__dict__.pop("_all_gather_flat_param", None)
+        for weight in self.weights:
+            weight.dynamic.managed = False
+
+    def _has_buffer_of_its_own(self):
+        return self.is_sharded and self.handle._uses_param_mixed_precision
+
+    def _find_weights(self, may_send_codes):
+        flat, found, position = self.flat, [], 0
+        infos = iter(enumerate(zip(flat._param_infos, flat._shapes)))
+        for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask):
+            if not is_padding:
+                index, (info, shape) = next(infos)
+                dynamic = self._dynamic_of(info, shape)
+                if dynamic is not None and numel > 0:
+                    sends_codes = may_send_codes and _is_same_when_quantized_again(dynamic)
+                    if sends_codes or dynamic.state:
+                        grid = _grid_numel(dynamic.format, shape)
+                        found.append(_Weight(dynamic, position, *shape, sends_codes, grid, index))
+            position += numel
+        for weight in found:
+            weight.dynamic.managed = True
+        return found
+
+    def _dynamic_of(self, info, shape):
+        """Of the module that has the parameter, or of one that shares it."""
+        owners = [info.module] if info.param_name == "weight" else []
+        for shared in self.flat._shared_param_infos:
+            name, module, _, prim_name, prim, _ = shared
+            if prim is info.module and prim_name == info.param_name and name == "weight":
+                owners.append(module)
+        for owner in owners:
+            dynamic = getattr(owner, "dynamic", None)
+            if dynamic is not None and tuple(shape) == tuple(dynamic.shape):
+                return dynamic
+        return None
+
+    # ------------------------------------------------------------------------- agreement
+
+    def parameters(self):
+        """What optimizers may hold of it."""
+        return (self.flat, *(getattr(self.flat, "_params", None) or ()))
+
+    def is_held(self, ids):
+        return any(id(param) in ids for param in self.parameters())
+
+    def is_stepped(self, weight, ids):
+        """Whether the optimizer holds the weight, or the flat parameter that it is in."""
+        if id(self.flat) in ids:
+            return True
+        params = getattr(self.flat, "_params", None) or ()
+        return weight.index < len(params) and id(params[weight.index]) in ids
+
+    def versions(self):
+        """Of everything that a write may go through: they change on all ranks alike."""
+        tensors = (*self.parameters(), *(getattr(self.flat, "_shared_params", None) or ()))
+        shard = getattr(self.flat, "_local_shard", None)  # FSDP1 makes it in the first forward
+        return (*(t._version for t in tensors), 0 if shard is None else shard._version)
+
+    def is_written(self):
+        return bool(self.weights) and self.seen != self.versions()
+
+    def local_shard(self):
+        return getattr(self.flat, "_local_shard", self.flat)
+
+    def range_of(self, weight, rank):
+        """The elements of a weight that a rank holds, counted in the flat parameter."""
+        first = rank * self.shard_numel
+        begin = max(first, weight.start)
+        return begin, max(begin, min(first + self.shard_numel, weight.end))
+
+    def own_values(self, begin, end):
+        first = self.rank * self.shard_numel
+        return self.local_shard().detach()[begin - first : end - first]
+
+    def own_amax(self, weight, device):
+        begin, end = self.range_of(weight, self.rank)
+        if begin == end:
+            return torch.zeros(weight.grid_numel, device=device)
+        values = self.own_values(begin, end)
+        of = weight.dynamic.format, weight.rows, weight.cols, begin - weight.start
+        return ops._amax_of_range(values, *of).to(device)
+
+    # -------------------------------------------------------------------------- gathering
+
+    def _message(self, rank):
+        first = rank * self.shard_numel
+        message, position, end = _Message(), first, first + self.shard_numel
+        for weight in self.weights:
+            if not weight.sends_codes:
+                continue
+            begin, stop = self.range_of(weight, rank)
+            if begin == stop:
+                continue
+            if position < begin:
+                message.pieces.append(_Piece(None, position, begin))
+            message.pieces.append(_Piece(weight, begin, stop))
+            position = stop
+        if position < end:
+            message.pieces.append(_Piece(None, position, end))
+        return message
+
+    @torch.no_grad()
+    def all_gather(self, handle, out):
+        """In place of FlatParamHandle._all_gather_flat_param: fills `out`, the padded unsharded flat
+        parameter in the dtype of forward and backward."""
+        if handle._force_full_precision:
+            return type(handle)._all_gather_flat_param(handle, out)
+        if self.is_written():
+            agree([self])
+        itemsize = out.element_size()
+        nbytes = _round_up(max(m.nbytes(itemsize) for m in self.messages), _ALIGNMENT)
+        device = self.local_shard().device
+        sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._write(sent, out.dtype)
+        sent = sent.to(out.device)
+        received = torch.empty(nbytes * handle.world_size, dtype=torch.uint8, device=out.device)
+        dist.all_gather_into_tensor(received, sent, group=self.group)
+        for rank, message in enumerate(self.messages):
+            self._read(message, received[rank * nbytes : (rank + 1) * nbytes], out)
+        return out
+
+    def _write(self, sent, dtype):
+        message = self.messages[self.rank]
+        codes_at, plain_at = message.codes_at(dtype.itemsize), 0
+        end = message.nbytes(dtype.itemsize)
+        sent[end:].zero_()
+        sent[message.numel(message.plain()) * dtype.itemsize : codes_at].zero_()
+        for piece in message.pieces:
+            values, numel = self.own_values(piece.begin, piece.end), piece.end - piece.begin
+            if piece.weight is None:
+                place = sent[plain_at : plain_at + numel * dtype.itemsize].view(dtype)
+                place.copy_(values)
+                plain_at += numel * dtype.itemsize
+                continue
+            weight = piece.weight
+            of = weight.dynamic.format, weight.rows, weight.cols, piece.begin - weight.start
+            codes = sent[codes_at : codes_at + numel]
+            ops._quantize_range(values, *of, weight.amax.to(values.device), codes)
+            codes_at += numel
+
+    def _read(self, message, received, out):
+        codes_at, plain_at = message.codes_at(out.element_size()), 0
+        for piece in message.pieces:
+            numel, target = piece.end - piece.begin, out[piece.begin : piece.end]
+            if piece.weight is None:
+                nbytes = numel * out.element_size()
+                target.copy_(received[plain_at : plain_at + nbytes].view(out.dtype))
+                plain_at += nbytes
+                continue
+            weight = piece.weight
+            of = weight.dynamic.format, weight.rows, weight.cols, piece.begin - weight.start
+            codes = received[codes_at : codes_at + numel]
+            ops._dequantize_range(codes, *of, weight.scale_inv, target)
+            codes_at += numel
+
+
+def _is_same_when_quantized_again(dynamic):
+    """Whether the values that codes stand for, quantized once more, are the same: with scales that are
+    powers of two, and with those of earlier steps."""
+    if dynamic.state:
+        return True
+    return dynamic.format in ("float8_tensorwise", "float8_blockwise")
+
+
+def _grid_numel(format, shape):
+    rows, cols = shape
+    return -(-rows // 128) * -(-cols // 128) if format.startswith("float8_blockwise") else 1
+
+
+def _round_up(a, b):
+    return -(-a // b) * b
+
+
+@torch.no_grad()
+def agree(units, stepped=None, found_inf=None):
+    """One all-reduce over the units of a group. `stepped`: ids of the parameters that an optimizer step
+    made, whose histories roll; None: the values were written otherwise."""
+    by_group = {}
+    for unit in units:
+        if unit.weights:
+            by_group.setdefault((unit.group, unit.replicas), []).append(unit)
+    for (group, replicas), members in by_group.items():
+        device = members[0].handle.device
+        weights = [(unit, weight) for unit in members for weight in unit.weights]
+        words = torch.cat([_words(unit, weight, device) for unit, weight in weights])
+        all_reduce_max(words, group)
+        if replicas is not None and any(w.dynamic.state for _, w in weights):
+            all_reduce_max(words, replicas)
+        _take_amaxes(weights, words)
+        _update_delayed(weights, stepped, found_inf)
+        for _, weight in weights:
+            if weight.sends_codes:
+                of = weight.dynamic.format, weight.rows, weight.cols
+                weight.scale_inv = ops._scale_inv_of(weight.amax, *of)
+    for unit in units:
+        unit.seen = unit.versions()
+
+
+def _words(unit, weight, device):
+    """This rank's amaxes of a weight, and of its linear's activations where these have a history."""
+    amax = unit.own_amax(weight, device)
+    if not weight.dynamic.state:
+        return amax
+    _move_state(weight.dynamic, device)
+    return torch.cat([amax, weight.dynamic.state[0][1:, 0]])
+
+
+def _take_amaxes(weights, words):
+    position = 0
+    for _, weight in weights:
+        numel = weight.grid_numel + (2 if weight.dynamic.state else 0)
+        weight.amax = words[position : position + numel].clone()
+        position += numel
+
+
+def _update_delayed(weights, stepped, found_inf):
+    delayed = {}
+    for unit, weight in weights:
+        if not weight.dynamic.state:
+            continue
+        is_step = stepped is not None and unit.is_stepped(weight, stepped)
+        dtype = unit.local_shard().dtype
+        delayed.setdefault((is_step, dtype), []).append(weight)
+    for (is_step, dtype), members in delayed.items():
+        amax = torch.stack([weight.amax for weight in members])
+        update_state([w.dynamic for w in members], amax, dtype, is_step, found_inf if is_step else None)
+        for weight, row in zip(members, amax):
+            weight.amax = row[:1].clone()
+
+
+def _move_state(dynamic, device):
+    if dynamic.state[0].device != device:
+        dynamic.state = [t.to(device) for t in dynamic.state]
+
+
+class _Preparation:
+    """What a prepared root keeps. Not part of its modules, parameters or state."""
+
+    def __init__(self, root, modules, gather):
+        self.units = [_Unit(module, gather) for module in modules]
+        if gather == "quantized" and not any(unit.gathers_codes for unit in self.units):
+            why = _why_nothing_is_gathered(self.units, root)
+            if why:
+                _warn_once(f"gather='quantized' gathers everything in param_dtype: {why}")
+        self.hooks = [
+            root.register_forward_pre_hook(self._agree_on_writes),
+            root.register_state_dict_pre_hook(_refuse_local),
+            root.register_load_state_dict_pre_hook(_refuse_local),
+        ]
+        agree(self.units)
+        _preparations.append(weakref.ref(self, _preparations.remove))
+
+    def _agree_on_writes(self, *_):
+        """Since the last step: by loads, summon_full_params, the user."""
+        written = [unit for unit in self.units if unit.is_written()]
+        if written:
+            agree(written)
+
+    def __deepcopy__(self, memo):
+        raise NotImplementedError(
+            "qshard: a model that was prepared for FSDP1 cannot be copied; copy it before wrapping"
+        )
+
+    def remove(self):
+        for unit in self.units:
+            unit.remove()
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _why_nothing_is_gathered(units, root):
+    if all(not unit.is_sharded for unit in units):
+        return ""  # nothing is gathered at all
+    if not any(unit._has_buffer_of_its_own() for unit in units):
+        return "it needs MixedPrecision(param_dtype=torch.bfloat16), or another one than the parameters'"
+    return "the recipes' scales lie in the rows, or are not powers of two"
+
+
+def _refuse_local(module, *_):
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    kind = FullyShardedDataParallel.get_state_dict_type(module).state_dict_type
+    if kind == StateDictType.LOCAL_STATE_DICT:
+        raise NotImplementedError(
+            "qshard: LOCAL state dicts of flat parameters fit one world size and no other model; call "
+            "FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or FULL_STATE_DICT"
+        )
+
+
+_preparations: list = []
+
+
+def _after_step(optimizer, args, kwargs):
+    """One all-reduce over the units of which the optimizer holds a parameter, as it does on all ranks."""
+    if not _preparations:
+        return
+    held = {
+        id(param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    }
+    for reference in list(_preparations):
+        preparation = reference()
+        units = [u for u in (preparation.units if preparation else ()) if u.is_held(held)]
+        if units:
+            found_inf = getattr(optimizer, "found_inf", None)
+            agree(units, None if made_up_steps else held, found_inf)
+
+
+_after_step._torchdynamo_disable = True
+register_optimizer_step_post_hook(_after_step)
+
+_said: set[str] = set()
+
+
+def _warn_once(text):
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(f"qshard.prepare_for_fsdp1: {text}", stacklevel=3)
