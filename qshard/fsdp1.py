@@ -65,12 +65,12 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
             "qshard.prepare_for_fsdp1: no module of this model quantizes its weight at each use; call "
             'qshard.quantize_(model, recipe, weights="dynamic") first'
         )
-    if gather == "quantized" and not all(_can_gather_codes(_handle_of(m)) for m in modules):
-        gather = "param_dtype"
-        _warn_once("this torch's FSDP1 lacks what gather='quantized' replaces; param_dtype is gathered")
     previous = getattr(fsdp_root, "_qshard_fsdp1", None)
     if previous is not None:
         previous.remove()
+    if gather == "quantized" and not all(_can_gather_codes(_handle_of(m)) for m in modules):
+        gather = "param_dtype"
+        _warn_once("this torch's FSDP1 lacks what gather='quantized' replaces; param_dtype is gathered")
     fsdp_root._qshard_fsdp1 = _Preparation(fsdp_root, modules, gather)
     return fsdp_root
 
@@ -81,7 +81,7 @@ def _handle_of(module):
 
 def _can_gather_codes(handle):
     flat = handle.flat_param
-    return all(hasattr(handle, name) for name in _HANDLE) and all(
+    return all(hasattr(type(handle), name) for name in _HANDLE) and all(
         hasattr(flat, name) for name in _FLAT if name != "_local_shard"
     )
 
@@ -277,6 +277,7 @@ class _Unit:
         sent = sent.to(out.device)
         received = torch.empty(nbytes * handle.world_size, dtype=torch.uint8, device=out.device)
         dist.all_gather_into_tensor(received, sent, group=self.group)
+        del sent
         for rank, message in enumerate(self.messages):
             self._read(message, received[rank * nbytes : (rank + 1) * nbytes], out)
         return out

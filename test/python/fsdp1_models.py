@@ -5,19 +5,9 @@ import contextlib
 import torch
 import torch.distributed as dist
 from dist_helpers import device, full_mesh
-from dist_models import (
-    Block,
-    Model,
-    RECIPES,
-    adamw,
-    batch,
-    format_of,
-    shard,
-    quantize_model,
-)
+from dist_models import DELAYED, Block, Model, adamw, batch, loss_of, quantize_model, shard
 from torch import nn
 from torch.distributed.fsdp import (
-    CPUOffload,
     FullyShardedDataParallel as FSDP,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -27,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import qshard
 
+SENT_AS_CODES = ("float8_tensorwise", "float8_blockwise", DELAYED)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -36,10 +27,8 @@ def make_dynamic(model, format, **kwargs):
 
 
 def wrap(model, strategy="FULL_SHARD", use_orig_params=True, mixed_precision=None, **kwargs):
-    if strategy.startswith("HYBRID"):
-        world = dist.get_world_size()
-        shape = (2, world // 2) if world > 1 else (1, 1)
-        kwargs["device_mesh"] = full_mesh(*shape, names=("replicate", "shard"))
+    if "HYBRID" in strategy:
+        kwargs["device_mesh"] = full_mesh(2, 2, names=("replicate", "shard"))
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -51,8 +40,10 @@ def wrap(model, strategy="FULL_SHARD", use_orig_params=True, mixed_precision=Non
     )
 
 
-def build_fsdp1(format, *, rows=257, gather="quantized", prepare=None, recompute=None, **kwargs):
-    torch.manual_seed(0)
+def build_fsdp1(
+    format, *, rows=257, gather="quantized", prepare=None, recompute=None, seed=0, **kwargs
+):
+    torch.manual_seed(seed)
     model = make_dynamic(Model(rows, format=format, recompute=recompute).to(device()), format)
     if prepare:
         prepare(model)
@@ -85,6 +76,21 @@ def different_values(model, other):
     return [name for name in values if not torch.equal(values[name], others[name])]
 
 
+def train_fsdp1(model, *, steps=3, microbatches=1, synced=True):
+    """This rank's losses."""
+    optimizer, losses = adamw(model), []
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            last = microbatch == microbatches - 1
+            with contextlib.nullcontext() if synced or last else model.no_sync():
+                loss = loss_of(model, batch(step, microbatch)) / microbatches
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 @contextlib.contextmanager
 def gathered_bytes():
     """Yields a list of the bytes that this rank sends in each all-gather of FSDP1, and of ours."""
@@ -106,3 +112,38 @@ def gathered_bytes():
     finally:
         for name in names:
             setattr(dist, name, stock[name])
+
+
+def check_gathers(model):
+    """Asserts that each unit's gather of codes gives what quantizing its whole weights gives, and the
+    others in full; returns how many weights that were."""
+    values = {}
+    with FSDP.summon_full_params(model):
+        for unit in model._qshard_fsdp1.units:
+            for weight in unit.weights:
+                info = unit.flat._param_infos[weight.index]
+                value = getattr(info.module, info.param_name).detach().clone()
+                values[id(weight)] = value
+    checked = 0
+    for unit in model._qshard_fsdp1.units:
+        if not unit.gathers_codes:
+            continue
+        numel = unit.shard_numel * unit.handle.world_size
+        stock, out = (torch.zeros(numel, device=device()) for _ in range(2))
+        out = out.bfloat16()
+        unit.all_gather(unit.handle, out)
+        dist.all_gather_into_tensor(stock, unit.local_shard().detach().to(device()), group=unit.group)
+        expected = stock.bfloat16()
+        for weight in unit.weights:
+            if weight.sends_codes:
+                shown = shown_values(values[id(weight)], weight.dynamic)
+                expected[weight.start : weight.end] = shown.flatten()
+                checked += 1
+        assert torch.equal(out, expected), "gathered values"
+    return checked
+
+
+def shown_values(value, dynamic):
+    """bf16 values of a whole weight's codes, with the scales in use."""
+    whole = torch.ops.qshard._quantize_for_uses(value, dynamic.format, dynamic.state)
+    return torch.ops.qshard.dequantize(whole, dtype=torch.bfloat16)

@@ -1,0 +1,83 @@
+"""FSDP1 with weights quantized at each use trains as FSDP1 trains plain fp32 parameters with the same
+arithmetic, bit for bit."""
+
+import pytest
+import torch
+from dist_helpers import device, on_worlds
+from dist_models import MIXES, Model, adamw, batch, loss_of, make_plain
+from fsdp1_models import build_fsdp1, different_values, train_fsdp1, wrap
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+def build_plain(format, *, rows=257, recompute=None, prepare=None, **kwargs):
+    """FSDP1 of plain fp32 parameters with the arithmetic of quantized ones: the oracle."""
+    torch.manual_seed(0)
+    model = make_plain(Model(rows, format=format, recompute=recompute), format).to(device())
+    if prepare:
+        prepare(model)
+    return wrap(model, **kwargs)
+
+
+def run_fp32(format, rows=257, train_as=None, **kwargs):
+    train_as = train_as or {}
+    model, oracle = build_fsdp1(format, rows=rows, **kwargs), build_plain(format, rows=rows, **kwargs)
+    losses = train_fsdp1(model, **train_as)
+    assert losses == train_fsdp1(oracle, **train_as)
+    assert not different_values(model, oracle)
+    return losses
+
+
+# ------------------------------------------------------------------------------- modes, fp32
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("format", MIXES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_worlds(1, 2, 4, devices=("cpu",))
+def test_strategy(world, strategy, format, use_orig_params):
+    losses = world.run(run_fp32, format, strategy=strategy, use_orig_params=use_orig_params)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("format", MIXES)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@on_worlds(4, devices=("cpu",))
+def test_hybrid_strategy(world, strategy, format, use_orig_params):
+    world.run(run_fp32, format, strategy=strategy, use_orig_params=use_orig_params)
+
+
+MODES = {
+    "accumulate": dict(train_as=dict(microbatches=2)),
+    "no-sync": dict(train_as=dict(microbatches=2, synced=False)),
+    "recompute": dict(recompute=False),
+    "recompute-reentrant": dict(recompute=True),
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("format", MIXES)
+@pytest.mark.parametrize("mode", MODES)
+@on_worlds(2, 3, devices=("cpu",))
+def test_mode(world, mode, format, strategy, use_orig_params):
+    kwargs = dict(strategy=strategy, use_orig_params=use_orig_params)
+    world.run(run_fp32, format, rows=33, **kwargs, **MODES[mode])
+
+
+# ------------------------------------------------------------------- which weights there are
+
+
+def freeze(model):
+    for weight in (model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight):
+        weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("format", [*MIXES, "float8_blockwise"])
+@on_worlds(2, devices=("cpu",))
+def test_frozen_weights(world, format):
+    world.run(run_fp32, format, prepare=freeze)

@@ -1,0 +1,328 @@
+"""FSDP1 with weights quantized at each use: writes, checkpoints, gradient scalers, and what is refused."""
+
+import contextlib
+import copy
+import warnings
+
+import pytest
+import torch
+from dist_helpers import device, full_mesh, on_worlds
+from dist_models import DELAYED, RECIPES, Model, adamw, batch, collectives, count, loss_of, shard
+from fsdp1_models import (
+    BF16,
+    FSDP,
+    SENT_AS_CODES,
+    build_fsdp1,
+    check_gathers,
+    different_values,
+    full_values,
+    make_dynamic,
+    train_fsdp1,
+    wrap,
+)
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import qshard
+
+ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+def error_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# ----------------------------------------------------------------------------------- writes
+
+
+def write_summoned(model):
+    with torch.no_grad(), FSDP.summon_full_params(model, writeback=True):
+        for param in model.parameters():
+            param.mul_(3)
+
+
+def write_by_hand(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+
+
+def load_full(model):
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        values = {name: v * 3 if v.is_floating_point() else v for name, v in model.state_dict().items()}
+        model.load_state_dict(values)
+
+
+def load_sharded(model):
+    other = build_fsdp1("float8_blockwise", mixed_precision=BF16, seed=1)
+    for m in (model, other):
+        FSDP.set_state_dict_type(m, StateDictType.SHARDED_STATE_DICT)
+    values = {n: v for n, v in other.state_dict().items()}
+    model.load_state_dict(values, strict=False)
+
+
+WRITES = (write_summoned, write_by_hand, load_full, load_sharded)
+
+
+def run_write(format, write, use_orig_params):
+    model = build_fsdp1(format, mixed_precision=BF16, use_orig_params=use_orig_params)
+    train_fsdp1(model, steps=1)
+    before = full_values(model)
+    loss_of(model, batch(5)).backward()
+    write(model)
+    with collectives() as calls:
+        loss_of(model, batch(6))
+    assert count(calls, "allreduce") == 1  # over all units, at the root's forward
+    after = full_values(model)
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+    assert check_gathers(model) == 5
+    with collectives() as calls:
+        loss_of(model, batch(7))
+    assert count(calls, "allreduce") == 0
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(2, 3, devices=("cpu",))
+def test_writes_are_noticed(world, format, write, use_orig_params):
+    world.run(run_write, format, write, use_orig_params)
+
+
+def run_summon(strategy, use_orig_params):
+    """Full precision, after a forward without a backward too, which leaves gathered codes' values."""
+    model = build_fsdp1(
+        "float8_blockwise", mixed_precision=BF16, strategy=strategy, use_orig_params=use_orig_params
+    )
+    plain = Model(257).to(device())
+    torch.manual_seed(0)
+    plain = Model(257).to(device())
+    with torch.no_grad():
+        model(batch(0))
+    values = full_values(model)
+    for name, param in plain.named_parameters():
+        assert torch.equal(values[name], param), name
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.get_parameter(name)), name
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_worlds(2, devices=("cpu",))
+def test_full_parameters_and_state_dicts_have_full_precision(world, strategy, use_orig_params):
+    world.run(run_summon, strategy, use_orig_params)
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+KINDS = {
+    "full": (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=False),
+        FullOptimStateDictConfig(rank0_only=False),
+    ),
+    "sharded": (
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(),
+        ShardedOptimStateDictConfig(),
+    ),
+}
+
+
+def step_of(model, optimizer, number):
+    loss = loss_of(model, batch(number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def run_resumed(format, kind, use_orig_params, mixed_precision):
+    kwargs = dict(use_orig_params=use_orig_params, mixed_precision=mixed_precision)
+    model = build_fsdp1(format, **kwargs)
+    optimizer = adamw(model)
+    for number in range(2):
+        step_of(model, optimizer, number)
+    other = build_fsdp1(format, seed=1, **kwargs)
+    other_optimizer = adamw(other)
+    for m in (model, other):
+        FSDP.set_state_dict_type(m, *KINDS[kind])
+    state = model.state_dict()
+    optimizer_state = FSDP.optim_state_dict(model, optimizer)
+    for value in state.values():
+        assert not qshard.is_quantized(value) if isinstance(value, torch.Tensor) else True
+    if kind == "full":  # else tensors are shared
+        state, optimizer_state = copy.deepcopy((state, optimizer_state))
+    other.load_state_dict(state)
+    other_optimizer.load_state_dict(
+        FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state)
+    )
+    for number in range(2, 5):
+        assert step_of(model, optimizer, number) == step_of(other, other_optimizer, number), number
+    assert not different_values(model, other)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["fp32", "bf16"])
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED, "mix-1"])
+@on_worlds(2, 3, devices=("cpu",))
+def test_resumed_training_goes_on_bit_for_bit(world, format, kind, use_orig_params, mixed_precision):
+    world.run(run_resumed, format, kind, use_orig_params, mixed_precision)
+
+
+# --------------------------------------------------------------------------- gradient scalers
+
+
+def run_scaler(format, use_orig_params):
+    model = build_fsdp1(format, mixed_precision=BF16, use_orig_params=use_orig_params)
+    optimizer, scaler = adamw(model, fused=True), ShardedGradScaler("cpu", init_scale=8.0)
+    states = []
+    for factor in (1.0, float("inf"), 1.0):
+        loss = loss_of(model, batch(len(states)))
+        (scaler.scale(loss) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert check_gathers(model) == 5
+        states.append([d.state[0][0].clone() for d in dynamics(model) if d.state])
+    rolled = [[not torch.equal(a, b) for a, b in zip(x, y)] for x, y in zip(states, states[1:])]
+    return [any(r) for r in rolled]
+
+
+def dynamics(model):
+    return [m.dynamic for m in model.modules() if getattr(m, "dynamic", None) is not None]
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", [DELAYED, "float8_blockwise"])
+@on_worlds(2, devices=("cpu",))
+def test_skipped_steps_roll_no_history(world, format, use_orig_params):
+    for rolled in world.run(run_scaler, format, use_orig_params):
+        # The skipped step leaves what the step before did.
+        assert rolled == ([False, True] if format == DELAYED else [False, False])
+
+
+# ------------------------------------------------------------------------------------ refused
+
+
+def run_quantized_before(use_orig_params):
+    model = qshard.quantize_(Model().to(device()), RECIPES["float8_blockwise"])
+    before = {name: id(p) for name, p in model.named_parameters()}
+    error = error_of(wrap, model, use_orig_params=use_orig_params)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    ignored = [p for p in model.parameters() if qshard.is_quantized(p)]
+    assert "no error" == error_of(FSDP, model, ignored_states=iter(ignored), device_id=device())
+    return error
+
+
+@ORIG_OR_FLAT
+@on_worlds(2, devices=("cpu",))
+def test_wrapping_quantized_parameters_is_refused(world, use_orig_params):
+    for error in world.run(run_quantized_before, use_orig_params):
+        assert error.startswith("TypeError: qshard: blocks.0.up.weight is a quantized parameter, and")
+        assert 'weights="dynamic"' in error and "qshard.prepare_for_fsdp1(model)" in error
+
+
+def run_quantized_after(use_orig_params):
+    model = wrap(Model().to(device()), use_orig_params=use_orig_params)
+    error = error_of(qshard.quantize_, model, RECIPES["float8_blockwise"])
+    loss_of(model, batch(0)).backward()
+    return error
+
+
+@ORIG_OR_FLAT
+@on_worlds(2, devices=("cpu",))
+def test_quantizing_after_wrapping_is_refused(world, use_orig_params):
+    for error in world.run(run_quantized_after, use_orig_params):
+        assert error.startswith("RuntimeError: qshard.quantize_: FullyShardedDataParallel has flattened")
+        assert 'weights="dynamic"' in error and "qshard.prepare_for_fsdp1(model)" in error
+
+
+def run_local():
+    model = build_fsdp1("float8_blockwise", use_orig_params=False)
+    loss_of(model, batch(0)).backward()
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        refused = error_of(model.state_dict)
+    plain = wrap(Model().to(device()), use_orig_params=False)
+    loss_of(plain, batch(0)).backward()
+    for m in (plain, model):
+        FSDP.set_state_dict_type(m, StateDictType.LOCAL_STATE_DICT)
+    return refused, error_of(model.load_state_dict, plain.state_dict())
+
+
+@on_worlds(2, devices=("cpu",))
+def test_local_state_dicts_are_refused(world):
+    for errors in world.run(run_local):
+        for error in errors:
+            assert error.startswith("NotImplementedError: qshard: LOCAL state dicts")
+            assert "StateDictType.SHARDED_STATE_DICT" in error
+
+
+def run_unprepared():
+    torch.manual_seed(0)
+    model = wrap(make_dynamic(Model().to(device()), DELAYED))
+    unprepared = error_of(loss_of, model, batch(0))
+    twice = error_of(qshard.quantize_, Model(), RECIPES[DELAYED], weights="neither")
+    plain = wrap(Model().to(device()))
+    errors = [
+        error_of(qshard.prepare_for_fsdp1, plain),
+        error_of(qshard.prepare_for_fsdp1, make_dynamic(Model(), DELAYED)),
+        error_of(qshard.prepare_for_fsdp1, model, gather="fp8"),
+    ]
+    return [unprepared, twice, *errors]
+
+
+@on_worlds(2, devices=("cpu",))
+def test_wrong_calls_are_refused_by_name(world):
+    for unprepared, weights, plain, unwrapped, gather in world.run(run_unprepared):
+        assert "RuntimeError: qshard: float8_delayed[history=3] weights that FSDP shards" in unprepared
+        assert "qshard.prepare_for_fsdp1(model)" in unprepared
+        assert weights == (
+            'ValueError: qshard.quantize_: weights is "quantized" or "dynamic", got \'neither\''
+        )
+        assert "ValueError" in plain and 'quantize_(model, recipe, weights="dynamic")' in plain
+        assert "TypeError" in unwrapped and "call it after wrapping" in unwrapped
+        assert "ValueError: qshard.prepare_for_fsdp1: gather is 'quantized' or 'param_dtype'" in gather
+
+
+def run_without_the_private_method():
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    stock = FlatParamHandle._all_gather_flat_param
+    FlatParamHandle._other_name = stock
+    model = build_fsdp1("float8_blockwise", mixed_precision=BF16)
+    handles = [u.handle for u in model._qshard_fsdp1.units]
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            del FlatParamHandle._all_gather_flat_param
+            for _ in range(2):
+                qshard.prepare_for_fsdp1(model)
+        own = ["_all_gather_flat_param" in vars(handle) for handle in handles]
+    finally:
+        FlatParamHandle._all_gather_flat_param = stock
+    loss_of(model, batch(0)).backward()
+    return own, [str(w.message) for w in said if "qshard" in str(w.message)]
+
+
+@on_worlds(2, devices=("cpu",))
+def test_without_the_private_method_all_is_gathered_in_full(world):
+    for own, said in world.run(run_without_the_private_method):
+        assert own == [False] * 3
+        assert len(said) == 1 and "lacks what gather='quantized' replaces" in said[0]
