@@ -34,12 +34,18 @@ class DynamicWeight:
         # The tables of a quantized tensor that was never flushed.
         model = ops.quantize(torch.empty(shape, device="meta"), format)
         self.state = [torch.zeros(t.shape) for t in ops._state(model).values()]
+        self.owner = None  # a module that has the weight
         self.uses, self.managed = 0, False
         self._seen = None  # version and address of the values that `state` is of
         self._shared = None  # (weight, version, address, quantized tensor, uses left)
 
     def __getstate__(self):
-        return {**self.__dict__, "_seen": None, "_shared": None}
+        return {**self.__dict__, "_seen": None, "_shared": None, "managed": False}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if self.state:
+            _delayed.add(self)
 
     def linear(self, module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         weight = module.weight
@@ -106,11 +112,7 @@ class DynamicWeight:
                 'qshard: weights="dynamic" quantizes whole plain weights, and this one is a DTensor of '
                 f"placements {weight.placements}; call qshard.quantize_(model, recipe) without it"
             )
-        if not self.state or torch.compiler.is_compiling():
-            return
-        if self.state[0].device != weight.device:
-            self.state = [t.to(weight.device) for t in self.state]
-        if self.managed:
+        if not self.state or self.managed:
             return
         if getattr(module, "_is_fsdp_managed_module", False):
             raise RuntimeError(
@@ -118,12 +120,22 @@ class DynamicWeight:
                 "qshard.prepare_for_fsdp1(model) after FullyShardedDataParallel(model), or, under "
                 'fully_shard, qshard.quantize_(model, recipe) without weights="dynamic"'
             )
-        _delayed_modules.add(module)
-        if self._seen != _seen(weight):
-            self.update([weight.detach()], is_step=False)
+        if not torch.compiler.is_compiling():
+            self.refresh(weight)
 
-    def update(self, values, is_step, found_inf=None):
-        _update([(self, values[0])], is_step, found_inf)
+    def refresh(self, weight):
+        """Brings the state up to date with values that no optimizer step made, if it is not."""
+        if self.state[0].device != weight.device:
+            self.state = [t.to(weight.device) for t in self.state]
+        if self._seen != _seen(weight):
+            _update([(self, weight.detach())], is_step=False)
+
+    def refresh_owner(self):
+        """The same of the parameter itself, for code that does not look, as what is compiled."""
+        weight = self.owner._parameters.get("weight")
+        is_whole = weight is not None and tuple(weight.shape) == self.shape
+        if is_whole and not isinstance(weight, DTensor) and not weight.is_meta and not self.managed:
+            self.refresh(weight)
 
 
 def _seen(weight):
@@ -180,18 +192,18 @@ def all_reduce_max(values, group):
     dist.all_reduce(values.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
 
 
-_delayed_modules = weakref.WeakSet()
+_delayed = weakref.WeakSet()
 
 
 def _after_step(optimizer, args, kwargs):
     """Histories of the optimizer's weights roll, in its order."""
-    if not _delayed_modules:
-        return
     known = {
-        id(module.weight): module.dynamic
-        for module in _delayed_modules
-        if module.dynamic is not None and not module.dynamic.managed
+        id(dynamic.owner._parameters.get("weight")): dynamic
+        for dynamic in _delayed
+        if not dynamic.managed and dynamic.owner.__dict__.get("dynamic") is dynamic
     }
+    if not known:
+        return
     stepped = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -256,13 +268,21 @@ def check_arguments(weights, group, keep_master, stochastic_rounding) -> bool:
 def refuse_fsdp1(chosen) -> None:
     """Raises if FSDP1 has flattened the weights of modules already."""
     for name, module in chosen:
-        is_managed = getattr(module, "_is_fsdp_managed_module", False)
-        if is_managed and not isinstance(module._parameters.get("weight"), DTensor):
+        if is_flattened(module):
             raise RuntimeError(
                 f"qshard.quantize_: FullyShardedDataParallel has flattened the weight of {name}; call "
                 'quantize_(model, recipe, weights="dynamic"), which leaves it as it is, then '
                 "qshard.prepare_for_fsdp1(model)"
             )
+
+
+def is_flattened(module) -> bool:
+    """Whether FSDP1 has made the module's weight a view of a flat parameter: it takes the parameter out,
+    or, with use_orig_params, marks it. FSDP2 marks modules like FSDP1."""
+    if not getattr(module, "_is_fsdp_managed_module", False):
+        return False
+    weight = module._parameters.get("weight")
+    return weight is None or getattr(weight, "_fsdp_flattened", False)
 
 
 def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
@@ -307,6 +327,10 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
                 module.__class__ = qshard_nn.Linear
                 module.weight_only, module.weight_format = weight_only, format
             install(module, dynamic)
+        dynamic.owner = modules[0]
+        if dynamic.state:
+            _delayed.add(dynamic)
+            dynamic.refresh_owner()
 
 
 def weight_identities(model):
@@ -322,7 +346,7 @@ def weight_identities(model):
 
     def identity(module):
         weight = module._parameters.get("weight")
-        if weight is None or getattr(module, "_is_fsdp_managed_module", False):
+        if weight is None or is_flattened(module):
             return "module", shared.get(id(module), id(module))
         return "weight", id(weight)
 
@@ -376,5 +400,6 @@ def _after_load(module, *_):
         if loaded is not None and loaded is not tensor and not loaded.is_meta:  # assign=True
             tensor.copy_(loaded)
     _hide_state(module)
-    # Values and state are of one moment; if they are not, the next use finds another amax.
+    # Of one moment, values and state agree; else the values have another amax, and get its scale.
     module.dynamic._seen = None
+    module.dynamic.refresh_owner()

@@ -265,7 +265,7 @@ class _Unit:
     def all_gather(self, handle, out):
         """In place of FlatParamHandle._all_gather_flat_param: fills `out`, the padded unsharded flat
         parameter in the dtype of forward and backward."""
-        if handle._force_full_precision:
+        if handle._force_full_precision or getattr(handle, "_use_fake_all_gather", False):
             return type(handle)._all_gather_flat_param(handle, out)
         if self.is_written():
             agree([self])

@@ -149,6 +149,7 @@ def linear(
     *,
     weight_only: bool = False,
     format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> Tensor:
     """input @ weight^T + bias, as `torch.nn.functional.linear`: on the codes of input and weight where the
     device can, else on the dequantized weight; `backend_report` says which. The output is in the dtype of
@@ -157,11 +158,17 @@ def linear(
     input: (..., columns), floating point. weight: quantized (rows, columns). bias: (rows,) or None.
     weight_only: leave the input and its gradients in their dtype, and multiply by the dequantized weight.
     format: of the weight, for compiled code, where linears of one input then share its codes.
+    weight_state: given, `weight` is plain and is quantized to `format` for this call, and, as autograd
+        saves it plain, again in backward. Empty, or of delayed scaling float32 (3, history), slot 0 of
+        whose rows collects amaxes of input and gradient, and (3, 3), where [0, 0] is what the weight is
+        scaled by: kernels/scaling_state.h.
 
     Autograd: dgrad and wgrad are quantized in the same way; no double backward. Raises RuntimeError for
     shapes or devices that do not fit.
     """
-    return _ops.linear(input, weight, bias, weight_only=weight_only, format=format)
+    return _ops.linear(
+        input, weight, bias, weight_only=weight_only, format=format, weight_state=weight_state
+    )
 
 
 def linear_forward(
@@ -172,6 +179,7 @@ def linear_forward(
     weight_only: bool = False,
     input_rows: Tensor | None = None,
     format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `linear` runs below autograd: (output, saved_input). To be named in the policies of selective
     activation checkpointing.
@@ -179,11 +187,12 @@ def linear_forward(
     save_quantized_input: give the input's codes for wgrad, transposed, as uint8 of one dimension; else
         saved_input is empty, (0,). Hopper only.
     input_rows: the first result of `quantize_input`, in place of quantizing here.
+    weight_state: as of `linear`, for a plain weight.
 
     Errors: as `linear`.
     """
     return _ops.linear_forward(
-        input, weight, bias, save_quantized_input, weight_only, input_rows, format
+        input, weight, bias, save_quantized_input, weight_only, input_rows, format, weight_state
     )
 
 
@@ -209,17 +218,29 @@ def linear_backward(
     needs_weight: bool,
     weight_only: bool = False,
     grad_dtype: torch.dtype | None = None,
+    format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(grad_input, grad_weight) of `linear_forward`; (0,) what is not needed. The gradient is quantized once
     for both.
 
     grad: (..., rows). input: plain (..., columns), or what linear_forward saved, if `input_is_quantized`.
     grad_dtype: of the weight's gradient, float32, bfloat16 or float16; else the weight's own.
+    format, weight_state: as of `linear`, for a plain weight.
 
     Raises RuntimeError for shapes that do not fit.
     """
     return _ops.linear_backward(
-        grad, weight, input, input_is_quantized, needs_input, needs_weight, weight_only, grad_dtype
+        grad,
+        weight,
+        input,
+        input_is_quantized,
+        needs_input,
+        needs_weight,
+        weight_only,
+        grad_dtype,
+        format,
+        weight_state,
     )
 
 
@@ -231,14 +252,25 @@ def linear_backward_accumulate(
     needs_input: bool,
     weight_grad: Tensor,
     weight_only: bool = False,
+    format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> Tensor:
     """`linear_backward` that adds the weight's gradient to `weight_grad`, in place, where a GEMM can within
     it. Returns grad_input, (0,) if not needed.
 
     weight_grad: plain (rows, columns) of float32, bfloat16 or float16; written.
+    format, weight_state: as of `linear`, for a plain weight.
     """
     return _ops.linear_backward_accumulate(
-        grad, weight, input, input_is_quantized, needs_input, weight_grad, weight_only
+        grad,
+        weight,
+        input,
+        input_is_quantized,
+        needs_input,
+        weight_grad,
+        weight_only,
+        format,
+        weight_state,
     )
 
 

@@ -42,9 +42,9 @@ def train(block, steps=3):
     return losses
 
 
-def make(recipe, **kwargs):
+def make(recipe, weights="quantized", **kwargs):
     torch.manual_seed(0)
-    return qshard.quantize_(Block(**kwargs), recipe)
+    return qshard.quantize_(Block(**kwargs), recipe, weights=weights)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.format)
@@ -54,6 +54,16 @@ def test_fullgraph_equals_eager(recipe, backend):
     eager = train(make(recipe))
     block = make(recipe)
     block.compile(fullgraph=True, backend=backend)
+    assert train(block) == pytest.approx(eager, rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.format)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_weights_that_stay_plain(recipe, checkpointed):
+    torch._dynamo.reset()
+    eager = train(make(recipe, activation_checkpointing=checkpointed))
+    block = make(recipe, "dynamic", activation_checkpointing=checkpointed)
+    block.compile(fullgraph=True, backend="aot_eager")
     assert train(block) == pytest.approx(eager, rel=1e-4)
 
 

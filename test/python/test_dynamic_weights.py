@@ -9,8 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_worlds
-from dist_models import DELAYED, FORMATS, MIXES, RECIPES, Model, adamw, batch, loss_of, ops, train
-from dist_models import local_values, different, quantize_model
+from dist_models import (
+    DELAYED,
+    FORMATS,
+    MIXES,
+    RECIPES,
+    Model,
+    adamw,
+    batch,
+    different,
+    local_values,
+    ops,
+    quantize_model,
+    shard,
+    train,
+)
 from helpers import fit
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -248,24 +261,19 @@ def test_state_stays_float32_where_weights_go_elsewhere():
 # -------------------------------------------------------------------------------- wrappers
 
 
-def run_ddp(format, ways):
+def run_ddp(format, when):
     models = []
     for weights in ("quantized", "dynamic"):
         torch.manual_seed(0)
         model = Model(format=format).to(device())
-        if weights == "dynamic" and ways == "after":
-            model = quantize_model(DistributedDataParallel(model), rename(format), weights=weights)
+        if weights == "dynamic" and when == "after":
+            model = quantize_model(DistributedDataParallel(model), format, weights=weights)
         else:
             model = DistributedDataParallel(quantize_model(model, format, weights=weights))
         models.append(model)
     losses = [train(model) for model in models]
     assert losses[0] == losses[1]
     assert not different(local_values(models[0]), local_values(models[1]))
-
-
-def rename(format):
-    """Names of modules within DistributedDataParallel."""
-    return {"mix-1": "float8_blockwise"}.get(format, format)
 
 
 @pytest.mark.parametrize("format", [*MIXES, "float8_blockwise"])
@@ -301,6 +309,30 @@ def test_zero_redundancy_optimizer(world, format):
     world.run(run_zero, format)
 
 
+def run_fsdp2():
+    losses, values = [], []
+    for weights in ("quantized", "dynamic"):
+        torch.manual_seed(0)
+        model = quantize_model(Model().to(device()), "float8_blockwise", weights=weights)
+        model = shard(model)
+        losses.append(train(model))
+        values.append(local_values(model))
+    assert losses[0] == losses[1] and not different(*values)
+    torch.manual_seed(0)
+    model = shard(quantize_model(Model().to(device()), DELAYED, weights="dynamic"))
+    try:
+        model(batch(0))
+    except RuntimeError as error:
+        return str(error)
+
+
+@on_worlds(2)
+def test_fully_shard(world):
+    for error in world.run(run_fsdp2):
+        assert "weights that FSDP shards need the amaxes of all ranks" in error
+        assert 'without weights="dynamic"' in error
+
+
 def run_group():
     torch.manual_seed(0)
     model = quantize_model(
@@ -312,13 +344,13 @@ def run_group():
     mine = torch.cat([t.flatten() for t in tables])
     both = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(both, mine)
-    return torch.equal(*both), bool((mine != 0).all())
+    return torch.equal(*both), [int((t[1:, 1:] > 0).sum()) for t in tables]
 
 
 @on_worlds(2)
 def test_histories_agree_over_the_group(world):
     for agree, filled in world.run(run_group):
-        assert agree
+        assert agree and filled == [4] * 5  # input and gradient, of the two steps that are kept
 
 
 # --------------------------------------------------------------------------------- refused

@@ -24,6 +24,13 @@ def plain(*shape, grad=False, dtype=torch.float32):
     return weight(*shape, seed=1, dtype=dtype).requires_grad_(grad)
 
 
+def dynamic(fmt, *args):
+    """Arguments with a plain weight that is quantized within. Of delayed scaling inputs are written, as
+    amaxes are collected there, which opcheck would take for a mistake."""
+    fmt = fmt.replace("delayed", "tensorwise")
+    return args, dict(format=fmt, weight_state=[])
+
+
 MESSAGES = {"float8_blockwise": ("float8",), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
 SAMPLES = {
     "quantize": lambda fmt: [
@@ -38,6 +45,7 @@ SAMPLES = {
         (plain(4, 32, grad=True), quantized(fmt=fmt, grad=True), plain(64, grad=True)),
         (plain(2, 3, 32, grad=True), quantized(fmt=fmt, keep_master=True, grad=True), None),
         (plain(32), quantized(fmt=fmt), plain(64)),
+        dynamic(fmt, plain(2, 3, 32, grad=True), plain(64, 32, grad=True), plain(64)),
     ],
     # Codes exist on CUDA only (test_cuda.py).
     "quantize_input": lambda fmt: [
@@ -47,7 +55,8 @@ SAMPLES = {
     "linear_forward": lambda fmt: [
         (plain(2, 3, 32), quantized(fmt=fmt), plain(64), False, weight_only)
         for weight_only in (False, True)
-    ],
+    ]
+    + [dynamic(fmt, plain(4, 32), plain(64, 32), None, False)],
     "linear_backward": lambda fmt: [
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, needs_weight)
         for needs_input, needs_weight in ((True, True), (True, False), (False, True))
@@ -55,7 +64,8 @@ SAMPLES = {
     + [
         (plain(2, 64), quantized(fmt=fmt), plain(2, 32), False, *needs, False, torch.bfloat16)
         for needs in ((True, True), (True, False))
-    ],
+    ]
+    + [dynamic(fmt, plain(2, 64), plain(64, 32), plain(2, 32), False, True, True)],
     "linear_backward_accumulate": lambda fmt: [
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, plain(64, 32))
         for needs_input in (True, False)
@@ -118,7 +128,8 @@ def opcheck_compares_strings(monkeypatch):
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(name, fmt):
     for args in SAMPLES[name](fmt):
-        torch.library.opcheck(getattr(ops, name).default, args, test_utils=TEST_UTILS)
+        args, kwargs = args if args and isinstance(args[-1], dict) else (args, {})
+        torch.library.opcheck(getattr(ops, name).default, args, kwargs, test_utils=TEST_UTILS)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -143,10 +154,11 @@ def test_every_public_operator_is_checked():
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "linear", "linear_backward"])
 def test_fake_results_have_the_geometry_of_real_ones(name):
     for args in SAMPLES[name]("float8_blockwise"):
-        real = getattr(ops, name)(*args)
+        args, kwargs = args if args and isinstance(args[-1], dict) else (args, {})
+        real = getattr(ops, name)(*args, **kwargs)
         with FakeTensorMode() as mode:
             fake_args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-            fake = getattr(ops, name)(*fake_args)
+            fake = getattr(ops, name)(*fake_args, **kwargs)
         for r, f in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (real, fake))):
             assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device)
             assert f.stride() == r.stride() and f.requires_grad == r.requires_grad
