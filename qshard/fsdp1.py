@@ -21,7 +21,7 @@ from qshard.dynamic import DynamicWeight, all_reduce_max, update_state
 ops = torch.ops.qshard
 _GATHERS = ("quantized", "param_dtype")
 _HANDLE = ("_all_gather_flat_param", "_uses_param_mixed_precision", "_force_full_precision")
-_FLAT = ("_param_infos", "_shapes", "_numels_with_padding", "_is_padding_mask", "_local_shard")
+_FLAT = ("_param_infos", "_shapes", "_numels_with_padding", "_is_padding_mask", "_sharded_size")
 _ALIGNMENT = 16
 
 
@@ -65,6 +65,14 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
             "qshard.prepare_for_fsdp1: no module of this model quantizes its weight at each use; call "
             'qshard.quantize_(model, recipe, weights="dynamic") first'
         )
+    missing = {
+        name for m in modules for name in _FLAT if not hasattr(_handle_of(m).flat_param, name)
+    }
+    if missing:
+        raise NotImplementedError(
+            f"qshard.prepare_for_fsdp1: this torch's flat parameters have no {', '.join(sorted(missing))}, "
+            "which says where weights lie in them; without this call every recipe but DelayedScaling works"
+        )
     previous = getattr(fsdp_root, "_qshard_fsdp1", None)
     if previous is not None:
         previous.remove()
@@ -80,10 +88,7 @@ def _handle_of(module):
 
 
 def _can_gather_codes(handle):
-    flat = handle.flat_param
-    return all(hasattr(type(handle), name) for name in _HANDLE) and all(
-        hasattr(flat, name) for name in _FLAT if name != "_local_shard"
-    )
+    return all(hasattr(type(handle), name) for name in _HANDLE)
 
 
 @dataclass
@@ -411,7 +416,7 @@ class _Preparation:
             root.register_load_state_dict_pre_hook(_refuse_local),
         ]
         agree(self.units)
-        _preparations.append(weakref.ref(self, _preparations.remove))
+        _preparations.append(weakref.ref(self, _forget))
 
     def _agree_on_writes(self, *_):
         """Since the last step: by loads, summon_full_params, the user."""
@@ -425,6 +430,7 @@ class _Preparation:
         )
 
     def remove(self):
+        _preparations[:] = [known for known in _preparations if known() is not self]
         for unit in self.units:
             unit.remove()
         for hook in self.hooks:
@@ -451,6 +457,11 @@ def _refuse_local(module, *_):
 
 
 _preparations: list = []
+
+
+def _forget(reference):
+    if reference in _preparations:
+        _preparations.remove(reference)
 
 
 def _after_step(optimizer, args, kwargs):
