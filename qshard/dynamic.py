@@ -37,7 +37,7 @@ class DynamicWeight:
         self.owner = None  # a module that has the weight
         self.uses, self.managed = 0, False
         self._seen = None  # version and address of the values that `state` is of
-        self._shared = None  # (weight, version, address, quantized tensor, uses left)
+        self._shared = None  # weight, what it was, quantized tensor, uses left
 
     def __getstate__(self):
         return {**self.__dict__, "_seen": None, "_shared": None, "managed": False}
@@ -95,10 +95,11 @@ class DynamicWeight:
 
     def _quantize(self, weight):
         """Quantized once for all modules that use it in one forward."""
-        key = (weight._version, weight.data_ptr(), torch.is_grad_enabled())
+        key = (*_seen(weight), torch.is_grad_enabled())
         shared = self._shared
         if shared is None or shared[0] is not weight or shared[1] != key:
-            shared = [weight, key, _QuantizeForUses.apply(weight, self.format, *self.state), self.uses]
+            quantized = _QuantizeForUses.apply(weight, self.format, *self.state)
+            shared = [weight, key, quantized, self.uses]
         shared[3] -= 1
         self._shared = shared if shared[3] > 0 else None
         return shared[2]
@@ -139,7 +140,7 @@ class DynamicWeight:
 
 
 def _seen(weight):
-    return weight._version, weight.data_ptr()
+    return 0 if weight.is_inference() else weight._version, weight.data_ptr()
 
 
 def _update(weights, is_step, found_inf=None):
@@ -286,7 +287,7 @@ def is_flattened(module) -> bool:
 
 
 def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
-    """Makes chosen modules, and embeddings that are tied to them, use their plain weights by
+    """Makes chosen modules, and linears and embeddings that are tied to them, use their plain weights by
     `DynamicWeight`s. Nothing is changed by what cannot be."""
     from qshard import nn as qshard_nn  # which knows nothing of quantize_
 
@@ -307,9 +308,12 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
         shape = module.out_features, module.in_features
         ops.quantize(torch.empty(shape, dtype=weight.dtype, device="meta"), format)
         weights.setdefault(identity(module), (shape, []))[1].append(module)
+    kinds = (nn.Linear, qshard_nn.Linear, nn.Embedding, qshard_nn.Embedding)
     for module in model.modules():
-        if type(module) in (nn.Embedding, qshard_nn.Embedding) and identity(module) in weights:
-            if module.max_norm is not None:
+        if type(module) not in kinds or identity(module) not in weights:
+            continue
+        if all(module is not known for known in weights[identity(module)][1]):
+            if getattr(module, "max_norm", None) is not None:
                 raise NotImplementedError(
                     'qshard.quantize_: weights="dynamic" with an embedding of max_norm, which rewrites '
                     "the weight at each use, that is tied to a linear; leave the linear out by filter_fn"

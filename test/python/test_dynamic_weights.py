@@ -186,6 +186,24 @@ def test_tied_weights_are_quantized_once(format):
         plain(tokens)  # of what was written since
 
 
+def test_a_filter_cannot_part_tied_weights():
+    make = lambda format: Tied(format)  # noqa: E731
+    kwargs = dict(filter_fn=lambda _, name: name == "again")
+    quantized, plain = pair("float8_blockwise", make=make, **kwargs)
+    tokens = torch.arange(24)
+    assert torch.equal(quantized(tokens), plain(tokens))
+    assert plain.head.dynamic is plain.again.dynamic is plain.embedding.dynamic
+
+
+@pytest.mark.parametrize("make", [Mlp, Tied])
+@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
+def test_inference_mode(format, make):
+    with torch.inference_mode():
+        quantized, plain = pair(format, make=make)
+        x = torch.arange(24) if make is Tied else inputs(0)
+        assert torch.equal(quantized(x), plain(x))
+
+
 # ---------------------------------------------------------------------------- delayed scaling
 
 
