@@ -382,9 +382,22 @@ def uninstall(module: nn.Module) -> None:
 # broadcast buffers.
 
 
+class NamedState:
+    """A module whose state is found by the names that its state_dicts have of it, as DCP asks."""
+
+    weight_amax_history = property(lambda self: _state_of(self, 0))
+    weight_scaling_amax = property(lambda self: _state_of(self, 1))
+
+
+def _state_of(module, index):
+    dynamic = module.dynamic
+    if dynamic is None or not dynamic.state:
+        raise AttributeError(_STATE[index])  # nn.Module then looks for a buffer
+    return dynamic.state[index]
+
+
 def _show_state(module, *_):
-    for name, tensor in zip(_STATE, module.dynamic.state):
-        module.register_buffer(name, tensor)
+    module._buffers.update(zip(_STATE, module.dynamic.state))
 
 
 def _hide_state(module, *_):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from qshard.dynamic import NamedState
 from qshard.functional import linear_under_transforms
 from qshard.nn import initial
 from qshard.nn.arguments import refuse, refuse_parallelism
@@ -12,7 +13,7 @@ from qshard.nn.projection import Projection
 _linear = torch.ops.qshard.linear.default
 
 
-class Linear(Projection, torch.nn.Linear):
+class Linear(Projection, NamedState, torch.nn.Linear):
     """nn.Linear with a quantized weight; `quantize_` turns nn.Linear into it. State-dict names are
     nn.Linear's.
 

@@ -1,13 +1,13 @@
 """FSDP1 with weights quantized at each use: writes, checkpoints, gradient scalers, and what is refused."""
 
-import contextlib
 import copy
 import warnings
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, on_worlds
-from dist_models import DELAYED, RECIPES, Model, adamw, batch, collectives, count, loss_of, shard
+import torch.distributed.checkpoint as dcp
+from dist_helpers import device, on_worlds, shared_folder
+from dist_models import DELAYED, RECIPES, Model, adamw, batch, collectives, count, loss_of
 from fsdp1_models import (
     BF16,
     FSDP,
@@ -20,7 +20,7 @@ from fsdp1_models import (
     train_fsdp1,
     wrap,
 )
-from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -188,6 +188,37 @@ def run_resumed(format, kind, use_orig_params, mixed_precision):
 @on_worlds(2, 3, devices=("cpu",))
 def test_resumed_training_goes_on_bit_for_bit(world, format, kind, use_orig_params, mixed_precision):
     world.run(run_resumed, format, kind, use_orig_params, mixed_precision)
+
+
+def run_dcp(format, use_orig_params):
+    """DCP makes up an optimizer step, to have states to load into: no history rolls."""
+    kwargs = dict(use_orig_params=use_orig_params, mixed_precision=BF16)
+    model, other = build_fsdp1(format, **kwargs), build_fsdp1(format, seed=1, **kwargs)
+    optimizer, other_optimizer = adamw(model), adamw(other)
+    for number in range(2):
+        step_of(model, optimizer, number)
+    with shared_folder() as folder:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        model_state, optimizer_state = get_state_dict(other, other_optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    for number in range(2, 5):
+        assert step_of(model, optimizer, number) == step_of(other, other_optimizer, number), number
+    assert not different_values(model, other)
+
+
+@pytest.mark.parametrize("use_orig_params", [True], ids=["orig"])
+@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
+@on_worlds(2, devices=("cpu",))
+def test_dcp_resumes_bit_for_bit(world, format, use_orig_params):
+    world.run(run_dcp, format, use_orig_params)
 
 
 # --------------------------------------------------------------------------- gradient scalers
