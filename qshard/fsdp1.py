@@ -70,8 +70,8 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     }
     if missing:
         raise NotImplementedError(
-            f"qshard.prepare_for_fsdp1: this torch's flat parameters have no {', '.join(sorted(missing))}, "
-            "which says where weights lie in them; without this call every recipe but DelayedScaling works"
+            "qshard.prepare_for_fsdp1: this torch's flat parameters do not say where weights lie in them "
+            f"({', '.join(sorted(missing))}); without this call every recipe but DelayedScaling works"
         )
     previous = getattr(fsdp_root, "_qshard_fsdp1", None)
     if previous is not None:

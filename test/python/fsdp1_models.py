@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from dist_helpers import device, full_mesh
 from dist_models import DELAYED, Block, Model, adamw, batch, loss_of, quantize_model, shard
-from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel as FSDP,
     MixedPrecision,

@@ -4,7 +4,7 @@ arithmetic, bit for bit."""
 import pytest
 import torch
 from dist_helpers import device, on_worlds
-from dist_models import MIXES, Model, adamw, batch, loss_of, make_plain
+from dist_models import MIXES, Model, make_plain
 from fsdp1_models import build_fsdp1, different_values, train_fsdp1, wrap
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")

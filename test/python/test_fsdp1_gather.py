@@ -173,7 +173,8 @@ def run_peak():
     train_fsdp1(model, steps=1)
     unit = model._qshard_fsdp1.units[1]
     out = torch.empty(unit.shard_numel * dist.get_world_size(), dtype=torch.bfloat16)
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as p:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(profile_memory=True, activities=cpu) as p:
         unit.all_gather(unit.handle, out)
     level = peak = 0
     for event in p.profiler.kineto_results.events():

@@ -1,4 +1,4 @@
-"""FSDP1 with weights quantized at each use: writes, checkpoints, gradient scalers, and what is refused."""
+"""FSDP1 with weights quantized at each use: writes, checkpoints, gradient scalers, refusals."""
 
 import copy
 import warnings
