@@ -294,10 +294,11 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
     identity = weight_identities(model)
     weights = {}
     for name, module in chosen:
-        if type(module) not in (nn.Linear, qshard_nn.Linear):
+        is_constructed = getattr(module, "is_constructed", False)  # multiplies in ways of its own
+        if type(module) not in (nn.Linear, qshard_nn.Linear) or is_constructed:
             raise TypeError(
                 f'qshard.quantize_: weights="dynamic" cannot change how {name}, a '
-                f"{type(module).__name__}, multiplies; it needs nn.Linear itself"
+                f"{type(module).__name__}, multiplies; it needs nn.Linear itself, made by torch"
             )
         weight = module.weight
         if is_quantized(local_of(weight)):

@@ -408,6 +408,9 @@ def test_modules_that_do_not_fit():
 
     with pytest.raises(TypeError, match="it needs nn.Linear itself"):
         qshard.quantize_(nn.Sequential(Other(4, 4)), RECIPES["mxfp8"], weights="dynamic")
+    with pytest.raises(TypeError, match="it needs nn.Linear itself, made by torch"):
+        model = nn.Sequential(qshard.nn.Linear(32, 32))
+        qshard.quantize_(model, RECIPES["mxfp8"], weights="dynamic")
     model = qshard.quantize_(linear(), RECIPES["mxfp8"])
     with pytest.raises(TypeError, match=r'call qshard.dequantize_\(model\) before weights="dynamic"'):
         qshard.quantize_(model, RECIPES["mxfp8"], weights="dynamic")
