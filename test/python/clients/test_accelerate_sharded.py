@@ -15,7 +15,7 @@ import qshard
 
 
 @contextlib.contextmanager
-def accelerator():
+def accelerator(efficient=False):
     """An Accelerator whose prepare() uses FSDP2. It refuses to on CPUs, so its state is told."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
@@ -30,7 +30,7 @@ def accelerator():
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
+            cpu_ram_efficient_loading=efficient,
         )
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP
@@ -63,12 +63,12 @@ def train(made, model, optimizer, steps):
     return losses
 
 
-def run(recipe, keep_master):
+def run(recipe, keep_master, efficient):
     values = []
     # accelerate's prepare maps parameters by address, which weights without a master have not.
     orders = ("quantize prepare", "prepare quantize")[0 if keep_master else 1 :]
     for order in orders:
-        with accelerator() as made, shared_folder() as folder:
+        with accelerator(efficient) as made, shared_folder() as folder:
             assert made.is_fsdp2
             model, optimizer = prepared(made, recipe, order, keep_master=keep_master)
             losses = train(made, model, optimizer, range(2))
@@ -84,6 +84,7 @@ def run(recipe, keep_master):
 
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
+@pytest.mark.parametrize("efficient", [False, True], ids=["", "cpu_ram_efficient_loading"])
 @on_worlds(2, devices=("cpu",))
-def test_prepare_save_state_and_load_state(world, recipe, keep_master):
-    world.run(run, recipe, keep_master)
+def test_prepare_save_state_and_load_state(world, recipe, keep_master, efficient):
+    world.run(run, recipe, keep_master, efficient)
