@@ -19,6 +19,7 @@ from qshard.recipes import (
     NVFP4BlockScaling,
 )
 from qshard.report import backend_report, report, trace_fallbacks
+from qshard.state import QuantizationState
 
 try:
     __version__ = importlib.metadata.version("qshard")
@@ -31,6 +32,7 @@ __all__ = [
     "Float8CurrentScaling",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
+    "QuantizationState",
     "backend_report",
     "ddp_comm_hook",
     "dequantize_",

@@ -33,6 +33,7 @@ def quantize_(
     stochastic_rounding: bool = False,
     weights: str = "quantized",
     group=None,
+    persistent_state: bool = True,
     filter_fn: Callable[[torch_nn.Module, str], bool] | None = None,
 ) -> torch_nn.Module:
     """Quantizes the weights of a model's linear layers in place, and returns the model.
@@ -56,6 +57,9 @@ def quantize_(
         a quantized weight with a master would. Before or after wrapping; of FSDP1 see
         `prepare_for_fsdp1`.
     group: for "dynamic" and DelayedScaling: the process group that agrees on amaxes after a step.
+    persistent_state: amax histories and that count are in the model's state_dict. False leaves it the
+        names of the plain model's, for code that knows only those; save
+        qshard.QuantizationState(model) beside it to resume bit for bit.
     filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize; all by
         default, and a warning then names matrices in modules of other kinds, which stay plain. Call
         quantize_ again for modules that are to have another recipe.
@@ -103,6 +107,7 @@ def quantize_(
                 module.__class__ = nn.Embedding
     for _, module in chosen:
         _prepare_module(module, weight_only)
+        module._qshard_persistent_state = persistent_state
         state.link(module)
         _pad_now(module)
     flush(model)
@@ -287,7 +292,7 @@ def forget_module(module):
     if not getattr(module, "is_constructed", False):
         module.__class__ = plain.get(type(module), type(module))
     dynamic.uninstall(module)
-    for name in ("weight_only", "weight_format"):
+    for name in ("weight_only", "weight_format", "_qshard_persistent_state"):
         module.__dict__.pop(name, None)
     for name in ("_qshard_load_hook", "_qshard_masters_hook"):
         hook = module.__dict__.pop(name, None)

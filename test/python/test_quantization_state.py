@@ -1,0 +1,110 @@
+"""persistent_state=False: a model's state_dict has the plain model's names, and QuantizationState, which
+is saved beside it, the rest."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dist_helpers import on_worlds, shared_folder
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import qshard
+
+STATES = {
+    "delayed": (qshard.DelayedScaling(amax_history_len=4), {}),
+    "stochastic": (qshard.MXFP8BlockScaling(), dict(keep_master=False, stochastic_rounding=True)),
+}
+states = pytest.mark.parametrize("state", STATES)
+
+
+def plain(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(48, 70), nn.ReLU(), nn.Linear(70, 9))
+
+
+def build(state, seed=0, **kwargs):
+    recipe, options = STATES[state]
+    return qshard.quantize_(plain(seed), recipe, persistent_state=False, **options, **kwargs)
+
+
+def train(model, steps):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in steps:
+        x = torch.randn(6, 48, generator=torch.Generator().manual_seed(step)) * (1 + step)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@states
+def test_state_dicts_have_the_names_of_plain_models(state):
+    model = build(state)
+    assert list(model.state_dict()) == list(plain().state_dict())
+    assert model.load_state_dict(plain(1).state_dict()) == ([], [])
+    meta = build(state).to("meta")
+    assert meta.load_state_dict(plain(1).state_dict(), assign=True) == ([], [])
+    names = qshard.QuantizationState(model).state_dict().keys()
+    assert names and all(name.startswith(("0.weight_", "2.weight_")) for name in names)
+    assert not qshard.QuantizationState(qshard.dequantize_(model)).state_dict()
+
+
+@states
+def test_saved_beside_the_model_it_resumes_bit_for_bit(state, tmp_path):
+    model = build(state)
+    train(model, range(3))
+    beside = qshard.QuantizationState(model)
+    torch.save(beside.state_dict(), tmp_path / "state.pt")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    other = build(state, seed=1)
+    other.load_state_dict(torch.load(tmp_path / "model.pt"))
+    qshard.QuantizationState(other).load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert train(model, range(3, 6)) == train(other, range(3, 6))
+
+
+def test_wrong_states_are_refused_before_anything_is_changed():
+    model = build("delayed")
+    train(model, range(2))
+    beside = qshard.QuantizationState(model)
+    good = {name: tensor.clone() for name, tensor in beside.state_dict().items()}
+    last = list(good)[-1]
+    changed = {name: tensor + 1 for name, tensor in good.items()}
+    for wrong, message in [
+        ({n: t for n, t in changed.items() if n != last}, f"{last} is missing"),
+        ({**changed, "4.weight_amax_history": torch.zeros(1)}, "4.weight_amax_history is unexpected"),
+        ({**changed, last: torch.zeros(7)}, rf"{last} has shape .* and \(7,\)"),
+        ({**changed, last: "text"}, rf"{last} has shape .* and \(\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            beside.load_state_dict(wrong)
+    assert all(torch.equal(t, good[n]) for n, t in beside.state_dict().items())
+
+
+def resume(state, path):
+    def sharded(seed):
+        model = build(state, seed)
+        fully_shard(model[0])
+        return fully_shard(model)
+
+    model = sharded(0)
+    train(model, range(3))
+    dcp.save({"model": model.state_dict(), "qshard": qshard.QuantizationState(model)}, checkpoint_id=path)
+    other = sharded(1)
+    loaded = {"model": other.state_dict(), "qshard": qshard.QuantizationState(other)}
+    dcp.load(loaded, checkpoint_id=path)
+    assert train(model, range(3, 6)) == train(other, range(3, 6))
+
+
+def in_a_shared_folder(state):
+    with shared_folder() as path:
+        resume(state, str(path))
+        dist.barrier()
+
+
+@states
+@on_worlds(2, devices=("cpu",))
+def test_dcp_saves_and_loads_it_beside_a_sharded_model(world, state):
+    world.run(in_a_shared_folder, state)
