@@ -1,4 +1,5 @@
-"""accelerate with FSDP2: quantize_ before and after prepare, clipping, save_state and load_state."""
+"""accelerate on two ranks, FSDP2 and DDP: quantize_ before and after prepare, clipping, save_state and
+load_state, cpu_ram_efficient_loading, get_state_dict, save_model."""
 
 import contextlib
 import os
@@ -10,13 +11,14 @@ import torch.distributed as dist
 from client_models import RECIPES, batch, llama
 from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
+from safetensors.torch import load_file
 
 import qshard
 
 
 @contextlib.contextmanager
-def accelerator(efficient=False):
-    """An Accelerator whose prepare() uses FSDP2. It refuses to on CPUs, so its state is told."""
+def accelerator(mode="fsdp2", **plugin):
+    """An Accelerator whose prepare() uses DDP or FSDP2. FSDP2 it refuses on CPUs, so its state is told."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -26,14 +28,16 @@ def accelerator(efficient=False):
     with mock.patch.dict(os.environ, variables, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"):
         AcceleratorState._reset_state(reset_partial_state=True)
         made = Accelerator(cpu=True)
-        made.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=efficient,
-        )
-        for state in (PartialState, AcceleratorState):
-            state._shared_state["distributed_type"] = DistributedType.FSDP
+        if mode == "fsdp2":
+            plugin.setdefault("cpu_ram_efficient_loading", False)
+            made.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+                **plugin,
+            )
+            for state in (PartialState, AcceleratorState):
+                state._shared_state["distributed_type"] = DistributedType.FSDP
         try:
             yield made
         finally:
@@ -63,12 +67,12 @@ def train(made, model, optimizer, steps):
     return losses
 
 
-def run(recipe, keep_master, efficient):
+def run(recipe, keep_master):
     values = []
     # accelerate's prepare maps parameters by address, which weights without a master have not.
     orders = ("quantize prepare", "prepare quantize")[0 if keep_master else 1 :]
     for order in orders:
-        with accelerator(efficient) as made, shared_folder() as folder:
+        with accelerator() as made, shared_folder() as folder:
             assert made.is_fsdp2
             model, optimizer = prepared(made, recipe, order, keep_master=keep_master)
             losses = train(made, model, optimizer, range(2))
@@ -82,9 +86,119 @@ def run(recipe, keep_master, efficient):
     assert not different(values[0][1], values[-1][1])
 
 
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
-@pytest.mark.parametrize("efficient", [False, True], ids=["", "cpu_ram_efficient_loading"])
+masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+recipes = pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
+
+
+@masters
+@recipes
 @on_worlds(2, devices=("cpu",))
-def test_prepare_save_state_and_load_state(world, recipe, keep_master, efficient):
-    world.run(run, recipe, keep_master, efficient)
+def test_prepare_save_state_and_load_state(world, recipe, keep_master):
+    world.run(run, recipe, keep_master)
+
+
+def run_efficient(recipe, state_dict_type):
+    """Rank 0 alone has the weights that are trained, as from_pretrained leaves them."""
+    results = []
+    for efficient, order in [
+        (False, "quantize prepare"), (True, "quantize prepare"), (True, "prepare quantize"),
+    ]:
+        plugin = dict(cpu_ram_efficient_loading=efficient, state_dict_type=state_dict_type)
+        with accelerator(**plugin) as made, shared_folder() as folder:
+            seed = dist.get_rank() if efficient else 0
+            model, optimizer = prepared(made, recipe, order, seed, persistent_state=False)
+            made.register_for_checkpointing(qshard.QuantizationState(model))
+            losses = train(made, model, optimizer, range(2))
+            made.save_state(str(folder))
+            losses += train(made, model, optimizer, range(2, 4))
+            results.append((losses, local_values(model)))
+            made.load_state(str(folder))
+            assert train(made, model, optimizer, range(2, 4)) == losses[2:]
+            assert not different(results[-1][1], local_values(model))
+    for losses, values in results[1:]:
+        assert losses == results[0][0] and not different(values, results[0][1])
+
+
+@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@recipes
+@on_worlds(2, devices=("cpu",))
+def test_cpu_ram_efficient_loading(world, recipe, state_dict_type):
+    world.run(run_efficient, recipe, state_dict_type)
+
+
+def refuse_efficient():
+    with accelerator(cpu_ram_efficient_loading=True) as made:
+        with pytest.raises(AttributeError, match="device_mesh"):
+            prepared(made, "float8_delayed", "quantize prepare")
+    with accelerator() as made:
+        with pytest.raises(RuntimeError, match="without a master"):
+            prepared(made, "float8_blockwise", "quantize prepare", keep_master=False)
+
+
+@on_worlds(2, devices=("cpu",))
+def test_limits_of_prepare(world):
+    """accelerate broadcasts persistent buffers as if they were parameters, whosever they are; and asks
+    for addresses."""
+    world.run(refuse_efficient)
+
+
+def save(recipe, mode):
+    with accelerator(mode) as made, shared_folder() as folder:
+        model, optimizer = prepared(made, recipe, "quantize prepare")
+        train(made, model, optimizer, range(2))
+        state = made.get_state_dict(model)
+        made.save_model(model, str(folder), max_shard_size="16KB")
+        dist.barrier()
+        plain = llama(seed=1)
+        if dist.get_rank() == 0:  # accelerate gives FSDP2's to rank 0 alone
+            assert all(type(tensor) is torch.Tensor for tensor in state.values())
+            missing, unexpected = plain.load_state_dict(state, strict=False)
+            assert not missing and all("weight_" in name for name in unexpected)
+        files = list(folder.glob("*.safetensors"))
+        read = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert len(files) > 1
+        full = {n: p.full_tensor() if mode == "fsdp2" else p * 1 for n, p in model.named_parameters()}
+        for name, value in full.items():
+            name = name.removeprefix("module.")
+            assert torch.equal(read[name], value), name
+            assert dist.get_rank() or torch.equal(plain.get_parameter(name), value), name
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+@recipes
+@on_worlds(2, devices=("cpu",))
+def test_get_state_dict_and_save_model(world, recipe, mode):
+    world.run(save, recipe, mode)
+
+
+def run_ddp(recipe):
+    with accelerator("ddp") as made, shared_folder() as folder:
+        model, optimizer = prepared(made, recipe, "quantize prepare")
+        assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        losses = train(made, model, optimizer, range(2))
+        made.save_state(str(folder))
+        made.wait_for_everyone()
+        losses += train(made, model, optimizer, range(2, 4))
+        values = local_values(model)
+        made.load_state(str(folder))
+        assert train(made, model, optimizer, range(2, 4)) == losses[2:]
+        assert not different(values, local_values(model))
+        return values
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_worlds(2, devices=("cpu",))
+def test_ddp(world, recipe):
+    first, second = world.run(run_ddp, recipe)
+    assert not different(first, second)
+
+
+def refuse_ddp():
+    with accelerator("ddp") as made:
+        with pytest.raises(RuntimeError, match="call quantize_ before DistributedDataParallel"):
+            prepared(made, "float8_blockwise", "prepare quantize")
+
+
+@on_worlds(2, devices=("cpu",))
+def test_quantize_after_ddp_is_a_named_error(world):
+    world.run(refuse_ddp)
