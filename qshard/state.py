@@ -52,19 +52,22 @@ class QuantizationState:
         """<module>.<weight>_<state>: the tensors themselves, fp32 and int64; empty if the formats have
         no state."""
         result = {}
+        for prefix, module in self._modules():
+            link(module)
+            for name, tensor in _tensors(module).items():
+                result[_without_wrappers(f"{prefix}.{name}".lstrip("."))] = tensor
+        return result
+
+    def _modules(self):
         for model in self.models:
             for prefix, module in model.named_modules():
-                if "_qshard_state_hook" not in module.__dict__:
-                    continue
-                link(module)
-                for name, tensor in _tensors(module).items():
-                    result[_without_wrappers(f"{prefix}.{name}".lstrip("."))] = tensor
-        return result
+                if "_qshard_state_hook" in module.__dict__:
+                    yield prefix, module
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Loads what `state_dict` gave; after the model's own load_state_dict, which may replace its
-        weights. Raises ValueError, before anything is changed, for missing and unexpected names and
-        for other shapes."""
+        weights, and on all ranks. Raises ValueError, before anything is changed, for missing and
+        unexpected names and for other shapes."""
         own = self.state_dict()
         wrong = sorted(own.keys() ^ state_dict.keys())
         if wrong:
@@ -85,6 +88,9 @@ class QuantizationState:
             for name, tensor in own.items():
                 if tensor is not state_dict[name]:
                     tensor.copy_(state_dict[name])
+        # Codes may have been made of the loaded weights since, by a scale of the state before.
+        for _, module in self._modules():
+            ops._mark_written(local_of(module.weight))
 
 
 def hand_out_masters(module: torch.nn.Module) -> None:

@@ -1,47 +1,16 @@
 """accelerate on two ranks, FSDP2 and DDP: quantize_ before and after prepare, clipping, save_state and
 load_state, cpu_ram_efficient_loading, get_state_dict, save_model."""
 
-import contextlib
-import os
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 from client_models import RECIPES, batch, llama
+from client_worlds import accelerator
 from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
 from safetensors.torch import load_file
 
 import qshard
-
-
-@contextlib.contextmanager
-def accelerator(mode="fsdp2", **plugin):
-    """An Accelerator whose prepare() uses DDP or FSDP2. FSDP2 it refuses on CPUs, so its state is told."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    variables = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, FSDP_VERSION="2")
-    with mock.patch.dict(os.environ, variables, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        made = Accelerator(cpu=True)
-        if mode == "fsdp2":
-            plugin.setdefault("cpu_ram_efficient_loading", False)
-            made.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-                **plugin,
-            )
-            for state in (PartialState, AcceleratorState):
-                state._shared_state["distributed_type"] = DistributedType.FSDP
-        try:
-            yield made
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def prepared(made, recipe, order, seed=0, **kwargs):

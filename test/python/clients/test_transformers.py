@@ -6,6 +6,7 @@ from client_models import RECIPES, Text, batch, different, llama
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import qshard
+from qshard.integrations.transformers import QuantizationStateCallback
 
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -78,3 +79,26 @@ def test_quantize_in_a_callback_trains_all_weights(tmp_path):
     assert losses(late) == losses(early) and not different(late.model, early.model)
     untrained = llama()
     assert len(different(late.model, untrained)) == len(list(untrained.parameters()))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@recipes
+def test_state_beside_the_model_resumes_and_leaves_no_unexpected_keys(recipe, tied, tmp_path):
+    def trainer(seed, **kwargs):
+        model = qshard.quantize_(llama(tied, seed), RECIPES[recipe], persistent_state=False)
+        callbacks = [QuantizationStateCallback(**kwargs)]
+        return Trainer(model, arguments(tmp_path / str(seed)), train_dataset=Text(), callbacks=callbacks)
+
+    first = trainer(0)
+    first.train()
+    checkpoint = str(tmp_path / "0" / "checkpoint-3")
+    second = trainer(1, resume_from_checkpoint=checkpoint)
+    second.train(resume_from_checkpoint=checkpoint)
+    assert losses(first)[3:] == losses(second)[-3:]
+    assert not different(first.model, second.model)
+    first.save_model(str(tmp_path / "model"))
+    plain, info = LlamaForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not different(first.model, plain)
+    assert not any(info[kind] for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"))
+    with pytest.raises(FileNotFoundError, match="give it the folder"):
+        trainer(2).train(resume_from_checkpoint=checkpoint)

@@ -1,0 +1,137 @@
+"""torchtitan with the converter quantize.qshard: its debug models, optimizers and checkpoints, on two
+ranks."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_helpers import on_worlds, shared_folder
+from dist_models import different, local_values
+
+RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
+
+
+def on_cpu():
+    """torchtitan looks for an accelerator when it is imported; here it finds the CPU."""
+    with mock.patch("torch._utils._get_available_device_type", lambda: "cpu"):
+        import qshard.integrations.torchtitan  # noqa: F401
+
+
+class Job:
+    """What torchtitan.train.Trainer makes of a job's arguments, without its GPU metrics and data."""
+
+    def __init__(self, folder, *arguments, model="llama3", quantized=True, seed=0):
+        on_cpu()
+        from torchtitan.components.checkpoint import CheckpointManager
+        from torchtitan.config import ConfigManager
+        from torchtitan.distributed import ParallelDims
+        from torchtitan.protocols.model_converter import build_model_converters
+        from torchtitan.protocols.train_spec import get_train_spec
+
+        module = "qshard.integrations.torchtitan"
+        converter = ["--model.converters=quantize.qshard"] if quantized else []
+        self.config = config = ConfigManager().parse_args(
+            [
+                f"--job.custom_config_module={module}", f"--job.dump_folder={folder}",
+                f"--model.name={model}", "--model.flavor=debugmodel", "--training.seq_len=32",
+                "--training.steps=8", "--checkpoint.enable", "--checkpoint.interval=2",
+                "--optimizer.implementation=foreach", *converter, *arguments,
+            ]
+        )
+        spec = get_train_spec(config.model.name)
+        parallelism = config.parallelism
+        self.dims = dims = ParallelDims(
+            dp_shard=parallelism.data_parallel_shard_degree,
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            cp=1, tp=parallelism.tensor_parallel_degree, pp=1, ep=1, etp=1,
+            world_size=dist.get_world_size(),
+        )
+        args = spec.model_args["debugmodel"]
+        args.update_from_config(config)
+        torch.manual_seed(seed)
+        with torch.device("meta"):
+            self.model = spec.model_cls(args)
+        converters = build_model_converters(config, dims)
+        converters.convert(self.model)
+        self.model = spec.parallelize_fn(self.model, dims, config)
+        self.model.to_empty(device="cpu")
+        with torch.no_grad():
+            self.model.init_weights()
+        self.loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
+        self.optimizers = spec.build_optimizers_fn([self.model], config.optimizer, dims)
+        self.schedulers = spec.build_lr_schedulers_fn(self.optimizers, config.lr_scheduler, 8)
+        self.optimizers.register_step_post_hook(
+            lambda *_: converters.post_optimizer_hook([self.model])
+        )
+        adapter = spec.state_dict_adapter(args, None) if spec.state_dict_adapter else None
+        self.checkpoints = CheckpointManager(
+            dataloader=Nothing(), model_parts=[self.model], optimizers=self.optimizers,
+            lr_schedulers=self.schedulers, states={}, checkpoint_config=config.checkpoint,
+            sd_adapter=adapter, base_folder=str(folder),
+        )
+
+    def train(self, steps):
+        from torchtitan.distributed.utils import clip_grad_norm_
+
+        losses = []
+        for step in steps:
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            tokens = torch.randint(2048, (2, 33), generator=generator)
+            loss = self.loss_fn(self.model(tokens[:, :-1]), tokens[:, 1:])
+            loss.backward()
+            norm = clip_grad_norm_(list(self.model.parameters()), 1.0, foreach=True)
+            self.optimizers.step()
+            self.schedulers.step()
+            self.optimizers.zero_grad()
+            losses.append((loss.item(), float(norm)))
+        return losses
+
+
+class Nothing:
+    """A data loader without a position."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def resume(model, recipe, mode, arguments):
+    with shared_folder() as folder:
+        arguments = [f"--quantize.qshard.recipe={recipe}", f"--checkpoint.async_mode={mode}", *arguments]
+        first = Job(folder, *arguments, model=model)
+        losses = first.train(range(2))
+        first.checkpoints.save(2)
+        first.checkpoints.maybe_wait_for_staging()
+        losses += first.train(range(2, 4))
+        first.checkpoints._async_wait()
+        dist.barrier()
+        second = Job(folder, *arguments, model=model, seed=1)
+        assert second.checkpoints.load(2)
+        assert second.train(range(2, 4)) == losses[2:]
+        assert not different(local_values(first.model), local_values(second.model))
+        return losses
+
+
+@pytest.mark.parametrize(
+    "recipe, arguments",
+    [(recipe, ()) for recipe in RECIPES]
+    + [("mxfp8", ("--quantize.qshard.no-keep-master", "--quantize.qshard.stochastic-rounding"))],
+)
+@on_worlds(2, devices=("cpu",))
+def test_llama3_resumes_bit_for_bit(world, recipe, arguments):
+    losses, _ = world.run(resume, "llama3", recipe, "disabled", arguments)
+    assert len(losses) == 4
+
+
+@on_worlds(2, devices=("cpu",))
+def test_async_checkpoints(world):
+    world.run(resume, "llama3", "float8_delayed", "async", ())
+
+
+@pytest.mark.parametrize("recipe", ["float8_delayed", "float8_blockwise"])
+@on_worlds(2, devices=("cpu",))
+def test_experts_stay_plain_and_the_rest_resumes_bit_for_bit(world, recipe):
+    world.run(resume, "deepseek_v3", recipe, "disabled", ())
