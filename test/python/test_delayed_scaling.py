@@ -203,6 +203,60 @@ def test_steps_that_gradscaler_skips_roll_nothing():
                 assert torch.equal(ops.codes(model[0].weight).float(), codes)
 
 
+class Container(torch.optim.Optimizer):
+    """An optimizer that steps others, as torchtitan's OptimizersContainer, and then writes too."""
+
+    def __init__(self, params, pull=0.0):
+        params = list(params)
+        super().__init__(params, {})
+        self.pull, self.fails = pull, False
+        self.optimizers = [torch.optim.AdamW([param], lr=1e-2) for param in params]
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+            if self.fails:
+                raise KeyError("in step")
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if self.pull:
+                        param.mul_(1 - self.pull)
+
+
+def test_a_step_within_a_step_is_one_step():
+    plain, model = build(), build()
+    container = Container(model.parameters())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for i in range(3):
+        step(plain, optimizer, i)
+        step(model, container, i)
+        assert same_state(state_of(plain[0].weight), state_of(model[0].weight))
+    # Of an outer step that failed nothing is left.
+    container.fails = True
+    with pytest.raises(KeyError):
+        step(model, container, 3)
+    container.fails = False
+    container.zero_grad()
+    before = state_of(model[2].weight)["amax_history"][0, -3:]
+    step(model, container, 4)
+    after = state_of(model[2].weight)["amax_history"][0, -3:]
+    assert torch.equal(before[1:], after[:-1])
+
+
+def test_what_an_outer_step_writes_is_quantized_and_rolls_nothing():
+    model = build()
+    container = Container(model.parameters(), pull=0.5)
+    for i in range(3):
+        step(model, container, i)
+        weight = model[0].weight.detach()
+        with torch.no_grad():
+            want = model[0].weight * 1  # the master
+        assert torch.allclose(ops.dequantize(weight), want, rtol=0.07, atol=1e-3)
+    history = state_of(model[0].weight)["amax_history"][0]
+    assert history.count_nonzero() == 3
+
+
 def test_loads_flushes_and_reads_roll_nothing():
     model = build()
     step(model, adamw(model), 0)

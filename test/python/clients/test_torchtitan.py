@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
 
@@ -55,6 +57,9 @@ class Job:
         converters = build_model_converters(config, dims)
         converters.convert(self.model)
         self.model = spec.parallelize_fn(self.model, dims, config)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):  # gloo has no sum with a factor
+                module.set_force_sum_reduction_for_comms(True)
         self.model.to_empty(device="cpu")
         with torch.no_grad():
             self.model.init_weights()
@@ -71,7 +76,8 @@ class Job:
             sd_adapter=adapter, base_folder=str(folder),
         )
 
-    def train(self, steps):
+    @mock.patch("torch.histc", lambda x, **kwargs: histc(x.float(), **kwargs).long())
+    def train(self, steps, step_all=True):
         from torchtitan.distributed.utils import clip_grad_norm_
 
         losses = []
@@ -81,11 +87,15 @@ class Job:
             loss = self.loss_fn(self.model(tokens[:, :-1]), tokens[:, 1:])
             loss.backward()
             norm = clip_grad_norm_(list(self.model.parameters()), 1.0, foreach=True)
-            self.optimizers.step()
+            for optimizer in [self.optimizers] if step_all else self.optimizers:
+                optimizer.step()
             self.schedulers.step()
             self.optimizers.zero_grad()
             losses.append((loss.item(), float(norm)))
         return losses
+
+
+histc = torch.histc  # which CPUs have for floats alone
 
 
 class Nothing:
@@ -135,3 +145,59 @@ def test_async_checkpoints(world):
 @on_worlds(2, devices=("cpu",))
 def test_experts_stay_plain_and_the_rest_resumes_bit_for_bit(world, recipe):
     world.run(resume, "deepseek_v3", recipe, "disabled", ())
+
+
+def to_hugging_face(recipe):
+    with shared_folder() as folder:
+        recipe = f"--quantize.qshard.recipe={recipe}"
+        output = ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
+        first = Job(folder, recipe, *output)
+        first.train(range(2))
+        first.checkpoints.save(2, last_step=True)
+        dist.barrier()
+        files = folder.rglob("*.safetensors")  # of each rank, and all in one
+        names = {name for file in files for name in load_file(file)}
+        assert "model.layers.0.self_attn.q_proj.weight" in names
+        assert len(names) == len(list(first.model.parameters()))
+        path = f"--checkpoint.initial_load_path={folder}/checkpoint/step-2"
+        second = Job(f"{folder}/other", recipe, "--checkpoint.initial_load_in_hf", path, seed=1)
+        assert second.checkpoints.load()
+        assert not different(local_values(first.model), local_values(second.model))
+
+
+@on_worlds(2, devices=("cpu",))
+def test_hugging_face_output_and_input_have_no_histories(world):
+    world.run(to_hugging_face, "float8_delayed")
+
+
+def one_flush_a_step():
+    with shared_folder() as folder:
+        results = []
+        for step_all in (True, False):
+            job = Job(folder, "--quantize.qshard.recipe=float8_delayed")
+            losses = job.train(range(3), step_all)
+            results.append((losses, job.checkpoints.states["qshard"].state_dict()))
+        (losses, state), (other_losses, other_state) = results
+        assert losses == other_losses
+        assert all(torch.equal(tensor, other_state[name]) for name, tensor in state.items())
+
+
+@on_worlds(2, devices=("cpu",))
+def test_a_step_of_the_optimizers_container_is_one_step(world):
+    """The container, an Optimizer itself, steps the optimizers that it holds."""
+    world.run(one_flush_a_step)
+
+
+def refuse():
+    on_cpu()
+    with shared_folder() as folder:
+        parallel = ("--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2")
+        with pytest.raises(NotImplementedError, match="tensor parallelism is not supported"):
+            Job(folder, *parallel)
+        with pytest.raises(SystemExit):  # of torchtitan's own parser
+            Job(folder, "--quantize.qshard.recipe=int8")
+
+
+@on_worlds(2, devices=("cpu",))
+def test_named_errors(world):
+    world.run(refuse)
