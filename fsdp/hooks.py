@@ -178,71 +178,63 @@ def refuse_unsupported(fsdp_param):
 made_up_steps = []  # not empty during one (fsdp/checkpoint.py)
 
 
-class Step:
-    """A step under way, and the parameters whose step was taken by another optimizer within it: some
-    optimizers hold others and step them (torchtitan's OptimizersContainer)."""
+class StepsUnderWay(threading.local):
+    """[weak reference to an optimizer, ids of the parameters whose step another one took within its
+    own], the outermost first: some optimizers hold others and step them (torchtitan's
+    OptimizersContainer)."""
 
-    def __init__(self, optimizer):
-        self.optimizer = weakref.ref(optimizer)
-        self.taken = set()  # by id: the optimizers keep them
-
-
-class Steps(threading.local):
     def __init__(self):
-        self.under_way = []  # the outermost first
-
-    def begin(self, optimizer):
-        # Its last one is still here if it failed; so are those that nobody has any more.
-        others = [s for s in self.under_way if s.optimizer() not in (optimizer, None)]
-        self.under_way = [*others, Step(optimizer)]
-
-    def end(self, optimizer):
-        """Ids of the parameters whose step was taken within this one."""
-        at = [i for i, step in enumerate(self.under_way) if step.optimizer() is optimizer]
-        if not at:
-            return set()
-        taken = self.under_way[at[0]].taken
-        del self.under_way[at[0] :]
-        return taken
-
-    def took(self, params):
-        for step in self.under_way:
-            step.taken.update(map(id, params))
+        self.steps = []
 
 
-steps = Steps()
+under_way = StepsUnderWay()
+
+# The two below call nothing of Python's that torch.compile could see as a function of its own: it
+# leaves out them, but not what they call.
 
 
 def begin_step(optimizer, args, kwargs):
-    steps.begin(optimizer)
+    others = []
+    for step in under_way.steps:
+        held = step[0]()
+        # This one's is still here if it failed.
+        if held is not None and held is not optimizer:
+            others.append(step)
+    others.append([weakref.ref(optimizer), set()])
+    under_way.steps = others
 
 
 def flush_after_step(optimizer, args, kwargs):
     """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
     same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
-    has a gradient was written: optimizers that write through addresses tell nobody."""
-    taken = steps.end(optimizer)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    params = [param for param in params if is_quantized(local_of(param))]
-    # GradScaler gives it to fused optimizers, which then change nothing.
-    found_inf = getattr(optimizer, "found_inf", None)
-    first = [param for param in params if id(param) not in taken]
-    has_grad = [param.grad is not None for param in first]
-    flush_params(first, has_grad, found_inf, not made_up_steps)
-    again = [param for param in params if id(param) in taken]
-    flush_params(again, [False] * len(again), None, False)
-    steps.took(first)
-
-
-def flush_params(params, has_grad, found_inf, is_step):
-    if not params:
-        return
-    shards = [local_of(param) for param in params]
-    names = [
-        ("", "") if local is param else dtensor_groups(param) for param, local in zip(params, shards)
-    ]
-    groups, replicas = [name[0] for name in names], [name[1] for name in names]
-    ops._flush_after_step(shards, groups, replicas, has_grad, found_inf, is_step)
+    has a gradient was written: optimizers that write through addresses tell nobody. A parameter whose
+    step was taken within this one makes no other; if it was written since, it is quantized."""
+    steps, taken = under_way.steps, set()
+    for i, step in enumerate(steps):
+        if step[0]() is optimizer:
+            taken = step[1]
+            del steps[i:]
+            break
+    first, again = ([], [], [], []), ([], [], [], [])
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            local = local_of(param)
+            if is_quantized(local):
+                group, replicas = ("", "") if local is param else dtensor_groups(param)
+                is_first = id(param) not in taken
+                shards, groups, replica_groups, has_grad = first if is_first else again
+                shards.append(local)
+                groups.append(group)
+                replica_groups.append(replicas)
+                has_grad.append(is_first and param.grad is not None)
+                for step in steps:
+                    step[1].add(id(param))
+    if first[0]:
+        # GradScaler gives it to fused optimizers, which then change nothing.
+        found_inf = getattr(optimizer, "found_inf", None)
+        ops._flush_after_step(*first, found_inf, not made_up_steps)
+    if again[0]:
+        ops._flush_after_step(*again, None, False)
 
 
 # What torch._dynamo.disable sets; importing torch._dynamo here would cost every user a second.

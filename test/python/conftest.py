@@ -74,6 +74,8 @@ def pytest_terminal_summary(terminalreporter):
 BUDGET_S = 30
 BUDGETS_S = {
     "test_accelerate_sharded": 60,
+    "test_trainer_sharded": 75,
+    "test_torchtitan": 180,
     "test_checkpoint_dcp": 90,
     "test_compile": 60,  # Inductor's first compilation takes 30 s
     "test_docs": 60,  # its compiled snippet takes 30 s
