@@ -20,8 +20,10 @@ export PATH := $(BIN):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# What the tests of clients run with (test/python/clients).
+# What the tests of clients run with (test/python/clients): those of make test, and what
+# make test-clients adds.
 CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21.*
+MORE_CLIENTS := torchtitan==0.2.2 lightning==2.6.* torchao==0.18.*
 
 .PHONY: test demo build wheel docs format-check unit-test asan-test python-test test-clients clean
 
@@ -90,8 +92,13 @@ $(clients): $(venv)
 	python -m pip install --quiet torch==$(TORCH) $(CLIENTS)
 	touch $@
 
-test-clients: $(built) $(clients)
-	pytest -v test/python/clients
+more_clients := $(venv)-more-clients
+$(more_clients): $(clients)
+	python -m pip install --quiet torch==$(TORCH) $(CLIENTS) $(MORE_CLIENTS)
+	touch $@
+
+test-clients: $(built) $(more_clients)
+	pytest -v --all-clients test/python/clients
 
 python-test: $(built) $(clients)
 	pytest -v --durations=15 test/python

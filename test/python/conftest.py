@@ -25,24 +25,43 @@ def load_library():
 load_library()
 
 
-# What the tests in clients/ run with (the Makefile's CLIENTS).
+# What the tests in clients/ run with (the Makefile's CLIENTS and MORE_CLIENTS). A file without an entry
+# of its own needs the first.
 CLIENTS = ("safetensors", "transformers", "accelerate", "peft")
-MISSING = [package for package in CLIENTS if find_spec(package) is None]
+MORE_CLIENTS = {
+    "test_torchtitan": ("torchtitan",),
+    "test_lightning": (*CLIENTS, "lightning"),
+    "test_torchao": ("torchao",),
+}
 
 
 class WithoutPackages(pytest.Module):
+    missing = ()
+
     def collect(self):
-        reason = f"{', '.join(MISSING)} not installed; `make test-clients` installs the packages"
+        reason = f"{', '.join(self.missing)} not installed; `make test-clients` installs the packages"
+        if self.config.getoption("--all-clients"):
+            raise self.CollectError(reason)
         pytest.skip(reason, allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    is_skipped = MISSING and module_path.parent.name == "clients"
-    return WithoutPackages.from_parent(parent, path=module_path) if is_skipped else None
+    if module_path.parent.name != "clients":
+        return None
+    needed = MORE_CLIENTS.get(module_path.stem, CLIENTS)
+    missing = [package for package in needed if find_spec(package) is None]
+    if not missing:
+        return None
+    module = WithoutPackages.from_parent(parent, path=module_path)
+    module.missing = missing
+    return module
 
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help=thinning.HELP)
+    parser.addoption(
+        "--all-clients", action="store_true", help="a package that a test of clients/ lacks is an error"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
