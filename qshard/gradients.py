@@ -218,7 +218,7 @@ def ddp_comm_hook(format: str, *, rounding: str = "nearest") -> DDPHook:
     >>> model.register_comm_hook(None, qshard.ddp_comm_hook("float8"))
 
     The first argument may be the process group, else the default one. Formats and rounding as in
-    reduce_gradients_. Gradients are quantized twice: before ranks sum their part of a bucket in fp32,
+    `reduce_gradients_`. Gradients are quantized twice: before ranks sum their part of a bucket in fp32,
     and the mean, which they gather; all ranks have the same bits of it. The hook's state_dict() holds
     the count of stochastic rounding; load_state_dict() takes it back.
     """

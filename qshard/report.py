@@ -10,6 +10,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from qshard import clients
 from qshard.gradients import reduction_formats
 
 ops = torch.ops.qshard
@@ -40,7 +41,9 @@ class Sent:
 
 
 class Report(list):
-    """A list of ParameterReport; prints as a table."""
+    """A list of ParameterReport; prints as a table. `clients`: lines on what it is used with."""
+
+    clients: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         columns = {"image B": "image", "master B": "master", "grid B": "grid", "pending B": "pending",
@@ -59,6 +62,7 @@ class Report(list):
                 "reshard_after_forward=True, else 0 B",
                 f"sent to other ranks per step: weights {sent.weights:,} B for each time they are "
                 f"all-gathered, gradients {sent.gradients:,} B",
+                *self.clients,
                 "GEMM backends used so far:",
                 ops.backend_report() or "  none",
             ]
@@ -77,13 +81,17 @@ class Report(list):
 def report(
     model: nn.Module,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Report:
     """Bytes of each parameter's shard on this rank by plane, and bytes gathered per unshard and put into
     the reduction of its gradient. `param_dtype`, `reduce_dtype`: those of FSDP2's MixedPrecisionPolicy,
-    in which plain weights, and gradients that reduce_gradients_ does not quantize, travel."""
+    in which plain weights, and gradients that `reduce_gradients_` does not quantize, travel. Says, too,
+    whether the wrapper, the `optimizer` and the kind of checkpoint are ones that qshard is tested
+    with."""
     result, formats = Report(), reduction_formats(model)
+    result.clients = tuple(clients.lines(model, optimizer))
     for name, param in model.named_parameters():
         local = local_of(param)
         ranks = _sharding_ranks(param)

@@ -1,0 +1,74 @@
+"""Which wrapper, optimizer and kind of checkpoint a model is used with, one line each, for qshard.report."""
+
+import torch
+from _qshard_hooks import is_quantized, local_of
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+ops = torch.ops.qshard
+
+# Whose optimizers the tests run (test/python/test_optimizers.py, test/python/clients).
+_OPTIMIZERS = ("torch.optim.", "torchao.optim.", "torchtitan.components.optimizer")
+_OPTIMIZER_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.")
+
+
+def lines(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    result = [f"wrapper: {_wrapper(model)}"]
+    if optimizer is not None:
+        result.append(f"optimizer: {_optimizer(model, optimizer)}")
+    return [*result, f"checkpoint: {_checkpoint(model)}"]
+
+
+def _wrapper(model):
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    modules = list(model.modules())
+    if any(isinstance(m, FullyShardedDataParallel) for m in modules):
+        return "FullyShardedDataParallel (FSDP1): not known; use fully_shard"
+    if any(isinstance(m, nn.DataParallel) for m in modules):
+        return "DataParallel: not known; use DistributedDataParallel or fully_shard"
+    if any(isinstance(m, FSDPModule) for m in modules):
+        return "fully_shard (FSDP2): known"
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in modules):
+        return "DistributedDataParallel: known"
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        return "DTensors without fully_shard: not known"
+    return "none: known"
+
+
+def _optimizer(model, optimizer):
+    while type(optimizer).__module__.startswith(_OPTIMIZER_WRAPPERS) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    known = kind.startswith(_OPTIMIZERS)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    quantized = [p for p in model.parameters() if is_quantized(local_of(p)) and p.requires_grad]
+    missing = sum(id(p) not in held for p in quantized)
+    text = f"{kind}: " + (
+        "known" if known else "not known; a weight that has a gradient counts as written by its step"
+    )
+    if missing:
+        text += f"; {missing} of {len(quantized)} quantized weights that are trained are not in it"
+    return text
+
+
+def _checkpoint(model):
+    weights = [p for p in model.parameters() if is_quantized(local_of(p))]
+    if not weights:
+        return "of a plain model"
+    if any(isinstance(p, DTensor) for p in weights):
+        text = "DTensors in state_dict(): known to DCP and get_model_state_dict, which write plain values"
+    elif all(ops._keeps_master(local_of(p)) for p in weights):
+        text = "plain tensors in state_dict(): known to DCP, torch.save and safetensors"
+    else:
+        text = (
+            "quantized tensors without masters in state_dict(): known to DCP and torch.save; for "
+            "safetensors call qshard.dequantize_(model)"
+        )
+    modules = [m for m in model.modules() if "_qshard_state_hook" in m.__dict__]
+    if modules:
+        is_in_it = all(m.__dict__.get("_qshard_persistent_state", True) for m in modules)
+        text += "; histories and counts " + (
+            "are in it" if is_in_it else "are not: save qshard.QuantizationState(model)"
+        )
+    return text
