@@ -94,6 +94,8 @@ BUDGET_S = 30
 BUDGETS_S = {
     "test_accelerate_sharded": 60,
     "test_trainer_sharded": 75,
+    "test_transformers": 60,
+    "test_torchao": 75,  # compiles its steps
     "test_torchtitan": 180,
     "test_checkpoint_dcp": 90,
     "test_compile": 60,  # Inductor's first compilation takes 30 s
@@ -101,6 +103,7 @@ BUDGETS_S = {
     "test_fsdp1": 60,
     "test_fsdp1_gather": 45,
     "test_fsdp1_state": 45,
+    "test_finetune_example": 60,  # two processes that import transformers
     "test_fsdp_mesh_invariance": 120,
     "test_fsdp_modes": 75,
     "test_fsdp_wire_and_memory": 60,

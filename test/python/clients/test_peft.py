@@ -81,3 +81,20 @@ def test_merge_and_unmerge_with_masters_and_after_dequantize(recipe):
     model.merge_adapter()
     model.unmerge_adapter()
     assert torch.allclose(weight.detach() * 1, before, rtol=0, atol=1e-6)
+
+
+@recipes
+def test_merging_without_masters_quantizes_the_sum_again(recipe):
+    model = with_adapters(qshard.quantize_(llama(), RECIPES[recipe], keep_master=False))
+    train(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        total = layer.base_layer.weight + layer.get_delta_weight("default")
+    merged = model.merge_and_unload()
+    qshard.flush(merged)
+    weight = merged.model.layers[0].self_attn.q_proj.weight
+    assert qshard.is_quantized(weight) and not torch.equal(weight * 1, total)
+    if recipe == "float8_delayed":  # whose scale is of values before these
+        return
+    again = qshard.ops.quantize(total, RECIPES[recipe].format)
+    assert torch.equal(weight.detach() * 1, again * 1)
