@@ -65,6 +65,24 @@ BufferPtr QuantizedBuffer::of_values(const Placement& placement, const at::Tenso
   return buffer;
 }
 
+BufferPtr QuantizedBuffer::of_codes(const Placement& placement, at::ScalarType dtype,
+                                    bool keeps_master, const at::Tensor& image,
+                                    const at::Tensor& grid) {
+  PlainGuard guard;
+  auto buffer = allocate_without_scales(placement.layout(), dtype, keeps_master, image.device(),
+                                        Fill::kNothing);
+  buffer->placement_ = placement;
+  if (!buffer->is_meta()) {
+    buffer->image().copy_(image);
+    if (grid.defined()) buffer->grid().copy_(grid);
+    if (keeps_master) {
+      buffer->master().copy_(buffer->dequantize_rows({0, placement.layout().rows}, dtype));
+    }
+  }
+  buffer->agreed();
+  return buffer;
+}
+
 BufferPtr QuantizedBuffer::like_rows(QuantizedBuffer& from, const Layout& layout,
                                      at::ScalarType dtype, at::Device device, Fill fill,
                                      bool is_shard) {

@@ -69,6 +69,10 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   /// (rows, cols) plain values, not flushed yet. Without a master `values` is the pending write
   /// itself.
   static Ptr of_values(const Placement& placement, const at::Tensor& values, bool keeps_master);
+  /// Of codes: `image` (rows, row_bytes) uint8 and `grid` as Planes has them, which it takes over
+  /// as the value, agreed on by all ranks. A master is what they stand for.
+  static Ptr of_codes(const Placement& placement, at::ScalarType dtype, bool keeps_master,
+                      const at::Tensor& image, const at::Tensor& grid);
   /// Rows of the logical tensor that `from` has rows of, unplaced or placed by `layout`, with the
   /// scales of `from`, borrowed. `is_shard`: they may be the share that `from` is, and are adopted
   /// as it is.

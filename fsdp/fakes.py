@@ -145,6 +145,27 @@ def quantize(self, format, *, keep_master=False, logical_rows=None, row_offset=0
     return result
 
 
+@register_fake("qshard::from_planes")
+def from_planes(codes, scale_inv, format, *, tensor_scale_inv=None, **kwargs):
+    planes = [codes, scale_inv, tensor_scale_inv]
+    is_fake = isinstance(codes, FakeTensor)
+    if is_fake:
+        with no_dispatch():
+            planes = [
+                None if plane is None else torch.empty(
+                    [int(size) for size in plane.shape], dtype=plane.dtype, device="meta"
+                )
+                for plane in planes
+            ]
+    op = ops.from_planes.default
+    real = run_really(op, *planes[:2], format, tensor_scale_inv=planes[2], **kwargs)
+    if not is_fake:
+        return real
+    result = torch.empty(real.shape, dtype=real.dtype, device=codes.device)
+    twins[result.untyped_storage()] = run_really(ops._meta_twin.default, real)
+    return result
+
+
 @register_fake("qshard::is_quantized")
 def is_quantized(self):
     # Compiled graphs are guarded on the dispatch keys of their inputs: no other kind comes there.

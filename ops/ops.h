@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/layout.h"
 #include "kernels/linear.h"
 
 namespace qshard {
@@ -23,6 +24,12 @@ using OptionalTensor = std::optional<at::Tensor>;
 using WeightState = const std::optional<std::vector<Tensor>>&;
 
 // ops/quantize.cpp
+/// @throws c10::ValueError naming `op` and the known formats.
+const Format& checked_format(c10::string_view name, const char* op);
+/// The rows [row_offset, ...) of a tensor of `logical_rows` rows, else of all there are.
+/// @throws c10::ValueError naming `op` if `format` has no such shard.
+Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,
+                 int64_t row_offset, const char* op);
 Tensor quantize(const Tensor& self, c10::string_view format, bool keep_master,
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset);
 Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype);
@@ -35,6 +42,12 @@ Tensor columnwise_codes(const Tensor& self);
 Tensor columnwise_scale_inv(const Tensor& self);
 OptionalTensor master(const Tensor& self);
 void flush_op(at::TensorList self);
+
+// ops/from_planes.cpp
+Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_view format,
+                   const OptionalTensor& tensor_scale_inv, at::ScalarType dtype, bool keep_master,
+                   std::optional<int64_t> columns, std::optional<int64_t> logical_rows,
+                   int64_t row_offset);
 
 // ops/linear.cpp
 /// Rows of a tensor seen as a matrix of its last dimension, which may be empty: nothing is divided.

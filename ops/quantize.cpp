@@ -14,14 +14,6 @@
 namespace qshard {
 namespace {
 
-const Format& checked_format(c10::string_view name, const char* op) {
-  try {
-    return find_format(std::string_view(name.data(), name.size()));
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, fmt::format("{}: {}", op, error.what()));
-  }
-}
-
 void check_can_be_quantized(const Tensor& self) {
   TORCH_CHECK_TYPE(
       is_value_dtype(self.scalar_type()),
@@ -42,37 +34,22 @@ void check_can_be_quantized(const Tensor& self) {
       fmt::format("qshard::quantize: expected a tensor on cpu or cuda, got {}", device.str()));
 }
 
-Layout layout_of(const Tensor& self, const Format& format, std::optional<int64_t> logical_rows,
-                 int64_t row_offset) {
-  Layout layout;
-  layout.format = &format;
-  layout.cols = self.size(-1);
-  layout.rows = c10::multiply_integers(self.sizes().slice(0, self.dim() - 1));
-  layout.logical_rows = logical_rows.value_or(layout.rows);
-  layout.matrix_rows = self.dim() == 2 ? layout.logical_rows : self.size(-2);
-  layout.row_offset = row_offset;
-  TORCH_CHECK_VALUE(row_offset >= 0 && row_offset + layout.rows <= layout.logical_rows,
-                    fmt::format("qshard::quantize: rows [{}, {}) do not lie within logical_rows={}",
-                                row_offset, row_offset + layout.rows, layout.logical_rows));
-  TORCH_CHECK_VALUE(
-      layout.matrix_rows == 0 || layout.logical_rows % layout.matrix_rows == 0,
-      fmt::format("qshard::quantize: logical_rows={} is not a whole number of matrices "
-                  "of {} rows",
-                  layout.logical_rows, layout.matrix_rows));
-  TORCH_CHECK_VALUE(
-      layout.fits(),
-      fmt::format(
-          "qshard::quantize: {} needs matrices of a multiple of {} rows, got {} rows in shape "
-          "{}; use the 32x32 blocks of MXFP8BlockScaling()",
-          format.name, format.columnwise->block_rows, layout.matrix_rows, self.sizes().vec()));
-  return layout;
-}
-
 QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
   TORCH_CHECK_TYPE(has_key(self),
                    fmt::format("{}: expected a quantized tensor, got a plain {} tensor", op,
                                c10::toString(self.scalar_type())));
   return buffer_of(self);
+}
+
+/// Beside a master codes are not the value: an in-place operator on them counts as a write of the
+/// tensor, so that the next reader makes them anew. One counter, as for aliases of the master.
+Tensor watched(Tensor plane, const Tensor& self) {
+  const at::Tensor& master = buffer_of(self).master();
+  if (master.defined()) {
+    plane.unsafeGetTensorImpl()->set_version_counter(
+        master.unsafeGetTensorImpl()->version_counter());
+  }
+  return plane;
 }
 
 /// The grid entries of a window of rows; shaped like its leading dimensions if it holds whole
@@ -146,6 +123,37 @@ const QuantizedBuffer& columnwise_buffer(const Tensor& self, const char* op) {
 
 }  // namespace
 
+const Format& checked_format(c10::string_view name, const char* op) {
+  try {
+    return find_format(std::string_view(name.data(), name.size()));
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, fmt::format("{}: {}", op, error.what()));
+  }
+}
+
+Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,
+                 int64_t row_offset, const char* op) {
+  Layout layout;
+  layout.format = &format;
+  layout.cols = sizes.back();
+  layout.rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  layout.logical_rows = logical_rows.value_or(layout.rows);
+  layout.matrix_rows = sizes.size() == 2 ? layout.logical_rows : sizes[sizes.size() - 2];
+  layout.row_offset = row_offset;
+  TORCH_CHECK_VALUE(row_offset >= 0 && row_offset + layout.rows <= layout.logical_rows,
+                    fmt::format("{}: rows [{}, {}) do not lie within logical_rows={}", op,
+                                row_offset, row_offset + layout.rows, layout.logical_rows));
+  TORCH_CHECK_VALUE(layout.matrix_rows == 0 || layout.logical_rows % layout.matrix_rows == 0,
+                    fmt::format("{}: logical_rows={} is not a whole number of matrices of {} rows",
+                                op, layout.logical_rows, layout.matrix_rows));
+  TORCH_CHECK_VALUE(
+      layout.fits(),
+      fmt::format("{}: {} needs matrices of a multiple of {} rows, got {} rows in shape {}; use "
+                  "the 32x32 blocks of MXFP8BlockScaling()",
+                  op, format.name, format.columnwise->block_rows, layout.matrix_rows, sizes.vec()));
+  return layout;
+}
+
 Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_master,
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
   check_key_is_ours("qshard::quantize");
@@ -156,9 +164,9 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
                                 "stochastic rounding is for; use one of the two",
                                 format.name));
   const bool is_shard = logical_rows.has_value();
-  const Layout layout =
-      layout_of(self, format, is_shard ? std::optional(logical_rows->expect_int()) : std::nullopt,
-                row_offset.expect_int());
+  const Layout layout = layout_of(
+      self.sizes(), format, is_shard ? std::optional(logical_rows->expect_int()) : std::nullopt,
+      row_offset.expect_int(), "qshard::quantize");
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(self.device());
   const Tensor values = has_key(self) ? value_of(self) : self;
@@ -200,12 +208,13 @@ std::string format(const Tensor& self) {
 Tensor codes(const Tensor& self) {
   quantized_buffer(self, "qshard::codes").check_has_rowwise_image("qshard::codes");
   require_shown(impl_of(self).buffer(), "qshard::codes");
-  return codes_in_image(self, 0, "qshard::codes");
+  return watched(codes_in_image(self, 0, "qshard::codes"), self);
 }
 
 Tensor columnwise_codes(const Tensor& self) {
   const Layout& layout = columnwise_buffer(self, "qshard::columnwise_codes").layout();
-  return codes_in_image(self, layout.columnwise_offset(), "qshard::columnwise_codes");
+  return watched(codes_in_image(self, layout.columnwise_offset(), "qshard::columnwise_codes"),
+                 self);
 }
 
 Tensor columnwise_scale_inv(const Tensor& self) {
@@ -244,17 +253,17 @@ Tensor scale_inv(const Tensor& self) {
                                 "rows",
                                 describe(self), self.strides().vec()));
   PlainGuard guard;
-  if (layout.format->scales_in_grid()) return grid_of_rows(self, *rows);
+  if (layout.format->scales_in_grid()) return watched(grid_of_rows(self, *rows), self);
   const auto dtype =
       layout.format->row_scale == RowScale::kE8M0 ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn;
   const auto scales = buffer.image()
                           .view(dtype)
                           .narrow(0, rows->first, rows->count)
                           .narrow(1, layout.row_scale_offset(), layout.row_scale_bytes());
-  if (self.dim() == 2) return scales;
+  if (self.dim() == 2) return watched(scales, self);
   c10::DimVector sizes(self.sizes());
   sizes.back() = layout.row_scale_bytes();
-  return scales.view(sizes);
+  return watched(scales.view(sizes), self);
 }
 
 Tensor tensor_scale_inv(const Tensor& self) {
@@ -269,7 +278,7 @@ Tensor tensor_scale_inv(const Tensor& self) {
                                       "window of whole rows",
                                       describe(self), self.strides().vec()));
   PlainGuard guard;
-  return grid_of_rows(self, *rows);
+  return watched(grid_of_rows(self, *rows), self);
 }
 
 OptionalTensor master(const Tensor& self) {

@@ -17,6 +17,10 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "quantize(Tensor self, str format, *, bool keep_master=False, SymInt? logical_rows=None, "
       "SymInt row_offset=0) -> Tensor");
+  m.def(
+      "from_planes(Tensor codes, Tensor scale_inv, str format, *, Tensor? tensor_scale_inv=None, "
+      "ScalarType dtype=float, bool keep_master=False, int? columns=None, int? logical_rows=None, "
+      "int row_offset=0) -> Tensor");
   m.def("dequantize(Tensor self, *, ScalarType? dtype=None) -> Tensor");
   m.def("is_quantized(Tensor self) -> bool");
   m.def("format(Tensor self) -> str");
@@ -125,6 +129,7 @@ TORCH_LIBRARY(qshard, m) {
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("quantize", &quantize);
+  m.impl("from_planes", &from_planes);
   m.impl("dequantize", &dequantize);
   m.impl("is_quantized", &is_quantized_op);
   m.impl("format", &format);

@@ -4,11 +4,12 @@ ordinary parameters."""
 import importlib.metadata
 
 from qshard._library import library_path  # loads the library
-from qshard import nn, ops, serialization
+from qshard import checkpoint, nn, ops, serialization
 from qshard.dequantize import dequantize_
 from qshard.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
+from qshard.ops import from_planes
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.quantized_init import quantized_model_init
 from qshard.recipes import (
@@ -34,9 +35,11 @@ __all__ = [
     "NVFP4BlockScaling",
     "QuantizationState",
     "backend_report",
+    "checkpoint",
     "ddp_comm_hook",
     "dequantize_",
     "flush",
+    "from_planes",
     "fuse_",
     "is_quantized",
     "library_path",

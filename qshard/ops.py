@@ -23,6 +23,7 @@ __all__ = [
     "flush",
     "format",
     "formats",
+    "from_planes",
     "is_quantized",
     "linear",
     "linear_backward",
@@ -65,6 +66,47 @@ def quantize(
     )
 
 
+def from_planes(
+    codes: Tensor,
+    scale_inv: Tensor,
+    format: str,
+    *,
+    tensor_scale_inv: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    keep_master: bool = False,
+    columns: int | None = None,
+    logical_rows: int | None = None,
+    row_offset: int = 0,
+) -> Tensor:
+    """A quantized tensor of codes and scales made elsewhere; a copy, no alias. They stay what they are until
+    the tensor is written: no flush or gather requantizes them.
+
+    codes, scale_inv, tensor_scale_inv: plain, on one device, with any strides, of the dtypes and shapes that
+        the accessors of these names give. Rows of one 32x32 or 16x16 block have the same scales; scales of
+        `float8_tensorwise` and `float8_blockwise` are powers of two, those of `..._fp32_scale` any.
+        `mxfp8_1x32` quantizes its columnwise codes from the values.
+    format, keep_master: as `quantize`. A master is the dequantized value, rounded to `dtype`.
+    dtype: of the tensor, float32, bfloat16 or float16.
+    columns: where nvfp4 codes have an odd number of them.
+    logical_rows, row_offset: as `quantize`; `codes` are of the shard, and so are scales of single rows. fp32
+        scales are those of all logical rows, the same on all ranks: nothing is left to agree upon.
+
+    No autograd. Raises TypeError for a wrong dtype; ValueError for a wrong shape or device, an unknown format
+    and scales that the format cannot have.
+    """
+    return _ops.from_planes(
+        codes,
+        scale_inv,
+        format,
+        tensor_scale_inv=tensor_scale_inv,
+        dtype=dtype,
+        keep_master=keep_master,
+        columns=columns,
+        logical_rows=logical_rows,
+        row_offset=row_offset,
+    )
+
+
 def dequantize(self: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """The values of the codes, code x scale_inv: a plain contiguous tensor of the same shape, in `dtype`,
     else the tensor's own. No alias. With a master this is not the tensor's value: `self + 0` is.
@@ -89,7 +131,9 @@ def codes(self: Tensor) -> Tensor:
     """The codes: an alias of the row image, with the strides of its rows.
 
     float8_e4m3fn of the tensor's shape; nvfp4: uint8 of half the columns, rounded up, two E2M1 codes a byte,
-    the first in the low nibble. Flushes what is pending if that needs no other rank. Raises TypeError for a
+    the first in the low nibble. Flushes what is pending if that needs no other rank. With a master, which is
+    the value, in-place operators on this or another plane count as a write of the tensor: its codes are made
+    of the master again. `from_planes` takes codes in. Raises TypeError for a
     plain tensor, ValueError for a view that is no window of rows and columns, RuntimeError for a written
     shard whose flush needs other ranks.
     """

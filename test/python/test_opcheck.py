@@ -31,6 +31,11 @@ def dynamic(fmt, *args):
     return args, dict(format=fmt, weight_state=[])
 
 
+def tensor_scale_of(q):
+    has_one = ops.format(q).startswith("nvfp4")
+    return {"tensor_scale_inv": ops.tensor_scale_inv(q).clone()} if has_one else {}
+
+
 MESSAGES = {"float8_blockwise": ("float8",), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
 SAMPLES = {
     "quantize": lambda fmt: [
@@ -38,6 +43,10 @@ SAMPLES = {
         (plain(64, 32, grad=True), fmt),
         (plain(3, 32, 16, dtype=torch.bfloat16), fmt),
         (plain(0, 16), fmt),
+    ],
+    "from_planes": lambda fmt: [
+        (ops.codes(q).clone(), ops.scale_inv(q).clone(), fmt, tensor_scale_of(q))
+        for q in (quantized(fmt=fmt), quantized(32, 36, fmt))
     ],
     "dequantize": lambda fmt: [(quantized(fmt=fmt),), (quantized(fmt=fmt, grad=True),)],
     "linear": lambda fmt: [
@@ -128,8 +137,10 @@ def opcheck_compares_strings(monkeypatch):
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(name, fmt):
     for args in SAMPLES[name](fmt):
-        args, kwargs = args if args and isinstance(args[-1], dict) else (args, {})
-        torch.library.opcheck(getattr(ops, name).default, args, kwargs, test_utils=TEST_UTILS)
+        kwargs = {}
+        if args and isinstance(args[-1], dict):
+            *args, kwargs = args
+        torch.library.opcheck(getattr(ops, name).default, tuple(args), kwargs, test_utils=TEST_UTILS)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

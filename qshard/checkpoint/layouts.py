@@ -1,0 +1,208 @@
+"""The layouts: under which names, dtypes and shapes a weight's planes lie in files, and what a config
+says of them.
+
+Sources: DeepSeek-V3's inference/README_weights.md; compressed-tensors 0.20, compressors/ and
+quantization/quant_scheme.py; nvidia-modelopt 0.47, torch/export/convert_hf_config.py.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+LAYOUTS = ("deepseek-fp8", "compressed-tensors", "modelopt")
+_FAMILIES = {
+    "float8_tensorwise": "tensor",
+    "float8_delayed": "tensor",
+    "float8_blockwise": "block",
+    "mxfp8": "mxfp8",
+    "mxfp8_1x32": "mxfp8",
+    "nvfp4": "nvfp4",
+    "nvfp4_1x16": "nvfp4",
+}
+_COLUMNS = {"mxfp8": 32, "nvfp4": 16}  # of a block
+
+
+def family_of(format: str) -> str:
+    """What formats have in common for a file: tensor, block, mxfp8 or nvfp4."""
+    return _FAMILIES[format.partition("[")[0].removesuffix("_fp32_scale")]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one layout holds weights of one family: suffixes of names in place of `weight`."""
+
+    layout: str
+    family: str
+    codes: str = "weight"
+    scale: str = "weight_scale"
+    tensor_scale: str | None = None
+    divides: bool = False  # by tensor_scale: the file has its reciprocal
+    scalar: tuple[int, ...] = (1,)  # shape of what is one number
+    config: dict = field(default_factory=dict, compare=False)
+    ignore: str = "ignore"  # the config's key for modules left plain
+
+    def check(self, name, rows, columns):
+        """Raises ValueError if readers cannot have a weight of this shape."""
+        block = _COLUMNS.get(self.family, 1)
+        if columns % block:
+            raise ValueError(
+                f"{name} has {columns} columns; layout {self.layout!r} holds {self.family} weights "
+                f"with a multiple of {block}. Leave it plain by quantize_'s filter_fn"
+            )
+
+    def tensors(self, rows, columns):
+        """{suffix: (dtype, shape)} in a file."""
+        blocks = {
+            "tensor": self.scalar,
+            "block": (-(-rows // 128), -(-columns // 128)),
+            "mxfp8": (rows, columns // 32),
+            "nvfp4": (rows, columns // 16),
+        }[self.family]
+        is_packed = self.family == "nvfp4"
+        scale = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(self.family, torch.float32)
+        result = {
+            self.codes: (torch.uint8, (rows, columns // 2))
+            if is_packed
+            else (torch.float8_e4m3fn, (rows, columns)),
+            self.scale: (scale, blocks),
+        }
+        if self.tensor_scale:
+            result[self.tensor_scale] = (torch.float32, self.scalar)
+        return result
+
+    def quantization_config(self, ignore):
+        """config.json's entry."""
+        return {**self.config, self.ignore: ignore}
+
+    def hf_quant_config(self, ignore):
+        """What hf_quant_config.json holds; None for layouts without one."""
+        if self.layout != "modelopt":
+            return None
+        quantization = {
+            "quant_algo": self.config["quant_algo"],
+            "kv_cache_quant_algo": None,
+            "group_size": _COLUMNS[self.family],
+            "exclude_modules": ignore,
+        }
+        return {"producer": {"name": "qshard"}, "quantization": quantization}
+
+
+def _args(bits, strategy, dynamic=False, **more):
+    return dict(num_bits=bits, type="float", strategy=strategy, symmetric=True, dynamic=dynamic, **more)
+
+
+def _compressed(format, weights, activations):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
+
+
+def _modelopt(quant_algo, bits, group_size, activations):
+    def args(dynamic):
+        return {"dynamic": dynamic, "num_bits": bits, "type": "float", "group_size": group_size}
+
+    group = {"weights": args(False), "targets": ["Linear"]}
+    if activations:
+        group["input_activations"] = args(True)
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": quant_algo,
+        "config_groups": {"group_0": group},
+        "producer": {"name": "qshard"},
+    }
+
+
+# What activations are scaled by is chosen when they are there ("dynamic"). NVFP4 engines want one number
+# for all of them, which a model trained here does not have: those weights meet plain activations.
+_SCHEMES = [
+    Scheme(
+        "deepseek-fp8",
+        "block",
+        scale="weight_scale_inv",
+        config={
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+        ignore="modules_to_not_convert",
+    ),
+    Scheme(
+        "compressed-tensors",
+        "tensor",
+        config=_compressed("float-quantized", _args(8, "tensor"), _args(8, "tensor", True)),
+    ),
+    Scheme(
+        "compressed-tensors",
+        "block",
+        config=_compressed(
+            "float-quantized",
+            _args(8, "block", block_structure=[128, 128]),
+            _args(8, "group", True, group_size=128),
+        ),
+    ),
+    Scheme(
+        "compressed-tensors",
+        "mxfp8",
+        config=_compressed(
+            "mxfp8-quantized",
+            _args(8, "group", group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+            _args(8, "group", True, group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8"),
+        ),
+    ),
+    Scheme(
+        "compressed-tensors",
+        "nvfp4",
+        codes="weight_packed",
+        tensor_scale="weight_global_scale",
+        divides=True,
+        config=_compressed(
+            "nvfp4-pack-quantized",
+            _args(
+                4,
+                "tensor_group",
+                group_size=16,
+                scale_dtype="torch.float8_e4m3fn",
+                zp_dtype="torch.float8_e4m3fn",
+            ),
+            None,
+        ),
+    ),
+    Scheme(
+        "modelopt",
+        "nvfp4",
+        tensor_scale="weight_scale_2",
+        scalar=(),
+        config=_modelopt("W4A16_NVFP4", 4, 16, activations=False),
+    ),
+    Scheme("modelopt", "mxfp8", config=_modelopt("MXFP8", 8, 32, activations=True)),
+]
+
+
+def scheme_for(layout: str, family: str) -> Scheme:
+    """Raises ValueError naming what there is."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
+    for scheme in _SCHEMES:
+        if (scheme.layout, scheme.family) == (layout, family):
+            return scheme
+    known = [s.layout for s in _SCHEMES if s.family == family]
+    raise ValueError(
+        f"layout {layout!r} has no weights of {family} scaling; those that have are {', '.join(known)}"
+    )
+
+
+def layout_of(config: dict) -> str:
+    """The layout that a config.json's `quantization_config` names."""
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    layouts = {"fp8": "deepseek-fp8", "compressed-tensors": "compressed-tensors", "modelopt": "modelopt"}
+    if not isinstance(method, str) or method not in layouts:
+        raise ValueError(
+            f"config.json's quantization_config has quant_method {method!r}; known are "
+            f"{', '.join(layouts)}"
+        )
+    return layouts[method]

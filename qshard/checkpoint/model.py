@@ -1,0 +1,85 @@
+"""What of a model goes into a checkpoint, and under which names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from _qshard_hooks import local_of
+from torch import nn
+
+from qshard.quantize import is_quantized
+
+ops = torch.ops.qshard
+
+
+@dataclass(frozen=True)
+class Entry:
+    key: str  # in the model's state_dict
+    name: str  # in files
+    tensor: torch.Tensor
+
+    @property
+    def is_quantized(self):
+        return is_quantized(self.tensor)
+
+    @property
+    def module(self):
+        """In files, of a parameter `module.weight`."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def local(self):
+        return local_of(self.tensor)
+
+
+def entries_of(model: nn.Module, names) -> list[Entry]:
+    """Parameters and persistent buffers, sharded, each once: what qshard itself keeps is not among
+    them. Raises ValueError and NotImplementedError by name."""
+    state_dict = model.state_dict(keep_vars=True)
+    own = {
+        key.removesuffix("weight") + f"weight_{name}"
+        for key, tensor in state_dict.items()
+        if key.endswith("weight") and is_quantized(tensor)
+        for name in ops._state(local_of(tensor))
+    }
+    rename = _renaming(names)
+    entries, seen, keys = [], {}, {}
+    for key, tensor in state_dict.items():
+        if key in own or not isinstance(tensor, torch.Tensor):
+            continue
+        if id(tensor) in seen:
+            if is_quantized(tensor):
+                raise NotImplementedError(
+                    f"{key} and {seen[id(tensor)]} are one quantized tensor, which readers look up "
+                    "plain as an embedding; leave it plain by quantize_'s filter_fn"
+                )
+            continue
+        seen[id(tensor)] = key
+        name = rename(key)
+        if not isinstance(name, str) or name in keys:
+            raise ValueError(f"names gives {name!r} for {key}" + (
+                f" and for {keys[name]}" if isinstance(name, str) else ", not a string"))
+        keys[name] = key
+        if is_quantized(tensor) and (tensor.dim() != 2 or not name.endswith(".weight")):
+            raise NotImplementedError(
+                f"{key}, {name!r} in files, is a quantized tensor of shape {tuple(tensor.shape)}; "
+                "layouts hold matrices named <module>.weight"
+            )
+        entries.append(Entry(key, name, tensor))
+    return entries
+
+
+def plain_linears(model: nn.Module, entries) -> list[str]:
+    """Names in files of linear modules that are left plain."""
+    weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    return sorted(e.module for e in entries if id(e.tensor) in weights and not e.is_quantized)
+
+
+def _renaming(names) -> Callable[[str], str]:
+    if names is None:
+        return lambda key: key
+    if isinstance(names, Mapping):
+        return lambda key: names.get(key, key)
+    if callable(names):
+        return names
+    raise TypeError(f"names must be a mapping or a function of names, got {type(names).__name__}")

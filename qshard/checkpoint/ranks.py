@@ -1,0 +1,117 @@
+"""The ranks that write or read one checkpoint together."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+_ERRORS = {
+    error.__name__: error
+    for error in (
+        FileExistsError,
+        FileNotFoundError,
+        ModuleNotFoundError,
+        NotImplementedError,
+        PermissionError,
+        TypeError,
+    )
+}
+
+
+class Ranks:
+    """All ranks of the world if some tensor is a DTensor, else this process alone."""
+
+    def __init__(self, tensors, function):
+        self.function = function
+        meshes = [t.device_mesh for t in tensors if isinstance(t, DTensor)]
+        self.is_alone = not meshes
+        self.rank = 0 if self.is_alone else dist.get_rank()
+        self.size = 1 if self.is_alone else dist.get_world_size()
+        self.device = torch.device("cpu")
+        if meshes and meshes[0].device_type != "cpu":
+            self.device = torch.device(meshes[0].device_type, torch.accelerator.current_device_index())
+
+    def all(self, value):
+        """`value` of every rank, in their order."""
+        if self.is_alone:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, error: Exception | None):
+        """Raises, on all ranks, what one of them has met."""
+        errors = self.all(error and (type(error).__name__, str(error)))
+        for rank, met in enumerate(errors):
+            if met is None:
+                continue
+            kind = _ERRORS.get(met[0], OSError if met[0].endswith("OSError") else ValueError)
+            where = "" if self.is_alone else f" (rank {rank})"
+            text = met[1].removeprefix(f"{self.function}: ")
+            raise kind(f"{self.function}: {text}{where}") from error
+
+    def gather(self, piece, sources, writer):
+        """The pieces of `sources`, {rank: bytes}, on `writer`: flat uint8, in their order; None
+        elsewhere. All ranks call it; those that are no sources give any piece."""
+        if self.rank != writer and self.rank not in sources:
+            return None
+        flat = piece.detach().contiguous().reshape(-1).view(torch.uint8)
+        if list(sources) == [writer]:
+            return [flat]
+        received, operations = {}, []
+        for rank, count in sources.items():
+            if count == 0 or rank == writer:
+                continue
+            if self.rank == writer:
+                received[rank] = torch.empty(count, dtype=torch.uint8, device=self.device)
+                operations.append(dist.P2POp(dist.irecv, received[rank], rank))
+            elif self.rank == rank:
+                operations.append(dist.P2POp(dist.isend, flat.to(self.device), writer))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        if self.rank != writer:
+            return None
+        received[writer] = flat.to(self.device)
+        empty = flat.new_empty(0).to(self.device)
+        return [received[rank] if count else empty for rank, count in sources.items()]
+
+
+class Rows:
+    """Which ranks hold which slices of a tensor's first dimension."""
+
+    def __init__(self, name, tensor, ranks):
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.shard_dim = None
+        if not isinstance(tensor, DTensor):
+            return
+        self.mesh = tensor.device_mesh
+        if self.mesh.size() != ranks.size:
+            raise NotImplementedError(
+                f"{name} lies on a mesh of {self.mesh.size()} of {ranks.size} ranks; supported are "
+                "meshes of all ranks"
+            )
+        sharded = [i for i, p in enumerate(tensor.placements) if not p.is_replicate()]
+        if len(sharded) > 1 or any(not tensor.placements[i].is_shard(0) for i in sharded):
+            raise NotImplementedError(
+                f"{name} is placed as {tensor.placements}; supported are Shard(0) on one mesh "
+                "dimension, with or without Replicate() on another"
+            )
+        self.shard_dim = sharded[0] if sharded else None
+
+    def holders(self, writer):
+        """{rank: (first, count)} of the ranks whose pieces make the tensor: the writer's replica."""
+        rows = self.shape[0] if self.shape else 1
+        if self.shard_dim is None:
+            return {writer: (0, rows)}
+        ranks = self.mesh.mesh
+        at = (ranks == writer).nonzero()[0].tolist()
+        at[self.shard_dim] = slice(None)
+        members = ranks[tuple(at)].tolist()
+        chunk = -(-rows // len(members))  # torch.chunk's rule
+        firsts = [min(chunk * i, rows) for i in range(len(members))]
+        return {rank: (first, min(chunk, rows - first)) for rank, first in zip(members, firsts)}
+
+    def window(self, rank):
+        """(first, count) of what this rank holds."""
+        return self.holders(rank)[rank]

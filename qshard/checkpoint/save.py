@@ -1,0 +1,345 @@
+"""save_quantized."""
+
+import contextlib
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qshard.checkpoint import files, layouts
+from qshard.checkpoint.model import Entry, entries_of, plain_linears
+from qshard.checkpoint.ranks import Ranks, Rows
+from qshard.quantize import flush
+
+ops = torch.ops.qshard
+_FUNCTION = "qshard.checkpoint.save_quantized"
+# Linears that engines run as one: of one input, with one NVFP4 tensor scale.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+def save_quantized(
+    model: nn.Module, directory, *, layout: str, names=None, max_file_bytes: int = 5 * 10**9
+) -> None:
+    """Writes a model's codes and scales as inference engines read them: safetensors files with an
+    index, and config.json with its quantization_config, beside what is there or `model.config`
+    gives. Values are those of the codes, not of masters.
+
+    model: plain, or after `fully_shard`: then a collective of all ranks, which see one directory.
+        Each rank writes files of its own, and gathers one weight at a time for them.
+    directory: made if need be; one that holds safetensors files is an error.
+    layout: "deepseek-fp8" for float8_blockwise; "compressed-tensors" for float8_tensorwise,
+        float8_delayed, float8_blockwise, mxfp8, nvfp4; "modelopt" for mxfp8 and nvfp4.
+    names: of parameters in files: a mapping or a function of names in the state_dict. Linears left
+        plain are listed in the config as those to ignore.
+    max_file_bytes: files end before this, but for a single weight that is larger.
+
+    NVFP4 weights of q/k/v_proj, of gate/up_proj and of w1/w3 have one tensor scale in engines: where
+    theirs differ they are quantized together, from their masters if kept, and a warning says so.
+    Under DistributedDataParallel call it on one rank. Raises by name before anything is written.
+    """
+    plan, config, error = None, None, None
+    entries = list(model.state_dict(keep_vars=True).values())
+    ranks = Ranks([t for t in entries if isinstance(t, torch.Tensor)], _FUNCTION)
+    directory = Path(directory)
+    try:
+        plan = _Plan(model, layout, names, ranks, max_file_bytes)
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.glob("*.safetensors")):
+            raise FileExistsError(f"{directory} holds safetensors files; give an empty directory")
+        config = _model_config(model, directory)
+    except Exception as met:
+        error = met
+    ranks.agree(error)
+    with torch.no_grad():
+        flush(model)
+        plan.group(ranks)
+        _write(plan, directory, config, ranks)
+
+
+@dataclass
+class _Unit:
+    """What one rank writes at once: a weight with its scales, weights quantized together, or a plain
+    tensor."""
+
+    entries: list[Entry]
+    tensors: dict  # {name in file: (dtype, shape)}
+    writer: int = 0
+    file: int = 0
+
+    @property
+    def nbytes(self):
+        return sum(files.nbytes(*spec) for spec in self.tensors.values())
+
+
+class _Plan:
+    """Equal on all ranks."""
+
+    def __init__(self, model, layout, names, ranks, max_file_bytes):
+        layouts.scheme_for(layout, "mxfp8" if layout == "modelopt" else "block")  # a known one
+        self.entries = entries_of(model, names)
+        self.ignore = plain_linears(model, self.entries)
+        self.max_file_bytes = max_file_bytes
+        self.rows = {e.key: Rows(e.key, e.tensor, ranks) for e in self.entries}
+        self.scheme = None
+        for entry in self.entries:
+            if entry.tensor.is_meta:
+                raise ValueError(f"{entry.key} is on the meta device and has no values")
+            if entry.is_quantized:
+                scheme = layouts.scheme_for(layout, layouts.family_of(ops.format(entry.local)))
+                if self.scheme not in (None, scheme):
+                    raise ValueError(
+                        f"{entry.key} has {scheme.family} scaling, others {self.scheme.family}; a "
+                        "config names one"
+                    )
+                self.scheme = scheme
+                scheme.check(entry.key, *entry.tensor.shape)
+            else:
+                files.check_dtype(entry.key, entry.tensor.dtype)
+        if self.scheme is None:
+            raise ValueError("no weight of this model is quantized; qshard.quantize_ does that")
+        self._check_names()
+
+    def _check_names(self):
+        seen = set()
+        for entry in self.entries:
+            for name in self._specs(entry):
+                if name in seen:
+                    raise ValueError(f"names gives two tensors of a file the name {name!r}")
+                seen.add(name)
+
+    def _specs(self, entry):
+        if not entry.is_quantized:
+            return {entry.name: (entry.tensor.dtype, tuple(entry.tensor.shape))}
+        tensors = self.scheme.tensors(*entry.tensor.shape)
+        return {f"{entry.module}.{suffix}": spec for suffix, spec in tensors.items()}
+
+    def group(self, ranks):
+        """Units, their writers and files."""
+        units, together = [], self._to_requantize(ranks)
+        in_group = {e.key: group for group in together for e in group}
+        for entry in self.entries:
+            group = in_group.get(entry.key, [entry])
+            if group[0] is entry:
+                tensors = {k: v for e in group for k, v in self._specs(e).items()}
+                units.append(_Unit(group, tensors))
+        filled = [0] * ranks.size
+        for unit in sorted(units, key=lambda u: -u.nbytes):
+            unit.writer = filled.index(min(filled))
+            filled[unit.writer] += unit.nbytes
+        count = 0
+        for rank in range(ranks.size):
+            size = None
+            for unit in (u for u in units if u.writer == rank):
+                if size is None or size + unit.nbytes > self.max_file_bytes:
+                    count, size = count + 1, 0
+                unit.file, size = count, size + unit.nbytes
+        self.units, self.file_names = units, {
+            i: f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)
+        }
+
+    def _to_requantize(self, ranks):
+        if self.scheme.tensor_scale is None:
+            return []
+        scales = {}
+        for entry in self.entries:
+            if entry.is_quantized and entry.local.shape[0]:
+                scales[entry.key] = ops.tensor_scale_inv(entry.local).item()
+        scales = {key: scale for known in reversed(ranks.all(scales)) for key, scale in known.items()}
+        by_name = {e.module: e for e in self.entries if e.is_quantized}
+        groups = []
+        for parent in dict.fromkeys(module.rpartition(".")[0] for module in by_name):
+            for fused in _FUSED:
+                members = [by_name.get(f"{parent}.{name}".lstrip(".")) for name in fused]
+                members = [member for member in members if member]
+                if len({member.tensor.shape[1] for member in members}) > 1:
+                    continue  # of other inputs
+                if len({scales.get(member.key) for member in members}) > 1:
+                    groups.append(members)
+        if groups and ranks.rank == 0:
+            first = ", ".join(e.key for e in groups[0])
+            more = f", as {len(groups) - 1} more such groups," if len(groups) > 1 else ""
+            warnings.warn(
+                f"{_FUNCTION}: {first}{more} have NVFP4 tensor scales of their own, where engines that "
+                "fuse them read one: they are quantized together, and the files' values are not "
+                "those of the model's codes",
+                stacklevel=4,
+            )
+        return groups
+
+
+def _write(plan, directory, config, ranks):
+    writers, error, scales = {}, None, {}
+    try:
+        for file, name in plan.file_names.items():
+            mine = [u for u in plan.units if u.file == file and u.writer == ranks.rank]
+            if mine:
+                specs = {k: v for unit in mine for k, v in unit.tensors.items()}
+                writers[file] = files.FileWriter(directory, name, specs)
+    except OSError as met:
+        error = met
+    try:
+        ranks.agree(error)
+        for unit in plan.units:
+            tensors = _tensors_of(unit, plan, ranks, scales)
+            if unit.writer != ranks.rank or error:
+                continue
+            try:
+                for name, tensor in tensors.items():
+                    writers[unit.file].write(name, tensor)
+            except OSError as met:
+                error = met  # and the gathers go on: others wait for them
+        try:
+            for writer in writers.values():
+                writer.close()
+        except OSError as met:
+            error = error or met
+        ranks.agree(error)
+        for writer in writers.values():
+            writer.finish()
+        scales = {key: scale for known in ranks.all(scales) for key, scale in known.items()}
+        error = None
+        if ranks.rank == 0:
+            try:
+                _write_json(plan, directory, config, scales)
+            except OSError as met:
+                error = met
+        ranks.agree(error)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for writer in writers.values():
+                writer.discard()
+        raise
+
+
+def _tensors_of(unit, plan, ranks, scales):
+    """{name: tensor} on the unit's writer, None elsewhere."""
+    entry = unit.entries[0]
+    if not entry.is_quantized:
+        whole = _gather_rows(entry.local, plan.rows[entry.key], unit.writer, ranks)
+        return None if whole is None else {entry.name: whole}
+    if len(unit.entries) > 1:
+        planes = _requantized(unit, plan, ranks)
+    else:
+        planes = [_gathered(entry, plan, unit.writer, ranks)]
+    if unit.writer != ranks.rank:
+        return None
+    result, scheme = {}, plan.scheme
+    for entry, (codes, scale, tensor_scale) in zip(unit.entries, planes):
+        specs = scheme.tensors(*entry.tensor.shape)
+        tensors = {scheme.codes: codes, scheme.scale: scale}
+        if scheme.tensor_scale:
+            tensor_scale = tensor_scale.cpu()
+            if scheme.divides:  # its reciprocal does not tell it: the index does
+                scales[entry.name] = tensor_scale.item().hex()
+                tensor_scale = tensor_scale.reciprocal()
+            tensors[scheme.tensor_scale] = tensor_scale
+        for suffix, (dtype, shape) in specs.items():
+            tensor = tensors[suffix].contiguous()
+            tensor = tensor.view(dtype) if tensor.dtype.itemsize == dtype.itemsize else tensor
+            result[f"{entry.module}.{suffix}"] = tensor.reshape(shape)
+    return result
+
+
+def _gather_rows(local, rows, writer, ranks):
+    """A tensor of the local ones; None where this rank is not the writer."""
+    holders = rows.holders(writer)
+    row_bytes = torch.Size(local.shape[1:]).numel() * local.dtype.itemsize
+    pieces = ranks.gather(local, {r: count * row_bytes for r, (_, count) in holders.items()}, writer)
+    if pieces is None or writer != ranks.rank:
+        return None
+    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return flat.view(local.dtype).reshape(*rows.shape[:1], *local.shape[1:])
+
+
+def _gathered(entry, plan, writer, ranks):
+    """(codes, scale_inv, tensor_scale_inv) of the whole weight on the writer."""
+    rows, local, family = plan.rows[entry.key], entry.local, plan.scheme.family
+    codes = _gather_rows(ops.codes(local), rows, writer, ranks)
+    scale = ops.scale_inv(local)
+    if family in ("mxfp8", "nvfp4"):
+        scale = _gather_rows(scale, rows, writer, ranks)
+        tensor_scale = None
+        if family == "nvfp4":
+            tensor_scale = _gather_grid(ops.tensor_scale_inv(local), rows, None, 1, writer, ranks)
+        return codes, scale, tensor_scale
+    count, columns = entry.tensor.shape
+    if family == "tensor":
+        return codes, _gather_grid(scale, rows, None, 1, writer, ranks), None
+    grid = _gather_grid(scale, rows, 128, -(-columns // 128), writer, ranks)
+    return codes, grid, None
+
+
+def _gather_grid(piece, rows, block, columns, writer, ranks):
+    """The fp32 scales of all rows. Ranks hold those of the blocks that they have rows of; a block of
+    several ranks has one scale."""
+    holders = rows.holders(writer)
+
+    def window(first, count):
+        if count == 0:
+            return 0, 0
+        if block is None:
+            return 0, 1
+        return first // block, (first + count - 1) // block + 1 - first // block
+
+    windows = {rank: window(*held) for rank, held in holders.items()}
+    pieces = ranks.gather(piece, {r: 4 * columns * n for r, (_, n) in windows.items()}, writer)
+    if pieces is None or writer != ranks.rank:
+        return None
+    total = 1 if block is None else -(-rows.shape[0] // block)
+    grid = torch.ones(total, columns)
+    for flat, (first, count) in zip(pieces, windows.values()):
+        if count:
+            grid[first : first + count] = flat.cpu().view(torch.float32).view(count, columns)
+    return grid
+
+
+def _requantized(unit, plan, ranks):
+    """Planes of weights as one matrix, which has one tensor scale. Blocks end where a weight does."""
+    values, windows, end = [], [], 0
+    for entry in unit.entries:
+        local = entry.local
+        kept = ops.master(local)
+        value = kept if kept is not None else ops.dequantize(local, dtype=torch.float32)
+        value = _gather_rows(value, plan.rows[entry.key], unit.writer, ranks)
+        if value is None:
+            continue
+        padding = -value.shape[0] % 16
+        values.append(nn.functional.pad(value.float(), (0, 0, 0, padding)))
+        windows.append((end, end + value.shape[0]))
+        end += value.shape[0] + padding
+    if not values:
+        return None
+    format = ops.format(unit.entries[0].local).partition("[")[0]
+    whole = ops.quantize(torch.cat(values), format)
+    codes, scale, tensor_scale = ops.codes(whole), ops.scale_inv(whole), ops.tensor_scale_inv(whole)
+    return [(codes[a:b], scale[a:b], tensor_scale) for a, b in windows]
+
+
+def _model_config(model, directory):
+    if (directory / "config.json").is_file():
+        return files.read_json(directory / "config.json")
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):  # transformers'
+        return json.loads(config.to_json_string(use_diff=False))
+    return {}
+
+
+def _write_json(plan, directory, config, scales):
+    weight_map = {
+        name: plan.file_names[unit.file] for unit in plan.units for name in unit.tensors
+    }
+    metadata = {"total_size": sum(unit.nbytes for unit in plan.units)}
+    if scales:
+        metadata["qshard.tensor_scale_inv"] = scales
+    config = {**config, "quantization_config": plan.scheme.quantization_config(plan.ignore)}
+    files.write_json(directory / "config.json", config)
+    hf_quant_config = plan.scheme.hf_quant_config(plan.ignore)
+    if hf_quant_config:
+        files.write_json(directory / "hf_quant_config.json", hf_quant_config)
+    # Last: a directory with an index is whole.
+    files.write_json(
+        directory / files.INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    )
