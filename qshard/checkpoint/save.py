@@ -251,7 +251,7 @@ def _gather_rows(local, rows, writer, ranks):
     if pieces is None or writer != ranks.rank:
         return None
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return flat.view(local.dtype).reshape(*rows.shape[:1], *local.shape[1:])
+    return flat.view(local.dtype).reshape((*rows.shape[:1], *local.shape[1:]))
 
 
 def _gathered(entry, plan, writer, ranks):

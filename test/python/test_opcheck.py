@@ -140,7 +140,9 @@ def test_opcheck(name, fmt):
         kwargs = {}
         if args and isinstance(args[-1], dict):
             *args, kwargs = args
-        torch.library.opcheck(getattr(ops, name).default, tuple(args), kwargs, test_utils=TEST_UTILS)
+        # torch's test of schemas compares inputs by arithmetic that float8 does not have.
+        utils = TEST_UTILS[1:] if name == "from_planes" else TEST_UTILS
+        torch.library.opcheck(getattr(ops, name).default, tuple(args), kwargs, test_utils=utils)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -1,0 +1,146 @@
+"""A model for low-bit checkpoints, written by two FSDP2 ranks, and what its values are."""
+
+import warnings
+
+import torch
+from dist_helpers import full_mesh
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import qshard
+from qshard.checkpoint import load_quantized, save_quantized
+
+ops = torch.ops.qshard
+# (layout, recipe): every row of the table in docs/low-bit-checkpoints.md.
+ROWS = {
+    "deepseek-fp8": ("deepseek-fp8", qshard.Float8BlockScaling()),
+    "deepseek-fp8, fp32 scales": ("deepseek-fp8", qshard.Float8BlockScaling(use_f32_scales=True)),
+    "compressed-tensors, tensor": ("compressed-tensors", qshard.Float8CurrentScaling()),
+    "compressed-tensors, delayed": ("compressed-tensors", qshard.DelayedScaling(amax_history_len=3)),
+    "compressed-tensors, block": ("compressed-tensors", qshard.Float8BlockScaling()),
+    "compressed-tensors, mxfp8": ("compressed-tensors", qshard.MXFP8BlockScaling()),
+    "compressed-tensors, nvfp4": ("compressed-tensors", qshard.NVFP4BlockScaling()),
+    "modelopt, mxfp8": ("modelopt", qshard.MXFP8BlockScaling(weight_block=(1, 32))),
+    "modelopt, nvfp4": ("modelopt", qshard.NVFP4BlockScaling(disable_2d_quantization=True)),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(256, 256)
+        self.k_proj = nn.Linear(256, 96, bias=False)
+        self.o_proj = nn.Linear(256, 160, bias=False)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x)) + self.k_proj(x).mean(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        self.norm = nn.LayerNorm(160)
+        self.lm_head = nn.Linear(160, 7)
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x):
+        return self.lm_head(self.norm(self.layers[0](x) + self.layers[1](x)))
+
+
+def is_weight(module, name):
+    return name.endswith("_proj")
+
+
+def build(row, seed=0, sharded=True, share=True, **kwargs):
+    """share: q and k have one NVFP4 tensor scale, as if trained so."""
+    torch.manual_seed(seed)
+    model = Model()
+    with torch.no_grad():
+        for layer in model.layers:
+            for weight in (layer.q_proj.weight, layer.k_proj.weight):
+                weight[0, 0] = 0.5 if share else weight.shape[0] / 100
+    qshard.quantize_(model, ROWS[row][1], filter_fn=is_weight, **kwargs)
+    if sharded:
+        mesh = full_mesh()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole(tensor):
+    """A plain tensor of the codes' values, on all ranks."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if qshard.is_quantized(tensor):
+        local = ops.dequantize(local, dtype=torch.float32)
+    if not isinstance(tensor, DTensor):
+        return local.detach().clone()
+    return DTensor.from_local(
+        local.detach(), tensor.device_mesh, tensor.placements, run_check=False,
+        shape=tensor.shape, stride=tensor.stride(),
+    ).full_tensor()
+
+
+def code_values(model):
+    return {name: whole(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
+            if "history" not in name and "scaling_amax" not in name}
+
+
+def masters(model):
+    return {name: p.to_local().clone() if isinstance(p, DTensor) else p.clone()
+            for name, p in model.named_parameters()}
+
+
+def save(row, directory, **kwargs):
+    """On each rank of an FSDP2 world; the codes' values."""
+    share = kwargs.pop("share", True)
+    model = build(row, share=share)
+    model(torch.randn(4, 256)).sum()  # as after training: the root's parameters are unsharded
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save_quantized(model, directory, layout=ROWS[row][0], **kwargs)
+    said = [str(w.message) for w in caught if "quantized together" in str(w.message)]
+    return code_values(model), said
+
+
+def load(row, directory, keep_master=True, sharded=True, **kwargs):
+    """On each rank of another world; the codes' values, before and after another flush."""
+    model = build(row, seed=1, sharded=sharded, keep_master=keep_master)
+    load_quantized(model, directory, **kwargs)
+    values = code_values(model)
+    qshard.flush(model)
+    for name, value in code_values(model).items():
+        assert torch.equal(value, values[name]), name
+    for name, parameter in model.named_parameters():
+        if qshard.is_quantized(parameter) and keep_master:
+            local = parameter.to_local() if sharded else parameter
+            assert torch.equal(local + 0, ops.dequantize(local)), name
+    if sharded:
+        model(torch.randn(4, 256)).sum()
+    return values
+
+
+def load_wrong(row, directory, recipe_row=None):
+    """The error of loading, after which the model is what it was."""
+    model = build(recipe_row or row, seed=1)
+    before = masters(model), code_values(model)
+    try:
+        load_quantized(model, directory)
+        error = "none"
+    except Exception as met:
+        error = f"{type(met).__name__}: {met}"
+    for then, now in ((before[0], masters(model)), (before[1], code_values(model))):
+        for name in then:
+            assert torch.equal(then[name], now[name]), name
+    return error
+
+
+def save_wrong(directory, layout, kwargs, row):
+    model = build(row)
+    try:
+        save_quantized(model, directory, layout=layout, **kwargs)
+    except Exception as met:
+        return f"{type(met).__name__}: {met}"
+    return "none"

@@ -1,0 +1,278 @@
+"""save_quantized and load_quantized: every layout, from two FSDP2 ranks to other worlds, and files
+that are wrong."""
+
+import json
+import shutil
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from dist_helpers import World
+from low_bit_models import ROWS, build, code_values, load, load_wrong, save, save_wrong
+from safetensors.torch import load_file, save_file
+
+import qshard
+from qshard.checkpoint import load_quantized, save_quantized
+
+TWO, THREE = World("cpu", 2), World("cpu", 3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """{row: (directory, values)}, written when asked for."""
+    known = {}
+
+    def of(row):
+        if row not in known:
+            directory = tmp_path_factory.mktemp("model")
+            (values, said), (others, also) = TWO.run(save, row, directory, max_file_bytes=300_000)
+            assert not said and not also
+            assert all(torch.equal(values[name], others[name]) for name in values)
+            known[row] = directory, values
+        return known[row]
+
+    return of
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_another_world_reads_what_two_ranks_wrote(saved, row):
+    directory, values = saved(row)
+    assert_equal(THREE.run(load, row, directory)[2], values)
+    for keep_master in (False, True):
+        assert_equal(load(row, directory, keep_master, sharded=False), values)
+
+
+@pytest.mark.parametrize("row", ["deepseek-fp8", "compressed-tensors, nvfp4"])
+def test_ranks_write_equal_shares(saved, row):
+    directory, _ = saved(row)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    files = {file: load_file(directory / file) for file in set(index["weight_map"].values())}
+    assert {k: f for f, tensors in files.items() for k in tensors} == index["weight_map"]
+    sizes = {f: sum(t.nbytes for t in tensors.values()) for f, tensors in files.items()}
+    assert len(sizes) >= 2 and sum(sizes.values()) == index["metadata"]["total_size"]
+    assert {p.name for p in directory.iterdir()} == {
+        *sizes, "config.json", "model.safetensors.index.json"
+    }
+    assert all(t.is_contiguous() for tensors in files.values() for t in tensors.values())
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    assert config.get("ignore", config.get("modules_to_not_convert")) == ["lm_head"]
+
+
+def test_no_rank_holds_more_than_one_weight(tmp_path):
+    """Above the model: what gathers bring together, and what files are written from."""
+    from qshard.checkpoint import files
+
+    model, largest = build("deepseek-fp8", sharded=False), 256 * 256
+    written = []
+    write = files.FileWriter.write
+
+    def noted(self, key, tensor):
+        written.append(tensor.nbytes)
+        write(self, key, tensor)
+
+    with mock.patch.object(files.FileWriter, "write", noted):
+        save_quantized(model, tmp_path, layout="deepseek-fp8")
+    assert max(written) == largest and len(written) > 8
+
+
+@pytest.mark.parametrize("names", [lambda n: f"model.{n}", {"steps": "counter"}], ids=["function", "dict"])
+def test_names(tmp_path, names):
+    row = "modelopt, nvfp4"
+    model = build(row, sharded=False)
+    save_quantized(model, tmp_path, layout="modelopt", names=names)
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert ("counter" in weight_map) == isinstance(names, dict)
+    assert ("model.layers.0.q_proj.weight_scale_2" in weight_map) == callable(names)
+    assert_equal(load(row, tmp_path, sharded=False, names=names), code_values(model))
+
+
+def test_foreign_directory_without_index_or_exact_scales(saved, tmp_path):
+    """The reciprocal of the reciprocal: one ulp in the tensor scale at most."""
+    directory, values = saved("compressed-tensors, nvfp4")
+    shutil.copytree(directory, tmp_path / "copy")
+    (tmp_path / "copy" / "model.safetensors.index.json").unlink()
+    for name, value in load("compressed-tensors, nvfp4", tmp_path / "copy", sharded=False).items():
+        torch.testing.assert_close(value, values[name], rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("row", ["compressed-tensors, nvfp4", "modelopt, nvfp4"])
+def test_fused_weights_are_quantized_together(tmp_path, row):
+    """As one matrix on one device would be; a load gives these values."""
+    (values, said), (_, also) = TWO.run(save, row, tmp_path, share=False)
+    assert len(said) == 1 and "layers.0.q_proj.weight, layers.0.k_proj.weight" in said[0] and not also
+    loaded = THREE.run(load, row, tmp_path)[0]
+    plain = build(row, sharded=False, share=False)
+    for i, layer in enumerate(plain.layers):
+        weights = [layer.q_proj.weight, layer.k_proj.weight]
+        together = torch.cat([qshard.ops.master(w) for w in weights]).detach()
+        expected = qshard.ops.quantize(together, qshard.ops.format(weights[0]))
+        got = torch.cat([loaded[f"layers.{i}.{name}_proj.weight"] for name in "qk"])
+        assert torch.equal(got, qshard.ops.dequantize(expected))
+        assert torch.equal(loaded[f"layers.{i}.o_proj.weight"], values[f"layers.{i}.o_proj.weight"])
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+def edit_json(name, change):
+    def edit(directory):
+        content = json.loads((directory / name).read_text())
+        change(content)
+        (directory / name).write_text(json.dumps(content))
+
+    return edit
+
+
+def edit_tensors(change):
+    def edit(directory):
+        for file in directory.glob("*.safetensors"):
+            tensors = load_file(file)
+            change(tensors)
+            save_file(tensors, file)
+
+    return edit
+
+
+def truncate(directory):
+    for file in directory.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+
+
+def scale_with_mantissa(tensors):
+    for name in tensors:
+        if name.endswith("weight_scale_inv"):
+            tensors[name] = tensors[name] * 1.5
+
+
+def transposed(tensors):
+    for name in tensors:
+        if name.endswith("k_proj.weight"):
+            tensors[name] = tensors[name].t().contiguous()
+
+
+def without_scales(tensors):
+    for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+        del tensors[name]
+
+
+def with_another(tensors):
+    tensors[f"another.{len(tensors)}"] = torch.ones(1)
+
+
+def header_of_another_size(directory):
+    file = sorted(directory.glob("*.safetensors"))[0]
+    file.write_bytes((2**62).to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+INDEX = "model.safetensors.index.json"
+WRONG = {
+    "nothing there": (shutil.rmtree, "FileNotFoundError.*no config.json"),
+    "truncated": (truncate, "ValueError.*safetensors cannot be read"),
+    "a header's size": (header_of_another_size, "ValueError.*safetensors cannot be read"),
+    "a file is gone": (
+        lambda d: sorted(d.glob("*.safetensors"))[0].unlink(), "FileNotFoundError.*model-00001"
+    ),
+    "not JSON": (lambda d: (d / "config.json").write_text("{"), "ValueError.*config.json is not JSON"),
+    "not quantized": (
+        edit_json("config.json", lambda c: c.pop("quantization_config")), "no quantization_config"
+    ),
+    "another method": (
+        edit_json("config.json", lambda c: c["quantization_config"].update(quant_method="awq")), "'awq'"
+    ),
+    "another layout": (
+        edit_json("config.json", lambda c: c["quantization_config"].update(quant_method="modelopt")),
+        "layout 'modelopt' has no weights of block scaling",
+    ),
+    "an index of other files": (
+        edit_json(INDEX, lambda c: c["weight_map"].update({"lm_head.weight": "../x.safetensors"})),
+        "weight_map",
+    ),
+    "an index of other tensors": (
+        edit_json(INDEX, lambda c: c["weight_map"].update(more=c["weight_map"]["lm_head.weight"])),
+        "says that more is in",
+    ),
+    "a mantissa": (edit_tensors(scale_with_mantissa), "proj.weight: .*not powers of two"),
+    "a shape": (edit_tensors(transposed), r"k_proj.weight is F8_E4M3 \[256, 96\].*\[96, 256\]"),
+    "no scales": (edit_tensors(without_scales), "says that .*weight_scale_inv is in"),
+    "a tensor more": (edit_tensors(with_another), "another.*no place for"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_directories(saved, tmp_path, case):
+    edit, message = WRONG[case]
+    directory = tmp_path / "copy"
+    shutil.copytree(saved("deepseek-fp8")[0], directory)
+    edit(directory)
+    for error in TWO.run(load_wrong, "deepseek-fp8", directory):
+        assert "qshard.checkpoint.load_quantized: " in error, error
+        assert __import__("re").search(message, error), error
+
+
+def test_a_model_of_another_recipe(saved):
+    errors = TWO.run(load_wrong, "deepseek-fp8", saved("deepseek-fp8")[0], "modelopt, nvfp4")
+    assert all("has no weights of nvfp4 scaling" in error for error in errors)
+    torch.manual_seed(0)
+    from low_bit_models import Model
+
+    with pytest.raises(ValueError, match="is plain, and .* is quantized in the files; quantize the model"):
+        load_quantized(Model(), saved("deepseek-fp8")[0])
+
+
+SAVES = {
+    "layout": (("gguf", {}, "deepseek-fp8"), "ValueError.*layout must be one of"),
+    "format": (("deepseek-fp8", {}, "modelopt, mxfp8"), "ValueError.*compressed-tensors, modelopt"),
+    "names": (("modelopt", {"names": len}, "modelopt, mxfp8"), "ValueError.*not a string"),
+    "one name": (("modelopt", {"names": {"steps": "norm.bias"}}, "modelopt, mxfp8"), "and for"),
+    "a name": (
+        ("modelopt", {"names": {"layers.0.k_proj.weight": "k"}}, "modelopt, mxfp8"), "<module>.weight"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_what_save_refuses(tmp_path, case):
+    (layout, kwargs, row), message = SAVES[case]
+    for error in TWO.run(save_wrong, tmp_path / "new", layout, kwargs, row):
+        assert "qshard.checkpoint.save_quantized: " in error
+        assert __import__("re").search(message, error), error
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_directories_with_files_are_left_alone(saved):
+    directory, _ = saved("deepseek-fp8")
+    before = {p: p.read_bytes() for p in directory.iterdir()}
+    for error in TWO.run(save_wrong, directory, "deepseek-fp8", {}, "deepseek-fp8"):
+        assert error.startswith("FileExistsError") and "empty directory" in error
+    assert before == {p: p.read_bytes() for p in directory.iterdir()}
+
+
+def test_a_full_disk_leaves_no_files(tmp_path):
+    from qshard.checkpoint import files
+
+    model = build("deepseek-fp8", sharded=False)
+    with mock.patch.object(files.FileWriter, "write", side_effect=OSError(28, "No space left")):
+        with pytest.raises(OSError, match="save_quantized.*No space left"):
+            save_quantized(model, tmp_path, layout="deepseek-fp8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_ragged_columns_are_refused_by_name(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(40, 32))
+    qshard.quantize_(model, qshard.MXFP8BlockScaling())
+    with pytest.raises(ValueError, match="0.weight has 40 columns.*multiple of 32"):
+        save_quantized(model, tmp_path, layout="compressed-tensors")
+
+
+def test_without_the_package(saved):
+    model = build("deepseek-fp8", sharded=False)
+    with mock.patch.dict(sys.modules, safetensors=None):
+        with pytest.raises(ModuleNotFoundError, match="pip install safetensors"):
+            load_quantized(model, saved("deepseek-fp8")[0])
