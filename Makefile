@@ -22,8 +22,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What the tests of clients run with (test/python/clients): those of make test, and what
 # make test-clients adds.
-CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21.*
-MORE_CLIENTS := torchtitan==0.2.2 lightning==2.6.* torchao==0.18.*
+CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21.* \
+  compressed-tensors==0.20.*
+MORE_CLIENTS := torchtitan==0.2.2 lightning==2.6.* torchao==0.18.* nvidia-modelopt==0.47.*
 
 .PHONY: test demo build wheel docs format-check unit-test asan-test python-test test-clients clean
 

@@ -32,6 +32,8 @@ MORE_CLIENTS = {
     "test_torchtitan": ("torchtitan",),
     "test_lightning": (*CLIENTS, "lightning"),
     "test_torchao": ("torchao",),
+    "test_low_bit_readers": (*CLIENTS, "compressed_tensors"),
+    "test_low_bit_modelopt": ("safetensors", "modelopt"),
 }
 
 
@@ -113,8 +115,10 @@ BUDGETS_S = {
     "test_kernels_reference": 60,
     "test_nn_compile": 45,  # Inductor's first compilation
     "test_nn_sharded": 60,
+    "test_low_bit_checkpoints": 60,
     "test_nobody_hangs": 90,  # one case waits for the process group's timeout
     "test_op_sweep": 60,
+    "test_opcheck": 60,
     "test_optimizers": 45,
     "test_random_programs": 180,
 }

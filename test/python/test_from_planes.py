@@ -101,11 +101,11 @@ def refused():
         "shape": ((codes, torch.ones(2, 1), "float8_blockwise"), {}, ValueError, r"shape \[1, 1\]"),
         "dimensions": ((codes[0], scale, "float8_blockwise"), {}, ValueError, "2 dimensions"),
         "device": ((codes, scale.to("meta"), "float8_blockwise"), {}, ValueError, "is on meta"),
-        "quantized": ((ops.quantize(weight(4, 4), "mxfp8"), scale, "mxfp8"), {}, TypeError, "plain"),
+        "quantized": ((ops.quantize(codes.float(), "mxfp8"), e8m0, "mxfp8"), {}, TypeError, "plain"),
         "rows": ((codes, e8m0, "mxfp8"), {"logical_rows": 60}, ValueError, "logical_rows=60"),
         "negative": ((codes, -scale, "float8_blockwise"), {}, ValueError, "negative"),
         "NaN": ((codes, scale * float("nan"), "float8_tensorwise"), {}, ValueError, "NaN"),
-        "mantissa": ((codes, scale * 1.5, "float8_blockwise"), {}, ValueError, "powers of two.*fp32_scale"),
+        "mantissa": ((codes, scale * 1.5, "float8_blockwise"), {}, ValueError, "two.*fp32_scale"),
         "a block of two scales": (
             (codes, uneven.view(torch.float8_e8m0fnu), "mxfp8"), {}, ValueError, "mxfp8_1x32"
         ),
@@ -117,7 +117,10 @@ def refused():
             (packed, e4m3, "nvfp4[stochastic]"), {**one, "keep_master": True}, ValueError, "one of"
         ),
         "cut blocks": (
-            (codes, e8m0, "mxfp8_1x32"), {"logical_rows": 96, "row_offset": 8}, ValueError, "whole blocks"
+            (codes, e8m0, "mxfp8_1x32"),
+            {"logical_rows": 96, "row_offset": 8},
+            ValueError,
+            "whole blocks",
         ),
     }
 

@@ -34,7 +34,8 @@ def saved(tmp_path_factory):
 
 def weights(tensors, *suffixes):
     """(module, its tensors of these suffixes)"""
-    modules = sorted(k.removesuffix(f".{suffixes[0]}") for k in tensors if "_proj" in k and k.endswith(f".{suffixes[0]}"))
+    end = f"_proj.{suffixes[0]}"
+    modules = sorted(k.removesuffix(f".{suffixes[0]}") for k in tensors if k.endswith(end))
     assert len(modules) == 6
     for module in modules:
         yield module, *(tensors[f"{module}.{suffix}"] for suffix in suffixes)
@@ -77,17 +78,13 @@ def test_compressed_tensors(saved, row):
     for module, *planes in weights(tensors, *suffixes):
         state = dict(zip(suffixes, planes))
         want = values[f"{module}.weight"]
-        if row == "compressed-tensors, mxfp8":  # it multiplies in bf16, which these values fit
-            got = compressor.decompress(state, scheme)["weight"].float()
-        elif row == "compressed-tensors, nvfp4":
+        got = compressor.decompress(state, scheme)["weight"].float()
+        if row == "compressed-tensors, nvfp4":
             # In bf16 as it comes; in fp32 to an ulp, since the file has a rounded reciprocal.
-            got = compressor.decompress(state, scheme)["weight"].float()
             torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
             got = in_fp32(state, scheme)
             torch.testing.assert_close(got, want, rtol=2**-22, atol=0)
             continue
-        else:
-            got = compressor.decompress(state, scheme)["weight"].float()
         assert torch.equal(got, want)
 
 
@@ -120,7 +117,8 @@ def test_modelopt_nvfp4(saved):
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     _, values, tensors, _ = saved("modelopt, nvfp4")
-    for module, codes, scale, tensor_scale in weights(tensors, "weight", "weight_scale", "weight_scale_2"):
+    suffixes = "weight", "weight_scale", "weight_scale_2"
+    for module, codes, scale, tensor_scale in weights(tensors, *suffixes):
         read = NVFP4QTensor((codes.shape[0], 2 * codes.shape[1]), torch.float32, codes)
         got = read.dequantize(scale=scale, double_scale=tensor_scale, block_sizes={-1: 16})
         assert torch.equal(got, values[f"{module}.weight"])  # a code of -0 reads as +0: equal
