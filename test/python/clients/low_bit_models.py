@@ -1,9 +1,11 @@
 """A model for low-bit checkpoints, written by two FSDP2 ranks, and what its values are."""
 
+import json
 import warnings
 
+import pytest
 import torch
-from dist_helpers import full_mesh
+from dist_helpers import World, full_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -144,3 +146,35 @@ def save_wrong(directory, layout, kwargs, row):
     except Exception as met:
         return f"{type(met).__name__}: {met}"
     return "none"
+
+
+# ---------------------------------------------------------------- for readers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """saved(row): the directory that two ranks wrote, the model's values, the files' tensors, and
+    config.json's entry."""
+    from safetensors.torch import load_file
+
+    known = {}
+
+    def of(row):
+        if row not in known:
+            directory = tmp_path_factory.mktemp("model")
+            values = World("cpu", 2).run(save, row, directory)[0][0]
+            tensors = {k: v for f in directory.glob("*.safetensors") for k, v in load_file(f).items()}
+            config = json.loads((directory / "config.json").read_text())["quantization_config"]
+            known[row] = directory, values, tensors, config
+        return known[row]
+
+    return of
+
+
+def weights(tensors, *suffixes):
+    """(module, its tensors of these suffixes)"""
+    end = f"_proj.{suffixes[0]}"
+    modules = sorted(k.removesuffix(f".{suffixes[0]}") for k in tensors if k.endswith(end))
+    assert len(modules) == 6
+    for module in modules:
+        yield module, *(tensors[f"{module}.{suffix}"] for suffix in suffixes)

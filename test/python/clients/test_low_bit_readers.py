@@ -1,44 +1,9 @@
-"""What others' own CPU code makes of our files: transformers' fp8 dequantization, compressed-tensors
-and nvidia-modelopt. (The `modelopt` tests skip where it is not installed: `make test-clients` does.)"""
-
-import json
-from importlib.util import find_spec
+"""What others' own CPU code makes of our files: transformers' fp8 dequantization and
+compressed-tensors."""
 
 import pytest
 import torch
-from dist_helpers import World
-from low_bit_models import ROWS, save
-from safetensors.torch import load_file
-
-NEEDS_MODELOPT = pytest.mark.skipif(
-    find_spec("modelopt") is None,
-    reason="nvidia-modelopt not installed; `make test-clients` installs it",
-)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    known = {}
-
-    def of(row):
-        if row not in known:
-            directory = tmp_path_factory.mktemp("model")
-            values = World("cpu", 2).run(save, row, directory)[0][0]
-            tensors = {k: v for f in directory.glob("*.safetensors") for k, v in load_file(f).items()}
-            config = json.loads((directory / "config.json").read_text())["quantization_config"]
-            known[row] = directory, values, tensors, config
-        return known[row]
-
-    return of
-
-
-def weights(tensors, *suffixes):
-    """(module, its tensors of these suffixes)"""
-    end = f"_proj.{suffixes[0]}"
-    modules = sorted(k.removesuffix(f".{suffixes[0]}") for k in tensors if k.endswith(end))
-    assert len(modules) == 6
-    for module in modules:
-        yield module, *(tensors[f"{module}.{suffix}"] for suffix in suffixes)
+from low_bit_models import ROWS, saved, weights  # noqa: F401
 
 
 @pytest.mark.parametrize("row", ["deepseek-fp8", "deepseek-fp8, fp32 scales"])
@@ -100,36 +65,3 @@ def in_fp32(state, scheme):
         global_scale=state["weight_global_scale"],
         dtype=torch.float32,
     )
-
-
-@NEEDS_MODELOPT
-def test_modelopt_mxfp8(saved):
-    from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
-
-    _, values, tensors, _ = saved("modelopt, mxfp8")
-    for module, codes, scale in weights(tensors, "weight", "weight_scale"):
-        read = MXFP8QTensor(codes.shape, torch.float32, codes)
-        assert torch.equal(read.dequantize(scale=scale), values[f"{module}.weight"])
-
-
-@NEEDS_MODELOPT
-def test_modelopt_nvfp4(saved):
-    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
-
-    _, values, tensors, _ = saved("modelopt, nvfp4")
-    suffixes = "weight", "weight_scale", "weight_scale_2"
-    for module, codes, scale, tensor_scale in weights(tensors, *suffixes):
-        read = NVFP4QTensor((codes.shape[0], 2 * codes.shape[1]), torch.float32, codes)
-        got = read.dequantize(scale=scale, double_scale=tensor_scale, block_sizes={-1: 16})
-        assert torch.equal(got, values[f"{module}.weight"])  # a code of -0 reads as +0: equal
-
-
-@NEEDS_MODELOPT
-@pytest.mark.parametrize("row", ["modelopt, mxfp8", "modelopt, nvfp4"])
-def test_modelopts_config_is_what_it_would_make(saved, row):
-    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
-
-    directory, _, _, config = saved(row)
-    theirs = convert_hf_quant_config_format(json.loads((directory / "hf_quant_config.json").read_text()))
-    for key in ("quant_method", "quant_algo", "ignore"):
-        assert theirs[key] == config[key]
