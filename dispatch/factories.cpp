@@ -58,6 +58,7 @@ Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
   layout.logical_rows = layout.rows;
   layout.matrix_rows = sizes[sizes.size() - 2];
   layout.row_offset = 0;
+  layout.first_element = layout.full_cols = 0;
   return layout;
 }
 

@@ -12,28 +12,42 @@ namespace {
 
 using Pending = QuantizedBuffer::Pending;
 
-Batch alone(const BufferPtr& buffer) { return {buffer->device(), "", "", {buffer}}; }
+Batch alone(const BufferPtr& buffer) { return {buffer->device(), {}, {buffer}}; }
 
 bool has_activation_amaxes(const QuantizedBuffer& buffer) {
   return buffer.layout().format->amax_history.length > 0;
 }
 
-/// By device and reduction group, in order of first appearance; each buffer once.
+/// Whom a flush of this buffer is agreed with.
+Groups groups_of_flush(const QuantizedBuffer& buffer) {
+  const Placement& placement = buffer.placement();
+  Groups groups{placement.group(), placement.groups_of_full_tensor(), {}};
+  // Replicas hold the same weights, and so the same amaxes of them.
+  if (has_activation_amaxes(buffer)) groups.replicas = placement.groups().replicas;
+  return groups;
+}
+
+/// Whether buffers of both can be of one batch: all go through the first all-reduce, and those that
+/// have a part in the second lie in front.
+bool fit_together(const Groups& a, const Groups& b) {
+  return a.shard == b.shard && a.replicas == b.replicas &&
+         (a.tensor.empty() || b.tensor.empty() || a.tensor == b.tensor);
+}
+
+/// By device and groups, in order of first appearance; each buffer once.
 std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
   std::vector<Batch> batches;
   for (const auto& buffer : buffers) {
     if (buffer->is_meta()) continue;
-    const Placement& placement = buffer->placement();
-    // Replicas hold the same weights, and so the same amaxes of them.
-    const std::string replicas =
-        has_activation_amaxes(*buffer) ? placement.replica_groups() : std::string();
+    Groups groups = groups_of_flush(*buffer);
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
-      return b.device == buffer->device() && b.group == placement.group() &&
-             b.replica_groups == replicas;
+      return b.device == buffer->device() && fit_together(b.groups, groups);
     });
     if (batch == batches.end()) {
-      batches.push_back({buffer->device(), placement.group(), replicas, {}});
+      batches.push_back({buffer->device(), std::move(groups), {}});
       batch = batches.end() - 1;
+    } else if (batch->groups.tensor.empty()) {
+      batch->groups.tensor = std::move(groups.tensor);
     }
     const auto& seen = batch->buffers;
     if (std::find(seen.begin(), seen.end(), buffer) == seen.end()) batch->buffers.push_back(buffer);
@@ -42,7 +56,8 @@ std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
 }
 
 void check_group_is_known(const QuantizedBuffer& buffer) {
-  if (buffer.can_flush_alone() || !buffer.placement().group().empty()) return;
+  if (buffer.can_flush_alone() || buffer.placement().group()) return;
+  if (buffer.layout().holds_all_rows()) return;  // of a part of the full tensor
   const Layout& layout = buffer.layout();
   TORCH_CHECK(
       buffer.placement().is_placed(),
@@ -67,7 +82,7 @@ bool is_done_alone(const QuantizedBuffer& buffer) {
 void flush_batch(Batch batch, const RequantizeOptions& options) {
   std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->is_written(); });
   if (batch.buffers.empty()) return;
-  if (batch.group.empty()) {
+  if (!batch.groups.shard) {
     // Rows that nobody adopted: whoever adopts them agrees on scales of his own.
     std::erase_if(batch.buffers, [](const BufferPtr& buffer) {
       if (buffer->layout().holds_all_rows()) return false;
@@ -77,7 +92,7 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
   }
   Batch left = batch;
   // Nobody waits for their amaxes.
-  if (batch.group.empty()) {
+  if (!batch.groups.shard && batch.groups.tensor.empty()) {
     std::erase_if(left.buffers, [](const BufferPtr& b) { return is_done_alone(*b); });
   }
   if (!left.buffers.empty()) requantize(left, options);
@@ -92,7 +107,8 @@ void agree_on_what_is_written(const Batch& batch) {
     flags.mutable_data_ptr<int32_t>()[i] = batch.buffers[i]->is_written();
   }
   const auto agreed = flags.to(batch.device);
-  all_reduce_max(agreed, batch.group);
+  if (batch.groups.shard) batch.groups.shard->all_reduce_max(agreed);
+  for (const RankGroupPtr& group : batch.groups.tensor) group->all_reduce_max(agreed);
   flags = agreed.cpu();
   for (size_t i = 0; i < batch.buffers.size(); ++i) {
     if (flags.const_data_ptr<int32_t>()[i]) batch.buffers[i]->written_elsewhere();
@@ -127,7 +143,7 @@ void require_shown(const BufferPtr& buffer, const char* op) {
   buffer->complete();
   if (buffer->can_flush_alone()) return flush_alone(buffer);
   const Layout& layout = buffer->layout();
-  if (layout.owns_its_blocks()) {
+  if (buffer->placement().owns_its_blocks()) {
     // The codes are final, the grid rows of other ranks are not.
     requantize(alone(buffer), {.pending = Pending::kKeep});
     return buffer->shown_alone();
@@ -152,7 +168,7 @@ void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tens
 void flush_any_written(const std::vector<BufferPtr>& buffers) {
   for (const auto& batch : batches_of(buffers)) {
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
-    if (!batch.group.empty()) agree_on_what_is_written(batch);
+    if (batch.groups.shard || !batch.groups.tensor.empty()) agree_on_what_is_written(batch);
     flush_batch(batch, {});
   }
 }

@@ -77,7 +77,7 @@ bool has_steppable_master(const at::Tensor& parameter) {
   if (parameter.numel() == 0) return true;  // also in a place not known yet
   const Placement& placement = buffer.placement();
   if (!placement.is_placed()) return false;
-  if (placement.group().empty() && !layout.holds_all_rows()) return false;
+  if (!placement.group() && !layout.holds_all_rows()) return false;
   const auto rows = row_window(parameter);
   return rows && rows->first == 0 && rows->count == layout.live_rows() &&
          step_quantizes(layout) != StepQuantizes::kNothing;
@@ -143,20 +143,14 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
   std::vector<QuantizedBuffer*> buffers;  // of the tasks
   tasks.reserve(indices.size());
   int64_t amaxes = 0;
-  std::string group;  // of the parameter before: mostly there is one, and asking for it takes time
-  int64_t ranks = 1;
   for (const size_t i : indices) {
     const at::Tensor& parameter = a.parameters[i];
     QuantizedBuffer& buffer = buffer_of(parameter);
     if (parameter.numel() == 0) continue;
-    if (buffer.placement().group() != group) {
-      group = buffer.placement().group();
-      ranks = ranks_of(group);
-    }
     buffer.write_codes();
     AdamWTask& task = tasks.emplace_back();
     task.layout = buffer.layout();
-    task.cuts = find_cuts(task.layout, ranks);
+    task.cuts = find_cuts(task.layout, ranks_of(buffer.placement().group()));
     task.value_dtype = value_dtype(buffer.dtype());
     task.parameter = buffer.write_plane().mutable_data_ptr();
     task.values = task.parameter;

@@ -3,6 +3,9 @@
 #include <fmt/format.h>
 
 #include <stdexcept>
+#include <utility>
+
+#include "kernels/scaling_state.h"
 
 namespace qshard {
 
@@ -13,6 +16,7 @@ void Placement::become_own_tensor() {
     own.matrix_rows = layout_.rows;
   }
   own.row_offset = 0;
+  own.first_element = own.full_cols = 0;
   if (!own.fits()) {
     throw std::invalid_argument(fmt::format(
         "qshard: {} rows of plain values cannot be written into a new {} tensor, which has blocks "
@@ -20,6 +24,14 @@ void Placement::become_own_tensor() {
         own.matrix_rows, layout_.format->name, layout_.format->columnwise->block_rows));
   }
   layout_ = own;
+  groups_.tensor.clear();
+}
+
+const std::vector<RankGroupPtr>& Placement::groups_of_full_tensor() const {
+  static const std::vector<RankGroupPtr> none;
+  const Format& format = *layout_.format;
+  const bool has_any = format.has_tensor_scale() || state_words(format) > 0;
+  return is_adopted_ && has_any ? groups_.tensor : none;
 }
 
 void Placement::resize(int64_t bytes, int64_t row_bytes) {
@@ -28,24 +40,25 @@ void Placement::resize(int64_t bytes, int64_t row_bytes) {
 }
 
 void Placement::adopt(std::string_view group) {
-  if (group_ != group) group_ = group;
+  const RankGroupPtr& known = groups_.shard;
+  const bool is_known = known ? known->name() == group && known->is_alive() : group.empty();
+  if (!is_known) groups_.shard = find_group(group);
   is_adopted_ = true;
 }
 
-void Placement::set_replicas(std::string_view groups) {
-  if (replica_groups_ != groups) replica_groups_ = groups;
+void Placement::adopt(const Groups& groups) {
+  groups_ = groups;
+  is_adopted_ = true;
 }
 
 void Placement::adopt_groups_of(const Placement& other) {
-  group_ = other.group_;
-  replica_groups_ = other.replica_groups_;
+  groups_ = other.groups_;
   is_adopted_ = other.is_adopted_;
   was_placed_ = other.was_placed_;
 }
 
 void Placement::disown() {
-  group_.clear();
-  replica_groups_.clear();
+  groups_ = {};
   is_adopted_ = false;
 }
 

@@ -1,15 +1,19 @@
-// Placement: which rows of which logical tensor a shard holds, and who holds the others.
+// Placement: which part of which tensor a shard holds, and who holds the others.
 #pragma once
 
 #include <optional>
-#include <string>
 #include <string_view>
+#include <vector>
 
+#include "dispatch/rank_group.h"
 #include "kernels/layout.h"
 
 namespace qshard {
 
-/// The rows [row_offset, row_offset + rows) of a logical tensor, and the groups of its ranks.
+/// The rows [row_offset, row_offset + rows) of a logical tensor, where that lies in the full one,
+/// and whom its ranks agree with. FSDP, HSDP, tensor parallelism and DDP differ in nothing else:
+/// FSDP's ranks hold rows of one logical tensor, tensor-parallel ones a logical tensor each,
+/// replicas the same rows.
 ///
 /// Unplaced: new_zeros, new_empty and empty_like of a template know the logical tensor and not yet
 /// their rows; the first quantized copy_ tells them.
@@ -25,18 +29,26 @@ class Placement {
       : layout_(layout), is_adopted_(is_adopted) {}
 
   const Layout& layout() const { return layout_; }
-  /// c10d name of the group whose ranks share scales; empty where none is known.
-  const std::string& group() const { return group_; }
-  /// Names of the groups whose ranks hold the same rows (HSDP's replicas), with spaces between
-  /// them.
-  const std::string& replica_groups() const { return replica_groups_; }
+  /// The group whose ranks hold the other rows; null where none is known.
+  const RankGroupPtr& group() const { return groups_.shard; }
+  const Groups& groups() const { return groups_; }
+  /// The groups over which what belongs to the full tensor is agreed on: its scale, and its state.
+  /// None of formats that have neither: blocks end with the logical tensor.
+  const std::vector<RankGroupPtr>& groups_of_full_tensor() const;
 
   bool is_placed() const { return layout_.row_offset != Layout::kUnplaced; }
   bool is_adopted() const { return is_adopted_; }
   /// Whether this is what FSDP2 makes its shards of: rows copied into an unplaced tensor.
   bool was_placed() const { return was_placed_; }
   /// Whether scales need no other rank: all rows are here, or the others are nobody's.
-  bool is_alone() const { return group_.empty() && (layout_.holds_all_rows() || !is_adopted_); }
+  bool is_alone() const {
+    return groups_of_full_tensor().empty() && !group() &&
+           (layout_.holds_all_rows() || !is_adopted_);
+  }
+  /// Whether every block that the rows touch has its scale from these rows alone.
+  bool owns_its_blocks() const {
+    return groups_of_full_tensor().empty() && layout_.owns_its_blocks();
+  }
 
   /// Row 0 is `row` of the logical tensor.
   void place(int64_t row) {
@@ -51,17 +63,20 @@ class Placement {
   void resize(int64_t bytes, int64_t row_bytes);
   /// The images that are held from now on (a gather of one of two).
   void hold(Images images) { layout_.images = images; }
+  /// The ranks of the group of this name hold the other rows.
+  /// @throws c10::Error if there is no such group.
   void adopt(std::string_view group);
-  void set_replicas(std::string_view groups);
+  void adopt(const Groups& groups);
   /// Takes the groups of `other`, of whose parameter this is.
   void adopt_groups_of(const Placement& other);
+  /// Rows of the logical tensor that `other` has rows of lie in the full one as those do.
+  void share_full_tensor_of(const Placement& other) { groups_.tensor = other.groups_.tensor; }
   /// Nobody's share any more, until it is adopted again.
   void disown();
 
  private:
   Layout layout_;
-  std::string group_;
-  std::string replica_groups_;
+  Groups groups_;
   bool is_adopted_ = false;
   bool was_placed_ = false;
 };

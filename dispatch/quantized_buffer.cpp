@@ -137,7 +137,11 @@ BufferPtr QuantizedBuffer::over_storage(const QuantizedBuffer& from, c10::Storag
 
 void QuantizedBuffer::adopt_parameter(const QuantizedBuffer& other, bool is_shard) {
   scaling_state_ = other.scaling_state_.copy_to(device());
-  if (is_shard) placement_.adopt_groups_of(other.placement_);
+  if (is_shard) {
+    placement_.adopt_groups_of(other.placement_);
+  } else {
+    placement_.share_full_tensor_of(other.placement_);
+  }
 }
 
 // ------------------------------------------------------------------------------------- read
@@ -244,6 +248,11 @@ const at::Tensor& QuantizedBuffer::snapshot_grid() {
 void QuantizedBuffer::adopt(std::string_view group) {
   placement_.adopt(group);
   if (is_image_only_) original()->placement_.adopt(group);
+}
+
+void QuantizedBuffer::adopt(const Groups& groups) {
+  placement_.adopt(groups);
+  if (is_image_only_) original()->placement_.adopt(groups);
 }
 
 void QuantizedBuffer::become_own_tensor() {

@@ -162,7 +162,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void place(int64_t row) { placement_.place(row); }
   /// The ranks of `group` hold the other rows; an image-only copy tells its original.
   void adopt(std::string_view group);
-  void set_replicas(std::string_view groups) { placement_.set_replicas(groups); }
+  /// The same with all groups.
+  void adopt(const Groups& groups);
   void set_rounding_key(int64_t key) { scaling_state_.set_rounding_key(key); }
 
   // -------------------------------------------------------------------------------- gathers

@@ -4,7 +4,6 @@
 #include <initializer_list>
 #include <optional>
 #include <span>
-#include <sstream>
 #include <utility>
 
 #include "dispatch/kernel_bridge.h"
@@ -12,8 +11,6 @@
 
 namespace qshard {
 namespace {
-
-GroupOperations g_group;
 
 /// Float32 words of all buffers of a flush in one vector, which is what ranks agree on.
 class AmaxVector {
@@ -29,10 +26,15 @@ class AmaxVector {
     return taken;
   }
   void zero(std::span<float> words) {
-    if (words.empty()) return;
-    words_.narrow(0, words.data() - words_.const_data_ptr<float>(), words.size()).zero_();
+    if (!words.empty()) tensor_of(words).zero_();
   }
   const at::Tensor& words() const { return words_; }
+  at::Tensor tensor_of(std::span<float> words) const {
+    return words_.narrow(0, words.data() - words_.const_data_ptr<float>(),
+                         static_cast<int64_t>(words.size()));
+  }
+  /// The words taken so far.
+  at::Tensor taken() const { return words_.narrow(0, 0, taken_); }
 
  private:
   at::Tensor words_;
@@ -82,6 +84,8 @@ struct Entry {
   Cuts cuts;
   Needs needs = kCodes;
   std::span<float> amax, words;
+  /// In front, the amaxes of the full tensor where `amax` has those of blocks, too.
+  std::span<float> tensor_amax;
   QuantizeTask task;
   at::Tensor values;    // that task reads
   at::Tensor snapshot;  // of the grid that task writes
@@ -93,6 +97,11 @@ bool lacks_scales(const QuantizedBuffer& buffer) {
   const Layout& layout = buffer.layout();
   return layout.format->has_grid() && !layout.format->has_tensor_scale() &&
          !layout.holds_all_rows();
+}
+
+/// How many of a buffer's amaxes are of matrices, not of blocks.
+int64_t tensor_amax_numel(const Layout& layout) {
+  return layout.format->has_tensor_scale() ? layout.grid_numel() : 0;
 }
 
 Entry::Needs needs_of(const QuantizedBuffer& buffer) {
@@ -129,23 +138,27 @@ class Requantization {
       : batch_(batch),
         options_(options),
         stream_(current_stream(batch.device)),
-        ranks_(ranks_of(batch.group)),
+        ranks_(ranks_of(batch.groups.shard)),
         entries_(entries_of(batch, ranks_)),
         vector_(words_of(entries_), batch.device) {}
 
   void run() {
     wait_for_writes();
+    take_words();
     for (Entry& entry : entries_) prepare(entry);
     const auto states = state_tasks();
     // With nobody and nothing to wait for, one pass over the values may do.
-    const bool at_once = ranks_ == 1 && batch_.replica_groups.empty() && states.empty();
+    const Groups& groups = batch_.groups;
+    const bool agrees = groups.shard || !groups.tensor.empty();
+    const bool at_once =
+        ranks_ == 1 && groups.tensor.empty() && groups.replicas.empty() && states.empty();
     auto tasks = tasks_of({Entry::kCodes, Entry::kScales});
     if (!at_once) compute_amax(tasks, stream_);
     compute_amax(tasks_of({Entry::kNothing}), stream_);
     collect_state(states, stream_);
     agree();
     apply(states);
-    if (!batch_.group.empty()) allocate_snapshots();
+    if (agrees) allocate_snapshots();
     tasks = tasks_of({Entry::kCodes, Entry::kScales});
     if (at_once) {
       quantize_at_once(tasks, stream_);
@@ -162,6 +175,7 @@ class Requantization {
   const int64_t ranks_;
   std::vector<Entry> entries_;
   AmaxVector vector_;
+  at::Tensor front_;  // what is agreed on by all that hold parts of full tensors
 
   static std::vector<Entry> entries_of(const Batch& batch, int64_t ranks) {
     std::vector<Entry> entries(batch.buffers.size());
@@ -176,9 +190,36 @@ class Requantization {
     int64_t words = 0;
     for (const Entry& entry : entries) {
       const Layout& layout = entry.buffer->layout();
-      words += amax_numel(layout, entry.cuts) + state_words(*layout.format);
+      // Those of the full tensor perhaps twice (take_words).
+      words +=
+          amax_numel(layout, entry.cuts) + tensor_amax_numel(layout) + state_words(*layout.format);
     }
     return words;
+  }
+
+  bool is_in_front(const Entry& entry) const {
+    return !batch_.groups.tensor.empty() &&
+           !entry.buffer->placement().groups_of_full_tensor().empty();
+  }
+
+  void take_words() {
+    for (Entry& entry : entries_) {
+      if (!is_in_front(entry)) continue;
+      const Layout& layout = entry.buffer->layout();
+      const int64_t of_tensor = tensor_amax_numel(layout);
+      entry.words = vector_.take(state_words(*layout.format));
+      if (of_tensor == amax_numel(layout, entry.cuts)) {
+        entry.amax = vector_.take(of_tensor);
+      } else {
+        entry.tensor_amax = vector_.take(of_tensor);
+      }
+    }
+    front_ = vector_.taken();
+    for (Entry& entry : entries_) {
+      const Layout& layout = entry.buffer->layout();
+      if (entry.amax.empty()) entry.amax = vector_.take(amax_numel(layout, entry.cuts));
+      if (!is_in_front(entry)) entry.words = vector_.take(state_words(*layout.format));
+    }
   }
 
   /// Values may have been written, and amaxes left, on other streams than this one.
@@ -202,8 +243,6 @@ class Requantization {
   void prepare(Entry& entry) {
     QuantizedBuffer& buffer = *entry.buffer;
     const Layout& layout = buffer.layout();
-    entry.amax = vector_.take(amax_numel(layout, entry.cuts));
-    entry.words = vector_.take(state_words(*layout.format));
     buffer.write_codes();
     entry.needs = needs_of(buffer);
     QuantizeTask& task = entry.task;
@@ -265,13 +304,30 @@ class Requantization {
     return tasks;
   }
 
-  /// Every rank knows how many words there are: that depends on the logical tensors and the group.
+  /// Every rank knows how many words there are: that depends on the logical tensors and the groups,
+  /// and in front on the full tensors.
   void agree() {
-    const at::Tensor bits = vector_.words().view(at::kInt);
-    if (!batch_.group.empty() && bits.numel() > 0) all_reduce_max(bits, batch_.group);
+    const at::Tensor bits = vector_.taken().view(at::kInt);
+    if (bits.numel() == 0) return;
+    const Groups& groups = batch_.groups;
+    if (groups.shard) groups.shard->all_reduce_max(bits);
+    if (front_.numel() > 0) agree_on_full_tensors();
     if (options_.kind != FlushKind::kStep) return;
-    std::istringstream names(batch_.replica_groups);
-    for (std::string name; names >> name;) all_reduce_max(bits, name);
+    for (const RankGroupPtr& group : groups.replicas) group->all_reduce_max(bits);
+  }
+
+  void agree_on_full_tensors() {
+    std::vector<at::Tensor> amaxes, copies;
+    for (const Entry& entry : entries_) {
+      if (entry.tensor_amax.empty()) continue;
+      amaxes.push_back(vector_.tensor_of(entry.amax.first(entry.tensor_amax.size())));
+      copies.push_back(vector_.tensor_of(entry.tensor_amax));
+    }
+    if (!amaxes.empty()) at::_foreach_copy_(copies, amaxes);
+    for (const RankGroupPtr& group : batch_.groups.tensor) {
+      group->all_reduce_max(front_.view(at::kInt));
+    }
+    if (!amaxes.empty()) at::_foreach_copy_(amaxes, copies);
   }
 
   /// Replaces amaxes by those to scale by.
@@ -318,19 +374,6 @@ class Requantization {
 };
 
 }  // namespace
-
-void set_group_operations(GroupOperations operations) { g_group = operations; }
-
-int64_t ranks_of(const std::string& group) {
-  if (group.empty()) return 1;
-  TORCH_INTERNAL_ASSERT(g_group.size != nullptr);
-  return g_group.size(group);
-}
-
-void all_reduce_max(at::Tensor bits, const std::string& group) {
-  TORCH_INTERNAL_ASSERT(g_group.all_reduce_max != nullptr);
-  g_group.all_reduce_max(bits, group);
-}
 
 void requantize(const Batch& batch, const RequantizeOptions& options) {
   PlainGuard guard;

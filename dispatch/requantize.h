@@ -1,8 +1,12 @@
 // Requantizing many buffers together: one amax pass, at most one all-reduce per group, one quantize
 // pass.
+//
+// Ranks agree on one vector. In front lies what belongs to full tensors, their scales' amaxes and
+// state; behind it what belongs to blocks. All of it is reduced over the ranks that hold rows of
+// the same logical tensors, the front then over those that hold other parts of the full ones: a
+// block ends with its logical tensor.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "dispatch/quantized_buffer.h"
@@ -10,25 +14,10 @@
 
 namespace qshard {
 
-/// What a flush needs of a reduction group. fsdp/ provides it.
-struct GroupOperations {
-  /// MAX over all ranks of the group, in place, on int32 (the bits of non-negative floats order as
-  /// the floats do, with NaN on top, on every backend).
-  void (*all_reduce_max)(at::Tensor& bits, const std::string& group) = nullptr;
-  /// Number of ranks.
-  int64_t (*size)(const std::string& group) = nullptr;
-};
-void set_group_operations(GroupOperations operations);
-
-/// Number of ranks of a reduction group; 1 where there is none ("").
-int64_t ranks_of(const std::string& group);
-void all_reduce_max(at::Tensor bits, const std::string& group);
-
-/// Buffers that requantize together: of one device and one group.
+/// Buffers that requantize together: of one device, and of groups that are these or fewer.
 struct Batch {
   at::Device device;
-  std::string group;           // empty: no collective
-  std::string replica_groups;  // where there are replicas that see other activations
+  Groups groups;  // `replicas` where they see other activations
   std::vector<BufferPtr> buffers;
 };
 

@@ -13,6 +13,7 @@
 #include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "ops/ops.h"
 
 namespace qshard {
 namespace {
@@ -20,16 +21,31 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
-/// FSDP2 cuts columns as willingly as rows and fails much later, with an error about a view. A
-/// shard that holds all rows of its tensor, with other ranks in its group, is not a shard of rows.
+/// FSDP2 cuts columns as willingly as rows and fails much later, with an error about a view; and it
+/// cuts the parts that tensor parallelism has left as willingly as whole tensors. From sizes that
+/// are the same on all ranks: what each holds is its chunk of the logical tensor's rows, padding
+/// included.
 void check_is_sharded_by_rows(const Tensor& self, const QuantizedBuffer& buffer) {
+  const Layout& layout = buffer.layout();
+  const int64_t ranks = ranks_of(buffer.placement().group());
+  const int64_t rows_per_slice =
+      c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
+  if (rows_per_slice == 0) return;
+  const int64_t slices = layout.logical_rows / rows_per_slice;
+  if (layout.rows == ceil_div(slices, ranks) * rows_per_slice) return;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      buffer.placement().group().empty() || !buffer.layout().holds_all_rows() ||
-          buffer.layout().logical_rows <= 1,
+      layout.rows < layout.logical_rows,
       fmt::format("qshard: this quantized parameter is sharded by another dimension than its rows "
                   "(each rank holds a {}); rows are the unit of quantized shards. Return Shard(0) "
                   "from shard_placement_fn",
                   describe(self)));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      fmt::format(
+          "qshard: FSDP2 gathers this quantized parameter over {} ranks of {} rows each, and "
+          "it was quantized as rows of a tensor of {}; after parallelize_module say so: "
+          "qshard.quantize_(model, recipe, tp_mesh=tp_mesh)",
+          ranks, layout.rows, layout.logical_rows));
 }
 
 /// What this pass gathers: the same on all ranks, which are all in forward, or all in a backward.
@@ -73,27 +89,52 @@ void refresh_gathered(const Tensor& self, const Tensor& image, const Tensor& uns
   buffer_of(unsharded).regather(buffer_of(self), image);
 }
 
+/// The number of these groups, by which _set_groups and others know them.
+int64_t groups(c10::string_view shard, const std::vector<std::string>& tensor,
+               const std::vector<std::string>& replicas) {
+  return register_groups({shard.data(), shard.size()}, tensor, replicas);
+}
+
+void set_groups(const Tensor& self, int64_t groups) {
+  buffer_of(self).adopt(registered_groups(groups));
+}
+
+/// Names of the groups that hold the other parts of the full tensor.
+std::vector<std::string> tensor_groups(const Tensor& self) {
+  std::vector<std::string> names;
+  for (const RankGroupPtr& group : buffer_of(self).placement().groups().tensor) {
+    names.push_back(group->name());
+  }
+  return names;
+}
+
+/// `self` as a share: rows [row_offset, ...) of logical_rows, whose element (0, 0) is
+/// `first_element` of a full tensor with `full_cols` columns. It waits for its flush.
+Tensor quantize_share(const Tensor& self, c10::string_view format, bool keep_master,
+                      int64_t logical_rows, int64_t row_offset, int64_t first_element,
+                      int64_t full_cols, int64_t groups) {
+  return quantize_placed(self, format, keep_master,
+                         {logical_rows, row_offset, first_element, full_cols},
+                         registered_groups(groups));
+}
+
 void set_reduction_group(const Tensor& self, c10::string_view group) {
   buffer_of(self).adopt({group.data(), group.size()});
 }
 
-/// After an optimizer step: what was written, in the order of the list. `groups[i]` and
-/// `replica_groups[i]` are those that tensor i's DTensor names; FSDP2's mesh, if a gather already
-/// told it the first, says the same. A tensor that has a gradient was written, whoever noticed.
-void flush_after_step(at::TensorList self, const std::vector<std::string>& groups,
-                      const std::vector<std::string>& replica_groups,
-                      const c10::List<bool>& has_grad, const OptionalTensor& found_inf,
-                      bool is_step) {
-  TORCH_CHECK(groups.size() == self.size() && replica_groups.size() == self.size() &&
-                  has_grad.size() == self.size(),
-              "qshard::_flush_after_step: one group per tensor");
+/// After an optimizer step: what was written, in the order of the list. `groups[i]` is the number
+/// of those that tensor i's DTensor names, 0 of a tensor that is none: it keeps what it knows. A
+/// tensor that has a gradient was written, whoever noticed.
+void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::List<bool>& has_grad,
+                      const OptionalTensor& found_inf, bool is_step) {
+  TORCH_CHECK(groups.size() == self.size() && has_grad.size() == self.size(),
+              "qshard::_flush_after_step: one number of groups per tensor");
   std::vector<BufferPtr> buffers;
   buffers.reserve(self.size());
   for (size_t i = 0; i < self.size(); ++i) {
     buffers.push_back(impl_of(self[i]).buffer());
     QuantizedBuffer& buffer = *buffers.back();
-    if (!groups[i].empty() && buffer.placement().group().empty()) buffer.adopt(groups[i]);
-    buffer.set_replicas(replica_groups[i]);
+    if (groups[i] != 0) buffer.adopt(registered_groups(groups[i]));
     if (has_grad[i] && !buffer.is_written()) buffer.written();
   }
   flush(buffers, is_step ? FlushKind::kStep : FlushKind::kOthers, found_inf.value_or(Tensor()));
@@ -124,6 +165,10 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_pre_all_gather", &pre_all_gather);
   m.impl("_post_all_gather", &post_all_gather);
   m.impl("_refresh_gathered", &refresh_gathered);
+  m.impl("_groups", &groups);
+  m.impl("_set_groups", &set_groups);
+  m.impl("_tensor_groups", &tensor_groups);
+  m.impl("_quantize_share", &quantize_share);
   m.impl("_set_reduction_group", &set_reduction_group);
   m.impl("_flush_after_step", &flush_after_step);
   m.impl("_state", &state);

@@ -10,6 +10,7 @@ import threading
 import weakref
 
 import torch
+from _qshard_placement import place
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -67,29 +68,26 @@ _spec_groups = {}
 
 
 def dtensor_groups(dtensor):
-    """Name of the group whose ranks hold the rows of this DTensor, and names, with spaces between
-    them, of those whose ranks hold the same rows. Asked of each parameter at each optimizer step, so
-    DTensors are told apart by their spec: comparing meshes and placements takes a microsecond."""
+    """The number of the groups that this DTensor's rank agrees with. Asked of each parameter at each
+    optimizer step, so DTensors are told apart by their spec: comparing meshes and placements takes a
+    microsecond."""
     key = id(dtensor._spec)
     known = _spec_groups.get(key)
     if known is None:
         reference = weakref.ref(dtensor._spec, lambda _: _spec_groups.pop(key, None))
-        names = find_dtensor_groups(dtensor.device_mesh, dtensor.placements)
-        known = _spec_groups[key] = reference, names
+        placement = place(
+            dtensor.device_mesh,
+            dtensor.placements,
+            dtensor.shape,
+            ops._tensor_groups(dtensor._local_tensor),
+        )
+        known = _spec_groups[key] = reference, placement.groups
     return known[1]
 
 
-def find_dtensor_groups(mesh, placements):
-    dims = [i for i, p in enumerate(placements) if p.is_shard() and mesh.size(i) > 1]
-    replicas = [i for i, p in enumerate(placements) if p.is_replicate() and mesh.size(i) > 1]
-    if len(dims) > 1:
-        raise NotImplementedError(
-            "qshard: a quantized parameter sharded over several mesh dimensions "
-            f"({placements}) has no reduction group"
-        )
-    return tuple(
-        " ".join(mesh.get_group(i).group_name for i in some) for some in (dims, replicas)
-    )
+def forget_groups(dtensor):
+    """After it was placed anew."""
+    _spec_groups.pop(id(dtensor._spec), None)
 
 
 # -------------------------------------------------------------------------------- FSDP2's hooks
@@ -215,17 +213,15 @@ def flush_after_step(optimizer, args, kwargs):
             taken = step[1]
             del steps[i:]
             break
-    first, again = ([], [], [], []), ([], [], [], [])
+    first, again = ([], [], []), ([], [], [])
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             local = local_of(param)
             if is_quantized(local):
-                group, replicas = ("", "") if local is param else dtensor_groups(param)
                 is_first = id(param) not in taken
-                shards, groups, replica_groups, has_grad = first if is_first else again
+                shards, groups, has_grad = first if is_first else again
                 shards.append(local)
-                groups.append(group)
-                replica_groups.append(replicas)
+                groups.append(0 if local is param else dtensor_groups(param))
                 has_grad.append(is_first and param.grad is not None)
                 for step in steps:
                     step[1].add(id(param))

@@ -26,6 +26,7 @@ QSHARD_WEAK void Py_DecRef(PyObject*);
 
 namespace qshard {
 
+extern const char* const kPlacementSource;
 extern const char* const kHooksSource;
 extern const char* const kSerializationSource;
 extern const char* const kCheckpointSource;
@@ -55,7 +56,8 @@ const bool kLoaded = [] {
   TORCH_INTERNAL_ASSERT(c10::Dispatcher::singleton().findSchema({"qshard::_unpack", ""}));
   const int gil = PyGILState_Ensure();
   bool ok = true;
-  for (const auto& [name, source] : {std::pair{"_qshard_hooks", kHooksSource},
+  for (const auto& [name, source] : {std::pair{"_qshard_placement", kPlacementSource},
+                                     std::pair{"_qshard_hooks", kHooksSource},
                                      std::pair{"qshard.serialization", kSerializationSource},
                                      std::pair{"_qshard_checkpoint", kCheckpointSource},
                                      std::pair{"_qshard_fakes", kFakesSource}}) {

@@ -29,6 +29,10 @@ struct Layout {
   int64_t row_offset = 0;    // logical row of row 0, or kUnplaced
   Images images = Images::kAll;
   int64_t pitch = 0;  // of one image among others (rowwise(), columnwise()): bytes from row to row
+  // Where the logical tensor lies in the full one, which tensor parallelism cuts: the element that
+  // (0, 0) is, and the elements from one row to the next; 0 where they are `cols`.
+  int64_t first_element = 0;
+  int64_t full_cols = 0;
 
   /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row; of two images
   /// `[rowwise row | columnwise row]`.
@@ -99,6 +103,13 @@ struct Layout {
   /// Grid row of a logical row.
   int64_t grid_row(int64_t logical_row) const {
     return format->scales_in_grid() ? block_row(logical_row) : logical_row / matrix_rows;
+  }
+
+  /// Elements of the full tensor from one row to the next.
+  int64_t element_pitch() const { return full_cols ? full_cols : cols; }
+  /// The element of the full tensor that begins a logical row.
+  int64_t element(int64_t logical_row) const {
+    return first_element + logical_row * element_pitch();
   }
 
   /// The logical row that row 0 is read as.

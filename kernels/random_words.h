@@ -1,8 +1,9 @@
 // Which random word rounds which element: the same on every shard, mesh, device and thread.
 //
-// Element i = logical row * cols + column takes word i % 4 of the output of Philox 4x32-10 for the
-// counter (i / 4, low word first, in words 0 and 1; count in word 2; 0 in word 3). The key is the
-// 64-bit number key_low | key_high << 31, its low word first: two non-negative int32 give 62 bits.
+// Element i of the full tensor (row * columns + column) takes word i % 4 of the output of Philox
+// 4x32-10 for the counter (i / 4, low word first, in words 0 and 1; count in word 2; 0 in word 3).
+// The key is the 64-bit number key_low | key_high << 31, its low word first: two non-negative int32
+// give 62 bits.
 #pragma once
 
 #include "kernels/float8.h"

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "dispatch/rank_group.h"
 #include "kernels/layout.h"
 #include "kernels/linear.h"
 
@@ -32,6 +33,16 @@ Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int6
                  int64_t row_offset, const char* op);
 Tensor quantize(const Tensor& self, c10::string_view format, bool keep_master,
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset);
+/// Where a share lies: its rows within the logical tensor, that within the full one.
+struct Share {
+  int64_t logical_rows;
+  int64_t row_offset;
+  int64_t first_element;
+  int64_t full_cols;
+};
+/// quantize() of a share whose ranks are known.
+Tensor quantize_placed(const Tensor& self, c10::string_view format, bool keep_master,
+                       const Share& share, const Groups& groups);
 Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype);
 bool is_quantized_op(const Tensor& self);
 std::string format(const Tensor& self);

@@ -34,6 +34,36 @@ void check_can_be_quantized(const Tensor& self) {
       fmt::format("qshard::quantize: expected a tensor on cpu or cuda, got {}", device.str()));
 }
 
+/// `groups`: of a share of a tensor that other ranks hold parts of.
+Tensor quantize_rows(const Tensor& self, const Layout& layout, bool keep_master,
+                     const Groups* groups) {
+  PlainGuard guard;
+  c10::OptionalDeviceGuard device_guard(self.device());
+  const Tensor values = has_key(self) ? value_of(self) : self;
+  Tensor rows = values.reshape({layout.rows, layout.cols});
+  // A share waits for its flush with values of its own; a whole tensor is done with them here.
+  if (groups && !keep_master && rows.is_alias_of(self)) rows = rows.clone();
+  Placement placement(layout);
+  if (groups) placement.adopt(*groups);
+  auto buffer = QuantizedBuffer::of_values(placement, rows, keep_master);
+  if (buffer->can_flush_alone()) flush_alone(buffer);
+  if (!groups) buffer->agreed();
+  return make_tensor(std::move(buffer), self.sizes());
+}
+
+/// What quantize() can make of `self`.
+const Format& checked_arguments(const Tensor& self, c10::string_view format_name,
+                                bool keep_master) {
+  check_key_is_ours("qshard::quantize");
+  const Format& format = checked_format(format_name, "qshard::quantize");
+  check_can_be_quantized(self);
+  TORCH_CHECK_VALUE(!keep_master || !format.stochastic_rounding,
+                    fmt::format("qshard::quantize: {} with keep_master=True: a master holds what "
+                                "stochastic rounding is for; use one of the two",
+                                format.name));
+  return format;
+}
+
 QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
   TORCH_CHECK_TYPE(has_key(self),
                    fmt::format("{}: expected a quantized tensor, got a plain {} tensor", op,
@@ -156,27 +186,27 @@ Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int6
 
 Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_master,
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
-  check_key_is_ours("qshard::quantize");
-  const Format& format = checked_format(format_name, "qshard::quantize");
-  check_can_be_quantized(self);
-  TORCH_CHECK_VALUE(!keep_master || !format.stochastic_rounding,
-                    fmt::format("qshard::quantize: {} with keep_master=True: a master holds what "
-                                "stochastic rounding is for; use one of the two",
-                                format.name));
+  const Format& format = checked_arguments(self, format_name, keep_master);
   const bool is_shard = logical_rows.has_value();
-  const Layout layout = layout_of(
-      self.sizes(), format, is_shard ? std::optional(logical_rows->expect_int()) : std::nullopt,
-      row_offset.expect_int(), "qshard::quantize");
-  PlainGuard guard;
-  c10::OptionalDeviceGuard device_guard(self.device());
-  const Tensor values = has_key(self) ? value_of(self) : self;
-  Tensor rows = values.reshape({layout.rows, layout.cols});
-  // A shard waits for its flush with values of its own; a whole tensor is done with them here.
-  if (is_shard && !keep_master && rows.is_alias_of(self)) rows = rows.clone();
-  auto buffer = QuantizedBuffer::of_values(Placement(layout, is_shard), rows, keep_master);
-  if (buffer->can_flush_alone()) flush_alone(buffer);
-  if (!is_shard) buffer->agreed();
-  return make_tensor(std::move(buffer), self.sizes());
+  const Layout layout =
+      layout_of(self.sizes(), format,
+                is_shard ? std::optional(logical_rows->expect_int()) : std::nullopt,
+                row_offset.expect_int(), "qshard::quantize");
+  const Groups none_known;
+  return quantize_rows(self, layout, keep_master, is_shard ? &none_known : nullptr);
+}
+
+Tensor quantize_placed(const Tensor& self, c10::string_view format_name, bool keep_master,
+                       const Share& share, const Groups& groups) {
+  const Format& format = checked_arguments(self, format_name, keep_master);
+  Layout layout = layout_of(self.sizes(), format, share.logical_rows, share.row_offset, "qshard::_quantize_share");
+  TORCH_CHECK_VALUE(share.first_element >= 0 && share.full_cols >= layout.cols,
+                    fmt::format("qshard::_quantize_share: {} columns from element {} do not lie "
+                                "within a tensor of {} columns",
+                                layout.cols, share.first_element, share.full_cols));
+  layout.first_element = share.first_element;
+  layout.full_cols = share.full_cols;
+  return quantize_rows(self, layout, keep_master, &groups);
 }
 
 Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {

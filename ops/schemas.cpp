@@ -99,10 +99,16 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_pre_all_gather(Tensor self, str group) -> Tensor");
   m.def("_post_all_gather(Tensor self, Tensor image, ScalarType dtype) -> Tensor");
   m.def("_refresh_gathered(Tensor self, Tensor image, Tensor unsharded) -> ()");
+  m.def("_groups(str shard, str[] tensor, str[] replicas) -> int");
+  m.def("_set_groups(Tensor self, int groups) -> ()");
+  m.def("_tensor_groups(Tensor self) -> str[]");
+  m.def(
+      "_quantize_share(Tensor self, str format, *, bool keep_master, int logical_rows, "
+      "int row_offset, int first_element, int full_cols, int groups) -> Tensor");
   m.def("_set_reduction_group(Tensor self, str group) -> ()");
   m.def(
-      "_flush_after_step(Tensor[] self, str[] groups, str[] replica_groups, bool[] has_grad, "
-      "Tensor? found_inf, bool is_step=True) -> ()");
+      "_flush_after_step(Tensor[] self, int[] groups, bool[] has_grad, Tensor? found_inf, "
+      "bool is_step=True) -> ()");
   m.def("_state(Tensor self) -> Dict(str, Tensor)");
   m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");

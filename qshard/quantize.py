@@ -4,7 +4,13 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from _qshard_hooks import dtensor_groups, is_quantized as _is_quantized_local, local_of
+from _qshard_hooks import (
+    dtensor_groups,
+    forget_groups,
+    is_quantized as _is_quantized_local,
+    local_of,
+)
+from _qshard_placement import group_names, place
 from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -35,6 +41,7 @@ def quantize_(
     group=None,
     persistent_state: bool = True,
     filter_fn: Callable[[torch_nn.Module, str], bool] | None = None,
+    tp_mesh=None,
 ) -> torch_nn.Module:
     """Quantizes the weights of a model's linear layers in place, and returns the model.
 
@@ -63,6 +70,10 @@ def quantize_(
     filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize; all by
         default, and a warning then names matrices in modules of other kinds, which stay plain. Call
         quantize_ again for modules that are to have another recipe.
+    tp_mesh: the DeviceMesh that parallelize_module was given, of a tensor-parallel model: a DTensor does
+        not say which of its dimensions are FSDP's. quantize_ comes after parallelize_module, before or
+        after `fully_shard`. Scale blocks begin anew in each rank's part; a weight's one scale is agreed
+        on over all parts.
 
     On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
     Nothing is changed by wrong arguments, nor where a weight is in use by a graph that is alive or is
@@ -93,11 +104,12 @@ def quantize_(
     replace.check_model(model, "qshard.quantize_")
     dynamic.refuse_fsdp1(chosen)
 
+    tensor_groups = [name for name in group_names(tp_mesh) if name] if tp_mesh is not None else ()
     weights = _named_weights(model, chosen)
     for name, parameter in weights:
-        _check(parameter, format, keep_master, name)
+        _check(parameter, format, keep_master, name, tensor_groups)
     for name, parameter in weights:
-        replace.replace(parameter, _quantized(parameter, format, keep_master, name))
+        replace.replace(parameter, _quantized(parameter, format, keep_master, name, tensor_groups))
     for module in model.modules():
         if any(p is not None and is_quantized(p) for p in module._parameters.values()):
             state.hand_out_masters(module)
@@ -106,7 +118,7 @@ def quantize_(
             if type(module) is torch_nn.Embedding:
                 module.__class__ = nn.Embedding
     for _, module in chosen:
-        _prepare_module(module, weight_only)
+        _prepare_module(module, weight_only, tp_mesh is not None)
         module._qshard_persistent_state = persistent_state
         state.link(module)
         _pad_now(module)
@@ -130,7 +142,7 @@ def flush(model: torch_nn.Module) -> None:
         local = local_of(param)
         if _is_quantized_local(local) and not local.is_meta:
             if local is not param:
-                ops._set_reduction_group(local, dtensor_groups(param)[0])
+                ops._set_groups(local, dtensor_groups(param))
             shards.append(local)
     ops.flush(shards)
 
@@ -221,26 +233,31 @@ def _named_weights(model, chosen):
     return list(weights.values())
 
 
-def _check(parameter, format, keep_master, name):
-    """Raises what quantizing a weight of this shape, dtype and placement would raise."""
+def _check(parameter, format, keep_master, name, tensor_groups):
+    """Raises what quantizing a weight of this shape, dtype and placement would raise, on any rank."""
     replace.check(parameter, name, "qshard.quantize_")
-    local, rows = _rows_of(parameter.detach(), name)
-    ops.quantize(local.to("meta"), format, keep_master=keep_master, **rows)
+    if isinstance(parameter, DTensor):
+        placement = _placement_of(parameter, name, tensor_groups)
+        placement.check(format, keep_master, parameter.dtype)
+    else:
+        ops.quantize(parameter.detach().to("meta"), format, keep_master=keep_master)
 
 
-def _quantized(param, format, keep_master, name):
+def _quantized(param, format, keep_master, name, tensor_groups):
     with torch.no_grad():
-        value = quantize_like(param.detach(), format, keep_master, name)
+        value = quantize_like(param.detach(), format, keep_master, name, tensor_groups)
     state.set_rounding_key(local_of(value), name)
     return value
 
 
-def quantize_like(value, format, keep_master, name):
-    """Quantizes a plain tensor or DTensor; a DTensor keeps its mesh and placements."""
-    local, rows = _rows_of(value, name)
-    quantized = ops.quantize(local, format, keep_master=keep_master, **rows)
-    if local is value:
-        return quantized
+def quantize_like(value, format, keep_master, name, tensor_groups=()):
+    """Quantizes a plain tensor or DTensor; a DTensor keeps its mesh and placements. `tensor_groups`:
+    names of the groups that are tensor parallel."""
+    if not isinstance(value, DTensor):
+        return ops.quantize(value, format, keep_master=keep_master)
+    forget_groups(value)
+    placement = _placement_of(value, name, tensor_groups)
+    quantized = placement.quantize(value.to_local(), format, keep_master)
     return DTensor.from_local(
         quantized,
         value.device_mesh,
@@ -251,34 +268,18 @@ def quantize_like(value, format, keep_master, name):
     )
 
 
-def _rows_of(value, name):
-    """The local tensor, and what ops.quantize is to be told of a DTensor's: which rows it has."""
-    if not isinstance(value, DTensor):
-        return value, {}
-    mesh, placements = value.device_mesh, value.placements
-    sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(sharded) > 1 or any(not placements[i].is_shard(0) for i in sharded):
-        raise NotImplementedError(
-            f"qshard.quantize_: {name} is placed as {placements}; supported are Shard(0) on one mesh "
-            "dimension, with or without Replicate() on another"
-        )
-    rows_per_slice = value.shape[1:-1].numel()
-    offset, rows = 0, value.shape[0] * rows_per_slice
-    if sharded:
-        # torch.chunk's rule, which FSDP2 and DTensor share: ceil(rows / ranks) per rank.
-        chunk = -(-value.shape[0] // mesh.size(sharded[0]))
-        first = min(chunk * mesh.get_local_rank(sharded[0]), value.shape[0])
-        offset = first * rows_per_slice
-    return value.to_local(), {"logical_rows": rows, "row_offset": offset}
+def _placement_of(value, name, tensor_groups):
+    return place(value.device_mesh, value.placements, value.shape, tensor_groups, name)
 
 
-def _prepare_module(module, weight_only):
+def _prepare_module(module, weight_only, is_tensor_parallel):
     dynamic.uninstall(module)
     if type(module) is torch_nn.Linear:
         module.__class__ = nn.Linear
     if isinstance(module, nn.base.Initialized):
         module.weight_only = weight_only
         module.weight_format = ops.format(local_of(getattr(module, module.weight_names[0])))
+        module.is_tensor_parallel = is_tensor_parallel
 
 
 def _quantize_loads(module):
@@ -292,7 +293,7 @@ def forget_module(module):
     if not getattr(module, "is_constructed", False):
         module.__class__ = plain.get(type(module), type(module))
     dynamic.uninstall(module)
-    for name in ("weight_only", "weight_format", "_qshard_persistent_state"):
+    for name in ("weight_only", "weight_format", "_qshard_persistent_state", "is_tensor_parallel"):
         module.__dict__.pop(name, None)
     for name in ("_qshard_load_hook", "_qshard_masters_hook"):
         hook = module.__dict__.pop(name, None)
@@ -328,7 +329,8 @@ def _quantized_to_assign(old, new, state_dict, key):
     format, keep_master = ops.format(local), ops._keeps_master(local)
     with torch.no_grad():
         if isinstance(new, DTensor):  # shards wait for their flush
-            value = quantize_like(new.detach(), format, keep_master, key)
+            groups = ops._tensor_groups(local)
+            value = quantize_like(new.detach(), format, keep_master, key, groups)
         else:
             empty = torch.empty(new.shape, dtype=new.dtype, device="meta")
             value = ops.quantize(empty, format, keep_master=keep_master)

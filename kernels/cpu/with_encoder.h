@@ -11,7 +11,7 @@ namespace qshard::cpu {
 
 /// The random words of a task's elements from the beginning of a logical row on.
 inline at::philox_engine random_words(const QuantizeTask& task, int64_t logical_row) {
-  const auto first = static_cast<uint64_t>(logical_row * task.layout.cols);
+  const auto first = static_cast<uint64_t>(task.layout.element(logical_row));
   at::philox_engine words(philox_key(task.rounding), philox_count(task.rounding), first / 4);
   for (uint64_t i = 0; i < first % 4; ++i) words();
   return words;
@@ -33,8 +33,17 @@ void with_encoder(const QuantizeTask& task, const RowRange& range, DType value_d
   const StochasticRowKernels& kernels = stochastic_row_kernels();
   const auto encode = fp4 ? kernels.encode_fp4[type] : kernels.encode[type];
   at::philox_engine random = random_words(task, range.logical_row);
+  // Rows follow each other in the full tensor unless that has more columns.
+  const bool is_dense = task.layout.element_pitch() == task.layout.cols;
+  int64_t row = range.logical_row;
+  int64_t column = 0;
   run([&](const void* values, int64_t n, float scale, uint8_t* codes) {
+    if (!is_dense && column == task.layout.cols) {
+      random = random_words(task, ++row);
+      column = 0;
+    }
     encode(values, n, scale, random, codes);
+    column += n;
   });
 }
 

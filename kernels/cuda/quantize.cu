@@ -22,7 +22,7 @@ __device__ __forceinline__ void encode_tile_stochastic(const StochasticRowImageT
     if (col < task.cols) {
       const auto* x = values + static_cast<int64_t>(row) * task.cols + col;
       uint32_t words[kSize];
-      random.get((task.row_offset + row) * task.cols + col, words);
+      random.get(task.element + row * task.element_pitch + col, words);
       codes = encode_vector_stochastic<E4M3>(
           task.vectorized ? load_vector<Value>(x) : load_some<Value>(x, task.cols - col), scale,
           words);

@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kRowScaledThreads) quantize(const __grid_const
         shared.row_encode[(warp * kRowsPerWarp + i) * Row::kScales + lane / Row::kLanes];
     if constexpr (std::is_same_v<Task, StochasticRowScaledTask>) {
       uint32_t words[kSize];
-      RandomWords(task.rounding).get((logical_row(task) + row) * task.cols + col, words);
+      RandomWords(task.rounding).get(task.element + row * task.element_pitch + col, words);
       store_bytes(codes, encode_vector_stochastic<E4M3>(x[i], row_scale, words));
       store_bytes(codes + to_columnwise, encode_vector_stochastic<E4M3>(x[i], column_scale, words));
     } else {

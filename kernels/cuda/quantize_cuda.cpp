@@ -135,7 +135,10 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
     launch_by_type<StochasticRowImageBatch>(
         tasks, is_ours, launch, [](auto& batcher, const QuantizeTask& task) {
           if (task.rounding == nullptr) return;
-          const StochasticRowImageTask described = {describe_row_image(task), task.rounding};
+          const Layout& layout = task.layout;
+          const StochasticRowImageTask described = {describe_row_image(task), task.rounding,
+                                                    layout.element(layout.first_logical_row()),
+                                                    layout.element_pitch()};
           batcher.add(described, quantize_blocks(described));
         });
   }

@@ -165,8 +165,7 @@ void quantize_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t strea
   launch_by_kind<StochasticRowScaledBatch>(
       tasks, launch, [](auto& batcher, const QuantizeTask& task) {
         if (task.rounding == nullptr) return;
-        const StochasticRowScaledTask described = {describe_row_scaled(task, kCodeTileRows),
-                                                   task.rounding};
+        const StochasticRowScaledTask described = describe_stochastic(task);
         batcher.add(described, quantize_blocks(described));
       });
 }

@@ -37,11 +37,6 @@ __device__ __forceinline__ void write_scales(const RowScaledTask& task, int tile
   for (at += kSize; at < task.image_row_bytes; at += kSize) store_bytes(image_row + at, Scales{});
 }
 
-/// The logical row of a shard's row 0.
-__device__ __forceinline__ int64_t logical_row(const RowScaledTask& task) {
-  return static_cast<int64_t>(task.first_matrix) * task.matrix_rows - task.matrix_begin;
-}
-
 /// Writes a lane's codes of the tile's rows [first_row, first_row + kRows) with stochastic
 /// rounding: scale_of(i) is what row first_row + i is multiplied by.
 template <typename Code, typename Value, int kRows, typename ScaleOf>
@@ -50,13 +45,12 @@ __device__ __forceinline__ void write_codes_stochastic(const StochasticRowScaled
                                                        int col, const Vector<Value> (&x)[kRows],
                                                        const ScaleOf& scale_of, uint8_t* codes) {
   const RandomWords random(task.rounding);
-  const int64_t row_offset = logical_row(task);
 #pragma unroll
   for (int i = 0; i < kRows; ++i, codes += task.row_bytes) {
     const int row = first_row + i;
     if (row < row_begin || row >= row_end) continue;
     uint32_t words[Vector<Value>::kSize];
-    random.get((row_offset + row) * task.cols + col, words);
+    random.get(task.element + row * task.element_pitch + col, words);
     store_bytes(codes, encode_vector_stochastic<Code>(x[i], scale_of(i), words));
   }
 }

@@ -43,11 +43,13 @@ struct RowImageTask {
 /// One that is quantized with stochastic rounding.
 struct StochasticRowImageTask : RowImageTask {
   const int32_t* rounding;  // QuantizeTask::rounding
+  int64_t element;          // of the full tensor, that (0, 0) is (Layout::element)
+  int64_t element_pitch;    // from row to row
 };
 
 using RowImageBatch = TaskBatch<RowImageTask, 30>;        // of what a linear needs
 using RowImageFlushBatch = TaskBatch<RowImageTask, 256>;  // of the shards of a model
-using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 256>;
+using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 224>;
 static_assert(sizeof(RowImageFlushBatch) <= kMaxParameterBytes &&
               sizeof(StochasticRowImageBatch) <= kMaxParameterBytes);
 

@@ -52,11 +52,13 @@ struct RowScaledTask {
 /// One that is quantized with stochastic rounding.
 struct StochasticRowScaledTask : RowScaledTask {
   const int32_t* rounding;  // QuantizeTask::rounding
+  int64_t element;          // of the full tensor, that (0, 0) is (Layout::element)
+  int64_t element_pitch;    // from row to row
 };
 
 using RowScaledBatch = TaskBatch<RowScaledTask, 33>;        // of what a linear needs
 using RowScaledFlushBatch = TaskBatch<RowScaledTask, 256>;  // of the shards of a model
-using StochasticRowScaledBatch = TaskBatch<StochasticRowScaledTask, 240>;
+using StochasticRowScaledBatch = TaskBatch<StochasticRowScaledTask, 216>;
 static_assert(sizeof(RowScaledFlushBatch) <= kMaxParameterBytes &&
               sizeof(StochasticRowScaledBatch) <= kMaxParameterBytes);
 

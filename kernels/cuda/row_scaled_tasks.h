@@ -14,6 +14,12 @@ namespace qshard::cuda {
 /// A task as the kernels see it, in tiles of `tile_rows` rows. Of two images its cut blocks are
 /// those of the columnwise one, the rest is the same for both.
 RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows);
+/// The same in tiles of kCodeTileRows rows, of a task that rounds stochastically.
+inline StochasticRowScaledTask describe_stochastic(const QuantizeTask& task) {
+  const Layout& layout = task.layout;
+  return {describe_row_scaled(task, kCodeTileRows), task.rounding,
+          layout.element(layout.first_logical_row()), layout.element_pitch()};
+}
 
 /// What the tasks of a batch share.
 struct RowScaledBatchKind {

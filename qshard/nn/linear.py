@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from qshard import tensor_parallel
 from qshard.dynamic import NamedState
 from qshard.functional import linear_under_transforms
 from qshard.nn import initial
@@ -46,6 +48,7 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         linears (q/k/v, gate/up) is quantized once if they name the same.
     """
 
+    is_tensor_parallel = False  # whether quantize_ was given a tp_mesh
     dynamic = None  # a DynamicWeight if the weight stays plain: quantize_(..., weights="dynamic")
 
     def __init__(
@@ -106,6 +109,11 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         )
         self.finish()
 
+    def register_parameter(self, name, param):
+        if name == "weight":
+            tensor_parallel.refuse_to_distribute(self, param)
+        super().register_parameter(name, param)
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As for the other modules; where quantize_ made this of an nn.Linear, as nn.Linear."""
         if self.is_constructed:
@@ -127,6 +135,8 @@ class Linear(Projection, NamedState, torch.nn.Linear):
             return self.with_bias(self.project(input, is_first_microbatch))
         if self.dynamic is not None:
             return self.dynamic.linear(self, input)
+        if isinstance(self.weight, DTensor):
+            return tensor_parallel.linear(self, input)
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return linear_under_transforms(
                 input, self.weight, self.bias, self.weight_only, self.weight_format

@@ -153,8 +153,7 @@ class Shadow:
 
 def flush_step(weights):
     """What follows an optimizer step on whole quantized weights, on one device."""
-    none = [""] * len(weights)
-    ops._flush_after_step(weights, none, none, [False] * len(weights), None)
+    ops._flush_after_step(weights, [0] * len(weights), [False] * len(weights), None)
 
 
 class LinearOfTwoValues(torch.autograd.Function):

@@ -20,8 +20,7 @@ INPUT, GRADIENT = 1, 2  # rows of the tables; the weight's is 0
 
 
 def flush_step(*weights, found_inf=None):
-    none = [""] * len(weights)
-    ops._flush_after_step(list(weights), none, none, [False] * len(none), found_inf)
+    ops._flush_after_step(list(weights), [0] * len(weights), [False] * len(weights), found_inf)
 
 
 def state_of(q):

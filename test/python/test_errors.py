@@ -271,11 +271,10 @@ def test_the_table_is_large_enough():
     assert len(CALLS) >= 60
 
 
-def test_a_closed_group_is_an_error_and_leaves_the_update_pending():
+def test_a_group_that_is_not_there_is_an_error_and_leaves_the_update_pending():
     q = ops.quantize(torch.randn(4, 48), FORMAT, keep_master=True, logical_rows=8)
-    ops._set_reduction_group(q, "no such group")
     with pytest.raises(RuntimeError, match="no such group"):
-        ops.flush([q])
+        ops._set_reduction_group(q, "no such group")
     with pytest.raises(RuntimeError, match="Call qshard.flush"):
         ops.codes(q)
 

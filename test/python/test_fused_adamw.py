@@ -169,9 +169,8 @@ def test_found_inf_changes_nothing(fmt, written_before, device):
             p.mul_(0.7)
     steps.run(tensors=dict(found_inf=1.0, grad_scale=2.0))
     assert all(is_dirty(p) for p in steps.lists[0])
-    none = [""] * len(before)
     ops._flush_after_step(
-        steps.lists[0], none, none, [False] * len(none), torch.ones((), device=device)
+        steps.lists[0], [0] * len(before), [False] * len(before), torch.ones((), device=device)
     )
     steps.check()
     if not written_before:

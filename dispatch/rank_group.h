@@ -1,0 +1,62 @@
+// RankGroup: a handle of a c10d process group, resolved once. dispatch/ knows no c10d; fsdp/ makes
+// them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace qshard {
+
+/// Ranks that agree on something. One object per process group, so handles compare as pointers.
+class RankGroup {
+ public:
+  RankGroup(std::string name, int64_t size) : name_(std::move(name)), size_(size) {}
+  virtual ~RankGroup() = default;
+
+  const std::string& name() const { return name_; }
+  int64_t size() const { return size_; }
+  /// Whether the process group is there still.
+  virtual bool is_alive() const = 0;
+  /// MAX over all ranks, in place, on int32 (the bits of non-negative floats order as the floats
+  /// do, with NaN on top, on every backend).
+  /// @throws c10::Error if the process group was destroyed.
+  virtual void all_reduce_max(at::Tensor bits) const = 0;
+
+ private:
+  std::string name_;
+  int64_t size_;
+};
+using RankGroupPtr = std::shared_ptr<const RankGroup>;
+
+/// The group of a c10d name; null for "".
+/// @throws c10::Error if there is none.
+RankGroupPtr find_group(std::string_view name);
+/// What find_group() asks.
+using GroupFinder = RankGroupPtr (*)(std::string_view name);
+void set_group_finder(GroupFinder finder);
+
+inline int64_t ranks_of(const RankGroupPtr& group) { return group ? group->size() : 1; }
+
+/// Whom a parameter's ranks agree with.
+struct Groups {
+  RankGroupPtr shard;                  // hold the other rows; null: none
+  std::vector<RankGroupPtr> tensor;    // hold the other parts of the full tensor (tensor parallel)
+  std::vector<RankGroupPtr> replicas;  // hold the same rows, and see other activations
+
+  bool operator==(const Groups&) const = default;
+};
+
+/// A number for these groups, by c10d names, to be handed to operators; 0 for none at all. Asked
+/// again for the same groups it gives the same.
+int64_t register_groups(std::string_view shard, const std::vector<std::string>& tensor,
+                        const std::vector<std::string>& replicas);
+/// The groups of such a number.
+const Groups& registered_groups(int64_t number);
+
+}  // namespace qshard

@@ -1,0 +1,149 @@
+"""Where the local tensor of a DTensor lies, and whom its rank agrees with: made once from the DTensor's
+mesh and placements, the same way on every rank, and handed down.
+
+Tensor parallelism cuts the full tensor into logical ones, in whose (0, 0) scale blocks are anchored; FSDP
+cuts the rows of those. Both look alike in a DTensor, so dimensions of tensor parallelism are told by
+their process groups. Where torch says that a dimension was cut after others (_StridedShard, which FSDP2
+makes), no one has to.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+ops = torch.ops.qshard
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Rows [row_offset, ...) of a logical tensor of logical_rows, whose element (0, 0) is first_element of
+    a full tensor with full_cols columns. parts: shapes of the logical tensors there are, the same on all
+    ranks. groups: a number for qshard's operators, 0 for none."""
+
+    logical_rows: int
+    row_offset: int
+    first_element: int
+    full_cols: int
+    parts: tuple[tuple[int, ...], ...]
+    groups: int
+
+    def quantize(self, local, format, keep_master):
+        """The local tensor as the share that it is; it waits for its flush."""
+        return ops._quantize_share(
+            local,
+            format,
+            keep_master=keep_master,
+            logical_rows=self.logical_rows,
+            row_offset=self.row_offset,
+            first_element=self.first_element,
+            full_cols=self.full_cols,
+            groups=self.groups,
+        )
+
+    def check(self, format, keep_master, dtype):
+        """Raises, on all ranks, what quantizing the part of any of them would raise."""
+        for shape in self.parts:
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            ops.quantize(empty, format, keep_master=keep_master)
+
+
+def group_names(mesh):
+    """c10d names of a mesh's groups, dimension by dimension; '' for dimensions of one rank."""
+    return [
+        mesh.get_group(i).group_name if mesh.size(i) > 1 else "" for i in range(mesh.ndim)
+    ]
+
+
+def chunk(size, ranks, rank):
+    """torch.chunk's rule, which FSDP2 and DTensor share: (first, length) of a rank's part."""
+    length = -(-size // ranks)
+    first = min(length * rank, size)
+    return first, min(length, size - first)
+
+
+def is_strided(placement):
+    return type(placement).__name__ == "_StridedShard"
+
+
+def roles(mesh, placements, tensor_groups, name):
+    """(the dimension that FSDP cuts or None, those that tensor parallelism cuts, replicas)."""
+    names = group_names(mesh)
+    cuts, replicas = [], []
+    for i, placement in enumerate(placements):
+        if mesh.size(i) == 1:
+            continue
+        if placement.is_replicate():
+            replicas.append(i)
+        elif placement.is_shard() or is_strided(placement):
+            cuts.append(i)
+        else:
+            raise refusal(name, placements, "quantized values cannot be partial sums")
+    tensor = [i for i in cuts if names[i] in tensor_groups]
+    rest = [i for i in cuts if i not in tensor]
+    if not tensor and len(rest) > 1:
+        # What was cut last is FSDP's.
+        strided = [i for i in rest if is_strided(placements[i])]
+        tensor = [i for i in rest if i not in strided] if len(strided) == 1 else []
+        rest = strided if tensor else rest
+    if len(rest) > 1 or any(placements[i].dim != 0 for i in rest):
+        raise refusal(
+            name,
+            placements,
+            "rows (Shard(0)) are cut over one mesh dimension; say which mesh is tensor parallel by "
+            "qshard.quantize_(model, recipe, tp_mesh=tp_mesh)",
+        )
+    if any(is_strided(placements[i]) for i in tensor):
+        raise refusal(name, placements, "tensor parallelism has to cut before FSDP does")
+    return (rest[0] if rest else None), tensor, replicas
+
+
+def refusal(name, placements, why):
+    return NotImplementedError(f"qshard: {name} is placed as {tuple(placements)}: {why}")
+
+
+def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter"):
+    """The Placement of a DTensor. `tensor_groups`: names of the groups that are tensor parallel.
+
+    Raises NotImplementedError, on all ranks, for what it cannot express."""
+    rows_dim, tensor_dims, replica_dims = roles(mesh, placements, tensor_groups, name)
+    names = group_names(mesh)
+    first, sizes, lengths = [0] * len(shape), list(shape), [{size} for size in shape]
+    for i in tensor_dims:  # in the mesh's order, as DTensor cuts
+        dim, ranks = placements[i].dim, mesh.size(i)
+        if len(shape) > 2 and dim > 0:
+            raise refusal(name, placements, "stacks of matrices are cut into whole matrices, by Shard(0)")
+        parts = {chunk(size, ranks, rank)[1] for size in lengths[dim] for rank in range(ranks)}
+        if 0 in parts:
+            raise refusal(
+                name,
+                placements,
+                f"tensor parallelism over {ranks} ranks would leave some of them nothing of a weight "
+                f"of shape {tuple(shape)}",
+            )
+        lengths[dim] = parts
+        offset, length = chunk(sizes[dim], ranks, mesh.get_local_rank(i))
+        first[dim] += offset
+        sizes[dim] = length
+    rows_per_slice = torch.Size(sizes[1:-1]).numel()
+    offset = 0
+    if rows_dim is not None:
+        offset, _ = chunk(sizes[0], mesh.size(rows_dim), mesh.get_local_rank(rows_dim))
+    # Whole matrices have scales and state of their own.
+    of_full = tensor_dims if len(shape) == 2 else []
+    groups = ops._groups(
+        names[rows_dim] if rows_dim is not None else "",
+        [names[i] for i in of_full],
+        [names[i] for i in replica_dims],
+    )
+    return Placement(
+        logical_rows=sizes[0] * rows_per_slice,
+        row_offset=offset * rows_per_slice,
+        first_element=first[0] * rows_per_slice * shape[-1] + first[-1],
+        full_cols=shape[-1],
+        parts=tuple(
+            (rows, *sizes[1:-1], cols)
+            for rows in sorted(lengths[0])
+            for cols in sorted(lengths[-1])
+        ),
+        groups=groups,
+    )

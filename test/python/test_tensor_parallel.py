@@ -1,0 +1,82 @@
+"""Tensor parallelism by torch's own styles, alone and under FSDP2 and HSDP: the gathered weights are
+those of the definition, bit for bit, in every order of set-up.
+
+Scale blocks begin in each rank's part of the full tensor; a tensor's one scale, and its history, are the
+full tensor's.
+"""
+
+import pytest
+import torch
+from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_models import FORMATS
+from helpers import fit, has_two_images
+from tp_models import Definition, build, initialise, mlp, replicated
+
+import qshard
+
+SHAPES = [(256, 512), (192, 320), (200, 328), (100, 257), (64, 96), (100, 5), (5, 100), (100, 2)]
+STEPS = 3
+
+
+def fitted(format, shape, tp):
+    """Parts of tensor parallelism are in whole blocks where the format asks for that."""
+    if not has_two_images(format):
+        return shape
+    return tuple(fit(format, -(-size // tp)) * tp for size in shape)
+
+
+def train_step(model, optimizer, mesh, step):
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():  # alike on all meshes, whatever the model computes
+        full = torch.randn(param.shape, generator=generator).to(device())
+        give_gradient(param, full)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def give_gradient(param, full):
+    from tp_models import local_part
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(param, DTensor):
+        param.grad = full
+        return
+    param.grad = DTensor.from_local(
+        local_part(full, param).contiguous(),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def run_bits(shape, names, format, shapes, fused):
+    mesh = full_mesh(*shape, names=names)
+    wrong = {}
+    for dim, hidden in shapes:
+        dim, hidden = fitted(format, (dim, hidden), mesh["tp"].size())
+        model = build(format, mesh, dim, hidden)
+        definition = Definition(model, format, mesh["tp"])
+        wrong[dim, hidden, 0] = definition.mismatches(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused, foreach=not fused)
+        for step in range(1, STEPS + 1):
+            train_step(model, optimizer, mesh, step)
+            definition.step(model)
+            wrong[dim, hidden, step] = definition.mismatches(model)
+    return {key: count for key, count in wrong.items() if count}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(2)
+def test_gathered_bytes_of_two_ranks(world, format):
+    for shape in ((1, 2), (2, 1)):
+        results = world.run(run_bits, shape, ("dp", "tp"), format, SHAPES, False)
+        assert results == [{}] * world.size, shape
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(4)
+def test_gathered_bytes_of_four_ranks(world, format):
+    results = world.run(run_bits, (2, 2), ("dp", "tp"), format, SHAPES, True)
+    assert results == [{}] * world.size

@@ -1,0 +1,201 @@
+"""Tensor-parallel models and what their weights should be, for the tests of meshes."""
+
+import torch
+import torch.nn.functional as F
+from dist_helpers import device
+from dist_models import RECIPES, flush_step, grid, image_bytes, ops, unsharded
+from helpers import row_bytes
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import qshard
+
+
+class MLP(nn.Module):
+    """`up` is cut by rows and `down` by columns, of `hidden` features."""
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def replicated():
+    return {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def sequence_parallel():
+    return {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+
+
+def prepared_input():
+    """As sequence_parallel, the block's input gathered before its norm."""
+    return {
+        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
+        **sequence_parallel(),
+    }
+
+
+def varied(rows, cols, seed):
+    """Magnitudes differ by row, by column and by half, so that another rank's scale shows."""
+    generator = torch.Generator().manual_seed(seed)
+    by_row = 2.0 ** torch.randint(-4, 5, (rows, 1), generator=generator)
+    by_col = 2.0 ** torch.randint(-2, 3, (1, cols), generator=generator)
+    value = torch.randn(rows, cols, generator=generator) * by_row * by_col * 2.0**-6
+    value[: rows // 2] *= 2.0**-5
+    value[:, : cols // 2] *= 2.0**-3
+    return value
+
+
+def mlp(dim, hidden, device_type=None):
+    torch.manual_seed(0)
+    with torch.device(device_type or device()):
+        return MLP(dim, hidden)
+
+
+@torch.no_grad()
+def initialise(model):
+    """The same full values, however the parameters lie."""
+    for seed, linear in enumerate((model.up, model.down)):
+        weight = linear.weight
+        value = varied(*weight.shape, seed).to(device())
+        write(weight, value)
+    write(model.norm.weight, torch.ones(model.norm.weight.shape, device=device()))
+    for bias in (model.norm.bias, model.down.bias):
+        write(bias, torch.linspace(-1, 1, bias.numel(), device=device()))
+    return model
+
+
+def write(param, value):
+    if isinstance(param, DTensor):
+        value = local_part(value, param)
+        param = param._local_tensor
+    param.copy_(value)
+
+
+def local_part(value, param):
+    """What a DTensor's rank holds of a full value: tensor parallelism cuts before FSDP does."""
+    mesh, placements = param.device_mesh, param.placements
+    strided = [type(p).__name__ == "_StridedShard" for p in placements]
+    for dims in ((False,), (True,)):
+        for i, placement in enumerate(placements):
+            if strided[i] not in dims or placement.is_replicate():
+                continue
+            ranks, rank = mesh.size(i), mesh.get_local_rank(i)
+            length = -(-value.shape[placement.dim] // ranks)
+            size = value.shape[placement.dim]
+            first = min(length * rank, size)
+            value = value.narrow(placement.dim, first, min(length, size - first))
+    return value
+
+
+def build(format, mesh, dim, hidden, *, order="pqf", plan=replicated, keep_master=True, fsdp=True):
+    """An MLP on a mesh whose last dimension is "tp"; the others are FSDP's or HSDP's."""
+    is_meta = order.startswith("meta")
+    model = mlp(dim, hidden, "meta" if is_meta else None)
+    if not is_meta:
+        initialise(model)
+    tp_mesh = mesh["tp"]
+    dp_mesh = mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")]
+    for step in order.removeprefix("meta-"):
+        if step == "p":
+            parallelize_module(model, tp_mesh, plan())
+        elif step == "q":
+            qshard.quantize_(model, RECIPES[format], keep_master=keep_master, tp_mesh=tp_mesh)
+        elif fsdp:
+            fully_shard(model, mesh=dp_mesh)
+    if is_meta:
+        model.to_empty(device=device())
+        initialise(model)
+    return model
+
+
+def full_value(param):
+    """The full tensor that a quantized DTensor with a master is a part of."""
+    master = ops.master(param.detach()._local_tensor).clone()
+    return DTensor.from_local(
+        master,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    ).full_tensor()
+
+
+class Definition:
+    """What the weights' images and grids have to be: of the part that tensor parallelism gives this
+    rank, in blocks of its own, by the full tensor's scale, with the full tensor's history."""
+
+    def __init__(self, model, format, tp_mesh):
+        self.weights = [model.up.weight, model.down.weight]
+        self.tp_mesh = tp_mesh
+        self.has_tensor_scale = format.startswith(("float8_tensorwise", "float8_delayed", "nvfp4"))
+        values = [self.values(dim, weight) for dim, weight in enumerate(self.weights)]
+        self.quantized = [ops.quantize(value, format, keep_master=True) for value in values]
+        self.rows = [self.part(dim, weight).shape[0] for dim, weight in enumerate(self.weights)]
+
+    def part(self, dim, weight):
+        full = full_value(weight)
+        parts = full.chunk(self.tp_mesh.size(), dim)
+        return parts[self.tp_mesh.get_local_rank()].contiguous()
+
+    def values(self, dim, weight):
+        """The part, and below it in blocks of its own a row with the largest value of the tensor."""
+        part = self.part(dim, weight)
+        if not self.has_tensor_scale:
+            return part
+        below = torch.zeros(16 + -part.shape[0] % 16, part.shape[1], device=part.device)
+        below[-1, 0] = full_value(weight).abs().max()
+        return torch.cat([part, below])
+
+    def step(self, model):
+        """After an optimizer step of the model."""
+        self.weights = [model.up.weight, model.down.weight]
+        for dim, (weight, quantized) in enumerate(zip(self.weights, self.quantized)):
+            quantized.copy_(self.values(dim, weight))
+        flush_step(self.quantized)
+
+    def mismatches(self, model):
+        """Bytes of gathered images and grids that differ."""
+        wrong = 0
+        with unsharded(model):
+            for linear, want, rows in zip((model.up, model.down), self.quantized, self.rows):
+                got = local(linear.weight)
+                image, wanted = (image_bytes(t).view(t.shape[0], -1) for t in (padded(got), want))
+                wrong += int((image[:rows] != wanted[:rows]).sum())
+                scales = [grid(t).contiguous().view(torch.uint8) for t in (got, want)]
+                assert scales[0].shape == scales[1].shape
+                wrong += int((scales[0] != scales[1]).sum())
+        return wrong
+
+
+def padded(weight):
+    """All rows of a gathered tensor's buffer, FSDP2's padding included."""
+    rows = ops._storage_bytes(weight)["image"] // row_bytes_of(weight)
+    return weight.detach().as_strided((rows, weight.shape[1]), (weight.shape[1], 1))
+
+
+def row_bytes_of(weight):
+    return row_bytes(ops.format(weight), weight.shape[1])
+
+
+def local(param):
+    param = param.detach()
+    return param._local_tensor if isinstance(param, DTensor) else param
