@@ -41,7 +41,7 @@ void Placement::resize(int64_t bytes, int64_t row_bytes) {
 
 void Placement::adopt(std::string_view group) {
   const RankGroupPtr& known = groups_.shard;
-  const bool is_known = known ? known->name() == group && known->is_alive() : group.empty();
+  const bool is_known = known ? known->name() == group : group.empty();
   if (!is_known) groups_.shard = find_group(group);
   is_adopted_ = true;
 }

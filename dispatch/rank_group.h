@@ -13,24 +13,21 @@
 
 namespace qshard {
 
-/// Ranks that agree on something. One object per process group, so handles compare as pointers.
+/// Ranks that agree on something. One object per name, so handles compare as pointers.
 class RankGroup {
  public:
-  RankGroup(std::string name, int64_t size) : name_(std::move(name)), size_(size) {}
+  explicit RankGroup(std::string name) : name_(std::move(name)) {}
   virtual ~RankGroup() = default;
 
   const std::string& name() const { return name_; }
-  int64_t size() const { return size_; }
-  /// Whether the process group is there still.
-  virtual bool is_alive() const = 0;
+  virtual int64_t size() const = 0;
   /// MAX over all ranks, in place, on int32 (the bits of non-negative floats order as the floats
   /// do, with NaN on top, on every backend).
-  /// @throws c10::Error if the process group was destroyed.
+  /// @throws c10::Error if there is no such process group any more.
   virtual void all_reduce_max(at::Tensor bits) const = 0;
 
  private:
   std::string name_;
-  int64_t size_;
 };
 using RankGroupPtr = std::shared_ptr<const RankGroup>;
 

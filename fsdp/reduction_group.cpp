@@ -1,8 +1,7 @@
 // RankGroups of c10d process groups, found by name.
 #include "dispatch/rank_group.h"
 
-#include <c10/util/Exception.h>
-#include <fmt/format.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -13,23 +12,19 @@
 namespace qshard {
 namespace {
 
-/// Does not keep the process group: whoever destroys it means it.
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// Does not keep the process group: whoever destroys it means it. A name may be given again, in a
+/// job that starts over, and torch's caches may bring DTensors back whose mesh is of the job
+/// before: then it is looked up again.
 class ProcessGroupHandle final : public RankGroup {
  public:
-  ProcessGroupHandle(std::string name, const c10::intrusive_ptr<c10d::ProcessGroup>& group)
-      : RankGroup(std::move(name), group->getSize()), group_(group) {}
+  explicit ProcessGroupHandle(std::string name) : RankGroup(std::move(name)) { get(); }
 
-  bool is_alive() const override { return !group_.expired(); }
-  bool is_of(const c10::intrusive_ptr<c10d::ProcessGroup>& group) const {
-    return group_.lock() == group;
-  }
+  int64_t size() const override { return get()->getSize(); }
 
   void all_reduce_max(at::Tensor bits) const override {
-    const auto group = group_.lock();
-    TORCH_CHECK(group,
-                fmt::format("qshard::flush: the process group {} that this parameter is sharded "
-                            "over was destroyed; shard it over a mesh of living groups",
-                            name()));
+    const ProcessGroupPtr group = get();
     c10d::AllreduceOptions options;
     options.reduceOp = c10d::ReduceOp::MAX;
     const auto devices = group->getDeviceTypes();
@@ -43,20 +38,29 @@ class ProcessGroupHandle final : public RankGroup {
     if (!tensors.front().is_same(bits)) bits.copy_(tensors.front());
   }
 
+  ProcessGroupPtr get() const {
+    const std::lock_guard lock(mutex_);
+    if (ProcessGroupPtr known = group_.lock()) return known;
+    const ProcessGroupPtr group = c10d::resolve_process_group(name());
+    group_ = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group);
+    return group;
+  }
+
  private:
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  mutable std::mutex mutex_;
+  mutable c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{ProcessGroupPtr()};
 };
 
 RankGroupPtr find(std::string_view name) {
   static std::mutex mutex;
   static auto* const known = new std::map<std::string, std::shared_ptr<ProcessGroupHandle>>;
   std::string key(name);
-  const auto group = c10d::resolve_process_group(key);
   const std::lock_guard lock(mutex);
   std::shared_ptr<ProcessGroupHandle>& handle = (*known)[key];
-  // Names are given again once their groups are gone.
-  if (!handle || !handle->is_of(group)) {
-    handle = std::make_shared<ProcessGroupHandle>(std::move(key), group);
+  if (handle) {
+    handle->get();
+  } else {
+    handle = std::make_shared<ProcessGroupHandle>(std::move(key));
   }
   return handle;
 }

@@ -7,12 +7,10 @@ full tensor's.
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_helpers import device, full_mesh, on_worlds
 from dist_models import FORMATS
 from helpers import fit, has_two_images
-from tp_models import Definition, build, initialise, mlp, replicated
-
-import qshard
+from tp_models import Definition, build, give_gradient
 
 SHAPES = [(256, 512), (192, 320), (200, 328), (100, 257), (64, 96), (100, 5), (5, 100), (100, 2)]
 STEPS = 3
@@ -32,23 +30,6 @@ def train_step(model, optimizer, mesh, step):
         give_gradient(param, full)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def give_gradient(param, full):
-    from tp_models import local_part
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(param, DTensor):
-        param.grad = full
-        return
-    param.grad = DTensor.from_local(
-        local_part(full, param).contiguous(),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
 
 
 def run_bits(shape, names, format, shapes, fused):

@@ -105,6 +105,20 @@ def local_part(value, param):
     return value
 
 
+def give_gradient(param, full):
+    if not isinstance(param, DTensor):
+        param.grad = full
+        return
+    param.grad = DTensor.from_local(
+        local_part(full, param).contiguous(),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
 def build(format, mesh, dim, hidden, *, order="pqf", plan=replicated, keep_master=True, fsdp=True):
     """An MLP on a mesh whose last dimension is "tp"; the others are FSDP's or HSDP's."""
     is_meta = order.startswith("meta")
