@@ -14,12 +14,12 @@ namespace {
 
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// Does not keep the process group: whoever destroys it means it. A name may be given again, in a
-/// job that starts over, and torch's caches may bring DTensors back whose mesh is of the job
-/// before: then it is looked up again.
+/// Does not keep the process group: whoever destroys it means it. Names are given again in a
+/// process that starts over, whose caches may hold DTensors with a mesh of before; so whoever finds
+/// a group by its name finds this handle, and makes it one of the group that has the name now.
 class ProcessGroupHandle final : public RankGroup {
  public:
-  explicit ProcessGroupHandle(std::string name) : RankGroup(std::move(name)) { get(); }
+  explicit ProcessGroupHandle(std::string name) : RankGroup(std::move(name)) { look_up(); }
 
   int64_t size() const override { return get()->getSize(); }
 
@@ -38,15 +38,21 @@ class ProcessGroupHandle final : public RankGroup {
     if (!tensors.front().is_same(bits)) bits.copy_(tensors.front());
   }
 
-  ProcessGroupPtr get() const {
+  void look_up() const {
+    const auto group = c10d::resolve_process_group(name());
     const std::lock_guard lock(mutex_);
-    if (ProcessGroupPtr known = group_.lock()) return known;
-    const ProcessGroupPtr group = c10d::resolve_process_group(name());
     group_ = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group);
-    return group;
   }
 
  private:
+  ProcessGroupPtr get() const {
+    {
+      const std::lock_guard lock(mutex_);
+      if (ProcessGroupPtr known = group_.lock()) return known;
+    }
+    return c10d::resolve_process_group(name());
+  }
+
   mutable std::mutex mutex_;
   mutable c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{ProcessGroupPtr()};
 };
@@ -58,7 +64,7 @@ RankGroupPtr find(std::string_view name) {
   const std::lock_guard lock(mutex);
   std::shared_ptr<ProcessGroupHandle>& handle = (*known)[key];
   if (handle) {
-    handle->get();
+    handle->look_up();
   } else {
     handle = std::make_shared<ProcessGroupHandle>(std::move(key));
   }
