@@ -1,11 +1,13 @@
 """What a model's parameters occupy and send, and which kernels ran."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from _qshard_hooks import is_quantized, local_of
+from _qshard_placement import group_names, is_strided
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -127,10 +129,13 @@ def report(
 def _sharding_ranks(param) -> int:
     if not isinstance(param, DTensor):
         return 1
-    ranks = 1
-    for size, placement in zip(param.device_mesh.shape, param.placements):
-        ranks *= size if placement.is_shard() else 1
-    return ranks
+    # What FSDP2 cut; of a tensor that tensor parallelism cut by rows before, torch says so.
+    local = param._local_tensor
+    tensor = ops._tensor_groups(local) if is_quantized(local) else ()
+    placements = list(zip(group_names(param.device_mesh), param.device_mesh.shape, param.placements))
+    strided = [size for _, size, placement in placements if is_strided(placement)]
+    cut = [size for name, size, p in placements if p.is_shard(0) and name not in tensor]
+    return math.prod(strided or cut)
 
 
 def backend_report() -> str:

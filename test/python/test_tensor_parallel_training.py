@@ -12,7 +12,6 @@ from dist_models import RECIPES
 from tp_models import (
     Definition,
     build,
-    full_value,
     give_gradient,
     initialise,
     local,
@@ -26,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -306,6 +304,9 @@ def run_wire():
     codes = 2 * DIM * HIDDEN // 2 // 2  # of this rank's part of both weights, per rank of dp
     assert sent, seen.gathered
     assert codes <= sum(numel for _, numel in sent) <= 1.2 * codes + 4 * 4 * DIM
+    model.reshard()
+    reported = [row for row in qshard.report(model) if row.format == "float8_blockwise"]
+    assert [row.ranks for row in reported] == [2, 2]
     # Over tensor parallelism goes the input of `up`, no weight.
     others = [numel for dtype, numel in seen.gathered if dtype != torch.uint8]
     assert others == [x.numel()], seen.gathered
