@@ -56,11 +56,11 @@ const bool kLoaded = [] {
   TORCH_INTERNAL_ASSERT(c10::Dispatcher::singleton().findSchema({"qshard::_unpack", ""}));
   const int gil = PyGILState_Ensure();
   bool ok = true;
-  for (const auto& [name, source] : {std::pair{"_qshard_placement", kPlacementSource},
-                                     std::pair{"_qshard_hooks", kHooksSource},
-                                     std::pair{"qshard.serialization", kSerializationSource},
-                                     std::pair{"_qshard_checkpoint", kCheckpointSource},
-                                     std::pair{"_qshard_fakes", kFakesSource}}) {
+  for (const auto& [name, source] :
+       {std::pair{"_qshard_placement", kPlacementSource}, std::pair{"_qshard_hooks", kHooksSource},
+        std::pair{"qshard.serialization", kSerializationSource},
+        std::pair{"_qshard_checkpoint", kCheckpointSource},
+        std::pair{"_qshard_fakes", kFakesSource}}) {
     ok = ok && run_as_module(name, source);
   }
   if (!ok) PyErr_Print();
