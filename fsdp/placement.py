@@ -54,6 +54,22 @@ def group_names(mesh):
     ]
 
 
+def ranks_of(name):
+    """The ranks of the group of a c10d name."""
+    from torch.distributed import distributed_c10d
+
+    group = distributed_c10d._resolve_process_group(name)
+    return tuple(distributed_c10d.get_process_group_ranks(group))
+
+
+def in_groups(names, groups):
+    """Of each name, whether it is that of a group among `groups`. Two meshes over the same ranks have
+    groups of their own, and DTensor, whose caches hold meshes that compare equal, may name either."""
+    known = set(groups)
+    ranks = {ranks_of(name) for name in known}
+    return [bool(name) and (name in known or ranks_of(name) in ranks) for name in names]
+
+
 def chunk(size, ranks, rank):
     """torch.chunk's rule, which FSDP2 and DTensor share: (first, length) of a rank's part."""
     length = -(-size // ranks)
@@ -78,7 +94,8 @@ def roles(mesh, placements, tensor_groups, name):
             cuts.append(i)
         else:
             raise refusal(name, placements, "quantized values cannot be partial sums")
-    tensor = [i for i in cuts if names[i] in tensor_groups]
+    is_tensor = in_groups(names, tensor_groups) if tensor_groups else [False] * mesh.ndim
+    tensor = [i for i in cuts if is_tensor[i]]
     rest = [i for i in cuts if i not in tensor]
     if not tensor and len(rest) > 1:
         # What was cut last is FSDP's.

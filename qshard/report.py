@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from _qshard_hooks import is_quantized, local_of
-from _qshard_placement import group_names, is_strided
+from _qshard_placement import group_names, in_groups, is_strided
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -132,9 +132,10 @@ def _sharding_ranks(param) -> int:
     # What FSDP2 cut; of a tensor that tensor parallelism cut by rows before, torch says so.
     local = param._local_tensor
     tensor = ops._tensor_groups(local) if is_quantized(local) else ()
-    placements = list(zip(group_names(param.device_mesh), param.device_mesh.shape, param.placements))
+    is_tensor = in_groups(group_names(param.device_mesh), tensor)
+    placements = list(zip(is_tensor, param.device_mesh.shape, param.placements))
     strided = [size for _, size, placement in placements if is_strided(placement)]
-    cut = [size for name, size, p in placements if p.is_shard(0) and name not in tensor]
+    cut = [size for other, size, p in placements if p.is_shard(0) and not other]
     return math.prod(strided or cut)
 
 
