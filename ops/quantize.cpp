@@ -188,10 +188,9 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
   const Format& format = checked_arguments(self, format_name, keep_master);
   const bool is_shard = logical_rows.has_value();
-  const Layout layout =
-      layout_of(self.sizes(), format,
-                is_shard ? std::optional(logical_rows->expect_int()) : std::nullopt,
-                row_offset.expect_int(), "qshard::quantize");
+  const Layout layout = layout_of(
+      self.sizes(), format, is_shard ? std::optional(logical_rows->expect_int()) : std::nullopt,
+      row_offset.expect_int(), "qshard::quantize");
   const Groups none_known;
   return quantize_rows(self, layout, keep_master, is_shard ? &none_known : nullptr);
 }
@@ -199,7 +198,8 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
 Tensor quantize_placed(const Tensor& self, c10::string_view format_name, bool keep_master,
                        const Share& share, const Groups& groups) {
   const Format& format = checked_arguments(self, format_name, keep_master);
-  Layout layout = layout_of(self.sizes(), format, share.logical_rows, share.row_offset, "qshard::_quantize_share");
+  Layout layout = layout_of(self.sizes(), format, share.logical_rows, share.row_offset,
+                            "qshard::_quantize_share");
   TORCH_CHECK_VALUE(share.first_element >= 0 && share.full_cols >= layout.cols,
                     fmt::format("qshard::_quantize_share: {} columns from element {} do not lie "
                                 "within a tensor of {} columns",

@@ -240,7 +240,7 @@ class _QuantizeForUses(torch.autograd.Function):
 # --------------------------------------------------------------------------------- quantize_
 
 
-def check_arguments(weights, group, keep_master, stochastic_rounding) -> bool:
+def check_arguments(weights, group, keep_master, stochastic_rounding, persistent_state) -> bool:
     """Whether weights are to stay plain; raises for what does not go with it."""
     if weights not in ("quantized", "dynamic"):
         raise ValueError(
@@ -262,6 +262,11 @@ def check_arguments(weights, group, keep_master, stochastic_rounding) -> bool:
         raise ValueError(
             'qshard.quantize_: keep_master=False with weights="dynamic": the weights stay plain, and are '
             "their own masters; leave it out"
+        )
+    if not persistent_state:
+        raise ValueError(
+            'qshard.quantize_: persistent_state=False with weights="dynamic": amax histories are in the '
+            "model's state_dict; leave it out"
         )
     return True
 

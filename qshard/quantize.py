@@ -86,7 +86,14 @@ def quantize_(
             "qshard.quantize_: stochastic_rounding is for weights without a master, which holds what "
             "rounding would lose; pass keep_master=False"
         )
-    is_dynamic = dynamic.check_arguments(weights, group, keep_master, stochastic_rounding)
+    is_dynamic = dynamic.check_arguments(
+        weights, group, keep_master, stochastic_rounding, persistent_state
+    )
+    if is_dynamic and tp_mesh is not None:
+        raise ValueError(
+            'qshard.quantize_: tp_mesh with weights="dynamic": dynamic weights are whole plain tensors; '
+            "leave one of the two out"
+        )
     chosen = []
     for name, module in model.named_modules():
         if weight_names(module) and (filter_fn is None or filter_fn(module, name)):
@@ -106,6 +113,7 @@ def quantize_(
 
     tensor_groups = [name for name in group_names(tp_mesh) if name] if tp_mesh is not None else ()
     weights = _named_weights(model, chosen)
+    _refuse_tensor_parallel(chosen, tensor_groups)
     for name, parameter in weights:
         _check(parameter, format, keep_master, name, tensor_groups)
     for name, parameter in weights:
@@ -241,6 +249,23 @@ def _check(parameter, format, keep_master, name, tensor_groups):
         placement.check(format, keep_master, parameter.dtype)
     else:
         ops.quantize(parameter.detach().to("meta"), format, keep_master=keep_master)
+
+
+def _refuse_tensor_parallel(chosen, tensor_groups):
+    """The modules that qshard.nn's constructors make multiply whole weights."""
+    for name, module in chosen:
+        for weight in map(module.get_parameter, weight_names(module)):
+            is_made_by_us = isinstance(module, nn.base.Initialized)
+            if not (is_made_by_us and getattr(module, "is_constructed", True)):
+                continue
+            if isinstance(weight, DTensor) and any(
+                group in tensor_groups and not placement.is_replicate()
+                for group, placement in zip(group_names(weight.device_mesh), weight.placements)
+            ):
+                raise NotImplementedError(
+                    f"qshard.quantize_: {name}, a qshard.nn.{type(module).__name__}, is cut by "
+                    f"tensor parallelism as {weight.placements}; parallelize torch.nn.Linear instead"
+                )
 
 
 def _quantized(param, format, keep_master, name, tensor_groups):

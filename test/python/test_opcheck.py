@@ -28,7 +28,7 @@ def dynamic(fmt, *args):
     """Arguments with a plain weight that is quantized within. Of delayed scaling inputs are written, as
     amaxes are collected there, which opcheck would take for a mistake."""
     fmt = fmt.replace("delayed", "tensorwise")
-    return args, dict(format=fmt, weight_state=[])
+    return *args, dict(format=fmt, weight_state=[])
 
 
 def tensor_scale_of(q):
