@@ -31,6 +31,11 @@ def dynamic(fmt, *args):
     return *args, dict(format=fmt, weight_state=[])
 
 
+def split(args):
+    """(arguments, keyword arguments) of a sample, which may end in the latter."""
+    return (args[:-1], args[-1]) if args and isinstance(args[-1], dict) else (args, {})
+
+
 def tensor_scale_of(q):
     has_one = ops.format(q).startswith("nvfp4")
     return {"tensor_scale_inv": ops.tensor_scale_inv(q).clone()} if has_one else {}
@@ -167,7 +172,7 @@ def test_every_public_operator_is_checked():
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "linear", "linear_backward"])
 def test_fake_results_have_the_geometry_of_real_ones(name):
     for args in SAMPLES[name]("float8_blockwise"):
-        args, kwargs = args if args and isinstance(args[-1], dict) else (args, {})
+        args, kwargs = split(args)
         real = getattr(ops, name)(*args, **kwargs)
         with FakeTensorMode() as mode:
             fake_args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
