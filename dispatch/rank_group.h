@@ -1,5 +1,4 @@
-// RankGroup: a handle of a c10d process group, resolved once. dispatch/ knows no c10d; fsdp/ makes
-// them.
+// RankGroup: a handle of a c10d process group. dispatch/ knows no c10d; fsdp/ makes them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

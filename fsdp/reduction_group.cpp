@@ -12,19 +12,17 @@
 namespace qshard {
 namespace {
 
-using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-/// Does not keep the process group: whoever destroys it means it. Names are given again in a
-/// process that starts over, whose caches may hold DTensors with a mesh of before; so whoever finds
-/// a group by its name finds this handle, and makes it one of the group that has the name now.
+/// Asks for the process group at each use (a look into a hash map beside a collective). Whoever
+/// destroys a group means it, but others may keep it alive, and its name is given again in a
+/// process that starts over, whose caches may hold DTensors with a mesh of before.
 class ProcessGroupHandle final : public RankGroup {
  public:
-  explicit ProcessGroupHandle(std::string name) : RankGroup(std::move(name)) { look_up(); }
+  using RankGroup::RankGroup;
 
   int64_t size() const override { return get()->getSize(); }
 
   void all_reduce_max(at::Tensor bits) const override {
-    const ProcessGroupPtr group = get();
+    const auto group = get();
     c10d::AllreduceOptions options;
     options.reduceOp = c10d::ReduceOp::MAX;
     const auto devices = group->getDeviceTypes();
@@ -38,36 +36,16 @@ class ProcessGroupHandle final : public RankGroup {
     if (!tensors.front().is_same(bits)) bits.copy_(tensors.front());
   }
 
-  void look_up() const {
-    const auto group = c10d::resolve_process_group(name());
-    const std::lock_guard lock(mutex_);
-    group_ = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group);
-  }
-
- private:
-  ProcessGroupPtr get() const {
-    {
-      const std::lock_guard lock(mutex_);
-      if (ProcessGroupPtr known = group_.lock()) return known;
-    }
-    return c10d::resolve_process_group(name());
-  }
-
-  mutable std::mutex mutex_;
-  mutable c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{ProcessGroupPtr()};
+  c10::intrusive_ptr<c10d::ProcessGroup> get() const { return c10d::resolve_process_group(name()); }
 };
 
 RankGroupPtr find(std::string_view name) {
   static std::mutex mutex;
   static auto* const known = new std::map<std::string, std::shared_ptr<ProcessGroupHandle>>;
-  std::string key(name);
   const std::lock_guard lock(mutex);
-  std::shared_ptr<ProcessGroupHandle>& handle = (*known)[key];
-  if (handle) {
-    handle->look_up();
-  } else {
-    handle = std::make_shared<ProcessGroupHandle>(std::move(key));
-  }
+  std::shared_ptr<ProcessGroupHandle>& handle = (*known)[std::string(name)];
+  if (!handle) handle = std::make_shared<ProcessGroupHandle>(std::string(name));
+  handle->get();  // an unknown name is an error here
   return handle;
 }
 
