@@ -227,12 +227,22 @@ def _serve(pipe, device, rank):
             _collect_garbage()
             dist.barrier()
             dist.destroy_process_group()
+            _forget_meshes()
         except BaseException:  # CheckpointException derives from it
             value, error = None, traceback.format_exc()
         pipe.send(Outcome(value, error, time.monotonic() - start))
         if error:
             # As in a real job: the process goes, and its peers find out at their next collective.
             os._exit(ANSWERED)
+
+
+def _forget_meshes():
+    """DTensor's caches hand specs with the meshes of earlier jobs, and so names of their groups, to
+    meshes over the same ranks."""
+    if "torch.distributed.tensor" in sys.modules:
+        propagator = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 _modules = 0
