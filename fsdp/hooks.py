@@ -187,21 +187,16 @@ class StepsUnderWay(threading.local):
 
 under_way = StepsUnderWay()
 
-# The two below call nothing of Python's that torch.compile could see as a function of its own: it
-# leaves out them, but not what they call.
 
-
+# What torch.optim marks its own such methods with: torch.compile traces neither these nor what they call.
+@torch._disable_dynamo
 def begin_step(optimizer, args, kwargs):
-    others = []
-    for step in under_way.steps:
-        held = step[0]()
-        # This one's is still here if it failed.
-        if held is not None and held is not optimizer:
-            others.append(step)
-    others.append([weakref.ref(optimizer), set()])
-    under_way.steps = others
+    # A step that failed left its entry here.
+    others = [step for step in under_way.steps if step[0]() not in (None, optimizer)]
+    under_way.steps = [*others, [weakref.ref(optimizer), set()]]
 
 
+@torch._disable_dynamo
 def flush_after_step(optimizer, args, kwargs):
     """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
     same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
@@ -233,7 +228,5 @@ def flush_after_step(optimizer, args, kwargs):
         ops._flush_after_step(*again, None, False)
 
 
-# What torch._dynamo.disable sets; importing torch._dynamo here would cost every user a second.
-begin_step._torchdynamo_disable = flush_after_step._torchdynamo_disable = True
 register_optimizer_step_pre_hook(begin_step)
 register_optimizer_step_post_hook(flush_after_step)

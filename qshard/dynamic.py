@@ -196,6 +196,7 @@ def all_reduce_max(values, group):
 _delayed = weakref.WeakSet()
 
 
+@torch._disable_dynamo
 def _after_step(optimizer, args, kwargs):
     """Histories of the optimizer's weights roll, in its order."""
     known = {
@@ -220,7 +221,6 @@ def _after_step(optimizer, args, kwargs):
         _update(list(stepped.values()), is_step, getattr(optimizer, "found_inf", None))
 
 
-_after_step._torchdynamo_disable = True
 register_optimizer_step_post_hook(_after_step)
 
 

@@ -464,6 +464,7 @@ def _forget(reference):
         _preparations.remove(reference)
 
 
+@torch._disable_dynamo
 def _after_step(optimizer, args, kwargs):
     """One all-reduce over the units of which the optimizer holds a parameter, as it does on all ranks."""
     if not _preparations:
@@ -482,7 +483,6 @@ def _after_step(optimizer, args, kwargs):
             agree(units, None if made_up_steps else held, found_inf)
 
 
-_after_step._torchdynamo_disable = True
 register_optimizer_step_post_hook(_after_step)
 
 _said: set[str] = set()
