@@ -94,8 +94,8 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
 
   Layout placed = layout();
   placed.row_offset = place;
-  const int64_t generation = from.flush_state_.generation();
-  const bool is_same_generation = flush_state_.generation() == generation;
+  const int64_t generation = from.generation();
+  const bool is_same_generation = this->generation() == generation;
   const bool is_whole =
       placed.live_rows() == 0 || (to_rows.first == 0 && to_rows.count >= placed.live_rows());
   if (!is_whole && (!is_same_generation || !is_shown())) return false;
@@ -202,8 +202,8 @@ void QuantizedBuffer::refresh_from_original() {
   const Ptr from = original();
   links_->original_writes = from->flush_state_.writes();
   flush_state_.restore(from->is_written(), from->is_shown());
-  const int64_t generation = from->flush_state_.generation();
-  if (flush_state_.generation() == generation) return;
+  const int64_t generation = from->generation();
+  if (this->generation() == generation) return;
   from->flush_state_.flushed().wait();
   image().copy_(from->image(), /*non_blocking=*/true);
   if (grid().defined()) grid().copy_(from->grid(), /*non_blocking=*/true);
@@ -235,6 +235,7 @@ void QuantizedBuffer::take_planes_of(QuantizedBuffer& from) {
   placement_.disown();  // as any copy
   links_->original.reset();
   scaling_state_ = from.scaling_state_.copy_to(here);
+  note_codes();
   grid_snapshot_.reset();
   copy_flush_state(from);
 }

@@ -145,13 +145,12 @@ std::vector<Piece> consecutive_rows(const at::ITensorListRef& tensors) {
   std::vector<Piece> pieces;
   for (const at::Tensor& tensor : tensors) {
     if (!has_key(tensor) || impl_of(tensor).is_export() || tensor.dim() < 2) return {};
-    const QuantizedBuffer& buffer = buffer_of(tensor);
-    const QuantizedBuffer& head = buffer_of(first);
+    QuantizedBuffer& buffer = buffer_of(tensor);
+    QuantizedBuffer& head = buffer_of(first);
     const auto rows = row_window(tensor);
     const bool fits = rows && same_kind(buffer, head) && buffer.dtype() == head.dtype() &&
                       buffer.device() == head.device() && buffer.is_shown() && !buffer.is_meta() &&
-                      !buffer.pending().defined() &&
-                      buffer.flush_state().generation() == head.flush_state().generation() &&
+                      !buffer.pending().defined() && buffer.generation() == head.generation() &&
                       buffer.keeps_master() == head.keeps_master() &&
                       buffer.placement().is_placed() &&
                       tensor.sizes().slice(1) == first.sizes().slice(1);

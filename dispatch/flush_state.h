@@ -69,8 +69,11 @@ class FlushState {
   void agree();
   /// Rows of the value and their codes, of one generation with these, were replaced as bytes.
   void replace_rows(bool written, bool same_amax);
-  /// Another grid of no known origin was put beside the codes.
-  void start_generation() { generation_ = next_generation(); }
+  /// The codes, or the grid beside them, are others, of no known origin.
+  void start_generation() {
+    generation_ = next_generation();
+    known_amax_.reset();
+  }
   /// The codes are of `generation`, as those of a template's zeros are, or gathered ones.
   void join(int64_t generation) { generation_ = generation; }
   /// Takes the state of a buffer whose value and image were copied. `same_amax`: the amaxes of the

@@ -13,7 +13,9 @@
 namespace qshard {
 
 QuantizedBuffer::QuantizedBuffer(Placement placement, at::ScalarType dtype, Planes planes)
-    : placement_(std::move(placement)), dtype_(dtype), planes_(std::move(planes)) {}
+    : placement_(std::move(placement)), dtype_(dtype), planes_(std::move(planes)) {
+  note_codes();
+}
 
 QuantizedBuffer::~QuantizedBuffer() = default;
 
@@ -98,7 +100,7 @@ BufferPtr QuantizedBuffer::like_rows(QuantizedBuffer& from, const Layout& layout
     buffer->grid_snapshot_ = grid;
     // Zero codes are of the template's generation if its scales are theirs; not where rows carry
     // their own scales: these rows have none yet.
-    if (layout.format->scales_in_grid()) buffer->flush_state_.join(from.flush_state_.generation());
+    if (layout.format->scales_in_grid()) buffer->flush_state_.join(from.generation());
   } else {
     buffer->fill_unit_scales();
   }
@@ -234,7 +236,26 @@ void QuantizedBuffer::requantized(at::Tensor snapshot, const FlushEvent& event, 
   drop_pending();
 }
 
+void QuantizedBuffer::note_codes() {
+  const c10::VariableVersion& counter = code_counter();
+  codes_version_ = counter.enabled() ? counter.current_version() : 0;  // not in inference mode
+}
+
+void QuantizedBuffer::notice_written_codes() {
+  const uint32_t noted = codes_version_;
+  note_codes();
+  if (codes_version_ == noted || master().defined()) return;
+  grid_snapshot_.reset();
+  flush_state_.start_generation();
+}
+
+int64_t QuantizedBuffer::generation() {
+  notice_written_codes();
+  return flush_state_.generation();
+}
+
 const at::Tensor& QuantizedBuffer::snapshot_grid() {
+  notice_written_codes();
   if (grid().defined() && !grid_snapshot_.defined()) {
     PlainGuard guard;
     grid_snapshot_ = grid().clone();
@@ -273,7 +294,7 @@ void QuantizedBuffer::become_own_tensor() {
 at::Tensor QuantizedBuffer::begin_gather(Images images) {
   flush_state_.flushed().wait();
   const Ptr owner = original();
-  owner->gather_ = {snapshot_grid(), flush_state_.generation(), images};
+  owner->gather_ = {snapshot_grid(), generation(), images};
   if (images == Images::kAll) return planes_.flat_image();
   const int64_t offset = images == Images::kRowwise ? 0 : layout().columnwise_offset();
   return image().narrow(1, offset, layout().image_row_bytes()).reshape(-1);
@@ -305,12 +326,17 @@ void QuantizedBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) 
   auto [grid, generation, images] = shard.end_gather();
   placement_.hold(images);
   planes_.replace_image(bytes, std::move(grid), layout());
+  note_codes();
   grid_snapshot_.reset();
   flush_state_.join(generation);
   flush_state_.agree();
 }
 
 // ------------------------------------------------------------------------------------ counter
+
+const c10::VariableVersion& QuantizedBuffer::code_counter() const {
+  return (master().defined() ? master() : image()).unsafeGetTensorImpl()->version_counter();
+}
 
 void QuantizedBuffer::share_version(c10::TensorImpl& tensor) {
   if (!master().defined() || tensor.is_inference()) return;

@@ -29,28 +29,25 @@ struct RowWindow {
 ///
 /// The value is the master if kept, else the pending write, else the dequantized image.
 ///
-///   state               what holds                              what may follow
-///   clean               shown, agreed                           write, gather, copies of its bytes
-///   written             the image is old; pending or master     flush; no gather and no codes
-///   before
-///                       has the value                           it, but by a flush of this rank
-///                       alone
-///   shown, not agreed   codes are of the value, by scales that  the same, and codes may be read;
-///                       other ranks may not know; a pending     the agreed flush quantizes again
-///                       write is kept for the flush to come
-///   unplaced            owns no logical rows, adds nothing to   a copy of quantized rows places
-///   it, a
-///                       an amax                                 write makes it a tensor of its own
-///   gathered            no master; the image is FSDP's, the     a later gather; writes are local
-///   to
-///                       grid a snapshot no flush changes        it and end with that
-///   freed               gathered, and FSDP freed the bytes      a later gather; reads are an error
-///   image-only copy     image and grid on another device; the   completion: of itself before the
-///                       rest is the original's                  original changes or goes, or at
-///                       use
-///   borrowed grid       the grid is a template's snapshot       copy_borrowed_grid() before a
-///   write
-///                                                               of it
+///   state              what holds                             what may follow
+///   clean              shown, agreed                          write, gather, copies of its bytes
+///   written            the image is old; pending or master    flush; no gather and no codes
+///                      has the value                          before it, but by a flush of this
+///                                                             rank alone
+///   shown, not agreed  codes are of the value, by scales      the same, and codes may be read;
+///                      that other ranks may not know; a       the agreed flush quantizes again
+///                      pending write is kept for the flush
+///                      to come
+///   unplaced           owns no logical rows, adds nothing to  a copy of quantized rows places it,
+///                      an amax                                a write makes it a tensor of its
+///                                                             own
+///   gathered           no master; the image is FSDP's, the    a later gather; writes are local to
+///                      grid a snapshot no flush changes       it and end with that
+///   freed              gathered, and FSDP freed the bytes     a later gather; reads are an error
+///   image-only copy    image and grid on another device; the  completion: of itself before the
+///                      rest is the original's                 original changes or goes, or at use
+///   borrowed grid      the grid is a template's snapshot      copy_borrowed_grid() before a write
+///                                                             of it
 class QuantizedBuffer final : public c10::intrusive_ptr_target {
  public:
   using Ptr = c10::intrusive_ptr<QuantizedBuffer>;
@@ -101,6 +98,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   const at::Tensor& grid() const { return planes_.grid(); }
   const at::Tensor& pending() const { return planes_.pending(); }
   const at::Tensor& snapshot() const { return grid_snapshot_; }
+  /// Which grid the codes belong to (flush_state.h).
+  int64_t generation();
   const FlushState& flush_state() const { return flush_state_; }
   const ScalingState& scaling_state() const { return scaling_state_; }
   bool keeps_master() const { return planes_.master().defined() || original_keeps_master_; }
@@ -235,6 +234,10 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void share_version(c10::TensorImpl& tensor);
   /// Watches the counter of a tensor that took this buffer over and kept its own (x.data = q).
   void watch(const c10::TensorImpl& tensor);
+  /// The counter of tensors that show codes or scales. An in-place operator on them writes, beside
+  /// a master, the tensor, whose codes are then made anew; else codes or scales, which are the
+  /// value.
+  const c10::VariableVersion& code_counter() const;
 
   void release_resources() override;
 
@@ -246,6 +249,7 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   ScalingState scaling_state_;
   /// What gathered tensors are given; replaced, never written.
   at::Tensor grid_snapshot_;
+  uint32_t codes_version_ = 0;  // of code_counter(), when last looked at
 
   /// Of the gather that has begun and not ended.
   struct Gather {
@@ -265,6 +269,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void copy_flush_state(const QuantizedBuffer& other);
   void fill_unit_scales();
   void become_own_tensor();
+  void notice_written_codes();
+  void note_codes();
   void take_planes_of(QuantizedBuffer& original);
   void complete_image_copies();
   ImageLinks& links();

@@ -71,13 +71,10 @@ QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
   return buffer_of(self);
 }
 
-/// Beside a master codes are not the value: an in-place operator on them counts as a write of the
-/// tensor, so that the next reader makes them anew. One counter, as for aliases of the master.
+/// In-place operators on codes and scales are noticed.
 Tensor watched(Tensor plane, const Tensor& self) {
-  const at::Tensor& master = buffer_of(self).master();
-  if (master.defined()) {
-    plane.unsafeGetTensorImpl()->set_version_counter(
-        master.unsafeGetTensorImpl()->version_counter());
+  if (!plane.is_inference()) {
+    plane.unsafeGetTensorImpl()->set_version_counter(buffer_of(self).code_counter());
   }
   return plane;
 }

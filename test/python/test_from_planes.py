@@ -181,6 +181,30 @@ def test_beside_a_master_a_written_plane_is_made_anew(fmt, plane):
     assert_same(getattr(ops, plane)(q).view(torch.uint8), view.view(torch.uint8))
 
 
+@pytest.mark.parametrize("plane", ["codes", "scale_inv", "tensor_scale_inv"])
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if not has_two_images(f)])
+def test_without_a_master_a_written_plane_is_the_value(fmt, plane):
+    """Copies made before and after a write to codes or scales have those of then and of now."""
+    q = ops.quantize(weight(64, 40), fmt)
+    try:
+        view = getattr(ops, plane)(q)
+    except ValueError:  # of a plane that the format does not have
+        return
+    copy, like, rows = q.clone(), q.new_zeros(q.shape), q.new_zeros(q.shape)
+    value = ops.dequantize(q).clone()
+    view.view(torch.uint8).copy_(view.view(torch.uint8).flip(-1))
+    if view.dtype == torch.float32:
+        view.mul_(2)
+    written = ops.dequantize(q).clone()
+    assert not torch.equal(written, value)
+    assert_same(ops.dequantize(copy), value)
+    for later in (like, q.new_zeros(q.shape), torch.empty_like(q)):
+        assert_same(ops.dequantize(later.copy_(q)), written)
+    rows[:32].copy_(q[:32])
+    assert_same(rows[:32] + 0, written[:32])
+    assert_same(torch.cat([copy[:32], q[32:]]) + 0, torch.cat([value[:32], written[32:]]))
+
+
 def test_reading_planes_writes_nothing():
     q = ops.quantize(weight(64, 40), "nvfp4", keep_master=True)
     version = q._version
