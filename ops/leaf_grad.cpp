@@ -1,6 +1,7 @@
 #include "ops/leaf_grad.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -65,6 +66,29 @@ bool can_be_added_to(const Tensor& sum, const Tensor& variable, const Tensor& gr
          torch::autograd::utils::obeys_layout_contract(sum, variable);
 }
 
+/// What tensor_parallel.local.QshardLocalPart records: it hands a leaf that is a DTensor its local
+/// gradient. The leaf, or null; no hook stands between.
+AccumulateGrad* leaf_of_local_part(Node* function) {
+  if (function == nullptr || function->num_outputs() != 1 ||
+      !function->tensor_pre_hooks().empty() || !function->pre_hooks().empty() ||
+      !function->retains_grad_hooks().empty() || !function->post_hooks().empty()) {
+    return nullptr;
+  }
+  auto* leaf = dynamic_cast<AccumulateGrad*>(function->next_edge(0).function.get());
+  return leaf != nullptr && function->name() == "QshardLocalPartBackward" ? leaf : nullptr;
+}
+
+/// The local tensors of a DTensor and of its .grad; none where they are placed differently.
+std::vector<Tensor> local_parts(const Tensor& variable, const Tensor& sum) {
+  if (!sum.defined()) return {};
+  const at::AutoDispatchBelowAutograd below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_dtensor(c10::python_ks);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("qshard::_local_parts", "")
+                             .typed<std::vector<Tensor>(const Tensor&, const Tensor&)>();
+  return op.call(variable, sum);
+}
+
 bool may_overlap(const Tensor& sum, const Tensor& operand) {
   return operand.has_storage() && sum.is_alias_of(operand);
 }
@@ -72,19 +96,26 @@ bool may_overlap(const Tensor& sum, const Tensor& operand) {
 }  // namespace
 
 LeafGrad leaf_grad(Node& node, size_t edge, const Tensor& grad, const Tensor& input) {
-  auto* leaf = dynamic_cast<AccumulateGrad*>(node.next_edge(edge).function.get());
+  Node* function = node.next_edge(edge).function.get();
+  auto* leaf = dynamic_cast<AccumulateGrad*>(function);
+  const bool is_distributed = leaf == nullptr;
+  if (is_distributed) leaf = leaf_of_local_part(function);
   if (leaf == nullptr || !gradients_are_accumulated(node) || has_hooks(*leaf) ||
       !is_on_current_stream(*leaf)) {
     return {};
   }
-  const Tensor& variable = leaf->variable;
-  if (!variable.requires_grad() || variable.grad_fn() || has_observer({grad, input, variable})) {
-    return {};
-  }
+  Tensor variable = leaf->variable;
+  if (!variable.requires_grad() || variable.grad_fn() || has_observer({grad, input})) return {};
   LeafGrad found{{}, std::unique_lock(NodeMutex::of(*leaf))};
-  const Tensor& sum = variable.mutable_grad();
-  if (can_be_added_to(sum, variable, grad) && !has_observer({sum}) && !may_overlap(sum, grad) &&
-      !may_overlap(sum, input)) {
+  Tensor sum = variable.mutable_grad();
+  if (is_distributed) {
+    const auto parts = local_parts(variable, sum);
+    if (parts.empty()) return {};
+    variable = parts[0];
+    sum = parts[1];
+  }
+  if (!has_observer({variable}) && can_be_added_to(sum, variable, grad) && !has_observer({sum}) &&
+      !may_overlap(sum, grad) && !may_overlap(sum, input)) {
     found.sum = sum;
     return found;
   }

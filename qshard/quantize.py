@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from qshard import dynamic, nn, replace, state
+from qshard.tensor_parallel.local import TensorParallel
 
 ops = torch.ops.qshard
 _ADAPTERS = {"lora_A", "lora_B"}
@@ -71,7 +72,8 @@ def quantize_(
         default, and a warning then names matrices in modules of other kinds, which stay plain. Call
         quantize_ again for modules that are to have another recipe.
     tp_mesh: the DeviceMesh that parallelize_module was given, of a tensor-parallel model: a DTensor does
-        not say which of its dimensions are FSDP's. quantize_ comes after parallelize_module, before or
+        not say which of its dimensions are FSDP's; not needed where modules of qshard.nn or styles of
+        qshard.tensor_parallel know it. quantize_ comes after parallelize_module, before or
         after `fully_shard`. Scale blocks begin anew in each rank's part; a weight's one scale is agreed
         on over all parts.
 
@@ -111,7 +113,7 @@ def quantize_(
     replace.check_model(model, "qshard.quantize_")
     dynamic.refuse_fsdp1(chosen)
 
-    tensor_groups = [name for name in group_names(tp_mesh) if name] if tp_mesh is not None else ()
+    tensor_groups = _tensor_groups(model, tp_mesh)
     weights = _named_weights(model, chosen)
     _refuse_tensor_parallel(chosen, tensor_groups)
     for name, parameter in weights:
@@ -126,7 +128,7 @@ def quantize_(
             if type(module) is torch_nn.Embedding:
                 module.__class__ = nn.Embedding
     for _, module in chosen:
-        _prepare_module(module, weight_only, tp_mesh is not None)
+        _prepare_module(module, weight_only, bool(tensor_groups) or tp_mesh is not None)
         module._qshard_persistent_state = persistent_state
         state.link(module)
         _pad_now(module)
@@ -251,12 +253,24 @@ def _check(parameter, format, keep_master, name, tensor_groups):
         ops.quantize(parameter.detach().to("meta"), format, keep_master=keep_master)
 
 
+def _tensor_groups(model, tp_mesh):
+    """Names of the groups that are tensor parallel: the caller's, and those that modules know."""
+    names = set(group_names(tp_mesh)) if tp_mesh is not None else set()
+    for module in model.modules():
+        parallel = getattr(module, "parallel", None)
+        if isinstance(parallel, TensorParallel):
+            names.add(parallel.group)
+    return sorted(names - {""})
+
+
 def _refuse_tensor_parallel(chosen, tensor_groups):
     """The modules that qshard.nn's constructors make multiply whole weights."""
     for name, module in chosen:
         for weight in map(module.get_parameter, weight_names(module)):
             is_made_by_us = isinstance(module, nn.base.Initialized)
             if not (is_made_by_us and getattr(module, "is_constructed", True)):
+                continue
+            if getattr(module, "parallel", None) is not None:
                 continue
             if isinstance(weight, DTensor) and any(
                 group in tensor_groups and not placement.is_replicate()

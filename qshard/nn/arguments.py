@@ -24,7 +24,7 @@ def refuse_parallelism(module: str, tp_group=None, tp_size: int = 1) -> None:
     if size != 1:
         raise NotImplementedError(
             f"qshard.nn.{module}: tp_size={size} is not supported; shard the model by fully_shard, "
-            "with tp_size=1"
+            "with tp_size=1, or make it of qshard.nn.LayerNormLinear and Linear, which take tp_mesh"
         )
 
 

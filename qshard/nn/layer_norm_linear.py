@@ -1,12 +1,13 @@
 """A normalization and the linear it feeds."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch.nn import init
 
 from qshard.nn import initial
-from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse, refuse_parallelism
+from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse
 from qshard.nn.fused import norm_linear
 from qshard.nn.projection import Projection
 
@@ -27,9 +28,9 @@ class LayerNormLinear(Projection, torch.nn.Module):
         only; replaces what is there with is_first_microbatch=True.
     params_dtype: of the parameters; torch's default without.
     get_rng_state_tracker: whose fork() initial values are drawn in.
-    return_layernorm_output_gathered, parallel_mode and the other arguments of parallelism change
-        nothing over one rank; more ranks, ub_*, delay_wgrad_compute and symmetric_ar_type raise
-        NotImplementedError.
+    tp_mesh, weight_mesh, tp_group, parallel_mode, sequence_parallel: as of Linear, but "row".
+    return_layernorm_output_gathered: with sequence_parallel, of the tokens of all ranks.
+    ub_*, delay_wgrad_compute and symmetric_ar_type raise NotImplementedError.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class LayerNormLinear(Projection, torch.nn.Module):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         name: str | None = None,
+        tp_mesh=None,
+        weight_mesh=None,
     ):
         refuse(
             "LayerNormLinear",
@@ -73,7 +76,6 @@ class LayerNormLinear(Projection, torch.nn.Module):
             delay_wgrad_compute=delay_wgrad_compute,
             symmetric_ar_type=symmetric_ar_type,
         )
-        refuse_parallelism("LayerNormLinear", tp_group, tp_size)
         check_choice("LayerNormLinear", "normalization", normalization, NORMALIZATIONS)
         if parallel_mode == "row":
             raise NotImplementedError(
@@ -85,6 +87,7 @@ class LayerNormLinear(Projection, torch.nn.Module):
         self.eps, self.normalization = eps, normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         options = {"device": device, "dtype": params_dtype}
         gamma = initial.gamma_init(zero_centered_gamma)
         self.add_parameter("layer_norm_weight", (in_features,), gamma, **options)
@@ -98,11 +101,13 @@ class LayerNormLinear(Projection, torch.nn.Module):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             parameters_split=parameters_split,
             parallel_mode=parallel_mode,
+            sequence_parallel=sequence_parallel,
             init_method=init_method or initial.default_init_method,
             bias_init=None,
             get_rng_state_tracker=get_rng_state_tracker,
             **options,
         )
+        self.parallelize(tp_group, tp_size, tp_mesh, weight_mesh)
         self.finish()
 
     def forward(
@@ -115,15 +120,17 @@ class LayerNormLinear(Projection, torch.nn.Module):
         """(..., in_features) -> (..., out_features), or a tuple of it, the bias (return_bias) and
         (..., in_features) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's."""
         refuse("LayerNormLinear", fp8_output=fp8_output, fp8_grad=fp8_grad)
-        norm = (
-            self.normalization,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.eps,
-            self.zero_centered_gamma,
-        )
+        parallel = self.parallel
+        gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
+        if parallel is not None:
+            gamma, beta = parallel.replicated(gamma), parallel.replicated(beta)
+            enter = functools.partial(parallel.enter, format=self.message_format)
+        norm = self.normalization, gamma, beta, self.eps, self.zero_centered_gamma
         multiply = self.multiply(is_first_microbatch)
-        output, normed = norm_linear(inp, norm, multiply, *self.parameters_to_multiply())
+        output, normed = norm_linear(inp, norm, multiply, *self.parameters_to_multiply(), enter)
+        is_cut = parallel is not None and parallel.sequence_dim is not None
+        if is_cut and self.return_layernorm_output and self.return_layernorm_output_gathered:
+            normed = parallel.gather_values(normed)
         return self.with_bias(output, *([normed] if self.return_layernorm_output else []))
 
     def extra_repr(self) -> str:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
-from qshard import tensor_parallel
 from qshard.dynamic import NamedState
 from qshard.functional import linear_under_transforms
 from qshard.nn import initial
-from qshard.nn.arguments import refuse, refuse_parallelism
+from qshard.nn.arguments import refuse
 from qshard.nn.projection import Projection
+from qshard.tensor_parallel import stock
 
 _linear = torch.ops.qshard.linear.default
 
@@ -41,7 +41,12 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         only; replaces what is there with is_first_microbatch=True.
     params_dtype: as dtype.
     get_rng_state_tracker, rng_tracker_name: whose fork() initial values are drawn in.
-    Arguments of parallelism over one rank change nothing; others raise NotImplementedError.
+    tp_mesh, weight_mesh, or tp_group: tensor parallelism, as set_device_mesh says; ub_* and the other
+        arguments that are not mentioned raise NotImplementedError.
+    parallel_mode: "column" cuts the weight's rows over the ranks, "row" its columns; None leaves it whole
+        on each.
+    sequence_parallel: activations outside the pair of a column and a row are cut along their first
+        dimension, in equal parts.
 
     weight_only: multiply by the dequantized weight; activations and gradients are not quantized.
     weight_format: of the weight, for compiled code, which cannot ask it: there the input of several
@@ -80,6 +85,8 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         symmetric_ar_type: str | None = None,
         save_original_input: bool = False,
         name: str | None = None,
+        tp_mesh=None,
+        weight_mesh=None,
     ):
         refuse(
             "Linear",
@@ -91,7 +98,6 @@ class Linear(Projection, NamedState, torch.nn.Linear):
             delay_wgrad_compute=delay_wgrad_compute,
             symmetric_ar_type=symmetric_ar_type,
         )
-        refuse_parallelism("Linear", tp_group, tp_size)
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.add_projection(
@@ -100,6 +106,7 @@ class Linear(Projection, NamedState, torch.nn.Linear):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             parameters_split=parameters_split,
             parallel_mode=parallel_mode,
+            sequence_parallel=sequence_parallel,
             init_method=init_method or initial.linear_weight,
             bias_init=None if init_method else initial.linear_bias(in_features),
             get_rng_state_tracker=get_rng_state_tracker,
@@ -107,11 +114,12 @@ class Linear(Projection, NamedState, torch.nn.Linear):
             device=device,
             dtype=params_dtype or dtype,
         )
+        self.parallelize(tp_group, tp_size, tp_mesh, weight_mesh)
         self.finish()
 
     def register_parameter(self, name, param):
         if name == "weight":
-            tensor_parallel.refuse_to_distribute(self, param)
+            stock.refuse_to_distribute(self, param)
         super().register_parameter(name, param)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -135,14 +143,17 @@ class Linear(Projection, NamedState, torch.nn.Linear):
             return self.with_bias(self.project(input, is_first_microbatch))
         if self.dynamic is not None:
             return self.dynamic.linear(self, input)
-        if isinstance(self.weight, DTensor):
-            return tensor_parallel.linear(self, input)
+        weight, bias = self.weight, self.bias
+        if isinstance(weight, DTensor):
+            if self.parallel is None or isinstance(input, DTensor):
+                return stock.linear(self, input)
+            weight, bias = self.parallel.weight(weight), self.parallel.bias(bias)
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return linear_under_transforms(
-                input, self.weight, self.bias, self.weight_only, self.weight_format
+                input, weight, bias, self.weight_only, self.weight_format
             )
         return _linear(
-            input, self.weight, self.bias, weight_only=self.weight_only, format=self.weight_format
+            input, weight, bias, weight_only=self.weight_only, format=self.weight_format
         )
 
     def extra_repr(self) -> str:

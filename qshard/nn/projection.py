@@ -7,16 +7,17 @@ from torch.nn import init
 
 from qshard.nn.arguments import (
     PARALLEL_MODES,
-    NoTensorParallelism,
     check_choice,
     rng_fork,
     split_sizes,
 )
 from qshard.nn.base import Initialized
 from qshard.nn.multiply import Multiply, multiply_parts
+from qshard.nn.parallel import DeviceMeshes
+from qshard.tensor_parallel.local import local_part
 
 
-class Projection(Initialized, NoTensorParallelism):
+class Projection(Initialized, DeviceMeshes):
     """Parameters `weight` and `bias`, or parts of them with names of their own."""
 
     weight_names = ("weight",)
@@ -31,6 +32,7 @@ class Projection(Initialized, NoTensorParallelism):
         fuse_wgrad_accumulation: bool,
         parameters_split,
         parallel_mode: str | None,
+        sequence_parallel: bool,
         init_method: Callable,
         bias_init: Callable | None,
         get_rng_state_tracker: Callable | None,
@@ -43,7 +45,7 @@ class Projection(Initialized, NoTensorParallelism):
         check_choice(module, "parallel_mode", parallel_mode, PARALLEL_MODES)
         sizes = split_sizes(module, parameters_split, self.out_features)
         self.is_constructed = True
-        self.parallel_mode = parallel_mode
+        self.parallel_mode, self.sequence_parallel = parallel_mode, sequence_parallel
         self.use_bias, self.return_bias = bias, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.weight_names = tuple(f"{part}weight" for part in sizes)
@@ -67,22 +69,29 @@ class Projection(Initialized, NoTensorParallelism):
         )
 
     def parameters_to_multiply(self) -> tuple[list, list]:
-        """Weights, and the biases that the linear adds."""
+        """Weights, and the biases that the linear adds; of DTensors the local parts."""
         adds = self.use_bias and not self.return_bias
-        return (
-            [getattr(self, name) for name in self.weight_names],
-            [getattr(self, name) if adds else None for name in self.bias_names],
-        )
+        weights = [getattr(self, name) for name in self.weight_names]
+        biases = [getattr(self, name) if adds else None for name in self.bias_names]
+        if self.parallel is not None:
+            weights, biases = map(self.parallel.weight, weights), map(self.parallel.bias, biases)
+        return list(weights), list(biases)
 
     def project(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return multiply_parts(self.multiply(is_first_microbatch), x, *self.parameters_to_multiply())
+        multiply, parallel = self.multiply(is_first_microbatch), self.parallel
+        if parallel is None:
+            return multiply_parts(multiply, x, *self.parameters_to_multiply())
+        parallel.check_output(x)
+        x = parallel.enter(x, self.message_format)
+        y = multiply_parts(multiply, x, *self.parameters_to_multiply())
+        return parallel.leave(y, self.message_format)
 
     def with_bias(self, output: torch.Tensor, *more: torch.Tensor):
         """output, or (output, bias) with return_bias, and what else is returned; a bias that the
         module does not have is an empty tensor."""
         if self.return_bias:
-            biases = [getattr(self, name) for name in self.bias_names] if self.use_bias else []
+            biases = [local_part(getattr(self, name)) for name in self.bias_names if self.use_bias]
             bias = torch.cat(biases) if len(biases) > 1 else (biases or [output.new_empty(0)])[0]
             more = (bias.to(output.dtype), *more)
         return (output, *more) if more else output

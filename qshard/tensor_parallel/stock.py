@@ -12,6 +12,9 @@ the input alone is redistributed, the one operator runs on local tensors, and it
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from qshard.tensor_parallel.local import OnOneRank, local_part
+from qshard.tensor_parallel.shared import shared
+
 _linear = torch.ops.qshard.linear.default
 
 
@@ -44,9 +47,10 @@ def linear(module, input):
         bias = bias.to_local(grad_placements=grad and (grad,)) if isinstance(bias, DTensor) else bias
         if result.is_partial():
             bias = OnOneRank.apply(bias, mesh.get_local_rank() == 0)
+    is_as_placed = weight_grad == placement
     output = _linear(
-        input.to_local(grad_placements=(input_grad,)),
-        weight.to_local(grad_placements=(weight_grad,)),
+        shared(input, (input_grad,), lambda: input.to_local(grad_placements=(input_grad,))),
+        local_part(weight) if is_as_placed else weight.to_local(grad_placements=(weight_grad,)),
         bias,
         weight_only=module.weight_only,
         format=module.weight_format,
@@ -72,18 +76,6 @@ def _placement_of(module):
             "under fully_shard a weight is there in forward of the module that it was applied to"
         )
     return weight.device_mesh, weight.placements[0]
-
-
-class OnOneRank(torch.autograd.Function):
-    """A term of a sum over ranks that all of them hold: added by one, with the gradient on all."""
-
-    @staticmethod
-    def forward(ctx, term, is_here):
-        return term.view_as(term) if is_here else torch.zeros_like(term)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 def refuse_to_distribute(module, param):

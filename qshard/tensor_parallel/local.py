@@ -1,0 +1,197 @@
+"""Linears of one rank: plain tensors in and out, parameters that are DTensors for FSDP2 and DCP.
+
+The local part of a parameter is multiplied, and collectives on plain tensors stand around the one
+operator; DTensor is not asked in forward or backward.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from _qshard_placement import group_names
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from qshard.tensor_parallel import collectives
+from qshard.tensor_parallel.shared import forget, shared
+
+_library = torch.library.Library("qshard", "FRAGMENT")
+_library.define("_local_parts(Tensor parameter, Tensor grad) -> Tensor[]")
+
+MODES = {"column": 0, "row": 1, None: None}  # the dimension of a weight that the ranks cut
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a module is parallel over a mesh of one dimension.
+
+    mode: "column", "row" or None.
+    sequence_dim: of activations outside the module, which the ranks cut; None: they hold them whole.
+    """
+
+    mesh: DeviceMesh
+    group: str
+    ranks: int
+    mode: str | None
+    sequence_dim: int | None
+
+    @classmethod
+    def over(cls, mesh, mode, sequence_dim=None):
+        """Raises where a mesh is none of one dimension."""
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            raise ValueError(f"qshard: tp_mesh must be a DeviceMesh of one dimension, got {mesh!r}")
+        (group,) = group_names(mesh)
+        return cls(mesh, group, mesh.size(), mode, sequence_dim)
+
+    def __deepcopy__(self, memo):
+        return self  # meshes and groups are those of the process
+
+    def weight_placement(self):
+        dim = MODES[self.mode]
+        return Replicate() if dim is None else Shard(dim)
+
+    def bias_placement(self):
+        return Shard(0) if self.mode == "column" else Replicate()
+
+    def enter(self, x, format):
+        """The input of the local linear of what the module is given. format: of the weight, by which the
+        input is quantized, or None."""
+        if self.mode != "column" or self.ranks == 1:
+            return x
+        if self.sequence_dim is None:
+            make = lambda: collectives.copy_to_ranks(x, self.group)  # noqa: E731
+        else:
+            dim, format = self._dim(x), format or ""
+            make = lambda: collectives.gather_input(x, dim, format, self.group, self.ranks)  # noqa: E731
+        return shared(x, (self, format), make)
+
+    def gather_values(self, x):
+        """The tokens of all ranks."""
+        if self.ranks == 1:
+            return x
+        return collectives.gather_input(x, self._dim(x), "", self.group, self.ranks)
+
+    def leave(self, y, format):
+        """What the module returns of the output of the local linear."""
+        if self.mode != "row" or self.ranks == 1:
+            return y
+        if self.sequence_dim is None:
+            return collectives.sum_over_ranks(y, self.group)
+        return collectives.scatter_sum(y, self._dim(y), format or "", self.group, self.ranks)
+
+    def check_output(self, x):
+        """Raises, on all ranks, where the tokens of a row's output cannot be cut."""
+        if self.mode == "row" and self.sequence_dim is not None:
+            dim = self._dim(x)
+            if x.shape[dim] % self.ranks:
+                raise ValueError(
+                    f"qshard.nn.Linear: sequence parallelism cuts dimension {dim} of an output of shape "
+                    f"{(*x.shape[:-1], '...')} into {self.ranks} equal parts; pad it to a multiple"
+                )
+
+    def _dim(self, x):
+        dim = self.sequence_dim + (x.ndim if self.sequence_dim < 0 else 0)
+        if not 0 <= dim < x.ndim - 1:
+            raise ValueError(
+                f"qshard.nn.Linear: sequence parallelism cuts dimension {self.sequence_dim}, and an "
+                f"activation of shape {tuple(x.shape)} has no such dimension of tokens"
+            )
+        return dim
+
+    def weight(self, parameter):
+        """The local part of a weight, for the linear."""
+        return local_part(parameter, self.mode is None and self.sequence_dim is not None)
+
+    def bias(self, parameter):
+        """The local part of a bias, for the linear: of what is summed one rank adds it."""
+        if parameter is None:
+            return None
+        if self.mode == "row":
+            return OnOneRank.apply(local_part(parameter), self.mesh.get_local_rank() == 0)
+        return local_part(parameter, self.mode is None and self.sequence_dim is not None)
+
+    def replicated(self, parameter):
+        """The local part of a parameter that is used before the linear, such as a norm's."""
+        if parameter is None:
+            return None
+        return local_part(parameter, is_summed=self.sequence_dim is not None and self.mode != "row")
+
+
+def _local_parts(parameter, grad):
+    """For ops/leaf_grad.cpp: the local tensors of a DTensor and of its gradient, if both are placed alike."""
+    if not (isinstance(parameter, DTensor) and isinstance(grad, DTensor)):
+        return []
+    is_alike = grad.placements == parameter.placements and grad.device_mesh == parameter.device_mesh
+    return [parameter._local_tensor, grad._local_tensor] if is_alike else []
+
+
+_library.impl("_local_parts", _local_parts, "CompositeExplicitAutograd")
+
+
+def local_part(parameter: torch.Tensor, is_summed: bool = False) -> torch.Tensor:
+    """The local tensor of a DTensor on a mesh of one dimension, or a plain tensor itself. is_summed: the
+    gradient is this rank's term of a sum."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter.device_mesh.ndim != 1:
+        raise NotImplementedError(
+            f"qshard.nn: a parameter is placed as {parameter.placements} on a mesh of "
+            f"{parameter.device_mesh.ndim} dimensions; under fully_shard parameters are there in forward "
+            "of the module that it was applied to"
+        )
+    if torch.compiler.is_compiling():
+        placements = (Partial(),) if is_summed else None
+        return parameter.to_local(grad_placements=placements)
+    if is_summed:
+        return _SummedPart.apply(parameter)
+    return QshardLocalPart.apply(parameter)
+
+
+class QshardLocalPart(torch.autograd.Function):
+    """ops/leaf_grad.cpp knows it by name: wgrad may be added to the local part of a leaf's .grad within
+    the GEMM, and then no gradient comes by here."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        forget()
+        return None if grad is None else distributed(grad, ctx.spec)
+
+
+class _SummedPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None
+        (group,) = group_names(ctx.spec.mesh)
+        return distributed(collectives.all_reduced(grad, group) if group else grad, ctx.spec)
+
+
+def distributed(local, spec):
+    """A gradient of a DTensor placed as it is."""
+    shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+class OnOneRank(torch.autograd.Function):
+    """A term of a sum over ranks that all of them hold: added by one, with the gradient on all."""
+
+    @staticmethod
+    def forward(ctx, term, is_here):
+        return term.view_as(term) if is_here else torch.zeros_like(term)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None

@@ -1,0 +1,215 @@
+"""Styles of parallelize_module. Linears that quantize_ has quantized run on plain local tensors, and where
+sequence parallelism gathers, codes travel; any other module is torch's."""
+
+import copy
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import style as stock
+
+from qshard.tensor_parallel import collectives
+from qshard.tensor_parallel.local import TensorParallel
+from qshard.tensor_parallel.shared import shared
+
+
+class ColwiseParallel(stock.ColwiseParallel):
+    """torch's, for linears that `quantize_` quantizes afterwards: an input cut along a dimension of tokens
+    (input_layouts=Shard(1)) is gathered as codes and scales, 1 byte per element and less for NVFP4. That
+    dimension has to be a multiple of the ranks.
+
+    Arguments, and what other modules do: as in torch."""
+
+    def _apply(self, module, device_mesh):
+        module = super()._apply(module, device_mesh)
+        if isinstance(module, torch.nn.Linear):
+            module.parallel = _column(self.input_layouts, device_mesh)
+        return module
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        if not _runs_locally(mod):
+            return stock.ColwiseParallel._prepare_input_fn(
+                input_layouts, desired_input_layouts, mod, inputs, device_mesh
+            )
+        (x,) = inputs
+        parallel = mod.parallel
+        if isinstance(x, DTensor):
+            if x.placements == desired_input_layouts:
+                # Partial gradients are summed, and reduced once.
+                return shared(x, (), lambda: x.to_local(grad_placements=(Partial(),)))
+            x = _local(x, input_layouts, "ColwiseParallel")
+        return parallel.enter(x, _format(mod))
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        if not _runs_locally(mod) or isinstance(outputs, DTensor):
+            return stock.ColwiseParallel._prepare_output_fn(
+                output_layouts, use_local_output, mod, outputs, device_mesh
+            )
+        last = Shard(outputs.ndim - 1)
+        if use_local_output and output_layouts in ((Shard(-1),), (last,)):
+            return outputs
+        outputs = _wrapped(outputs, device_mesh, last, mod.weight.shape[0])
+        return stock.ColwiseParallel._prepare_output_fn(
+            output_layouts, use_local_output, mod, outputs, device_mesh
+        )
+
+
+class RowwiseParallel(stock.RowwiseParallel):
+    """torch's, for linears that `quantize_` quantizes afterwards: with output_layouts=Shard(1) the gradient
+    of the output is gathered as codes and scales (of NVFP4 as values). That dimension has to be a
+    multiple of the ranks.
+
+    Arguments, and what other modules do: as in torch."""
+
+    def _apply(self, module, device_mesh):
+        module = super()._apply(module, device_mesh)
+        if isinstance(module, torch.nn.Linear):
+            module.parallel = _row(self.output_layouts, device_mesh)
+        return module
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        (x,) = inputs
+        is_cut = input_layouts in ((Shard(-1),), (Shard(x.ndim - 1),))
+        if not _runs_locally(mod) or not is_cut:
+            x = stock.RowwiseParallel._prepare_input_fn(
+                input_layouts, desired_input_layouts, mod, inputs, device_mesh
+            )
+            if not _runs_locally(mod):
+                return x
+        if isinstance(x, DTensor):
+            x = _local(x, (Shard(x.ndim - 1),), "RowwiseParallel")
+        mod.parallel.check_output(x)
+        return x
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        if not _runs_locally(mod) or isinstance(outputs, DTensor):
+            return stock.RowwiseParallel._prepare_output_fn(
+                output_layouts, use_local_output, mod, outputs, device_mesh
+            )
+        outputs = mod.parallel.leave(outputs, _format(mod))
+        if use_local_output:
+            return outputs
+        (placement,) = output_layouts
+        if placement.is_shard():
+            placement = Shard(mod.parallel._dim(outputs))
+        return DTensor.from_local(outputs, device_mesh, (placement,), run_check=False)
+
+
+class PrepareModuleInput(stock.PrepareModuleInput):
+    """torch's. An input that goes from Shard, along a dimension of tokens, to Replicate is gathered as codes
+    and scales if all linears in the module that are quantized have one format. That dimension has to
+    be a multiple of the ranks. With use_local_output the gradients of what the module is given are
+    taken for whole, as in torch; without, they are summed in the reduce-scatter.
+
+    Arguments: as in torch."""
+
+    def _apply(self, module, device_mesh):
+        style = copy.copy(self)  # one may be given to several modules
+        style._module = module
+        return super(PrepareModuleInput, style)._apply(module, device_mesh)
+
+    def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
+        format = _common_format(self._module)
+        if (
+            not format
+            or not isinstance(input, torch.Tensor)
+            or mesh.size() == 1
+            or not _is_of_tokens(input_layout, input.ndim)
+            or desired_layout is None
+            or not desired_layout.is_replicate()
+        ):
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        if isinstance(input, DTensor):
+            input = _local(input, (input_layout,), "PrepareModuleInput")
+        parallel = TensorParallel.over(mesh, "column", input_layout.dim)
+        gathered = _GatherToDTensor.apply(input, parallel, format)
+        return gathered.to_local() if self.use_local_output else gathered
+
+
+class _GatherToDTensor(torch.autograd.Function):
+    """A gathered input as a DTensor, whose gradients add up as Partial ones."""
+
+    @staticmethod
+    def forward(ctx, x, parallel, format):
+        ctx.parallel, ctx.dim = parallel, parallel._dim(x)
+        values = collectives.gathered(x, ctx.dim, format, False, parallel.group)
+        return DTensor.from_local(values, parallel.mesh, (Replicate(),), run_check=False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        parallel = ctx.parallel
+        (placement,) = grad.placements
+        local = grad.to_local()
+        if placement.is_partial():
+            part = collectives.scattered_sum(local, ctx.dim, parallel.group, parallel.ranks)
+        else:
+            local = local if placement.is_replicate() else grad.full_tensor()
+            part = local.chunk(parallel.ranks, ctx.dim)[parallel.mesh.get_local_rank()].contiguous()
+        return part, None, None
+
+
+def _column(input_layouts, mesh):
+    """How a linear runs locally, or None: as torch's style does."""
+    (layout,) = input_layouts
+    if layout.is_replicate():
+        return TensorParallel.over(mesh, "column")
+    if layout.is_shard() and layout.dim != -1:
+        return TensorParallel.over(mesh, "column", layout.dim)
+    return None
+
+
+def _row(output_layouts, mesh):
+    (layout,) = output_layouts
+    if layout.is_replicate():
+        return TensorParallel.over(mesh, "row")
+    if layout.is_shard() and layout.dim != -1:
+        return TensorParallel.over(mesh, "row", layout.dim)
+    return None
+
+
+def _is_of_tokens(layout, ndim):
+    return layout is not None and layout.is_shard() and layout.dim not in (-1, ndim - 1)
+
+
+def _runs_locally(module):
+    is_ours = getattr(module, "weight_format", None) is not None
+    return is_ours and getattr(module, "parallel", None) is not None
+
+
+def _format(module):
+    return None if module.weight_only else module.weight_format
+
+
+def _common_format(module):
+    formats = {
+        None if child.weight_only else child.weight_format
+        for child in module.modules()
+        if getattr(child, "weight_format", None) is not None
+    }
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _local(x, layouts, style):
+    """The local tensor of a DTensor, placed as the style says; along tokens in equal parts."""
+    if x.placements != layouts:
+        x = x.redistribute(placements=layouts)
+    (layout,) = layouts
+    ranks = x.device_mesh.size()
+    if _is_of_tokens(layout, x.ndim) and x.shape[layout.dim] % ranks:
+        raise ValueError(
+            f"qshard.tensor_parallel.{style}: dimension {layout.dim} of an input of shape "
+            f"{tuple(x.shape)} is no multiple of the {ranks} ranks that cut it; pad it, or use torch's "
+            "style, which gathers values"
+        )
+    return x.to_local()
+
+
+def _wrapped(local, mesh, placement, features):
+    shape = torch.Size((*local.shape[:-1], features))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, (placement,), run_check=False, shape=shape, stride=stride
+    )

@@ -1,0 +1,154 @@
+"""The gather of sequence parallelism: what arrives is what quantizing the gathered values gives, and it
+travels as bytes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_helpers import device, on_worlds
+from dist_models import DELAYED
+from reference import activations, row_scales
+from reference import formats as reference
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qshard
+from qshard.tensor_parallel import codes
+
+ops = torch.ops.qshard
+FORMATS = (
+    "float8_tensorwise",
+    "float8_tensorwise_fp32_scale",
+    DELAYED,
+    "float8_blockwise",
+    "float8_blockwise_fp32_scale",
+    "mxfp8",
+    "mxfp8_1x32[phase]",
+    "nvfp4",
+)
+assert qshard
+
+
+def activation(tokens, features, dtype, special=False):
+    """Rows and ranks' parts differ in size, so that another's scale shows."""
+    generator = torch.Generator().manual_seed(tokens + features)
+    x = torch.randn(tokens, features, generator=generator)
+    x *= 2.0 ** torch.randint(-6, 7, (tokens, 1), generator=generator)
+    x[tokens // 2 :] *= 16
+    x[0] = 0
+    if special:
+        x[tokens // 3, features // 2] = float("nan")
+        x[-1, 0] = float("inf")
+    return x.to(dtype)
+
+
+def quantized(x, format):
+    """Values that an activation (M, K) has after it was quantized for a weight of `format`."""
+    base = format.split("[")[0]
+    k, is_power_of_two = x.shape[1], not base.endswith("fp32_scale") and base != "float8_delayed"
+    if base.startswith(("float8_tensorwise", "float8_delayed")):
+        found, scale_inv = activations.quantize_tensorwise(x, power_of_two=is_power_of_two)
+    elif base.startswith("float8_blockwise"):
+        found, scale_inv = activations.quantize_1x128(x, power_of_two=is_power_of_two)
+        scale_inv = activations.expand_1x128(scale_inv, k)
+    elif base.startswith("mxfp8"):
+        blocks = torch.nn.functional.pad(x.float(), (0, -k % 32)).view(len(x), -1, 32)
+        amax = torch.stack([reference.amax_of(block) for block in blocks.flatten(0, 1)])
+        amax = amax.view(len(x), -1)
+        bytes, scale = row_scales.mxfp8_scales(amax)
+        found = reference.encode(x, scale.repeat_interleave(32, 1)[:, :k], torch.float8_e4m3fn)
+        scale_inv = row_scales.e8m0_to_float(bytes).repeat_interleave(32, 1)[:, :k]
+    else:
+        return ops.dequantize(ops.quantize(x, "nvfp4_1x16"))
+    return (reference.decode(found) * scale_inv).to(x.dtype)
+
+
+def run_gather(format):
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
+    cases = [(6, 256), (34, 200), (1, 100), (33, 24)]
+    for dtype in (torch.float32, torch.bfloat16):
+        for special in (False, True):
+            for tokens, features in cases:
+                x = activation(ranks * tokens, features, dtype, special)
+                part = x.chunk(ranks)[rank].to(device())
+                got = codes.gather_activation(part, format, group).cpu()
+                want = quantized(x, format)
+                assert got.dtype == dtype
+                same = (got == want) | (got.isnan() & want.isnan())
+                assert same.all(), (dtype, special, tokens, features, int((~same).sum()))
+    assert codes.gather_activation(x[:0].to(device()), format, group).shape == (0, features)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(2)
+def test_gathered_activation_is_the_quantized_whole(world, format):
+    world.run(run_gather, format)
+
+
+def run_gradients():
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
+    for format, power_of_two in (
+        ("float8_tensorwise", True),
+        ("float8_tensorwise_fp32_scale", False),
+        (DELAYED, False),
+    ):
+        for special in (False, True):
+            x = activation(ranks * 34, 100, torch.bfloat16, special)
+            part = x.chunk(ranks)[rank].to(device())
+            got = codes.gather_gradient(part, format, group).cpu()
+            found, scale_inv = activations.quantize_tensorwise(x, torch.float8_e5m2, power_of_two)
+            want = (found.view(torch.float8_e5m2).float() * scale_inv).bfloat16()
+            same = (got == want) | (got.isnan() & want.isnan())
+            assert same.all(), (format, special, int((~same).sum()))
+    x = activation(ranks * 34, 100, torch.bfloat16)
+    part = x.chunk(ranks)[rank].to(device())
+    for format in ("float8_delayed[e4m3]", "float8_blockwise", "mxfp8"):
+        got = codes.gather_gradient(part, format, group).cpu()
+        assert torch.equal(got, quantized(x, format)), format
+    assert torch.equal(codes.gather_gradient(part, "nvfp4", group).cpu(), x)
+
+
+@on_worlds(2)
+def test_gathered_gradient_is_the_quantized_whole(world):
+    world.run(run_gradients)
+
+
+class Sent(TorchDispatchMode):
+    """Dtypes and sizes of what a rank gives to collectives, by kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered, self.reduced = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensor = args[1] if "allgather" in func.name() else args[0]
+            tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
+            kind = self.gathered if "allgather" in func.name() else self.reduced
+            kind.append((tensor.dtype, tensor.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def run_bytes():
+    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
+    tokens, features = 48, 1024
+    x = activation(tokens, features, torch.bfloat16).to(device())
+    # Codes, and the scales that lie within one token.
+    per_element = {"mxfp8": 1 + 1 / 32, "mxfp8_1x32[phase]": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+    for format in FORMATS:
+        with Sent() as sent:
+            codes.gather_tokens_now(x.view(6, 8, features), 1, format, False, group)
+        expected = int(tokens * features * per_element.get(format, 1))
+        assert sent.gathered == [(torch.uint8, expected)], (format, sent.gathered)
+    for format in ("float8_tensorwise", "float8_blockwise", "mxfp8"):
+        with Sent() as sent:
+            codes.gather_tokens_now(x, 0, format, True, group)
+        assert [dtype for dtype, _ in sent.gathered] == [torch.uint8]
+        assert sent.gathered[0][1] <= tokens * features * 33 / 32
+    with Sent() as sent:
+        whole = codes.gather_tokens_now(x.view(6, 8, features), 1, "", False, group)
+    assert sent.gathered == [(torch.bfloat16, x.numel())]
+    assert torch.equal(whole, x.view(6, 8, features).repeat(1, ranks, 1))
+
+
+@on_worlds(2)
+def test_bytes_of_gathers(world):
+    world.run(run_bytes)
