@@ -283,12 +283,13 @@ def refuse_fsdp1(chosen) -> None:
 
 
 def is_flattened(module) -> bool:
-    """Whether FSDP1 has made the module's weight a view of a flat parameter: it takes the parameter out,
+    """Whether FSDP1 has made a weight of the module a view of a flat parameter: it takes the parameter out,
     or, with use_orig_params, marks it. FSDP2 marks modules like FSDP1."""
     if not getattr(module, "_is_fsdp_managed_module", False):
         return False
-    weight = module._parameters.get("weight")
-    return weight is None or getattr(weight, "_fsdp_flattened", False)
+    names = getattr(module, "weight_names", ("weight",))
+    weights = [module._parameters.get(name) for name in names]
+    return any(weight is None or getattr(weight, "_fsdp_flattened", False) for weight in weights)
 
 
 def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:

@@ -1,0 +1,408 @@
+"""qshard.nn's modules over a tensor-parallel mesh: plain local tensors in and out, with the losses and
+gradients of one device."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dist_helpers import device, full_mesh, on_worlds
+from dist_models import DELAYED, RECIPES
+from test_wgrad_accumulation import added
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from tp_models import varied, write
+
+import qshard
+from qshard.tensor_parallel import codes, collectives, shared
+
+ops = torch.ops.qshard
+DIM, HIDDEN, TOKENS, STEPS = 256, 512, 8, 2
+FORMATS = ("float8_tensorwise", DELAYED, "float8_blockwise", "mxfp8", "nvfp4")
+
+
+class Block(nn.Module):
+    """down(silu(gate) * up), of tokens first."""
+
+    def __init__(self, dim=DIM, hidden=HIDDEN, split=True, **parallel):
+        super().__init__()
+        parts = {"gate": hidden, "up": hidden} if split else None
+        first = {**parallel, "parallel_mode": "column"} if parallel else {}
+        second = {**parallel, "parallel_mode": "row"} if parallel else {}
+        self.split = split
+        rows = 2 * hidden if split else hidden
+        self.up = qshard.nn.LayerNormLinear(
+            dim, rows, parameters_split=parts, device=device(), **first
+        )
+        self.down = qshard.nn.Linear(hidden, dim, device=device(), **second)
+    def forward(self, x):
+        y = self.up(x)
+        if self.split:
+            gate, up = y.chunk(2, -1)
+            y = F.silu(gate) * up
+        else:
+            y = F.gelu(y)
+        return self.down(y)
+
+
+@torch.no_grad()
+def initialise(block):
+    for seed, (name, param) in enumerate(block.named_parameters()):
+        if param.dim() == 2:
+            write(param, varied(*param.shape, seed).to(device()))
+        else:
+            base = 1.0 if name.endswith("norm_weight") else 0.0
+            write(param, base + torch.linspace(-0.5, 0.5, param.numel(), device=device()))
+    return block
+
+
+def batch(step, dp_rank, dim=DIM):
+    generator = torch.Generator().manual_seed(100 * step + dp_rank)
+    return torch.randn(TOKENS, 2, dim, generator=generator).to(device())
+
+
+class Quantized(torch.autograd.Function):
+    """On one device, what the gathers of sequence parallelism make of values, in one direction."""
+
+    group = None  # of this rank alone
+
+    @classmethod
+    def prepare(cls):
+        cls.group = dist.new_subgroups(1)[0].group_name
+
+    @staticmethod
+    def forward(ctx, x, format, is_forward):
+        ctx.args = format, is_forward
+        return rounded(x, format, False) if is_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        format, is_forward = ctx.args
+        return grad if is_forward else rounded(grad, format, True), None, None
+
+
+def rounded(x, format, is_gradient):
+    return codes.gather_tokens_now(x.contiguous(), 0, format, is_gradient, Quantized.group)
+
+
+class OneDevice(Block):
+    def __init__(self, format, is_rounded, **kwargs):
+        super().__init__(**kwargs)
+        self.format, self.is_rounded = format, is_rounded
+
+    def forward(self, x):
+        if not self.is_rounded:
+            return super().forward(x)
+        up = self.up
+        normed = qshard.nn.norms.normalize(
+            x, up.normalization, up.layer_norm_weight, up.layer_norm_bias, up.eps, False
+        )
+        y = up.project(Quantized.apply(normed, self.format, True), None)
+        gate, up = y.chunk(2, -1)
+        return Quantized.apply(self.down(F.silu(gate) * up), self.format, False)
+
+
+def one_device(format, dp_ranks, is_rounded, **sizes):
+    """Losses by step and rank, and the gradients of the last step."""
+    model = initialise(OneDevice(format, is_rounded, **sizes))
+    qshard.quantize_(model, RECIPES[format], filter_fn=lambda *_: True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        for rank in range(dp_ranks):
+            loss = model(batch(step, rank, sizes.get("dim", DIM))).square().mean()
+            (loss / dp_ranks).backward()
+            losses[-1].append(loss.item())
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+    return losses, grads
+
+
+def train(model, mesh, sequence_parallel, dim=DIM):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    dp_rank, tp_rank = mesh.get_coordinate()
+    ranks, group = mesh["tp"].size(), mesh["tp"].get_group().group_name
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = batch(step, dp_rank, dim)
+        if sequence_parallel:
+            x = x.chunk(ranks)[tp_rank]
+        y = model(x)
+        assert type(y) is torch.Tensor and y.shape == x.shape
+        loss = y.square().mean()
+        if sequence_parallel:
+            loss = loss / ranks
+        loss.backward()
+        total = loss.detach()
+        if sequence_parallel and ranks > 1:
+            total = collectives.all_reduced(total, group)
+        losses.append(total.item())
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        optimizer.step()
+    return losses, grads
+
+
+def build(format, mesh, sequence_parallel, how="constructor", fsdp=True, **sizes):
+    tp_mesh = mesh["tp"]
+    if how == "constructor":
+        model = Block(sequence_parallel=sequence_parallel, tp_mesh=tp_mesh, **sizes)
+    elif how == "group":
+        model = Block(sequence_parallel=sequence_parallel, tp_group=tp_mesh.get_group(), **sizes)
+    else:
+        model = Block(sequence_parallel=sequence_parallel, **sizes)
+        for module in (model.up, model.down):
+            module.set_device_mesh(tp_mesh)
+    initialise(model)
+    if how == "after":
+        fully_shard(model, mesh=mesh["dp"])
+    qshard.quantize_(model, RECIPES[format], filter_fn=lambda *_: True)
+    if fsdp and how != "after":
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def run_training(shape, formats, sequence_parallel, how="constructor", fsdp=True, **sizes):
+    mesh = full_mesh(*shape, names=("dp", "tp"))
+    Quantized.prepare()
+    for format in formats:
+        model = build(format, mesh, sequence_parallel, how, fsdp, **sizes)
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert all(map(qshard.is_quantized, weights))
+        losses, grads = train(model, mesh, sequence_parallel, sizes.get("dim", DIM))
+        want, want_grads = one_device(format, shape[0], sequence_parallel, **sizes)
+        dp_rank = mesh.get_coordinate()[0]
+        torch.testing.assert_close(
+            torch.tensor(losses), torch.tensor(want)[:, dp_rank], rtol=1e-4, atol=0
+        )
+        assert grads.keys() == want_grads.keys()
+        for name, grad in grads.items():
+            error = (grad - want_grads[name]).norm() / want_grads[name].norm()
+            assert error < 2e-3, (format, name, error)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_worlds(2)
+def test_losses_and_gradients_without_fsdp(world, sequence_parallel):
+    world.run(run_training, (1, 2), FORMATS, sequence_parallel, "setter", False)
+
+
+@pytest.mark.parametrize("how", ["constructor", "after"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_worlds(4)
+def test_losses_and_gradients_under_fsdp(world, sequence_parallel, how):
+    world.run(run_training, (2, 2), FORMATS[::2], sequence_parallel, how)
+
+
+@on_worlds(2)
+def test_one_tensor_parallel_rank(world):
+    world.run(run_training, (2, 1), ("float8_tensorwise",), False)
+
+
+@on_worlds(2)
+def test_features_that_the_ranks_do_not_divide(world):
+    sizes = {"dim": 100, "hidden": 257}
+    world.run(run_training, (1, 2), ("float8_tensorwise",), True, "group", False, **sizes)
+
+
+# ------------------------------------------------------------------------------ what is shared
+
+
+def run_accumulation():
+    """wgrad is added within the GEMM to the local part of .grad, to the bits of autograd's sum."""
+    mesh = full_mesh(1, 2, names=("dp", "tp"))
+    grads = []
+    for hooked in (False, True):
+        model = build("float8_blockwise", mesh, True, fsdp=False)
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        if hooked:
+            for weight in weights:
+                weight.register_hook(lambda grad: None)
+        for step in range(3):
+            x = batch(step, 0).chunk(2)[mesh["tp"].get_local_rank()]
+            loss = model(x).square().mean()
+            count = added(loss.backward)
+            assert count == (0 if hooked or step == 0 else len(weights)), (hooked, step, count)
+        assert all(weight.grad.placements == weight.placements for weight in weights)
+        grads.append([weight.grad.to_local().clone() for weight in weights])
+    assert all(map(torch.equal, *grads))
+    # Chosen gradients are returned, not added.
+    loss = model(batch(0, 0).chunk(2)[mesh["tp"].get_local_rank()]).square().mean()
+    torch.autograd.grad(loss, weights)
+    assert all(torch.equal(w.grad.to_local(), g) for w, g in zip(weights, grads[1]))
+
+
+@on_worlds(2)
+def test_wgrad_is_added_within_the_gemm(world):
+    world.run(run_accumulation)
+
+
+class Attention(nn.Module):
+    def __init__(self, mesh, sequence_parallel):
+        super().__init__()
+        options = {"sequence_parallel": sequence_parallel, "tp_mesh": mesh, "device": device()}
+        self.norm = nn.LayerNorm(DIM, device=device())
+        for name in "qkv":
+            setattr(self, name, qshard.nn.Linear(DIM, DIM, parallel_mode="column", **options))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.q(x) + self.k(x) * self.v(x)
+
+
+def run_sharing():
+    mesh = full_mesh(names=("tp",))
+    for sequence_parallel in (False, True):
+        model = Attention(mesh, sequence_parallel)
+        qshard.quantize_(model, RECIPES["float8_blockwise"], filter_fn=lambda *_: True)
+        made, seen = [], []
+        for name in "qkv":
+            enter = getattr(model, name).project
+
+            def project(x, first, linear=getattr(model, name), enter=enter):
+                entered = linear.parallel.enter(x, linear.message_format)
+                seen.append(entered)
+                made.append(ops._shares_input_codes(entered))
+                return enter(x, first)
+
+            getattr(model, name).project = project
+        x = batch(0, 0)
+        for _ in range(2):
+            made.clear(), seen.clear()
+            model(x).sum().backward()
+            assert made == [True] * 3 and all(tensor is seen[0] for tensor in seen)
+        # Nothing is kept beyond backward, nor shared where autograd does not see who writes.
+        assert shared._last.made is None
+        made.clear(), seen.clear()
+        with torch.no_grad():
+            model(x)
+        assert seen[0] is not seen[1] and shared._last.made is None
+        normed = model.norm(x)
+        first = model.q.parallel.enter(normed, "float8_blockwise")
+        with torch.no_grad():
+            normed.mul_(2)
+        assert model.q.parallel.enter(normed, "float8_blockwise") is not first
+
+
+@on_worlds(2)
+def test_linears_of_one_input_share_its_gather(world):
+    world.run(run_sharing)
+
+
+# ---------------------------------------------------------------------------------- the rest
+
+
+def run_values():
+    """Parts of what the module would have whole; a bias once; unquantized modules too."""
+    mesh = full_mesh(names=("tp",))
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for mode, dim in (("column", 0), ("row", 1), (None, None)):
+        torch.manual_seed(1)
+        whole = qshard.nn.Linear(48, 96, device=device())
+        torch.manual_seed(1)
+        module = qshard.nn.Linear(48, 96, device=device(), parallel_mode=mode, tp_mesh=mesh)
+        for name in ("weight", "bias"):
+            assert torch.equal(getattr(module, name).full_tensor(), getattr(whole, name))
+        if dim is not None:
+            assert module.weight.placements == (Shard(dim),)
+            assert torch.equal(module.weight.to_local(), whole.weight.chunk(ranks, dim)[rank])
+        x = torch.randn(6, 48, generator=torch.Generator().manual_seed(2)).to(device())
+        y = module(x.chunk(ranks, 1)[rank] if mode == "row" else x)
+        want = whole(x).chunk(ranks, 1)[rank] if mode == "column" else whole(x)
+        torch.testing.assert_close(y, want)
+    both = qshard.nn.Linear(
+        48, 96, device=device(), parallel_mode="row", tp_mesh=mesh, return_bias=True
+    )
+    y, bias = both(x.chunk(ranks, 1)[rank])
+    assert type(bias) is torch.Tensor and bias.shape == (96,)
+    torch.testing.assert_close(y, F.linear(x, both.weight.full_tensor()))
+    module = qshard.nn.LayerNormLinear(
+        48,
+        96,
+        device=device(),
+        parallel_mode="column",
+        sequence_parallel=True,
+        tp_mesh=mesh,
+        return_layernorm_output=True,
+        return_layernorm_output_gathered=True,
+    )
+    _, normed = module(x.chunk(ranks)[rank])
+    torch.testing.assert_close(normed, F.layer_norm(x, (48,)))
+    meta = qshard.nn.Linear(48, 96, device="meta", parallel_mode="column", tp_mesh=mesh)
+    qshard.quantize_(meta, RECIPES["float8_blockwise"], filter_fn=lambda *_: True)
+    meta.to_empty(device=device())
+    torch.manual_seed(1)
+    meta.reset_parameters()
+    torch.manual_seed(1)
+    whole = qshard.nn.Linear(48, 96, device=device())
+    assert torch.equal(ops.master(meta.weight._local_tensor), whole.weight.chunk(ranks)[rank])
+    with qshard.quantized_model_init(recipe=RECIPES["float8_blockwise"]):
+        made = qshard.nn.Linear(48, 96, device=device(), parallel_mode="column", tp_mesh=mesh)
+    assert qshard.is_quantized(made.weight) and made(x).shape == (6, 96 // ranks)
+
+
+@on_worlds(2)
+def test_parameters_are_parts_of_the_whole(world):
+    world.run(run_values)
+
+
+@contextlib.contextmanager
+def refused(error, message):
+    """The one error that every rank gets, before any of them waits for another."""
+    with pytest.raises(error, match=message):
+        yield
+    dist.barrier()
+
+
+def run_refusals():
+    mesh = full_mesh(1, 2, names=("dp", "tp"))
+    tp, group = mesh["tp"], mesh["tp"].get_group()
+
+    def linear(rows=48, cols=32, **kwargs):
+        return qshard.nn.Linear(cols, rows, device=device(), **kwargs)
+
+    with refused(NotImplementedError, "tp_size=2 without its ranks"):
+        linear(parallel_mode="column", tp_size=2)
+    with refused(ValueError, "tp_size=4, and the mesh or group has 2 ranks"):
+        linear(parallel_mode="column", tp_size=4, tp_mesh=tp)
+    with refused(ValueError, "tp_mesh and tp_group: leave one of the two out"):
+        linear(parallel_mode="column", tp_mesh=tp, tp_group=group)
+    with refused(ValueError, "must be a DeviceMesh of one dimension"):
+        linear(parallel_mode="column", tp_mesh=mesh)
+    with refused(ValueError, "weight_mesh must be a DeviceMesh of one dimension"):
+        linear(parallel_mode="column", tp_mesh=tp, weight_mesh=mesh)
+    with refused(ValueError, "does not hold the ranks"):
+        linear(parallel_mode="column", tp_mesh=tp, weight_mesh=mesh["dp"])
+    with refused(NotImplementedError, "fuse_wgrad_accumulation is not supported"):
+        linear(parallel_mode="column", tp_mesh=tp, fuse_wgrad_accumulation=True)
+    with refused(NotImplementedError, r"2 ranks would leave some of them nothing of weight"):
+        linear(rows=1, parallel_mode="column", tp_mesh=tp)
+    module = linear(parallel_mode="column", tp_mesh=tp, weight_mesh=mesh._flatten("all"))
+    with refused(RuntimeError, "weight is a DTensor .* already"):
+        module.set_device_mesh(tp)
+    module = linear(parallel_mode="column")
+    qshard.quantize_(module, RECIPES["mxfp8"], filter_fn=lambda *_: True)
+    with refused(RuntimeError, "weight is quantized already; call it before quantize_"):
+        module.set_device_mesh(tp)
+    row = linear(parallel_mode="row", sequence_parallel=True, tp_mesh=tp)
+    with refused(ValueError, r"cuts dimension 0 of an output of shape \(3, '...'\) into 2 equal"):
+        row(torch.randn(3, 16, device=device()))
+    with refused(ValueError, "has no such dimension of tokens"):
+        row(torch.randn(16, device=device()))
+    with refused(NotImplementedError, "tp_size=2 is not supported"):
+        qshard.nn.LayerNormMLP(32, 64, tp_group=group, set_parallel_mode=True)
+    fully_shard(row, mesh=mesh["dp"])
+    other = linear(parallel_mode="row", tp_mesh=tp)
+    fully_shard(nn.Sequential(other), mesh=mesh["dp"])
+    with refused(NotImplementedError, "in forward of the module that it was applied to"):
+        other(torch.randn(4, 16, device=device()))
+
+
+@on_worlds(2)
+def test_what_is_refused_is_refused_on_every_rank(world):
+    world.run(run_refusals)
