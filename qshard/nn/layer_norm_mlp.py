@@ -1,5 +1,6 @@
 """A normalization and the MLP it feeds."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,18 +11,18 @@ from qshard.nn import initial
 from qshard.nn.activations import ACTIVATIONS, check_params, is_gated
 from qshard.nn.arguments import (
     NORMALIZATIONS,
-    NoTensorParallelism,
     check_choice,
     refuse,
-    refuse_parallelism,
     rng_fork,
 )
 from qshard.nn.base import Initialized
 from qshard.nn.fused import activation_linear, norm_linear
 from qshard.nn.multiply import Multiply
+from qshard.nn.parallel import DeviceMeshes
+from qshard.tensor_parallel.local import local_part
 
 
-class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
+class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
     """fc2(activation(fc1(norm(x)))). Parameters: layer_norm_weight, layer_norm_bias (not with RMSNorm),
     fc1_weight, fc1_bias, fc2_weight, fc2_bias; `quantize_` quantizes the two weights.
 
@@ -33,8 +34,8 @@ class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
     checkpoint: keep the input of the module only, and compute the rest again in backward.
     output_layer_init_method(fc2_weight), init_method(fc1_weight): initial values; normal with a
         deviation of 0.023 without.
-    set_parallel_mode, sequence_parallel: change nothing over one rank. seq_length, micro_batch_size:
-        change nothing.
+    set_parallel_mode: over tp_mesh or tp_group fc1 is a "column" and fc2 a "row", not with a gated
+        activation; without it both are whole on each rank. seq_length, micro_batch_size: change nothing.
     Others: as of LayerNormLinear.
     """
 
@@ -74,6 +75,8 @@ class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
+        tp_mesh=None,
+        weight_mesh=None,
     ):
         refuse(
             "LayerNormMLP",
@@ -85,7 +88,6 @@ class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
             delay_wgrad_compute=delay_wgrad_compute,
             symmetric_ar_type=symmetric_ar_type,
         )
-        refuse_parallelism("LayerNormMLP", tp_group, tp_size)
         check_choice("LayerNormMLP", "normalization", normalization, NORMALIZATIONS)
         check_choice("LayerNormMLP", "activation", activation, ACTIVATIONS)
         check_params("LayerNormMLP", activation, activation_params)
@@ -96,8 +98,10 @@ class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
         self.activation, self.activation_params = activation, activation_params
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.checkpoint = checkpoint
+        self.sequence_parallel, self.is_parallel = sequence_parallel, set_parallel_mode
         inner = ffn_hidden_size * (2 if is_gated(activation) else 1)
         options = {"device": device, "dtype": params_dtype}
         fork = rng_fork(get_rng_state_tracker)
@@ -119,7 +123,18 @@ class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
                 self.register_parameter(parameter, None)
             else:
                 self.add_parameter(parameter, shape, initialize, fork=forked, **options)
+        self.parallelize(tp_group, tp_size, tp_mesh, weight_mesh)
         self.finish()
+
+    def parallel_modes(self) -> dict[str, str | None]:
+        first, second = ("column", "row") if self.is_parallel else (None, None)
+        if first and is_gated(self.activation):
+            raise NotImplementedError(
+                f"qshard.nn.LayerNormMLP: tensor parallelism with activation={self.activation!r} is not "
+                "supported: cutting fc1_weight by rows would part the gate from what it multiplies; use "
+                'LayerNormLinear with parameters_split=("gate", "up") and Linear'
+            )
+        return {"fc1_weight": first, "fc1_bias": first, "fc2_weight": second, "fc2_bias": second}
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None):
         """(..., hidden_size), the same shape out, or a tuple of it, fc2_bias (return_bias) and
@@ -136,23 +151,28 @@ class LayerNormMLP(Initialized, NoTensorParallelism, torch.nn.Module):
             output, normed = self._mlp(inp, multiply)
         more = [normed] if self.return_layernorm_output else []
         if self.return_bias:
-            bias = self.fc2_bias if self.use_bias else output.new_empty(0)
+            bias = local_part(self.fc2_bias) if self.use_bias else output.new_empty(0)
             more = [bias.to(output.dtype), *more]
         return (output, *more) if more else output
 
     def _mlp(self, inp, multiply):
-        norm = (
-            self.normalization,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.eps,
-            self.zero_centered_gamma,
-        )
-        inner, normed = norm_linear(inp, norm, multiply, [self.fc1_weight], [self.fc1_bias])
-        bias = None if self.return_bias else self.fc2_bias
-        output = activation_linear(
-            inner, self.activation, self.activation_params, multiply, self.fc2_weight, bias
-        )
+        gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
+        first = self.fc1_weight, self.fc1_bias
+        second = self.fc2_weight, None if self.return_bias else self.fc2_bias
+        parallel, row = self.parallel, None
+        if parallel is not None:
+            gamma, beta = parallel.replicated(gamma), parallel.replicated(beta)
+            enter = functools.partial(parallel.enter, format=self.message_format)
+            row = parallel.in_mode("row" if self.is_parallel else None)
+            first, second = parallel.local(*first), row.local(*second)
+        norm = self.normalization, gamma, beta, self.eps, self.zero_centered_gamma
+        inner, normed = norm_linear(inp, norm, multiply, *zip(first), enter)
+        output = activation_linear(inner, self.activation, self.activation_params, multiply, *second)
+        if row is not None:
+            output = row.leave(output, self.message_format)
+            is_cut = parallel.sequence_dim is not None and self.is_parallel
+            if is_cut and self.return_layernorm_output and self.return_layernorm_output_gathered:
+                normed = parallel.gather_values(normed)
         return output, normed if self.return_layernorm_output else None
 
     def extra_repr(self) -> str:

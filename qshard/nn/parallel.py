@@ -5,16 +5,20 @@ import torch.distributed as dist
 from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from qshard.nn.arguments import NoTensorParallelism
 from qshard.tensor_parallel.local import TensorParallel
 
 
 class DeviceMeshes(NoTensorParallelism):
-    """A module with parallel_mode, sequence_parallel, weight_names and bias_names."""
+    """A module with sequence_parallel and fuse_wgrad_accumulation."""
 
-    parallel = None  # a TensorParallel, once it has a mesh
+    parallel = None  # the TensorParallel of its first linear, once it has a mesh
+
+    def parallel_modes(self) -> dict[str, str | None]:
+        """By the names of weights and biases, the mode of their linear."""
+        raise NotImplementedError
 
     def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
         """Makes the parameters DTensors over the tensor-parallel ranks, by parallel_mode: "column" cuts
@@ -31,12 +35,16 @@ class DeviceMeshes(NoTensorParallelism):
             self._check_weight_mesh(tp_mesh, weight_mesh)
         if tp_mesh is None:
             return
+        modes = self.parallel_modes()
         parallel = TensorParallel.over(
-            tp_mesh, self.parallel_mode, 0 if self.sequence_parallel else None
+            tp_mesh, next(iter(modes.values())), 0 if self.sequence_parallel else None
         )
-        self._check_device_mesh(parallel)
-        placements = {name: parallel.weight_placement() for name in self.weight_names}
-        placements |= {name: parallel.bias_placement() for name in self.bias_names}
+        placements = {
+            name: parallel.in_mode(mode).placement_of(self._parameters[name])
+            for name, mode in modes.items()
+            if self._parameters[name] is not None
+        }
+        self._check_device_mesh(parallel.ranks, placements)
         for name, parameter in list(self._parameters.items()):
             if parameter is None:
                 continue
@@ -94,7 +102,7 @@ class DeviceMeshes(NoTensorParallelism):
             raise ValueError(
                 f"{module}: weight_mesh must be a DeviceMesh of one dimension, got {weight_mesh!r}"
             )
-        if tp_mesh is None or self.parallel_mode is None:
+        if tp_mesh is None or set(self.parallel_modes().values()) == {None}:
             return
         if not set(tp_mesh.mesh.flatten().tolist()) <= set(weight_mesh.mesh.flatten().tolist()):
             raise ValueError(
@@ -102,7 +110,7 @@ class DeviceMeshes(NoTensorParallelism):
                 "dimensions that shard weights, tensor parallelism among them"
             )
 
-    def _check_device_mesh(self, parallel):
+    def _check_device_mesh(self, ranks, placements):
         module = f"qshard.nn.{type(self).__name__}.set_device_mesh"
         if self.fuse_wgrad_accumulation:
             raise NotImplementedError(
@@ -119,14 +127,12 @@ class DeviceMeshes(NoTensorParallelism):
                 )
             if is_quantized(local_of(parameter)):
                 raise RuntimeError(f"{module}: {name} is quantized already; call it before quantize_")
-        placement = parallel.weight_placement()
-        for name in self.weight_names:
+        for name, placement in placements.items():
             shape = self._parameters[name].shape
             if placement.is_shard():
                 size = shape[placement.dim]
-                length = -(-size // parallel.ranks)
-                if length * (parallel.ranks - 1) >= size:
+                if -(-size // ranks) * (ranks - 1) >= size:
                     raise NotImplementedError(
-                        f"{module}: {parallel.ranks} ranks would leave some of them nothing of {name} of "
-                        f"shape {tuple(shape)}, cut by {Shard(placement.dim)}"
+                        f"{module}: {ranks} ranks would leave some of them nothing of {name} of shape "
+                        f"{tuple(shape)}, cut by {placement}"
                     )

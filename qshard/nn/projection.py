@@ -60,6 +60,9 @@ class Projection(Initialized, DeviceMeshes):
             else:
                 self.register_parameter(name, None)
 
+    def parallel_modes(self) -> dict[str, str | None]:
+        return dict.fromkeys((*self.weight_names, *self.bias_names), self.parallel_mode)
+
     def multiply(self, is_first_microbatch: bool | None) -> Multiply:
         return Multiply(
             self.weight_only,

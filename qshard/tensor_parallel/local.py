@@ -4,7 +4,7 @@ The local part of a parameter is multiplied, and collectives on plain tensors st
 operator; DTensor is not asked in forward or backward.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from _qshard_placement import group_names
@@ -45,12 +45,13 @@ class TensorParallel:
     def __deepcopy__(self, memo):
         return self  # meshes and groups are those of the process
 
-    def weight_placement(self):
-        dim = MODES[self.mode]
-        return Replicate() if dim is None else Shard(dim)
+    def in_mode(self, mode):
+        return replace(self, mode=mode)
 
-    def bias_placement(self):
-        return Shard(0) if self.mode == "column" else Replicate()
+    def placement_of(self, parameter):
+        """Of a weight (rows, columns) or a bias (rows,)."""
+        dim = MODES[self.mode]
+        return Shard(dim) if dim is not None and dim < parameter.dim() else Replicate()
 
     def enter(self, x, format):
         """The input of the local linear of what the module is given. format: of the weight, by which the
@@ -108,6 +109,9 @@ class TensorParallel:
         if self.mode == "row":
             return OnOneRank.apply(local_part(parameter), self.mesh.get_local_rank() == 0)
         return local_part(parameter, self.mode is None and self.sequence_dim is not None)
+
+    def local(self, weight, bias):
+        return self.weight(weight), self.bias(bias)
 
     def replicated(self, parameter):
         """The local part of a parameter that is used before the linear, such as a norm's."""

@@ -210,6 +210,50 @@ def test_features_that_the_ranks_do_not_divide(world):
     world.run(run_training, (1, 2), ("float8_tensorwise",), True, "group", False, **sizes)
 
 
+def run_mlp():
+    """As the two linears that it is made of; computed again in backward, too; and compiled."""
+    mesh = full_mesh(names=("tp",))
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    x = torch.randn(6, 2, 64, generator=torch.Generator().manual_seed(2)).to(device())
+    for sequence_parallel in (False, True):
+        options = {"sequence_parallel": sequence_parallel, "tp_mesh": mesh, "device": device()}
+        torch.manual_seed(0)
+        parts = nn.Sequential(
+            qshard.nn.LayerNormLinear(64, 96, parallel_mode="column", **options),
+            nn.GELU("tanh"),
+            qshard.nn.Linear(96, 64, parallel_mode="row", **options),
+        )
+        results = []
+        for recompute in (None, False, True, "compiled"):
+            if recompute is None:
+                model, prefixes = parts, {"0.layer_norm": "layer_norm", "0.": "fc1_", "2.": "fc2_"}
+            else:
+                model, prefixes = qshard.nn.LayerNormMLP(
+                    64, 96, set_parallel_mode=True, checkpoint=recompute is True, **options
+                ), {}
+                model.load_state_dict(state)
+            state = {}
+            for name, value in model.state_dict().items():
+                found = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+                state[prefixes.get(found, "") + name.removeprefix(found)] = value
+            qshard.quantize_(model, RECIPES["float8_blockwise"], filter_fn=lambda *_: True)
+            given = (x.chunk(ranks)[rank] if sequence_parallel else x).clone().requires_grad_()
+            is_compiled = recompute == "compiled"
+            run = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+            y = run(given)
+            y.square().sum().backward()
+            grads = [p.grad.full_tensor() for p in model.parameters()]
+            results.append([y.detach(), given.grad, *grads])
+        for other in results[1:]:
+            for mine, want in zip(other, results[0]):
+                torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
+
+
+@on_worlds(2)
+def test_layer_norm_mlp(world):
+    world.run(run_mlp)
+
+
 # ------------------------------------------------------------------------------ what is shared
 
 
@@ -394,8 +438,10 @@ def run_refusals():
         row(torch.randn(3, 16, device=device()))
     with refused(ValueError, "has no such dimension of tokens"):
         row(torch.randn(16, device=device()))
+    with refused(NotImplementedError, "would part the gate from what it multiplies"):
+        qshard.nn.LayerNormMLP(32, 64, activation="swiglu", tp_mesh=tp, set_parallel_mode=True)
     with refused(NotImplementedError, "tp_size=2 is not supported"):
-        qshard.nn.LayerNormMLP(32, 64, tp_group=group, set_parallel_mode=True)
+        qshard.nn.TransformerLayer(32, 64, 4, tp_group=group, set_parallel_mode=True)
     fully_shard(row, mesh=mesh["dp"])
     other = linear(parallel_mode="row", tp_mesh=tp)
     fully_shard(nn.Sequential(other), mesh=mesh["dp"])
