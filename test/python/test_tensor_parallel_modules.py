@@ -124,7 +124,7 @@ def one_device(format, dp_ranks, is_rounded, **sizes):
 
 def train(model, mesh, sequence_parallel, dim=DIM):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    dp_rank, tp_rank = mesh.get_coordinate()
+    dp_rank, tp_rank = dp_rank_of(mesh), mesh["tp"].get_local_rank()
     ranks, group = mesh["tp"].size(), mesh["tp"].get_group().group_name
     losses = []
     for step in range(STEPS):
@@ -147,6 +147,11 @@ def train(model, mesh, sequence_parallel, dim=DIM):
     return losses, grads
 
 
+def dp_rank_of(mesh):
+    *coordinate, _ = mesh.get_coordinate()
+    return coordinate[0] if len(coordinate) == 1 else coordinate[0] * mesh.size(1) + coordinate[1]
+
+
 def build(format, mesh, sequence_parallel, how="constructor", fsdp=True, **sizes):
     tp_mesh = mesh["tp"]
     if how == "constructor":
@@ -158,16 +163,17 @@ def build(format, mesh, sequence_parallel, how="constructor", fsdp=True, **sizes
         for module in (model.up, model.down):
             module.set_device_mesh(tp_mesh)
     initialise(model)
+    dp_mesh = mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")]
     if how == "after":
-        fully_shard(model, mesh=mesh["dp"])
+        fully_shard(model, mesh=dp_mesh)
     qshard.quantize_(model, RECIPES[format], filter_fn=lambda *_: True)
     if fsdp and how != "after":
-        fully_shard(model, mesh=mesh["dp"])
+        fully_shard(model, mesh=dp_mesh)
     return model
 
 
 def run_training(shape, formats, sequence_parallel, how="constructor", fsdp=True, **sizes):
-    mesh = full_mesh(*shape, names=("dp", "tp"))
+    mesh = full_mesh(*shape, names=("dp", "tp") if len(shape) == 2 else ("replicate", "dp", "tp"))
     Quantized.prepare()
     for format in formats:
         model = build(format, mesh, sequence_parallel, how, fsdp, **sizes)
@@ -175,8 +181,8 @@ def run_training(shape, formats, sequence_parallel, how="constructor", fsdp=True
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert all(map(qshard.is_quantized, weights))
         losses, grads = train(model, mesh, sequence_parallel, sizes.get("dim", DIM))
-        want, want_grads = one_device(format, shape[0], sequence_parallel, **sizes)
-        dp_rank = mesh.get_coordinate()[0]
+        dp_ranks, dp_rank = mesh.size() // mesh["tp"].size(), dp_rank_of(mesh)
+        want, want_grads = one_device(format, dp_ranks, sequence_parallel, **sizes)
         torch.testing.assert_close(
             torch.tensor(losses), torch.tensor(want)[:, dp_rank], rtol=1e-4, atol=0
         )
@@ -202,6 +208,11 @@ def test_losses_and_gradients_under_fsdp(world, sequence_parallel, how):
 @on_worlds(2)
 def test_one_tensor_parallel_rank(world):
     world.run(run_training, (2, 1), ("float8_tensorwise",), False)
+
+
+@on_worlds(8, devices=("cpu",))
+def test_hsdp(world):
+    world.run(run_training, (2, 2, 2), ("nvfp4",), True)
 
 
 @on_worlds(2)
@@ -279,6 +290,13 @@ def run_accumulation():
     loss = model(batch(0, 0).chunk(2)[mesh["tp"].get_local_rank()]).square().mean()
     torch.autograd.grad(loss, weights)
     assert all(torch.equal(w.grad.to_local(), g) for w, g in zip(weights, grads[1]))
+    # Under fully_shard, whose parameters are DTensors of their own while they are whole.
+    model = build("float8_blockwise", mesh, True)
+    model.set_requires_gradient_sync(False)
+    for step in range(2):
+        loss = model(batch(step, 0).chunk(2)[mesh["tp"].get_local_rank()]).square().mean()
+        count = added(loss.backward)
+        assert count == step * len(grads[0]), (step, count)
 
 
 @on_worlds(2)

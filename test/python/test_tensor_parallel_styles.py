@@ -14,11 +14,11 @@ from test_wgrad_accumulation import added
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module, style
 from tp_models import MLP, initialise, mlp
 
 import qshard
-from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, stock
 
 DIM, HIDDEN, STEPS = 256, 512, 2
 FORMATS = ("float8_tensorwise", DELAYED, "float8_blockwise", "mxfp8", "nvfp4")
@@ -210,7 +210,45 @@ def test_three_linears_share_one_gather(world):
     world.run(run_one_gather)
 
 
+def run_stock_sharing():
+    """torch's styles: linears called with one DTensor take one local tensor of it."""
+    mesh = full_mesh(names=("tp",))
+    model = Layer().to(device())
+    plan = {
+        "attention": style.PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=False
+        ),
+        **{f"attention.{name}": style.ColwiseParallel() for name in "qkv"},
+        "attention.o": style.RowwiseParallel(),
+    }
+    parallelize_module(model, mesh, plan)
+    qshard.quantize_(model, RECIPES["float8_blockwise"], tp_mesh=mesh)
+    inputs, linear = [], stock._linear
+    try:
+        stock._linear = lambda x, *args, **kwargs: inputs.append(x) or linear(x, *args, **kwargs)
+        for step in range(3):
+            inputs.clear()
+            x = batch(step, 0).chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+            loss = model(x).square().sum()
+            assert all(x is inputs[0] for x in inputs[:3]) and len(inputs) == 4
+            assert all(map(torch.ops.qshard._shares_input_codes, inputs[:3]))
+            assert added(loss.backward) == (4 if step else 0)
+    finally:
+        stock._linear = linear
+
+
+@on_worlds(2)
+def test_linears_of_torchs_styles_share_their_input(world):
+    world.run(run_stock_sharing)
+
+
 # ---------------------------------------------------------------------------------- others
+
+
+def full_grad_of(model, x):
+    model.zero_grad()
+    model(x).to_local().square().sum().backward()
+    return [full_grad(p).clone() for p in model.parameters()]
 
 
 def run_others():
@@ -252,6 +290,10 @@ def run_others():
         torch.ones(2, 3 - rank, DIM, device=device()), mesh, (Shard(1),), shape=(2, 5, DIM),
         stride=(5 * DIM, DIM, 1), run_check=False,
     )  # fmt: skip
+    whole = full_grad_of(model, cut)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for mine, other in zip(full_grad_of(compiled, cut), whole):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
     with refused(ValueError, "ColwiseParallel: dimension 1 of an input .* no multiple of the 2 ranks"):
         model.up(odd)
     with refused(ValueError, "cuts dimension 1 of an output of shape .* into 2 equal parts"):
