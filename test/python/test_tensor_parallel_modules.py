@@ -12,7 +12,7 @@ from dist_models import DELAYED, RECIPES
 from test_wgrad_accumulation import added
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from tp_models import varied, write
 
 import qshard
@@ -20,6 +20,8 @@ from qshard.tensor_parallel import codes, collectives, shared
 
 ops = torch.ops.qshard
 DIM, HIDDEN, TOKENS, STEPS = 256, 512, 8, 2
+# Of losses, and of gradients by norm. GPUs quantize what each rank multiplies by scales of its own.
+TOLERANCE = {"cpu": (1e-4, 2e-3), "cuda": (2e-2, 6e-2)}
 FORMATS = ("float8_tensorwise", DELAYED, "float8_blockwise", "mxfp8", "nvfp4")
 
 
@@ -183,13 +185,14 @@ def run_training(shape, formats, sequence_parallel, how="constructor", fsdp=True
         losses, grads = train(model, mesh, sequence_parallel, sizes.get("dim", DIM))
         dp_ranks, dp_rank = mesh.size() // mesh["tp"].size(), dp_rank_of(mesh)
         want, want_grads = one_device(format, dp_ranks, sequence_parallel, **sizes)
+        rtol, largest = TOLERANCE[device().type]
         torch.testing.assert_close(
-            torch.tensor(losses), torch.tensor(want)[:, dp_rank], rtol=1e-4, atol=0
+            torch.tensor(losses), torch.tensor(want)[:, dp_rank], rtol=rtol, atol=0
         )
         assert grads.keys() == want_grads.keys()
         for name, grad in grads.items():
             error = (grad - want_grads[name]).norm() / want_grads[name].norm()
-            assert error < 2e-3, (format, name, error)
+            assert error < largest, (format, name, error)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -395,6 +398,20 @@ def run_values():
     )
     _, normed = module(x.chunk(ranks)[rank])
     torch.testing.assert_close(normed, F.layer_norm(x, (48,)))
+    # Whole weights over cut tokens: gradients are sums.
+    options = {"sequence_parallel": True, "tp_mesh": mesh, "device": device()}
+    for format in (None, "float8_blockwise"):
+        torch.manual_seed(1)
+        whole = qshard.nn.Linear(48, 96, device=device())
+        torch.manual_seed(1)
+        module = qshard.nn.Linear(48, 96, **options)
+        for each in (whole, module) if format else ():
+            qshard.quantize_(each, RECIPES[format], filter_fn=lambda *_: True)
+        whole(x).square().sum().backward()
+        module(x.chunk(ranks)[rank]).square().sum().backward()
+        for name in ("weight", "bias"):
+            mine, want = getattr(module, name).grad.full_tensor(), getattr(whole, name).grad
+            torch.testing.assert_close(mine, want, rtol=TOLERANCE[device().type][1], atol=1e-3)
     meta = qshard.nn.Linear(48, 96, device="meta", parallel_mode="column", tp_mesh=mesh)
     qshard.quantize_(meta, RECIPES["float8_blockwise"], filter_fn=lambda *_: True)
     meta.to_empty(device=device())
@@ -447,6 +464,10 @@ def run_refusals():
     module = linear(parallel_mode="column", tp_mesh=tp, weight_mesh=mesh._flatten("all"))
     with refused(RuntimeError, "weight is a DTensor .* already"):
         module.set_device_mesh(tp)
+    with refused(TypeError, r"given a DTensor placed as \(Replicate\(\),\)"):
+        module(DTensor.from_local(torch.ones(4, 32, device=device()), tp, (Replicate(),)))
+    with refused(NotImplementedError, "torch.func's transforms are not supported"):
+        torch.func.grad(lambda x: module(x).sum())(torch.ones(4, 32, device=device()))
     module = linear(parallel_mode="column")
     qshard.quantize_(module, RECIPES["mxfp8"], filter_fn=lambda *_: True)
     with refused(RuntimeError, "weight is quantized already; call it before quantize_"):
