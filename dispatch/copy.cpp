@@ -212,8 +212,15 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return self;
 }
 
+/// What `x.data = y` asks, and whose "incompatible tensor type" says no way out. Modules ask it,
+/// too, before they replace a parameter by one of another dtype.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
-  return is_quantized(self) && is_quantized(from);
+  if (is_quantized(self) && is_quantized(from)) return true;
+  TORCH_CHECK(!is_quantized(self) || self.dtype() != from.dtype() || self.sizes() != from.sizes(),
+              fmt::format("x.data = y would put a plain tensor in the place of {}; x.data.copy_(y) "
+                          "writes the values, and qshard.dequantize_(model) makes parameters plain",
+                          describe(self)));
+  return false;
 }
 
 void record_stream(at::Tensor& self, at::Stream stream) {

@@ -78,6 +78,34 @@ bool is_done_alone(const QuantizedBuffer& buffer) {
   return buffer.flush_state().is_settled() && !has_activation_amaxes(buffer);
 }
 
+/// Of weights that share a scale and are all here, all are written if one is.
+void spread_writes(const Batch& batch) {
+  for (const auto& group : shared_scales(batch.buffers)) {
+    const auto is_written = [&](size_t i) { return batch.buffers[i]->is_written(); };
+    if (std::none_of(group.begin(), group.end(), is_written)) continue;
+    for (const size_t i : group) {
+      if (!is_written(i)) batch.buffers[i]->written_elsewhere();
+    }
+  }
+}
+
+/// Takes the buffers out of a batch that share a scale with some that are not in it.
+std::vector<BufferPtr> take_apart(Batch& batch) {
+  std::vector<bool> is_apart(batch.buffers.size());
+  for (size_t i = 0; i < is_apart.size(); ++i) {
+    is_apart[i] = batch.buffers[i]->placement().scale_group().id != 0;
+  }
+  for (const auto& group : shared_scales(batch.buffers)) {
+    for (const size_t i : group) is_apart[i] = false;
+  }
+  std::vector<BufferPtr> together, apart;
+  for (size_t i = 0; i < is_apart.size(); ++i) {
+    (is_apart[i] ? apart : together).push_back(batch.buffers[i]);
+  }
+  batch.buffers = std::move(together);
+  return apart;
+}
+
 /// The written buffers of a batch, after the ranks of its group know which those are.
 void flush_batch(Batch batch, const RequantizeOptions& options) {
   std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->is_written(); });
@@ -90,10 +118,19 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
       return true;
     });
   }
+  // They stay written, for the flush that they all are in.
+  if (const auto apart = take_apart(batch); !apart.empty()) {
+    RequantizeOptions own = options;
+    if (own.kind != FlushKind::kStep) own.pending = Pending::kKeep;
+    requantize({batch.device, batch.groups, apart}, own);
+    for (const auto& buffer : apart) buffer->shown_alone();
+  }
   Batch left = batch;
   // Nobody waits for their amaxes.
   if (!batch.groups.shard && batch.groups.tensor.empty()) {
-    std::erase_if(left.buffers, [](const BufferPtr& b) { return is_done_alone(*b); });
+    std::erase_if(left.buffers, [](const BufferPtr& b) {
+      return is_done_alone(*b) && b->placement().scale_group().id == 0;
+    });
   }
   if (!left.buffers.empty()) requantize(left, options);
   for (const auto& buffer : batch.buffers) buffer->agreed();
@@ -122,7 +159,8 @@ void flush_alone(const BufferPtr& buffer) {
   // A one-row weight looks whole on one of two ranks, and the others have its state.
   const bool may_be_share =
       buffer->placement().was_placed() && buffer->scaling_state().is_defined();
-  if (!buffer->layout().holds_all_rows() || may_be_share) {
+  const bool shares_scale = buffer->placement().scale_group().id != 0;
+  if (!buffer->layout().holds_all_rows() || may_be_share || shares_scale) {
     // The agreed flush still has to come, from the written values.
     if (!buffer->is_meta()) requantize(alone(buffer), {.pending = Pending::kKeep});
     return buffer->shown_alone();
@@ -158,6 +196,7 @@ void require_shown(const BufferPtr& buffer, const char* op) {
 
 void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tensor& found_inf) {
   for (const auto& batch : batches_of(buffers)) {
+    spread_writes(batch);
     for (const auto& buffer : batch.buffers) {
       if (buffer->is_written()) check_group_is_known(*buffer);
     }
@@ -169,6 +208,7 @@ void flush_any_written(const std::vector<BufferPtr>& buffers) {
   for (const auto& batch : batches_of(buffers)) {
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
     if (batch.groups.shard || !batch.groups.tensor.empty()) agree_on_what_is_written(batch);
+    spread_writes(batch);
     flush_batch(batch, {});
   }
 }

@@ -25,6 +25,7 @@ void Placement::become_own_tensor() {
   }
   layout_ = own;
   groups_.tensor.clear();
+  scale_group_ = {};
 }
 
 const std::vector<RankGroupPtr>& Placement::groups_of_full_tensor() const {
@@ -53,6 +54,7 @@ void Placement::adopt(const Groups& groups) {
 
 void Placement::adopt_groups_of(const Placement& other) {
   groups_ = other.groups_;
+  scale_group_ = other.scale_group_;
   is_adopted_ = other.is_adopted_;
   was_placed_ = other.was_placed_;
 }

@@ -10,6 +10,16 @@
 
 namespace qshard {
 
+/// Weights that are one matrix elsewhere, as an inference engine's q/k/v: flushed together, they
+/// take the tensor scale of the largest amax among them. Flushed apart, each has a scale of its own
+/// until they meet.
+struct ScaleGroup {
+  int64_t id = 0;       // 0: none
+  int64_t members = 0;  // how many there are
+
+  bool operator==(const ScaleGroup&) const = default;
+};
+
 /// The rows [row_offset, row_offset + rows) of a logical tensor, where that lies in the full one,
 /// and whom its ranks agree with. FSDP, HSDP, tensor parallelism and DDP differ in nothing else:
 /// FSDP's ranks hold rows of one logical tensor, tensor-parallel ones a logical tensor each,
@@ -35,6 +45,8 @@ class Placement {
   /// The groups over which what belongs to the full tensor is agreed on: its scale, and its state.
   /// None of formats that have neither: blocks end with the logical tensor.
   const std::vector<RankGroupPtr>& groups_of_full_tensor() const;
+
+  const ScaleGroup& scale_group() const { return scale_group_; }
 
   bool is_placed() const { return layout_.row_offset != Layout::kUnplaced; }
   bool is_adopted() const { return is_adopted_; }
@@ -67,6 +79,7 @@ class Placement {
   /// @throws c10::Error if there is no such group.
   void adopt(std::string_view group);
   void adopt(const Groups& groups);
+  void share_scale(const ScaleGroup& group) { scale_group_ = group; }
   /// Takes the groups of `other`, of whose parameter this is.
   void adopt_groups_of(const Placement& other);
   /// Rows of the logical tensor that `other` has rows of lie in the full one as those do.
@@ -77,6 +90,7 @@ class Placement {
  private:
   Layout layout_;
   Groups groups_;
+  ScaleGroup scale_group_;
   bool is_adopted_ = false;
   bool was_placed_ = false;
 };

@@ -143,6 +143,7 @@ void QuantizedBuffer::adopt_parameter(const QuantizedBuffer& other, bool is_shar
     placement_.adopt_groups_of(other.placement_);
   } else {
     placement_.share_full_tensor_of(other.placement_);
+    placement_.share_scale(other.placement_.scale_group());
   }
 }
 
@@ -274,6 +275,12 @@ void QuantizedBuffer::adopt(std::string_view group) {
 void QuantizedBuffer::adopt(const Groups& groups) {
   placement_.adopt(groups);
   if (is_image_only_) original()->placement_.adopt(groups);
+}
+
+void QuantizedBuffer::share_scale(const ScaleGroup& group) {
+  if (placement_.scale_group() == group) return;
+  placement_.share_scale(group);
+  flush_state_.write_elsewhere();
 }
 
 void QuantizedBuffer::become_own_tensor() {

@@ -83,6 +83,7 @@ struct Entry {
   BufferPtr buffer;
   Cuts cuts;
   Needs needs = kCodes;
+  bool shares_scale = false;  // and its codes wait for those of others
   std::span<float> amax, words;
   /// In front, the amaxes of the full tensor where `amax` has those of blocks, too.
   std::span<float> tensor_amax;
@@ -104,8 +105,8 @@ int64_t tensor_amax_numel(const Layout& layout) {
   return layout.format->has_tensor_scale() ? layout.grid_numel() : 0;
 }
 
-Entry::Needs needs_of(const QuantizedBuffer& buffer) {
-  if (!buffer.flush_state().is_settled()) return Entry::kCodes;
+Entry::Needs needs_of(const QuantizedBuffer& buffer, bool shares_scale) {
+  if (!buffer.flush_state().is_settled() || shares_scale) return Entry::kCodes;
   return lacks_scales(buffer) ? Entry::kScales : Entry::kNothing;
 }
 
@@ -140,7 +141,12 @@ class Requantization {
         stream_(current_stream(batch.device)),
         ranks_(ranks_of(batch.groups.shard)),
         entries_(entries_of(batch, ranks_)),
-        vector_(words_of(entries_), batch.device) {}
+        vector_(words_of(entries_), batch.device),
+        sharing_(shared_scales(batch.buffers)) {
+    for (const auto& group : sharing_) {
+      for (const size_t i : group) entries_[i].shares_scale = true;
+    }
+  }
 
   void run() {
     wait_for_writes();
@@ -150,13 +156,14 @@ class Requantization {
     // With nobody and nothing to wait for, one pass over the values may do.
     const Groups& groups = batch_.groups;
     const bool agrees = groups.shard || !groups.tensor.empty();
-    const bool at_once =
-        ranks_ == 1 && groups.tensor.empty() && groups.replicas.empty() && states.empty();
+    const bool at_once = ranks_ == 1 && groups.tensor.empty() && groups.replicas.empty() &&
+                         states.empty() && sharing_.empty();
     auto tasks = tasks_of({Entry::kCodes, Entry::kScales});
     if (!at_once) compute_amax(tasks, stream_);
     compute_amax(tasks_of({Entry::kNothing}), stream_);
     collect_state(states, stream_);
     agree();
+    share_scales();
     apply(states);
     if (agrees) allocate_snapshots();
     tasks = tasks_of({Entry::kCodes, Entry::kScales});
@@ -175,6 +182,7 @@ class Requantization {
   const int64_t ranks_;
   std::vector<Entry> entries_;
   AmaxVector vector_;
+  std::vector<std::vector<size_t>> sharing_;  // positions of entries
   at::Tensor front_;  // what is agreed on by all that hold parts of full tensors
 
   static std::vector<Entry> entries_of(const Batch& batch, int64_t ranks) {
@@ -244,7 +252,7 @@ class Requantization {
     QuantizedBuffer& buffer = *entry.buffer;
     const Layout& layout = buffer.layout();
     buffer.write_codes();
-    entry.needs = needs_of(buffer);
+    entry.needs = needs_of(buffer, entry.shares_scale);
     QuantizeTask& task = entry.task;
     task.layout = layout;
     task.cuts = entry.cuts;
@@ -330,6 +338,30 @@ class Requantization {
     if (!amaxes.empty()) at::_foreach_copy_(amaxes, copies);
   }
 
+  /// Matrix by matrix: the largest bits are the largest amax, with NaN on top.
+  void share_scales() {
+    std::vector<at::Tensor> largest, copies, sources;
+    const auto amax_of = [&](size_t i) {
+      const Entry& entry = entries_[i];
+      const auto numel = static_cast<size_t>(tensor_amax_numel(entry.buffer->layout()));
+      return vector_.tensor_of(entry.amax.first(numel)).view(at::kInt);
+    };
+    for (const auto& group : sharing_) largest.push_back(amax_of(group.front()));
+    for (size_t member = 1;; ++member) {
+      std::vector<at::Tensor> of, others;
+      for (size_t g = 0; g < sharing_.size(); ++g) {
+        if (member >= sharing_[g].size()) continue;
+        of.push_back(largest[g]);
+        others.push_back(amax_of(sharing_[g][member]));
+      }
+      if (of.empty()) break;
+      at::_foreach_maximum_(of, others);
+      sources.insert(sources.end(), of.begin(), of.end());
+      copies.insert(copies.end(), others.begin(), others.end());
+    }
+    if (!copies.empty()) at::_foreach_copy_(copies, sources);
+  }
+
   /// Replaces amaxes by those to scale by.
   void apply(const std::vector<StateTask>& states) {
     if (options_.amax) *options_.amax = states.empty() ? vector_.words() : vector_.words().clone();
@@ -374,6 +406,25 @@ class Requantization {
 };
 
 }  // namespace
+
+std::vector<std::vector<size_t>> shared_scales(const std::vector<BufferPtr>& buffers) {
+  std::vector<std::pair<ScaleGroup, std::vector<size_t>>> known;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const ScaleGroup& group = buffers[i]->placement().scale_group();
+    if (group.id == 0) continue;
+    auto found = std::find_if(known.begin(), known.end(),
+                              [&](const auto& entry) { return entry.first == group; });
+    if (found == known.end()) found = known.insert(found, {group, {}});
+    found->second.push_back(i);
+  }
+  std::vector<std::vector<size_t>> complete;
+  for (auto& [group, members] : known) {
+    if (static_cast<int64_t>(members.size()) == group.members) {
+      complete.push_back(std::move(members));
+    }
+  }
+  return complete;
+}
 
 void requantize(const Batch& batch, const RequantizeOptions& options) {
   PlainGuard guard;

@@ -4,7 +4,8 @@
 // Ranks agree on one vector. In front lies what belongs to full tensors, their scales' amaxes and
 // state; behind it what belongs to blocks. All of it is reduced over the ranks that hold rows of
 // the same logical tensors, the front then over those that hold other parts of the full ones: a
-// block ends with its logical tensor.
+// block ends with its logical tensor. Weights that share a tensor scale then take the largest of
+// their amaxes: agreed on by all ranks, it is the same on all.
 #pragma once
 
 #include <vector>
@@ -20,6 +21,9 @@ struct Batch {
   Groups groups;  // `replicas` where they see other activations
   std::vector<BufferPtr> buffers;
 };
+
+/// Positions of buffers whose scale groups are there with all members, group by group.
+std::vector<std::vector<size_t>> shared_scales(const std::vector<BufferPtr>& buffers);
 
 struct RequantizeOptions {
   FlushKind kind = FlushKind::kOthers;

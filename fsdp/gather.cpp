@@ -108,6 +108,24 @@ std::vector<std::string> tensor_groups(const Tensor& self) {
   return names;
 }
 
+/// From now on `self` is one of `members` weights with one tensor scale; `id` says which ones.
+void share_tensor_scale(const Tensor& self, int64_t id, int64_t members) {
+  QuantizedBuffer& buffer = buffer_of(self);
+  const Format& format = *buffer.layout().format;
+  TORCH_CHECK_VALUE(
+      id > 0 && members > 1 && format.has_tensor_scale() && format.amax_history.length == 0,
+      fmt::format("qshard::_share_tensor_scale: {} as one of {}: needs weights whose "
+                  "format has a scale per tensor, from their present amax",
+                  describe(self), members));
+  buffer.share_scale({id, members});
+}
+
+/// [id, members]; zeros if `self` shares with none.
+std::vector<int64_t> scale_group(const Tensor& self) {
+  const ScaleGroup& group = buffer_of(self).placement().scale_group();
+  return {group.id, group.members};
+}
+
 /// `self` as a share: rows [row_offset, ...) of logical_rows, whose element (0, 0) is
 /// `first_element` of a full tensor with `full_cols` columns. It waits for its flush.
 Tensor quantize_share(const Tensor& self, c10::string_view format, bool keep_master,
@@ -168,6 +186,8 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_groups", &groups);
   m.impl("_set_groups", &set_groups);
   m.impl("_tensor_groups", &tensor_groups);
+  m.impl("_share_tensor_scale", &share_tensor_scale);
+  m.impl("_scale_group", &scale_group);
   m.impl("_quantize_share", &quantize_share);
   m.impl("_set_reduction_group", &set_reduction_group);
   m.impl("_flush_after_step", &flush_after_step);

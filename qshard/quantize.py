@@ -1,7 +1,7 @@
 """quantize_: make a model's weights quantized parameters."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from _qshard_hooks import (
@@ -15,7 +15,8 @@ from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from qshard import dynamic, nn, replace, state
+from qshard import dynamic, nn, replace, scale_groups, state
+from qshard.moves import with_local
 from qshard.tensor_parallel.local import TensorParallel
 
 ops = torch.ops.qshard
@@ -43,6 +44,7 @@ def quantize_(
     persistent_state: bool = True,
     filter_fn: Callable[[torch_nn.Module, str], bool] | None = None,
     tp_mesh=None,
+    share_tensor_scale: bool | Sequence[Sequence[str]] = False,
 ) -> torch_nn.Module:
     """Quantizes the weights of a model's linear layers in place, and returns the model.
 
@@ -76,6 +78,12 @@ def quantize_(
         qshard.tensor_parallel know it. quantize_ comes after parallelize_module, before or
         after `fully_shard`. Scale blocks begin anew in each rank's part; a weight's one scale is agreed
         on over all parts.
+    share_tensor_scale: weights that inference engines run as one have one tensor scale, that of the
+        largest amax among them, so that `qshard.checkpoint.save_quantized` writes the model's own
+        codes. For NVFP4BlockScaling and Float8CurrentScaling. True: q/k/v_proj, gate/up_proj, wq/wk/wv,
+        w1/w3 of one parent and one input; or lists of such names. They agree where they are flushed
+        together, by the step of one optimizer that has all of them or by qshard.flush(model); after a
+        load they have scales of their own until then.
 
     On a model after `fully_shard` this is a collective: call it on all ranks with the same arguments.
     Nothing is changed by wrong arguments, nor where a weight is in use by a graph that is alive or is
@@ -96,6 +104,11 @@ def quantize_(
             'qshard.quantize_: tp_mesh with weights="dynamic": dynamic weights are whole plain tensors; '
             "leave one of the two out"
         )
+    if is_dynamic and share_tensor_scale:
+        raise ValueError(
+            'qshard.quantize_: share_tensor_scale with weights="dynamic": dynamic weights have no codes '
+            "to export; leave one of the two out"
+        )
     chosen = []
     for name, module in model.named_modules():
         if weight_names(module) and (filter_fn is None or filter_fn(module, name)):
@@ -110,6 +123,7 @@ def quantize_(
     if is_dynamic:
         dynamic.quantize_at_each_use(model, chosen, format, weight_only, group)
         return _warned(model, chosen, filter_fn)
+    sharing = scale_groups.find(chosen, share_tensor_scale, format) if share_tensor_scale else []
     replace.check_model(model, "qshard.quantize_")
     dynamic.refuse_fsdp1(chosen)
 
@@ -118,8 +132,14 @@ def quantize_(
     _refuse_tensor_parallel(chosen, tensor_groups)
     for name, parameter in weights:
         _check(parameter, format, keep_master, name, tensor_groups)
+    for _, module in chosen:
+        scale_groups.forget(module)
+    scale_groups.put(sharing)
+    in_group = {id(module.weight): module for group in sharing for module in group}
     for name, parameter in weights:
-        replace.replace(parameter, _quantized(parameter, format, keep_master, name, tensor_groups))
+        module = in_group.get(id(parameter))
+        quantized = _quantized(parameter, format, keep_master, name, tensor_groups, module)
+        replace.replace(parameter, quantized)
     for module in model.modules():
         if any(p is not None and is_quantized(p) for p in module._parameters.values()):
             state.hand_out_masters(module)
@@ -147,6 +167,8 @@ def flush(model: torch_nn.Module) -> None:
     """Requantizes every weight that was written since its last flush, on any rank: one all-reduce
     per reduction group. Collective: call it on all ranks. Optimizer steps and FSDP2's all-gathers do
     it by themselves; this is for writes of your own, and coalesces what they would do one by one."""
+    for module in model.modules():
+        scale_groups.link(module)
     shards = []
     for param in model.parameters():
         local = local_of(param)
@@ -282,16 +304,43 @@ def _refuse_tensor_parallel(chosen, tensor_groups):
                 )
 
 
-def _quantized(param, format, keep_master, name, tensor_groups):
+def _quantized(param, format, keep_master, name, tensor_groups, module=None):
+    """`module`: one that shares its weight's scale."""
     with torch.no_grad():
-        value = quantize_like(param.detach(), format, keep_master, name, tensor_groups)
+        value = quantize_like(param.detach(), format, keep_master, name, tensor_groups, module)
     state.set_rounding_key(local_of(value), name)
     return value
 
 
-def quantize_like(value, format, keep_master, name, tensor_groups=()):
+def _empty_like(param, format, keep_master):
+    """A quantized tensor like a plain one, without values."""
+    empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return torch.empty_like(ops.quantize(empty, format, keep_master=keep_master), device=param.device)
+
+
+def quantize_like(value, format, keep_master, name, tensor_groups=(), module=None):
     """Quantizes a plain tensor or DTensor; a DTensor keeps its mesh and placements. `tensor_groups`:
-    names of the groups that are tensor parallel."""
+    names of the groups that are tensor parallel. `module`: whose scale group it is to be in."""
+    if module is None or not scale_groups.has_any(module):
+        return _quantize_like(value, format, keep_master, name, tensor_groups)
+    if all(p.is_replicate() or value.device_mesh.size(i) == 1 for i, p in _placements(value)):
+        # Not by a scale of its own first: without a master it would be rounded twice.
+        local = local_of(value)
+        quantized = _empty_like(local, format, keep_master)
+        scale_groups.link(module, quantized)
+        if not local.is_meta:
+            quantized.copy_(local)
+        return with_local(quantized, value) if isinstance(value, DTensor) else quantized
+    quantized = _quantize_like(value, format, keep_master, name, tensor_groups)
+    scale_groups.link(module, quantized)
+    return quantized
+
+
+def _placements(value):
+    return enumerate(value.placements if isinstance(value, DTensor) else ())
+
+
+def _quantize_like(value, format, keep_master, name, tensor_groups):
     if not isinstance(value, DTensor):
         return ops.quantize(value, format, keep_master=keep_master)
     forget_groups(value)
@@ -334,6 +383,7 @@ def forget_module(module):
     dynamic.uninstall(module)
     for name in ("weight_only", "weight_format", "_qshard_persistent_state", "is_tensor_parallel"):
         module.__dict__.pop(name, None)
+    scale_groups.forget(module)
     for name in ("_qshard_load_hook", "_qshard_masters_hook"):
         hook = module.__dict__.pop(name, None)
         if hook is not None:
@@ -360,20 +410,19 @@ def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
         new = state_dict.get(prefix + name)
         if new is None or not is_quantized(old) or is_quantized(new) or new.shape != old.shape:
             continue
-        state_dict[prefix + name] = _quantized_to_assign(old, new, state_dict, prefix + name)
+        state_dict[prefix + name] = _quantized_to_assign(module, old, new, state_dict, prefix + name)
 
 
-def _quantized_to_assign(old, new, state_dict, key):
+def _quantized_to_assign(module, old, new, state_dict, key):
     local = local_of(old)
     format, keep_master = ops.format(local), ops._keeps_master(local)
     with torch.no_grad():
         if isinstance(new, DTensor):  # shards wait for their flush
             groups = ops._tensor_groups(local)
-            value = quantize_like(new.detach(), format, keep_master, key, groups)
+            value = quantize_like(new.detach(), format, keep_master, key, groups, module)
         else:
-            empty = torch.empty(new.shape, dtype=new.dtype, device="meta")
-            value = ops.quantize(empty, format, keep_master=keep_master)
-            value = torch.empty_like(value, device=new.device)
+            value = _empty_like(new, format, keep_master)
+            scale_groups.link(module, value)
         state.set_rounding_key(local_of(value), key)
         # Before the values are quantized: by what it says.
         state.load(local_of(value), state_dict, key)

@@ -2,8 +2,12 @@
 
 import torch
 import torch.distributed as dist
+from _qshard_hooks import local_of
 from torch.distributed.tensor import DTensor
 
+from qshard.quantize import is_quantized
+
+ops = torch.ops.qshard
 
 _ERRORS = {
     error.__name__: error
@@ -86,6 +90,12 @@ class Rows:
         if not isinstance(tensor, DTensor):
             return
         self.mesh = tensor.device_mesh
+        if is_quantized(tensor) and ops._tensor_groups(local_of(tensor)):
+            # Its parts have scale blocks of their own, which need not be those of the whole.
+            raise NotImplementedError(
+                f"{name} is cut by tensor parallelism; take the model's state_dict through DCP to a "
+                "model that fully_shard alone has sharded, or to one process"
+            )
         if self.mesh.size() != ranks.size:
             raise NotImplementedError(
                 f"{name} lies on a mesh of {self.mesh.size()} of {ranks.size} ranks; supported are "

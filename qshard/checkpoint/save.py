@@ -13,11 +13,10 @@ from qshard.checkpoint import files, layouts
 from qshard.checkpoint.model import Entry, entries_of, plain_linears
 from qshard.checkpoint.ranks import Ranks, Rows
 from qshard.quantize import flush
+from qshard.scale_groups import siblings
 
 ops = torch.ops.qshard
 _FUNCTION = "qshard.checkpoint.save_quantized"
-# Linears that engines run as one: of one input, with one NVFP4 tensor scale.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 def save_quantized(
@@ -36,8 +35,9 @@ def save_quantized(
         plain are listed in the config as those to ignore.
     max_file_bytes: files end before this, but for a single weight that is larger.
 
-    NVFP4 weights of q/k/v_proj, of gate/up_proj and of w1/w3 have one tensor scale in engines: where
-    theirs differ they are quantized together, from their masters if kept, and a warning says so.
+    NVFP4 weights of q/k/v_proj, of gate/up_proj, of wq/wk/wv and of w1/w3 have one tensor scale in
+    engines: where theirs differ (see quantize_'s share_tensor_scale) they are quantized together, from
+    their masters if kept, and a warning says so.
     Under DistributedDataParallel call it on one rank. Raises by name before anything is written.
     """
     plan, config, error = None, None, None
@@ -150,14 +150,10 @@ class _Plan:
         scales = {key: scale for known in reversed(ranks.all(scales)) for key, scale in known.items()}
         by_name = {e.module: e for e in self.entries if e.is_quantized}
         groups = []
-        for parent in dict.fromkeys(module.rpartition(".")[0] for module in by_name):
-            for fused in _FUSED:
-                members = [by_name.get(f"{parent}.{name}".lstrip(".")) for name in fused]
-                members = [member for member in members if member]
-                if len({member.tensor.shape[1] for member in members}) > 1:
-                    continue  # of other inputs
-                if len({scales.get(member.key) for member in members}) > 1:
-                    groups.append(members)
+        for members in siblings(by_name):
+            of_one_input = len({member.tensor.shape[1] for member in members}) == 1
+            if of_one_input and len({scales.get(member.key) for member in members}) > 1:
+                groups.append(members)
         if groups and ranks.rank == 0:
             first = ", ".join(e.key for e in groups[0])
             more = f", as {len(groups) - 1} more such groups," if len(groups) > 1 else ""

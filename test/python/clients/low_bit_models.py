@@ -97,8 +97,8 @@ def masters(model):
 
 def save(row, directory, **kwargs):
     """On each rank of an FSDP2 world; the codes' values."""
-    share = kwargs.pop("share", True)
-    model = build(row, share=share)
+    share, quantize = kwargs.pop("share", True), kwargs.pop("quantize", {})
+    model = build(row, share=share, **quantize)
     model(torch.randn(4, 256)).sum()  # as after training: the root's parameters are unsharded
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -178,3 +178,44 @@ def weights(tensors, *suffixes):
     assert len(modules) == 6
     for module in modules:
         yield module, *(tensors[f"{module}.{suffix}"] for suffix in suffixes)
+
+
+# ---------------------------------------------------------------- on other meshes
+
+
+def refused(directory, kind):
+    """What a rank is told of saving and of loading a model that is not FSDP2's alone."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    row = "deepseek-fp8"
+    if kind == "meta":
+        with torch.device("meta"):
+            model = Model()
+        qshard.quantize_(model, ROWS[row][1], filter_fn=is_weight)
+        fully_shard(model, mesh=full_mesh())
+    else:
+        dp = 2 if kind == "FSDP2 and tensor parallel" else 1
+        mesh = full_mesh(dp, torch.distributed.get_world_size() // dp, names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = Model()
+        plan = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], plan)
+        qshard.quantize_(model, ROWS[row][1], filter_fn=is_weight, tp_mesh=mesh["tp"])
+        if dp > 1:
+            fully_shard(model, mesh=mesh["dp"])
+    errors = []
+    for call in (
+        lambda: save_quantized(model, directory / "new", layout=ROWS[row][0]),
+        lambda: load_quantized(model, directory),
+    ):
+        try:
+            call()
+            errors.append("none")
+        except Exception as met:
+            errors.append(f"{type(met).__name__}: {met}")
+    return errors

@@ -10,7 +10,17 @@ from unittest import mock
 import pytest
 import torch
 from dist_helpers import World
-from low_bit_models import ROWS, Model, build, code_values, load, load_wrong, save, save_wrong
+from low_bit_models import (
+    ROWS,
+    Model,
+    build,
+    code_values,
+    load,
+    load_wrong,
+    refused,
+    save,
+    save_wrong,
+)
 from safetensors.torch import load_file, save_file
 
 import qshard
@@ -120,6 +130,15 @@ def test_fused_weights_are_quantized_together(tmp_path, row):
         got = torch.cat([loaded[f"layers.{i}.{name}_proj.weight"] for name in "qk"])
         assert torch.equal(got, qshard.ops.dequantize(expected))
         assert torch.equal(loaded[f"layers.{i}.o_proj.weight"], values[f"layers.{i}.o_proj.weight"])
+
+
+@pytest.mark.parametrize("row", ["compressed-tensors, nvfp4", "modelopt, nvfp4"])
+def test_weights_that_share_a_scale_are_written_as_they_are(tmp_path, row):
+    (values, said), (_, also) = TWO.run(
+        save, row, tmp_path, share=False, quantize={"share_tensor_scale": True}
+    )
+    assert not said and not also
+    assert_equal(THREE.run(load, row, tmp_path)[0], values)
 
 
 # ------------------------------------------------------------------------------ what is refused
@@ -270,6 +289,19 @@ def test_ragged_columns_are_refused_by_name(tmp_path):
     qshard.quantize_(model, qshard.MXFP8BlockScaling())
     with pytest.raises(ValueError, match="0.weight has 40 columns.*multiple of 32"):
         save_quantized(model, tmp_path, layout="compressed-tensors")
+
+
+@pytest.mark.parametrize("kind, ranks, message", [
+    ("tensor parallel", 2, "q_proj.weight is cut by tensor parallelism; take.*through DCP"),
+    ("FSDP2 and tensor parallel", 4, "NotImplementedError.*(cut by tensor parallelism|mesh of 2 of 4)"),
+    ("meta", 2, "is on the meta device"),
+])
+def test_other_models_are_refused_on_all_ranks(saved, kind, ranks, message):
+    directory = saved("deepseek-fp8")[0]
+    for errors in World("cpu", ranks).run(refused, directory, kind):
+        for error in errors:
+            assert re.search(message, error), error
+    assert not (directory / "new").exists()
 
 
 def test_without_the_package(saved):

@@ -1,0 +1,153 @@
+"""A block whose linears engines fuse, trained with shared tensor scales, for tests on any mesh."""
+
+import torch
+import torch.distributed.checkpoint as dcp
+from dist_helpers import device, full_mesh, gather_objects
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import qshard
+
+ops = torch.ops.qshard
+RECIPES = {
+    "nvfp4": qshard.NVFP4BlockScaling(),
+    "nvfp4_1x16": qshard.NVFP4BlockScaling(disable_2d_quantization=True),
+    "float8_tensorwise": qshard.Float8CurrentScaling(),
+}
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Block(nn.Module):
+    """Rows that ranks share unevenly, and one of which most ranks have nothing."""
+
+    def __init__(self, dim=48):
+        super().__init__()
+        self.q_proj = nn.Linear(dim, 100, bias=False)
+        self.k_proj = nn.Linear(dim, 33)
+        self.v_proj = nn.Linear(dim, 1, bias=False)
+        self.gate_proj = nn.Linear(dim, 70)
+        self.up_proj = nn.Linear(dim, 70)
+        self.down_proj = nn.Linear(70, dim)
+
+    def forward(self, x):
+        y = self.q_proj(x).mean(-1, keepdim=True) * self.k_proj(x).mean(-1, keepdim=True)
+        x = x + y * self.v_proj(x)
+        return x + self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x))
+
+
+def plain(seed=0):
+    """The largest of a group is now in this weight, now in that."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(), Block())
+    with torch.no_grad():
+        for i, block in enumerate(model):
+            for j, names in enumerate(GROUPS):
+                for k, name in enumerate(names):
+                    block.get_submodule(name).weight.mul_(1 + (i + j + 2 * k) % 3)
+    return model.to(device())
+
+
+def build(format, sharded=None, seed=0, share=True, **kwargs):
+    """sharded: None, or whether quantize_ comes "before" or "after" fully_shard."""
+    model = plain(seed)
+    recipe = RECIPES[format]
+    if sharded != "after":
+        qshard.quantize_(model, recipe, share_tensor_scale=share, **kwargs)
+    if sharded:
+        for block in model:
+            fully_shard(block, mesh=full_mesh())
+        fully_shard(model, mesh=full_mesh())
+    if sharded == "after":
+        qshard.quantize_(model, recipe, share_tensor_scale=share, **kwargs)
+    return model
+
+
+def step(model, optimizer, seed):
+    """A step by gradients that do not depend on the mesh."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        grad = torch.randn(parameter.shape, generator=generator).to(device(), parameter.dtype)
+        if isinstance(parameter, DTensor):
+            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+        parameter.grad = grad
+    optimizer.step()
+
+
+def local_of(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(local, like):
+    if not isinstance(like, DTensor):
+        return local.clone()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape,
+        stride=like.stride(),
+    ).full_tensor()
+
+
+def looks(model):
+    """{name: (value, what its codes stand for, tensor scale)} of the quantized weights, whole."""
+    result = {}
+    for name, parameter in model.named_parameters():
+        if not qshard.is_quantized(parameter):
+            continue
+        local = local_of(parameter.detach())
+        codes = whole(ops.dequantize(local, dtype=torch.float32), parameter)
+        value = whole(ops._export_view(local).clone(), parameter)
+        nvfp4 = ops.format(local).startswith("nvfp4")
+        scale = ops.tensor_scale_inv(local) if nvfp4 else ops.scale_inv(local)
+        scales = scale.flatten().tolist()  # none of an empty shard
+        if isinstance(parameter, DTensor):
+            scales = [s for known in gather_objects(scales) for s in known]
+        (scale,) = set(scales)
+        result[name] = value.cpu(), codes.cpu(), scale
+    return result
+
+
+def train(format, sharded=None, steps=3, **kwargs):
+    """What weights look like at first and after each step."""
+    model = build(format, sharded, **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    seen = [looks(model)]
+    for i in range(steps):
+        step(model, optimizer, i)
+        seen.append(looks(model))
+    return seen
+
+
+def save(format, folder, **kwargs):
+    """Of a trained model, on all ranks."""
+    model = build(format, "before", **kwargs)
+    step(model, torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True), 0)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    return looks(model)
+
+
+def load(format, folder, **kwargs):
+    """Into another model; what it looks like once its groups have met, and after a first forward."""
+    model = build(format, "after", seed=1, **kwargs)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    model(torch.randn(2, 48, device=device())).sum()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    first = looks(model)
+    qshard.flush(model)
+    return first, looks(model)
+
+
+def apart(sharded=None):
+    """q has an optimizer of its own: (after its step, after a flush of the model)."""
+    model = build("nvfp4", sharded)
+    q = model[0].q_proj.weight
+    optimizer = torch.optim.SGD([q], lr=10.0)
+    step(model, optimizer, 0)
+    alone = looks(model)
+    model(torch.ones(2, 48, device=device())).sum()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    qshard.flush(model)
+    return alone, looks(model)
