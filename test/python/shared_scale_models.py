@@ -106,10 +106,10 @@ def looks(model):
     return result
 
 
-def train(format, sharded=None, steps=3, **kwargs):
+def train(format, sharded=None, steps=3, foreach=True, **kwargs):
     """What weights look like at first and after each step."""
     model = build(format, sharded, **kwargs)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=foreach)
     seen = [looks(model)]
     for i in range(steps):
         step(model, optimizer, i)
@@ -151,3 +151,24 @@ def apart(sharded=None):
             module.reshard()
     qshard.flush(model)
     return alone, looks(model)
+
+
+def train_tensor_parallel(format, steps=2):
+    """As `train`, with q, k, gate and up cut by rows, v whole on every rank."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model, mesh = plain(), full_mesh()
+    columnwise = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "gate_proj", "up_proj")}
+    for block in model:
+        parallelize_module(block, mesh, {**columnwise, "down_proj": RowwiseParallel()})
+    qshard.quantize_(model, RECIPES[format], share_tensor_scale=True, tp_mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    seen = [looks(model)]
+    for i in range(steps):
+        step(model, optimizer, i)
+        seen.append(looks(model))
+    return seen

@@ -97,7 +97,7 @@ CALLS = {
     ),
     "t_ of 3-D": (lambda q: q.view(2, 100, 48).t_(), "t_ expects a tensor with <= 2"),
     "squeeze_ dim": (lambda q: q.squeeze_(5), "aten::squeeze_"),
-    "data = plain": (lambda q: setattr(q, "data", torch.randn(200, 48)), "incompatible"),
+    "data = plain": (lambda q: setattr(q, "data", torch.randn(200, 48)), "x.data.copy_"),
     "plain.data = q": (lambda q: setattr(torch.randn(200, 48), "data", q), "incompatible"),
     "as_strided_ beyond": (
         lambda q: q.as_strided_((201, 48), (48, 1)),

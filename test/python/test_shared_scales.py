@@ -83,6 +83,16 @@ def test_sharded_is_unsharded(world, format, sharded, keep_master):
             assert_same(a, b)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "float8_tensorwise"])
+def test_tensor_parallel_weights_share_over_all_parts(format):
+    want = World("cpu", 1).run(models.train, format, steps=2, foreach=False)[0]
+    for got in World("cpu", 2).run(models.train_tensor_parallel, format):
+        for a, b in zip(got, want, strict=True):
+            assert_shared(a)
+            for name in b:  # blocks begin anew in each part
+                assert torch.equal(a[name][0], b[name][0]) and a[name][2] == b[name][2], name
+
+
 @pytest.mark.parametrize("keep_master", [True, False])
 def test_dcp_round_trip(tmp_path, keep_master):
     saved = World("cpu", 2).run(models.save, "nvfp4", tmp_path, keep_master=keep_master)[0]

@@ -102,3 +102,36 @@ def test_state_beside_the_model_resumes_and_leaves_no_unexpected_keys(recipe, ti
     assert not any(info[kind] for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"))
     with pytest.raises(FileNotFoundError, match="give it the folder"):
         trainer(2).train(resume_from_checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@recipes
+def test_gradient_checkpointing_changes_nothing(recipe, use_reentrant):
+    def gradients(recompute):
+        model = qshard.quantize_(llama(), RECIPES[recipe]).train()
+        if recompute:
+            model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
+            model.enable_input_require_grads()
+        loss = model(**batch(0)).loss
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    (loss, plain), (again, recomputed) = gradients(False), gradients(True)
+    assert loss == again
+    assert all(torch.equal(recomputed[name], grad) for name, grad in plain.items())
+
+
+@pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
+def test_a_compiled_model_is_the_eager_one(recipe):
+    """Traced as a whole; what Inductor makes of it is tested elsewhere."""
+    def step(compiled):
+        model = qshard.quantize_(llama(), RECIPES[recipe])
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        loss = run(**batch(0)).loss
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    (loss, eager), (again, compiled) = step(False), step(True)
+    assert loss == again
+    for name, grad in eager.items():
+        assert torch.allclose(compiled[name], grad, rtol=1e-5, atol=1e-7), name
