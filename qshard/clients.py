@@ -5,6 +5,8 @@ from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from qshard.fsdp1 import prepared_units
+
 ops = torch.ops.qshard
 
 # Whose optimizers the tests run (test/python/test_optimizers.py, test/python/clients).
@@ -24,7 +26,7 @@ def _wrapper(model):
 
     modules = list(model.modules())
     if any(isinstance(m, FullyShardedDataParallel) for m in modules):
-        return "FullyShardedDataParallel (FSDP1): not known; use fully_shard"
+        return f"FullyShardedDataParallel (FSDP1): {_fsdp1(model)}"
     if any(isinstance(m, nn.DataParallel) for m in modules):
         return "DataParallel: not known; use DistributedDataParallel or fully_shard"
     if any(isinstance(m, FSDPModule) for m in modules):
@@ -34,6 +36,22 @@ def _wrapper(model):
     if any(isinstance(p, DTensor) for p in model.parameters()):
         return "DTensors without fully_shard: not known"
     return "none: known"
+
+
+def _fsdp1(model):
+    if not _dynamic_weights(model):
+        return 'not known; use fully_shard, or qshard.quantize_(model, recipe, weights="dynamic")'
+    units = prepared_units(model).values()
+    if not units:
+        return 'known with weights="dynamic"; call qshard.prepare_for_fsdp1(model)'
+    codes = sum(unit.gathers_codes for unit in units)
+    return f'known with weights="dynamic"; {codes} of {len(units)} units gather codes'
+
+
+def _dynamic_weights(model):
+    """Each once, as tied modules have it."""
+    found = (getattr(m, "dynamic", None) for m in model.modules())
+    return list({id(dynamic): dynamic for dynamic in found if dynamic is not None}.values())
 
 
 def _optimizer(model, optimizer):
@@ -54,6 +72,10 @@ def _optimizer(model, optimizer):
 
 def _checkpoint(model):
     weights = [p for p in model.parameters() if is_quantized(local_of(p))]
+    dynamics = _dynamic_weights(model)
+    if not weights and dynamics:
+        text = "plain tensors in state_dict(), which the weights are: as of the model without qshard"
+        return text + ("; histories are in it" if any(d.state for d in dynamics) else "")
     if not weights:
         return "of a plain model"
     if any(isinstance(p, DTensor) for p in weights):

@@ -16,12 +16,12 @@ from _qshard_hooks import made_up_steps
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from qshard import flat_parameters
 from qshard.dynamic import DynamicWeight, all_reduce_max, update_state
 
 ops = torch.ops.qshard
 _GATHERS = ("quantized", "param_dtype")
 _HANDLE = ("_all_gather_flat_param", "_uses_param_mixed_precision", "_force_full_precision")
-_FLAT = ("_param_infos", "_shapes", "_numels_with_padding", "_is_padding_mask", "_sharded_size")
 _ALIGNMENT = 16
 
 
@@ -66,7 +66,10 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
             'qshard.quantize_(model, recipe, weights="dynamic") first'
         )
     missing = {
-        name for m in modules for name in _FLAT if not hasattr(_handle_of(m).flat_param, name)
+        name
+        for m in modules
+        for name in flat_parameters.ATTRIBUTES
+        if not hasattr(_handle_of(m).flat_param, name)
     }
     if missing:
         raise NotImplementedError(
@@ -147,12 +150,12 @@ class _Unit:
 
     def __init__(self, module, gather):
         self.handle = handle = module._handle
-        self.flat = flat = handle.flat_param
+        self.flat = handle.flat_param
         self.group = handle.process_group
         # HYBRID_SHARD's replicas hold the same weights and see other activations.
         self.replicas = getattr(module, "_inter_node_pg", None)
-        self.shard_numel = flat._sharded_size.numel() if handle.uses_sharded_strategy else flat.numel()
-        self.is_sharded = handle.uses_sharded_strategy and handle.world_size > 1
+        self.shard_numel = flat_parameters.shard_numel(handle)
+        self.is_sharded = flat_parameters.is_sharded(handle)
         self.rank = handle.rank if handle.uses_sharded_strategy else 0
         self.weights = self._find_weights(gather == "quantized" and self._has_buffer_of_its_own())
         self.gathers_codes = any(w.sends_codes for w in self.weights)
@@ -172,34 +175,19 @@ class _Unit:
         return self.is_sharded and self.handle._uses_param_mixed_precision
 
     def _find_weights(self, may_send_codes):
-        flat, found, position = self.flat, [], 0
-        infos = iter(enumerate(zip(flat._param_infos, flat._shapes)))
-        for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask):
-            if not is_padding:
-                index, (info, shape) = next(infos)
-                dynamic = self._dynamic_of(info, shape)
-                if dynamic is not None and numel > 0:
-                    sends_codes = may_send_codes and _is_same_when_quantized_again(dynamic)
-                    if sends_codes or dynamic.state:
-                        grid = _grid_numel(dynamic.format, shape)
-                        found.append(_Weight(dynamic, position, *shape, sends_codes, grid, index))
-            position += numel
+        found = []
+        for place in flat_parameters.places(self.flat):
+            dynamic = flat_parameters.dynamic_of(self.flat, place)
+            if dynamic is None or place.numel == 0:
+                continue
+            sends_codes = may_send_codes and _is_same_when_quantized_again(dynamic)
+            if sends_codes or dynamic.state:
+                grid = _grid_numel(dynamic.format, place.shape)
+                weight = _Weight(dynamic, place.start, *place.shape, sends_codes, grid, place.index)
+                found.append(weight)
         for weight in found:
             weight.dynamic.managed = True
         return found
-
-    def _dynamic_of(self, info, shape):
-        """Of the module that has the parameter, or of one that shares it."""
-        owners = [info.module] if info.param_name == "weight" else []
-        for shared in self.flat._shared_param_infos:
-            name, module, _, prim_name, prim, _ = shared
-            if prim is info.module and prim_name == info.param_name and name == "weight":
-                owners.append(module)
-        for owner in owners:
-            dynamic = getattr(owner, "dynamic", None)
-            if dynamic is not None and tuple(shape) == tuple(dynamic.shape):
-                return dynamic
-        return None
 
     # ------------------------------------------------------------------------- agreement
 
@@ -231,9 +219,7 @@ class _Unit:
 
     def range_of(self, weight, rank):
         """The elements of a weight that a rank holds, counted in the flat parameter."""
-        first = rank * self.shard_numel
-        begin = max(first, weight.start)
-        return begin, max(begin, min(first + self.shard_numel, weight.end))
+        return flat_parameters.range_on(rank, self.shard_numel, weight.start, weight.end)
 
     def own_values(self, begin, end):
         first = self.rank * self.shard_numel
@@ -266,6 +252,10 @@ class _Unit:
             message.pieces.append(_Piece(None, position, end))
         return message
 
+    def message_bytes(self, itemsize):
+        """What each rank sends of codes, and of the rest in a dtype of that size."""
+        return _round_up(max(m.nbytes(itemsize) for m in self.messages), _ALIGNMENT)
+
     @torch.no_grad()
     def all_gather(self, handle, out):
         """In place of FlatParamHandle._all_gather_flat_param: fills `out`, the padded unsharded flat
@@ -274,8 +264,7 @@ class _Unit:
             return type(handle)._all_gather_flat_param(handle, out)
         if self.is_written():
             agree([self])
-        itemsize = out.element_size()
-        nbytes = _round_up(max(m.nbytes(itemsize) for m in self.messages), _ALIGNMENT)
+        nbytes = self.message_bytes(out.element_size())
         device = self.local_shard().device
         sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._write(sent, out.dtype)
@@ -435,6 +424,12 @@ class _Preparation:
             unit.remove()
         for hook in self.hooks:
             hook.remove()
+
+
+def prepared_units(model: nn.Module) -> dict[int, _Unit]:
+    """By the id of its FSDP1 handle, each unit of a model that `prepare_for_fsdp1` prepared."""
+    found = (m.__dict__.get("_qshard_fsdp1") for m in model.modules())
+    return {id(u.handle): u for preparation in found if preparation for u in preparation.units}
 
 
 def _why_nothing_is_gathered(units, root):

@@ -12,7 +12,8 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from qshard import clients
+from qshard import clients, flat_parameters
+from qshard.fsdp1 import prepared_units
 from qshard.gradients import reduction_formats
 
 ops = torch.ops.qshard
@@ -20,18 +21,19 @@ ops = torch.ops.qshard
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """One parameter on this rank; sizes in bytes."""
+    """One parameter on this rank; sizes in bytes. Under FSDP1 also what is padding in a unit."""
 
     name: str
-    format: str
+    format: str  # a dtype of plain values; "dynamic" after it: plain, and quantized at each use
     shape: tuple[int, ...]
     image: int
     master: int
     grid: int
     pending: int
-    gathered: int  # received and kept by one unshard, padding rows included
+    gathered: int  # received by one unshard, padding rows included; FSDP2 keeps it as it is
     reduced: int  # put into one reduction of the gradient over the shards, padding rows included
     ranks: int  # over which the parameter is sharded
+    gathered_as: str = ""  # "codes", or the dtype of plain values; "" if it is not gathered
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Report(list):
     def __str__(self) -> str:
         columns = {"image B": "image", "master B": "master", "grid B": "grid", "pending B": "pending",
                    "all-gather B": "gathered", "gradient B": "reduced"}
-        rows = [[row.name, row.format, row.shape, *(getattr(row, c) for c in columns.values())]
+        rows = [[row.name, row.format, row.shape, *(getattr(row, c) for c in columns.values()),
+                 row.gathered_as]
                 for row in self]
         sums = [sum(getattr(row, column) for row in self) for column in columns.values()]
         gathered = sums[-2]
@@ -58,10 +61,10 @@ class Report(list):
         return "\n".join(
             [
                 tabulate([*rows, ["total", "", "", *sums]],
-                         headers=["parameter", "format", "shape", *columns]),
+                         headers=["parameter", "format", "shape", *columns, "as"]),
                 "",
                 f"all-gathered per forward: {gathered:,} B; per backward: {gathered:,} B with "
-                "reshard_after_forward=True, else 0 B",
+                "reshard_after_forward=True, or FSDP1's FULL_SHARD, else 0 B",
                 f"sent to other ranks per step: weights {sent.weights:,} B for each time they are "
                 f"all-gathered, gradients {sent.gradients:,} B",
                 *self.clients,
@@ -89,12 +92,25 @@ def report(
 ) -> Report:
     """Bytes of each parameter's shard on this rank by plane, and bytes gathered per unshard and put into
     the reduction of its gradient. `param_dtype`, `reduce_dtype`: those of FSDP2's MixedPrecisionPolicy,
-    in which plain weights, and gradients that `reduce_gradients_` does not quantize, travel. Says, too,
+    in which plain weights, and gradients that `reduce_gradients_` does not quantize, travel; FSDP1 knows
+    its own. Says, too,
     whether the wrapper, the `optimizer` and the kind of checkpoint are ones that qshard is tested
     with."""
     result, formats = Report(), reduction_formats(model)
     result.clients = tuple(clients.lines(model, optimizer))
+    flattened, prepared = set(), prepared_units(model)
+    for prefix, handle in flat_parameters.units(model):
+        flat = handle.flat_param
+        flattened.update(map(id, (flat, *(getattr(flat, "_params", None) or ()))))
+        result += _flat_rows(prefix, handle, prepared.get(id(handle)))
+    dynamics = {
+        id(m._parameters.get("weight")): m.dynamic.format
+        for m in model.modules()
+        if getattr(m, "dynamic", None) is not None
+    }
     for name, param in model.named_parameters():
+        if id(param) in flattened:
+            continue
         local = local_of(param)
         ranks = _sharding_ranks(param)
         padded = -(-param.shape[0] // ranks) * param.shape[1:].numel() if param.dim() else 0
@@ -103,14 +119,17 @@ def report(
             image, master, grid, pending = (
                 planes[plane] for plane in ("image", "master", "grid", "pending")
             )
-            sent, format = planes["sent"], ops.format(local)
+            sent, format, sent_as = planes["sent"], ops.format(local), "codes"
             gathered = sent * ranks if ranks > 1 else 0
         else:
             image = local.numel() * local.element_size()
             master = grid = pending = 0
-            format = str(local.dtype).removeprefix("torch.")
-            sent_as = param_dtype or local.dtype
-            gathered = padded * ranks * sent_as.itemsize if ranks > 1 else 0
+            format = _name_of(local.dtype)
+            if id(param) in dynamics:
+                format = f"{dynamics[id(param)]} dynamic"
+            gather_dtype = param_dtype or local.dtype
+            sent_as = _name_of(gather_dtype)
+            gathered = padded * ranks * gather_dtype.itemsize if ranks > 1 else 0
         if ranks == 1 or not param.requires_grad:
             reduced = 0
         elif param in formats:
@@ -120,10 +139,53 @@ def report(
         result.append(
             ParameterReport(
                 name, format, tuple(param.shape), image, master, grid, pending, gathered, reduced,
-                ranks,
+                ranks, sent_as if ranks > 1 else "",
             )
         )
     return result
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
+    """Of the parameters in a flat parameter of FSDP1, and of its padding. `unit`: how its codes are
+    gathered, or None."""
+    flat, numel = handle.flat_param, flat_parameters.shard_numel(handle)
+    is_sent = flat_parameters.is_sharded(handle)
+    is_reduced = is_sent and flat.requires_grad  # all of it, frozen parameters too
+    ranks, rank = (handle.world_size, handle.rank) if is_sent else (1, 0)
+    dtype = getattr(flat, "_local_shard", flat).dtype
+    gather_dtype, reduce_dtype = handle._fwd_bwd_param_dtype, handle._reduce_dtype
+    as_codes = {weight.index for weight in unit.weights if weight.sends_codes} if unit else ()
+    # Each rank sends as much as the others.
+    plain = numel * gather_dtype.itemsize
+    message = unit.message_bytes(gather_dtype.itemsize) if as_codes else plain
+    left = {
+        "image": numel * dtype.itemsize,
+        "gathered": is_sent * ranks * message,
+        "reduced": is_reduced * ranks * numel * reduce_dtype.itemsize,
+    }
+    for place in flat_parameters.places(flat):
+        begin, end = flat_parameters.range_on(rank, numel, place.start, place.end)
+        is_codes, dynamic = place.index in as_codes, flat_parameters.dynamic_of(flat, place)
+        sizes = {
+            "image": (end - begin) * dtype.itemsize,
+            "gathered": is_sent * place.numel * (1 if is_codes else gather_dtype.itemsize),
+            "reduced": is_reduced * place.numel * reduce_dtype.itemsize,
+        }
+        left = {field: left[field] - size for field, size in sizes.items()}
+        yield ParameterReport(
+            prefix + flat._fqns[place.index],
+            f"{dynamic.format} dynamic" if dynamic is not None else _name_of(dtype),
+            tuple(place.shape), **sizes, master=0, grid=0, pending=0, ranks=ranks,
+            gathered_as=("codes" if is_codes else _name_of(gather_dtype)) if is_sent else "",
+        )
+    if any(left.values()):
+        yield ParameterReport(
+            f"{prefix}(padding)", "", (), **left, master=0, grid=0, pending=0, ranks=ranks
+        )
 
 
 def _sharding_ranks(param) -> int:
