@@ -1,0 +1,172 @@
+"""FSDP1 with weights quantized at each use: mixed precision of every format and strategy, and modes that
+meet: frozen and tied weights, unsynchronized microbatches, loads before a step, gradient scalers."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_helpers import device, on_worlds
+from dist_models import MIXES, Model, adamw, batch, loss_of, make_plain
+from fsdp1_models import (
+    BF16,
+    BF16_POLICY,
+    FSDP,
+    SENT_AS_CODES,
+    build_fsdp1,
+    build_fsdp2,
+    check_gathers,
+    different_values,
+    full_values,
+    shown_values,
+    train_fsdp1,
+    wrap,
+)
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import distribute_tensor
+
+ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+def freeze_some(model):
+    for weight in (model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight):
+        weight.requires_grad_(False)
+
+
+def freeze_block(model):
+    """A whole unit, as use_orig_params=False has it."""
+    model.blocks[0].requires_grad_(False)
+
+
+# ------------------------------------------------------------- mixed precision, gathered in full
+
+
+def run_bf16(format, **kwargs):
+    torch.manual_seed(0)
+    oracle = make_plain(Model(format=format), format).to(device())
+    oracle = wrap(oracle, mixed_precision=BF16, **kwargs)
+    model = build_fsdp1(format, mixed_precision=BF16, gather="param_dtype", **kwargs)
+    assert train_fsdp1(model) == train_fsdp1(oracle)
+    assert not different_values(model, oracle)
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
+@on_worlds(1, 2, 3, devices=("cpu",))
+def test_weights_gathered_in_bf16(world, format, strategy, use_orig_params):
+    """Quantized from what is gathered, as a plain model with the same arithmetic."""
+    world.run(run_bf16, format, strategy=strategy, use_orig_params=use_orig_params)
+
+
+# ------------------------------------------------------------------ codes, in modes that meet
+
+
+def gather_in_full(model):
+    """Makes the units gather fp32, quantize whole weights, and show their values: the oracle."""
+    for unit in model._qshard_fsdp1.units:
+        if unit.gathers_codes:
+            unit.handle._all_gather_flat_param = lambda out, unit=unit: _gather_in_full(unit, out)
+    return model
+
+
+def _gather_in_full(unit, out):
+    if unit.handle._force_full_precision:
+        return type(unit.handle)._all_gather_flat_param(unit.handle, out)
+    values = torch.empty(out.numel())
+    dist.all_gather_into_tensor(values, unit.local_shard().detach(), group=unit.group)
+    out.copy_(values)
+    for weight in unit.weights:
+        if weight.sends_codes:
+            place = slice(weight.start, weight.end)
+            whole = values[place].view(weight.rows, weight.cols)
+            out[place] = shown_values(whole, weight.dynamic).flatten()
+    return out
+
+
+def train_scaled(model, microbatches=2, synced=False):
+    """With a gradient scaler, that skips a step."""
+    optimizer, losses = adamw(model, fused=True), []
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        for microbatch in range(microbatches):
+            last = microbatch == microbatches - 1
+            with contextlib.nullcontext() if synced or last else model.no_sync():
+                loss = loss_of(model, batch(step, microbatch)) / microbatches
+                (scaler.scale(loss) * (float("inf") if step == 1 else 1)).backward()
+            losses.append(loss.item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert losses[2:4] != losses[0:2] and scaler.get_scale() == 4.0
+    return losses
+
+
+def run_combined(format, rows, frozen, **kwargs):
+    prepare = freeze_some if kwargs["use_orig_params"] else freeze_block
+    kwargs |= dict(mixed_precision=BF16, rows=rows, prepare=prepare if frozen else None)
+    model, oracle = build_fsdp1(format, **kwargs), gather_in_full(build_fsdp1(format, **kwargs))
+    assert train_scaled(model) == train_scaled(oracle)
+    assert not different_values(model, oracle)
+    assert check_gathers(model) == (2 if format == "mix-1" else 5)
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+@pytest.mark.parametrize("rows", [3, 257])
+@pytest.mark.parametrize("format", [*SENT_AS_CODES, "mix-1"])
+@on_worlds(4, devices=("cpu",))
+def test_no_sync_with_a_scaler(world, format, rows, strategy, frozen, recompute, use_orig_params):
+    kwargs = dict(strategy=strategy, recompute=recompute, use_orig_params=use_orig_params)
+    world.run(run_combined, format, rows, frozen, **kwargs)
+
+
+def run_frozen_as_fsdp2(format, use_orig_params):
+    prepare = freeze_some if use_orig_params else freeze_block
+    kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
+    model = build_fsdp1(format, prepare=prepare, **kwargs)
+    twin = build_fsdp2(format, prepare=prepare, mp_policy=BF16_POLICY)
+    return load_then_step(model), load_then_step(twin), different_values(model, twin)
+
+
+def load_then_step(model):
+    """Steps, and a load between backward and a step."""
+    optimizer, losses = adamw(model), []
+    torch.manual_seed(7)
+    values = {name: p.detach() * 2 for name, p in Model(257).to(device()).named_parameters()}
+    for step in range(4):
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        if step == 1:
+            load(model, values)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def load(model, values):
+    if not isinstance(model, FSDP):
+        params = dict(model.named_parameters())
+        values = {
+            name: distribute_tensor(value, params[name].device_mesh, params[name].placements)
+            for name, value in values.items()
+        }
+        model.load_state_dict(values, strict=False)
+        return
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(values, strict=False)
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(2, devices=("cpu",))
+def test_frozen_weights_and_a_load_before_a_step_as_fsdp2(world, format, use_orig_params):
+    for losses, others, different in world.run(run_frozen_as_fsdp2, format, use_orig_params):
+        assert losses == others and not different
