@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from qshard.tensor_parallel import collectives
-from qshard.tensor_parallel.shared import forget, shared
+from qshard.tensor_parallel.shared import current_slot, shared
 
 _library = torch.library.Library("qshard", "FRAGMENT")
 _library.define("_local_parts(Tensor parameter, Tensor grad) -> Tensor[]")
@@ -171,13 +171,13 @@ class QshardLocalPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter):
-        ctx.spec = parameter._spec
+        ctx.spec, ctx.slot = parameter._spec, current_slot()
         ctx.set_materialize_grads(False)
         return parameter._local_tensor.view_as(parameter._local_tensor)
 
     @staticmethod
     def backward(ctx, grad):
-        forget()
+        ctx.slot.forget()
         return None if grad is None else distributed(grad, ctx.spec)
 
 

@@ -12,19 +12,28 @@ import torch
 ops = torch.ops.qshard
 
 
-class _Last(threading.local):
-    """One tensor: it lives on until its owner dies, another takes its place, or backward begins."""
+class Slot:
+    """One tensor of a thread's forward: it lives on until its owner dies, another takes its place, or
+    backward begins, which may run in another thread."""
 
-    owner = None  # weak
-    key = None
-    made = None
+    def __init__(self):
+        self.last = None  # (weak reference to the owner, key, tensor), replaced as one
+
+    def forget(self):
+        self.last = None
 
 
-_last = _Last()
+class _Slots(threading.local):
+    def __init__(self):
+        self.slot = Slot()
 
 
-def forget():
-    _last.owner = _last.key = _last.made = None
+_slots = _Slots()
+
+
+def current_slot() -> Slot:
+    """This thread's."""
+    return _slots.slot
 
 
 def shared(owner: torch.Tensor, key: tuple, make):
@@ -33,17 +42,17 @@ def shared(owner: torch.Tensor, key: tuple, make):
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or owner.grad_fn is None:
         return make()
     key = (*key, owner.grad_fn, owner._version, torch.is_autocast_enabled(owner.device.type))
-    last = _last
-    if last.owner is not None and last.owner() is owner and last.key == key:
-        return last.made
+    slot = _slots.slot
+    last = slot.last
+    if last is not None and last[0]() is owner and last[1] == key:
+        return last[2]
+    slot.forget()
     made = make()
     if owner._version == 0 and ops._shares_input_codes(made):
 
         def owner_is_gone(reference):
-            if last.owner is reference:
-                forget()
+            if slot.last is not None and slot.last[0] is reference:
+                slot.forget()
 
-        last.owner, last.key, last.made = weakref.ref(owner, owner_is_gone), key, made
-    else:
-        forget()
+        slot.last = weakref.ref(owner, owner_is_gone), key, made
     return made

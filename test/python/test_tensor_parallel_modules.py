@@ -342,11 +342,11 @@ def run_sharing():
             model(x).sum().backward()
             assert made == [True] * 3 and all(tensor is seen[0] for tensor in seen)
         # Nothing is kept beyond backward, nor shared where autograd does not see who writes.
-        assert shared._last.made is None
+        assert shared.current_slot().last is None
         made.clear(), seen.clear()
         with torch.no_grad():
             model(x)
-        assert seen[0] is not seen[1] and shared._last.made is None
+        assert seen[0] is not seen[1] and shared.current_slot().last is None
         normed = model.norm(x)
         first = model.q.parallel.enter(normed, "float8_blockwise")
         with torch.no_grad():
