@@ -60,6 +60,8 @@ class FlushState {
   void write_with_amax(at::Device device, at::Tensor amax, bool shown);
   /// Some rank wrote, or may have: the image stands, and its scales are to be agreed on again.
   void write_elsewhere();
+  /// The image is not to be read before a flush, though the value is the one that it was made of.
+  void hide() { shown_ = false; }
   /// The image was made anew from the value, by kernels that `flushed` comes after.
   void requantize(FlushEvent flushed);
   /// The image shows the value, by scales that other ranks may not know. `amax` is that of the

@@ -211,6 +211,7 @@ void QuantizedBuffer::written() { flush_state_.write(device()); }
 
 void QuantizedBuffer::written_nothing() {
   flush_state_.write_elsewhere();
+  if (master().defined() && !can_flush_alone()) flush_state_.hide();
   note_before_bump();
 }
 

@@ -132,7 +132,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   /// must not depend on how many rows each of them holds.
   void written();
   /// The same of a write of no elements. The image stands: without a master it may be the value,
-  /// and made anew it would be rounded twice.
+  /// and made anew it would be rounded twice. Beside a master it waits for the flush, as on the
+  /// ranks whose rows were written.
   void written_nothing();
   /// The same of a kernel that left the amaxes of the new values in entries [first, first + count)
   /// of the flat `amax`, and if `shown` their codes and scales in the image.

@@ -134,6 +134,27 @@ def test_reads_on_one_rank(world, before_first_gather, format, keep_master):
     world.run(run_local_reads, format, keep_master, before_first_gather)
 
 
+def run_write_of_rows_that_one_rank_has(format):
+    """Codes may be read on all ranks or on none: what they are is for the flush to say."""
+    model = build(format, rows=5)
+    train(model, steps=1)
+    qshard.flush(model)
+    weight = local(model.blocks[0].up.weight).detach()
+    ops.codes(weight)
+    weight[:1 if dist.get_rank() == 0 else 0].mul_(1.5)
+    with pytest.raises(RuntimeError, match=r"Call qshard\.flush"):
+        ops.codes(weight)
+    qshard.flush(model)
+    ops.codes(weight)
+    check_gathered(model)
+
+
+@mixes
+@on_worlds(2)
+def test_codes_wait_for_a_write_of_rows_that_one_rank_has(world, format):
+    world.run(run_write_of_rows_that_one_rank_has, format)
+
+
 # ------------------------------------------------------------------------------ optimizers
 
 
