@@ -1,5 +1,7 @@
 """Modules that move, and change their dtype, with quantized weights."""
 
+import copy
+
 import torch
 from _qshard_hooks import is_quantized, local_of
 from torch.distributed.tensor import DTensor
@@ -21,19 +23,15 @@ def keep_quantized(fn):
                 f"qshard.nn.Linear: a quantized weight cannot become {result.dtype}; it can be "
                 "float32, bfloat16 or float16, or plain, by qshard.dequantize_(model)"
             )
-        copy = ops._copy_to(local.detach(), result.dtype, result.device)
-        return copy if local is tensor else with_local(copy, tensor)
+        copied = ops._copy_to(local.detach(), result.dtype, result.device)
+        return copied if local is tensor else with_local(copied, tensor)
 
     return apply
 
 
 def with_local(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor like another one, of another local tensor."""
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    """A DTensor like another one, of another local tensor, of any dtype. (`DTensor.from_local` would
+    take one that FSDP2 offloads to CPU to the mesh's device.)"""
+    spec = copy.copy(like._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, spec, requires_grad=False)

@@ -345,15 +345,7 @@ def _quantize_like(value, format, keep_master, name, tensor_groups):
         return ops.quantize(value, format, keep_master=keep_master)
     forget_groups(value)
     placement = _placement_of(value, name, tensor_groups)
-    quantized = placement.quantize(value.to_local(), format, keep_master)
-    return DTensor.from_local(
-        quantized,
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
+    return with_local(placement.quantize(value.to_local(), format, keep_master), value)
 
 
 def _placement_of(value, name, tensor_groups):

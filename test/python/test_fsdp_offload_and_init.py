@@ -140,6 +140,28 @@ def test_offload_copies_stay_usable(world):
     world.run(run_offloaded_copies_stay_usable)
 
 
+def run_quantized_where_they_are_offloaded():
+    """Quantized after fully_shard, and made plain again: shards stay in the memory of the CPU."""
+    torch.manual_seed(0)
+    model = shard(Model(format="mix-2").to(device()), offload_policy=offload_policy())
+    quantize_model(model, "mix-2")
+    assert quantized_parameters(model)
+    assert {local(param).device.type for param in model.parameters()} == {"cpu"}
+    twin = build("mix-2", offload_policy=offload_policy())
+    assert train(model) == train(twin)
+    assert not different(local_values(model), local_values(twin))
+
+    later = build("float8_blockwise", offload_policy=offload_policy())
+    qshard.dequantize_(later)
+    assert {local(param).device.type for param in later.parameters()} == {"cpu"}
+    train(later, steps=1)
+
+
+@on_worlds(2)
+def test_shards_are_quantized_where_they_are_offloaded(world):
+    world.run(run_quantized_where_they_are_offloaded)
+
+
 # ------------------------------------------------------------------------------ meta init
 
 
