@@ -185,6 +185,10 @@ Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_
                                  std::move(row_offset));
 }
 
+bool saves_input_codes(const Tensor& input, const Tensor& weight, bool weight_only) {
+  return InputUse(input, weight, weight_only, std::nullopt).saves_codes;
+}
+
 Tensor dequantize_autograd(const Tensor& self, std::optional<at::ScalarType> dtype) {
   return DequantizeFunction::apply(self, dtype);
 }

@@ -116,6 +116,9 @@ Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, c
 /// FP8 GEMMs.
 bool shares_input_codes(const Tensor& input);
 
+/// Whether a linear that autograd records saves the codes of `input` for wgrad, not its values.
+bool saves_input_codes(const Tensor& input, const Tensor& weight, bool weight_only);
+
 /// x (M, K) as the values that wgrad contracts along M: kernels/block_scaled_operand.h.
 Tensor transposed_operand(const Tensor& x, bool hadamard);
 

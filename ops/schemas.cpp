@@ -55,6 +55,7 @@ TORCH_LIBRARY(qshard, m) {
       "str? format=None, Tensor[]? weight_state=None) "
       "-> Tensor grad_input");
   m.def("_shares_input_codes(Tensor input) -> bool");
+  m.def("_saves_input_codes(Tensor input, Tensor weight, bool weight_only=False) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
 
   // Weights that stay plain, in the ranges that flat parameters cut.
@@ -155,6 +156,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("linear_backward", &linear_backward_op);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
   m.impl("_shares_input_codes", &shares_input_codes);
+  m.impl("_saves_input_codes", &saves_input_codes);
   m.impl("_transposed_operand", &transposed_operand);
 
   m.impl("_quantize_for_uses", &quantize_for_uses);

@@ -46,11 +46,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, used, weight, main_grad, multiply):
-        ctx.save_for_backward(x, used)
+        only = multiply.weight_only
         ctx.weight, ctx.main_grad, ctx.multiply = weight, main_grad, multiply
-        if ops.is_quantized(used):
-            return ops.linear_forward(x, used, None, False, multiply.weight_only)[0]
-        return F.linear(x, used.to(x.dtype))
+        # As other linears do: the codes that wgrad multiplies, where it does.
+        is_quantized = ops.is_quantized(used)
+        ctx.saves_codes = (
+            is_quantized and main_grad is not None and ops._saves_input_codes(x, used, only)
+        )
+        if is_quantized:
+            output, codes = ops.linear_forward(x, used, None, ctx.saves_codes, only)
+        else:
+            output, codes = F.linear(x, used.to(x.dtype)), None
+        ctx.save_for_backward(codes if ctx.saves_codes else x, used)
+        return output
 
     @staticmethod
     def backward(ctx, grad):
@@ -71,7 +79,7 @@ class _Linear(torch.autograd.Function):
             grad_input = ops.linear_backward(grad, used, x, False, needs_input, False, only)[0]
         else:
             grad_input = ops.linear_backward_accumulate(
-                grad, used, x, False, needs_input, main_grad, multiply.weight_only
+                grad, used, x, ctx.saves_codes, needs_input, main_grad, multiply.weight_only
             )
         return (grad_input if needs_input else None), None, _dummy(weight, main_grad), None, None
 
