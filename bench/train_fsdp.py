@@ -7,6 +7,7 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     compiled       torch.compile of each block, before fully_shard
     checkpointed   activation checkpointing of each block
     no_master      bf16 parameters and moments; quantized weights keep no master
+    fsdp1          FullyShardedDataParallel; weights stay plain, and its all-gathers carry codes
     reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
 They run one after the other in one process, peers last, each from the same initial values on the
 same text. Each is compared with bf16 of the same options, if that runs too, and ours with its peer.
@@ -14,9 +15,10 @@ same text. Each is compared with bf16 of the same options, if that runs too, and
 Step time: median between CUDA events at the ends of steps, after warm-up. Memory: peak while the
 model is made (whole, on each GPU, then sharded), between steps, and peak of a step; the arithmetic
 beside it is 13 B per quantized parameter (codes 1, master 4, moments 8) and 12 B per plain one, 5
-and 6 B with no_master. All-gather per layer: what FSDP2 receives of one layer's parameters, once.
-Host times: FSDP2's pre_forward of a block and optimizer.step() of four, on an idle GPU; the eager
-configurations take turns. A step includes our flush, and torchao's precomputed scales.
+and 6 B with no_master; 12 B of all with fsdp1. All-gather per layer: what a rank receives of one
+layer's parameters, once. Host times: FSDP's pre_forward of a block and optimizer.step() of four, on
+an idle GPU; the eager configurations take turns. A step includes our flush, and torchao's
+precomputed scales.
 """
 
 import argparse
@@ -37,7 +39,12 @@ from measuring import Stopwatch, first_line, save, synchronize
 from peers import PEERS, after_update, convert, gathered_element_size
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from training_profile import profile_step
 from training_report import PLAIN, RECIPES, Configuration, HostTimes, Result, record, show
 
@@ -90,16 +97,25 @@ class Trainer:
             self.after_update = after_update(model)
         elif configuration.format != PLAIN:
             qshard.quantize_(model, RECIPES[configuration.format],
+                             weights="dynamic" if configuration.fsdp1 else "quantized",
                              keep_master=not configuration.no_master, filter_fn=all_but_head)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        shard = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        if configuration.fsdp1:
+            shard = functools.partial(FullyShardedDataParallel, device_mesh=mesh,
+                                      use_orig_params=True, mixed_precision=MixedPrecision(**dtypes),
+                                      device_id=next(model.parameters()).device)
+        else:
+            shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True,
+                                      mp_policy=MixedPrecisionPolicy(**dtypes))
         for i, layer in enumerate(model.layers):
             if configuration.checkpointed:
                 layer = model.layers[i] = checkpoint_wrapper(layer)
             if configuration.compiled:
                 layer.compile(backend=self.args.backend)
-            fully_shard(layer, **shard)
-        fully_shard(model, **shard)
+            model.layers[i] = shard(layer)
+        model = shard(model)
+        if configuration.fsdp1 and configuration.format != PLAIN:
+            qshard.prepare_for_fsdp1(model)
         if configuration.reduced:
             qshard.reduce_gradients_(model, configuration.reduced)
         return model
@@ -138,8 +154,12 @@ class Trainer:
         return median(watch.intervals()), (losses / dist.get_world_size()).tolist()
 
     def bytes(self) -> tuple[float, float]:
-        """GB that the parameters and moments of this rank take by arithmetic; MB that FSDP2 gathers
+        """GB that the parameters and moments of this rank take by arithmetic; MB that FSDP gathers
         of one layer."""
+        if self.configuration.fsdp1:
+            rows = qshard.report(self.model)
+            gathered = sum(row.gathered for row in rows if row.name.startswith("layers.0."))
+            return 3 * sum(row.image for row in rows) / 1e9, gathered / 1e6
         kept, gathered = 0, 0
         shards = {name: p.to_local() for name, p in self.model.named_parameters()}
         for row in qshard.report(self.model):
@@ -201,7 +221,9 @@ class HostClock:
         self.trainer, self.started, self.times = trainer, 0, HostTimes()
         for layer in trainer.model.layers:
             layer.register_forward_pre_hook(self.start, prepend=True)  # before FSDP2's own
-            layer.register_forward_pre_hook(self.stop)
+            # FSDP1's is a part of its forward.
+            inner = layer.module if trainer.configuration.fsdp1 else layer
+            inner.register_forward_pre_hook(self.stop)
 
     def start(self, *_):
         self.started = time.perf_counter_ns()
