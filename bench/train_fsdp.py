@@ -102,8 +102,9 @@ class Trainer:
         dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         if configuration.fsdp1:
             shard = functools.partial(FullyShardedDataParallel, device_mesh=mesh,
-                                      use_orig_params=True, mixed_precision=MixedPrecision(**dtypes),
-                                      device_id=next(model.parameters()).device)
+                                      device_id=next(model.parameters()).device,
+                                      mixed_precision=MixedPrecision(**dtypes),
+                                      use_orig_params=True)
         else:
             shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True,
                                       mp_policy=MixedPrecisionPolicy(**dtypes))

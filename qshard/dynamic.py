@@ -31,9 +31,10 @@ class DynamicWeight:
 
     def __init__(self, format: str, shape: tuple[int, int], group: str = ""):
         self.format, self.shape, self.group = format, shape, group
-        # The tables of a quantized tensor that was never flushed.
-        model = ops.quantize(torch.empty(shape, device="meta"), format)
-        self.state = [torch.zeros(t.shape) for t in ops._state(model).values()]
+        # The tables of a quantized tensor that was never flushed; real where the model is made on meta.
+        values = torch.empty(shape, dtype=torch.float32, device="meta")
+        tables = ops._state(ops.quantize(values, format)).values()
+        self.state = [torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in tables]
         self.owner = None  # a module that has the weight
         self.uses, self.managed = 0, False
         self._seen = None  # version and address of the values that `state` is of

@@ -228,7 +228,7 @@ class _Unit:
     def own_amax(self, weight, device):
         begin, end = self.range_of(weight, self.rank)
         if begin == end:
-            return torch.zeros(weight.grid_numel, device=device)
+            return torch.zeros(weight.grid_numel, dtype=torch.float32, device=device)
         values = self.own_values(begin, end)
         of = weight.dynamic.format, weight.rows, weight.cols, begin - weight.start
         return ops._amax_of_range(values, *of).to(device)

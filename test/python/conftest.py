@@ -105,6 +105,7 @@ BUDGETS_S = {
     "test_fsdp1": 60,
     "test_fsdp1_gather": 45,
     "test_fsdp1_state": 45,
+    "test_fsdp1_use": 45,
     "test_finetune_example": 60,  # two processes that import transformers
     "test_fsdp_mesh_invariance": 120,
     "test_fsdp_modes": 75,

@@ -11,8 +11,10 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import distribute_tensor
 
 import qshard
 
@@ -88,6 +90,36 @@ def train_fsdp1(model, *, steps=3, microbatches=1, synced=True):
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def load_then_step(model, format):
+    """Steps, and a load between backward and a step."""
+    optimizer, losses = adamw(model), []
+    torch.manual_seed(7)
+    other = Model(format=format).to(device())
+    values = {name: p.detach() * 2 for name, p in other.named_parameters()}
+    for step in range(4):
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        if step == 1:
+            load(model, values)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def load(model, values):
+    if not isinstance(model, FSDP):
+        params = dict(model.named_parameters())
+        values = {
+            name: distribute_tensor(value, params[name].device_mesh, params[name].placements)
+            for name, value in values.items()
+        }
+        model.load_state_dict(values, strict=False)
+        return
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(values, strict=False)
 
 
 @contextlib.contextmanager

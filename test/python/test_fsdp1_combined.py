@@ -17,14 +17,12 @@ from fsdp1_models import (
     build_fsdp2,
     check_gathers,
     different_values,
-    full_values,
+    load_then_step,
     shown_values,
     train_fsdp1,
     wrap,
 )
-from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import distribute_tensor
 
 ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
@@ -131,36 +129,7 @@ def run_frozen_as_fsdp2(format, use_orig_params):
     kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
     model = build_fsdp1(format, prepare=prepare, **kwargs)
     twin = build_fsdp2(format, prepare=prepare, mp_policy=BF16_POLICY)
-    return load_then_step(model), load_then_step(twin), different_values(model, twin)
-
-
-def load_then_step(model):
-    """Steps, and a load between backward and a step."""
-    optimizer, losses = adamw(model), []
-    torch.manual_seed(7)
-    values = {name: p.detach() * 2 for name, p in Model(257).to(device()).named_parameters()}
-    for step in range(4):
-        loss = loss_of(model, batch(step))
-        loss.backward()
-        losses.append(loss.item())
-        if step == 1:
-            load(model, values)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def load(model, values):
-    if not isinstance(model, FSDP):
-        params = dict(model.named_parameters())
-        values = {
-            name: distribute_tensor(value, params[name].device_mesh, params[name].placements)
-            for name, value in values.items()
-        }
-        model.load_state_dict(values, strict=False)
-        return
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        model.load_state_dict(values, strict=False)
+    return load_then_step(model, format), load_then_step(twin, format), different_values(model, twin)
 
 
 @pytest.mark.pairwise

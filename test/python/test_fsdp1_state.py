@@ -185,7 +185,7 @@ def run_resumed(format, kind, use_orig_params, mixed_precision):
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", ["float8_blockwise", DELAYED, "mix-1"])
-@on_worlds(2, 3, devices=("cpu",))
+@on_worlds(1, 2, 3, 4, devices=("cpu",))
 def test_resumed_training_goes_on_bit_for_bit(world, format, kind, use_orig_params, mixed_precision):
     world.run(run_resumed, format, kind, use_orig_params, mixed_precision)
 

@@ -1,0 +1,262 @@
+"""FSDP1 with weights quantized at each use, as loops use it between steps: evaluation, clipping, several
+forwards of one backward, models made on meta, loads, resuming on other ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_helpers import device, full_mesh, on_worlds
+from dist_models import DELAYED, MIXES, Model, adamw, batch, loss_of, make_plain
+from fsdp1_models import (
+    BF16,
+    FSDP,
+    SENT_AS_CODES,
+    build_fsdp1,
+    build_fsdp2,
+    check_gathers,
+    different_values,
+    full_values,
+    load_then_step,
+    make_dynamic,
+    train_fsdp1,
+    wrap,
+)
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    StateDictType,
+)
+
+import qshard
+
+ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+
+
+# ------------------------------------------------------------------------------ between steps
+
+
+def train_and_evaluate(model):
+    """Losses and gradient norms."""
+    optimizer, seen = adamw(model), []
+    for step in range(3):
+        with torch.no_grad():
+            seen.append(loss_of(model, batch(step + 10)))
+        losses = [loss_of(model, batch(step, microbatch)) for microbatch in range(2)]
+        sum(losses).backward()
+        seen += [*losses, model.clip_grad_norm_(0.01)]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.inference_mode():
+            seen.append(loss_of(model, batch(step + 20)))
+        model.train()
+    return [value.item() for value in seen]
+
+
+def run_between_steps(format, **kwargs):
+    torch.manual_seed(0)
+    oracle = wrap(make_plain(Model(format=format), format).to(device()), **kwargs)
+    model = build_fsdp1(format, **kwargs)
+    assert train_and_evaluate(model) == train_and_evaluate(oracle)
+    assert not different_values(model, oracle)
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("format", MIXES)
+@on_worlds(4, devices=("cpu",))
+def test_evaluation_and_clipping(world, format, strategy, use_orig_params):
+    """As plain parameters with the same arithmetic; two forwards have one backward."""
+    world.run(run_between_steps, format, strategy=strategy, use_orig_params=use_orig_params)
+
+
+def run_codes_between_steps(format, use_orig_params):
+    kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
+    model, other = build_fsdp1(format, **kwargs), build_fsdp1(format, **kwargs)
+    losses = train_and_evaluate(model)
+    assert losses[-1] < losses[0]
+    assert check_gathers(model) == 5
+    # What evaluation gathers changes nothing.
+    optimizer = adamw(other)
+    for step in range(3):
+        sum(loss_of(other, batch(step, microbatch)) for microbatch in range(2)).backward()
+        other.clip_grad_norm_(0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not different_values(model, other)
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", ["float8_blockwise", "float8_tensorwise"])
+@on_worlds(3, devices=("cpu",))
+def test_evaluation_gathers_codes(world, format, use_orig_params):
+    world.run(run_codes_between_steps, format, use_orig_params)
+
+
+OPTIONS = {
+    "forward-prefetch": dict(forward_prefetch=True),
+    "backward-post": dict(backward_prefetch=BackwardPrefetch.BACKWARD_POST),
+    "no-prefetch": dict(backward_prefetch=None),
+    "unlimited": dict(limit_all_gathers=False),
+}
+
+
+def run_option(format, option, use_orig_params):
+    kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
+    model, other = build_fsdp1(format, **kwargs, **OPTIONS[option]), build_fsdp1(format, **kwargs)
+    assert train_fsdp1(model) == train_fsdp1(other)
+    assert check_gathers(model) == 5
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(2, devices=("cpu",))
+def test_when_units_are_gathered_changes_nothing(world, format, option, use_orig_params):
+    world.run(run_option, format, option, use_orig_params)
+
+
+# ---------------------------------------------------------------------------------- made on meta
+
+
+def fill(module):
+    """As reset_parameters, of values that depend on the shape alone."""
+    module.to_empty(device=device(), recurse=False)
+    for param in module.parameters(recurse=False):
+        torch.nn.init.ones_(param)
+        with torch.no_grad():
+            param.div_(100).cumsum_(0).sin_()
+
+
+def run_meta(format, use_orig_params):
+    kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
+    with torch.device("meta"):
+        model = make_dynamic(Model(), format)
+    model = qshard.prepare_for_fsdp1(wrap(model, param_init_fn=fill, **kwargs))
+    twin = make_dynamic(Model(), format)
+    for module in twin.modules():
+        fill(module)
+    twin = qshard.prepare_for_fsdp1(wrap(twin, **kwargs))
+    assert not different_values(model, twin)
+    assert train_fsdp1(model) == train_fsdp1(twin)
+    assert check_gathers(model) == 5
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
+@on_worlds(2, devices=("cpu",))
+def test_models_made_on_meta(world, format, use_orig_params):
+    world.run(run_meta, format, use_orig_params)
+
+
+# ------------------------------------------------------------------------- loads, other ranks
+
+
+def run_load_then_step(format, strategy, use_orig_params):
+    mesh = full_mesh(2, 2, names=("replicate", "shard")) if "HYBRID" in strategy else None
+    model = build_fsdp1(format, strategy=strategy, use_orig_params=use_orig_params)
+    twin = build_fsdp2(format, mesh=mesh)
+    return load_then_step(model, format), load_then_step(twin, format), different_values(model, twin)
+
+
+def check_load_then_step(world, *args):
+    for losses, others, different in world.run(run_load_then_step, *args):
+        assert losses == others and not different
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("format", MIXES)
+@on_worlds(1, 2, devices=("cpu",))
+def test_a_load_before_a_step_as_fsdp2(world, format, strategy, use_orig_params):
+    check_load_then_step(world, format, strategy, use_orig_params)
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", MIXES)
+@on_worlds(4, devices=("cpu",))
+def test_a_load_before_a_step_as_hsdp(world, format, use_orig_params):
+    check_load_then_step(world, format, "HYBRID_SHARD", use_orig_params)
+
+
+def write_of_one_unit(model):
+    with torch.no_grad(), FSDP.summon_full_params(model, recurse=False, writeback=True):
+        for param in model.module.head.parameters():
+            param.mul_(3)
+
+
+def run_write_of_one_unit(format, strategy, use_orig_params):
+    kwargs = dict(strategy=strategy, use_orig_params=use_orig_params, mixed_precision=BF16)
+    model = build_fsdp1(format, **kwargs)
+    train_fsdp1(model, steps=1)
+    before = full_values(model)
+    write_of_one_unit(model)
+    after = full_values(model)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed == ["head.weight"]
+    assert torch.equal(after["head.weight"], before["head.weight"] * 3)
+    train_fsdp1(model)
+    assert check_gathers(model) == (0 if strategy == "NO_SHARD" else 5)
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(4, devices=("cpu",))
+def test_one_unit_is_written_in_full(world, format, strategy, use_orig_params):
+    world.run(run_write_of_one_unit, format, strategy, use_orig_params)
+
+
+def full_state(model, optimizer):
+    kinds = (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=False),
+        FullOptimStateDictConfig(rank0_only=False),
+    )
+    FSDP.set_state_dict_type(model, *kinds)
+    return copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
+
+
+def run_on_other_ranks(format):
+    """From 4 ranks to 2, twice, and back."""
+    kwargs = dict(mixed_precision=BF16, use_orig_params=False)
+    model = build_fsdp1(format, **kwargs)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    states = [full_state(model, optimizer)]
+    for seed, group in ((1, pairs[dist.get_rank() // 2]), (2, None)):
+        other = build_fsdp1(format, seed=seed, process_group=group, **kwargs)
+        other_optimizer = adamw(other)
+        FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
+        other.load_state_dict(states[-1][0])
+        loaded = FSDP.optim_state_dict_to_load(other, other_optimizer, states[-1][1])
+        other_optimizer.load_state_dict(loaded)
+        assert check_gathers(other) == 5
+        states.append(full_state(other, other_optimizer))
+    for name, value in states[0][0].items():
+        assert torch.equal(value, states[1][0][name]) and torch.equal(value, states[2][0][name]), name
+    for number in range(1, 3):
+        assert step(model, optimizer, number) == step(other, other_optimizer, number)
+    assert not different_values(model, other)
+
+
+def step(model, optimizer, number):
+    loss = loss_of(model, batch(number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(4, devices=("cpu",))
+def test_resumed_on_other_ranks(world, format):
+    world.run(run_on_other_ranks, format)
