@@ -10,6 +10,7 @@ from dist_models import local
 from helpers import is_quantized
 from program_models import plain_value, state_of
 from program_steps import step
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -42,9 +43,16 @@ def load_bytes(subject, saved):
             local(tensor).copy_(loaded[name])
 
 
+def of_the_lowest_rank():
+    """Of what several ranks have, as models that are not sharded, DCP takes one rank's, by default that of
+    the rank with fewest bytes to write: not the same one of a model and its twin."""
+    return DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+
+
 def dcp_save(subject, name):
     folder = subject.folder / f"{name}-{subject.quantized}"
-    dcp.save({"model": subject.model.state_dict()}, checkpoint_id=folder)
+    state = {"model": subject.model.state_dict()}
+    dcp.save(state, checkpoint_id=folder, planner=of_the_lowest_rank())
     return name
 
 
@@ -57,7 +65,12 @@ def dcp_load(subject, name, quantized=None):
 def dcp_save_beside_a_write(subject, name):
     folder = subject.folder / f"{name}-{subject.quantized}"
     state = {"model": subject.model.state_dict()}
-    saving = dcp.async_save(state, checkpoint_id=folder, process_group=subject.gloo_group)
+    saving = dcp.async_save(
+        state,
+        checkpoint_id=folder,
+        process_group=subject.gloo_group,
+        planner=of_the_lowest_rank(),
+    )
     with torch.no_grad():
         for param in subject.params.values():
             local(param).detach().mul_(0.75)
