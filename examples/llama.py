@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
 
 
 @dataclass
@@ -23,18 +25,18 @@ class LlamaConfig:
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads
         self.head_dim = config.dim // config.heads
-        self.wq = nn.Linear(config.dim, self.heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x, cos, sin):
         batch, length, _ = x.shape
-        q = self.wq(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        # Tensor parallelism leaves a rank some of the heads.
+        q = self.wq(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         cos, sin = cos.float(), sin.float()  # under mixed precision FSDP2 casts what a block is given
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -95,6 +97,36 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, self.cos[:length], self.sin[:length])
         return self.head(self.norm(x))
+
+
+def tensor_parallel_plan(layers: int, styles, is_loss_parallel: bool = False) -> dict:
+    """For parallelize_module of a Llama, with sequence parallelism between its linears. styles: the module
+    that has ColwiseParallel, RowwiseParallel and PrepareModuleInput, qshard.tensor_parallel or torch's.
+    is_loss_parallel: logits are left cut by vocabulary, DTensors for torch's loss_parallel."""
+    gathered = {
+        "attention": ((Shard(1), None, None), (Replicate(), None, None)),  # x, cos, sin
+        "ffn": ((Shard(1),), (Replicate(),)),
+    }
+    plan = {
+        "embedding": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": styles.ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if is_loss_parallel else Replicate(),
+            use_local_output=not is_loss_parallel,
+        ),
+    }
+    for i in range(layers):
+        for name, (given, wanted) in gathered.items():
+            plan[f"layers.{i}.{name}_norm"] = SequenceParallel()
+            plan[f"layers.{i}.{name}"] = styles.PrepareModuleInput(
+                input_layouts=given, desired_input_layouts=wanted
+            )
+        for name in ("attention.wq", "attention.wk", "attention.wv", "ffn.gate", "ffn.up"):
+            plan[f"layers.{i}.{name}"] = styles.ColwiseParallel()
+        for name in ("attention.wo", "ffn.down"):
+            plan[f"layers.{i}.{name}"] = styles.RowwiseParallel(output_layouts=Shard(1))
+    return plan
 
 
 def rotate(x, cos, sin):

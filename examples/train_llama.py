@@ -1,8 +1,10 @@
 """Trains a small Llama, byte by byte, with FSDP2 and quantized weights. Run by torchrun:
 
     torchrun --nproc-per-node 2 examples/train_llama.py --format float8_blockwise
+    torchrun --nproc-per-node 4 examples/train_llama.py --format float8_blockwise --tp 2
 
 The loop is stock PyTorch: qshard appears in one line, `qshard.quantize_`, and for --gradients in one more.
+With --tp it is parallelize_module's, too, whose styles are qshard's to gather activations as codes.
 """
 
 import argparse
@@ -16,11 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from data import StandardLibrary
-from llama import Llama, LlamaConfig
+from llama import Llama, LlamaConfig, tensor_parallel_plan
 from metering import collective_bytes, weight_bytes
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from tqdm import tqdm
 
 import qshard
@@ -55,6 +58,8 @@ def parse_arguments(arguments=None):
     parser.add_argument("--resume", type=Path, help="such a folder to go on from")
     parser.add_argument("--out", type=Path, help="folder for the measurements, FORMAT.json")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, metavar="RANKS",
+                        help="tensor parallelism over so many ranks, FSDP2 over the others")
     parser.add_argument("--batch", type=int, default=12, help="sequences per step, all ranks together")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--dim", type=int, default=256)
@@ -64,7 +69,12 @@ def parse_arguments(arguments=None):
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--sample", type=int, default=0, help="bytes of text to generate at the end")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    kv_heads = LlamaConfig.kv_heads
+    for name, size in (("key and value heads", kv_heads), ("--seq-len", args.seq_len)):
+        if args.tp < 1 or size % args.tp:
+            parser.error(f"--tp {args.tp} does not divide {name} {size}")
+    return args
 
 
 def build_model(format, args, mesh):
@@ -72,12 +82,15 @@ def build_model(format, args, mesh):
     model = Llama(LlamaConfig(dim=args.dim, hidden=args.hidden, layers=args.layers,
                               heads=args.heads, max_seq_len=args.seq_len))
     model.to(mesh.device_type)
+    if args.tp > 1:
+        plan = tensor_parallel_plan(args.layers, qshard.tensor_parallel)
+        parallelize_module(model, mesh["tp"], plan)
     if format != PLAIN:
         qshard.quantize_(model, RECIPES[format], filter_fn=lambda module, name: name != "head")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     if args.gradients:
         qshard.reduce_gradients_(model, args.gradients, rounding=args.gradient_rounding)
     return model
@@ -93,8 +106,10 @@ class Trainer:
     def __init__(self, format, args, mesh):
         self.format, self.args, self.mesh, self.device = format, args, mesh, mesh.device_type
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if args.batch % self.world_size:
-            raise ValueError(f"--batch {args.batch} does not divide by {self.world_size} processes")
+        # Ranks of one tensor-parallel group train on the same sequences.
+        self.part, self.parts = mesh["dp"].get_local_rank(), mesh["dp"].size()
+        if args.batch % self.parts:
+            raise ValueError(f"--batch {args.batch} does not divide by {self.parts} ranks of FSDP2")
         self.data = StandardLibrary(args.seq_len, args.seed)
         self.model = build_model(format, args, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
@@ -105,7 +120,7 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
 
     def step(self, step: int) -> float:
-        batch = self.data.batch(step, self.args.batch, self.rank, self.world_size)
+        batch = self.data.batch(step, self.args.batch, self.part, self.parts)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.args)
         loss = self.loss(*batch)
@@ -117,7 +132,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        batch = self.data.validation_batch(4 * self.args.batch, self.rank, self.world_size)
+        batch = self.data.validation_batch(4 * self.args.batch, self.part, self.parts)
         return self.mean(self.loss(*batch))
 
     def mean(self, loss) -> float:
@@ -131,8 +146,10 @@ class Trainer:
         generator = torch.Generator().manual_seed(self.args.seed)
         text = list(prompt)
         for _ in range(length):
-            window = torch.tensor([text[-self.args.seq_len :]], device=self.device)
-            logits = self.model(window)[0, -1].float().cpu()
+            window = text[-self.args.seq_len :]
+            padding = [0] * (-len(window) % self.args.tp)  # attention does not look ahead
+            tokens = torch.tensor([window + padding], device=self.device)
+            logits = self.model(tokens)[0, len(window) - 1].float().cpu()
             # Rank 0 decides: logits are equal on all ranks only as far as their GEMMs are.
             probabilities = torch.softmax(logits / temperature, dim=-1)
             choice = torch.multinomial(probabilities, 1, generator=generator).to(self.device)
@@ -155,7 +172,8 @@ def train(trainer: Trainer, first: int, last: int) -> dict:
     args, losses, validation, seconds = trainer.args, {}, {}, []
     wire = {}
     metered = min(first + 5, last - 1)
-    progress = tqdm(range(first, last), desc=f"{trainer.format:>17} on {trainer.world_size} ranks",
+    where = f"{trainer.world_size} ranks" + (f", tp {args.tp}" if args.tp > 1 else "")
+    progress = tqdm(range(first, last), desc=f"{trainer.format:>17} on {where}",
                     disable=trainer.rank != 0, mininterval=0.5, ncols=100)
     for step in progress:
         start = time.perf_counter()
@@ -173,6 +191,7 @@ def train(trainer: Trainer, first: int, last: int) -> dict:
     return {
         "format": trainer.format,
         "world_size": trainer.world_size,
+        "tp": args.tp,
         "first_step": first,
         "losses": losses,
         "validation": validation,
@@ -189,7 +208,11 @@ def main():
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+    ranks = dist.get_world_size()
+    if ranks % args.tp:
+        raise ValueError(f"--tp {args.tp} does not divide the {ranks} processes")
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks // args.tp, args.tp),
+                            mesh_dim_names=("dp", "tp"))
 
     for format in args.formats:
         run(Trainer(format, args, mesh), args)
