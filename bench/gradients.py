@@ -117,7 +117,7 @@ def steps(args):
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                             timeout=timedelta(seconds=120))
     ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
-    mesh = dist.device_mesh.init_device_mesh(device, (ranks,))
+    mesh = dist.device_mesh.init_device_mesh(device, (ranks, 1), mesh_dim_names=("dp", "tp"))
     args.seq_len = (TINY if args.tiny else SLICE).max_seq_len
     started, measured = time.monotonic(), {}
     for configuration in map(Configuration.parse, args.configurations or CONFIGURATIONS):
@@ -175,7 +175,8 @@ def losses(args):
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
+    mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(), 1),
+                                             mesh_dim_names=("dp", "tp"))
     weights, *_ = args.configurations or ["bf16"]
     ends, started = {}, time.monotonic()
     kinds = [(), ("float8",), ("mxfp8",), ("nvfp4",), ("nvfp4", "stochastic")]

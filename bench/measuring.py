@@ -83,13 +83,18 @@ def trace(function: Callable[[], object], device: str) -> list[Kernel]:
     with profile(activities=[activity], acc_events=True) as profiler:
         function()
         synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(errors="replace"), strict=False)["traceEvents"]
+    events = events_of(profiler)
     kinds = ON_GPU if cuda else ("cpu_op",)
     found = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
     return [Kernel(e["name"], float(e.get("dur", 0)), is_operator=not cuda) for e in found]
+
+
+def events_of(profiler) -> list[dict]:
+    """Of a profile that has ended, as Chrome's format has them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text(errors="replace"), strict=False)["traceEvents"]
 
 
 def interleaved(

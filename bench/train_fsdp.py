@@ -1,6 +1,7 @@
 """End to end: eight layers of Llama-8B trained with FSDP2, plain and with quantized weights.
 
     torchrun --nproc-per-node 2 bench/train_fsdp.py [CONFIGURATION …] [--steps 20] [--breakdown]
+    torchrun --nproc-per-node 2 bench/train_fsdp.py --tp 2 [CONFIGURATION …]
 
 A CONFIGURATION is bf16 (plain FSDP2: fp32 parameters, computing in bf16), a format, or a peer of
 peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with options after colons:
@@ -9,6 +10,7 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     no_master      bf16 parameters and moments; quantized weights keep no master
     fsdp1          FullyShardedDataParallel; weights stay plain, and its all-gathers carry codes
     reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
+    stock          under --tp: torch's styles, not qshard.tensor_parallel's
 They run one after the other in one process, peers last, each from the same initial values on the
 same text. Each is compared with bf16 of the same options, if that runs too, and ours with its peer.
 
@@ -19,9 +21,15 @@ and 6 B with no_master; 12 B of all with fsdp1. All-gather per layer: what a ran
 layer's parameters, once. Host times: FSDP's pre_forward of a block and optimizer.step() of four, on
 an idle GPU; the eager configurations take turns. A step includes our flush, and torchao's
 precomputed scales.
+
+--tp N: tensor parallelism over N ranks, sequence parallel, with loss_parallel; FSDP2 over the others.
+bf16 takes torch's styles. Activations gathered: bytes that a rank has after the all-gathers of one step
+that are not FSDP2's, forward and backward: of each layer's two inputs and two gradients of outputs, of
+the head's input, and of the gradient of the embedding's output.
 """
 
 import argparse
+import contextlib
 import functools
 import gc
 import os
@@ -45,14 +53,17 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from training_profile import profile_step
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import style as stock_styles
+from training_profile import gathered_activations, profile_step
 from training_report import PLAIN, RECIPES, Configuration, HostTimes, Result, record, show
 
 import qshard
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from data import StandardLibrary  # noqa: E402
-from llama import Llama, LlamaConfig  # noqa: E402
+from llama import Llama, LlamaConfig, tensor_parallel_plan  # noqa: E402
 
 DEFAULT = [Configuration(name, compiled) for compiled in (False, True)
            for name in (PLAIN, "float8_tensorwise", "float8_blockwise")]
@@ -75,14 +86,15 @@ class Trainer:
 
     def __init__(self, configuration: Configuration, size: LlamaConfig, seq_len, args, mesh):
         self.configuration, self.args, self.device = configuration, args, mesh.device_type
+        self.is_tensor_parallel = mesh["tp"].size() > 1
         self.after_update = lambda: None
         self.model = self.build(size, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / 20, total_iters=20)
-        data, ranks = text(seq_len), dist.get_world_size()
-        steps = [data.batch(step, args.batch * ranks, dist.get_rank(), ranks)
-                 for step in range(args.steps)]
+        data, parts, part = text(seq_len), mesh["dp"].size(), mesh["dp"].get_local_rank()
+        self.tokens = args.batch * seq_len * parts  # of a step
+        steps = [data.batch(step, args.batch * parts, part, parts) for step in range(args.steps)]
         self.batches = [[part.to(self.device) for part in batch] for batch in steps]
 
     def build(self, size: LlamaConfig, mesh):
@@ -95,18 +107,24 @@ class Trainer:
         if configuration.format in PEERS:
             convert(model, configuration.format, all_but_head)
             self.after_update = after_update(model)
-        elif configuration.format != PLAIN:
+        is_stock = configuration.stock or configuration.format == PLAIN
+        if self.is_tensor_parallel:
+            styles = stock_styles if is_stock else qshard.tensor_parallel
+            plan = tensor_parallel_plan(size.layers, styles, is_loss_parallel=True)
+            parallelize_module(model, mesh["tp"], plan)
+        if configuration.format in RECIPES:
             qshard.quantize_(model, RECIPES[configuration.format],
                              weights="dynamic" if configuration.fsdp1 else "quantized",
-                             keep_master=not configuration.no_master, filter_fn=all_but_head)
+                             keep_master=not configuration.no_master, filter_fn=all_but_head,
+                             tp_mesh=mesh["tp"] if self.is_tensor_parallel and is_stock else None)
         dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         if configuration.fsdp1:
-            shard = functools.partial(FullyShardedDataParallel, device_mesh=mesh,
+            shard = functools.partial(FullyShardedDataParallel, device_mesh=mesh["dp"],
                                       device_id=next(model.parameters()).device,
                                       mixed_precision=MixedPrecision(**dtypes),
                                       use_orig_params=True)
         else:
-            shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True,
+            shard = functools.partial(fully_shard, mesh=mesh["dp"], reshard_after_forward=True,
                                       mp_policy=MixedPrecisionPolicy(**dtypes))
         for i, layer in enumerate(model.layers):
             if configuration.checkpointed:
@@ -123,10 +141,12 @@ class Trainer:
 
     def forward_backward(self, step: int):
         inputs, targets = self.batches[step % len(self.batches)]
-        # The logits have no name here: in bf16 they are dead once they are float32.
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1).float(), targets.flatten())
-        loss.backward()
-        return loss.detach()
+        with loss_parallel() if self.is_tensor_parallel else contextlib.nullcontext():
+            # The logits have no name here: in bf16 they are dead once they are float32.
+            loss = F.cross_entropy(self.model(inputs).flatten(0, 1).float(), targets.flatten())
+            loss.backward()
+        loss = loss.detach()
+        return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def update(self):
         self.optimizer.step()
@@ -179,9 +199,11 @@ class Trainer:
         steady = torch.cuda.memory_allocated() / 1e9 if self.device == "cuda" else 0.0
         arithmetic, gathered = self.bytes()
         profile = profile_step(lambda: self.step(0), self.device)
-        tokens = self.args.batch * self.batches[0][0].shape[1] * dist.get_world_size()
-        return Result(step_ms, tokens / step_ms * 1e3, init_gb, steady, arithmetic, peak, gathered,
-                      losses, profile)
+        activations = 0
+        if self.is_tensor_parallel:
+            activations = gathered_activations(lambda: self.step(0))
+        return Result(step_ms, self.tokens / step_ms * 1e3, init_gb, steady, arithmetic, peak, gathered,
+                      activations / 1e6, losses, profile)
 
 
 def reset_peak(device: str):
@@ -277,7 +299,9 @@ def main():
                         metavar="CONFIGURATION")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that are timed")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per GPU")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism")
+    parser.add_argument("--batch", type=int, default=2,
+                        help="sequences per GPU, or per tensor-parallel group")
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--lr", type=float, default=3e-5, help="after a warm-up of 20 steps")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
@@ -287,15 +311,24 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
-    args.seq_len = args.seq_len or (TINY if args.tiny else SLICE).max_seq_len
+    size = TINY if args.tiny else SLICE
+    args.seq_len = args.seq_len or size.max_seq_len
+    ranks = int(os.environ["WORLD_SIZE"])
+    if args.tp < 1 or any(number % args.tp for number in (ranks, size.kv_heads, args.seq_len)):
+        parser.error(f"--tp {args.tp} has to divide {ranks} ranks, {size.kv_heads} key and value heads "
+                     f"and sequences of {args.seq_len}")
+    if args.tp > 1 and any(c.format in PEERS or c.fsdp1 for c in args.configurations):
+        parser.error("--tp is not measured of peers, nor of fsdp1")
+    if args.tp == 1 and any(c.stock for c in args.configurations):
+        parser.error("the option stock is about --tp")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                             timeout=timedelta(seconds=args.timeout))
-    ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
-    mesh = init_device_mesh(device, (ranks,))
+    is_first = dist.get_rank() == 0
+    mesh = init_device_mesh(device, (ranks // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
     started, results = time.monotonic(), {}
 
     def attempt(name, function):
@@ -318,11 +351,11 @@ def main():
             if is_first:
                 print(f"{configuration}: {result.step_ms:.2f} ms a step, after "
                       f"{time.monotonic() - started:.0f} s", flush=True)
-                save(args.json, {"ranks": ranks, "results": record(results, {})})
+                save(args.json, {"ranks": ranks, "tp": args.tp, "results": record(results, {})})
     host = attempt("host times", lambda: host_times(list(results), args, mesh)) or {}
     if is_first:
-        show(results, host, ranks, args.tiny, args.breakdown)
-        save(args.json, {"ranks": ranks, "results": record(results, host)})
+        show(results, host, ranks, args.tp, args.tiny, args.breakdown)
+        save(args.json, {"ranks": ranks, "tp": args.tp, "results": record(results, host)})
     dist.destroy_process_group()
 
 

@@ -1,11 +1,13 @@
 """One training step as the profiler sees it: kernels by kind, collectives in bytes."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from measuring import Kernel, trace
+from measuring import Kernel, events_of, synchronize, trace
 
 # The first that matches a kernel's name decides.
 KINDS = [
@@ -17,6 +19,9 @@ KINDS = [
     ("embedding, loss", r"embedding|[Ee]mbed|softmax|SoftMax|nll_loss"),
     ("elementwise, norms, sums", r"elementwise|triton|reduce|norm|Norm|GammaBeta"),
 ]
+
+
+ITEM_SIZES = {"unsigned char": 1, "c10::BFloat16": 2, "c10::Half": 2, "float": 4}
 
 
 @dataclass
@@ -50,3 +55,38 @@ def profile_step(step, device: str) -> Profile | None:
             attention[kernel.function[:60]] = None
     nccl = sum(kind_of(kernel) == "NCCL" for kernel in kernels)
     return Profile(len(kernels), nccl, dict(ms), list(attention))
+
+
+def gathered_activations(step) -> int:
+    """Bytes that this rank has after the all-gathers of a step other than FSDP2's; a collective call.
+    Those of one rank's group count nothing."""
+    synchronize()
+    # Shapes are the host's to note: of the device nothing is asked.
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True
+    ) as profiler:
+        step()
+        synchronize()
+    events = events_of(profiler)
+    fsdp = [(e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events
+            if e.get("cat") == "user_annotation" and e["name"].startswith("FSDP::all_gather")]
+    total = 0
+    for event in events:
+        if event.get("cat") != "cpu_op":
+            continue
+        tid, ts = event["tid"], event["ts"]
+        if not any(tid == t and first <= ts <= last for t, first, last in fsdp):
+            total += gathered_bytes(event["name"], event.get("args", {}))
+    return total
+
+
+def gathered_bytes(name: str, event: dict) -> int:
+    """Bytes of what an operator gathers, from the shapes and types that the profiler noted."""
+    if name == "c10d::_allgather_base_":  # (output, input, ...)
+        output, given = map(math.prod, event["Input Dims"][:2])
+        return output * ITEM_SIZES[event["Input type"][0]] if output > given else 0
+    if name.startswith("_c10d_functional::all_gather_into_tensor"):  # (input, ranks, ...)
+        ranks = int(event["Concrete Inputs"][1])
+        size = math.prod(event["Input Dims"][0]) * ITEM_SIZES[event["Input type"][0]]
+        return ranks * size if ranks > 1 else 0
+    return 0

@@ -30,6 +30,7 @@ class Configuration:
     checkpointed: bool = False
     no_master: bool = False
     fsdp1: bool = False
+    stock: bool = False  # under tensor parallelism: torch's styles
     reduced: str = ""  # the format gradients are reduced in, if not as they are
 
     @classmethod
@@ -37,7 +38,7 @@ class Configuration:
         format, *options = text.split(":")
         reduced = [o for o in options if o.removeprefix("reduced_") in ("float8", "mxfp8", "nvfp4")]
         flags = set(options) - set(reduced)
-        unknown = flags - {"compiled", "checkpointed", "no_master", "fsdp1"}
+        unknown = flags - {"compiled", "checkpointed", "no_master", "fsdp1", "stock"}
         if unknown or len(reduced) > 1 or format not in (PLAIN, *RECIPES, *PEERS):
             wrong = ", ".join(sorted(unknown) or reduced[1:]) or format
             raise argparse.ArgumentTypeError(f"{text}: unknown {wrong}")
@@ -49,6 +50,10 @@ class Configuration:
 
     def with_plain_reduction(self) -> "Configuration":
         return replace(self, reduced="")
+
+    def of_plain_weights(self) -> "Configuration":
+        """bf16 of the same options; torch's styles are its only ones."""
+        return replace(self, format=PLAIN, reduced="", stock=False)
 
     def __str__(self) -> str:
         options = [name for name, value in vars(self).items() if value is True]
@@ -66,6 +71,7 @@ class Result:
     arithmetic_gb: float
     peak_gb: float
     gathered_mb: float  # per layer
+    activations_mb: float  # gathered over tensor parallelism in a step
     losses: list[float]
     profile: Profile | None
 
@@ -76,10 +82,17 @@ class HostTimes:
     optimizer_ms: list[float] = field(default_factory=list)
 
 
-def goals(configuration: Configuration, is_tiny: bool, ranks: int) -> dict[str, float]:
-    """Bounds, for the slice of the model on 2 or 8 GPUs: steps relative to bf16, GB absolute."""
+def goals(configuration: Configuration, is_tiny: bool, ranks: int, tp: int) -> dict[str, float]:
+    """Bounds, for the slice of the model on 2 or 8 GPUs: steps and activations gathered relative to
+    bf16, GB absolute."""
     if is_tiny or configuration.reduced or configuration.format in (PLAIN, *PEERS):
         return {}
+    if tp > 1:
+        step = {"float8_tensorwise": 0.75, "float8_blockwise": 0.82}.get(configuration.format)
+        if step is None or configuration.stock or configuration.no_master:
+            return {}
+        # Of eight layers' four gathers half, of the head's and the embedding's all.
+        return {"step": step, "activations": (8 * 4 * 0.502 + 2) / (8 * 4 + 2)}
     if configuration.no_master:
         return {"step": 1.0, "steady": 5.2} if ranks == 2 else {"step": 1.0}
     if configuration.fsdp1:
@@ -97,7 +110,7 @@ def is_ours_on_fsdp2(configuration: Configuration) -> bool:
     return configuration.format not in PEERS and not configuration.fsdp1
 
 
-def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
+def comparisons(results, host, is_tiny: bool, ranks: int, tp: int) -> list[Row]:
     """Each configuration against bf16 and its peer of the same options, or a bound in GB."""
     rows = []
 
@@ -106,12 +119,16 @@ def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
         rows.append(Row(str(configuration), what, measured, reference or None, unit, goal))
 
     for c, result in results.items():
-        bounds = goals(c, is_tiny, ranks)
-        plain = results.get(replace(c, format=PLAIN, reduced=""), result)
+        bounds = goals(c, is_tiny, ranks, tp)
+        plain = results.get(c.of_plain_weights(), result)
         if plain is not result:
             compare(c, "step", result.step_ms, plain.step_ms, "ms", bounds.get("step"))
             compare(c, "all-gather of a layer", result.gathered_mb, plain.gathered_mb, "MB",
                     0.502 if c.format.startswith("float8") else None)
+            if tp > 1:
+                compare(c, "activations gathered", result.activations_mb, plain.activations_mb, "MB",
+                        bounds.get("activations"))
+                compare(c, "peak", result.peak_gb, plain.peak_gb, "GB")
         peer = results.get(replace(c, format=COUNTERPARTS.get(c.format, "")))
         if peer is not None:
             compare(c, "step, of torchao's", result.step_ms, peer.step_ms, "ms")
@@ -122,7 +139,7 @@ def comparisons(results, host, is_tiny: bool, ranks: int) -> list[Row]:
             if what in bounds:
                 compare(c, f"{what} / goal", measured, bounds[what], "GB", 1)
     for c, times in host.items():
-        plain = host.get(replace(c, format=PLAIN, reduced=""), times)
+        plain = host.get(c.of_plain_weights(), times)
         has_goals = is_ours_on_fsdp2(c)
         if plain is not times:
             compare(c, "host, pre_forward of a block", median(times.pre_forward_us),
@@ -137,7 +154,7 @@ def spread(times: list[float]) -> str:
 
 
 def overview(results: dict[Configuration, Result]) -> str:
-    header = ["", "step ms", "tokens/s", "init GB", "steady", "peak", "gather MB", "kernels",
+    header = ["", "step ms", "tokens/s", "init GB", "steady", "peak", "gather MB", "activations MB", "kernels",
               "NCCL", "loss 1", "5", "10", "last 10"]
     rows = []
     for configuration, r in results.items():
@@ -147,7 +164,7 @@ def overview(results: dict[Configuration, Result]) -> str:
         losses = [f"{sum(loss) / len(loss):.4f}" if loss else "" for loss in (
             r.losses[:1], r.losses[4:5], r.losses[9:10], r.losses[-10:])]
         rows.append([configuration, f"{r.step_ms:.2f}", f"{r.tokens_per_second:,.0f}", *memory,
-                     f"{r.gathered_mb:.1f}", *counts, *losses])
+                     f"{r.gathered_mb:.1f}", f"{r.activations_mb:.1f}", *counts, *losses])
     return table(header, rows)
 
 
@@ -174,13 +191,13 @@ def attention(results: dict[Configuration, Result]) -> str:
     return "\n".join(f"attention of {', '.join(who)}: {kernels}" for kernels, who in ran.items())
 
 
-def show(results, host, ranks: int, is_tiny: bool, with_breakdown: bool):
-    where = ", ".join([f"{ranks} ranks", describe(environment()), *(
+def show(results, host, ranks: int, tp: int, is_tiny: bool, with_breakdown: bool):
+    where = ", ".join([f"{ranks} ranks", *([f"tp {tp}"] if tp > 1 else []), describe(environment()), *(
         f"{name} {version}" for name, version in versions().items())])
     parts = [f"qshard training: {where}", overview(results)]
     if with_breakdown:
         parts.append(breakdown(results))
-    rows = [row.cells() for row in comparisons(results, host, is_tiny, ranks)]
+    rows = [row.cells() for row in comparisons(results, host, is_tiny, ranks, tp)]
     parts += [attention(results), host_overview(host), table(Row.HEADER, rows)]
     print("\n" + "\n\n".join(parts), flush=True)
 
