@@ -18,9 +18,9 @@ Step time: median between CUDA events at the ends of steps, after warm-up. Memor
 model is made (whole, on each GPU, then sharded), between steps, and peak of a step; the arithmetic
 beside it is 13 B per quantized parameter (codes 1, master 4, moments 8) and 12 B per plain one, 5
 and 6 B with no_master; 12 B of all with fsdp1. All-gather per layer: what a rank receives of one
-layer's parameters, once. Host times: FSDP's pre_forward of a block and optimizer.step() of four, on
-an idle GPU; the eager configurations take turns. A step includes our flush, and torchao's
-precomputed scales.
+layer's parameters, once. Host times: FSDP's pre_forward of a block, and forward with backward (128
+tokens a sequence) and optimizer.step() of four, on an idle GPU; the eager configurations take turns.
+A step includes our flush, and torchao's precomputed scales.
 
 --tp N: tensor parallelism over N ranks, sequence parallel, with loss_parallel; FSDP2 over the others.
 bf16 takes torch's styles. Activations gathered: bytes that a rank has after the all-gathers of one step
@@ -256,7 +256,9 @@ class HostClock:
 
     def step(self):
         synchronize()
+        started = time.perf_counter_ns()
         self.trainer.forward_backward(0)
+        self.times.forward_backward_ms.append((time.perf_counter_ns() - started) / 1e6)
         synchronize()
         self.start()
         self.trainer.update()

@@ -79,6 +79,7 @@ class Result:
 @dataclass
 class HostTimes:
     pre_forward_us: list[float] = field(default_factory=list)
+    forward_backward_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
 
 
@@ -144,6 +145,8 @@ def comparisons(results, host, is_tiny: bool, ranks: int, tp: int) -> list[Row]:
         if plain is not times:
             compare(c, "host, pre_forward of a block", median(times.pre_forward_us),
                     median(plain.pre_forward_us), "µs", 1.0 if has_goals else None)
+            compare(c, "host, forward and backward", median(times.forward_backward_ms),
+                    median(plain.forward_backward_ms), "ms")
             compare(c, "host, optimizer.step()", median(times.optimizer_ms),
                     median(plain.optimizer_ms), "ms", 1.15 if has_goals else None)
     return rows
@@ -169,8 +172,10 @@ def overview(results: dict[Configuration, Result]) -> str:
 
 
 def host_overview(host: dict[Configuration, HostTimes]) -> str:
-    return table(["host, median (minimum)", "pre_forward µs", "optimizer.step() ms"],
-                 [[c, spread(t.pre_forward_us), spread(t.optimizer_ms)] for c, t in host.items()])
+    header = ["host, median (minimum)", "pre_forward µs", "forward, backward ms", "optimizer.step() ms"]
+    rows = [[c, *map(spread, (t.pre_forward_us, t.forward_backward_ms, t.optimizer_ms))]
+            for c, t in host.items()]
+    return table(header, rows)
 
 
 def breakdown(results: dict[Configuration, Result]) -> str:

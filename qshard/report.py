@@ -112,8 +112,8 @@ def report(
         if id(param) in flattened:
             continue
         local = local_of(param)
-        ranks = _sharding_ranks(param)
-        padded = -(-param.shape[0] // ranks) * param.shape[1:].numel() if param.dim() else 0
+        ranks, shape = _cut_by_fsdp(param)
+        padded = -(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 0
         if is_quantized(local):
             planes = ops._storage_bytes(local)
             image, master, grid, pending = (
@@ -188,17 +188,24 @@ def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
         )
 
 
-def _sharding_ranks(param) -> int:
+def _cut_by_fsdp(param) -> tuple[int, list[int]]:
+    """The ranks over which FSDP2 cut rows, and the shape that it cut: what tensor parallelism leaves the
+    rank with most."""
+    ranks, shape = 1, list(param.shape)
     if not isinstance(param, DTensor):
-        return 1
-    # What FSDP2 cut; of a tensor that tensor parallelism cut by rows before, torch says so.
+        return ranks, shape
     local = param._local_tensor
     tensor = ops._tensor_groups(local) if is_quantized(local) else ()
     is_tensor = in_groups(group_names(param.device_mesh), tensor)
     placements = list(zip(is_tensor, param.device_mesh.shape, param.placements))
-    strided = [size for _, size, placement in placements if is_strided(placement)]
-    cut = [size for other, size, p in placements if p.is_shard(0) and not other]
-    return math.prod(strided or cut)
+    # Of a tensor that tensor parallelism cut by rows before FSDP2, torch says so.
+    has_strided = any(is_strided(placement) for _, _, placement in placements)
+    for other, size, placement in placements:
+        if is_strided(placement) or not has_strided and placement.is_shard(0) and not other:
+            ranks *= size
+        elif placement.is_shard():
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return ranks, shape
 
 
 def backend_report() -> str:
