@@ -1,6 +1,6 @@
 """Gradients in few bits on the wire: the kernels, what training steps gain, and what blocks cost.
 
-    python bench/gradients.py kernels                      # one GPU
+    python bench/gradients.py kernels [float8 mxfp8 nvfp4] # one GPU
     python bench/gradients.py blocks                       # CPU: errors of small parameters
     torchrun --nproc-per-node 2 bench/gradients.py steps   # a table of steps, with bytes sent
     torchrun --nproc-per-node 2 bench/gradients.py losses  # a small model, trained to the end
@@ -91,13 +91,13 @@ def kernels(args):
             yield share(f"sum {format}", shape, n * (ranks * m + v), summed, goal)
 
     results.add("copy", copy)
-    for format in MESSAGE_BYTES:
+    for format in args.configurations or MESSAGE_BYTES:
         for dtype in (torch.bfloat16, torch.float32):
             for ranks, ragged in ((2, False), (8, False), (2, True)):
                 results.add(f"{format} {dtype} {ranks}",
                             lambda: both(format, dtype, ranks, ragged, "nearest"))
-        results.add(f"{format} stochastic",
-                    lambda: both(format, torch.bfloat16, 2, False, "stochastic"))
+            results.add(f"{format} {dtype} stochastic",
+                        lambda: both(format, dtype, 2, False, "stochastic"))
     results.save(args.json)
     results.print()
 
@@ -272,7 +272,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("kernels", "steps", "losses", "blocks"))
     parser.add_argument("configurations", nargs="*",
-                        help="of steps: as train_fsdp.py's; of losses: the weights' format")
+                        help="of kernels: formats; of steps: as train_fsdp.py's; "
+                        "of losses: the weights' format")
     parser.add_argument("--over", choices=("nccl", "tcp"), default="nccl")
     parser.add_argument("--steps", type=int, help="25; of losses 1000")
     parser.add_argument("--seeds", type=int, default=3, help="of losses")

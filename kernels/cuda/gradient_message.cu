@@ -1,10 +1,5 @@
-// Messages of gradients: a CUDA block makes or sums one tile of one message, in one pass.
-#include <cuda_runtime.h>
-
-#include "kernels/cuda/gradient_message_kernels.h"
-#include "kernels/cuda/row_scaled_tile.cuh"
-#include "kernels/cuda/stochastic_codes.cuh"
-#include "kernels/cuda/unaligned_vectors.cuh"
+// Messages of gradients in FP8: a CUDA block makes or sums one tile of one message, in one pass.
+#include "kernels/cuda/gradient_message.cuh"
 
 namespace qshard::cuda {
 namespace {
@@ -13,11 +8,10 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kSpansAtOnce = 8;  // of codes under way together
 
-/// A format's types.
-template <typename CodeType, RowScale kScale, int kValues>
+/// A format: FP8 with E8M0 scales of kValues values.
+template <int kValues>
 struct MessageKind {
-  using Code = CodeType;
-  static constexpr RowScale kBlockScale = kScale;
+  using Code = E4M3;
   static constexpr int kBlock = kValues;
   static constexpr int kBlocks = kMessageTile / kBlock;  // of a tile
 };
@@ -33,25 +27,6 @@ struct TileOf {
   }
 };
 
-struct EncodeArguments {
-  const void* values;
-  int64_t numel;
-  int64_t chunk;  // values of a message
-  uint8_t* messages;
-  int64_t bytes;  // of a message
-  int64_t scale_offset;
-  int64_t tile_scale_offset;
-  int64_t padded_codes;  // codes of a message, padding included
-  int64_t scale_bytes;
-  const int32_t* rounding;
-  int64_t first_word;
-};
-
-__device__ __forceinline__ int clamp_to_tile(int64_t count) {
-  return static_cast<int>(
-      max(static_cast<int64_t>(0), min(count, static_cast<int64_t>(kMessageTile))));
-}
-
 /// This thread's vectors of a tile that begins at `tile` and has `count` values of the tensor;
 /// zeros after them.
 template <typename Value, int kVectors>
@@ -66,25 +41,8 @@ __device__ __forceinline__ void load_tile(const EncodeArguments& task,
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const auto* from = tile + Tile::offset(v);
-    const int left = count - Tile::offset(v);
-    if (left <= 0) {
-      x[v] = {};
-    } else if (can_load_shifted(task.values, 1, task.numel, from, from)) {
-      x[v] = load_shifted<Value>(from, left);
-    } else {
-      x[v] = load_some<Value>(from, left);
-    }
+    x[v] = load_ragged<Value>(task, tile + Tile::offset(v), count - Tile::offset(v));
   }
-}
-
-/// fp32 bits of a vector's largest magnitude.
-template <typename Value>
-__device__ __forceinline__ uint32_t amax_of(const Vector<Value>& x) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) largest = Value::max(largest, Value::magnitudes(x.word[i]));
-  return Value::amax_bits(largest);
 }
 
 /// Writes this thread's codes of a tile: scale_of(v) is what vector v is multiplied by.
@@ -120,7 +78,6 @@ __global__ void __launch_bounds__(kThreads, kStochastic ? 1 : 6)
   constexpr int kBlock = Kind::kBlock;
   constexpr int kBlocks = Kind::kBlocks;
   constexpr int kLanes = kBlock / Tile::kSize;  // that hold a block
-  constexpr bool kHasTileScale = Kind::kBlockScale == RowScale::kE4M3;
   __shared__ alignas(16) uint8_t scale_bytes[kBlocks];
 
   const int thread = static_cast<int>(threadIdx.x);
@@ -135,123 +92,21 @@ __global__ void __launch_bounds__(kThreads, kStochastic ? 1 : 6)
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) amax[v] = max_over_lanes<kLanes>(amax_of(x[v]));
 
-  if constexpr (!kHasTileScale) {
-    float scale[kVectors];
+  float scale[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const BlockScale of_block = message_scale(Kind::kBlockScale, amax[v], 1.f);
-      scale[v] = of_block.encode;
-      if (thread % kLanes == 0) scale_bytes[Tile::offset(v) / kBlock] = of_block.byte;
-    }
-    write_codes<Code, kStochastic>(task, begin, x, message, [&](int v) { return scale[v]; });
-    __syncthreads();
-  } else {
-    static_assert(kBlocks == kThreads);
-    __shared__ uint32_t block_amax[kBlocks];
-    __shared__ uint32_t warp_amax[kWarps];
-    __shared__ float encode_scale[kBlocks];
-    uint32_t largest = 0;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (thread % kLanes == 0) block_amax[Tile::offset(v) / kBlock] = amax[v];
-      if (amax[v] < kInfBits) largest = max(largest, amax[v]);
-    }
-    largest = max_over_lanes<32>(largest);
-    if (thread % 32 == 0) warp_amax[thread / 32] = largest;
-    __syncthreads();
-    largest = 0;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) largest = max(largest, warp_amax[i]);
-    const float scale_inv = nvfp4_tensor_scale_inv(__uint_as_float(largest));
-    const BlockScale of_block =
-        message_scale(Kind::kBlockScale, block_amax[thread], nvfp4_tensor_scale(scale_inv));
-    scale_bytes[thread] = of_block.byte;
-    encode_scale[thread] = of_block.encode;
-    // The last tile's scale, and zeros up to the message's end.
-    auto* tile_scales = reinterpret_cast<float*>(message + task.tile_scale_offset);
-    const auto tile_scale_bytes = static_cast<int>(task.bytes - task.tile_scale_offset);
-    const auto last = blockIdx.x + 1 == gridDim.x ? tile_scale_bytes / 4 : blockIdx.x + 1;
-    if (blockIdx.x + thread < last) {
-      tile_scales[blockIdx.x + thread] = thread == 0 ? scale_inv : 0.f;
-    }
-    __syncthreads();
-    write_codes<Code, kStochastic>(task, begin, x, message,
-                                   [&](int v) { return encode_scale[Tile::offset(v) / kBlock]; });
+  for (int v = 0; v < kVectors; ++v) {
+    const BlockScale of_block = message_scale(RowScale::kE8M0, amax[v], 1.f);
+    scale[v] = of_block.encode;
+    if (thread % kLanes == 0) scale_bytes[Tile::offset(v) / kBlock] = of_block.byte;
   }
+  write_codes<Code, kStochastic>(task, begin, x, message, [&](int v) { return scale[v]; });
+  __syncthreads();
 
-  const int64_t scale = static_cast<int64_t>(blockIdx.x) * kBlocks + thread * 16;
-  if (thread < kBlocks / 16 && scale < task.scale_bytes) {
-    store_bytes(message + task.scale_offset + scale,
+  const int64_t first_scale = static_cast<int64_t>(blockIdx.x) * kBlocks + thread * 16;
+  if (thread < kBlocks / 16 && first_scale < task.scale_bytes) {
+    store_bytes(message + task.scale_offset + first_scale,
                 reinterpret_cast<const uint4*>(scale_bytes)[thread]);
   }
-}
-
-struct SumArguments {
-  const uint8_t* messages;
-  int64_t bytes;  // of a message
-  int64_t scale_offset;
-  int64_t tile_scale_offset;
-  int64_t padded_codes;
-  int64_t chunk;  // values of a message
-  int peers;
-  float factor;
-  void* values;
-  int64_t numel;
-};
-
-/// A vector of values, rounded; NaN is canonical.
-template <typename Value>
-__device__ __forceinline__ uint4 round_values(const float (&x)[Vector<Value>::kSize]) {
-  if constexpr (Value::kPerWord == 1) {
-    return make_uint4(Value::store(canonical_nan(x[0])), Value::store(canonical_nan(x[1])),
-                      Value::store(canonical_nan(x[2])), Value::store(canonical_nan(x[3])));
-  } else {
-    bool has_nan = false;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) has_nan |= x[i] != x[i];
-    if (!has_nan) {
-      return make_uint4(store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]),
-                        store2(Value{}, x[4], x[5]), store2(Value{}, x[6], x[7]));
-    }
-    const auto pair = [&](int i) {
-      return Value::store(canonical_nan(x[i])) |
-             static_cast<uint32_t>(Value::store(canonical_nan(x[i + 1]))) << 16;
-    };
-    return make_uint4(pair(0), pair(2), pair(4), pair(6));
-  }
-}
-
-/// Writes the first `count` values of a vector.
-template <typename Value>
-__device__ __forceinline__ void write_values(typename Value::Raw* to, int count, uint4 bits) {
-  constexpr int kSize = Vector<Value>::kSize;
-  if (count >= kSize && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    store_bytes(to, bits);
-    return;
-  }
-  typename Value::Raw values[kSize];
-  memcpy(values, &bits, sizeof bits);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (i < count) to[i] = values[i];
-  }
-}
-
-/// Vectors that follow one another in each lane, and then from lane to lane, become vectors that
-/// follow one another over the lanes, so that a warp's stores do: vector i of lane l is that of
-/// place 32 * i + l.
-template <int kCount>
-__device__ __forceinline__ void transpose_over_lanes(uint4 (&vectors)[kCount]) {
-  __shared__ uint4 staged[kWarps][32 * kCount];
-  auto& of_warp = staged[threadIdx.x / 32];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const auto place = [](int i) { return i ^ ((i >> 3) & 3); };  // no two lanes in one bank
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) of_warp[place(lane * kCount + i)] = vectors[i];
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) vectors[i] = of_warp[place(i * 32 + lane)];
 }
 
 /// Codes that a thread of the sum has at a time, 8 bytes of one block, and their values as vectors.
@@ -305,11 +160,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int first = 0; first < task.peers; first += kPeersAtOnce) {
     uint2 codes[kPeersAtOnce][kSpans];
     uint8_t scales[kPeersAtOnce][kSpans];
-    float tile_scale_inv[kPeersAtOnce];
     const uint8_t* from = message;
 #pragma unroll
     for (int p = 0; p < kPeersAtOnce; ++p, from += task.bytes) {
-      tile_scale_inv[p] = 1.f;
       if (first + p >= task.peers) continue;
 #pragma unroll
       for (int v = 0; v < kSpans; ++v) {
@@ -320,17 +173,13 @@ __global__ void __launch_bounds__(kThreads)
         codes[p][v] = __ldg(reinterpret_cast<const uint2*>(from + at / kCodesPerByte<Code>));
         scales[p][v] = __ldg(from + task.scale_offset + at / Kind::kBlock);
       }
-      if constexpr (Kind::kBlockScale == RowScale::kE4M3) {
-        tile_scale_inv[p] =
-            __ldg(reinterpret_cast<const float*>(from + task.tile_scale_offset) + blockIdx.x);
-      }
     }
 #pragma unroll
     for (int p = 0; p < kPeersAtOnce; ++p) {
       if (first + p >= task.peers) continue;
 #pragma unroll
       for (int v = 0; v < kSpans; ++v) {
-        const float scale_inv = block_scale_inv(Kind::kBlockScale, scales[p][v], tile_scale_inv[p]);
+        const float scale_inv = e8m0_to_float(scales[p][v]);
 #pragma unroll
         for (int part = 0; part < Span::kParts; ++part) {
           float x[Span::kPart];
@@ -358,7 +207,7 @@ __global__ void __launch_bounds__(kThreads)
       for (float& x : sum) x = __fmul_rn(x, task.factor);
       rounded[part] = round_values<Value>(sum);
     }
-    if constexpr (Span::kParts > 1) transpose_over_lanes(rounded);
+    if constexpr (Span::kParts > 1) transpose_over_lanes<kWarps>(rounded);
 #pragma unroll
     for (int part = 0; part < Span::kParts; ++part) {
       const int at = Span::transposed_offset(v, part);
@@ -375,42 +224,21 @@ cudaError_t with_types(const MessageFormat& format, DType value_dtype, const Run
   };
   switch (format.block) {
     case 128:
-      return with_kind(MessageKind<E4M3, RowScale::kE8M0, 128>{});
+      return with_kind(MessageKind<128>{});
     case 32:
-      return with_kind(MessageKind<E4M3, RowScale::kE8M0, 32>{});
-    case 16:
-      return with_kind(MessageKind<E2M1, RowScale::kE4M3, 16>{});
+      return with_kind(MessageKind<32>{});
     default:
       return cudaErrorInvalidValue;
   }
 }
 
-dim3 grid_of(const MessageLayout& layout, int64_t chunks) {
-  return {static_cast<unsigned>(layout.tiles()), static_cast<unsigned>(chunks)};
-}
-
-int64_t padded_codes(const MessageLayout& layout) {
-  return layout.scale_offset() * 8 / layout.format->code_bits;
-}
-
 }  // namespace
 
 cudaError_t launch_encode_messages(const EncodeMessagesTask& task, cudaStream_t stream) {
-  const MessageLayout& layout = task.layout;
-  EncodeArguments arguments;
-  arguments.values = task.values;
-  arguments.numel = task.numel;
-  arguments.chunk = layout.numel;
-  arguments.messages = task.messages;
-  arguments.bytes = layout.bytes();
-  arguments.scale_offset = layout.scale_offset();
-  arguments.tile_scale_offset = layout.tile_scale_offset();
-  arguments.padded_codes = padded_codes(layout);
-  arguments.scale_bytes = layout.scale_bytes();
-  arguments.rounding = task.rounding;
-  arguments.first_word = task.first_word;
-  const dim3 grid = grid_of(layout, task.chunks);
-  return with_types(*layout.format, task.value_dtype, [&](auto kind, auto value) {
+  if (task.layout.has_tile_scales()) return launch_encode_nvfp4_messages(task, stream);
+  const EncodeArguments arguments = arguments_of(task);
+  const dim3 grid = grid_of(task.layout, task.chunks);
+  return with_types(*task.layout.format, task.value_dtype, [&](auto kind, auto value) {
     using Kind = decltype(kind);
     using Value = decltype(value);
     if (task.rounding == nullptr) {
@@ -423,20 +251,10 @@ cudaError_t launch_encode_messages(const EncodeMessagesTask& task, cudaStream_t 
 }
 
 cudaError_t launch_sum_messages(const SumMessagesTask& task, cudaStream_t stream) {
-  const MessageLayout& layout = task.layout;
-  SumArguments arguments;
-  arguments.messages = task.messages;
-  arguments.bytes = layout.bytes();
-  arguments.scale_offset = layout.scale_offset();
-  arguments.tile_scale_offset = layout.tile_scale_offset();
-  arguments.padded_codes = padded_codes(layout);
-  arguments.chunk = layout.numel;
-  arguments.peers = static_cast<int>(task.peers);
-  arguments.factor = task.factor;
-  arguments.values = task.values;
-  arguments.numel = task.numel;
-  const dim3 grid = grid_of(layout, task.chunks);
-  return with_types(*layout.format, task.value_dtype, [&](auto kind, auto value) {
+  if (task.layout.has_tile_scales()) return launch_sum_nvfp4_messages(task, stream);
+  const SumArguments arguments = arguments_of(task);
+  const dim3 grid = grid_of(task.layout, task.chunks);
+  return with_types(*task.layout.format, task.value_dtype, [&](auto kind, auto value) {
     sum_gradients<decltype(kind), decltype(value)><<<grid, kThreads, 0, stream>>>(arguments);
     return cudaGetLastError();
   });

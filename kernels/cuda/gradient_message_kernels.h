@@ -10,4 +10,8 @@ namespace qshard::cuda {
 cudaError_t launch_encode_messages(const EncodeMessagesTask& task, cudaStream_t stream);
 cudaError_t launch_sum_messages(const SumMessagesTask& task, cudaStream_t stream);
 
+/// Of messages with tile scales: the launchers above call them.
+cudaError_t launch_encode_nvfp4_messages(const EncodeMessagesTask& task, cudaStream_t stream);
+cudaError_t launch_sum_nvfp4_messages(const SumMessagesTask& task, cudaStream_t stream);
+
 }  // namespace qshard::cuda

@@ -1,0 +1,341 @@
+// Messages of gradients in NVFP4: a CUDA block makes or sums one tile of one message, in one pass.
+//
+// At two values to the byte arithmetic is the limit, not memory. So a thread has whole blocks of 16
+// values: their amax and scale need no other lane, each is found once, and what is per thread is
+// shared by 32 values. Arithmetic is that of kernels/nvfp4_message.h, without branches and
+// divisions; tiles and blocks out of its range take the general way.
+#include "kernels/cuda/gradient_message.cuh"
+#include "kernels/nvfp4_message.h"
+
+namespace qshard::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBlock = 16;                                 // values that share a scale
+constexpr int kBlocks = kMessageTile / kBlock / kThreads;  // of a thread
+static_assert(kBlocks == 2);
+
+/// Block b of this thread, counted from the tile's first.
+__device__ __forceinline__ int block_of_tile(int b) {
+  return b * kThreads + static_cast<int>(threadIdx.x);
+}
+
+template <typename Value>
+struct BlockValues {
+  static constexpr int kSize = Vector<Value>::kSize;
+  static constexpr int kVectors = kBlock / kSize;
+  Vector<Value> vector[kVectors];
+
+  __device__ float value(int i) const {
+    return Value::load(vector[i / kSize].word_of(i % kSize), i % Value::kPerWord);
+  }
+};
+
+/// This thread's blocks of a tile that begins at `tile` and has `count` values of the tensor; zeros
+/// after them.
+template <typename Value>
+__device__ __forceinline__ void load_blocks(const EncodeArguments& task,
+                                            const typename Value::Raw* tile, int count,
+                                            BlockValues<Value> (&x)[kBlocks]) {
+  using Values = BlockValues<Value>;
+  const bool is_whole = count == kMessageTile && reinterpret_cast<uintptr_t>(tile) % 16 == 0;
+  const auto load = [&](const auto& load_one) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+      for (int v = 0; v < Values::kVectors; ++v) {
+        x[b].vector[v] = load_one(block_of_tile(b) * kBlock + v * Values::kSize);
+      }
+    }
+  };
+  if (is_whole) {
+    load([&](int at) { return load_vector<Value>(tile + at); });
+  } else {
+    load([&](int at) { return load_ragged<Value>(task, tile + at, count - at); });
+  }
+}
+
+template <typename Value>
+__device__ __forceinline__ uint32_t amax_of_block(const BlockValues<Value>& x) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (const Vector<Value>& v : x.vector) {
+#pragma unroll
+    for (const uint32_t word : v.word) largest = Value::max(largest, Value::magnitudes(word));
+  }
+  return Value::amax_bits(largest);
+}
+
+/// message_scale of a block in a tile that is_ordinary_tile().
+__device__ __forceinline__ BlockScale ordinary_block_scale(uint32_t amax,
+                                                           const Nvfp4TileScales& tile) {
+  const bool is_special = amax - 1 >= kInfBits - 1;  // zero, or not finite
+  const auto byte = static_cast<uint8_t>(
+      unsigned_nan_pair<E4M3>(__fmul_rn(__uint_as_float(amax), tile.amax_factor), 0.f) & 0x7fu);
+  const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(byte, __NV_E4M3);
+  const float value = __half2float(__low2half(__half2(halves)));
+  const float scale = divide_by_few_bits(tile.scale, value, approximate_inverse(value));
+  if (is_special) return {static_cast<uint8_t>(amax == 0 ? 0x38 : kE4M3NaN), 1.f};
+  return {byte, byte == 0 ? 0.f : scale};
+}
+
+/// Codes of a block whose largest product is below 7, in two words. `random` is its words, or null.
+template <bool kStochastic, typename Value>
+__device__ __forceinline__ uint2 ordinary_codes(const BlockValues<Value>& x, float scale,
+                                                const uint32_t* random) {
+  uint32_t words[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t codes = 0, signs = 0;
+#pragma unroll
+    for (int i = 8 * half + 7; i >= 8 * half; --i) {
+      const float value = x.value(i);
+      const float magnitude = __fmul_rn(fabsf(value), scale);
+      if constexpr (kStochastic) {
+        codes = __funnelshift_l(high_e2m1_stochastic(magnitude, random[i]), codes, 4);
+      } else {
+        codes = codes * 16 + biased_e2m1(magnitude);
+      }
+      signs = __funnelshift_l(__float_as_uint(value), signs, 4);
+    }
+    // What the biases have come to, modulo 2^32: those of all but the first two are shifted out.
+    if constexpr (!kStochastic) codes -= kE2M1Bias + kE2M1Bias * 16;
+    words[half] = codes | (signs & 0x88888888u);
+  }
+  return make_uint2(words[0], words[1]);
+}
+
+/// Codes of any block.
+template <bool kStochastic, typename Value>
+__device__ __forceinline__ uint2 general_codes(const BlockValues<Value>& x, float scale,
+                                               const uint32_t* random) {
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    const Vector<Value>& v = x.vector[i / Vector<Value>::kSize];
+    const int at = i % Vector<Value>::kSize;
+    uint32_t code;
+    if constexpr (kStochastic) {
+      code = encode_stochastic<E2M1>(v, at, scale, random[i]);
+    } else {
+      const uint32_t sign = Value::sign_of_code(v.word_of(at), at % Value::kPerWord);
+      code = (encode_e2m1(scaled(v, at, scale)) & 7u) | (sign >> 4);
+    }
+    words[i / 8] |= code << (4 * i % 32);
+  }
+  return make_uint2(words[0], words[1]);
+}
+
+template <typename Value, bool kStochastic>
+__global__ void __launch_bounds__(kThreads)
+    quantize_nvfp4_gradients(const __grid_constant__ EncodeArguments task) {
+  __shared__ uint32_t warp_amax[kWarps];
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kMessageTile;
+  const int64_t first = blockIdx.y * task.chunk + begin;
+  const auto* tile = static_cast<const typename Value::Raw*>(task.values) + first;
+  BlockValues<Value> x[kBlocks];
+  load_blocks<Value>(task, tile, clamp_to_tile(min(task.numel - first, task.chunk - begin)), x);
+  uint8_t* message = task.messages + blockIdx.y * task.bytes;
+
+  uint32_t amax[kBlocks];
+  uint32_t largest = 0;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    amax[b] = amax_of_block(x[b]);
+    if (amax[b] < kInfBits) largest = max(largest, amax[b]);
+  }
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  if (thread % 32 == 0) warp_amax[thread / 32] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) largest = max(largest, warp_amax[i]);
+
+  const bool is_ordinary = is_ordinary_tile(largest);
+  Nvfp4TileScales scales;
+  if (is_ordinary) {
+    scales = ordinary_tile_scales(largest);
+  } else {
+    scales.scale_inv = nvfp4_tensor_scale_inv(__uint_as_float(largest));
+    scales.scale = nvfp4_tensor_scale(scales.scale_inv);
+    scales.amax_factor = 0.f;
+  }
+  const bool is_last = blockIdx.x + 1 == gridDim.x;
+  // The tile's scale, and zeros from the last one's to the message's end.
+  auto* tile_scales = reinterpret_cast<float*>(message + task.tile_scale_offset);
+  const auto tile_scale_bytes = static_cast<uint32_t>(task.bytes - task.tile_scale_offset);
+  if (thread == 0 || (is_last && blockIdx.x + thread < tile_scale_bytes / 4)) {
+    tile_scales[blockIdx.x + thread] = thread == 0 ? scales.scale_inv : 0.f;
+  }
+
+  uint8_t* codes = message + begin / 2;
+  uint8_t* scale_bytes = message + task.scale_offset + begin / kBlock;
+  // Only the last tile may have fewer: 32 bits are enough for what it has.
+  const int padded_codes = is_last ? static_cast<int>(task.padded_codes - begin) : kMessageTile;
+  const int padded_scales =
+      is_last ? static_cast<int>(task.scale_bytes - begin / kBlock) : kMessageTile / kBlock;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const int block = block_of_tile(b);
+    const BlockScale scale = is_ordinary ? ordinary_block_scale(amax[b], scales)
+                                         : message_scale(RowScale::kE4M3, amax[b], scales.scale);
+    if (block < padded_scales) scale_bytes[block] = scale.byte;
+    if (block * kBlock >= padded_codes) continue;
+    uint32_t random[kStochastic ? kBlock : 4];
+    if constexpr (kStochastic) {
+      const RandomWords words(task.rounding);
+      const int64_t at = task.first_word + blockIdx.y * ((task.chunk + 3) / 4 * 4) + begin;
+#pragma unroll
+      for (int i = 0; i < kBlock; i += 4) {
+        uint32_t four[4];
+        words.get_aligned(at + block * kBlock + i, four);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) random[i + j] = four[j];
+      }
+    }
+    // So is each of the block's products. NaN and infinity are not.
+    const bool is_small = __fmul_rn(__uint_as_float(amax[b]), scale.encode) < 7.f;
+    const uint2 of_block = is_small ? ordinary_codes<kStochastic>(x[b], scale.encode, random)
+                                    : general_codes<kStochastic>(x[b], scale.encode, random);
+    store_bytes(codes + block * (kBlock / 2), of_block);
+  }
+}
+
+constexpr int kPeersAtOnce = 4;  // whose codes are under way together
+
+/// Adds the values of a word of codes with an exact product.
+__device__ __forceinline__ void add_exact(uint32_t codes, float scale_inv, float* total) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  const float scale = __fmul_rn(scale_inv, 0x1p6f);
+  const auto add = [&](uint32_t four, int first) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const auto pair = static_cast<__nv_fp8x2_storage_t>(four >> (8 * i));
+      const float2 x = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+      total[2 * i + first] = __fmaf_rn(x.x, scale, total[2 * i + first]);
+      total[2 * i + 2 + first] = __fmaf_rn(x.y, scale, total[2 * i + 2 + first]);
+    }
+  };
+  add(e2m1_as_e4m3<0>(codes), 0);
+  add(e2m1_as_e4m3<1>(codes), 1);
+#else
+  float x[8];
+  decode_codes<E2M1, BFloat16>(codes, x);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) total[i] = __fmaf_rn(x[i], scale_inv, total[i]);
+#endif
+}
+
+__device__ __forceinline__ void add_rounded(uint32_t codes, float scale_inv, float* total) {
+  float x[8];
+  decode_codes<E2M1, BFloat16>(codes, x);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) total[i] = __fadd_rn(total[i], __fmul_rn(x[i], scale_inv));
+}
+
+// The minimum of blocks is what keeps enough codes under way.
+template <typename Value>
+__global__ void __launch_bounds__(kThreads, 7)
+    sum_nvfp4_gradients(const __grid_constant__ SumArguments task) {
+  constexpr int kValues = kMessageTile / kThreads;  // of a thread, one after another
+  static_assert(kValues == 2 * kBlock);             // 16 bytes of codes, two scales
+  constexpr int kSize = Vector<Value>::kSize;
+  const int at = static_cast<int>(threadIdx.x) * kValues;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kMessageTile;
+  const uint8_t* message = task.messages + blockIdx.y * (task.peers * task.bytes);
+  const uint8_t* codes_from = message + (begin + at) / 2;
+  const uint8_t* scales_from = message + task.scale_offset + (begin + at) / kBlock;
+  const uint8_t* tile_from =
+      message + task.tile_scale_offset + 4 * static_cast<int64_t>(blockIdx.x);
+  const bool has_codes = begin + at < task.padded_codes;
+
+  float total[kValues];
+#pragma unroll
+  for (float& x : total) x = -0.f;  // x + -0 is x, of zeros too
+#pragma unroll 1
+  for (int first = 0; first < task.peers; first += kPeersAtOnce) {
+    uint4 codes[kPeersAtOnce];
+    uint16_t scales[kPeersAtOnce];
+    float tile_scale_inv[kPeersAtOnce];
+#pragma unroll
+    for (int p = 0; p < kPeersAtOnce; ++p) {
+      codes[p] = {};
+      scales[p] = 0;
+      tile_scale_inv[p] = 0.f;
+      if (first + p < task.peers) {
+        if (has_codes) {
+          codes[p] = __ldg(reinterpret_cast<const uint4*>(codes_from));
+          scales[p] = __ldg(reinterpret_cast<const uint16_t*>(scales_from));
+        }
+        tile_scale_inv[p] = __ldg(reinterpret_cast<const float*>(tile_from));
+      }
+      codes_from += task.bytes;
+      scales_from += task.bytes;
+      tile_from += task.bytes;
+    }
+#pragma unroll
+    for (int p = 0; p < kPeersAtOnce; ++p) {
+      if (first + p >= task.peers) break;
+      const float2 bytes =
+          __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(scales[p], __NV_E4M3)));
+      const float scale_inv[2] = {__fmul_rn(bytes.x, tile_scale_inv[p]),
+                                  __fmul_rn(bytes.y, tile_scale_inv[p])};
+      const uint32_t words[4] = {codes[p].x, codes[p].y, codes[p].z, codes[p].w};
+      if (has_exact_products(tile_scale_inv[p])) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) add_exact(words[i], scale_inv[i / 2], total + 8 * i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) add_rounded(words[i], scale_inv[i / 2], total + 8 * i);
+      }
+    }
+  }
+
+  const int64_t first = blockIdx.y * task.chunk + begin;
+  const int count = clamp_to_tile(min(task.numel - first, task.chunk - begin));
+  auto* values = static_cast<typename Value::Raw*>(task.values) + first;
+  uint4 rounded[kValues / kSize];
+#pragma unroll
+  for (int v = 0; v < kValues / kSize; ++v) {
+    float sum[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sum[i] = __fmul_rn(total[v * kSize + i], task.factor);
+    rounded[v] = round_values<Value>(sum);
+  }
+  transpose_over_lanes<kWarps>(rounded);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int of_warp = at - lane * kValues + lane * kSize;
+#pragma unroll
+  for (int v = 0; v < kValues / kSize; ++v) {
+    const int to = of_warp + v * 32 * kSize;
+    write_values<Value>(values + to, count - to, rounded[v]);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_encode_nvfp4_messages(const EncodeMessagesTask& task, cudaStream_t stream) {
+  const EncodeArguments arguments = arguments_of(task);
+  const dim3 grid = grid_of(task.layout, task.chunks);
+  return with_value_type(task.value_dtype, [&](auto value) {
+    using Value = decltype(value);
+    if (task.rounding == nullptr) {
+      quantize_nvfp4_gradients<Value, false><<<grid, kThreads, 0, stream>>>(arguments);
+    } else {
+      quantize_nvfp4_gradients<Value, true><<<grid, kThreads, 0, stream>>>(arguments);
+    }
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_sum_nvfp4_messages(const SumMessagesTask& task, cudaStream_t stream) {
+  const SumArguments arguments = arguments_of(task);
+  const dim3 grid = grid_of(task.layout, task.chunks);
+  return with_value_type(task.value_dtype, [&](auto value) {
+    sum_nvfp4_gradients<decltype(value)><<<grid, kThreads, 0, stream>>>(arguments);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace qshard::cuda
