@@ -10,7 +10,7 @@
 namespace qshard::testing {
 namespace {
 
-// One binade shows all: fp32's rounding does not depend on the exponent. Another at each end.
+// In one binade, as fp32's rounding does not depend on the exponent, and at each end.
 std::vector<uint32_t> ordinary_amaxes(uint32_t step) {
   std::vector<uint32_t> found;
   for (const uint32_t exponent : {127u - 60, 127u, 127u + 59}) {
@@ -21,14 +21,16 @@ std::vector<uint32_t> ordinary_amaxes(uint32_t step) {
 }
 
 TEST(Nvfp4Message, TileScalesAreTheDivisions) {
-  for (const uint32_t amax : ordinary_amaxes(1)) {
+  const auto check = [](uint32_t amax) {
     ASSERT_TRUE(is_ordinary_tile(amax));
     const Nvfp4TileScales of = ordinary_tile_scales(amax);
     const float scale_inv = nvfp4_tensor_scale_inv(bits_float(amax));
     ASSERT_EQ(of.scale_inv, scale_inv) << amax;
     ASSERT_EQ(of.scale, nvfp4_tensor_scale(scale_inv)) << amax;
     ASSERT_EQ(of.amax_factor, nvfp4_amax_factor(of.scale)) << amax;
-  }
+  };
+  for (uint32_t mantissa = 0; mantissa <= kMantissaMask; ++mantissa) check(127u << 23 | mantissa);
+  for (const uint32_t amax : ordinary_amaxes(61)) check(amax);
 }
 
 TEST(Nvfp4Message, OrdinaryTilesEnd) {
