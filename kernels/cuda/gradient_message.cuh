@@ -108,7 +108,7 @@ __device__ __forceinline__ void transpose_over_lanes(uint4 (&vectors)[kCount]) {
   __shared__ uint4 staged[kWarps][32 * kCount];
   auto& of_warp = staged[threadIdx.x / 32];
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const auto place = [](int i) { return i ^ ((i >> 3) & 3); };  // no two lanes in one bank
+  const auto place = [](int i) { return i ^ ((i >> 3) & 7); };  // no two lanes in one bank
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < kCount; ++i) of_warp[place(lane * kCount + i)] = vectors[i];
