@@ -160,21 +160,22 @@ def check_gathers(model):
         if not unit.gathers_codes:
             continue
         numel = unit.shard_numel * unit.handle.world_size
-        stock, out = (torch.zeros(numel, device=device()) for _ in range(2))
-        out = out.bfloat16()
+        dtype = unit.handle._fwd_bwd_param_dtype
+        stock = torch.zeros(numel, device=device())
+        out = torch.zeros(numel, device=device(), dtype=dtype)
         unit.all_gather(unit.handle, out)
         dist.all_gather_into_tensor(stock, unit.local_shard().detach().to(device()), group=unit.group)
-        expected = stock.bfloat16()
+        expected = stock.to(dtype)
         for weight in unit.weights:
             if weight.sends_codes:
-                shown = shown_values(values[id(weight)], weight.dynamic)
+                shown = shown_values(values[id(weight)], weight.dynamic, dtype)
                 expected[weight.start : weight.end] = shown.flatten()
                 checked += 1
         assert torch.equal(out, expected), "gathered values"
     return checked
 
 
-def shown_values(value, dynamic):
-    """bf16 values of a whole weight's codes, with the scales in use."""
+def shown_values(value, dynamic, dtype=torch.bfloat16):
+    """What a whole weight's codes stand for, with the scales in use."""
     whole = torch.ops.qshard._quantize_for_uses(value, dynamic.format, dynamic.state)
-    return torch.ops.qshard.dequantize(whole, dtype=torch.bfloat16)
+    return torch.ops.qshard.dequantize(whole, dtype=dtype)

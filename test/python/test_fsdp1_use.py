@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    MixedPrecision,
     StateDictType,
 )
 
@@ -119,6 +120,48 @@ def run_option(format, option, use_orig_params):
 @on_worlds(2, devices=("cpu",))
 def test_when_units_are_gathered_changes_nothing(world, format, option, use_orig_params):
     world.run(run_option, format, option, use_orig_params)
+
+
+HALF = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
+
+
+def run_half(format, use_orig_params):
+    model = build_fsdp1(format, mixed_precision=HALF, use_orig_params=use_orig_params)
+    loss_of(model, batch(0)).backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float16}
+    assert check_gathers(model) == 5
+    norm = model.clip_grad_norm_(1.0)
+    assert norm.dtype == torch.float16 and norm.isfinite()
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(2, devices=("cpu",))
+def test_half_precision_and_its_gradients(world, format, use_orig_params):
+    world.run(run_half, format, use_orig_params)
+
+
+def run_units_of_two_dtypes(format):
+    """A unit that computes in bf16 and gathers codes, in one that gathers all in full."""
+    torch.manual_seed(0)
+    model = make_dynamic(Model().to(device()), format)
+    kwargs = dict(device_id=device(), use_orig_params=True)
+    half, full = (
+        MixedPrecision(param_dtype=dtype, cast_forward_inputs=True)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    model.blocks[0] = FSDP(model.blocks[0], mixed_precision=half, **kwargs)
+    model.blocks[1] = FSDP(model.blocks[1], mixed_precision=full, **kwargs)
+    model = qshard.prepare_for_fsdp1(FSDP(model, mixed_precision=full, **kwargs))
+    losses = train_fsdp1(model, steps=4)
+    assert losses[-1] < losses[0]
+    return check_gathers(model)
+
+
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(3, devices=("cpu",))
+def test_units_of_two_dtypes(world, format):
+    assert world.run(run_units_of_two_dtypes, format) == [2] * 3
 
 
 # ---------------------------------------------------------------------------------- made on meta
