@@ -108,11 +108,6 @@ at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format)
   return make_tensor(impl.buffer()->copy(), self.sizes(), self.strides(), self.storage_offset());
 }
 
-/// FSDP2 moves an offloaded shard to the device for every gather, which needs its image alone.
-bool may_be_offloaded(const Placement& placement) {
-  return placement.is_adopted() || placement.was_placed() || !placement.is_placed();
-}
-
 at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_arg,
                    std::optional<at::Layout> layout, std::optional<at::Device> device_arg,
                    std::optional<bool> pinned, bool non_blocking,
@@ -128,7 +123,7 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_a
   }
   const BufferPtr& from = impl_of(self).buffer();
   const bool moves_image = non_blocking && dtype == from->dtype() && !device.is_meta() &&
-                           !from->is_meta() && may_be_offloaded(from->placement());
+                           !from->is_meta() && from->placement().may_be_share();
   auto copy = moves_image ? QuantizedBuffer::image_copy(from->original(), device)
                           : from->copy({dtype, device, non_blocking, pinned.value_or(false)});
   return make_tensor(std::move(copy), self.sizes(), self.strides(), self.storage_offset());

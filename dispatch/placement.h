@@ -52,6 +52,8 @@ class Placement {
   bool is_adopted() const { return is_adopted_; }
   /// Whether this is what FSDP2 makes its shards of: rows copied into an unplaced tensor.
   bool was_placed() const { return was_placed_; }
+  /// Whether the rows may be some rank's share of the logical tensor.
+  bool may_be_share() const { return is_adopted_ || was_placed_ || !is_placed(); }
   /// Whether scales need no other rank: all rows are here, or the others are nobody's.
   bool is_alone() const {
     return groups_of_full_tensor().empty() && !group() &&

@@ -108,6 +108,16 @@ std::vector<std::string> tensor_groups(const Tensor& self) {
   return names;
 }
 
+/// [rows of the logical tensor, whether that is part of a full one, whether `self` is some rank's
+/// share of it].
+std::vector<int64_t> logical_tensor(const Tensor& self) {
+  const Placement& placement = buffer_of(self).placement();
+  const Layout& layout = placement.layout();
+  // A file does not say where the logical tensor lies; a new shard's template did.
+  const bool is_part = layout.full_cols > 0 || (placement.is_adopted() && !placement.was_placed());
+  return {layout.logical_rows, is_part, placement.may_be_share()};
+}
+
 /// From now on `self` is one of `members` weights with one tensor scale; `id` says which ones.
 void share_tensor_scale(const Tensor& self, int64_t id, int64_t members) {
   QuantizedBuffer& buffer = buffer_of(self);
@@ -186,6 +196,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_groups", &groups);
   m.impl("_set_groups", &set_groups);
   m.impl("_tensor_groups", &tensor_groups);
+  m.impl("_logical_tensor", &logical_tensor);
   m.impl("_share_tensor_scale", &share_tensor_scale);
   m.impl("_scale_group", &scale_group);
   m.impl("_quantize_share", &quantize_share);

@@ -10,7 +10,7 @@ import threading
 import weakref
 
 import torch
-from _qshard_placement import place
+from _qshard_placement import groups_of
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -64,30 +64,20 @@ def mesh_group(mesh):
     return name
 
 
-_spec_groups = {}
+_dtensor_groups = {}  # id of a living DTensor: (its weak reference, local tensor, groups)
 
 
 def dtensor_groups(dtensor):
     """The number of the groups that this DTensor's rank agrees with. Asked of each parameter at each
-    optimizer step, so DTensors are told apart by their spec: comparing meshes and placements takes a
-    microsecond."""
-    key = id(dtensor._spec)
-    known = _spec_groups.get(key)
-    if known is None:
-        reference = weakref.ref(dtensor._spec, lambda _: _spec_groups.pop(key, None))
-        placement = place(
-            dtensor.device_mesh,
-            dtensor.placements,
-            dtensor.shape,
-            ops._tensor_groups(dtensor._local_tensor),
-        )
-        known = _spec_groups[key] = reference, placement.groups
-    return known[1]
-
-
-def forget_groups(dtensor):
-    """After it was placed anew."""
-    _spec_groups.pop(id(dtensor._spec), None)
+    optimizer step: finding them out takes much longer than that. DTensors are told apart by identity:
+    torch hands one spec to many, whose local tensors may be shares of different things."""
+    key, local = id(dtensor), dtensor._local_tensor
+    known = _dtensor_groups.get(key)
+    if known is None or known[1]() is not local:
+        reference = weakref.ref(dtensor, lambda _: _dtensor_groups.pop(key, None))
+        groups = groups_of(dtensor.device_mesh, dtensor.placements, dtensor.shape, local)
+        known = _dtensor_groups[key] = reference, weakref.ref(local), groups
+    return known[2]
 
 
 # -------------------------------------------------------------------------------- FSDP2's hooks

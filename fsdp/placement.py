@@ -18,14 +18,24 @@ ops = torch.ops.qshard
 class Placement:
     """Rows [row_offset, ...) of a logical tensor of logical_rows, whose element (0, 0) is first_element of
     a full tensor with full_cols columns. parts: shapes of the logical tensors there are, the same on all
-    ranks. groups: a number for qshard's operators, 0 for none."""
+    ranks. has_rows_elsewhere: of a logical tensor's ranks more than one has any. The groups are names: of
+    the ranks that hold the other rows ('' if none), those with other parts of the full tensor, and those
+    with the same rows."""
 
     logical_rows: int
     row_offset: int
     first_element: int
     full_cols: int
     parts: tuple[tuple[int, ...], ...]
-    groups: int
+    has_rows_elsewhere: bool
+    shard_group: str
+    part_groups: tuple[str, ...]
+    replica_groups: tuple[str, ...]
+
+    @property
+    def groups(self):
+        """A number for qshard's operators, 0 for none."""
+        return ops._groups(self.shard_group, self.part_groups, self.replica_groups)
 
     def quantize(self, local, format, keep_master):
         """The local tensor as the share that it is; it waits for its flush."""
@@ -96,12 +106,10 @@ def roles(mesh, placements, tensor_groups, name):
             raise refusal(name, placements, "quantized values cannot be partial sums")
     is_tensor = in_groups(names, tensor_groups) if tensor_groups else [False] * mesh.ndim
     tensor = [i for i in cuts if is_tensor[i]]
+    if not tensor and sum(map(is_strided, placements)) == 1:
+        # What was cut last is FSDP's, though it be over one rank.
+        tensor = [i for i in cuts if not is_strided(placements[i])]
     rest = [i for i in cuts if i not in tensor]
-    if not tensor and len(rest) > 1:
-        # What was cut last is FSDP's.
-        strided = [i for i in rest if is_strided(placements[i])]
-        tensor = [i for i in rest if i not in strided] if len(strided) == 1 else []
-        rest = strided if tensor else rest
     if len(rest) > 1 or any(placements[i].dim != 0 for i in rest):
         raise refusal(
             name,
@@ -116,6 +124,23 @@ def roles(mesh, placements, tensor_groups, name):
 
 def refusal(name, placements, why):
     return NotImplementedError(f"qshard: {name} is placed as {tuple(placements)}: {why}")
+
+
+def groups_of(mesh, placements, shape, local):
+    """The number of the groups that a quantized local tensor's rank agrees with.
+
+    Its logical tensor was settled when it was quantized: what a rank quantized by itself stays a tensor
+    of its own, and a mesh dimension that gives each rank such a tensor cuts none. Nothing else tells
+    that dimension, as that of experts, from FSDP's."""
+    logical_rows, is_part, is_share = ops._logical_tensor(local)
+    placement = place(mesh, placements, shape, ops._tensor_groups(local))
+    # If one rank alone has any rows, it cannot tell by their number.
+    is_cut = placement.logical_rows == logical_rows and (is_share or placement.has_rows_elsewhere)
+    return ops._groups(
+        placement.shard_group if is_cut else "",
+        placement.part_groups if is_part else (),
+        placement.replica_groups,
+    )
 
 
 def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter"):
@@ -142,16 +167,13 @@ def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter
         first[dim] += offset
         sizes[dim] = length
     rows_per_slice = torch.Size(sizes[1:-1]).numel()
-    offset = 0
+    offset, has_rows_elsewhere = 0, False
     if rows_dim is not None:
-        offset, _ = chunk(sizes[0], mesh.size(rows_dim), mesh.get_local_rank(rows_dim))
+        ranks = mesh.size(rows_dim)
+        offset, _ = chunk(sizes[0], ranks, mesh.get_local_rank(rows_dim))
+        has_rows_elsewhere = chunk(sizes[0], ranks, 1)[1] > 0
     # Whole matrices have scales and state of their own.
     of_full = tensor_dims if len(shape) == 2 else []
-    groups = ops._groups(
-        names[rows_dim] if rows_dim is not None else "",
-        [names[i] for i in of_full],
-        [names[i] for i in replica_dims],
-    )
     return Placement(
         logical_rows=sizes[0] * rows_per_slice,
         row_offset=offset * rows_per_slice,
@@ -162,5 +184,8 @@ def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter
             for rows in sorted(lengths[0])
             for cols in sorted(lengths[-1])
         ),
-        groups=groups,
+        has_rows_elsewhere=has_rows_elsewhere,
+        shard_group=names[rows_dim] if rows_dim is not None else "",
+        part_groups=tuple(names[i] for i in of_full),
+        replica_groups=tuple(names[i] for i in replica_dims),
     )

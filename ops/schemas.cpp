@@ -103,6 +103,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_groups(str shard, str[] tensor, str[] replicas) -> int");
   m.def("_set_groups(Tensor self, int groups) -> ()");
   m.def("_tensor_groups(Tensor self) -> str[]");
+  m.def("_logical_tensor(Tensor self) -> int[]");
   m.def("_share_tensor_scale(Tensor self, int id, int members) -> ()");
   m.def("_scale_group(Tensor self) -> int[]");
   m.def(

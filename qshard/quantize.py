@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import torch
 from _qshard_hooks import (
     dtensor_groups,
-    forget_groups,
     is_quantized as _is_quantized_local,
     local_of,
 )
@@ -173,8 +172,9 @@ def flush(model: torch_nn.Module) -> None:
     for param in model.parameters():
         local = local_of(param)
         if _is_quantized_local(local) and not local.is_meta:
-            if local is not param:
-                ops._set_groups(local, dtensor_groups(param))
+            groups = dtensor_groups(param) if local is not param else 0
+            if groups:  # without, it keeps what it knows
+                ops._set_groups(local, groups)
             shards.append(local)
     ops.flush(shards)
 
@@ -343,7 +343,6 @@ def _placements(value):
 def _quantize_like(value, format, keep_master, name, tensor_groups):
     if not isinstance(value, DTensor):
         return ops.quantize(value, format, keep_master=keep_master)
-    forget_groups(value)
     placement = _placement_of(value, name, tensor_groups)
     return with_local(placement.quantize(value.to_local(), format, keep_master), value)
 

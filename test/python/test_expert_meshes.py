@@ -1,0 +1,236 @@
+"""Experts on a mesh (efsdp, ep): Shard(0) over ep, and fully_shard on efsdp cuts what that leaves, so that
+a weight is placed as (_StridedShard(0), Shard(0)).
+
+Matrices of a stack have scales of their own, whoever holds them. Of experts below each other in one
+matrix scale blocks begin in each rank's part, and the one scale is the full tensor's; of a part that its
+rank quantized by itself, the part's.
+"""
+
+import itertools
+
+import pytest
+import torch
+from dist_helpers import device, full_mesh, on_worlds
+from dist_models import FORMATS, flush_step, grid, image_bytes, local, mismatching_bytes, ops, unsharded
+from helpers import fit
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from tp_models import give_gradient, local_part
+
+import qshard
+from qshard import replace
+from qshard.quantize import quantize_like
+
+COLS = 72  # no multiple of a block
+ROWS = 40
+NAMES = ("stacked", "joined")
+
+
+def values(experts, rows, seed):
+    """(experts, rows, COLS): magnitudes differ by expert, row and column."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(experts, rows, COLS, generator=generator)
+    value *= 2.0 ** torch.randint(-3, 4, (1, rows, 1), generator=generator)
+    value *= 2.0 ** torch.randint(-2, 3, (1, 1, COLS), generator=generator)
+    value *= 4.0 ** (torch.arange(experts).roll(seed) - 3).view(-1, 1, 1)
+    return value.to(device())
+
+
+class Experts(nn.Module):
+    """The same experts twice: a matrix each, and below each other in one."""
+
+    def __init__(self, experts, rows):
+        super().__init__()
+        self.stacked = nn.Parameter(values(experts, rows, 0))
+        self.joined = nn.Parameter(values(experts, rows, 1).flatten(0, 1))
+
+
+def quantize(model, format, ep_mesh=None):
+    """`ep_mesh`: said to be tensor parallel."""
+    groups = [ep_mesh.get_group().group_name] if ep_mesh and ep_mesh.size() > 1 else ()
+    for name in NAMES:
+        param = getattr(model, name)
+        with torch.no_grad():
+            value = quantize_like(param.detach(), format, True, name, groups)
+        replace.replace(param, value)
+    if "delayed" in format:
+        qshard.flush(model)  # as quantize_ does: the first scale is that of the first values
+
+
+def quantize_locals(model, format):
+    """Each rank what it has, as a tensor of its own."""
+    for name in NAMES:
+        param = getattr(model, name)
+        param._local_tensor = ops.quantize(param._local_tensor.detach(), format, keep_master=True)
+
+
+def build(mesh, experts, rows, format, order):
+    """`order` of: d, experts are distributed over ep; q, quantized, or l, each rank's part for itself;
+    s, an optimizer step that leaves values as they are; f, fully_shard on efsdp."""
+    model = Experts(experts, rows)
+    ep_mesh, is_sharded = mesh["ep"], False
+    for action in order:
+        if action == "d":
+            for name in NAMES:
+                part = distribute_tensor(getattr(model, name).detach(), ep_mesh, [Shard(0)])
+                setattr(model, name, nn.Parameter(part))
+        elif action == "q":
+            quantize(model, format, None if is_sharded else ep_mesh)
+        elif action == "l":
+            quantize_locals(model, format)
+        elif action == "s":
+            for param in model.parameters():
+                give_gradient(param, torch.zeros(param.shape, device=device()))
+            torch.optim.SGD(model.parameters(), lr=0.5, foreach=False).step()
+            model.zero_grad()
+        else:
+            fully_shard(model, mesh=mesh["efsdp"])
+            is_sharded = True
+    return model
+
+
+class Definition:
+    """What this rank has to see: the part that ep gives it of the full values, quantized."""
+
+    def __init__(self, mesh, experts, rows, format, order):
+        self.plain = Experts(experts, rows)
+        self.ep = mesh["ep"]
+        self.by_parts = "l" in order
+        self.has_tensor_scale = format.startswith(("float8_tensorwise", "float8_delayed", "nvfp4"))
+        parts = {name: self.part(name) for name in NAMES}
+        self.rows = {name: part.shape[0] for name, part in parts.items()}
+        self.quantized = {
+            name: ops.quantize(self.with_largest(name), format, keep_master=True) for name in NAMES
+        }
+        if "s" in order:
+            self.update(is_step=True)
+
+    def part(self, name):
+        full = getattr(self.plain, name).detach()
+        return full.chunk(self.ep.size())[self.ep.get_local_rank()]
+
+    def with_largest(self, name):
+        """Of the matrix, the part and below it in blocks of its own the largest value of all."""
+        part = self.part(name)
+        if name == "stacked" or self.by_parts or not self.has_tensor_scale:
+            return part
+        below = torch.zeros(16 + -part.shape[0] % 16, COLS, device=part.device)
+        below[-1, 0] = getattr(self.plain, name).detach().abs().max()
+        return torch.cat([part, below])
+
+    def update(self, is_step):
+        for name, quantized in self.quantized.items():
+            quantized.copy_(self.with_largest(name))
+        if is_step:
+            flush_step(list(self.quantized.values()))
+        else:
+            ops.flush(list(self.quantized.values()))
+
+    def mismatches(self, model):
+        """Bytes of gathered images and grids that differ, by name."""
+        wrong = {}
+        with unsharded(model):
+            for name, want in self.quantized.items():
+                got = local(getattr(model, name)).detach()
+                assert got.shape == self.part(name).shape
+                wrong[name] = self.mismatching(got, want, self.rows[name])
+        return {name: count for name, count in wrong.items() if count}
+
+    @staticmethod
+    def mismatching(got, want, rows):
+        """Of a gathered tensor, with FSDP2's padding, and what `rows` of `want` are to be."""
+        if want.dim() > 2:
+            return mismatching_bytes(got, want)
+        row_bytes = image_bytes(want).numel() // want.shape[0]
+        image, wanted = (image_bytes(t).view(-1, row_bytes)[:rows] for t in (got, want))
+        scales = [grid(t).contiguous().view(torch.uint8) for t in (got, want)]
+        assert scales[0].shape == scales[1].shape
+        return int((image != wanted).sum() + (scales[0] != scales[1]).sum())
+
+
+def act(action, model, definition, step):
+    """What makes the ranks agree, on values that each expert has others of."""
+    if action == "gather":
+        return
+    if action == "flush":
+        with torch.no_grad():
+            for seed, name in enumerate(NAMES):
+                plain = getattr(definition.plain, name)
+                plain.copy_(values(*definition.plain.stacked.shape[:2], 10 * step + seed).view_as(plain))
+                param = getattr(model, name)
+                local(param).copy_(local_part(plain, param))
+        qshard.flush(model)
+        return definition.update(is_step=False)
+    for seed, name in enumerate(NAMES):
+        plain = getattr(definition.plain, name)
+        shape = definition.plain.stacked.shape[:2]
+        plain.grad = values(*shape, 10 * step + seed + 5).flip(0).reshape(plain.shape)
+        give_gradient(getattr(model, name), plain.grad.clone())
+    for parameters in (model.parameters(), definition.plain.parameters()):
+        torch.optim.SGD(parameters, lr=0.5, foreach=False).step()
+    definition.update(is_step=True)
+
+
+def run_bits(shape, format, orders, cases, experts_of):
+    mesh = full_mesh(*shape, names=("efsdp", "ep"))
+    wrong = {}
+    rows = fit(format, ROWS)
+    for order, actions, experts in itertools.product(orders, cases, experts_of):
+        model = build(mesh, experts, rows, format, order)
+        definition = Definition(mesh, experts, rows, format, order)
+        for step, action in enumerate(actions, 1):
+            act(action, model, definition, step)
+            if action == "gather":
+                wrong[order, actions, experts, step] = definition.mismatches(model)
+        wrong[order, actions, experts, "end"] = definition.mismatches(model)
+    return {key: names for key, names in wrong.items() if names}
+
+
+ORDERS = ("dqf", "dqsf", "dfq", "dlf", "dlsf")
+# What is first has to know the group.
+ACTIONS = tuple(itertools.permutations(("gather", "step", "flush")))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(4)
+def test_gathered_bytes(world, format):
+    results = world.run(run_bits, (2, 2), format, ORDERS, ACTIONS, (6, 2))
+    assert results == [{}] * world.size
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(2)
+def test_gathered_bytes_of_two_ranks(world, format):
+    for shape in ((1, 2), (2, 1)):
+        results = world.run(run_bits, shape, format, ORDERS[1:], ACTIONS[::2], (3,))
+        assert results == [{}] * world.size, shape
+
+
+def refusals():
+    """What each rank says of experts that are fewer than the ranks of ep, and of ep unnamed."""
+    mesh = full_mesh(2, 2, names=("efsdp", "ep"))
+    errors = []
+    for order in ("dq", "dfq"):
+        with pytest.raises(NotImplementedError) as error:
+            build(mesh, 1, ROWS, "float8_blockwise", order)
+        errors.append(str(error.value))
+    model = build(mesh, 1, ROWS, "float8_blockwise", "dlsf")  # a step before meets nobody
+    with pytest.raises(NotImplementedError) as error:
+        qshard.flush(model)
+    errors.append(str(error.value))
+    model = build(mesh, 4, ROWS, "float8_blockwise", "d")
+    quantize(model, "float8_blockwise")  # as rows that FSDP cut
+    fully_shard(model, mesh=mesh["efsdp"])
+    with pytest.raises(NotImplementedError) as error, unsharded(model):
+        pass
+    return [*errors, str(error.value)]
+
+
+@on_worlds(4)
+def test_refusals_have_names_on_all_ranks(world):
+    for *few, unnamed in world.run(refusals):
+        for error in few:
+            assert "over 2 ranks would leave some of them nothing of a weight of shape (1, 40, 72)" in error
+        assert "it was quantized as rows of a tensor of" in unnamed
+        assert "say so: qshard.quantize_(model, recipe, tp_mesh=tp_mesh)" in unnamed
