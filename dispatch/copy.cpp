@@ -211,10 +211,12 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
 /// too, before they replace a parameter by one of another dtype.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
   if (is_quantized(self) && is_quantized(from)) return true;
-  TORCH_CHECK(!is_quantized(self) || self.dtype() != from.dtype() || self.sizes() != from.sizes(),
-              fmt::format("x.data = y would put a plain tensor in the place of {}; x.data.copy_(y) "
-                          "writes the values, and qshard.dequantize_(model) makes parameters plain",
-                          describe(self)));
+  TORCH_CHECK(
+      !is_quantized(self) || self.dtype() != from.dtype() || self.sizes() != from.sizes(),
+      fmt::format("x.data = y would put a plain tensor in the place of {}; x.data.copy_(y) "
+                  "writes the values, and qshard.dequantize_(model) makes parameters plain; "
+                  "ZeroRedundancyOptimizer needs parameters_as_bucket_view=False",
+                  describe(self)));
   return false;
 }
 

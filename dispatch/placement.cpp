@@ -52,6 +52,11 @@ void Placement::adopt(const Groups& groups) {
   is_adopted_ = true;
 }
 
+void Placement::set_replicas(std::string_view group) {
+  groups_.replicas.clear();
+  if (!group.empty()) groups_.replicas.push_back(find_group(group));
+}
+
 void Placement::adopt_groups_of(const Placement& other) {
   groups_ = other.groups_;
   scale_group_ = other.scale_group_;

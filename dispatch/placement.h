@@ -81,6 +81,9 @@ class Placement {
   /// @throws c10::Error if there is no such group.
   void adopt(std::string_view group);
   void adopt(const Groups& groups);
+  /// The ranks of the group of this name hold the same rows.
+  /// @throws c10::Error if there is no such group.
+  void set_replicas(std::string_view group);
   void share_scale(const ScaleGroup& group) { scale_group_ = group; }
   /// Takes the groups of `other`, of whose parameter this is.
   void adopt_groups_of(const Placement& other);

@@ -164,6 +164,7 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void adopt(std::string_view group);
   /// The same with all groups.
   void adopt(const Groups& groups);
+  void set_replicas(std::string_view group) { placement_.set_replicas(group); }
   /// From the next flush of all of them on; what is shown until then stands.
   void share_scale(const ScaleGroup& group);
   void set_rounding_key(int64_t key) { scaling_state_.set_rounding_key(key); }

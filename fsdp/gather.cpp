@@ -99,6 +99,11 @@ void set_groups(const Tensor& self, int64_t groups) {
   buffer_of(self).adopt(registered_groups(groups));
 }
 
+/// The ranks of `group` hold the same rows and see other activations; "": nobody does.
+void set_replicas(const Tensor& self, c10::string_view group) {
+  buffer_of(self).set_replicas({group.data(), group.size()});
+}
+
 /// Names of the groups that hold the other parts of the full tensor.
 std::vector<std::string> tensor_groups(const Tensor& self) {
   std::vector<std::string> names;
@@ -195,6 +200,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_refresh_gathered", &refresh_gathered);
   m.impl("_groups", &groups);
   m.impl("_set_groups", &set_groups);
+  m.impl("_set_replicas", &set_replicas);
   m.impl("_tensor_groups", &tensor_groups);
   m.impl("_logical_tensor", &logical_tensor);
   m.impl("_share_tensor_scale", &share_tensor_scale);

@@ -125,7 +125,8 @@ class PreAllGather:
 
     def __call__(self, mesh):
         if mesh is not self.mesh:
-            self.mesh, self.group = mesh, mesh_group(mesh)
+            is_cut = not is_replicated(sys._getframe(1).f_locals.get("self"))
+            self.mesh, self.group = mesh, mesh_group(mesh) if is_cut else ""
         return (pre_all_gather(self.shard(), self.group),), None
 
 
@@ -144,6 +145,14 @@ class PostAllGather:
             return None
         refuse_unsupported(sys._getframe(1).f_locals.get("self"))
         return ops._post_all_gather(self.shard(), image, param_dtype), ()
+
+
+def is_replicated(fsdp_param):
+    """Whether `replicate()` made this of FSDP2's parameters: it has a mesh, whose ranks hold the same
+    rows. The local tensor looks as one that was cut by columns does. FSDP2's attribute is read if it is
+    there; without, the parameter counts as cut."""
+    mesh_info = getattr(fsdp_param, "mesh_info", None)
+    return hasattr(mesh_info, "replicate_mesh_size") and not hasattr(mesh_info, "shard_mesh_size")
 
 
 def refuse_unsupported(fsdp_param):
@@ -178,6 +187,13 @@ class StepsUnderWay(threading.local):
 under_way = StepsUnderWay()
 
 
+def takes_part_of_steps(optimizer):
+    """Whether its step lets each rank update some of the parameters, by an optimizer within it, and then
+    hands them out: the flush comes after that, over all of them on all ranks."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
 # What torch.optim marks its own such methods with: torch.compile traces neither these nor what they call.
 @torch._disable_dynamo
 def begin_step(optimizer, args, kwargs):
@@ -198,6 +214,8 @@ def flush_after_step(optimizer, args, kwargs):
             taken = step[1]
             del steps[i:]
             break
+    if any(takes_part_of_steps(step[0]()) for step in steps):
+        return
     first, again = ([], [], []), ([], [], [])
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:

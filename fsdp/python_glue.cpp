@@ -28,6 +28,7 @@ namespace qshard {
 
 extern const char* const kPlacementSource;
 extern const char* const kHooksSource;
+extern const char* const kReplicasSource;
 extern const char* const kSerializationSource;
 extern const char* const kCheckpointSource;
 extern const char* const kFakesSource;
@@ -58,6 +59,7 @@ const bool kLoaded = [] {
   bool ok = true;
   for (const auto& [name, source] :
        {std::pair{"_qshard_placement", kPlacementSource}, std::pair{"_qshard_hooks", kHooksSource},
+        std::pair{"_qshard_replicas", kReplicasSource},
         std::pair{"qshard.serialization", kSerializationSource},
         std::pair{"_qshard_checkpoint", kCheckpointSource},
         std::pair{"_qshard_fakes", kFakesSource}}) {

@@ -102,6 +102,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_refresh_gathered(Tensor self, Tensor image, Tensor unsharded) -> ()");
   m.def("_groups(str shard, str[] tensor, str[] replicas) -> int");
   m.def("_set_groups(Tensor self, int groups) -> ()");
+  m.def("_set_replicas(Tensor self, str group) -> ()");
   m.def("_tensor_groups(Tensor self) -> str[]");
   m.def("_logical_tensor(Tensor self) -> int[]");
   m.def("_share_tensor_scale(Tensor self, int id, int members) -> ()");

@@ -1,6 +1,7 @@
 """Gives a Parameter another representation, quantized or plain, and lets it stay the object that it is:
 optimizers, EMA copies, tied modules and FSDP2 hold Parameters, not names."""
 
+import sys
 import weakref
 
 import torch
@@ -20,16 +21,26 @@ def check_model(model: nn.Module, function: str) -> None:
                 f"{function}: DistributedDataParallel collects the gradients of the tensors it was "
                 f"made of; call {function.split('.')[-1]} before DistributedDataParallel(model)"
             )
-        # FSDP2's root flag is read if it is there (pytorch has no public name for it). Asked of other
-        # modules, `state` would give them one.
-        has_state = isinstance(module, FSDPModule) and hasattr(fully_shard, "state")
-        state = fully_shard.state(module) if has_state else None
+        if not isinstance(module, FSDPModule):
+            continue
+        # FSDP2's root flag is read if it is there (pytorch has no public name for it).
+        replicate = _replicate_of(module)
+        wrapper = fully_shard if replicate is None else replicate
+        state = wrapper.state(module) if hasattr(wrapper, "state") else None
         if getattr(state, "_is_root", None) is not None:
             raise RuntimeError(
-                f"{function}: this model has run a forward under fully_shard, and FSDP2 keeps what "
-                f"it set up for its parameters then; call {function.split('.')[-1]} before the first "
-                "forward"
+                f"{function}: this model has run a forward under {wrapper.__name__}(), and FSDP2 keeps "
+                f"what it set up for its parameters then; call {function.split('.')[-1]} before the "
+                "first forward"
             )
+
+
+def _replicate_of(module):
+    """FSDP2's replicate(), if that made this module."""
+    made_by = sys.modules.get("torch.distributed._composable.replicate_with_fsdp")
+    if made_by is None or not isinstance(module, getattr(made_by, "ReplicateModule", ())):
+        return None
+    return made_by.replicate
 
 
 def check(param: nn.Parameter, name: str, function: str) -> None:

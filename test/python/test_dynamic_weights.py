@@ -303,7 +303,7 @@ def test_ddp(world, format):
 @pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "nvfp4"])
 @on_worlds(2, devices=("cuda",))
 def test_ddp_on_gpus(world, format):
-    """Not of delayed scaling: DDP broadcasts the histories of quantized parameters, which are buffers,
+    """Not of delayed scaling: DDP broadcasts the histories of dynamic weights, which are plain buffers,
     and activations are scaled by them."""
     world.run(run_ddp, format, "before")
 

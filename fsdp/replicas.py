@@ -1,0 +1,73 @@
+"""Quantized parameters under DistributedDataParallel: replicas hold the same weights and see other
+activations, whose amaxes delayed scaling keeps in histories. Ranks agree on those in the flush after a
+step. Loading the library installs this."""
+
+import functools
+
+import torch
+from _qshard_hooks import is_quantized
+from torch.nn.parallel import DistributedDataParallel
+
+ops = torch.ops.qshard
+
+
+def _states(module):
+    """(name as of a buffer, tensor) of what the formats of quantized parameters remember."""
+    for name, parameter in module.named_parameters():
+        if is_quantized(parameter):
+            for state, tensor in ops._state(parameter).items():
+                yield f"{name}_{state}", tensor
+
+
+def agree_over_replicas(ddp_type):
+    """DDP would put rank 0's histories, which are buffers, over those of the others before each forward,
+    with what they have collected in the forwards since the last step. Now it copies them once, as it
+    does parameters, and steps agree on them."""
+    stock = ddp_type.__init__
+
+    @functools.wraps(stock)
+    def __init__(self, module, *args, **kwargs):
+        names = {name for name, _ in _states(module)} if isinstance(module, torch.nn.Module) else ()
+        if not names:
+            return stock(self, module, *args, **kwargs)
+        before = getattr(module, "_ddp_params_and_buffers_to_ignore", None)
+        module._ddp_params_and_buffers_to_ignore = [*(before or ()), *sorted(names)]
+        try:
+            stock(self, module, *args, **kwargs)
+        finally:
+            if before is None:
+                del module._ddp_params_and_buffers_to_ignore
+            else:
+                module._ddp_params_and_buffers_to_ignore = before
+        group = self.process_group
+        if kwargs.get("init_sync", True):
+            for _, tensor in _states(module):
+                torch.distributed.broadcast(tensor, group=group, group_src=0)
+        for parameter in module.parameters():
+            if is_quantized(parameter):
+                ops._set_replicas(parameter, group.group_name if group.size() > 1 else "")
+
+    ddp_type.__init__ = __init__
+
+
+def refuse_to_join(ddp_type):
+    """A rank that has joined takes no more steps, in which the others would wait for it."""
+    stock = ddp_type.join_hook
+
+    @functools.wraps(stock)
+    def join_hook(self, **kwargs):
+        for name, _ in _states(self.module):
+            if name.endswith("_amax_history"):
+                raise NotImplementedError(
+                    f"qshard: {name.removesuffix('_amax_history')} has delayed scaling, whose histories "
+                    "all replicas agree on after each step, and DistributedDataParallel.join() lets some "
+                    "of them take fewer; give all ranks as many inputs, or use another recipe, such as "
+                    "qshard.Float8CurrentScaling()"
+                )
+        return stock(self, **kwargs)
+
+    ddp_type.join_hook = join_hook
+
+
+agree_over_replicas(DistributedDataParallel)
+refuse_to_join(DistributedDataParallel)
