@@ -1,6 +1,7 @@
 """The demo behind `make demo`: the same training run with plain FSDP2 and with each format.
 
 Each run stops in the middle, saves a checkpoint and resumes from it on another number of processes.
+One format trains its first half with tensor parallelism, too, and resumes without.
 At the end: a table, the loss curves as a PNG, and text that the trained models wrote.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 PLAIN = "bf16"
+IN_PARALLEL = "float8_blockwise"
 HERE = Path(__file__).resolve().parent
 
 
@@ -30,6 +32,9 @@ def parse_arguments():
     parser.add_argument("--processes", type=int, nargs=2, metavar=("BEFORE", "AFTER"),
                         default=default_processes(),
                         help="number of processes before and after the resume")
+    parser.add_argument("--tp", type=int, default=2, metavar="RANKS",
+                        help="of the tensor-parallel run; it is left out where the processes are no "
+                             "multiple")
     parser.add_argument("--sample", type=int, default=160, help="bytes of text to generate")
     # Everything else goes to train_llama.py as it is.
     return parser.parse_known_args()
@@ -49,25 +54,27 @@ def launch(processes: int, *arguments):
                    env={"OMP_NUM_THREADS": "1", **os.environ})
 
 
-def train(names: list[str], args, extra) -> list[dict]:
-    """First halves, checkpoints, second halves on another number of processes."""
+def train(names: list[str], args, extra, tp: int = 1) -> list[dict]:
+    """First halves, checkpoints, second halves on another number of processes, by FSDP2 alone."""
     checkpoints = args.out / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
     before, after = args.processes
     share = math.lcm(before, after)  # the same global batch must divide by both
     batch = math.ceil(12 / share) * share
-    halves = [args.out / "first-half", args.out / "second-half"]
+    halves = [args.out / f"{half}-half{f'-tp{tp}' if tp > 1 else ''}" for half in ("first", "second")]
     common = ["--format", *names, "--steps", args.steps, "--batch", batch, *extra]
     launch(before, *common, "--stop-at", args.steps // 2, "--checkpoints", checkpoints,
-           "--out", halves[0])
+           "--out", halves[0], "--tp", tp)
     launch(after, *common, "--resume", checkpoints, "--sample", args.sample, "--out", halves[1])
     return [joined(*(json.loads((half / f"{name}.json").read_text()) for half in halves))
             for name in names]
 
 
 def joined(first: dict, second: dict) -> dict:
+    tp = first["tp"]
     return {
         **first,  # bytes and speed are those of the first half, the same for every format
+        "name": first["format"] + (f", tp {tp}" if tp > 1 else ""),
         "losses": {**first["losses"], **second["losses"]},
         "validation": {**first["validation"], **second["validation"]},
         "resumed_at": second["first_step"],
@@ -82,7 +89,7 @@ def table(runs: list[dict]) -> str:
     plain, rows = runs[0], []
     for run in runs:
         last = list(run["losses"].values())[-10:]
-        row = [run["format"], f"{sum(last) / len(last):.3f}", f"{list(run['validation'].values())[-1]:.3f}"]
+        row = [run["name"], f"{sum(last) / len(last):.3f}", f"{list(run['validation'].values())[-1]:.3f}"]
         for key, form in (("weight_bytes", "{:,}"), ("gathered_bytes", "{:,}"),
                           ("steps_per_second", "{:.2f}")):
             row += [form.format(run[key]), f"{run[key] / plain[key]:.2f}x"]
@@ -103,7 +110,7 @@ def plot(runs: list[dict], path: Path):
     figure, axes = plt.subplots(figsize=(8, 5))
     for run in runs:
         steps = [int(step) for step in run["losses"]]
-        (line,) = axes.plot(steps, list(run["losses"].values()), linewidth=0.9, label=run["format"])
+        (line,) = axes.plot(steps, list(run["losses"].values()), linewidth=0.9, label=run["name"])
         axes.plot([int(step) for step in run["validation"]], list(run["validation"].values()), "o",
                   color=line.get_color(), markersize=4)
     axes.axvline(runs[0]["resumed_at"], color="grey", linestyle="--", linewidth=0.8)
@@ -120,6 +127,9 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     runs = train([PLAIN, *args.formats], args, extra)
+    is_parallel = args.tp > 1 and args.processes[0] % args.tp == 0
+    if is_parallel:
+        runs += train([IN_PARALLEL if IN_PARALLEL in args.formats else args.formats[0]], args, extra, args.tp)
     plot(runs, args.out / "loss.png")
 
     print(f"\n{table(runs)}\n")
@@ -128,8 +138,12 @@ def main():
           "embedding and head included.\nBoth and the speed on "
           f"{runs[0]['world_size']} processes; resumed on {runs[0]['resumed_on']} at step "
           f"{runs[0]['resumed_at']}. Train loss: mean of the last 10 steps.")
+    if is_parallel:
+        print(f"tp {args.tp}: until it resumed, tensor parallelism over {args.tp} processes and FSDP2 over "
+              f"{args.processes[0] // args.tp}; its gathered bytes\nare those of activations, and of weights "
+              "over FSDP2's ranks alone.")
     for run in runs:
-        print(f"\n--- {run['format']} wrote " + "-" * 60 + f"\n{run['sample']}")
+        print(f"\n--- {run['name']} wrote " + "-" * 60 + f"\n{run['sample']}")
     (args.out / "results.json").write_text(json.dumps(runs, indent=1))
     print(f"\nLoss curves: {args.out / 'loss.png'}. Took {time.monotonic() - started:.0f} s.")
 

@@ -31,18 +31,24 @@ def collective_bytes():
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    for event in events:
-        namespace, _, name = event.get("name", "").partition("::")
-        if namespace == "c10d" and "Input Dims" in event.get("args", {}):
-            counted[name.strip("_")] += operator_bytes(name, event["args"])
+    named = [(*event["name"].partition("::")[::2], event) for event in events
+             if "Input Dims" in event.get("args", {})]
+    callers = [event for namespace, _, event in named if namespace == "_c10d_functional"]
+    for namespace, name, event in named:
+        if namespace == "c10d":
+            around = [caller for caller in callers if caller["tid"] == event["tid"]
+                      and 0 <= event["ts"] - caller["ts"] <= caller["dur"]]
+            counted[name.strip("_")] += operator_bytes(name, event["args"], around)
 
 
-def operator_bytes(name: str, event: dict) -> int:
-    """Bytes of one c10d operator, from the argument shapes and types that the profiler noted."""
+def operator_bytes(name: str, event: dict, around: list[dict]) -> int:
+    """Bytes of one c10d operator, from the argument shapes and types that the profiler noted. `around`:
+    DTensor's operators that called it."""
     index = 1 if "reduce_scatter" in name else 0  # (output, input, …); in place: (tensors, …)
     shape, kind = event["Input Dims"][index], event["Input type"][index]
     if kind == "TensorList":  # noted without dtypes; the in-place reductions here are of 4-byte types
-        return sum(math.prod(s) * 4 for s in shape)
+        size = ITEM_SIZE[around[0]["args"]["Input type"][0]] if around else 4
+        return sum(math.prod(s) * size for s in shape)
     return math.prod(shape) * ITEM_SIZE[kind]
 
 

@@ -197,7 +197,7 @@ def train(trainer: Trainer, first: int, last: int) -> dict:
         "validation": validation,
         "steps_per_second": 1 / seconds[len(seconds) // 2] if seconds else float("nan"),
         "weight_bytes": weight_bytes(trainer.model),
-        "gathered_bytes": wire.get("allgather_base", 0),
+        "gathered_bytes": sum(n for name, n in wire.items() if name.startswith("allgather")),
         "collective_bytes": wire,
     }
 

@@ -129,6 +129,7 @@ BUDGETS_S = {
     "test_tensor_parallel_modules": 60,
     "test_tensor_parallel_styles": 60,
     "test_tensor_parallel_training": 60,
+    "test_train_example": 45,
 }
 _seconds = Counter()
 
