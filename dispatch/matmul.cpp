@@ -13,7 +13,7 @@
 
 namespace qshard {
 
-WeightOperand weight_operand(const at::Tensor& weight, const char* op) {
+LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
   TORCH_CHECK(
       has_key(weight),
       fmt::format("{}: the weight is a plain {} tensor, not a quantized one. Quantize it with "
@@ -26,13 +26,9 @@ WeightOperand weight_operand(const at::Tensor& weight, const char* op) {
       fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
                   describe(weight), weight.strides().vec()));
   require_shown(buffer, op);
-  return {buffer->layout(),
-          buffer->image(),
-          buffer->grid(),
-          rows->first,
-          weight.size(0),
-          buffer->scaling_state().amax_history,
-          buffer->scaling_state().scaling_amax};
+  return {
+      matrix_of({buffer->layout(), buffer->image(), buffer->grid(), rows->first}, weight.size(0)),
+      buffer->scaling_state().amax_history, buffer->scaling_state().scaling_amax};
 }
 
 at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
@@ -87,10 +83,11 @@ at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
     check_same_dtype(a, b, kOp);
     c10::OptionalDeviceGuard device_guard(b.device());
     if (is_row_window(b.t())) {
-      return linear_forward(a, weight_operand(b.t(), kOp), std::nullopt, false).output;
+      return linear_forward(PlainOperand(a), linear_weight(b.t(), kOp), std::nullopt, false).output;
     }
     if (is_row_window(b)) {
-      return linear_backward(a, weight_operand(b, kOp), {}, false, true, false, a.scalar_type())
+      const PlainOperand grad(a);
+      return linear_backward({.grad = &grad, .needs_input = true}, linear_weight(b, kOp))
           .grad_input;
     }
   }
@@ -107,7 +104,7 @@ at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& 
   if (is_linear) {
     check_same_dtype(a, b, kOp);
     c10::OptionalDeviceGuard device_guard(b.device());
-    return linear_forward(a, weight_operand(b.t(), kOp), bias, false).output;
+    return linear_forward(PlainOperand(a), linear_weight(b.t(), kOp), bias, false).output;
   }
   return at::addmm(has_key(bias) ? value_of(bias) : bias, dequantized_codes(a, kOp),
                    dequantized_codes(b, kOp), beta, alpha);

@@ -10,11 +10,11 @@
 
 namespace qshard {
 
-/// The weight (N, K) as a GEMM operand: codes and scales, never the master, so that an unsharded
-/// weight that keeps one multiplies exactly as the gathered one does.
+/// The weight (N, K) as a linear multiplies it: codes and scales, never the master, so that an
+/// unsharded weight that keeps one multiplies exactly as the gathered one does.
 /// @throws c10::Error naming `op` if the weight is not quantized, not a window of whole rows, or
 /// has an update pending that only a collective can flush.
-WeightOperand weight_operand(const at::Tensor& weight, const char* op);
+LinearWeight linear_weight(const at::Tensor& weight, const char* op);
 
 /// What a gathered weight serves reads codes, master or not, so that one process, DDP and FSDP2
 /// agree: linear, mm, addmm, bmm, and of the operators that have no kernel here these arguments.

@@ -3,13 +3,15 @@
 #include <ATen/ops/empty.h>
 
 #include "kernels/current_stream.h"
+#include "kernels/quantize.h"
 #include "kernels/transpose.h"
 #include "kernels/value_dtype.h"
+#include "kernels/whole_layout.h"
 
 namespace qshard {
 namespace {
 
-uint8_t* bytes_of(const at::Tensor& image) {
+uint8_t* memory_of(const at::Tensor& image) {
   return static_cast<uint8_t*>(image.mutable_data_ptr());
 }
 
@@ -26,7 +28,7 @@ RowImage quantized(const at::Tensor& values, const Layout& layout, const int32_t
   task.layout = layout;
   task.value_dtype = value_dtype(values.scalar_type());
   task.values = values.const_data_ptr();
-  task.image = bytes_of(out.image);
+  task.image = memory_of(out.image);
   task.amax = amax.mutable_data_ptr<float>();
   task.grid = out.grid.mutable_data_ptr<float>();
   task.rounding = rounding;
@@ -54,38 +56,39 @@ at::Tensor transposed_values(const at::Tensor& x, bool hadamard) {
 }
 
 RowImage quantized_rows(const at::Tensor& x, const Format& format, const int32_t* rounding) {
-  const int64_t m = x.size(0);
-  return quantized(x.contiguous(), {&activation_format(format), m, x.size(1), m, m, 0}, rounding);
+  return quantized(x.contiguous(), whole_layout(activation_format(format), x.size(0), x.size(1)),
+                   rounding);
 }
 
 RowImage quantized_columns(const at::Tensor& x, const Format& format, const int32_t* rounding) {
   const at::Tensor values = transposed_values(x, format.row_scale == RowScale::kE4M3);
   const int64_t k = x.size(1);
-  const Layout layout{&activation_format(format), round_up(k, 16), values.size(1), k, k, 0};
+  const auto layout = whole_layout(activation_format(format), k, values.size(1), round_up(k, 16));
   return quantized(values, layout, rounding);
 }
 
-RowImage weight_rows(const WeightOperand& weight) {
-  const Layout& whole = weight.layout;
-  const int64_t n = weight.rows;
+RowImage weight_rows(const QuantizedMatrix& weight) {
+  const RowImage& window = weight.row_image();
+  const Layout& held = window.layout;
   RowImage out;
-  out.layout = {whole.format, n, whole.cols, n, n, 0};
+  out.layout = whole_layout(*held.format, weight.rows, held.cols);
+  out.layout.images = held.images;
   out.image =
-      weight.image.view({whole.rows, whole.row_bytes()}).narrow(0, weight.first_row, weight.rows);
-  if (whole.format->has_tensor_scale()) {
-    const int64_t offset = whole.first_logical_row();
-    out.grid = weight.grid.view(-1).narrow(0, whole.grid_row(offset + weight.first_row), 1);
+      window.image.view({held.rows, held.row_bytes()}).narrow(0, window.first_row, weight.rows);
+  if (held.format->has_tensor_scale()) {
+    const int64_t offset = held.first_logical_row();
+    out.grid = window.grid.view(-1).narrow(0, held.grid_row(offset + window.first_row), 1);
   } else {
-    out.grid = at::empty({0}, weight.image.options().dtype(at::kFloat));
+    out.grid = at::empty({0}, window.image.options().dtype(at::kFloat));
   }
   return out;
 }
 
-RowImage weight_columns(const WeightOperand& weight) {
+RowImage weight_columns(const QuantizedMatrix& weight) {
   const RowImage rows = weight_rows(weight);
   RowImage out = empty_image(transposed_layout(rows.layout), rows.image.options());
   out.grid = rows.grid;
-  const TransposeImageTask task{rows.layout, bytes_of(rows.image), bytes_of(out.image)};
+  const TransposeImageTask task{rows.layout, memory_of(rows.image), memory_of(out.image)};
   transpose_image(task, current_stream(rows.image.device()));
   return out;
 }

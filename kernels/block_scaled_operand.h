@@ -4,16 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "kernels/linear.h"
+#include "kernels/quantized_matrix.h"
 
 namespace qshard {
-
-/// One matrix. Codes are zero up to a multiple of 16 bytes, which cuBLASLt wants a row to have.
-struct RowImage {
-  Layout layout;
-  at::Tensor image;  // uint8 (layout.rows, layout.row_bytes()); rows from logical_rows on are zero
-  at::Tensor grid;   // float32 (layout.grid_numel(),): scale_inv of NVFP4's matrix
-};
 
 /// x (M, K) -> (K, round_up(M, 32)) in x's dtype: the transpose of x and zeros; with `hadamard`
 /// each 16 rows of x go through the random Hadamard transform first (kernels/hadamard.h).
@@ -29,10 +22,10 @@ RowImage quantized_columns(const at::Tensor& x, const Format& format, const int3
 
 /// The rows of a weight (N, K), contracting along K: a view. They are of one matrix, or of several
 /// that share no scale.
-RowImage weight_rows(const WeightOperand& weight);
+RowImage weight_rows(const QuantizedMatrix& weight);
 
 /// weight^T (K, N), contracting along N; its format has square blocks, and its first row begins
 /// one.
-RowImage weight_columns(const WeightOperand& weight);
+RowImage weight_columns(const QuantizedMatrix& weight);
 
 }  // namespace qshard

@@ -4,30 +4,32 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/current_stream.h"
+#include "kernels/quantize.h"
 #include "kernels/scaling_state.h"
 #include "kernels/value_dtype.h"
+#include "kernels/whole_layout.h"
 
 namespace qshard {
 namespace {
 
-DelayedAmax delayed_row(const WeightOperand& weight, int64_t row) {
+DelayedAmax delayed_row(const LinearWeight& weight, int64_t row) {
   if (!weight.amax_history.defined()) return {};
-  const AmaxHistory& options = weight.layout.format->amax_history;
-  TORCH_CHECK(weight.amax_history.device() == weight.image.device(),
-              "qshard: the amax history of a weight on ", weight.image.device(), " is on ",
-              weight.amax_history.device());
+  const AmaxHistory& options = weight.codes.format->amax_history;
+  const at::Device device = weight.codes.row_image().image.device();
+  TORCH_CHECK(weight.amax_history.device() == device, "qshard: the amax history of a weight on ",
+              device, " is on ", weight.amax_history.device());
   return {weight.amax_history.mutable_data_ptr<float>() + row * options.length,
           weight.scaling_amax.const_data_ptr<float>() + row * kScalingAmaxes, options.margin};
 }
 
 }  // namespace
 
-DelayedAmax delayed_input_amax(const WeightOperand& weight) {
-  return delayed_row(weight, input_row(weight.layout));
+DelayedAmax delayed_input_amax(const LinearWeight& weight) {
+  return delayed_row(weight, input_row(weight.codes.row_image().layout));
 }
 
-DelayedAmax delayed_gradient_amax(const WeightOperand& weight) {
-  return delayed_row(weight, gradient_row(weight.layout));
+DelayedAmax delayed_gradient_amax(const LinearWeight& weight) {
+  return delayed_row(weight, gradient_row(weight.codes.row_image().layout));
 }
 
 at::Tensor activation_amax(const at::Tensor& x, const DelayedAmax& delayed) {
@@ -35,7 +37,7 @@ at::Tensor activation_amax(const at::Tensor& x, const DelayedAmax& delayed) {
   const at::Tensor amax = at::empty({1}, values.options().dtype(at::kFloat));
   const Stream stream = current_stream(x.device());
   QuantizeTask task;
-  task.layout = {&find_format("float8_tensorwise"), x.size(0), x.size(1), x.size(0), x.size(0), 0};
+  task.layout = whole_layout(find_format("float8_tensorwise"), x.size(0), x.size(1));
   task.value_dtype = value_dtype(values.scalar_type());
   task.values = values.const_data_ptr();
   task.amax = amax.mutable_data_ptr<float>();

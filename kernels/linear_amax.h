@@ -1,8 +1,7 @@
 // Delayed scaling of a linear's input and of the gradient of its output.
 #pragma once
 
-#include "kernels/linear.h"
-#include "kernels/quantize.h"
+#include "kernels/linear_weight.h"
 
 namespace qshard {
 
@@ -17,8 +16,8 @@ struct DelayedAmax {
 };
 
 /// @throws c10::Error if the history lies on another device than the weight.
-DelayedAmax delayed_input_amax(const WeightOperand& weight);
-DelayedAmax delayed_gradient_amax(const WeightOperand& weight);
+DelayedAmax delayed_input_amax(const LinearWeight& weight);
+DelayedAmax delayed_gradient_amax(const LinearWeight& weight);
 
 /// The amax that per-tensor scaling of x (M, K) goes by, float32 (1,) on its device: its own, or
 /// with delayed scaling that of earlier steps, while its own is collected.

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "kernels/cpu/transpose_cpu.h"
+#include "kernels/whole_layout.h"
 #ifdef QSHARD_WITH_CUDA
 #include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/transpose_kernels.h"
@@ -23,7 +24,7 @@ namespace {
 }  // namespace
 
 Layout transposed_layout(const Layout& layout) {
-  return {layout.format, round_up(layout.cols, 16), layout.rows, layout.cols, layout.cols, 0};
+  return whole_layout(*layout.format, layout.cols, layout.rows, round_up(layout.cols, 16));
 }
 
 void transpose_values(const TransposeTask& task, Stream stream) {

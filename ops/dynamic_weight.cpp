@@ -8,6 +8,7 @@
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/scaling_state.h"
+#include "kernels/whole_layout.h"
 
 namespace qshard {
 namespace {
@@ -16,14 +17,6 @@ using at::Tensor;
 
 const Format& format_named(c10::string_view name) {
   return find_format({name.data(), name.size()});
-}
-
-Layout whole_layout(const Format& format, int64_t rows, int64_t cols) {
-  Layout layout;
-  layout.format = &format;
-  layout.rows = layout.logical_rows = layout.matrix_rows = rows;
-  layout.cols = cols;
-  return layout;
 }
 
 /// The layout of a weight that is cut into ranges.
@@ -163,27 +156,25 @@ void write_codes(const Tensor& weight, const Layout& layout, at::TensorList stat
 
 }  // namespace
 
-WeightOperand quantize_for_use(const Tensor& weight, const Format& format, at::TensorList state,
-                               WeightUse use, const char* op) {
-  WeightOperand operand;
-  operand.layout = checked_layout(weight, format, state, op);
+LinearWeight quantize_for_use(const Tensor& weight, const Format& format, at::TensorList state,
+                              WeightUse use, const char* op) {
+  RowImage rows;
+  rows.layout = checked_layout(weight, format, state, op);
   // dgrad reads the columnwise image; both are written where one is.
-  if (format.columnwise && use == WeightUse::kForward) operand.layout.images = Images::kRowwise;
-  const Layout& layout = operand.layout;
-  operand.image = new_image(layout, weight);
-  operand.rows = layout.rows;
+  if (format.columnwise && use == WeightUse::kForward) rows.layout.images = Images::kRowwise;
+  const Layout& layout = rows.layout;
+  rows.image = new_image(layout, weight);
   if (format.has_grid()) {
-    operand.grid =
+    rows.grid =
         at::empty({layout.grid_rows(), layout.grid_cols()}, weight.options().dtype(at::kFloat));
   }
+  if (use != WeightUse::kWgradOnly) write_codes(weight, layout, state, rows.image, rows.grid);
+  LinearWeight used{matrix_of(std::move(rows), weight.size(0))};
   if (!state.empty()) {
-    operand.amax_history = state[0];
-    operand.scaling_amax = state[1];
+    used.amax_history = state[0];
+    used.scaling_amax = state[1];
   }
-  if (use != WeightUse::kWgradOnly) {
-    write_codes(weight, layout, state, operand.image, operand.grid);
-  }
-  return operand;
+  return used;
 }
 
 Tensor quantize_for_uses(const Tensor& weight, c10::string_view format,

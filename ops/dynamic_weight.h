@@ -17,8 +17,8 @@ enum class WeightUse { kForward, kDgrad, kWgradOnly };
 /// A plain weight (N, K) quantized for one use. `state`: empty, or delayed scaling's amax_history
 /// and scaling_amax, float32 on the weight's device: codes are then scaled by what is in use there,
 /// and the linear collects amaxes in them (kernels/scaling_state.h).
-WeightOperand quantize_for_use(const at::Tensor& weight, const Format& format, at::TensorList state,
-                               WeightUse use, const char* op);
+LinearWeight quantize_for_use(const at::Tensor& weight, const Format& format, at::TensorList state,
+                              WeightUse use, const char* op);
 /// The same as a quantized tensor of all images, for several uses of one weight. It shares `state`.
 at::Tensor quantize_for_uses(const at::Tensor& weight, c10::string_view format,
                              const std::vector<at::Tensor>& state);

@@ -2,6 +2,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <optional>
+#include <variant>
+
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/matmul.h"
 #include "dispatch/quantized_tensor_impl.h"
@@ -48,9 +51,9 @@ void check_linear_shapes(const Tensor& input, const Tensor& weight, const Option
 }
 
 /// A module knows its weight's format from quantize_; the weight may have been replaced since.
-void check_expected_format(const WeightOperand& weight, std::optional<c10::string_view> format) {
+void check_expected_format(const LinearWeight& weight, std::optional<c10::string_view> format) {
   if (!format) return;
-  const Format* actual = weight.layout.format;
+  const Format* actual = weight.codes.format;
   TORCH_CHECK(
       &find_format({format->data(), format->size()}) == actual,
       fmt::format(
@@ -61,9 +64,9 @@ void check_expected_format(const WeightOperand& weight, std::optional<c10::strin
 }
 
 /// A quantized weight, or a plain one that is quantized for this use.
-WeightOperand operand_of(const Tensor& weight, std::optional<c10::string_view> format,
-                         WeightState state, WeightUse use, const char* op) {
-  if (!state || has_key(weight)) return weight_operand(weight, op);
+LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
+                            WeightState state, WeightUse use, const char* op) {
+  if (!state || has_key(weight)) return linear_weight(weight, op);
   TORCH_CHECK_VALUE(format,
                     fmt::format("{}: weight_state is given, so format must name the weight's", op));
   return quantize_for_use(weight, find_format({format->data(), format->size()}), *state, use, op);
@@ -73,22 +76,89 @@ WeightUse backward_use(bool needs_input) {
   return needs_input ? WeightUse::kDgrad : WeightUse::kWgradOnly;
 }
 
+bool is_packed_buffer(const Tensor& bytes, int64_t numel, const Tensor& beside) {
+  return bytes.scalar_type() == at::kByte && bytes.is_contiguous() && bytes.numel() == numel &&
+         bytes.device() == beside.device();
+}
+
+/// Operands of a known few kinds, held without an allocation.
+using ForwardOperand = std::variant<SharedOperand, QuantizedOperand>;
+using WgradOperand = std::variant<PlainOperand, QuantizedOperand>;
+
+template <typename Operand>
+const OperandProducer& producer_of(const Operand& operand) {
+  return std::visit([](const auto& kind) -> const OperandProducer& { return kind; }, operand);
+}
+
+/// The input of forward: codes that quantize_input made of it, or itself.
+ForwardOperand input_operand(const Tensor& input, const Tensor& matrix, const Format& format,
+                             const OptionalTensor& rows, bool save_quantized_input) {
+  if (!rows || !rows->defined()) return SharedOperand(matrix, shared_as(input));
+  const int64_t m = matrix.size(0);
+  const int64_t k = matrix.size(1);
+  TORCH_CHECK(!save_quantized_input && is_packed_buffer(*rows, packed_rowwise_bytes(m, k), matrix),
+              fmt::format("qshard: linear's input_rows must be quantize_input's, uint8 of {} bytes "
+                          "on {}, and nothing is saved beside them",
+                          packed_rowwise_bytes(m, k), matrix.device().str()));
+  return QuantizedOperand(packed_matrix(format, DType::kFloat8E4M3, m, k, *rows, {}), matrix);
+}
+
+/// The input of wgrad (M, K): as forward saved it, or itself.
+WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, const Tensor& grad,
+                           const QuantizedMatrix& weight) {
+  if (!is_quantized) return PlainOperand(as_matrix(input));
+  const int64_t m = leading_numel(grad);
+  const int64_t k = weight.cols;
+  const bool is_empty = m == 0 || weight.rows == 0 || k == 0;  // what is saved then is not read
+  TORCH_CHECK(is_empty || (can_save_quantized_input(grad.device(), m, weight.rows, k) &&
+                           is_packed_buffer(input, packed_columnwise_bytes(m, k), grad)),
+              fmt::format("qshard: linear's saved input must be uint8 of {} bytes on {}, got {} {}",
+                          packed_columnwise_bytes(m, k), grad.device().str(),
+                          c10::toString(input.scalar_type()), input.sizes().vec()));
+  return QuantizedOperand(packed_matrix(*weight.format, DType::kFloat8E4M3, m, k, {}, input),
+                          grad.options());
+}
+
+/// What linear_backward and linear_backward_accumulate are asked for, beside the tensors.
+struct BackwardOptions {
+  bool input_is_quantized = false;
+  bool needs_input = false;
+  bool needs_weight = false;
+  at::ScalarType weight_grad_dtype = at::kFloat;
+  bool weight_only = false;
+  Tensor sum = {};
+};
+
 // linear_backward of inputs and gradients of any dimensions; grad_input (0,) if not needed.
-LinearBackward backward_of(const Tensor& grad, const WeightOperand& operand, const Tensor& input,
-                           bool input_is_quantized, bool needs_input, bool needs_weight,
-                           at::ScalarType weight_grad_dtype, bool weight_only, const Tensor& sum) {
+LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const Tensor& input,
+                           const BackwardOptions& options) {
   c10::OptionalDeviceGuard device_guard(grad.device());
-  const Tensor input_matrix = input_is_quantized || !needs_weight ? input : as_matrix(input);
-  auto result = linear_backward(as_matrix(grad), operand, input_matrix, input_is_quantized,
-                                needs_input, needs_weight, weight_grad_dtype, weight_only, sum);
-  if (needs_input) {
+  std::optional<WgradOperand> saved;
+  if (options.needs_weight) {
+    saved = wgrad_operand(input, options.input_is_quantized, grad, weight.codes);
+  }
+  const PlainOperand gradient(as_matrix(grad));
+  auto result = linear_backward({.grad = &gradient,
+                                 .needs_input = options.needs_input,
+                                 .input = saved ? &producer_of(*saved) : nullptr,
+                                 .weight_grad_dtype = options.weight_grad_dtype,
+                                 .sum = options.sum,
+                                 .weight_only = options.weight_only},
+                                weight);
+  if (options.needs_input) {
     auto sizes = grad.sizes().vec();
-    sizes.back() = operand.layout.cols;
+    sizes.back() = weight.codes.cols;
     if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
   } else {
     result.grad_input = at::empty({0}, grad.options());
   }
   return result;
+}
+
+/// The bytes of one orientation for an operator to return: (0,) if it is not there.
+Tensor bytes_or_none(const CodeImage& codes, const Tensor& beside) {
+  const Tensor bytes = bytes_of(codes);
+  return bytes.defined() ? bytes : at::empty({0}, beside.options().dtype(at::kByte));
 }
 
 }  // namespace
@@ -111,18 +181,18 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
                                              WeightState weight_state) {
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto operand =
-      operand_of(weight, format, weight_state, WeightUse::kForward, "qshard::linear");
-  check_expected_format(operand, format);
+  const auto used =
+      weight_for_use(weight, format, weight_state, WeightUse::kForward, "qshard::linear");
+  check_expected_format(used, format);
   check_linear_shapes(input, weight, bias);
-  auto result = linear_forward(as_matrix(has_key(input) ? value_of(input) : input), operand, bias,
-                               save_quantized_input, weight_only, shared_as(input),
-                               input_rows.value_or(Tensor()));
+  const auto operand = input_operand(input, as_matrix(has_key(input) ? value_of(input) : input),
+                                     *used.codes.format, input_rows, save_quantized_input);
+  auto result = linear_forward(producer_of(operand), used, bias, save_quantized_input, weight_only);
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   // Detached from the 2-D result, so that N-D outputs are no views (FSDP2 warns about those).
   if (input.dim() != 2) result.output = at::_unsafe_view(result.output, sizes);
-  return {result.output, result.saved};
+  return {result.output, bytes_or_none(result.saved.columnwise, input)};
 }
 
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
@@ -138,10 +208,14 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
               fmt::format("qshard::linear_backward: grad_dtype {} is not supported; use float32, "
                           "bfloat16 or float16",
                           c10::toString(dtype)));
-  const auto operand = operand_of(weight, format, weight_state, backward_use(needs_input),
-                                  "qshard::linear_backward");
-  auto result = backward_of(grad, operand, input, input_is_quantized, needs_input, needs_weight,
-                            dtype, weight_only, /*sum=*/{});
+  const auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input),
+                                   "qshard::linear_backward");
+  auto result = backward_of(grad, used, input,
+                            {.input_is_quantized = input_is_quantized,
+                             .needs_input = needs_input,
+                             .needs_weight = needs_weight,
+                             .weight_grad_dtype = dtype,
+                             .weight_only = weight_only});
   if (!needs_weight) result.grad_weight = at::empty({0}, grad.options().dtype(dtype));
   return {result.grad_input, result.grad_weight};
 }
@@ -158,11 +232,16 @@ Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, c
       fmt::format("qshard::linear_backward_accumulate: weight_grad must be a plain float32, "
                   "bfloat16 or float16 tensor, got {}",
                   c10::toString(weight_grad.scalar_type())));
-  const auto operand = operand_of(weight, format, weight_state, backward_use(needs_input),
-                                  "qshard::linear_backward_accumulate");
+  const auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input),
+                                   "qshard::linear_backward_accumulate");
   bump_version(weight_grad);
-  return backward_of(grad, operand, input, input_is_quantized, needs_input, /*needs_weight=*/true,
-                     weight_grad.scalar_type(), weight_only, weight_grad)
+  return backward_of(grad, used, input,
+                     {.input_is_quantized = input_is_quantized,
+                      .needs_input = needs_input,
+                      .needs_weight = true,
+                      .weight_grad_dtype = weight_grad.scalar_type(),
+                      .weight_only = weight_only,
+                      .sum = weight_grad})
       .grad_input;
 }
 
@@ -180,9 +259,9 @@ std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_vi
                                              bool rows, bool columns) {
   PlainGuard guard;
   const Format& found = find_format({format.data(), format.size()});
-  auto codes =
-      quantize_input(as_matrix(has_key(input) ? value_of(input) : input), found, rows, columns);
-  return {codes.rows, codes.columns};
+  const auto codes =
+      quantize_input(as_matrix(has_key(input) ? value_of(input) : input), found, {rows, columns});
+  return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input)};
 }
 
 bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format) {

@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor
   c10::SymInt saved_bytes = 0;
   if (save_quantized_input) {
     // Only asked for when all sizes are known (ops/autograd.cpp).
-    saved_bytes = saved_input_bytes(leading_numel(input), input.size(-1));
+    saved_bytes = packed_columnwise_bytes(leading_numel(input), input.size(-1));
   }
   return {linear_meta(input, weight, bias, false, std::nullopt, std::nullopt),
           at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
@@ -58,8 +58,8 @@ std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_
   if (rows || columns) {  // as above, all sizes are known
     const int64_t m = leading_numel(input);
     const int64_t k = input.size(-1);
-    if (rows) row_bytes = input_rows_bytes(m, k);
-    if (columns) column_bytes = saved_input_bytes(m, k);
+    if (rows) row_bytes = packed_rowwise_bytes(m, k);
+    if (columns) column_bytes = packed_columnwise_bytes(m, k);
   }
   const auto bytes = input.options().dtype(at::kByte);
   return {at::empty({row_bytes}, bytes), at::empty({column_bytes}, bytes)};

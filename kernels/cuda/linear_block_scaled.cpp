@@ -3,18 +3,14 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
-
-#include <limits>
 
 #include "kernels/block_scaled_operand.h"
 #include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/scale_layout.h"
 #include "kernels/cuda/scaled_mm.h"
-#include "kernels/scaling_state.h"
 
 namespace qshard::cuda {
 namespace {
@@ -72,17 +68,6 @@ at::Tensor gemm(const RowImage& a, const RowImage& b, int64_t rows, int64_t cols
   return scaled_mm(gemm, rows, cols, bias, options);
 }
 
-// The words of QuantizeTask::rounding for one gradient operand; undefined rounds to nearest.
-at::Tensor gradient_rounding(const Format& format, at::Device device) {
-  if (format.grad_dtype != DType::kFloat4E2M1) return {};
-  return at::randint(std::numeric_limits<int32_t>::max(), {kRoundingWords},
-                     at::TensorOptions().dtype(at::kInt).device(device));
-}
-
-const int32_t* words_of(const at::Tensor& rounding) {
-  return rounding.defined() ? rounding.const_data_ptr<int32_t>() : nullptr;
-}
-
 }  // namespace
 
 bool has_block_scaled_gemm(at::Device device) {
@@ -91,26 +76,22 @@ bool has_block_scaled_gemm(at::Device device) {
   return at::cuda::getDeviceProperties(index)->major >= 10;
 }
 
-at::Tensor block_scaled_forward(const at::Tensor& x, const WeightOperand& weight,
-                                const std::optional<at::Tensor>& bias) {
-  const RowImage rows = quantized_rows(x, *weight.layout.format, /*rounding=*/nullptr);
-  return gemm(rows, weight_rows(weight), x.size(0), weight.rows, bias, x.options());
+at::Tensor block_scaled_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
+                                const std::optional<at::Tensor>& bias,
+                                const at::TensorOptions& options) {
+  return gemm(x.row_image(), weight_rows(weight), x.rows, weight.rows, bias, options);
 }
 
-at::Tensor block_scaled_grad_input(const at::Tensor& grad, const WeightOperand& weight) {
-  const Format& format = *weight.layout.format;
-  const at::Tensor rounding = gradient_rounding(format, grad.device());
-  const RowImage rows = quantized_rows(grad, format, words_of(rounding));
-  return gemm(rows, weight_columns(weight), grad.size(0), weight.layout.cols, std::nullopt,
-              grad.options());
+at::Tensor block_scaled_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,
+                                   const at::TensorOptions& options) {
+  return gemm(grad.row_image(), weight_columns(weight), grad.rows, weight.cols, std::nullopt,
+              options);
 }
 
-at::Tensor block_scaled_grad_weight(const at::Tensor& grad, const at::Tensor& x,
-                                    const Format& format, at::ScalarType dtype) {
-  const at::Tensor rounding = gradient_rounding(format, grad.device());
-  return gemm(quantized_columns(grad, format, words_of(rounding)),
-              quantized_columns(x, format, /*rounding=*/nullptr), grad.size(1), x.size(1),
-              std::nullopt, grad.options().dtype(dtype));
+at::Tensor block_scaled_grad_weight(const QuantizedMatrix& grad, const QuantizedMatrix& x,
+                                    const at::TensorOptions& options) {
+  return gemm(std::get<RowImage>(grad.columnwise), std::get<RowImage>(x.columnwise), grad.cols,
+              x.cols, std::nullopt, options);
 }
 
 }  // namespace qshard::cuda

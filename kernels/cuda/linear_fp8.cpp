@@ -10,6 +10,7 @@
 #include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/quantize_cuda.h"
 #include "kernels/cuda/scaled_mm.h"
+#include "kernels/linear_amax.h"
 #include "kernels/value_dtype.h"
 
 namespace qshard::cuda {
@@ -19,10 +20,8 @@ at::Tensor empty_bytes(int64_t bytes, at::Device device) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
-bool is_blockwise(const Format& format) { return format.block_rows != 0; }
-
-ScaleMode activation_scale_mode(const Format& format) {
-  return is_blockwise(format) ? ScaleMode::kBlock1x128 : ScaleMode::kTensor;
+ScaleMode weight_scale_mode(const Format& format) {
+  return format.block_rows == 0 ? ScaleMode::kTensor : ScaleMode::kBlock128x128;
 }
 
 /// 90 for 9.0; 0 for what is no CUDA device.
@@ -33,27 +32,20 @@ int compute_capability(at::Device device) {
   return 10 * properties->major + properties->minor;
 }
 
-// Codes of `rows` rows of `ld` bytes at the start of a buffer, their scales after them.
-ScaledOperand operand_in(const at::Tensor& buffer, int64_t rows, int64_t ld, const Format& format,
-                         DType code_dtype) {
-  auto* codes = static_cast<uint8_t*>(buffer.mutable_data_ptr());
-  ScaledOperand operand;
-  operand.codes = codes;
-  operand.rows = rows;
-  operand.ld = ld;
-  operand.dtype = code_dtype;
-  operand.scale_mode = activation_scale_mode(format);
-  operand.scale_inv = codes + rows * ld;
-  return operand;
+ScaledOperand rows_of(const QuantizedMatrix& matrix) {
+  return scaled_operand(std::get<PackedCodes>(matrix.rowwise), matrix.code_dtype);
 }
 
-// cuBLASLt takes any number of tokens with one scale; 1x128 scales come in aligned columns.
-int64_t rows_of_operand(const Format& format, int64_t m) {
-  return is_blockwise(format) ? round_up(m, 16) : m;
+ScaledOperand columns_of(const QuantizedMatrix& matrix) {
+  return scaled_operand(std::get<PackedCodes>(matrix.columnwise), matrix.code_dtype);
 }
 
-float* scales_of(const ScaledOperand& operand) {
-  return static_cast<float*>(const_cast<void*>(operand.scale_inv));
+uint8_t* codes_in(const PackedCodes& packed) {
+  return static_cast<uint8_t*>(packed.buffer.mutable_data_ptr());
+}
+
+float* scales_in(const PackedCodes& packed) {
+  return reinterpret_cast<float*>(codes_in(packed) + packed.code_bytes());
 }
 
 // The weight as an operand: its codes stay where they are, its scales are laid out for the GEMM.
@@ -62,19 +54,20 @@ struct WeightScales {
   const float* scale_inv = nullptr;
 };
 
-WeightScales weight_scales(const WeightOperand& weight, bool contract_rows) {
-  const Layout& layout = weight.layout;
+WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
+  const RowImage& rows = weight.row_image();
+  const Layout& layout = rows.layout;
   const int64_t offset = layout.first_logical_row();
-  const int64_t first = layout.grid_row(offset + weight.first_row);
-  const float* grid = weight.grid.const_data_ptr<float>() + first * layout.grid_cols();
+  const int64_t first = layout.grid_row(offset + rows.first_row);
+  const float* grid = rows.grid.const_data_ptr<float>() + first * layout.grid_cols();
   const bool aligned = reinterpret_cast<uintptr_t>(grid) % 16 == 0;
   const auto stream = c10::cuda::getCurrentCUDAStream();
   WeightScales scales;
   scales.scale_inv = grid;
-  if (!is_blockwise(*layout.format)) {
+  if (weight_scale_mode(*layout.format) == ScaleMode::kTensor) {
     if (aligned) return scales;
     // cuBLASLt takes scales at multiples of 16 bytes only; a later matrix's scale is at one of 4.
-    scales.buffer = at::empty({1}, weight.grid.options());
+    scales.buffer = at::empty({1}, rows.grid.options());
     scales.scale_inv = scales.buffer.const_data_ptr<float>();
     C10_CUDA_CHECK(cudaMemcpyAsync(scales.buffer.mutable_data_ptr(), grid, sizeof(float),
                                    cudaMemcpyDeviceToDevice, stream));
@@ -85,22 +78,23 @@ WeightScales weight_scales(const WeightOperand& weight, bool contract_rows) {
   if (!contract_rows && col_blocks % 4 == 0 && aligned) return scales;
   const int64_t numel =
       contract_rows ? col_blocks * round_up(row_blocks, 4) : row_blocks * round_up(col_blocks, 4);
-  scales.buffer = at::empty({numel}, weight.grid.options());
+  scales.buffer = at::empty({numel}, rows.grid.options());
   scales.scale_inv = scales.buffer.const_data_ptr<float>();
   check_launch(launch_gemm_block_scales(grid, row_blocks, col_blocks, contract_rows,
                                         scales.buffer.mutable_data_ptr<float>(), stream));
   return scales;
 }
 
-ScaledOperand weight_rows(const WeightOperand& weight, const WeightScales& scales) {
-  const Layout& layout = weight.layout;
+ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& scales) {
+  const RowImage& rows = weight.row_image();
+  const Layout& layout = rows.layout;
   ScaledOperand operand;
-  operand.codes = static_cast<const uint8_t*>(weight.image.const_data_ptr()) +
-                  weight.first_row * layout.row_bytes();
+  operand.codes = static_cast<const uint8_t*>(rows.image.const_data_ptr()) +
+                  rows.first_row * layout.row_bytes();
   operand.rows = weight.rows;
   operand.ld = layout.row_bytes();
   operand.dtype = layout.format->code_dtype;
-  operand.scale_mode = is_blockwise(*layout.format) ? ScaleMode::kBlock128x128 : ScaleMode::kTensor;
+  operand.scale_mode = weight_scale_mode(*layout.format);
   operand.scale_inv = scales.scale_inv;
   return operand;
 }
@@ -109,18 +103,22 @@ ScaledOperand weight_rows(const WeightOperand& weight, const WeightScales& scale
 
 bool has_fp8_gemm(at::Device device, const Format& format) {
   const int capability = compute_capability(device);
-  return is_blockwise(format) ? capability == 90 : capability >= 89;
+  return format.block_rows != 0 ? capability == 90 : capability >= 89;
 }
 
 bool has_every_fp8_gemm(at::Device device) { return compute_capability(device) == 90; }
 
-Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DType code_dtype,
-                                  bool rows, bool columns, const DelayedAmax& delayed) {
+QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor values = x.contiguous();
   const int64_t m = x.size(0);
   const int64_t k = x.size(1);
-  Fp8Activation out;
+  const Format& format = *request.format;
+  const auto [rows, columns] = request.orientations;
+  at::Tensor rowwise, columnwise;
+  if (rows) rowwise = empty_bytes(packed_rowwise_bytes(m, k), x.device());
+  if (columns) columnwise = empty_bytes(packed_columnwise_bytes(m, k), x.device());
+  const auto out = packed_matrix(format, request.code_dtype, m, k, rowwise, columnwise);
   ActivationTask task;
   task.values = values.const_data_ptr();
   task.m = m;
@@ -129,90 +127,75 @@ Fp8Activation quantize_activation(const at::Tensor& x, const Format& format, DTy
   task.m_padded_t = round_up(m, 128);
   task.power_of_two = format.power_of_two_scales;
   if (rows) {
-    task.m_padded = rows_of_operand(format, m);
-    out.buffer = empty_bytes(input_rows_bytes(m, k), x.device());
-    out.rows = operand_in(out.buffer, task.m_padded, task.k_padded, format, code_dtype);
-    task.codes = static_cast<uint8_t*>(out.buffer.mutable_data_ptr());
-    task.scale_inv = scales_of(out.rows);
+    const auto& packed = std::get<PackedCodes>(out.rowwise);
+    task.m_padded = packed.rows;
+    task.codes = codes_in(packed);
+    task.scale_inv = scales_in(packed);
   }
   if (columns) {
-    out.saved = empty_bytes(saved_input_bytes(m, k), x.device());
-    out.columns = operand_in(out.saved, task.k_padded, task.m_padded_t, format, code_dtype);
-    task.codes_t = static_cast<uint8_t*>(out.saved.mutable_data_ptr());
-    task.scale_inv_t = scales_of(out.columns);
+    const auto& packed = std::get<PackedCodes>(out.columnwise);
+    task.codes_t = codes_in(packed);
+    task.scale_inv_t = scales_in(packed);
   }
   const DType dtype = value_dtype(x.scalar_type());
-  if (is_blockwise(format)) {
+  if (packed_scale_mode(format) == ScaleMode::kBlock1x128) {
     check_launch(launch_quantize_activation_1x128(task, dtype, stream));
     return out;
   }
-  const at::Tensor amax = activation_amax(values, delayed);
+  const at::Tensor amax = activation_amax(values, request.delayed);
   check_launch(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
-                                                     code_dtype, stream));
+                                                     request.code_dtype, stream));
   return out;
 }
 
-ScaledOperand rows_operand(const at::Tensor& buffer, const Format& format, int64_t m, int64_t k) {
-  return operand_in(buffer, rows_of_operand(format, m), round_up(k, 16), format,
-                    DType::kFloat8E4M3);
+ScaledOperand scaled_operand(const PackedCodes& packed, DType code_dtype) {
+  ScaledOperand operand;
+  operand.codes = codes_in(packed);
+  operand.rows = packed.rows;
+  operand.ld = packed.ld;
+  operand.dtype = code_dtype;
+  operand.scale_mode = packed.scale_mode;
+  operand.scale_inv = scales_in(packed);
+  return operand;
 }
 
-ScaledOperand saved_operand(const at::Tensor& saved, const Format& format, int64_t m, int64_t k) {
-  return operand_in(saved, round_up(k, 16), round_up(m, 128), format, DType::kFloat8E4M3);
-}
-
-at::Tensor dequantize_saved(const at::Tensor& saved, const Format& format, int64_t m, int64_t k,
-                            at::ScalarType dtype) {
-  const int64_t rows = round_up(k, 16);
-  const int64_t cols = round_up(m, 128);
-  at::Tensor values =
-      saved.narrow(0, 0, rows * cols).view({rows, cols}).view(at::kFloat8_e4m3fn).to(at::kFloat);
-  at::Tensor scales = saved.narrow(0, rows * cols, saved.numel() - rows * cols).view(at::kFloat);
-  if (is_blockwise(format)) {
-    values = values.view({rows, cols / 128, 128});
-    scales = scales.view({cols / 128, rows}).t().unsqueeze(2);
-  } else {
-    scales = scales.narrow(0, 0, 1);
-  }
-  return values.mul(scales).view({rows, cols}).narrow(0, 0, k).narrow(1, 0, m).t().to(dtype);
-}
-
-at::Tensor fp8_forward(const ScaledOperand& x, int64_t m, const WeightOperand& weight,
+at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
                        const std::optional<at::Tensor>& bias, const at::TensorOptions& options) {
   const WeightScales scales = weight_scales(weight, /*contract_rows=*/false);
-  const int64_t k = round_up(weight.layout.cols, 16);
+  const int64_t k = round_up(weight.cols, 16);
+  ScaledGemm gemm{rows_of(x), weight_rows(weight, scales), k};
   // As other FP8 recipes do: the sum is rounded to 16 bits anyway. An fp32 output would show it.
-  const bool fast_accumulate = !is_blockwise(*weight.layout.format) &&
-                               c10::typeMetaToScalarType(options.dtype()) != at::kFloat;
-  ScaledGemm gemm{x, weight_rows(weight, scales), k};
-  gemm.fast_accumulate = fast_accumulate;
-  return scaled_mm(gemm, m, weight.rows, bias, options);
+  gemm.fast_accumulate = gemm.b.scale_mode == ScaleMode::kTensor &&
+                         c10::typeMetaToScalarType(options.dtype()) != at::kFloat;
+  return scaled_mm(gemm, x.rows, weight.rows, bias, options);
 }
 
-at::Tensor fp8_grad_input(const ScaledOperand& grad, int64_t m, const WeightOperand& weight,
+at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,
                           const at::TensorOptions& options) {
   const WeightScales scales = weight_scales(weight, /*contract_rows=*/true);
   ScaledOperand operand = weight_rows(weight, scales);
   const int64_t n = weight.rows;
-  const int64_t k = round_up(weight.layout.cols, 16);
-  const at::Tensor transposed = empty_bytes(k * n, weight.image.device());
+  const int64_t k = round_up(weight.cols, 16);
+  const at::Tensor transposed = empty_bytes(k * n, weight.row_image().image.device());
   check_launch(launch_transpose_codes(static_cast<const uint8_t*>(operand.codes), n, k, operand.ld,
                                       static_cast<uint8_t*>(transposed.mutable_data_ptr()), n,
                                       c10::cuda::getCurrentCUDAStream()));
   operand.codes = transposed.const_data_ptr();
   operand.rows = k;
   operand.ld = n;
-  return scaled_mm({grad, operand, n}, m, weight.layout.cols, std::nullopt, options);
+  return scaled_mm({rows_of(grad), operand, n}, grad.rows, weight.cols, std::nullopt, options);
 }
 
-at::Tensor fp8_grad_weight(const ScaledOperand& grad_t, const ScaledOperand& x_t, int64_t n,
-                           int64_t k, const at::TensorOptions& options) {
-  return scaled_mm({grad_t, x_t, x_t.ld}, n, k, std::nullopt, options);
+at::Tensor fp8_grad_weight(const QuantizedMatrix& grad, const QuantizedMatrix& x,
+                           const at::TensorOptions& options) {
+  const ScaledOperand x_t = columns_of(x);
+  return scaled_mm({columns_of(grad), x_t, x_t.ld}, grad.cols, x.cols, std::nullopt, options);
 }
 
-bool fp8_add_grad_weight(const ScaledOperand& grad_t, const ScaledOperand& x_t,
+bool fp8_add_grad_weight(const QuantizedMatrix& grad, const QuantizedMatrix& x,
                          const at::Tensor& sum) {
-  return scaled_addmm({grad_t, x_t, x_t.ld}, sum);
+  const ScaledOperand x_t = columns_of(x);
+  return scaled_addmm({columns_of(grad), x_t, x_t.ld}, sum);
 }
 
 }  // namespace qshard::cuda

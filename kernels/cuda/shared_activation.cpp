@@ -13,7 +13,7 @@ namespace {
 
 // What decides the codes of a tensor, beside its values.
 struct Circumstances {
-  bool blockwise = false;
+  ScaleMode scale_mode = ScaleMode::kTensor;
   bool power_of_two = false;
   cudaStream_t stream = nullptr;
   unsigned long long capture = 0;  // 0: none. What a graph replays must have been captured with it
@@ -39,12 +39,13 @@ class Contents {
 };
 
 struct SharedActivation final : c10::BackendMeta {
-  SharedActivation(Circumstances circumstances, const SharedInput& input, Fp8Activation activation)
+  SharedActivation(Circumstances circumstances, const SharedInput& input,
+                   QuantizedMatrix activation)
       : circumstances(circumstances), contents(input), activation(std::move(activation)) {}
 
   Circumstances circumstances;
   Contents contents;
-  Fp8Activation activation;
+  QuantizedMatrix activation;
 
   // A shallow copy, as x.data, is anybody's.
   c10::intrusive_ptr<c10::BackendMeta> clone(
@@ -85,12 +86,10 @@ class MetaOf {
 
 }  // namespace
 
-Fp8Activation quantize_shared_activation(const SharedInput& input, const at::Tensor& x,
-                                         const Format& format, bool rows, bool columns) {
+QuantizedMatrix quantize_shared_activation(const SharedInput& input, const at::Tensor& x,
+                                           const OperandRequest& request) {
   const at::Tensor& owner = input.tensor;
-  const auto quantize = [&] {
-    return quantize_activation(x, format, DType::kFloat8E4M3, rows, columns, {});
-  };
+  const auto quantize = [&] { return quantize_activation(x, request); };
   const MetaOf meta(owner);
   const auto present = meta.get();
   const auto* known = dynamic_cast<const SharedActivation*>(present.get());
@@ -99,14 +98,13 @@ Fp8Activation quantize_shared_activation(const SharedInput& input, const at::Ten
   const auto capture = capture_id(stream);
   const bool may_be_replayed = stream != nullptr && capture == 0;
   if (!is_ours || may_be_replayed) return quantize();
-  const Circumstances now{format.block_rows != 0, format.power_of_two_scales, stream, capture};
+  const Format& format = *request.format;
+  const Circumstances now{packed_scale_mode(format), format.power_of_two_scales, stream, capture};
   if (known != nullptr && known->circumstances == now && known->contents.is_of(input)) {
-    const Fp8Activation& activation = known->activation;
-    const bool serves =
-        (!rows || activation.buffer.defined()) && (!columns || activation.saved.defined());
-    if (serves) return activation;
+    const QuantizedMatrix& activation = known->activation;
+    if (activation.has(request.orientations, Arrangement::kPacked)) return activation;
   }
-  Fp8Activation activation = quantize();
+  QuantizedMatrix activation = quantize();
   meta.set(c10::make_intrusive<SharedActivation>(now, input, activation));
   return activation;
 }

@@ -7,7 +7,7 @@
 
 namespace qshard::cuda {
 
-/// As quantize_activation(x, format, E4M3, rows, columns) without delayed scaling, where `x` is
+/// As quantize_activation(x, request) of E4M3 codes without delayed scaling, where `x` is
 /// `input.tensor` as a matrix. The result stays with that tensor and goes when it goes. It serves
 /// again until the tensor gets another record or other memory (`.data = `), on the stream and in
 /// the CUDA-graph capture it was made in.
@@ -16,7 +16,7 @@ namespace qshard::cuda {
 /// (ops/recorded_activation.h). Memory that a captured graph writes at each replay is told by its
 /// stream: the default stream cannot be captured, and outside of captures codes are shared there
 /// alone.
-Fp8Activation quantize_shared_activation(const SharedInput& input, const at::Tensor& x,
-                                         const Format& format, bool rows, bool columns);
+QuantizedMatrix quantize_shared_activation(const SharedInput& input, const at::Tensor& x,
+                                           const OperandRequest& request);
 
 }  // namespace qshard::cuda

@@ -3,21 +3,48 @@
 
 #include "kernel_cases.h"
 #include "kernels/linear.h"
+#include "kernels/whole_layout.h"
 
 namespace qshard::testing {
 
-inline WeightOperand weight_operand(const at::Tensor& values, const Layout& layout) {
+inline LinearWeight linear_weight(const at::Tensor& values, const Layout& layout) {
   const Quantized q = quantized(values, layout);
-  return {layout, q.image, q.grid, 0, layout.rows};
+  return {matrix_of({layout, q.image, q.grid}, layout.rows)};
 }
 
 inline Layout whole(const char* format, int64_t rows, int64_t cols) {
-  return {&find_format(format), rows, cols, rows, rows, 0};
+  return whole_layout(find_format(format), rows, cols);
 }
 
-inline at::Tensor dequantized(const WeightOperand& weight) {
-  const Quantized q{{}, weight.grid, weight.image};
-  return dequantized(q, weight.layout, at::kFloat, weight.first_row, weight.rows).cpu();
+inline at::Tensor dequantized(const LinearWeight& weight) {
+  const RowImage& rows = weight.codes.row_image();
+  const Quantized q{{}, rows.grid, rows.image};
+  return dequantized(q, rows.layout, at::kFloat, rows.first_row, weight.codes.rows).cpu();
+}
+
+/// linear_forward and linear_backward of plain tensors. `sum` as in LinearBackwardTask.
+inline at::Tensor forward_of(const at::Tensor& x, const LinearWeight& weight,
+                             const std::optional<at::Tensor>& bias = std::nullopt) {
+  return linear_forward(PlainOperand(x), weight, bias, /*save_quantized_input=*/false).output;
+}
+
+inline LinearBackward backward_of(const at::Tensor& grad, const LinearWeight& weight,
+                                  const OperandProducer* input, at::ScalarType dtype,
+                                  const at::Tensor& sum = {}) {
+  const PlainOperand gradient(grad);
+  return linear_backward({.grad = &gradient,
+                          .needs_input = true,
+                          .input = input,
+                          .weight_grad_dtype = dtype,
+                          .sum = sum},
+                         weight);
+}
+
+inline LinearBackward backward_of(const at::Tensor& grad, const LinearWeight& weight,
+                                  const at::Tensor& input, at::ScalarType dtype,
+                                  const at::Tensor& sum = {}) {
+  const PlainOperand operand(input);
+  return backward_of(grad, weight, &operand, dtype, sum);
 }
 
 inline double epsilon_of(at::ScalarType dtype) {

@@ -8,6 +8,7 @@
 #include "kernels/block_scaled_operand.h"
 #include "kernels/hadamard.h"
 #include "kernels/transpose.h"
+#include "kernels/whole_layout.h"
 
 namespace qshard::testing {
 namespace {
@@ -55,7 +56,7 @@ bool same_image(const RowImage& got, const Quantized& expected) {
 }
 
 Layout whole(const Format& format, int64_t rows, int64_t cols) {
-  return {&format, rows, cols, rows, rows, 0};
+  return whole_layout(format, rows, cols);
 }
 
 TEST(TransposedValues, EqualTheNaiveOnes) {
@@ -158,7 +159,7 @@ TEST_P(BlockScaledOperand, TransposedWeightsAreQuantizedTransposes) {
       at::Tensor values = random_values(n, k, at::kFloat);
       if (n % 3 == 0) values[n / 2][k / 2] = std::numeric_limits<float>::quiet_NaN();
       const Quantized q = quantized(values.to(device), whole(format(), n, k));
-      const WeightOperand weight{whole(format(), n, k), q.image, q.grid, 0, n};
+      const QuantizedMatrix weight = matrix_of({whole(format(), n, k), q.image, q.grid}, n);
       const RowImage rows = weight_rows(weight);
       EXPECT_EQ(rows.image.const_data_ptr(), q.image.const_data_ptr());
       EXPECT_TRUE(same_image(rows, q));
@@ -175,11 +176,13 @@ TEST_P(BlockScaledOperand, WindowsOfWeightsAreMatricesOfTheirOwn) {
   at::manual_seed(3);
   for (const at::Device device : devices()) {
     const at::Tensor values = random_values(256, 80, at::kFloat);
-    const Layout layout{&format(), 256, 80, 256, 64, 0};
+    Layout layout = whole(format(), 256, 80);
+    layout.matrix_rows = 64;
     const Quantized q = quantized(values.to(device), layout);
     for (const int64_t first : {0, 64, 192, 96}) {
       SCOPED_TRACE(::testing::Message() << device << " from row " << first);
-      const WeightOperand window{layout, q.image, q.grid, first, first % 64 ? 32 : 64};
+      const QuantizedMatrix window =
+          matrix_of({layout, q.image, q.grid, first}, first % 64 ? 32 : 64);
       const RowImage rows = weight_rows(window);
       const auto read = [&](const RowImage& image) {
         return dequantized({{}, image.grid, image.image.contiguous()}, image.layout, at::kFloat, 0,
@@ -190,6 +193,27 @@ TEST_P(BlockScaledOperand, WindowsOfWeightsAreMatricesOfTheirOwn) {
       EXPECT_TRUE(same_values(read(rows), expected));
       if (format().block_rows == 1) continue;
       EXPECT_TRUE(same_values(read(weight_columns(window)), expected.t()));
+    }
+  }
+}
+
+// A forward may have gathered the rowwise image alone.
+TEST(WeightRows, OfOneImageOfTwoHaveItsRowBytes) {
+  at::manual_seed(4);
+  const Layout both = whole(find_format("mxfp8_1x32"), 64, 80);
+  Layout rowwise = both;
+  rowwise.images = Images::kRowwise;
+  for (const at::Device device : devices()) {
+    const Quantized q = quantized(random_values(64, 80, at::kFloat).to(device), both);
+    const at::Tensor image =
+        q.image.view({64, both.row_bytes()}).narrow(1, 0, rowwise.row_bytes()).contiguous();
+    for (const auto& [layout, bytes] :
+         {std::pair{both, q.image.view({64, -1})}, {rowwise, image}}) {
+      const RowImage rows = weight_rows(matrix_of({layout, bytes, q.grid, 32}, 32));
+      EXPECT_EQ(rows.layout.row_bytes(), rows.image.stride(0));
+      const Quantized read{{}, rows.grid, rows.image};
+      EXPECT_TRUE(same_values(dequantized(read, rows.layout, at::kFloat, 0, 32),
+                              dequantized(q, both, at::kFloat, 32, 32)));
     }
   }
 }

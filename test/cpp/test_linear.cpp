@@ -65,23 +65,23 @@ TEST_P(Linear, ForwardAndBackward) {
       const at::Tensor x = at::randn({m, k}).mul(at::rand({m, 1}).add(0.1)).to(values);
       const at::Tensor dy = at::randn({m, n}).mul(1e-3).to(values);
       const at::Tensor bias = at::randn({n}).to(values);
-      const WeightOperand weight =
-          weight_operand(at::randn({n, k}).mul(0.02).to(device), whole(name, n, k));
+      const LinearWeight weight =
+          linear_weight(at::randn({n, k}).mul(0.02).to(device), whole(name, n, k));
       const at::Tensor w = dequantized(weight);
       const bool fp8 = is_fp8(device, format) && n % 16 == 0;
       const at::Tensor x_seen =
           fp8 ? as_activation(x, format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat);
       const at::Tensor w_seen = fp8 ? w : w.to(dtype);
 
-      const LinearForward plain = linear_forward(x, weight, std::nullopt, false);
-      EXPECT_EQ(plain.saved.numel(), 0);
+      const LinearForward plain = linear_forward(PlainOperand(x), weight, std::nullopt, false);
+      EXPECT_FALSE(bytes_of(plain.saved.columnwise).defined());
       ASSERT_EQ(plain.output.sizes(), (at::IntArrayRef{m, n}));
       ASSERT_EQ(plain.output.scalar_type(), dtype);
       EXPECT_FALSE(plain.output.is_view());
       EXPECT_EQ(plain.output.storage().nbytes(), plain.output.nbytes());
       expect_product(plain.output, x_seen, w_seen.t(), "forward");
 
-      const LinearForward forward = linear_forward(x, weight, bias, saves);
+      const LinearForward forward = linear_forward(PlainOperand(x), weight, bias, saves);
       const at::Tensor ones = at::ones({m, 1});
       expect_product(forward.output, at::cat({x_seen, ones}, 1),
                      at::cat({w_seen.t(), bias.cpu().to(w_seen.scalar_type()).unsqueeze(0)}, 0),
@@ -97,8 +97,9 @@ TEST_P(Linear, ForwardAndBackward) {
       for (const bool is_quantized : quantized_inputs) {
         if (is_quantized && !saves) continue;
         for (const at::ScalarType grad_dtype : {dtype, at::kFloat}) {
-          const LinearBackward backward = linear_backward(
-              dy, weight, is_quantized ? forward.saved : x, is_quantized, true, true, grad_dtype);
+          const QuantizedOperand saved(forward.saved, values);
+          const LinearBackward backward = is_quantized ? backward_of(dy, weight, &saved, grad_dtype)
+                                                       : backward_of(dy, weight, x, grad_dtype);
           ASSERT_EQ(backward.grad_input.sizes(), (at::IntArrayRef{m, k}));
           ASSERT_EQ(backward.grad_weight.sizes(), (at::IntArrayRef{n, k}));
           EXPECT_EQ(backward.grad_input.scalar_type(), dtype);
@@ -129,19 +130,16 @@ TEST_P(Linear, GradWeightIsAdded) {
         const at::Tensor x = at::randn({m, k}).to(values);
         const at::Tensor dy = at::randn({m, n}).to(values);
         const at::Tensor before = at::randn({n, k}).to(sum_dtype);
-        const WeightOperand weight =
-            weight_operand(at::randn({n, k}).to(device), whole(name, n, k));
+        const LinearWeight weight = linear_weight(at::randn({n, k}).to(device), whole(name, n, k));
         const at::Tensor sum = before.to(device, /*non_blocking=*/false, /*copy=*/true);
         const void* memory = sum.const_data_ptr();
-        const LinearBackward backward =
-            linear_backward(dy, weight, x, false, true, true, sum_dtype, false, sum);
+        const LinearBackward backward = backward_of(dy, weight, x, sum_dtype, sum);
         EXPECT_TRUE(backward.grad_weight.is_same(sum));
         EXPECT_EQ(sum.const_data_ptr(), memory);
         EXPECT_EQ(backward.grad_input.sizes(), (at::IntArrayRef{m, k}));
 
         if (device.is_cpu()) {  // autograd's own sum
-          const at::Tensor alone =
-              linear_backward(dy, weight, x, false, true, true, sum_dtype).grad_weight;
+          const at::Tensor alone = backward_of(dy, weight, x, sum_dtype).grad_weight;
           EXPECT_TRUE(at::equal(sum, before.add(alone)));
           continue;
         }
@@ -175,15 +173,16 @@ TEST_P(Linear, WeightWindows) {
   const Format& format = find_format(name);
   for (const at::Device device : devices()) {
     for (const int64_t matrix_rows : {512, 256, 128}) {
-      const Layout layout{&find_format(name), 512, 144, 512, matrix_rows, 0};
-      const WeightOperand all = weight_operand(at::randn({512, 144}).to(device), layout);
+      Layout layout = whole(name, 512, 144);
+      layout.matrix_rows = matrix_rows;
+      const LinearWeight all = linear_weight(at::randn({512, 144}).to(device), layout);
       const at::Tensor x = at::randn({48, 144}).to(device, dtype);
       const at::Tensor dy = at::randn({48, 128}).to(device, dtype);
       for (const int64_t first : {0, 128, 144, 384}) {
         SCOPED_TRACE(::testing::Message() << device << " " << matrix_rows << " first " << first);
-        WeightOperand window = all;
-        window.first_row = first;
-        window.rows = 128;
+        RowImage rows = all.codes.row_image();
+        rows.first_row = first;
+        const LinearWeight window{matrix_of(rows, 128)};
         const bool crosses = first % matrix_rows + 128 > matrix_rows;
         const bool fp8 =
             is_fp8(device, format) && (format.block_rows ? first % 128 == 0 : !crosses);
@@ -192,10 +191,9 @@ TEST_P(Linear, WeightWindows) {
             fp8 ? as_activation(x, format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat);
         const at::Tensor dy_seen =
             fp8 ? as_activation(dy, format, grad_code(format)) : dy.cpu().to(at::kFloat);
-        expect_product(linear_forward(x, window, std::nullopt, false).output, x_seen, w.t(),
-                       "forward");
-        expect_product(linear_backward(dy, window, x, false, true, false, dtype).grad_input,
-                       dy_seen, w, "grad_input");
+        expect_product(forward_of(x, window), x_seen, w.t(), "forward");
+        expect_product(backward_of(dy, window, nullptr, dtype).grad_input, dy_seen, w,
+                       "grad_input");
       }
     }
   }
@@ -207,13 +205,12 @@ TEST_P(Linear, EmptySizes) {
     const auto options = at::TensorOptions().dtype(dtype).device(device);
     for (const auto& [m, n, k] : {Sizes{0, 16, 16}, Sizes{4, 0, 16}, Sizes{4, 16, 0}}) {
       EXPECT_FALSE(can_save_quantized_input(device, m, n, k));
-      const WeightOperand weight = weight_operand(at::randn({n, k}).to(device), whole(name, n, k));
+      const LinearWeight weight = linear_weight(at::randn({n, k}).to(device), whole(name, n, k));
       const at::Tensor bias = at::ones({n}, options);
-      const LinearForward forward = linear_forward(at::zeros({m, k}, options), weight, bias, false);
-      EXPECT_TRUE(at::equal(forward.output, at::ones({m, n}, options)));
+      const at::Tensor output = forward_of(at::zeros({m, k}, options), weight, bias);
+      EXPECT_TRUE(at::equal(output, at::ones({m, n}, options)));
       const LinearBackward backward =
-          linear_backward(at::ones({m, n}, options), weight, at::zeros({m, k}, options), false,
-                          true, true, at::kFloat);
+          backward_of(at::ones({m, n}, options), weight, at::zeros({m, k}, options), at::kFloat);
       EXPECT_TRUE(at::equal(backward.grad_input, at::zeros({m, k}, options)));
       EXPECT_TRUE(at::equal(backward.grad_weight, at::zeros({n, k}, options.dtype(at::kFloat))));
     }
@@ -228,19 +225,19 @@ INSTANTIATE_TEST_SUITE_P(
     kernel_name);
 
 TEST(LinearErrors, NameWhatIsWrong) {
-  const WeightOperand weight =
-      weight_operand(at::randn({16, 32}), whole("float8_tensorwise", 16, 32));
-  EXPECT_THROW(linear_forward(at::zeros({4, 31}), weight, std::nullopt, false), c10::Error);
-  EXPECT_THROW(linear_forward(at::zeros({4, 32}), weight, at::zeros({15}), false), c10::Error);
-  EXPECT_THROW(linear_forward(at::zeros({4, 32}), weight, std::nullopt, true), c10::Error);
-  EXPECT_THROW(linear_forward(at::zeros({4, 32}, at::kLong), weight, std::nullopt, false),
-               c10::Error);
+  const LinearWeight weight =
+      linear_weight(at::randn({16, 32}), whole("float8_tensorwise", 16, 32));
+  const PlainOperand input(at::zeros({4, 32}));
+  EXPECT_THROW(forward_of(at::zeros({4, 31}), weight), c10::Error);
+  EXPECT_THROW(forward_of(at::zeros({4, 32}), weight, at::zeros({15})), c10::Error);
+  EXPECT_THROW(linear_forward(input, weight, std::nullopt, true), c10::Error);
+  EXPECT_THROW(forward_of(at::zeros({4, 32}, at::kLong), weight), c10::Error);
 }
 
 TEST(BackendReport, ListsThePathsTaken) {
-  const WeightOperand weight =
-      weight_operand(at::randn({16, 32}), whole("float8_tensorwise", 16, 32));
-  linear_forward(at::zeros({4, 32}), weight, std::nullopt, false);
+  const LinearWeight weight =
+      linear_weight(at::randn({16, 32}), whole("float8_tensorwise", 16, 32));
+  forward_of(at::zeros({4, 32}), weight);
   EXPECT_NE(backend_report().find("float8_tensorwise forward: dequantized GEMM"),
             std::string::npos);
   if (is_fp8(devices().back(), find_format("float8_tensorwise"))) {
@@ -260,15 +257,16 @@ TEST_P(Linear, OneGemmAddsItsProduct) {
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   for (const auto& [m, n, k] : {Sizes{128, 64, 48}, Sizes{2048, 1536, 2048}}) {
     const auto operand = [&](int64_t cols, DType code) {
-      return cuda::quantize_activation(at::randn({m, cols}, options), format, code, false, true,
-                                       {});
+      return cuda::quantize_activation(
+          at::randn({m, cols}, options),
+          {.format = &format, .code_dtype = code, .orientations = {.columnwise = true}});
     };
-    const cuda::Fp8Activation dy = operand(n, format.grad_dtype);
-    const cuda::Fp8Activation x = operand(k, DType::kFloat8E4M3);
-    const at::Tensor product = cuda::fp8_grad_weight(dy.columns, x.columns, n, k, options);
+    const QuantizedMatrix dy = operand(n, format.grad_dtype);
+    const QuantizedMatrix x = operand(k, DType::kFloat8E4M3);
+    const at::Tensor product = cuda::fp8_grad_weight(dy, x, options);
     at::Tensor sum = at::zeros({n, k}, options);
     for (int times = 1; times <= 3; ++times) {
-      ASSERT_TRUE(cuda::fp8_add_grad_weight(dy.columns, x.columns, sum));
+      ASSERT_TRUE(cuda::fp8_add_grad_weight(dy, x, sum));
       const at::Tensor error = (sum - product * times).abs().max();
       // Algorithms sum in orders of their own; a sum too many is off by as much as there is.
       EXPECT_LE(error.item<double>(),
@@ -278,12 +276,12 @@ TEST_P(Linear, OneGemmAddsItsProduct) {
     // Short sums have one order: the bits are those of a GEMM and an addition.
     if (m == 128) {
       sum = at::ones({n, k}, options);
-      ASSERT_TRUE(cuda::fp8_add_grad_weight(dy.columns, x.columns, sum));
+      ASSERT_TRUE(cuda::fp8_add_grad_weight(dy, x, sum));
       EXPECT_TRUE(sum.equal(product + 1));
     }
     // Other sizes are left to those who make the product first.
     const at::Tensor narrower = at::ones({n, k - 8}, options);
-    EXPECT_FALSE(cuda::fp8_add_grad_weight(dy.columns, x.columns, narrower));
+    EXPECT_FALSE(cuda::fp8_add_grad_weight(dy, x, narrower));
     EXPECT_TRUE(narrower.eq(1).all().item<bool>());
   }
 }
@@ -301,14 +299,15 @@ TEST_P(Linear, ActivationOperands) {
     for (const DType code : {DType::kFloat8E4M3, format.grad_dtype}) {
       const at::ScalarType type =
           code == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
-      const cuda::Fp8Activation got =
-          cuda::quantize_activation(x.to(device), format, code, true, true, {});
+      const QuantizedMatrix got = cuda::quantize_activation(
+          x.to(device), {.format = &format, .code_dtype = code, .orientations = {true, true}});
       const at::Tensor expected[] = {as_activation(x, format, type),
                                      as_activation(x.t(), format, type)};
-      const ScaledOperand operands[] = {got.rows, got.columns};
-      const at::Tensor buffers[] = {got.buffer.cpu(), got.saved.cpu()};
+      const PackedCodes operands[] = {std::get<PackedCodes>(got.rowwise),
+                                      std::get<PackedCodes>(got.columnwise)};
+      const at::Tensor buffers[] = {operands[0].buffer.cpu(), operands[1].buffer.cpu()};
       for (int i = 0; i < 2; ++i) {
-        const ScaledOperand& operand = operands[i];
+        const PackedCodes& operand = operands[i];
         const int64_t bytes = operand.rows * operand.ld;
         const at::Tensor codes = buffers[i].narrow(0, 0, bytes).view({operand.rows, operand.ld});
         at::Tensor scales =
@@ -325,10 +324,10 @@ TEST_P(Linear, ActivationOperands) {
             << (i ? "columns" : "rows");
         EXPECT_EQ(codes.count_nonzero().item<int64_t>(), inside.count_nonzero().item<int64_t>());
       }
-      if (code == DType::kFloat8E4M3) {
-        EXPECT_TRUE(at::equal(cuda::dequantize_saved(got.saved, format, m, k, at::kFloat).cpu(),
-                              expected[1].t()));
-      }
+      EXPECT_TRUE(at::equal(qshard::dequantized(got, at::kFloat).cpu(), expected[0]));
+      QuantizedMatrix columns = got;
+      columns.rowwise = {};
+      EXPECT_TRUE(at::equal(qshard::dequantized(columns, at::kFloat).cpu(), expected[1].t()));
     }
   }
 }

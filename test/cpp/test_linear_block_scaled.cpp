@@ -49,8 +49,8 @@ TEST_P(BlockScaledLinear, ForwardAndBackward) {
       const at::Tensor x = at::randn({m, k}).mul(at::rand({m, 1}).add(0.1)).to(values);
       const at::Tensor dy = at::randn({m, n}).mul(1e-3).to(values);
       const at::Tensor bias = at::randn({n}).to(values);
-      const WeightOperand weight =
-          weight_operand(at::randn({n, k}).mul(0.02).to(device), whole(name, n, k));
+      const LinearWeight weight =
+          linear_weight(at::randn({n, k}).mul(0.02).to(device), whole(name, n, k));
       const bool codes = is_block_scaled(device) && n % 16 == 0;
       const bool codes_input = codes && format.block_rows > 1;
       const auto seen = [&](const at::Tensor& plain, bool quantized) {
@@ -61,10 +61,10 @@ TEST_P(BlockScaledLinear, ForwardAndBackward) {
 
       const at::Tensor ones = at::ones({m, 1});
       const at::Tensor w_seen = codes ? w : w.to(dtype);
-      expect_product(
-          linear_forward(x, weight, bias, false).output, at::cat({seen(x, codes), ones}, 1),
-          at::cat({w_seen.t(), bias.cpu().to(w_seen.scalar_type()).unsqueeze(0)}, 0), "forward");
-      const LinearBackward backward = linear_backward(dy, weight, x, false, true, true, dtype);
+      expect_product(forward_of(x, weight, bias), at::cat({seen(x, codes), ones}, 1),
+                     at::cat({w_seen.t(), bias.cpu().to(w_seen.scalar_type()).unsqueeze(0)}, 0),
+                     "forward");
+      const LinearBackward backward = backward_of(dy, weight, x, dtype);
       ASSERT_EQ(backward.grad_input.sizes(), (at::IntArrayRef{m, k}));
       ASSERT_EQ(backward.grad_weight.sizes(), (at::IntArrayRef{n, k}));
       expect_product(backward.grad_input, seen(dy, codes_input), codes_input ? w : w.to(dtype),
@@ -87,9 +87,8 @@ INSTANTIATE_TEST_SUITE_P(All, BlockScaledLinear,
 
 TEST(BlockScaledReport, NamesTheReason) {
   const at::Device device = devices().back();
-  const WeightOperand weight =
-      weight_operand(at::randn({32, 32}).to(device), whole("mxfp8", 32, 32));
-  linear_forward(at::zeros({4, 32}, device), weight, std::nullopt, false);
+  const LinearWeight weight = linear_weight(at::randn({32, 32}).to(device), whole("mxfp8", 32, 32));
+  forward_of(at::zeros({4, 32}, device), weight);
   const char* expected = is_block_scaled(device) ? "mxfp8 forward: cuBLASLt block-scaled"
                          : device.is_cuda() ? "GEMMs in its format need compute capability 10.0"
                                             : "mxfp8 forward: dequantized GEMM";
@@ -103,15 +102,20 @@ TEST(BlockScaledGemm, RunsOrIsRefused) {
   if (!device.is_cuda()) GTEST_SKIP() << "no CUDA device";
   const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device.index());
   for (const char* name : {"mxfp8", "nvfp4"}) {
-    const WeightOperand weight =
-        weight_operand(at::randn({256, 512}).to(device), whole(name, 256, 512));
+    const LinearWeight weight =
+        linear_weight(at::randn({256, 512}).to(device), whole(name, 256, 512));
     const auto values = at::TensorOptions().dtype(at::kBFloat16).device(device);
     const at::Tensor x = at::randn({128, 512}, values);
     const at::Tensor dy = at::randn({128, 256}, values);
+    const auto codes = [&](const at::Tensor& plain) {
+      return PlainOperand(plain).codes({.format = weight.codes.format,
+                                        .arrangement = Arrangement::kRowImage,
+                                        .orientations = {true, true}});
+    };
     const std::pair<const char*, at::Tensor> results[] = {
-        {"forward", cuda::block_scaled_forward(x, weight, std::nullopt)},
-        {"grad_input", cuda::block_scaled_grad_input(dy, weight)},
-        {"grad_weight", cuda::block_scaled_grad_weight(dy, x, *weight.layout.format, at::kFloat)},
+        {"forward", cuda::block_scaled_forward(codes(x), weight.codes, std::nullopt, values)},
+        {"grad_input", cuda::block_scaled_grad_input(codes(dy), weight.codes, values)},
+        {"grad_weight", cuda::block_scaled_grad_weight(codes(dy), codes(x), values)},
     };
     for (const auto& [direction, result] : results) {
       EXPECT_EQ(result.defined(), is_block_scaled(device)) << name << " " << direction;
