@@ -15,12 +15,10 @@
 namespace qshard {
 namespace {
 
-#ifndef QSHARD_WITH_CUDA
 [[noreturn]] void no_packed_codes(const at::Tensor& values) {
   TORCH_CHECK(false, fmt::format("qshard: {} has no FP8 GEMM for a matrix of shape {}",
                                  values.device().str(), values.sizes()));
 }
-#endif
 
 bool is_of_format(const CodeImage& codes, const Format& format) {
   if (const auto* rows = std::get_if<RowImage>(&codes)) {
@@ -46,10 +44,9 @@ Orientations missing(const QuantizedMatrix& matrix, const OperandRequest& reques
 QuantizedMatrix PlainOperand::codes(const OperandRequest& request) const {
   if (request.arrangement == Arrangement::kPacked) {
 #ifdef QSHARD_WITH_CUDA
-    return cuda::quantize_activation(values_, request);
-#else
-    no_packed_codes(values_);
+    if (values_.is_cuda()) return cuda::quantize_activation(values_, request);
 #endif
+    no_packed_codes(values_);
   }
   const Format& format = *request.format;
   QuantizedMatrix out{&format, activation_format(format).code_dtype, values_.size(0),
