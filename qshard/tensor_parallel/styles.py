@@ -125,7 +125,13 @@ class PrepareModuleInput(stock.PrepareModuleInput):
         if isinstance(input, DTensor):
             input = _local(input, (input_layout,), "PrepareModuleInput")
         parallel = TensorParallel.over(mesh, "column", input_layout.dim)
-        gathered = _GatherToDTensor.apply(input, parallel, format)
+        if torch.compiler.is_compiling():
+            # Dynamo traces a backward for a gradient that is placed as the output is, and this one may
+            # be Partial: from_local makes it whole.
+            values = _GatherWhole.apply(input, parallel, format)
+            gathered = DTensor.from_local(values, mesh, (Replicate(),), run_check=False)
+        else:
+            gathered = _GatherToDTensor.apply(input, parallel, format)
         return gathered.to_local() if self.use_local_output else gathered
 
 
@@ -146,9 +152,25 @@ class _GatherToDTensor(torch.autograd.Function):
         if placement.is_partial():
             part = collectives.scattered_sum(local, ctx.dim, parallel.group, parallel.ranks)
         else:
-            local = local if placement.is_replicate() else grad.full_tensor()
-            part = local.chunk(parallel.ranks, ctx.dim)[parallel.mesh.get_local_rank()].contiguous()
+            part = _part(local if placement.is_replicate() else grad.full_tensor(), parallel, ctx.dim)
         return part, None, None
+
+
+class _GatherWhole(torch.autograd.Function):
+    """A gathered input whose gradient is whole on all ranks."""
+
+    @staticmethod
+    def forward(ctx, x, parallel, format):
+        ctx.parallel, ctx.dim = parallel, parallel._dim(x)
+        return collectives.gathered(x, ctx.dim, format, False, parallel.group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _part(grad, ctx.parallel, ctx.dim), None, None
+
+
+def _part(whole, parallel, dim):
+    return whole.chunk(parallel.ranks, dim)[parallel.mesh.get_local_rank()].contiguous()
 
 
 def _column(input_layouts, mesh):

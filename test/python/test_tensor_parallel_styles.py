@@ -211,6 +211,31 @@ def test_three_linears_share_one_gather(world):
     world.run(run_one_gather)
 
 
+def run_compiled_sharing():
+    """Linears of one input, in each of the ways to write it: gradients are those of eager mode."""
+    mesh = full_mesh(names=("tp",))
+    torch.manual_seed(0)
+    first = Layer().to(device())
+    x = batch(0, 0).chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+    for use_local_output in (None, True, False):
+        results = []
+        for is_compiled in (False, True):
+            model = copy.deepcopy(first)
+            parallelize_module(model, mesh, prepared(use_local_output))
+            qshard.quantize_(model, RECIPES["float8_tensorwise"])
+            given = x.clone().requires_grad_()
+            called = torch.compile(model, backend="aot_eager") if is_compiled else model
+            called(given).square().sum().backward()
+            results.append([given.grad, *(full_grad(p) for p in model.parameters())])
+        for mine, other in zip(*results):
+            assert (mine - other).norm() < 1e-3 * other.norm(), use_local_output
+
+
+@on_worlds(2)
+def test_three_linears_share_one_gather_when_compiled(world):
+    world.run(run_compiled_sharing)
+
+
 def run_stock_sharing():
     """torch's styles: linears called with one DTensor take one local tensor of it."""
     mesh = full_mesh(names=("tp",))
