@@ -1,8 +1,10 @@
-"""PyTorch's own tests of FSDP1, plain and with every nn.Linear quantized at each use: which pass plain only.
+"""PyTorch's own tests, plain and with every nn.Linear quantized: which pass plain only.
 
-    python test/upstream/compare.py …/pytorch/test/distributed/fsdp/test_fsdp_core.py … [--format FORMAT]
+    python test/upstream/compare.py …/pytorch/test/distributed/fsdp/test_fsdp_core.py …
+    python test/upstream/compare.py --weights quantized …/_composable/fsdp/test_fully_shard_training.py …
 
-The files must be those of the installed torch. They want two GPUs or more; on machines without one they
+Of FSDP1 the weights stay plain and are quantized at each use (--weights dynamic); elsewhere, of FSDP2 and DCP,
+the parameters are quantized as modules are made. The files should be those of the installed torch. They want two GPUs or more; on machines without one they
 run on CPU, over gloo, as far as they do there (startup/on_cpu.py). `-k` as of pytest. What was printed is
 in the folder --logs. Exit status 1 if something passes plain only, and DIFFERENCES does not say why.
 """
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -29,55 +32,71 @@ DIFFERENCES = {
 }
 
 
-def run(file: Path, format: str, done: dict[str, str], log: Path, args) -> bool:
-    """Runs the tests of a file that are not done; False if that took too long."""
+def environment(file: Path, format: str, args) -> dict[str, str]:
     paths = [str(STARTUP), str(ROOT), str(file.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "QSHARD_UPSTREAM_FORMAT": format,
+        "QSHARD_UPSTREAM_WEIGHTS": args.weights,
         "QSHARD_UPSTREAM_ON_CPU": "" if torch.cuda.is_available() else "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file.name]
-    command += [f"--rootdir={file.parent}", f"--junitxml={log}.xml"]
-    command += ["-k", args.k] if args.k else []
-    for name in done:
-        command += ["--deselect", f"{file.name}::{name}"]
+
+
+def pytest_of(file: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={file.parent}", *more]
+
+
+def tests_of(file: Path, args) -> list[str]:
+    """As class::function, with what torch appends for devices and parameters."""
+    command = pytest_of(file, "--collect-only", file.name, *(["-k", args.k] if args.k else []))
+    listed = subprocess.run(
+        command, env=environment(file, "", args), cwd=file.parent, capture_output=True, text=True
+    )
+    names = [line.partition("::")[2] for line in listed.stdout.splitlines() if "::" in line]
+    if not names:
+        print(f"{file.name}: no tests\n{listed.stdout[-2000:]}", flush=True)
+    return names
+
+
+def run(file: Path, format: str, names: list[str], log: Path, args) -> None:
+    """Runs tests of a file in a process of their own, for args.seconds at most."""
+    command = pytest_of(file, f"--junitxml={log}.xml", *(f"{file.name}::{name}" for name in names))
     with open(f"{log}.log", "a") as output:
         process = subprocess.Popen(
-            command, env=environment, cwd=file.parent, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, env=environment(file, format, args), cwd=file.parent, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )
         try:
             process.wait(args.seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # and what the tests have spawned
             process.wait()
-            return False
-    return True
+            print(f"{log.name}: stopped after {args.seconds} s", flush=True)
 
 
-def outcomes(file: Path, format: str, args) -> dict[str, str]:
-    """passed, failed or skipped, by the test's name. `format`: "" for plain."""
-    log, found = args.logs / f"{file.stem}-{format or 'plain'}", {}
-    for old in args.logs.glob(f"{log.name}.*"):
-        old.unlink()
-    while True:
-        if not run(file, format, found, log, args):
-            print(f"{file.name}, {format or 'plain'}: stopped after {args.seconds} s", flush=True)
-            return found
-        left = False
-        for case in ElementTree.parse(f"{log}.xml").iter("testcase"):
+def outcomes(file: Path, format: str, part: int, names: list[str], args) -> dict[str, str]:
+    """passed, failed, skipped, or ended (with its process), by the test's name. `format`: "" for plain."""
+    log, found = args.logs / f"{file.stem}-{format or 'plain'}-{part}", {}
+    Path(f"{log}.log").unlink(missing_ok=True)
+    while left := [name for name in names if name not in found]:
+        results = Path(f"{log}.xml")
+        results.unlink(missing_ok=True)
+        run(file, format, left, log, args)
+        if not results.exists():
+            break
+        before = len(found)
+        for case in ElementTree.parse(results).iter("testcase"):
             kinds = {child.tag: child.get("message", "") for child in case}
             # A class whose tests share processes ends with the first that fails: once more, without it.
             if kinds.get("skipped", "").startswith("Previous test failed"):
-                left = True
                 continue
             name = f"{case.get('classname').rpartition('.')[2]}::{case.get('name')}"
             failed = kinds.keys() & {"failure", "error"}
             found[name] = "failed" if failed else "skipped" if "skipped" in kinds else "passed"
-        if not left:
-            return found
+        if len(found) == before:
+            break
+    return {**dict.fromkeys(names, "ended"), **found}
 
 
 def reason_of(name: str) -> str:
@@ -94,22 +113,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--format", default="float8_blockwise")
+    parser.add_argument("--weights", choices=("dynamic", "quantized"), default="dynamic")
     parser.add_argument("-k", help="only tests that match, as of pytest")
-    parser.add_argument("--seconds", type=float, default=900, help="for one file, one way")
+    parser.add_argument("--jobs", type=int, default=1, help="parts of a file that run beside each other")
+    parser.add_argument("--seconds", type=float, default=900, help="for one part, one way")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "qshard-upstream")
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     where = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "CPU"
     print(f"torch {torch.__version__}, {where}; logs in {args.logs}", flush=True)
+    files = [file.resolve() for file in args.files]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        names = dict(zip(files, pool.map(lambda file: tests_of(file, args), files)))
+        parts = {
+            (file, format): [
+                pool.submit(outcomes, file, format, part, names[file][part :: args.jobs], args)
+                for part in range(min(args.jobs, len(names[file])))
+            ]
+            for file in files
+            for format in ("", args.format)
+        }
+        ways = {
+            way: {name: outcome for part in done for name, outcome in part.result().items()}
+            for way, done in parts.items()
+        }
     unexplained = False
-    for file in map(Path.resolve, args.files):
-        plain, dynamic = (outcomes(file, format, args) for format in ("", args.format))
-        for way, found in (("plain", plain), (args.format, dynamic)):
+    for file in files:
+        plain, quantized = ways[file, ""], ways[file, args.format]
+        for way, found in (("plain", plain), (args.format, quantized)):
             counts = Counter(found.values())
-            line = ", ".join(f"{counts[k]} {k}" for k in ("passed", "failed", "skipped"))
+            line = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
             print(f"{file.name}, {way}: {line}", flush=True)
         for name in plain:
-            if plain[name] == "passed" != dynamic.get(name):
+            if plain[name] == "passed" != quantized.get(name):
                 reason = reason_of(name)
                 unexplained |= not reason
                 print(f"  passes plain only: {name}{reason and ': '}{reason}", flush=True)

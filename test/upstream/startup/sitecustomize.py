@@ -6,6 +6,8 @@ if "QSHARD_UPSTREAM_FORMAT" in os.environ:
     if os.environ["QSHARD_UPSTREAM_ON_CPU"]:
         import on_cpu  # noqa: F401
     if os.environ["QSHARD_UPSTREAM_FORMAT"]:
-        import dynamic_linears
+        import quantized_linears
 
-        dynamic_linears.install(os.environ["QSHARD_UPSTREAM_FORMAT"])
+        quantized_linears.install(
+            os.environ["QSHARD_UPSTREAM_FORMAT"], os.environ["QSHARD_UPSTREAM_WEIGHTS"]
+        )

@@ -1,4 +1,4 @@
-"""Makes every nn.Linear quantize its weight at each use, and prepares FSDP1's roots."""
+"""Makes every nn.Linear quantized as it is made: the parameter, or at each use ("dynamic")."""
 
 import functools
 
@@ -22,15 +22,23 @@ def recipe_of(format):
     return next(recipe for recipe in recipes if recipe.format == format)
 
 
-def install(format):
-    recipe = recipe_of(format)
-    make, forward = nn.Linear.__init__, FullyShardedDataParallel.forward
+def install(format, weights):
+    """`weights`: of `qshard.quantize_`; with "dynamic" roots of FSDP1 are prepared, too."""
+    recipe, make = recipe_of(format), nn.Linear.__init__
 
     @functools.wraps(make)
-    def make_dynamic(self, *args, **kwargs):
+    def make_quantized(self, *args, **kwargs):
         make(self, *args, **kwargs)
         if type(self) is nn.Linear and self.weight.dtype in DTYPES and self.weight.numel():
-            qshard.quantize_(self, recipe, weights="dynamic")
+            qshard.quantize_(self, recipe, weights=weights)
+
+    nn.Linear.__init__ = make_quantized
+    if weights == "dynamic":
+        prepare_roots_of_fsdp1()
+
+
+def prepare_roots_of_fsdp1():
+    forward = FullyShardedDataParallel.forward
 
     @functools.wraps(forward)
     def prepare_and_forward(self, *args, **kwargs):
@@ -40,5 +48,4 @@ def install(format):
             qshard.prepare_for_fsdp1(self)
         return forward(self, *args, **kwargs)
 
-    nn.Linear.__init__ = make_dynamic
     FullyShardedDataParallel.forward = prepare_and_forward
