@@ -19,12 +19,17 @@ def main() -> int:
     start = time.perf_counter()
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    failures = [failure for device in devices for failure in _self_test(device)]
-    for failure in failures:
-        print(f"FAILED     {failure}")
-    print(f"self-test  {'failed' if failures else 'passed'} on {', '.join(map(str, devices))} in "
-          f"{time.perf_counter() - start:.1f} s")
-    return 1 if failures else 0
+    failed = []
+    for device in devices:
+        problems = dict(_self_test(device))
+        failed += [str(device)] if problems else []
+        if len(problems) == len(ops.formats()) and len(set(problems.values())) == 1:
+            problems = {"every format": problems.popitem()[1]}
+        for format, problem in problems.items():
+            print(f"FAILED     {device} {format}: {problem}")
+    where = f"failed on {', '.join(failed)}" if failed else f"passed on {', '.join(map(str, devices))}"
+    print(f"self-test  {where} in {time.perf_counter() - start:.1f} s")
+    return 1 if failed else 0
 
 
 def _facts():
@@ -47,7 +52,7 @@ def _facts():
 
 
 def _self_test(device: torch.device):
-    """What is wrong on one device: each format quantizes, multiplies and is updated."""
+    """(format, what is wrong) of one device: each format quantizes, multiplies and is updated."""
     torch.manual_seed(0)
     for format in ops.formats():
         try:
@@ -55,7 +60,7 @@ def _self_test(device: torch.device):
         except Exception as error:  # a report of what fails, whatever it is
             problem = str(error).splitlines()[0]
         if problem:
-            yield f"{device} {format}: {problem}"
+            yield format, problem
 
 
 def _try_format(format: str, device: torch.device) -> str:
