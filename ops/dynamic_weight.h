@@ -17,15 +17,21 @@ enum class WeightUse { kForward, kDgrad, kWgradOnly };
 /// A plain weight (N, K) quantized for one use. `state`: empty, or delayed scaling's amax_history
 /// and scaling_amax, float32 on the weight's device: codes are then scaled by what is in use there,
 /// and the linear collects amaxes in them (kernels/scaling_state.h).
+/// @throws c10::TypeError for other dtypes than float32, bfloat16 and float16; c10::ValueError for
+/// other than two dimensions, rows that the format cannot have, stochastic rounding and state
+/// tensors that are not the format's. All name `op`.
 LinearWeight quantize_for_use(const at::Tensor& weight, const Format& format, at::TensorList state,
                               WeightUse use, const char* op);
 /// The same as a quantized tensor of all images, for several uses of one weight. It shares `state`.
+/// @throws as quantize_for_use.
 at::Tensor quantize_for_uses(const at::Tensor& weight, c10::string_view format,
                              const std::vector<at::Tensor>& state);
 
 // Elements [start, start + numel) of a weight (rows, cols) whose scales are all in a grid:
 // ranks hold parts of it that begin and end anywhere. `amax` and `scale_inv` are float32 of
-// (grid_numel,), those of the whole weight.
+// (grid_numel,), those of the whole weight. All throw c10::ValueError for formats whose scales lie
+// in the rows and ranges outside of the weight, and c10::TypeError for values that are not plain,
+// contiguous and of a value dtype, before anything is written.
 
 /// The largest |x| of a plain contiguous range, of each grid entry; 0 where it has no element.
 at::Tensor amax_of_range(const at::Tensor& values, c10::string_view format, int64_t rows,
@@ -43,6 +49,7 @@ void dequantize_range(const at::Tensor& codes, c10::string_view format, int64_t 
 /// Delayed scaling of n weights once ranks have agreed on `amax`, float32 (n, 3): of each weight,
 /// its linear's input and the gradient of its linear's output. Brings amax_history and scaling_amax
 /// up to date and replaces amax[:, 0] by what codes are scaled by.
+/// @throws c10::ValueError for tensors of other counts, shapes or devices.
 void update_delayed_op(const at::Tensor& amax, const std::vector<std::string>& formats,
                        at::TensorList amax_history, at::TensorList scaling_amax,
                        at::ScalarType value_dtype, bool is_step,
