@@ -125,7 +125,7 @@ BUDGETS_S = {
     "test_opcheck": 60,
     "test_optimizers": 45,
     "test_random_programs": 180,
-    "test_tensor_parallel": 60,
+    "test_tensor_parallel": 90,
     "test_tensor_parallel_combined": 60,
     "test_tensor_parallel_modules": 60,
     "test_tensor_parallel_styles": 60,

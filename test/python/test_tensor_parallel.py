@@ -13,6 +13,7 @@ from helpers import fit, has_two_images
 from tp_models import Definition, build, give_gradient
 
 SHAPES = [(256, 512), (192, 320), (200, 328), (100, 257), (64, 96), (100, 5), (5, 100), (100, 2)]
+RAGGED = [(200, 328), (100, 257), (100, 2)]
 STEPS = 3
 
 
@@ -61,3 +62,12 @@ def test_gathered_bytes_of_two_ranks(world, format):
 def test_gathered_bytes_of_four_ranks(world, format):
     results = world.run(run_bits, (2, 2), ("dp", "tp"), format, SHAPES, True)
     assert results == [{}] * world.size
+
+
+@pytest.mark.parametrize("mesh,names", [((4, 2), ("dp", "tp")), ((2, 2, 2), ("replicate", "dp", "tp"))],
+                         ids=["fsdp", "hsdp"])
+@on_worlds(8, devices=("cpu",))
+def test_gathered_bytes_of_eight_ranks(world, mesh, names):
+    for format in FORMATS:
+        results = world.run(run_bits, mesh, names, format, RAGGED, False)
+        assert results == [{}] * world.size, format
