@@ -19,91 +19,6 @@ const Format& format_named(c10::string_view name) {
   return find_format({name.data(), name.size()});
 }
 
-/// The layout of a weight that is cut into ranges.
-Layout ranged_layout(c10::string_view format, int64_t rows, int64_t cols) {
-  const Layout layout = whole_layout(format_named(format), rows, cols);
-  TORCH_CHECK_VALUE(
-      layout.format->scales_in_grid() && layout.format->code_bits == 8 && rows > 0 && cols > 0,
-      fmt::format("qshard: ranges of a {} weight of shape ({}, {}) cannot be quantized: its scales "
-                  "lie in the rows, or it is empty",
-                  layout.format->name, rows, cols));
-  return layout;
-}
-
-void check_range(const Layout& layout, int64_t start, int64_t numel) {
-  TORCH_CHECK_VALUE(start >= 0 && start + numel <= layout.rows * layout.cols,
-                    fmt::format("qshard: elements [{}, {}) do not lie within a weight of shape "
-                                "({}, {})",
-                                start, start + numel, layout.rows, layout.cols));
-}
-
-void check_values(const Tensor& values) {
-  TORCH_CHECK_TYPE(
-      !has_key(values) && values.is_contiguous() && is_value_dtype(values.scalar_type()),
-      fmt::format("qshard: a range must be plain, contiguous float32, bfloat16 or "
-                  "float16, got {}",
-                  c10::toString(values.scalar_type())));
-}
-
-void check_scales(const Tensor& scales, const Layout& layout, const Tensor& values) {
-  TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat && scales.is_contiguous() &&
-                        scales.numel() == layout.grid_numel() && scales.device() == values.device(),
-                    fmt::format("qshard: a {} weight of shape ({}, {}) has {} scales, float32 on "
-                                "the device of its values; got {} of shape {}",
-                                layout.format->name, layout.rows, layout.cols, layout.grid_numel(),
-                                c10::toString(scales.scalar_type()), scales.sizes().vec()));
-}
-
-/// Rows of a range: where it begins or ends within a row, that one is taken by itself.
-struct RowsOfRange {
-  int64_t first_row;  // of the weight
-  int64_t rows;
-  int64_t begin;   // of its elements in the range
-  int64_t numel;   // less than rows * cols: a part of one row
-  int64_t column;  // where that part begins
-};
-
-std::vector<RowsOfRange> rows_of_range(int64_t start, int64_t numel, int64_t cols) {
-  std::vector<RowsOfRange> parts;
-  int64_t done = 0;
-  while (done < numel) {
-    const int64_t at = start + done;
-    const int64_t column = at % cols;
-    const int64_t left = numel - done;
-    const bool is_cut = column != 0 || left < cols;
-    const int64_t count = is_cut ? std::min(cols - column, left) : left / cols * cols;
-    parts.push_back({at / cols, is_cut ? 1 : count / cols, done, count, column});
-    done += count;
-  }
-  return parts;
-}
-
-/// A part's values as whole rows: themselves, or zeros around them.
-Tensor whole_rows(const Tensor& range, const RowsOfRange& part, int64_t cols) {
-  const Tensor values = range.narrow(0, part.begin, part.numel);
-  if (part.numel == part.rows * cols) return values;
-  auto row = at::zeros({cols}, values.options());
-  row.narrow(0, part.column, part.numel).copy_(values);
-  return row;
-}
-
-Layout layout_of(const Layout& whole, const RowsOfRange& part) {
-  Layout layout = whole;
-  layout.rows = part.rows;
-  layout.row_offset = part.first_row;
-  return layout;
-}
-
-Tensor new_image(const Layout& layout, const Tensor& values) {
-  return at::empty({layout.rows, layout.row_bytes()}, values.options().dtype(at::kByte));
-}
-
-/// The codes of a part in its image.
-Tensor codes_of(const Tensor& image, const RowsOfRange& part, int64_t cols) {
-  return part.numel == part.rows * cols ? image.narrow(1, 0, cols)
-                                        : image.narrow(1, part.column, part.numel);
-}
-
 /// The layout of a plain weight that is quantized for one use.
 Layout checked_layout(const Tensor& weight, const Format& format, at::TensorList state,
                       const char* op) {
@@ -145,7 +60,14 @@ void write_codes(const Tensor& weight, const Layout& layout, at::TensorList stat
   task.grid = grid.defined() ? grid.mutable_data_ptr<float>() : nullptr;
   const Stream stream = current_stream(values.device());
   if (!state.empty()) {
-    check_scales(state[1].flatten().narrow(0, kInUse, 1), layout, values);
+    const Tensor& in_use = state[1];
+    TORCH_CHECK_VALUE(layout.grid_numel() == 1 && in_use.scalar_type() == at::kFloat &&
+                          in_use.is_contiguous() && in_use.numel() > kInUse &&
+                          in_use.device() == values.device(),
+                      fmt::format("qshard: a weight of shape ({}, {}) is scaled by float32 state "
+                                  "on its device; got {} of shape {}",
+                                  layout.rows, layout.cols, c10::toString(in_use.scalar_type()),
+                                  in_use.sizes().vec()));
     task.amax = state[1].mutable_data_ptr<float>() + kInUse;  // read only
     return quantize({&task, 1}, stream);
   }
@@ -163,7 +85,7 @@ LinearWeight quantize_for_use(const Tensor& weight, const Format& format, at::Te
   // dgrad reads the columnwise image; both are written where one is.
   if (format.columnwise && use == WeightUse::kForward) rows.layout.images = Images::kRowwise;
   const Layout& layout = rows.layout;
-  rows.image = new_image(layout, weight);
+  rows.image = at::empty({layout.rows, layout.row_bytes()}, weight.options().dtype(at::kByte));
   if (format.has_grid()) {
     rows.grid =
         at::empty({layout.grid_rows(), layout.grid_cols()}, weight.options().dtype(at::kFloat));
@@ -191,139 +113,6 @@ Tensor quantize_for_uses(const Tensor& weight, c10::string_view format,
                                              planes->code_bytes(), {},
                                              ScalingState::of(layout, state), false);
   return make_tensor(std::move(buffer), weight.sizes());
-}
-
-Tensor amax_of_range(const Tensor& values, c10::string_view format, int64_t rows, int64_t cols,
-                     int64_t start) {
-  PlainGuard guard;
-  const Layout whole = ranged_layout(format, rows, cols);
-  check_values(values);
-  check_range(whole, start, values.numel());
-  c10::OptionalDeviceGuard device_guard(values.device());
-  const Tensor range = values.view(-1);
-  const auto parts = rows_of_range(start, values.numel(), cols);
-  const auto floats = values.options().dtype(at::kFloat);
-  const auto amaxes = at::zeros(
-      {std::max<int64_t>(1, static_cast<int64_t>(parts.size())), whole.grid_numel()}, floats);
-  std::vector<QuantizeTask> tasks;
-  std::vector<Tensor> kept;
-  for (const RowsOfRange& part : parts) {
-    kept.push_back(whole_rows(range, part, cols));
-    QuantizeTask task;
-    task.layout = layout_of(whole, part);
-    task.value_dtype = value_dtype(values.scalar_type());
-    task.values = kept.back().const_data_ptr();
-    task.amax =
-        amaxes.mutable_data_ptr<float>() + static_cast<int64_t>(tasks.size()) * whole.grid_numel();
-    tasks.push_back(task);
-  }
-  compute_amax(tasks, current_stream(values.device()));
-  // By their bits: NaN is the largest.
-  return parts.size() == 1 ? amaxes[0] : amaxes.view(at::kInt).amax(0).view(at::kFloat);
-}
-
-Tensor scale_inv_of(const Tensor& amax, c10::string_view format, int64_t rows, int64_t cols) {
-  PlainGuard guard;
-  Layout layout = ranged_layout(format, rows, cols);
-  check_scales(amax, layout, amax);
-  c10::OptionalDeviceGuard device_guard(amax.device());
-  const auto grid = at::empty_like(amax);
-  layout.rows = 0;  // no code is written
-  QuantizeTask task;
-  task.layout = layout;
-  task.amax = amax.mutable_data_ptr<float>();
-  task.grid = grid.mutable_data_ptr<float>();
-  quantize({&task, 1}, current_stream(amax.device()));
-  return grid;
-}
-
-void quantize_range(const Tensor& values, c10::string_view format, int64_t rows, int64_t cols,
-                    int64_t start, const Tensor& amax, const Tensor& codes) {
-  PlainGuard guard;
-  const Layout whole = ranged_layout(format, rows, cols);
-  check_values(values);
-  check_range(whole, start, values.numel());
-  check_scales(amax, whole, values);
-  TORCH_CHECK_VALUE(
-      codes.scalar_type() == at::kByte && codes.is_contiguous() && codes.numel() == values.numel(),
-      fmt::format("qshard::_quantize_range: codes must be contiguous uint8 of {} "
-                  "bytes, got {} of shape {}",
-                  values.numel(), c10::toString(codes.scalar_type()), codes.sizes().vec()));
-  c10::OptionalDeviceGuard device_guard(values.device());
-  const Tensor range = values.view(-1);
-  const Tensor out = codes.view(-1);
-  const auto parts = rows_of_range(start, values.numel(), cols);
-  const auto grids =
-      at::empty({static_cast<int64_t>(parts.size()), whole.grid_numel()}, amax.options());
-  std::vector<QuantizeTask> tasks;
-  std::vector<Tensor> kept, images;
-  for (const RowsOfRange& part : parts) {
-    kept.push_back(whole_rows(range, part, cols));
-    QuantizeTask task;
-    task.layout = layout_of(whole, part);
-    images.push_back(new_image(task.layout, values));
-    task.value_dtype = value_dtype(values.scalar_type());
-    task.values = kept.back().const_data_ptr();
-    task.image = images.back().mutable_data_ptr<uint8_t>();
-    task.amax = amax.mutable_data_ptr<float>();  // read only
-    task.grid =
-        grids.mutable_data_ptr<float>() + static_cast<int64_t>(tasks.size()) * whole.grid_numel();
-    tasks.push_back(task);
-  }
-  quantize(tasks, current_stream(values.device()));
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const auto part = codes_of(images[i], parts[i], cols);
-    out.narrow(0, parts[i].begin, parts[i].numel).view(part.sizes()).copy_(part);
-  }
-}
-
-void dequantize_range(const Tensor& codes, c10::string_view format, int64_t rows, int64_t cols,
-                      int64_t start, const Tensor& scale_inv, const Tensor& values) {
-  PlainGuard guard;
-  const Layout whole = ranged_layout(format, rows, cols);
-  check_values(values);
-  check_range(whole, start, values.numel());
-  check_scales(scale_inv, whole, values);
-  TORCH_CHECK_VALUE(
-      codes.scalar_type() == at::kByte && codes.is_contiguous() &&
-          codes.numel() == values.numel() && codes.device() == values.device(),
-      fmt::format("qshard::_dequantize_range: codes must be contiguous uint8 of {} "
-                  "bytes, got {} of shape {}",
-                  values.numel(), c10::toString(codes.scalar_type()), codes.sizes().vec()));
-  c10::OptionalDeviceGuard device_guard(values.device());
-  const Tensor range = values.view(-1);
-  const Tensor in = codes.view(-1);
-  const auto parts = rows_of_range(start, values.numel(), cols);
-  std::vector<DequantizeTask> tasks;
-  std::vector<Tensor> images, shown;
-  for (const RowsOfRange& part : parts) {
-    const bool is_cut = part.numel != part.rows * cols;
-    DequantizeTask task;
-    task.layout = layout_of(whole, part);
-    const auto source = in.narrow(0, part.begin, part.numel);
-    // Rows of 16 bytes times n, at an aligned address, are an image as they arrive.
-    const bool is_image = !is_cut && task.layout.row_bytes() == cols &&
-                          reinterpret_cast<uintptr_t>(source.const_data_ptr()) % 16 == 0;
-    images.push_back(is_image ? source : new_image(task.layout, values).zero_());
-    if (!is_image) {
-      auto target = codes_of(images.back(), part, cols);
-      target.copy_(source.view(target.sizes()));
-    }
-    const auto target = range.narrow(0, part.begin, part.numel);
-    shown.push_back(is_cut ? at::empty({cols}, values.options()) : target);
-    task.image = static_cast<const uint8_t*>(images.back().const_data_ptr());
-    task.grid = scale_inv.const_data_ptr<float>();
-    task.rows = part.rows;
-    task.value_dtype = value_dtype(values.scalar_type());
-    task.values = shown.back().mutable_data_ptr();
-    tasks.push_back(task);
-  }
-  dequantize(tasks, current_stream(values.device()));
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const auto& part = parts[i];
-    if (part.numel == part.rows * cols) continue;
-    range.narrow(0, part.begin, part.numel).copy_(shown[i].narrow(0, part.column, part.numel));
-  }
 }
 
 void update_delayed_op(const Tensor& amax, const std::vector<std::string>& formats,

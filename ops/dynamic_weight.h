@@ -1,4 +1,4 @@
-// Weights that stay plain: quantized for one use, whole or in the ranges that flat parameters cut.
+// Weights that stay plain: quantized for one use.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,25 +26,6 @@ LinearWeight quantize_for_use(const at::Tensor& weight, const Format& format, at
 /// @throws as quantize_for_use.
 at::Tensor quantize_for_uses(const at::Tensor& weight, c10::string_view format,
                              const std::vector<at::Tensor>& state);
-
-// Elements [start, start + numel) of a weight (rows, cols) whose scales are all in a grid:
-// ranks hold parts of it that begin and end anywhere. `amax` and `scale_inv` are float32 of
-// (grid_numel,), those of the whole weight. All throw c10::ValueError for formats whose scales lie
-// in the rows and ranges outside of the weight, and c10::TypeError for values that are not plain,
-// contiguous and of a value dtype, before anything is written.
-
-/// The largest |x| of a plain contiguous range, of each grid entry; 0 where it has no element.
-at::Tensor amax_of_range(const at::Tensor& values, c10::string_view format, int64_t rows,
-                         int64_t cols, int64_t start);
-/// What codes are multiplied by, if they are scaled by `amax`.
-at::Tensor scale_inv_of(const at::Tensor& amax, c10::string_view format, int64_t rows,
-                        int64_t cols);
-/// Writes the codes of a range to `codes`, uint8 of as many bytes, contiguous.
-void quantize_range(const at::Tensor& values, c10::string_view format, int64_t rows, int64_t cols,
-                    int64_t start, const at::Tensor& amax, const at::Tensor& codes);
-/// The reverse: `values` is plain and contiguous.
-void dequantize_range(const at::Tensor& codes, c10::string_view format, int64_t rows, int64_t cols,
-                      int64_t start, const at::Tensor& scale_inv, const at::Tensor& values);
 
 /// Delayed scaling of n weights once ranks have agreed on `amax`, float32 (n, 3): of each weight,
 /// its linear's input and the gradient of its linear's output. Brings amax_history and scaling_amax

@@ -8,6 +8,7 @@
 
 #include "dispatch/registration.h"
 #include "ops/dynamic_weight.h"
+#include "ops/flat_ranges.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -60,14 +61,14 @@ TORCH_LIBRARY(qshard, m) {
 
   // Weights that stay plain, in the ranges that flat parameters cut.
   m.def("_quantize_for_uses(Tensor weight, str format, Tensor[] state) -> Tensor");
-  m.def("_amax_of_range(Tensor values, str format, int rows, int cols, int start) -> Tensor");
-  m.def("_scale_inv_of(Tensor amax, str format, int rows, int cols) -> Tensor");
+  m.def("_amax_of_ranges(Tensor[] values, str[] formats, int[] geometry) -> Tensor");
+  m.def("_scale_inv_of_ranges(Tensor amax, str[] formats, int[] geometry) -> Tensor");
   m.def(
-      "_quantize_range(Tensor values, str format, int rows, int cols, int start, Tensor amax, "
-      "Tensor(a!) codes) -> ()");
+      "_quantize_ranges(Tensor[] values, str[] formats, int[] geometry, Tensor[] amax, "
+      "Tensor(a!)[] codes) -> ()");
   m.def(
-      "_dequantize_range(Tensor codes, str format, int rows, int cols, int start, "
-      "Tensor scale_inv, Tensor(a!) values) -> ()");
+      "_dequantize_ranges(Tensor[] codes, str[] formats, int[] geometry, Tensor[] scale_inv, "
+      "Tensor(a!)[] values) -> ()");
   m.def(
       "_update_delayed(Tensor(a!) amax, str[] formats, Tensor(b!)[] amax_history, "
       "Tensor(c!)[] scaling_amax, ScalarType value_dtype, bool is_step, "
@@ -162,10 +163,10 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_transposed_operand", &transposed_operand);
 
   m.impl("_quantize_for_uses", &quantize_for_uses);
-  m.impl("_amax_of_range", &amax_of_range);
-  m.impl("_scale_inv_of", &scale_inv_of);
-  m.impl("_quantize_range", &quantize_range);
-  m.impl("_dequantize_range", &dequantize_range);
+  m.impl("_amax_of_ranges", &amax_of_ranges);
+  m.impl("_scale_inv_of_ranges", &scale_inv_of_ranges);
+  m.impl("_quantize_ranges", &quantize_ranges);
+  m.impl("_dequantize_ranges", &dequantize_ranges);
   m.impl("_update_delayed", &update_delayed_op);
 
   m.impl("quantize_gradients", &quantize_gradients);

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qshard.functional import linear_under_transforms
+from qshard.ranges import Range, amax_of_ranges
 
 ops = torch.ops.qshard
 _STATE = ("weight_amax_history", "weight_scaling_amax")  # as quantized weights name them
@@ -151,7 +152,7 @@ def _update(weights, is_step, found_inf=None):
     for dynamic, values in weights:
         groups.setdefault((dynamic.group, values.device, values.dtype), []).append((dynamic, values))
     for (group, _, dtype), members in groups.items():
-        amax = torch.stack([own_amaxes(dynamic, values) for dynamic, values in members])
+        amax = own_amaxes(members)
         if is_step and group:
             all_reduce_max(amax, group)
         update_state([dynamic for dynamic, _ in members], amax, dtype, is_step, found_inf)
@@ -159,16 +160,17 @@ def _update(weights, is_step, found_inf=None):
             dynamic._seen = _seen(values)
 
 
-def own_amaxes(dynamic, values):
-    """float32 (3,): this rank's amaxes of a weight's whole values, and of the input and gradient that its
-    linear saw in this step."""
-    rows, cols = dynamic.shape
-    flat = values.detach().contiguous().view(-1)
-    if flat.numel() == 0:
-        amax = flat.new_zeros(1, dtype=torch.float32)
-    else:
-        amax = ops._amax_of_range(flat, dynamic.format, rows, cols, 0)
-    return torch.cat([amax.view(-1), dynamic.state[0][1:, 0]])
+def own_amaxes(weights):
+    """float32 (weights, 3) of (DynamicWeight, its whole values): this rank's amaxes of each, and of the input
+    and gradient that its linear saw in this step."""
+    flat = [values.detach().contiguous().view(-1) for _, values in weights]
+    amax = flat[0].new_zeros(len(flat), dtype=torch.float32)
+    filled = [i for i, values in enumerate(flat) if values.numel()]
+    if filled:
+        ranges = [Range(weights[i][0].format, *weights[i][0].shape, 0) for i in filled]
+        amax[filled] = amax_of_ranges([flat[i] for i in filled], ranges)
+    activations = torch.stack([dynamic.state[0][1:, 0] for dynamic, _ in weights])
+    return torch.cat([amax.view(-1, 1), activations], 1)
 
 
 def update_state(dynamics, amax, dtype, is_step, found_inf=None):

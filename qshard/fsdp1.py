@@ -18,6 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qshard import flat_parameters
 from qshard.dynamic import DynamicWeight, all_reduce_max, update_state
+from qshard.ranges import (
+    Range,
+    amax_of_ranges,
+    dequantize_ranges,
+    quantize_ranges,
+    scale_inv_of_ranges,
+)
 
 ops = torch.ops.qshard
 _GATHERS = ("quantized", "param_dtype")
@@ -112,6 +119,10 @@ class _Weight:
     def end(self):
         return self.start + self.rows * self.cols
 
+    def range_at(self, begin):
+        """Its elements from `begin` of the flat parameter on."""
+        return Range(self.dynamic.format, self.rows, self.cols, begin - self.start)
+
 
 @dataclass
 class _Piece:
@@ -143,6 +154,20 @@ class _Message:
 
     def nbytes(self, itemsize):
         return self.codes_at(itemsize) + self.numel(self.codes())
+
+    def places(self, sent, dtype):
+        """Of each plain piece and of each piece of codes, where it lies in the bytes that are sent."""
+        plain, at = [], 0
+        for piece in self.plain():
+            end = at + (piece.end - piece.begin) * dtype.itemsize
+            plain.append(sent[at:end].view(dtype))
+            at = end
+        codes, at = [], self.codes_at(dtype.itemsize)
+        for piece in self.codes():
+            end = at + piece.end - piece.begin
+            codes.append(sent[at:end])
+            at = end
+        return plain, codes
 
 
 class _Unit:
@@ -225,13 +250,10 @@ class _Unit:
         first = self.rank * self.shard_numel
         return self.local_shard().detach()[begin - first : end - first]
 
-    def own_amax(self, weight, device):
+    def own_part(self, weight):
+        """This rank's values of a weight, and where they lie in it."""
         begin, end = self.range_of(weight, self.rank)
-        if begin == end:
-            return torch.zeros(weight.grid_numel, dtype=torch.float32, device=device)
-        values = self.own_values(begin, end)
-        of = weight.dynamic.format, weight.rows, weight.cols, begin - weight.start
-        return ops._amax_of_range(values, *of).to(device)
+        return self.own_values(begin, end), weight.range_at(begin if begin < end else weight.start)
 
     # -------------------------------------------------------------------------- gathering
 
@@ -272,43 +294,40 @@ class _Unit:
         received = torch.empty(nbytes * handle.world_size, dtype=torch.uint8, device=out.device)
         dist.all_gather_into_tensor(received, sent, group=self.group)
         del sent
-        for rank, message in enumerate(self.messages):
-            self._read(message, received[rank * nbytes : (rank + 1) * nbytes], out)
+        self._read(received.view(handle.world_size, nbytes), out)
         return out
 
     def _write(self, sent, dtype):
         message = self.messages[self.rank]
-        codes_at, plain_at = message.codes_at(dtype.itemsize), 0
-        end = message.nbytes(dtype.itemsize)
-        sent[end:].zero_()
-        sent[message.numel(message.plain()) * dtype.itemsize : codes_at].zero_()
-        for piece in message.pieces:
-            values, numel = self.own_values(piece.begin, piece.end), piece.end - piece.begin
-            if piece.weight is None:
-                place = sent[plain_at : plain_at + numel * dtype.itemsize].view(dtype)
-                place.copy_(values)
-                plain_at += numel * dtype.itemsize
-                continue
-            weight = piece.weight
-            of = weight.dynamic.format, weight.rows, weight.cols, piece.begin - weight.start
-            codes = sent[codes_at : codes_at + numel]
-            ops._quantize_range(values, *of, weight.amax.to(values.device), codes)
-            codes_at += numel
+        sent[message.nbytes(dtype.itemsize) :].zero_()
+        sent[message.numel(message.plain()) * dtype.itemsize : message.codes_at(dtype.itemsize)].zero_()
+        plain, codes = message.places(sent, dtype)
+        if plain:
+            values = [self.own_values(p.begin, p.end) for p in message.plain()]
+            torch._foreach_copy_(plain, values)
+        if codes:
+            pieces = message.codes()
+            values = [self.own_values(p.begin, p.end) for p in pieces]
+            amaxes = [p.weight.amax.to(sent.device) for p in pieces]
+            quantize_ranges(values, [p.weight.range_at(p.begin) for p in pieces], amaxes, codes)
 
-    def _read(self, message, received, out):
-        codes_at, plain_at = message.codes_at(out.element_size()), 0
-        for piece in message.pieces:
-            numel, target = piece.end - piece.begin, out[piece.begin : piece.end]
-            if piece.weight is None:
-                nbytes = numel * out.element_size()
-                target.copy_(received[plain_at : plain_at + nbytes].view(out.dtype))
-                plain_at += nbytes
-                continue
-            weight = piece.weight
-            of = weight.dynamic.format, weight.rows, weight.cols, piece.begin - weight.start
-            codes = received[codes_at : codes_at + numel]
-            ops._dequantize_range(codes, *of, weight.scale_inv, target)
-            codes_at += numel
+    def _read(self, received, out):
+        plain, plain_out, pieces, codes = [], [], [], []
+        for message, row in zip(self.messages, received):
+            own_plain, own_codes = message.places(row, out.dtype)
+            plain += own_plain
+            plain_out += [out[p.begin : p.end] for p in message.plain()]
+            codes += own_codes
+            pieces += message.codes()
+        if plain:
+            torch._foreach_copy_(plain_out, plain)
+        if codes:
+            dequantize_ranges(
+                codes,
+                [p.weight.range_at(p.begin) for p in pieces],
+                [p.weight.scale_inv for p in pieces],
+                [out[p.begin : p.end] for p in pieces],
+            )
 
 
 def _is_same_when_quantized_again(dynamic):
@@ -335,53 +354,58 @@ def agree(units, stepped=None, found_inf=None):
     by_group = {}
     for unit in units:
         if unit.weights:
-            by_group.setdefault((unit.group, unit.replicas), []).append(unit)
-    for (group, replicas), members in by_group.items():
+            key = unit.group, unit.replicas, unit.local_shard().device
+            by_group.setdefault(key, []).append(unit)
+    for (group, replicas, _), members in by_group.items():
         device = members[0].handle.device
         weights = [(unit, weight) for unit in members for weight in unit.weights]
-        words = torch.cat([_words(unit, weight, device) for unit, weight in weights])
+        delayed = [(unit, weight) for unit, weight in weights if weight.dynamic.state]
+        words = _words(weights, delayed, device)
         all_reduce_max(words, group)
-        if replicas is not None and any(w.dynamic.state for _, w in weights):
+        if replicas is not None and delayed:
             all_reduce_max(words, replicas)
         _take_amaxes(weights, words)
-        _update_delayed(weights, stepped, found_inf)
-        for _, weight in weights:
-            if weight.sends_codes:
-                of = weight.dynamic.format, weight.rows, weight.cols
-                weight.scale_inv = ops._scale_inv_of(weight.amax, *of)
+        _update_delayed(delayed, words[words.numel() - 2 * len(delayed) :].view(-1, 2), stepped, found_inf)
+        _take_scales([weight for _, weight in weights if weight.sends_codes])
     for unit in units:
         unit.seen = unit.versions()
 
 
-def _words(unit, weight, device):
-    """This rank's amaxes of a weight, and of its linear's activations where these have a history."""
-    amax = unit.own_amax(weight, device)
-    if not weight.dynamic.state:
-        return amax
-    _move_state(weight.dynamic, device)
-    return torch.cat([amax, weight.dynamic.state[0][1:, 0]])
+def _words(weights, delayed, device):
+    """This rank's amaxes of the weights, then of those with a history, two each, of what their linears saw."""
+    values, ranges = zip(*(unit.own_part(weight) for unit, weight in weights))
+    amaxes = amax_of_ranges(values, ranges).to(device)
+    for _, weight in delayed:
+        _move_state(weight.dynamic, device)
+    return torch.cat([amaxes, *(weight.dynamic.state[0][1:, 0] for _, weight in delayed)])
 
 
 def _take_amaxes(weights, words):
-    position = 0
-    for _, weight in weights:
-        numel = weight.grid_numel + (2 if weight.dynamic.state else 0)
-        weight.amax = words[position : position + numel].clone()
-        position += numel
+    sizes = [weight.grid_numel for _, weight in weights]
+    for (_, weight), amax in zip(weights, words[: sum(sizes)].split(sizes)):
+        weight.amax = amax
 
 
-def _update_delayed(weights, stepped, found_inf):
-    delayed = {}
-    for unit, weight in weights:
-        if not weight.dynamic.state:
-            continue
+def _take_scales(weights):
+    if not weights:
+        return
+    amaxes = torch.cat([weight.amax for weight in weights])
+    scales = scale_inv_of_ranges(amaxes, [weight.range_at(weight.start) for weight in weights])
+    for weight, scale_inv in zip(weights, scales.split([weight.grid_numel for weight in weights])):
+        weight.scale_inv = scale_inv
+
+
+def _update_delayed(delayed, activations, stepped, found_inf):
+    """`activations`: float32 (weights, 2), agreed on."""
+    kinds = {}
+    for i, (unit, weight) in enumerate(delayed):
         is_step = stepped is not None and unit.is_stepped(weight, stepped)
-        dtype = unit.local_shard().dtype
-        delayed.setdefault((is_step, dtype), []).append(weight)
-    for (is_step, dtype), members in delayed.items():
-        amax = torch.stack([weight.amax for weight in members])
-        update_state([w.dynamic for w in members], amax, dtype, is_step, found_inf if is_step else None)
-        for weight, row in zip(members, amax):
+        kinds.setdefault((is_step, unit.local_shard().dtype), []).append((i, weight))
+    for (is_step, dtype), members in kinds.items():
+        amax = torch.stack([torch.cat([weight.amax, activations[i]]) for i, weight in members])
+        dynamics = [weight.dynamic for _, weight in members]
+        update_state(dynamics, amax, dtype, is_step, found_inf if is_step else None)
+        for (_, weight), row in zip(members, amax):
             weight.amax = row[:1].clone()
 
 

@@ -1,0 +1,329 @@
+#include "ops/flat_ranges.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/quantize.h"
+#include "kernels/whole_layout.h"
+
+namespace qshard {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kGeometry = 3;   // rows, cols, start
+constexpr int64_t kMostParts = 3;  // of a range: the end of a row, rows, the beginning of one
+
+/// One range's weight, and where it begins.
+struct FlatRange {
+  Layout weight;
+  int64_t start;
+};
+
+std::vector<FlatRange> ranges_of(const std::vector<std::string>& formats,
+                                 at::IntArrayRef geometry) {
+  TORCH_CHECK_VALUE(geometry.size() == kGeometry * formats.size(),
+                    fmt::format("qshard: {} ranges have {} numbers of rows, columns and start",
+                                formats.size(), geometry.size()));
+  std::vector<FlatRange> ranges;
+  for (size_t i = 0; i < formats.size(); ++i) {
+    const int64_t rows = geometry[kGeometry * i], cols = geometry[kGeometry * i + 1];
+    const Layout weight = whole_layout(find_format(formats[i]), rows, cols);
+    TORCH_CHECK_VALUE(
+        weight.format->scales_in_grid() && weight.format->code_bits == 8 && rows > 0 && cols > 0,
+        fmt::format("qshard: ranges of a {} weight of shape ({}, {}) cannot be quantized: its "
+                    "scales lie in the rows, or it is empty",
+                    weight.format->name, rows, cols));
+    ranges.push_back({weight, geometry[kGeometry * i + 2]});
+  }
+  return ranges;
+}
+
+void check_count(at::TensorList tensors, const std::vector<FlatRange>& ranges, const char* what) {
+  TORCH_CHECK_VALUE(
+      tensors.size() == ranges.size(),
+      fmt::format("qshard: {} ranges, and {} tensors of {}", ranges.size(), tensors.size(), what));
+}
+
+void check_values(at::TensorList values, const std::vector<FlatRange>& ranges) {
+  check_count(values, ranges, "values");
+  for (size_t i = 0; i < values.size(); ++i) {
+    const Tensor& range = values[i];
+    TORCH_CHECK_TYPE(
+        !has_key(range) && range.is_contiguous() && is_value_dtype(range.scalar_type()),
+        fmt::format("qshard: a range must be plain, contiguous float32, bfloat16 or float16, got "
+                    "{}",
+                    c10::toString(range.scalar_type())));
+    const auto& [weight, start] = ranges[i];
+    TORCH_CHECK_VALUE(start >= 0 && start + range.numel() <= weight.rows * weight.cols,
+                      fmt::format("qshard: elements [{}, {}) do not lie within a weight of shape "
+                                  "({}, {})",
+                                  start, start + range.numel(), weight.rows, weight.cols));
+    TORCH_CHECK_VALUE(range.device() == values[0].device(),
+                      fmt::format("qshard: ranges on {} and {} in one call",
+                                  values[0].device().str(), range.device().str()));
+  }
+}
+
+void check_scales(at::TensorList scales, const std::vector<FlatRange>& ranges,
+                  at::TensorList values) {
+  check_count(scales, ranges, "scales");
+  for (size_t i = 0; i < scales.size(); ++i) {
+    const auto& weight = ranges[i].weight;
+    TORCH_CHECK_VALUE(
+        scales[i].scalar_type() == at::kFloat && scales[i].is_contiguous() &&
+            scales[i].numel() == weight.grid_numel() && scales[i].device() == values[i].device(),
+        fmt::format("qshard: a {} weight of shape ({}, {}) has {} scales, float32 on "
+                    "the device of its values; got {} of shape {}",
+                    weight.format->name, weight.rows, weight.cols, weight.grid_numel(),
+                    c10::toString(scales[i].scalar_type()), scales[i].sizes().vec()));
+  }
+}
+
+void check_codes(at::TensorList codes, at::TensorList values) {
+  TORCH_CHECK_VALUE(
+      codes.size() == values.size(),
+      fmt::format("qshard: codes of {} ranges, and values of {}", codes.size(), values.size()));
+  for (size_t i = 0; i < codes.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        codes[i].scalar_type() == at::kByte && codes[i].is_contiguous() &&
+            codes[i].numel() == values[i].numel() && codes[i].device() == values[i].device(),
+        fmt::format("qshard: codes of a range must be contiguous uint8 of {} bytes on the device "
+                    "of its values, got {} of shape {}",
+                    values[i].numel(), c10::toString(codes[i].scalar_type()),
+                    codes[i].sizes().vec()));
+  }
+}
+
+/// Rows of a range: where it begins or ends within a row, that one is taken by itself.
+struct Part {
+  int64_t first_row;  // of the weight
+  int64_t rows;
+  int64_t begin;   // of its elements in the range
+  int64_t numel;   // less than rows * cols: a part of one row
+  int64_t column;  // where that part begins
+
+  bool is_cut(int64_t cols) const { return numel != rows * cols; }
+};
+
+std::vector<Part> parts_of(const FlatRange& range, int64_t numel) {
+  const int64_t cols = range.weight.cols;
+  std::vector<Part> parts;
+  int64_t done = 0;
+  while (done < numel) {
+    const int64_t at = range.start + done;
+    const int64_t column = at % cols;
+    const int64_t left = numel - done;
+    const bool is_cut = column != 0 || left < cols;
+    const int64_t count = is_cut ? std::min(cols - column, left) : left / cols * cols;
+    parts.push_back({at / cols, is_cut ? 1 : count / cols, done, count, column});
+    done += count;
+  }
+  return parts;
+}
+
+Layout layout_of(const Layout& weight, const Part& part) {
+  Layout layout = weight;
+  layout.rows = part.rows;
+  layout.row_offset = part.first_row;
+  return layout;
+}
+
+/// A part's values as whole rows: themselves, or zeros around them.
+Tensor whole_rows(const Tensor& range, const Part& part, int64_t cols) {
+  const Tensor values = range.narrow(0, part.begin, part.numel);
+  if (!part.is_cut(cols)) return values;
+  auto row = at::zeros({cols}, values.options());
+  row.narrow(0, part.column, part.numel).copy_(values);
+  return row;
+}
+
+/// Whether codes at some address are an image as they lie: rows of 16 bytes times n, aligned.
+bool is_image(const Tensor& codes, const Layout& layout, const Part& part) {
+  return !part.is_cut(layout.cols) && layout.row_bytes() == layout.cols &&
+         reinterpret_cast<uintptr_t>(codes.const_data_ptr()) % 16 == 0;
+}
+
+/// The codes of a part in an image of its own.
+Tensor codes_in(const Tensor& image, const Part& part, int64_t cols) {
+  return part.is_cut(cols) ? image.narrow(1, part.column, part.numel) : image.narrow(1, 0, cols);
+}
+
+Tensor new_image(const Layout& layout, const Tensor& codes) {
+  return at::empty({layout.rows, layout.row_bytes()}, codes.options());
+}
+
+/// Tasks of one call, what they need until it is made, and what is copied after it. Whole rows that
+/// go through an image of their own are a batch each, so that one such image is there at a time.
+template <typename Task>
+struct Batch {
+  std::vector<Task> tasks;
+  std::vector<Tensor> kept, to, from;
+
+  Tensor keep(Tensor tensor) { return kept.emplace_back(std::move(tensor)); }
+  void copy_afterwards(const Tensor& target, const Tensor& source) {
+    to.push_back(target);
+    from.push_back(source);
+  }
+  void run(void (*kernels)(std::span<const Task>, Stream), Stream stream) {
+    if (tasks.empty()) return;
+    kernels(tasks, stream);
+    if (!to.empty()) at::_foreach_copy_(to, from);
+  }
+};
+
+}  // namespace
+
+Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& formats,
+                      at::IntArrayRef geometry) {
+  PlainGuard guard;
+  const auto ranges = ranges_of(formats, geometry);
+  check_values(values, ranges);
+  if (ranges.empty()) return at::empty({0}, at::kFloat);
+  c10::OptionalDeviceGuard device_guard(values[0].device());
+  int64_t numel = 0;
+  for (const auto& range : ranges) numel += range.weight.grid_numel();
+  const auto amaxes = at::zeros({kMostParts, numel}, values[0].options().dtype(at::kFloat));
+  auto* const first = amaxes.mutable_data_ptr<float>();
+  std::vector<QuantizeTask> tasks;
+  std::vector<Tensor> kept;
+  size_t most_parts = 1;
+  int64_t at = 0;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const Layout& weight = ranges[i].weight;
+    const auto parts = parts_of(ranges[i], values[i].numel());
+    most_parts = std::max(most_parts, parts.size());
+    for (size_t j = 0; j < parts.size(); ++j) {
+      kept.push_back(whole_rows(values[i].view(-1), parts[j], weight.cols));
+      QuantizeTask task;
+      task.layout = layout_of(weight, parts[j]);
+      task.value_dtype = value_dtype(values[i].scalar_type());
+      task.values = kept.back().const_data_ptr();
+      task.amax = first + static_cast<int64_t>(j) * numel + at;
+      tasks.push_back(task);
+    }
+    at += weight.grid_numel();
+  }
+  compute_amax(tasks, current_stream(values[0].device()));
+  if (most_parts == 1) return amaxes[0];
+  return amaxes.view(at::kInt).amax(0).view(at::kFloat);
+}
+
+Tensor scale_inv_of_ranges(const Tensor& amax, const std::vector<std::string>& formats,
+                           at::IntArrayRef geometry) {
+  PlainGuard guard;
+  const auto ranges = ranges_of(formats, geometry);
+  std::vector<QuantizeTask> tasks;
+  int64_t numel = 0;
+  for (const auto& range : ranges) numel += range.weight.grid_numel();
+  TORCH_CHECK_TYPE(amax.scalar_type() == at::kFloat && amax.is_contiguous(),
+                   "qshard: amaxes of ranges must be contiguous float32");
+  TORCH_CHECK_VALUE(amax.numel() == numel,
+                    fmt::format("qshard: these {} weights have {} amaxes, got {}", ranges.size(),
+                                numel, amax.numel()));
+  c10::OptionalDeviceGuard device_guard(amax.device());
+  const auto scale_inv = at::empty_like(amax);
+  int64_t at = 0;
+  for (const auto& range : ranges) {
+    QuantizeTask task;
+    task.layout = range.weight;
+    task.layout.rows = 0;  // no code is written
+    task.amax = amax.mutable_data_ptr<float>() + at;
+    task.grid = scale_inv.mutable_data_ptr<float>() + at;
+    tasks.push_back(task);
+    at += range.weight.grid_numel();
+  }
+  quantize(tasks, current_stream(amax.device()));
+  return scale_inv;
+}
+
+void quantize_ranges(at::TensorList values, const std::vector<std::string>& formats,
+                     at::IntArrayRef geometry, at::TensorList amax, at::TensorList codes) {
+  PlainGuard guard;
+  const auto ranges = ranges_of(formats, geometry);
+  check_values(values, ranges);
+  check_scales(amax, ranges, values);
+  check_codes(codes, values);
+  if (ranges.empty()) return;
+  c10::OptionalDeviceGuard device_guard(values[0].device());
+  const Stream stream = current_stream(values[0].device());
+  Batch<QuantizeTask> together;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const Layout& weight = ranges[i].weight;
+    for (const Part& part : parts_of(ranges[i], values[i].numel())) {
+      Batch<QuantizeTask> alone;
+      const Tensor out = codes[i].view(-1).narrow(0, part.begin, part.numel);
+      const Layout layout = layout_of(weight, part);
+      auto& batch = is_image(out, layout, part) || part.is_cut(weight.cols) ? together : alone;
+      QuantizeTask task;
+      task.layout = layout;
+      task.value_dtype = value_dtype(values[i].scalar_type());
+      task.values = batch.keep(whole_rows(values[i].view(-1), part, weight.cols)).const_data_ptr();
+      task.amax = amax[i].mutable_data_ptr<float>();  // read only
+      task.grid =
+          batch.keep(at::empty({weight.grid_numel()}, amax[i].options())).mutable_data_ptr<float>();
+      task.image = out.mutable_data_ptr<uint8_t>();
+      if (!is_image(out, layout, part)) {
+        const Tensor image = batch.keep(new_image(layout, out));
+        task.image = image.mutable_data_ptr<uint8_t>();
+        const Tensor from = codes_in(image, part, weight.cols);
+        batch.copy_afterwards(out.view(from.sizes()), from);
+      }
+      batch.tasks.push_back(task);
+      alone.run(&quantize, stream);
+    }
+  }
+  together.run(&quantize, stream);
+}
+
+void dequantize_ranges(at::TensorList codes, const std::vector<std::string>& formats,
+                       at::IntArrayRef geometry, at::TensorList scale_inv, at::TensorList values) {
+  PlainGuard guard;
+  const auto ranges = ranges_of(formats, geometry);
+  check_values(values, ranges);
+  check_scales(scale_inv, ranges, values);
+  check_codes(codes, values);
+  if (ranges.empty()) return;
+  c10::OptionalDeviceGuard device_guard(values[0].device());
+  const Stream stream = current_stream(values[0].device());
+  Batch<DequantizeTask> together;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const Layout& weight = ranges[i].weight;
+    for (const Part& part : parts_of(ranges[i], values[i].numel())) {
+      Batch<DequantizeTask> alone;
+      const Tensor in = codes[i].view(-1).narrow(0, part.begin, part.numel);
+      const Layout layout = layout_of(weight, part);
+      auto& batch = is_image(in, layout, part) || part.is_cut(weight.cols) ? together : alone;
+      DequantizeTask task;
+      task.layout = layout;
+      task.image = static_cast<const uint8_t*>(in.const_data_ptr());
+      if (!is_image(in, layout, part)) {
+        const Tensor image = batch.keep(new_image(layout, in).zero_());
+        auto codes_there = codes_in(image, part, weight.cols);
+        codes_there.copy_(in.view(codes_there.sizes()));
+        task.image = static_cast<const uint8_t*>(image.const_data_ptr());
+      }
+      const Tensor target = values[i].view(-1).narrow(0, part.begin, part.numel);
+      task.values = target.mutable_data_ptr();
+      if (part.is_cut(weight.cols)) {
+        const Tensor row = batch.keep(at::empty({weight.cols}, target.options()));
+        task.values = row.mutable_data_ptr();
+        batch.copy_afterwards(target, row.narrow(0, part.column, part.numel));
+      }
+      task.grid = scale_inv[i].const_data_ptr<float>();
+      task.rows = part.rows;
+      task.value_dtype = value_dtype(values[i].scalar_type());
+      batch.tasks.push_back(task);
+      alone.run(&dequantize, stream);
+    }
+  }
+  together.run(&dequantize, stream);
+}
+
+}  // namespace qshard
