@@ -10,6 +10,7 @@ from qshard.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.ops import from_planes
+from qshard.quantization_state import QuantizationState
 from qshard.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.quantized_init import quantized_model_init
 from qshard.recipes import (
@@ -20,7 +21,6 @@ from qshard.recipes import (
     NVFP4BlockScaling,
 )
 from qshard.report import backend_report, report, trace_fallbacks
-from qshard.state import QuantizationState
 
 try:
     __version__ = importlib.metadata.version("qshard")

@@ -26,71 +26,12 @@ def weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def link(module: torch.nn.Module) -> None:
     """Makes the state of a module's weights its buffers <weight>_<name>."""
-    tensors = _tensors(module)
+    tensors = tensors_of(module)
     for name, tensor in tensors.items():
         persistent = module.__dict__.get("_qshard_persistent_state", True)
         module.register_buffer(name, tensor, persistent=persistent)
     if tensors and not hasattr(module, "_qshard_state_hook"):
         module._qshard_state_hook = module.register_state_dict_pre_hook(_link_before)
-
-
-class QuantizationState:
-    """What models remember between steps beside their weights, as an object with a `state_dict` of
-    its own: amax histories of delayed scaling, counts of stochastic rounding. For models quantized
-    with `persistent_state=False`, whose own state_dict then has the names of the plain model.
-
-    Whatever saves objects that have a `state_dict` takes it: DCP, Accelerator's
-    register_for_checkpointing, torch.save of its state_dict(). All ranks hold the same values.
-
-    models: quantized ones; or parts of one, whose parameters have different names.
-    """
-
-    def __init__(self, *models: torch.nn.Module):
-        self.models = models
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """<module>.<weight>_<state>: the tensors themselves, fp32 and int64; empty if the formats have
-        no state."""
-        result = {}
-        for prefix, module in self._modules():
-            link(module)
-            for name, tensor in _tensors(module).items():
-                result[_without_wrappers(f"{prefix}.{name}".lstrip("."))] = tensor
-        return result
-
-    def _modules(self):
-        for model in self.models:
-            for prefix, module in model.named_modules():
-                if "_qshard_state_hook" in module.__dict__:
-                    yield prefix, module
-
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        """Loads what `state_dict` gave; after the model's own load_state_dict, which may replace its
-        weights, and on all ranks. Raises ValueError, before anything is changed, for missing and
-        unexpected names and for other shapes."""
-        own = self.state_dict()
-        wrong = sorted(own.keys() ^ state_dict.keys())
-        if wrong:
-            raise ValueError(
-                f"qshard.QuantizationState: {wrong[0]} is {'missing' if wrong[0] in own else 'unexpected'}"
-                f" ({len(wrong)} such names in all); the model was saved with another recipe, or is "
-                "another one"
-            )
-        for name, tensor in own.items():
-            given = state_dict[name]
-            if not isinstance(given, torch.Tensor) or given.shape != tensor.shape:
-                shape = tuple(getattr(given, "shape", ()))
-                raise ValueError(
-                    f"qshard.QuantizationState: {name} has shape {tuple(tensor.shape)} in this model "
-                    f"and {shape} in what is loaded"
-                )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                if tensor is not state_dict[name]:
-                    tensor.copy_(state_dict[name])
-        # Codes may have been made of the loaded weights since, by a scale of the state before.
-        for _, module in self._modules():
-            ops._mark_written(local_of(module.weight))
 
 
 def hand_out_masters(module: torch.nn.Module) -> None:
@@ -115,7 +56,7 @@ def _put_masters(module, state_dict, prefix, local_metadata):
 def unlink(module: torch.nn.Module) -> None:
     """Takes the state out of a module whose weight is about to be plain."""
     if "_qshard_state_hook" in module.__dict__:
-        for name in _tensors(module):
+        for name in tensors_of(module):
             delattr(module, name)
         module.__dict__.pop("_qshard_state_hook").remove()
 
@@ -124,7 +65,7 @@ def _link_before(module, *_):
     link(module)
 
 
-def _tensors(module):
+def tensors_of(module):
     return {
         f"{name}_{part}": tensor
         for name, weight in weights(module)
@@ -137,7 +78,7 @@ def fill_missing(module: torch.nn.Module, state_dict: dict, prefix: str) -> None
     """Lets a module keep its state if a state_dict, of a plain model say, has none."""
     if not module.__dict__.get("_qshard_persistent_state", True):
         return
-    for name, tensor in _tensors(module).items():
+    for name, tensor in tensors_of(module).items():
         state_dict.setdefault(prefix + name, tensor)
 
 
@@ -155,12 +96,12 @@ def load(weight: torch.Tensor, state_dict: dict, weight_key: str) -> None:
 def set_rounding_key(weight: torch.Tensor, fqn: str) -> None:
     """Keys stochastic rounding with torch's seed and the parameter's name."""
     if "rounding" in ops._state(weight):
-        name = _without_wrappers(fqn).encode()
+        name = without_wrappers(fqn).encode()
         name_hash = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
         ops._set_rounding_key(weight, (torch.initial_seed() + name_hash) % 2**62)
 
 
-def _without_wrappers(fqn):
+def without_wrappers(fqn):
     for wrapper in _WRAPPERS:
         fqn = fqn.replace(wrapper, "")
     return fqn

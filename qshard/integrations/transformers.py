@@ -3,7 +3,7 @@
 import os
 
 import torch
-from qshard.state import QuantizationState
+from qshard.quantization_state import QuantizationState
 from transformers import TrainerCallback
 
 STATE_NAME = "quantization_state.pt"

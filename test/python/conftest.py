@@ -100,6 +100,7 @@ BUDGETS_S = {
     "test_torchao": 75,  # compiles its steps
     "test_torchtitan": 180,
     "test_checkpoint_dcp": 90,
+    "test_saved_scales": 60,
     "test_compile": 60,  # Inductor's first compilation takes 30 s
     "test_docs": 60,  # its compiled snippet takes 30 s
     "test_expert_meshes": 60,

@@ -1,0 +1,137 @@
+"""QuantizationState."""
+
+import torch
+from _qshard_hooks import local_of
+
+from qshard import scales
+from qshard.quantize import flush
+from qshard.state import link, tensors_of, weights, without_wrappers
+
+ops = torch.ops.qshard
+
+
+class QuantizationState:
+    """What models remember between steps beside their weights, as an object with a `state_dict` of
+    its own: amax histories of delayed scaling, counts of stochastic rounding. For models quantized
+    with `persistent_state=False`, whose own state_dict then has the names of the plain model.
+
+    Whatever saves objects that have a `state_dict` takes it: DCP, Accelerator's
+    register_for_checkpointing, torch.save of its state_dict(). All ranks hold the same values.
+
+    models: quantized ones; or parts of one, whose parameters have different names.
+    scales: save the scales of weights without a master, too, with which their values come back as the
+        same codes: <module>.<weight>_scale_inv, uint8 of single rows, sharded as the weight, or fp32,
+        and <weight>_tensor_scale_inv of NVFP4. Of matrices, plain or sharded by FSDP2: others are a
+        NotImplementedError. Both methods are then collectives of all ranks.
+    """
+
+    def __init__(self, *models: torch.nn.Module, scales: bool = False):
+        self.models = models
+        self.scales = scales
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """<module>.<weight>_<state>: the tensors themselves, fp32 and int64, and copies of scales; empty
+        if the formats have no state."""
+        return {**self._state_tensors(), **self._scale_planes()}
+
+    def _scaled_weights(self):
+        """{name: weight} of the weights whose scales are saved."""
+        if not self.scales:
+            return {}
+        return {
+            without_wrappers(f"{prefix}.{name}".lstrip(".")): weight
+            for model in self.models
+            for prefix, module in model.named_modules()
+            for name, weight in weights(module)
+            if isinstance(weight, torch.Tensor) and scales.has_own_scales(weight)
+        }
+
+    def _scale_planes(self):
+        own = self._scaled_weights()
+        if not own:
+            return {}
+        ranks = scales.ranks_of(own)
+        scales.check(own, ranks)
+        for model in self.models:
+            flush(model)
+        return scales.planes(own, ranks)
+
+    def _restores(self, state_dict):
+        """What brings back the codes of the weights, checked on all ranks before anything is changed."""
+        own = self._scaled_weights()
+        if not own:
+            return []
+        ranks = scales.ranks_of(own)
+        scales.check(own, ranks)
+        parts = "scale_inv", "tensor_scale_inv"
+        restores, error = [], None
+        try:
+            for name, weight in own.items():
+                given = {p: state_dict[f"{name}_{p}"] for p in parts if f"{name}_{p}" in state_dict}
+                restores.append(scales.Restore(name, weight, given, ranks))
+            finite = [restore.is_finite() for restore in restores]
+        except (ValueError, TypeError, RuntimeError) as met:
+            error = met
+        ranks.agree(error)
+        everywhere = [all(of_ranks) for of_ranks in zip(*ranks.all(finite))]
+        restores = [restore for restore, take in zip(restores, everywhere) if take]
+        try:
+            for restore in restores:
+                restore.check()
+        except (ValueError, TypeError, RuntimeError) as met:
+            error = met
+        ranks.agree(error)
+        return restores
+
+    def _expected_shapes(self):
+        shapes = {name: tensor.shape for name, tensor in self._state_tensors().items()}
+        for name, weight in self._scaled_weights().items():
+            for part, shape in scales.shapes(weight).items():
+                shapes[f"{name}_{part}"] = shape
+        return shapes
+
+    def _state_tensors(self):
+        result = {}
+        for prefix, module in self._modules():
+            link(module)
+            for name, tensor in tensors_of(module).items():
+                result[without_wrappers(f"{prefix}.{name}".lstrip("."))] = tensor
+        return result
+
+    def _modules(self):
+        for model in self.models:
+            for prefix, module in model.named_modules():
+                if "_qshard_state_hook" in module.__dict__:
+                    yield prefix, module
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        """Loads what `state_dict` gave; after the model's own load_state_dict, which may replace its
+        weights, and on all ranks. Raises ValueError, before anything is changed, for missing and
+        unexpected names and for other shapes."""
+        own = self._expected_shapes()
+        wrong = sorted(own.keys() ^ state_dict.keys())
+        if wrong:
+            raise ValueError(
+                f"qshard.QuantizationState: {wrong[0]} is {'missing' if wrong[0] in own else 'unexpected'}"
+                f" ({len(wrong)} such names in all); the model was saved with another recipe, or is "
+                "another one"
+            )
+        for name, expected in own.items():
+            given = state_dict[name]
+            if not isinstance(given, torch.Tensor) or given.shape != expected:
+                shape = tuple(getattr(given, "shape", ()))
+                raise ValueError(
+                    f"qshard.QuantizationState: {name} has shape {tuple(expected)} in this model "
+                    f"and {shape} in what is loaded"
+                )
+        with torch.no_grad():
+            restores = self._restores(state_dict)
+            for name, tensor in self._state_tensors().items():
+                if tensor is not state_dict[name]:
+                    tensor.copy_(state_dict[name])
+        # Codes may have been made of the loaded weights since, by a scale of the state before.
+        for _, module in self._modules():
+            ops._mark_written(local_of(module.weight))
+        with torch.no_grad():
+            for restore in restores:
+                restore()

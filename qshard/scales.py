@@ -1,0 +1,196 @@
+"""Scales of weights without a master, saved beside their values.
+
+What such a weight stands for is code x scale. A quantizer that sees these values alone may choose another
+scale: stochastic rounding can take a block's largest value down, NVFP4's smallest scales are coarse, and
+its tensor scale is rounded. In the scales that they came from, the values are exact.
+"""
+
+import torch
+from _qshard_hooks import is_quantized, local_of
+from torch.distributed.tensor import DTensor
+
+from qshard.checkpoint.ranks import Ranks, Rows
+
+ops = torch.ops.qshard
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the values of codes 0 to 7
+_FUNCTION = "qshard.QuantizationState"
+
+
+def has_own_scales(weight: torch.Tensor) -> bool:
+    """Whether a weight's scales are to be saved: it keeps no master. `mxfp8_1x32`, whose scales span 32
+    rows of the columnwise codes, does without: powers of two bring its values back."""
+    local = local_of(weight)
+    return (
+        is_quantized(local)
+        and not local.is_meta
+        and not ops._keeps_master(local)
+        and not ops.format(local).startswith("mxfp8_1x32")
+    )
+
+
+def ranks_of(weights: dict[str, torch.Tensor]) -> Ranks:
+    return Ranks(weights.values(), _FUNCTION)
+
+
+def check(weights: dict[str, torch.Tensor], ranks: Ranks) -> None:
+    """Raises NotImplementedError, on all ranks, for what has no rows of one matrix."""
+    error = None
+    try:
+        for name, weight in weights.items():
+            if weight.dim() != 2:
+                raise NotImplementedError(
+                    f"{name} has shape {tuple(weight.shape)}; scales=True takes matrices"
+                )
+            Rows(name, weight, ranks)
+    except NotImplementedError as met:
+        error = met
+    ranks.agree(error)
+
+
+def planes(weights: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Copies of the scales of flushed weights, as <name>_scale_inv and <name>_tensor_scale_inv: uint8
+    (rows, blocks) sharded as the weight, or fp32, whole on every rank. One collective if there are fp32
+    scales, 4 bytes each, of which a rank shows those of its own rows."""
+    result, grids = {}, {}
+    for name, weight in weights.items():
+        local = local_of(weight)
+        scale = ops.scale_inv(local)
+        if scale.dtype == torch.float32:
+            grids[f"{name}_scale_inv"] = name, scale.cpu()
+        else:
+            bytes = scale.contiguous().view(torch.uint8).clone()
+            result[f"{name}_scale_inv"] = _like(weight, bytes)
+        if ops.format(local).startswith("nvfp4"):
+            grids[f"{name}_tensor_scale_inv"] = name, ops.tensor_scale_inv(local).cpu()
+    if grids:
+        everywhere = ranks.all({key: grid for key, (_, grid) in grids.items()})
+        for key, (name, _) in grids.items():
+            whole = _whole_grid(weights[name], name, [of_rank[key] for of_rank in everywhere], ranks)
+            result[key] = whole.to(local_of(weights[name]).device)
+    return result
+
+
+def _whole_grid(weight, name, pieces, ranks):
+    if not ops.format(local_of(weight)).startswith("float8_blockwise"):
+        return next((piece for piece in pieces if piece.numel()), torch.ones(1, 1)).clone()
+    rows, whole = Rows(name, weight, ranks), torch.ones(shapes(weight)["scale_inv"])
+    for rank, piece in enumerate(pieces):
+        first, count = rows.window(rank)
+        if count:
+            whole[first // 128 : -(-(first + count) // 128)] = piece
+    return whole
+
+
+def shapes(weight: torch.Tensor) -> dict[str, torch.Size]:
+    """Shapes of `planes`, whole, of a weight that may have been written."""
+    rows, columns = weight.shape[0], weight.shape[-1]
+    format = ops.format(local_of(weight))
+    if format.startswith("nvfp4"):
+        result = {"scale_inv": (rows, -(-columns // 16)), "tensor_scale_inv": (1, 1)}
+    elif format.startswith("mxfp8"):
+        result = {"scale_inv": (rows, -(-columns // 32))}
+    elif format.startswith("float8_blockwise"):
+        result = {"scale_inv": (-(-rows // 128), -(-columns // 128))}
+    else:
+        result = {"scale_inv": (1, 1)}
+    return {name: torch.Size(shape) for name, shape in result.items()}
+
+
+def _like(weight, local):
+    if not isinstance(weight, DTensor):
+        return local
+    shape = torch.Size((weight.shape[0], local.shape[1]))
+    stride = (local.shape[1], 1)
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class Restore:
+    """Codes of a weight's values in given scales. Made before anything is changed, then called."""
+
+    def __init__(self, name, weight, given, ranks):
+        self.name, self.local = name, local_of(weight)
+        self.window = Rows(name, weight, ranks).window(ranks.rank)
+        self.rows = weight.shape[0]
+        self.scale = self._rows_of(given["scale_inv"]).to(self.local.device)
+        tensor_scale = given.get("tensor_scale_inv")
+        self.tensor_scale = None if tensor_scale is None else tensor_scale.to(self.local.device)
+
+    def is_finite(self):
+        """A block with a NaN has no codes to bring back: it is quantized again, to NaN."""
+        planes = (self._typed_scale().float(), self.tensor_scale)
+        return all(bool(p.isfinite().all()) for p in planes if p is not None)
+
+    def check(self):
+        """Raises ValueError if the weight's values, pending or not, are not exact in these scales."""
+        values = _values(self.local)
+        if not torch.equal(ops.dequantize(self._quantized(values)), values):
+            raise ValueError(
+                f"{self.name} has values that are not those of its scales; load the model's state_dict "
+                "first, of the same step"
+            )
+
+    def __call__(self):
+        state = {name: tensor.clone() for name, tensor in ops._state(self.local).items()}
+        self.local.copy_(self._quantized(_values(self.local)))
+        for name, tensor in ops._state(self.local).items():
+            tensor.copy_(state[name])
+
+    def _rows_of(self, scale):
+        """What belongs to the weight's rows here, of a plane that is whole or sharded as they are."""
+        if isinstance(scale, DTensor):
+            return scale.to_local()
+        return scale.narrow(0, *self.window) if scale.dtype == torch.uint8 else scale
+
+    def _typed_scale(self):
+        if self.scale.dtype != torch.uint8:
+            return self.scale
+        nvfp4 = self.tensor_scale is not None
+        return self.scale.view(torch.float8_e4m3fn if nvfp4 else torch.float8_e8m0fnu)
+
+    def _quantized(self, values):
+        scale = self._typed_scale()
+        factors = self._factors(scale, values)
+        scaled = torch.where(factors == 0, 0.0, values.double().abs() / factors)
+        codes = (_e2m1 if self.tensor_scale is not None else _e4m3)(scaled, values.signbit())
+        return ops.from_planes(
+            codes,
+            scale,
+            ops.format(self.local),
+            tensor_scale_inv=self.tensor_scale,
+            dtype=self.local.dtype,
+            columns=values.shape[1],
+            logical_rows=self.rows,
+            row_offset=self.window[0],
+        )
+
+    def _factors(self, scale, values):
+        """fp64 (rows, columns): what the codes of each value are multiplied by."""
+        rows, columns = values.shape
+        factors = scale.float().double()
+        if self.tensor_scale is not None:
+            factors = factors * self.tensor_scale.double()
+        if self.scale.dtype == torch.uint8:
+            block = 16 if self.tensor_scale is not None else 32
+            return factors.repeat_interleave(block, dim=1)[:, :columns]
+        if scale.numel() == 1:
+            return factors.expand(rows, columns)
+        at = (self.window[0] + torch.arange(rows, device=values.device)) // 128
+        return factors[at].repeat_interleave(128, dim=1)[:, :columns]
+
+
+def _values(local):
+    """Plain; of what was written and not yet flushed, too. Adding 0 would lose the sign of zeros."""
+    return local.detach() * 1
+
+
+def _e4m3(scaled, negative):
+    values = scaled.clamp(max=448.0).float()
+    return torch.where(negative, -values, values).to(torch.float8_e4m3fn)
+
+
+def _e2m1(scaled, negative):
+    midpoints = torch.tensor(_E2M1_MIDPOINTS, dtype=torch.float64, device=scaled.device)
+    codes = torch.bucketize(scaled, midpoints).to(torch.uint8) | (negative.to(torch.uint8) << 3)
+    codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)

@@ -1,0 +1,212 @@
+"""QuantizationState(scales=True): weights without a master come back from plain checkpoints as the same codes
+and scales, whatever rounded them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dist_helpers import on_worlds, shared_folder
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+import qshard
+
+ops = torch.ops.qshard
+RECIPES = {
+    "tensorwise": qshard.Float8CurrentScaling(),
+    "delayed": qshard.DelayedScaling(amax_history_len=4),
+    "blockwise": qshard.Float8BlockScaling(),
+    "blockwise_fp32": qshard.Float8BlockScaling(use_f32_scales=True),
+    "mxfp8": qshard.MXFP8BlockScaling(),
+    "nvfp4": qshard.NVFP4BlockScaling(),
+    "nvfp4_1x16": qshard.NVFP4BlockScaling(disable_2d_quantization=True),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+roundings = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+
+
+def build(recipe, stochastic, seed=0, dtype=torch.float32, spread=0.0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(208, 150), nn.ReLU(), nn.Linear(150, 9)).to(dtype)
+    with torch.no_grad():
+        for linear in (model[0], model[2]):
+            size = torch.randint(-20, 1, linear.weight.shape[:1]).float() * spread
+            linear.weight.mul_(size.exp2().to(dtype)[:, None])
+    return qshard.quantize_(
+        model, RECIPES[recipe], keep_master=False, stochastic_rounding=stochastic
+    )
+
+
+def sharded(*args, **kwargs):
+    model = build(*args, **kwargs)
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def train(model, steps):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        x = torch.randn(6, 208, generator=torch.Generator().manual_seed(step)).to(dtype)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def local(weight):
+    return weight.to_local() if isinstance(weight, dist.tensor.DTensor) else weight
+
+
+def assert_same_planes(model, other):
+    for layer in (0, 2):
+        a, b = local(model[layer].weight.detach()), local(other[layer].weight.detach())
+        names = ["codes", "scale_inv"]
+        names += ["tensor_scale_inv"] if ops.format(a).startswith("nvfp4") else []
+        for name in names:
+            of_a, of_b = (getattr(ops, name)(t).contiguous().view(torch.uint8) for t in (a, b))
+            assert torch.equal(of_a, of_b), f"{layer}: {(of_a != of_b).sum()} of {name} differ"
+        assert torch.equal(ops.dequantize(a), ops.dequantize(b))
+
+
+def plain_values(model):
+    """What a checkpoint of values holds; biases and what the formats remember, too."""
+    return {
+        name: (ops.dequantize(t, dtype=torch.float32) if ops.is_quantized(t) else t).clone()
+        for name, t in model.state_dict().items()
+    }
+
+
+@recipes
+@roundings
+@pytest.mark.parametrize("spread", [0.0, 1.0], ids=["even", "spread"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_values_come_back_as_their_codes(recipe, stochastic, spread, dtype):
+    for seed in range(2):
+        model = build(recipe, stochastic, seed, dtype, spread)
+        train(model, range(2))
+        saved = qshard.QuantizationState(model, scales=True).state_dict()
+        other = build(recipe, stochastic, seed + 10, dtype)
+        other.load_state_dict(plain_values(model))
+        qshard.QuantizationState(other, scales=True).load_state_dict(saved)
+        assert_same_planes(model, other)
+        assert train(model, range(2, 4)) == train(other, range(2, 4))
+        assert_same_planes(model, other)
+
+
+def test_without_their_scales_values_get_others():
+    """What the scales are saved for."""
+    model = build("nvfp4_1x16", True)
+    train(model, range(4))
+    other = build("nvfp4_1x16", True, 1)
+    other.load_state_dict(plain_values(model))
+    qshard.flush(other)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_planes(model, other)
+
+
+def through_dcp(recipe, stochastic, path):
+    model = sharded(recipe, stochastic, spread=0.5)
+    train(model, range(2))
+    beside = qshard.QuantizationState(model, scales=True)
+    dcp.save({"model": model.state_dict(), "qshard": beside}, checkpoint_id=path)
+    other = sharded(recipe, stochastic, seed=1)
+    beside = qshard.QuantizationState(other, scales=True)
+    dcp.load({"model": other.state_dict(), "qshard": beside}, checkpoint_id=path)
+    assert_same_planes(model, other)
+    assert train(model, range(2, 4)) == train(other, range(2, 4))
+    assert_same_planes(model, other)
+
+
+def through_full_state_dicts(recipe, stochastic):
+    model = sharded(recipe, stochastic)
+    train(model, range(2))
+    options = StateDictOptions(full_state_dict=True)
+    values = get_model_state_dict(model, options=options)
+    scales = {
+        name: plane.full_tensor() if isinstance(plane, dist.tensor.DTensor) else plane.clone()
+        for name, plane in qshard.QuantizationState(model, scales=True).state_dict().items()
+    }
+    other = sharded(recipe, stochastic, seed=1)
+    set_model_state_dict(other, values, options=options)
+    qshard.QuantizationState(other, scales=True).load_state_dict(scales)
+    assert_same_planes(model, other)
+
+
+def in_a_shared_folder(recipe, stochastic):
+    with shared_folder() as path:
+        through_dcp(recipe, stochastic, str(path))
+        dist.barrier()
+    through_full_state_dicts(recipe, stochastic)
+
+
+@recipes
+@roundings
+@on_worlds(2, devices=("cpu",))
+def test_sharded_values_come_back_as_their_codes(world, recipe, stochastic):
+    world.run(in_a_shared_folder, recipe, stochastic)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise_fp32", "nvfp4"])
+@on_worlds(4, devices=("cpu",))
+def test_a_rank_may_hold_no_rows(world, recipe):
+    world.run(in_a_shared_folder, recipe, True)
+
+
+def save(path):
+    model = sharded("nvfp4", True)
+    train(model, range(2))
+    qshard.flush(model)
+    beside = qshard.QuantizationState(model, scales=True)
+    dcp.save({"model": model.state_dict(), "qshard": beside}, checkpoint_id=path)
+    return [ops.dequantize(local(model[i].weight.detach())) for i in (0, 2)]
+
+
+def other_values():
+    """Refused on every rank, where values on one of them alone are others."""
+    model = sharded("nvfp4", True)
+    train(model, range(2))
+    saved = qshard.QuantizationState(model, scales=True).state_dict()
+    before = [ops.codes(local(model[i].weight.detach())).clone() for i in (0, 2)]
+    other = sharded("nvfp4", True)
+    train(other, range(3))
+    with pytest.raises(ValueError, match="0.weight has values that are not those of its scales"):
+        qshard.QuantizationState(other, scales=True).load_state_dict(saved)
+    after = [ops.codes(local(model[i].weight.detach())) for i in (0, 2)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+
+
+@on_worlds(2, devices=("cpu",))
+def test_values_of_another_step_are_refused_on_every_rank(world):
+    world.run(other_values)
+
+
+@on_worlds(2, devices=("cpu",))
+def test_other_world_sizes_load_them(world, tmp_path):
+    parts = world.run(save, str(tmp_path))
+    other = build("nvfp4", True, 1)
+    beside = qshard.QuantizationState(other, scales=True)
+    dcp.load({"model": other.state_dict(), "qshard": beside}, checkpoint_id=str(tmp_path))
+    for layer, pieces in zip((0, 2), zip(*parts)):
+        assert torch.equal(ops.dequantize(other[layer].weight.detach()), torch.cat(pieces))
+
+
+def test_nan_and_zeros():
+    model = build("nvfp4", True)
+    with torch.no_grad():
+        model[0].weight[3, 5] = float("nan")
+        model[2].weight.zero_()
+    saved = qshard.QuantizationState(model, scales=True).state_dict()
+    other = build("nvfp4", True, 1)
+    other.load_state_dict(plain_values(model))
+    qshard.QuantizationState(other, scales=True).load_state_dict(saved)
+    a, b = model[0].weight + 0, other[0].weight + 0
+    assert torch.equal(a.isnan(), b.isnan()) and a.isnan().any()
+    assert torch.equal(ops.dequantize(other[2].weight), torch.zeros(9, 150))
