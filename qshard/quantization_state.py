@@ -19,10 +19,10 @@ class QuantizationState:
     register_for_checkpointing, torch.save of its state_dict(). All ranks hold the same values.
 
     models: quantized ones; or parts of one, whose parameters have different names.
-    scales: save the scales of weights without a master, too, with which their values come back as the
-        same codes: <module>.<weight>_scale_inv, uint8 of single rows, sharded as the weight, or fp32,
-        and <weight>_tensor_scale_inv of NVFP4. Of matrices, plain or sharded by FSDP2: others are a
-        NotImplementedError. Both methods are then collectives of all ranks.
+    scales: save the scales of weights without a master, too, with which their values come back as
+        the same codes: <module>.<weight>_scale_inv, uint8 of single rows, sharded as the weight, or
+        fp32, and <weight>_tensor_scale_inv of NVFP4. Of matrices, plain or sharded by FSDP2: others
+        are a NotImplementedError. Both methods are then collectives of all ranks.
     """
 
     def __init__(self, *models: torch.nn.Module, scales: bool = False):

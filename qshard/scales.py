@@ -1,8 +1,8 @@
 """Scales of weights without a master, saved beside their values.
 
-What such a weight stands for is code x scale. A quantizer that sees these values alone may choose another
-scale: stochastic rounding can take a block's largest value down, NVFP4's smallest scales are coarse, and
-its tensor scale is rounded. In the scales that they came from, the values are exact.
+What such a weight stands for is code x scale. A quantizer that sees these values alone may choose
+another scale: stochastic rounding can take a block's largest value down, NVFP4's smallest scales are
+coarse, and its tensor scale is rounded. In the scales that they came from, the values are exact.
 """
 
 import torch
@@ -17,8 +17,8 @@ _FUNCTION = "qshard.QuantizationState"
 
 
 def has_own_scales(weight: torch.Tensor) -> bool:
-    """Whether a weight's scales are to be saved: it keeps no master. `mxfp8_1x32`, whose scales span 32
-    rows of the columnwise codes, does without: powers of two bring its values back."""
+    """Whether a weight's scales are to be saved: it keeps no master. `mxfp8_1x32`, whose columnwise
+    scales span 32 rows, does without: powers of two bring its values back."""
     local = local_of(weight)
     return (
         is_quantized(local)
@@ -48,9 +48,9 @@ def check(weights: dict[str, torch.Tensor], ranks: Ranks) -> None:
 
 
 def planes(weights: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Copies of the scales of flushed weights, as <name>_scale_inv and <name>_tensor_scale_inv: uint8
-    (rows, blocks) sharded as the weight, or fp32, whole on every rank. One collective if there are fp32
-    scales, 4 bytes each, of which a rank shows those of its own rows."""
+    """Copies of the scales of flushed weights, as <name>_scale_inv and <name>_tensor_scale_inv:
+    uint8 (rows, blocks) sharded as the weight, or fp32, whole on every rank. One collective if there
+    are fp32 scales, 4 bytes each, of which a rank shows those of its own rows."""
     result, grids = {}, {}
     for name, weight in weights.items():
         local = local_of(weight)
@@ -65,7 +65,8 @@ def planes(weights: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Te
     if grids:
         everywhere = ranks.all({key: grid for key, (_, grid) in grids.items()})
         for key, (name, _) in grids.items():
-            whole = _whole_grid(weights[name], name, [of_rank[key] for of_rank in everywhere], ranks)
+            pieces = [of_rank[key] for of_rank in everywhere]
+            whole = _whole_grid(weights[name], name, pieces, ranks)
             result[key] = whole.to(local_of(weights[name]).device)
     return result
 
@@ -126,8 +127,8 @@ class Restore:
         values = _values(self.local)
         if not torch.equal(ops.dequantize(self._quantized(values)), values):
             raise ValueError(
-                f"{self.name} has values that are not those of its scales; load the model's state_dict "
-                "first, of the same step"
+                f"{self.name} has values that are not those of its scales; load the model's "
+                "state_dict first, of the same step"
             )
 
     def __call__(self):

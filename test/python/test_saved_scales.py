@@ -1,5 +1,5 @@
-"""QuantizationState(scales=True): weights without a master come back from plain checkpoints as the same codes
-and scales, whatever rounded them."""
+"""QuantizationState(scales=True): weights without a master come back from plain checkpoints as the
+same codes and scales, whatever rounded them."""
 
 import pytest
 import torch

@@ -1,6 +1,8 @@
 """PEFT: LoRA and DoRA over frozen quantized weights."""
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -98,3 +100,32 @@ def test_merging_without_masters_quantizes_the_sum_again(recipe):
         return
     again = qshard.ops.quantize(total, RECIPES[recipe].format)
     assert torch.equal(weight.detach() * 1, again * 1)
+
+
+MERGES = """
+import sys, warnings
+sys.path[:0] = {path!r}
+import qshard
+from test_peft import RECIPES, llama, with_adapters
+
+def warnings_of(change):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        change()
+    return [str(w.message) for w in caught if "rounded to" in str(w.message)]
+
+with_masters = with_adapters(qshard.quantize_(llama(), RECIPES["nvfp4"]))
+assert not warnings_of(with_masters.merge_adapter)
+model = with_adapters(qshard.quantize_(llama(), RECIPES["nvfp4"], keep_master=False))
+(warning,) = warnings_of(model.merge_adapter)
+assert "qshard.dequantize_(model)" in warning and "nvfp4" in warning, warning
+assert not warnings_of(model.unmerge_adapter)
+assert not warnings_of(model.merge_adapter)
+"""
+
+
+def test_the_first_merge_without_masters_warns():
+    """Once in a process, so in one of its own."""
+    code = MERGES.format(path=sys.path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
