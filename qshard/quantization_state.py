@@ -30,8 +30,8 @@ class QuantizationState:
         self.scales = scales
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """<module>.<weight>_<state>: the tensors themselves, fp32 and int64, and copies of scales; empty
-        if the formats have no state."""
+        """<module>.<weight>_<state>: the tensors themselves, fp32 and int64, and copies of scales;
+        empty if the formats have no state."""
         return {**self._state_tensors(), **self._scale_planes()}
 
     def _scaled_weights(self):
@@ -57,7 +57,7 @@ class QuantizationState:
         return scales.planes(own, ranks)
 
     def _restores(self, state_dict):
-        """What brings back the codes of the weights, checked on all ranks before anything is changed."""
+        """What brings back the codes, checked on all ranks before anything is changed."""
         own = self._scaled_weights()
         if not own:
             return []

@@ -1,8 +1,8 @@
 """Scales of weights without a master, saved beside their values.
 
 What such a weight stands for is code x scale. A quantizer that sees these values alone may choose
-another scale: stochastic rounding can take a block's largest value down, NVFP4's smallest scales are
-coarse, and its tensor scale is rounded. In the scales that they came from, the values are exact.
+another scale: stochastic rounding can take a block's largest value down, NVFP4's smallest scales
+are coarse, and its tensor scale is rounded. In the scales that they came from, the values are exact.
 """
 
 import torch
@@ -49,8 +49,8 @@ def check(weights: dict[str, torch.Tensor], ranks: Ranks) -> None:
 
 def planes(weights: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
     """Copies of the scales of flushed weights, as <name>_scale_inv and <name>_tensor_scale_inv:
-    uint8 (rows, blocks) sharded as the weight, or fp32, whole on every rank. One collective if there
-    are fp32 scales, 4 bytes each, of which a rank shows those of its own rows."""
+    uint8 (rows, blocks) sharded as the weight, or fp32, whole on every rank. One collective if
+    there are fp32 scales, 4 bytes each, of which a rank shows those of its own rows."""
     result, grids = {}, {}
     for name, weight in weights.items():
         local = local_of(weight)
@@ -123,7 +123,7 @@ class Restore:
         return all(bool(p.isfinite().all()) for p in planes if p is not None)
 
     def check(self):
-        """Raises ValueError if the weight's values, pending or not, are not exact in these scales."""
+        """Raises ValueError if the weight's values, pending or not, are not exact in them."""
         values = _values(self.local)
         if not torch.equal(ops.dequantize(self._quantized(values)), values):
             raise ValueError(
@@ -138,7 +138,7 @@ class Restore:
             tensor.copy_(state[name])
 
     def _rows_of(self, scale):
-        """What belongs to the weight's rows here, of a plane that is whole or sharded as they are."""
+        """What belongs to the weight's rows here, of a plane, whole or sharded as they are."""
         if isinstance(scale, DTensor):
             return scale.to_local()
         return scale.narrow(0, *self.window) if scale.dtype == torch.uint8 else scale
@@ -181,7 +181,7 @@ class Restore:
 
 
 def _values(local):
-    """Plain; of what was written and not yet flushed, too. Adding 0 would lose the sign of zeros."""
+    """Plain; what was written and not yet flushed, too. Adding 0 would lose signs of zeros."""
     return local.detach() * 1
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import full_mesh, on_worlds, shared_folder
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from tp_models import build as build_tensor_parallel
 
 import qshard
 
@@ -196,6 +197,19 @@ def test_other_world_sizes_load_them(world, tmp_path):
     dcp.load({"model": other.state_dict(), "qshard": beside}, checkpoint_id=str(tmp_path))
     for layer, pieces in zip((0, 2), zip(*parts)):
         assert torch.equal(ops.dequantize(other[layer].weight.detach()), torch.cat(pieces))
+
+
+def of_tensor_parallel_weights():
+    mesh = full_mesh(1, 2, names=("dp", "tp"))
+    model = build_tensor_parallel("nvfp4", mesh, 96, 160, keep_master=False)
+    with pytest.raises(NotImplementedError, match="is cut by tensor parallelism"):
+        qshard.QuantizationState(model, scales=True).state_dict()
+    qshard.QuantizationState(model).state_dict()
+
+
+@on_worlds(2, devices=("cpu",))
+def test_tensor_parallel_weights_are_refused_on_every_rank(world):
+    world.run(of_tensor_parallel_weights)
 
 
 def test_nan_and_zeros():
