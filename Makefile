@@ -24,7 +24,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # make test-clients adds.
 CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21.* \
   compressed-tensors==0.20.*
-MORE_CLIENTS := torchtitan==0.2.2 lightning==2.6.* torchao==0.18.* nvidia-modelopt==0.47.*
+MORE_CLIENTS := torchtitan==0.2.2 lightning==2.6.* torchao==0.18.* nvidia-modelopt==0.47.* \
+  bitsandbytes==0.50.*
 
 .PHONY: test demo build wheel docs format-check unit-test asan-test python-test test-clients clean
 

@@ -1,11 +1,10 @@
 """bitsandbytes' 8-bit and paged optimizers: operators on CPUs, kernels on a GPU."""
 
+import bitsandbytes
 import pytest
 import torch
 
 import qshard
-
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 RECIPES = {
     "float8_blockwise": qshard.Float8BlockScaling(),
