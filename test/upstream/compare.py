@@ -25,10 +25,22 @@ import torch
 STARTUP = Path(__file__).parent / "startup"
 ROOT = Path(__file__).parent.parent.parent
 
+_PARALLELIZED = "parallelize_module after quantize_ is refused by name"
 # By class and function, as in the file: why a test cannot pass with other numbers than plain ones.
 DIFFERENCES = {
     "TestClipGradNorm.test_low_precision_grads": "fp16 gradients times an fp16 factor are at most "
     "max_norm but for their rounding: 2.502 of 2.5",
+    **dict.fromkeys(
+        [
+            f"TestFullyShardMixedPrecisionTraining.{test}"
+            for test in ("test_compute_dtype", "test_reduce_dtype", "test_grad_acc_with_reduce_dtype")
+        ],
+        "the reference's weights are rounded to bf16 before they are quantized",
+    ),
+    "TestFullyShardAllGatherExtensions": "a tensor subclass of its own takes the weights' place",
+    "TestFullyShardStateDictMultiProcess.test_dp_state_dict": "Shard(1) is refused by name",
+    "TestFullyShardStateDictMultiProcess.test_2d_state_dict": _PARALLELIZED,
+    "TestFullyShardStateDictMultiProcess.test_dp_tp_state_dict": _PARALLELIZED,
 }
 
 
@@ -103,7 +115,7 @@ def reason_of(name: str) -> str:
     """`name`: with what torch appends for the device and for parameters."""
     found, function = name.split("::")
     for known, reason in DIFFERENCES.items():
-        test_class, test = known.split(".")
+        test_class, _, test = known.partition(".")
         if found.startswith(test_class) and function.startswith(test):
             return reason
     return ""
