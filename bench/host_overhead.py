@@ -19,8 +19,11 @@ from measuring import describe, environment, save, synchronize, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import qshard  # noqa: F401  (loads the library)
+import qshard
 
 HEADER = ("µs of the host", "plain", "(min)", "quantized", "(min)", "difference", "ratio", "goal",
           "met")
@@ -136,6 +139,45 @@ def linear(device, args, size=1024):
                   lambda: both(quantized), calls=calls, rounds=args.rounds, **goal)
 
 
+def tensor_parallel(device, args, size=128, rows=64):
+    """A column- and a row-parallel linear, sequence parallel, per linear; over a group that sends nothing.
+    Plain: bfloat16, with torch's styles."""
+    mesh = init_device_mesh(device, (2,))
+    recipes = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling(), qshard.MXFP8BlockScaling(),
+               qshard.NVFP4BlockScaling())
+    recipe = {recipe.format: recipe for recipe in recipes}.get(args.format)
+    if recipe is None:
+        return
+
+    def model(styles, quantized):
+        torch.manual_seed(0)
+        up, down = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size, bias=False)
+        made = nn.Sequential(up, down).to(device)
+        plan = {
+            "0": styles.ColwiseParallel(input_layouts=Shard(1)),
+            "1": styles.RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(made if quantized else made.bfloat16(), mesh, plan)
+        return qshard.quantize_(made, recipe, tp_mesh=mesh) if quantized else made
+
+    x = torch.randn(1, rows, size, device=device, dtype=torch.bfloat16)
+
+    def forward(model):
+        return model(x.detach().requires_grad_())
+
+    def both(model):
+        forward(model).sum().backward()
+        model.zero_grad()
+
+    plain = model(torch.distributed.tensor.parallel, False)
+    within = dict(calls=10, rounds=args.rounds, per_call=2, goal="1.3x", met=lambda p, q: q <= 1.3 * p)
+    for whose, styles in (("torch's", torch.distributed.tensor.parallel), ("our", qshard.tensor_parallel)):
+        quantized = model(styles, True)
+        name = f"tensor-parallel linear, {whose} styles"
+        yield compare(f"{name}, forward", lambda: forward(plain), lambda: forward(quantized), **within)
+        yield compare(f"{name}, + backward", lambda: both(plain), lambda: both(quantized), **within)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -152,6 +194,9 @@ def main():
     for section in (native_ops, unshard_reshard, linear):
         results += section(args.device, args)
         gc.collect()
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    results += tensor_parallel(args.device, args)
     dist.destroy_process_group()
 
     print(f"\nqshard host overhead: {args.format}, {describe(environment())}, "
