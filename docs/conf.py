@@ -37,7 +37,7 @@ def arguments_as_fields(app, what, name, obj, options, lines):
     except (TypeError, ValueError):
         parameters = set()
     if inspect.isclass(obj):
-        parameters |= set(vars(obj))
+        parameters |= set(dir(obj))
     fields: list[str] = []
     in_field = False
     for line in lines:

@@ -23,7 +23,7 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Fused:
-    """A module that fuse_ recognised."""
+    """A module that `fuse_` recognised."""
 
     name: str
     module: str  # its class
@@ -44,12 +44,13 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
     of what they were.
 
     Recognised, by what they compute, not by their names:
-    RMSNorm: one weight, x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight). Computed in fp32 and
-        rounded once, where modules in Python often round twice; backward keeps the input alone.
-    Gated MLP: down(f(gate(x)) * up(x)) of three nn.Linear, f one of SiLU, GELU (tanh), ReLU, sigmoid.
-        The same bits; backward keeps gate(x) and up(x), and not f(gate(x)).
 
-    Call it before or after quantize_, and before fully_shard and torch.compile. Everything else is left
+    - RMSNorm: one weight, `x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`. Computed in fp32 and
+      rounded once, where modules in Python often round twice; backward keeps the input alone.
+    - Gated MLP: `down(f(gate(x)) * up(x))` of three nn.Linear, f one of SiLU, GELU (tanh), ReLU, sigmoid.
+      The same bits; backward keeps gate(x) and up(x), and not f(gate(x)).
+
+    Call it before or after `quantize_`, and before fully_shard and torch.compile. Everything else is left
     as it is, modules whose forward was replaced on the instance too.
     """
     report = FusedReport()

@@ -41,8 +41,8 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         only; replaces what is there with is_first_microbatch=True.
     params_dtype: as dtype.
     get_rng_state_tracker, rng_tracker_name: whose fork() initial values are drawn in.
-    tp_mesh, weight_mesh, or tp_group: tensor parallelism, as set_device_mesh says; ub_* and the other
-        arguments that are not mentioned raise NotImplementedError.
+    tp_mesh, weight_mesh, tp_group: tensor parallelism, by meshes or a group, as set_device_mesh says;
+        `ub_*` and the other arguments that are not mentioned raise NotImplementedError.
     parallel_mode: "column" cuts the weight's rows over the ranks, "row" its columns; None leaves it whole
         on each.
     sequence_parallel: activations outside the pair of a column and a row are cut along their first

@@ -37,6 +37,18 @@ def test_snippets_run(page, snippet_results):
     assert not snippet_results[str(page)], snippet_results[str(page)]
 
 
+def test_the_pages_build_without_warnings(tmp_path):
+    """As `make docs` builds them."""
+    pytest.importorskip("sphinx", reason="needs sphinx, myst-parser and furo (make docs installs them)")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "QSHARD_LIBRARY": qshard.library_path()}
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs"]
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment,
+        cwd=CHECKOUT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_public_name_is_in_the_reference():
     page = (DOCS / "api.md").read_text()
     shown = set(re.findall(r"auto(?:function|class|module):: (?:qshard\.)?(\w+)", page))
