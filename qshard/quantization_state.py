@@ -51,18 +51,15 @@ class QuantizationState:
         if not own:
             return {}
         ranks = scales.ranks_of(own)
-        scales.check(own, ranks)
         for model in self.models:
             flush(model)
         return scales.planes(own, ranks)
 
-    def _restores(self, state_dict):
-        """What brings back the codes, checked on all ranks before anything is changed."""
-        own = self._scaled_weights()
+    def _restores(self, own, state_dict):
+        """What brings back the codes of the weights `own`, checked on all ranks before anything is changed."""
         if not own:
             return []
         ranks = scales.ranks_of(own)
-        scales.check(own, ranks)
         parts = "scale_inv", "tensor_scale_inv"
         restores, error = [], None
         try:
@@ -83,13 +80,6 @@ class QuantizationState:
         ranks.agree(error)
         return restores
 
-    def _expected_shapes(self):
-        shapes = {name: tensor.shape for name, tensor in self._state_tensors().items()}
-        for name, weight in self._scaled_weights().items():
-            for part, shape in scales.shapes(weight).items():
-                shapes[f"{name}_{part}"] = shape
-        return shapes
-
     def _state_tensors(self):
         result = {}
         for prefix, module in self._modules():
@@ -108,7 +98,10 @@ class QuantizationState:
         """Loads what `state_dict` gave; after the model's own load_state_dict, which may replace its
         weights, and on all ranks. Raises ValueError, before anything is changed, for missing and
         unexpected names and for other shapes."""
-        own = self._expected_shapes()
+        states, scaled = self._state_tensors(), self._scaled_weights()
+        own = {name: tensor.shape for name, tensor in states.items()}
+        for name, weight in scaled.items():
+            own |= {f"{name}_{part}": shape for part, shape in scales.shapes(weight).items()}
         wrong = sorted(own.keys() ^ state_dict.keys())
         if wrong:
             raise ValueError(
@@ -125,13 +118,12 @@ class QuantizationState:
                     f"and {shape} in what is loaded"
                 )
         with torch.no_grad():
-            restores = self._restores(state_dict)
-            for name, tensor in self._state_tensors().items():
+            restores = self._restores(scaled, state_dict)
+            for name, tensor in states.items():
                 if tensor is not state_dict[name]:
                     tensor.copy_(state_dict[name])
-        # Codes may have been made of the loaded weights since, by a scale of the state before.
-        for _, module in self._modules():
-            ops._mark_written(local_of(module.weight))
-        with torch.no_grad():
+            # Codes may have been made of the loaded weights since, by a scale of the state before.
+            for _, module in self._modules():
+                ops._mark_written(local_of(module.weight))
             for restore in restores:
                 restore()

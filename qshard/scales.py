@@ -29,12 +29,8 @@ def has_own_scales(weight: torch.Tensor) -> bool:
 
 
 def ranks_of(weights: dict[str, torch.Tensor]) -> Ranks:
-    return Ranks(weights.values(), _FUNCTION)
-
-
-def check(weights: dict[str, torch.Tensor], ranks: Ranks) -> None:
     """Raises NotImplementedError, on all ranks, for what has no rows of one matrix."""
-    error = None
+    ranks, error = Ranks(weights.values(), _FUNCTION), None
     try:
         for name, weight in weights.items():
             if weight.dim() != 2:
@@ -45,6 +41,7 @@ def check(weights: dict[str, torch.Tensor], ranks: Ranks) -> None:
     except NotImplementedError as met:
         error = met
     ranks.agree(error)
+    return ranks
 
 
 def planes(weights: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -84,17 +81,17 @@ def _whole_grid(weight, name, pieces, ranks):
 
 def shapes(weight: torch.Tensor) -> dict[str, torch.Size]:
     """Shapes of `planes`, whole, of a weight that may have been written."""
-    rows, columns = weight.shape[0], weight.shape[-1]
+    return {name: plane.shape for name, plane in _meta_planes(weight).items()}
+
+
+def _meta_planes(weight):
+    """The scales of a whole weight, by the names of their accessors, on meta."""
     format = ops.format(local_of(weight))
+    whole = ops.quantize(torch.empty(weight.shape, device="meta"), format)
+    result = {"scale_inv": ops.scale_inv(whole)}
     if format.startswith("nvfp4"):
-        result = {"scale_inv": (rows, -(-columns // 16)), "tensor_scale_inv": (1, 1)}
-    elif format.startswith("mxfp8"):
-        result = {"scale_inv": (rows, -(-columns // 32))}
-    elif format.startswith("float8_blockwise"):
-        result = {"scale_inv": (-(-rows // 128), -(-columns // 128))}
-    else:
-        result = {"scale_inv": (1, 1)}
-    return {name: torch.Size(shape) for name, shape in result.items()}
+        result["tensor_scale_inv"] = ops.tensor_scale_inv(whole)
+    return result
 
 
 def _like(weight, local):
@@ -113,13 +110,14 @@ class Restore:
         self.name, self.local = name, local_of(weight)
         self.window = Rows(name, weight, ranks).window(ranks.rank)
         self.rows = weight.shape[0]
-        self.scale = self._rows_of(given["scale_inv"]).to(self.local.device)
+        dtype = _meta_planes(weight)["scale_inv"].dtype
+        self.scale = self._rows_of(given["scale_inv"]).to(self.local.device).view(dtype)
         tensor_scale = given.get("tensor_scale_inv")
         self.tensor_scale = None if tensor_scale is None else tensor_scale.to(self.local.device)
 
     def is_finite(self):
         """A block with a NaN has no codes to bring back: it is quantized again, to NaN."""
-        planes = (self._typed_scale().float(), self.tensor_scale)
+        planes = (self.scale.float(), self.tensor_scale)
         return all(bool(p.isfinite().all()) for p in planes if p is not None)
 
     def check(self):
@@ -132,6 +130,7 @@ class Restore:
             )
 
     def __call__(self):
+        """Quantizes once more what check() did: kept, all of it would be a second model."""
         state = {name: tensor.clone() for name, tensor in ops._state(self.local).items()}
         self.local.copy_(self._quantized(_values(self.local)))
         for name, tensor in ops._state(self.local).items():
@@ -143,41 +142,24 @@ class Restore:
             return scale.to_local()
         return scale.narrow(0, *self.window) if scale.dtype == torch.uint8 else scale
 
-    def _typed_scale(self):
-        if self.scale.dtype != torch.uint8:
-            return self.scale
-        nvfp4 = self.tensor_scale is not None
-        return self.scale.view(torch.float8_e4m3fn if nvfp4 else torch.float8_e8m0fnu)
-
     def _quantized(self, values):
-        scale = self._typed_scale()
-        factors = self._factors(scale, values)
-        scaled = torch.where(factors == 0, 0.0, values.double().abs() / factors)
-        codes = (_e2m1 if self.tensor_scale is not None else _e4m3)(scaled, values.signbit())
+        ones = torch.ones_like(values, dtype=torch.float64)
+        factors = ops.dequantize(self._of(ones), dtype=torch.float32)  # what codes are multiplied by
+        multiples = values.double() / factors
+        return self._of(torch.where(factors == 0, multiples.new_zeros(()).copysign(values), multiples))
+
+    def _of(self, multiples):
+        """The tensor whose codes stand for `multiples`, float64 (rows, columns)."""
         return ops.from_planes(
-            codes,
-            scale,
+            (_e2m1 if self.tensor_scale is not None else _e4m3)(multiples),
+            self.scale,
             ops.format(self.local),
             tensor_scale_inv=self.tensor_scale,
             dtype=self.local.dtype,
-            columns=values.shape[1],
+            columns=multiples.shape[1],
             logical_rows=self.rows,
             row_offset=self.window[0],
         )
-
-    def _factors(self, scale, values):
-        """fp64 (rows, columns): what the codes of each value are multiplied by."""
-        rows, columns = values.shape
-        factors = scale.float().double()
-        if self.tensor_scale is not None:
-            factors = factors * self.tensor_scale.double()
-        if self.scale.dtype == torch.uint8:
-            block = 16 if self.tensor_scale is not None else 32
-            return factors.repeat_interleave(block, dim=1)[:, :columns]
-        if scale.numel() == 1:
-            return factors.expand(rows, columns)
-        at = (self.window[0] + torch.arange(rows, device=values.device)) // 128
-        return factors[at].repeat_interleave(128, dim=1)[:, :columns]
 
 
 def _values(local):
@@ -185,13 +167,13 @@ def _values(local):
     return local.detach() * 1
 
 
-def _e4m3(scaled, negative):
-    values = scaled.clamp(max=448.0).float()
-    return torch.where(negative, -values, values).to(torch.float8_e4m3fn)
+def _e4m3(multiples):
+    return multiples.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
-def _e2m1(scaled, negative):
-    midpoints = torch.tensor(_E2M1_MIDPOINTS, dtype=torch.float64, device=scaled.device)
-    codes = torch.bucketize(scaled, midpoints).to(torch.uint8) | (negative.to(torch.uint8) << 3)
+def _e2m1(multiples):
+    midpoints = multiples.new_tensor(_E2M1_MIDPOINTS)
+    codes = torch.bucketize(multiples.abs(), midpoints).to(torch.uint8)
+    codes |= multiples.signbit().to(torch.uint8) << 3
     codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
