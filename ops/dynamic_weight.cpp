@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
-
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/scaling_state.h"
@@ -68,7 +66,7 @@ void write_codes(const Tensor& weight, const Layout& layout, at::TensorList stat
                                   "on its device; got {} of shape {}",
                                   layout.rows, layout.cols, c10::toString(in_use.scalar_type()),
                                   in_use.sizes().vec()));
-    task.amax = state[1].mutable_data_ptr<float>() + kInUse;  // read only
+    task.amax = in_use.mutable_data_ptr<float>() + kInUse;  // read only
     return quantize({&task, 1}, stream);
   }
   const auto amax = at::empty({amax_numel(layout, {})}, values.options().dtype(at::kFloat));

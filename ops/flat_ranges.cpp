@@ -45,6 +45,12 @@ std::vector<FlatRange> ranges_of(const std::vector<std::string>& formats,
   return ranges;
 }
 
+int64_t grid_numel(const std::vector<FlatRange>& ranges) {
+  int64_t numel = 0;
+  for (const auto& range : ranges) numel += range.weight.grid_numel();
+  return numel;
+}
+
 void check_count(at::TensorList tensors, const std::vector<FlatRange>& ranges, const char* what) {
   TORCH_CHECK_VALUE(
       tensors.size() == ranges.size(),
@@ -178,6 +184,35 @@ struct Batch {
   }
 };
 
+/// Calls the kernels for all parts of ranges. `describe(task, batch, i, part, codes, image)` fills
+/// in the rest of the task of a part of range i. `image` is the part's codes where they lie as one,
+/// else new, and then not filled.
+template <typename Task, typename Describe>
+void run_parts(const std::vector<FlatRange>& ranges, at::TensorList values, at::TensorList codes,
+               void (*kernels)(std::span<const Task>, Stream), const Describe& describe) {
+  if (ranges.empty()) return;
+  c10::OptionalDeviceGuard device_guard(values[0].device());
+  const Stream stream = current_stream(values[0].device());
+  Batch<Task> together;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const Layout& weight = ranges[i].weight;
+    for (const Part& part : parts_of(ranges[i], values[i].numel())) {
+      const Tensor bytes = codes[i].view(-1).narrow(0, part.begin, part.numel);
+      Task task;
+      task.layout = layout_of(weight, part);
+      task.value_dtype = value_dtype(values[i].scalar_type());
+      const bool in_place = is_image(bytes, task.layout, part);
+      Batch<Task> alone;
+      auto& batch = in_place || part.is_cut(weight.cols) ? together : alone;
+      const Tensor image = in_place ? bytes : batch.keep(new_image(task.layout, bytes));
+      describe(task, batch, i, part, bytes, image);
+      batch.tasks.push_back(task);
+      alone.run(kernels, stream);
+    }
+  }
+  together.run(kernels, stream);
+}
+
 }  // namespace
 
 Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& formats,
@@ -187,8 +222,7 @@ Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& for
   check_values(values, ranges);
   if (ranges.empty()) return at::empty({0}, at::kFloat);
   c10::OptionalDeviceGuard device_guard(values[0].device());
-  int64_t numel = 0;
-  for (const auto& range : ranges) numel += range.weight.grid_numel();
+  const int64_t numel = grid_numel(ranges);
   const auto amaxes = at::zeros({kMostParts, numel}, values[0].options().dtype(at::kFloat));
   auto* const first = amaxes.mutable_data_ptr<float>();
   std::vector<QuantizeTask> tasks;
@@ -219,9 +253,8 @@ Tensor scale_inv_of_ranges(const Tensor& amax, const std::vector<std::string>& f
                            at::IntArrayRef geometry) {
   PlainGuard guard;
   const auto ranges = ranges_of(formats, geometry);
+  const int64_t numel = grid_numel(ranges);
   std::vector<QuantizeTask> tasks;
-  int64_t numel = 0;
-  for (const auto& range : ranges) numel += range.weight.grid_numel();
   TORCH_CHECK_TYPE(amax.scalar_type() == at::kFloat && amax.is_contiguous(),
                    "qshard: amaxes of ranges must be contiguous float32");
   TORCH_CHECK_VALUE(amax.numel() == numel,
@@ -250,36 +283,21 @@ void quantize_ranges(at::TensorList values, const std::vector<std::string>& form
   check_values(values, ranges);
   check_scales(amax, ranges, values);
   check_codes(codes, values);
-  if (ranges.empty()) return;
-  c10::OptionalDeviceGuard device_guard(values[0].device());
-  const Stream stream = current_stream(values[0].device());
-  Batch<QuantizeTask> together;
-  for (size_t i = 0; i < ranges.size(); ++i) {
-    const Layout& weight = ranges[i].weight;
-    for (const Part& part : parts_of(ranges[i], values[i].numel())) {
-      Batch<QuantizeTask> alone;
-      const Tensor out = codes[i].view(-1).narrow(0, part.begin, part.numel);
-      const Layout layout = layout_of(weight, part);
-      auto& batch = is_image(out, layout, part) || part.is_cut(weight.cols) ? together : alone;
-      QuantizeTask task;
-      task.layout = layout;
-      task.value_dtype = value_dtype(values[i].scalar_type());
-      task.values = batch.keep(whole_rows(values[i].view(-1), part, weight.cols)).const_data_ptr();
-      task.amax = amax[i].mutable_data_ptr<float>();  // read only
-      task.grid =
-          batch.keep(at::empty({weight.grid_numel()}, amax[i].options())).mutable_data_ptr<float>();
-      task.image = out.mutable_data_ptr<uint8_t>();
-      if (!is_image(out, layout, part)) {
-        const Tensor image = batch.keep(new_image(layout, out));
+  run_parts<QuantizeTask>(
+      ranges, values, codes, &quantize,
+      [&](QuantizeTask& task, auto& batch, size_t i, const Part& part, const Tensor& out,
+          const Tensor& image) {
+        const Layout& weight = ranges[i].weight;
+        const Tensor rows = batch.keep(whole_rows(values[i].view(-1), part, weight.cols));
+        const Tensor grid = batch.keep(at::empty({weight.grid_numel()}, amax[i].options()));
+        task.values = rows.const_data_ptr();
+        task.amax = amax[i].mutable_data_ptr<float>();  // read only
+        task.grid = grid.mutable_data_ptr<float>();
         task.image = image.mutable_data_ptr<uint8_t>();
-        const Tensor from = codes_in(image, part, weight.cols);
-        batch.copy_afterwards(out.view(from.sizes()), from);
-      }
-      batch.tasks.push_back(task);
-      alone.run(&quantize, stream);
-    }
-  }
-  together.run(&quantize, stream);
+        if (image.is_same(out)) return;
+        const Tensor made = codes_in(image, part, weight.cols);
+        batch.copy_afterwards(out.view(made.sizes()), made);
+      });
 }
 
 void dequantize_ranges(at::TensorList codes, const std::vector<std::string>& formats,
@@ -289,41 +307,27 @@ void dequantize_ranges(at::TensorList codes, const std::vector<std::string>& for
   check_values(values, ranges);
   check_scales(scale_inv, ranges, values);
   check_codes(codes, values);
-  if (ranges.empty()) return;
-  c10::OptionalDeviceGuard device_guard(values[0].device());
-  const Stream stream = current_stream(values[0].device());
-  Batch<DequantizeTask> together;
-  for (size_t i = 0; i < ranges.size(); ++i) {
-    const Layout& weight = ranges[i].weight;
-    for (const Part& part : parts_of(ranges[i], values[i].numel())) {
-      Batch<DequantizeTask> alone;
-      const Tensor in = codes[i].view(-1).narrow(0, part.begin, part.numel);
-      const Layout layout = layout_of(weight, part);
-      auto& batch = is_image(in, layout, part) || part.is_cut(weight.cols) ? together : alone;
-      DequantizeTask task;
-      task.layout = layout;
-      task.image = static_cast<const uint8_t*>(in.const_data_ptr());
-      if (!is_image(in, layout, part)) {
-        const Tensor image = batch.keep(new_image(layout, in).zero_());
-        auto codes_there = codes_in(image, part, weight.cols);
-        codes_there.copy_(in.view(codes_there.sizes()));
+  run_parts<DequantizeTask>(
+      ranges, values, codes, &dequantize,
+      [&](DequantizeTask& task, auto& batch, size_t i, const Part& part, const Tensor& in,
+          const Tensor& image) {
+        const int64_t cols = ranges[i].weight.cols;
+        if (!image.is_same(in)) {
+          image.zero_();
+          const Tensor given = codes_in(image, part, cols);
+          given.copy_(in.view(given.sizes()));
+        }
+        const Tensor target = values[i].view(-1).narrow(0, part.begin, part.numel);
         task.image = static_cast<const uint8_t*>(image.const_data_ptr());
-      }
-      const Tensor target = values[i].view(-1).narrow(0, part.begin, part.numel);
-      task.values = target.mutable_data_ptr();
-      if (part.is_cut(weight.cols)) {
-        const Tensor row = batch.keep(at::empty({weight.cols}, target.options()));
-        task.values = row.mutable_data_ptr();
-        batch.copy_afterwards(target, row.narrow(0, part.column, part.numel));
-      }
-      task.grid = scale_inv[i].const_data_ptr<float>();
-      task.rows = part.rows;
-      task.value_dtype = value_dtype(values[i].scalar_type());
-      batch.tasks.push_back(task);
-      alone.run(&dequantize, stream);
-    }
-  }
-  together.run(&dequantize, stream);
+        task.values = target.mutable_data_ptr();
+        if (part.is_cut(cols)) {
+          const Tensor row = batch.keep(at::empty({cols}, target.options()));
+          task.values = row.mutable_data_ptr();
+          batch.copy_afterwards(target, row.narrow(0, part.column, part.numel));
+        }
+        task.grid = scale_inv[i].const_data_ptr<float>();
+        task.rows = part.rows;
+      });
 }
 
 }  // namespace qshard
