@@ -251,6 +251,20 @@ def train(model, optimizer=None, *, steps=3, first_step=0, microbatches=1, synce
     return losses
 
 
+def train_by_sgd(model, steps, features, growth=0):
+    """Losses of a model on a batch of its own for each step; inputs grow by `growth` a step."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        x = torch.randn(6, features, generator=torch.Generator().manual_seed(step))
+        loss = model((x * (1 + growth * step)).to(dtype)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 # ------------------------------------------------------------------- looking at gradients
 
 

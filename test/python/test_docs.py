@@ -20,16 +20,22 @@ PAGES = [page for page in [CHECKOUT / "README.md", *sorted(DOCS.glob("*.md"))]
          if any(docs_snippets.blocks(page))]
 
 
-@pytest.fixture(scope="module")
-def snippet_results():
-    """One process for all pages, on the CPU: their meshes are."""
+def run_python(*arguments):
+    """What it prints; on the CPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "QSHARD_LIBRARY": qshard.library_path()}
     done = subprocess.run(
-        [sys.executable, docs_snippets.__file__, *map(str, PAGES)],
+        [sys.executable, *arguments],
         capture_output=True, text=True, timeout=600, env=environment, cwd=CHECKOUT,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def snippet_results():
+    """One process for all pages, on the CPU: their meshes are."""
+    printed = run_python(docs_snippets.__file__, *map(str, PAGES))
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -40,13 +46,7 @@ def test_snippets_run(page, snippet_results):
 def test_the_pages_build_without_warnings(tmp_path):
     """As `make docs` builds them."""
     pytest.importorskip("sphinx", reason="needs sphinx, myst-parser and furo (make docs installs them)")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "QSHARD_LIBRARY": qshard.library_path()}
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs"]
-    done = subprocess.run(
-        [*command, str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment,
-        cwd=CHECKOUT,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", str(tmp_path))
 
 
 def test_every_public_name_is_in_the_reference():

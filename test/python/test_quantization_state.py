@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import on_worlds, shared_folder
+from dist_models import train_by_sgd
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -29,15 +30,7 @@ def build(state, seed=0, **kwargs):
 
 
 def train(model, steps):
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in steps:
-        x = torch.randn(6, 48, generator=torch.Generator().manual_seed(step)) * (1 + step)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train_by_sgd(model, steps, features=48, growth=1)
 
 
 @states

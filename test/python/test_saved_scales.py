@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import full_mesh, on_worlds, shared_folder
+from dist_models import train_by_sgd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -50,16 +51,7 @@ def sharded(*args, **kwargs):
 
 
 def train(model, steps):
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    dtype = next(model.parameters()).dtype
-    for step in steps:
-        x = torch.randn(6, 208, generator=torch.Generator().manual_seed(step)).to(dtype)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train_by_sgd(model, steps, features=208)
 
 
 def local(weight):
