@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from training_report import RECIPES
 
 import qshard
 
@@ -143,9 +144,7 @@ def tensor_parallel(device, args, size=128, rows=64):
     """A column- and a row-parallel linear, sequence parallel, per linear; over a group that sends nothing.
     Plain: bfloat16, with torch's styles."""
     mesh = init_device_mesh(device, (2,))
-    recipes = (qshard.Float8CurrentScaling(), qshard.Float8BlockScaling(), qshard.MXFP8BlockScaling(),
-               qshard.NVFP4BlockScaling())
-    recipe = {recipe.format: recipe for recipe in recipes}.get(args.format)
+    recipe = RECIPES.get(args.format)
     if recipe is None:
         return
 

@@ -26,7 +26,6 @@ from qshard.ranges import (
     scale_inv_of_ranges,
 )
 
-ops = torch.ops.qshard
 _GATHERS = ("quantized", "param_dtype")
 _HANDLE = ("_all_gather_flat_param", "_uses_param_mixed_precision", "_force_full_precision")
 _ALIGNMENT = 16
