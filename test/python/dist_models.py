@@ -408,22 +408,35 @@ def collectives():
 
 
 @contextlib.contextmanager
-def gathers(note):
-    """Yields a list of note(input) for every all-gather that FSDP2 asks for."""
-    # torch 2.15 has another name for it.
-    names = ("all_gather_single", "all_gather_into_tensor")
-    name = next(name for name in names if hasattr(dist, name))
-    stock, notes = getattr(dist, name), []
+def noted(names, note):
+    """Yields a list of note(input) for every call of these functions of torch.distributed, (output, input, …)."""
+    stock, notes = {name: getattr(dist, name) for name in names}, []
 
-    def recorded(output, input, *args, **kwargs):
-        notes.append(note(input))
-        return stock(output, input, *args, **kwargs)
+    def recorded(name):
+        def call(output, input, *args, **kwargs):
+            notes.append(note(input))
+            return stock[name](output, input, *args, **kwargs)
 
-    setattr(dist, name, recorded)
+        return call
+
+    for name in names:
+        setattr(dist, name, recorded(name))
     try:
         yield notes
     finally:
-        setattr(dist, name, stock)
+        for name in names:
+            setattr(dist, name, stock[name])
+
+
+def single_or(name):
+    """The name by which FSDP calls a collective: torch 2.15 has another one."""
+    single = name.replace("_into_tensor", "_single").replace("_tensor", "_single")
+    return single if hasattr(dist, single) else name
+
+
+def gathers(note):
+    """Yields a list of note(input) for every all-gather that FSDP2 asks for."""
+    return noted([single_or("all_gather_into_tensor")], note)
 
 
 def count(calls, name):

@@ -5,7 +5,17 @@ import contextlib
 import torch
 import torch.distributed as dist
 from dist_helpers import device, full_mesh
-from dist_models import DELAYED, Block, Model, adamw, batch, loss_of, quantize_model, shard
+from dist_models import (
+    DELAYED,
+    Block,
+    Model,
+    adamw,
+    batch,
+    loss_of,
+    noted,
+    quantize_model,
+    shard,
+)
 from torch.distributed.fsdp import (
     FullyShardedDataParallel as FSDP,
     MixedPrecision,
@@ -122,27 +132,9 @@ def load(model, values):
         model.load_state_dict(values, strict=False)
 
 
-@contextlib.contextmanager
 def gathered_bytes():
     """Yields a list of the bytes that this rank sends in each all-gather of FSDP1, and of ours."""
-    stock, sent = {}, []
-    names = ("all_gather", "all_gather_into_tensor")
-
-    def recorded(name):
-        def gather(output, input, *args, **kwargs):
-            sent.append(input.nbytes)
-            return stock[name](output, input, *args, **kwargs)
-
-        return gather
-
-    for name in names:
-        stock[name] = getattr(dist, name)
-        setattr(dist, name, recorded(name))
-    try:
-        yield sent
-    finally:
-        for name in names:
-            setattr(dist, name, stock[name])
+    return noted(("all_gather", "all_gather_into_tensor"), lambda sent: sent.nbytes)
 
 
 def check_gathers(model):

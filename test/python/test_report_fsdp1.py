@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_worlds
-from dist_models import DELAYED, MIXES, Model, adamw, batch, loss_of
+from dist_models import DELAYED, MIXES, Model, adamw, batch, loss_of, noted, single_or
 from fsdp1_models import BF16, build_fsdp1, gathered_bytes, make_dynamic, wrap
 from torch.distributed.fsdp import fully_shard
 
@@ -47,20 +47,11 @@ def run_units(format, gather, **kwargs):
     for step in range(2):
         rows = rows_of(model)
         assert {n: rows[n].shape for n in rows if "(padding)" not in n} == names
-        reduced, stock = [], dist.reduce_scatter_tensor
-
-        def reduce(output, input, *args, stock=stock, reduced=reduced, **kwargs):
-            reduced.append(input.nbytes)
-            return stock(output, input, *args, **kwargs)
-
-        dist.reduce_scatter_tensor = reduce
-        try:
-            with gathered_bytes() as sent:
-                loss = loss_of(model, batch(step))
-                by_forward = sum(sent) * dist.get_world_size()
-                loss.backward()
-        finally:
-            dist.reduce_scatter_tensor = stock
+        reduce_scatter = single_or("reduce_scatter_tensor")
+        with noted([reduce_scatter], lambda sent: sent.nbytes) as reduced, gathered_bytes() as sent:
+            loss = loss_of(model, batch(step))
+            by_forward = sum(sent) * dist.get_world_size()
+            loss.backward()
         assert sum(row.gathered for row in rows.values()) == by_forward
         assert sum(row.reduced for row in rows.values()) == sum(reduced)
         optimizer.step()
