@@ -68,10 +68,10 @@ struct EncodeMessagesTask {
   int64_t numel = 0;
   uint8_t* messages = nullptr;  // (chunks, layout.bytes()), 16-byte aligned
   /// Null: codes are rounded to nearest even. Else (key_low, key_high, count) of the values'
-  /// device: they are rounded stochastically. Value i of message c takes word first_word + c *
-  /// round_up(layout.numel, 4) + i of kernels/random_words.h.
+  /// device: they are rounded stochastically. Value i of message c takes noise first_noise + c *
+  /// round_up(layout.numel, 16) + i of kernels/message_noise.h.
   const int32_t* rounding = nullptr;
-  int64_t first_word = 0;  // a multiple of 4
+  int64_t first_noise = 0;  // a multiple of 16
 };
 
 /// The messages of `peers` ranks about the same values, `chunks` times. values[c * layout.numel +

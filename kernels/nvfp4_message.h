@@ -103,22 +103,6 @@ QSHARD_HOST_DEVICE uint32_t biased_e2m1(float magnitude) {
                           float_bits(detail::multiply_add(magnitude, 0.5f, kOne + 4)));
 }
 
-/// E2M1 code of a magnitude below 7, stochastically rounded (encode_e2m1_stochastic), in bits 28 to
-/// 30; those below are arbitrary, bit 31 is 0.
-QSHARD_HOST_DEVICE uint32_t high_e2m1_stochastic(float magnitude, uint32_t random) {
-  // The same lines, in units of 2^-24 codes, rounded up: a draw of 24 bits is below a distance
-  // where it is below the distance rounded up.
-  const float units = detail::multiply(magnitude, 0x1p25f);
-#ifdef __CUDA_ARCH__
-  const uint32_t twice = __float2uint_ru(units);
-#else
-  const auto twice = static_cast<uint32_t>(std::ceil(units));
-#endif
-  const uint32_t capped = detail::smallest(twice, (twice >> 2) + (4u << 24), 7u << 24);
-  const uint32_t code = detail::smallest(capped, (twice >> 1) + (2u << 24), 7u << 24);
-  return (code + 0xffffffu - (random >> 8)) << 4;
-}
-
 /// Whether x * decode scale of every code x is exact, so that adding it rounds once, whether fused
 /// or not: scales of at most 16 significant bits (nvfp4_tensor_scale_inv), far from fp32's ends.
 QSHARD_HOST_DEVICE bool has_exact_products(float tile_scale_inv) {

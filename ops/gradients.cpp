@@ -13,14 +13,14 @@ MessageLayout layout_of(const char* op, c10::string_view format, int64_t numel) 
   return {&find_message_format({format.data(), format.size()}), numel};
 }
 
-void check_rounding(const Tensor& values, const Tensor& rounding, int64_t first_word) {
+void check_rounding(const Tensor& values, const Tensor& rounding, int64_t first_noise) {
   TORCH_CHECK(rounding.scalar_type() == at::kInt && rounding.numel() == 3 &&
                   rounding.is_contiguous() && rounding.device() == values.device(),
               "qshard::quantize_gradients: rounding must be 3 contiguous int32 on ",
               values.device(), ", got ", rounding.sizes(), " of ", rounding.scalar_type(), " on ",
               rounding.device());
-  TORCH_CHECK(first_word >= 0 && first_word % 4 == 0,
-              "qshard::quantize_gradients: first_word must be a multiple of 4, got ", first_word);
+  TORCH_CHECK(first_noise >= 0 && first_noise % 16 == 0,
+              "qshard::quantize_gradients: first_noise must be a multiple of 16, got ", first_noise);
 }
 
 }  // namespace
@@ -30,13 +30,13 @@ int64_t gradient_message_bytes(c10::string_view format, int64_t numel) {
 }
 
 Tensor quantize_gradients(const Tensor& values, c10::string_view format, int64_t chunks,
-                          int64_t chunk_numel, const OptionalTensor& rounding, int64_t first_word) {
+                          int64_t chunk_numel, const OptionalTensor& rounding, int64_t first_noise) {
   const char* op = "qshard::quantize_gradients";
   const MessageLayout layout = layout_of(op, format, chunk_numel);
   TORCH_CHECK(chunks >= 0 && values.numel() <= chunks * chunk_numel,
               fmt::format("{}: {} values do not fit {} messages of {}", op, values.numel(), chunks,
                           chunk_numel));
-  if (rounding) check_rounding(values, *rounding, first_word);
+  if (rounding) check_rounding(values, *rounding, first_noise);
   const Tensor contiguous = values.contiguous();
   EncodeMessagesTask task;
   task.layout = layout;
@@ -48,7 +48,7 @@ Tensor quantize_gradients(const Tensor& values, c10::string_view format, int64_t
   Tensor messages = at::empty({chunks, layout.bytes()}, values.options().dtype(at::kByte));
   task.messages = messages.mutable_data_ptr<uint8_t>();
   task.rounding = rounding ? rounding->const_data_ptr<int32_t>() : nullptr;
-  task.first_word = first_word;
+  task.first_noise = first_noise;
   encode_messages(task, current_stream(values.device()));
   return messages;
 }

@@ -129,7 +129,7 @@ Tensor transposed_operand(const Tensor& x, bool hadamard);
 /// @throws c10::Error for an unknown format, values that the messages cannot hold, or a `rounding`
 /// that is not 3 contiguous int32 beside the values.
 Tensor quantize_gradients(const Tensor& values, c10::string_view format, int64_t chunks,
-                          int64_t chunk_numel, const OptionalTensor& rounding, int64_t first_word);
+                          int64_t chunk_numel, const OptionalTensor& rounding, int64_t first_noise);
 /// out = sums of uint8 messages (chunks, peers, bytes) over peers, in fp32 and in their order,
 /// times `factor`; chunk by chunk, as far as `out` goes.
 /// @throws c10::Error for messages of another size, and an `out` larger than they are.
@@ -138,7 +138,7 @@ void sum_gradients(const Tensor& messages, c10::string_view format, int64_t chun
 int64_t gradient_message_bytes(c10::string_view format, int64_t numel);
 Tensor quantize_gradients_meta(const Tensor& values, c10::string_view format, int64_t chunks,
                                int64_t chunk_numel, const OptionalTensor& rounding,
-                               int64_t first_word);
+                               int64_t first_noise);
 void sum_gradients_meta(const Tensor& messages, c10::string_view format, int64_t chunk_numel,
                         const Tensor& out, double factor);
 

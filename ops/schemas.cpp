@@ -77,7 +77,7 @@ TORCH_LIBRARY(qshard, m) {
   // Gradients on the wire.
   m.def(
       "quantize_gradients(Tensor values, str format, int chunks, int chunk_numel, *, "
-      "Tensor? rounding=None, int first_word=0) -> Tensor");
+      "Tensor? rounding=None, int first_noise=0) -> Tensor");
   m.def(
       "sum_gradients(Tensor messages, str format, int chunk_numel, Tensor(a!) out, *, "
       "float factor=1.) -> ()");

@@ -36,7 +36,7 @@ class Quantizer:
 
     def __call__(self, values: torch.Tensor, chunks: int, chunk_numel: int) -> torch.Tensor:
         """(chunks, bytes): `values` as messages of `chunk_numel` values each, zeros after the last.
-        Each counts once, and has random words that no other rank has at that count."""
+        Each counts once, and has random bits that no other rank has at that count."""
         if self.rounding is None:
             return ops.quantize_gradients(values, self.format, chunks, chunk_numel)
         state = self.rounding()
@@ -46,7 +46,7 @@ class Quantizer:
             chunks,
             chunk_numel,
             rounding=state.to(values.device),
-            first_word=dist.get_rank() * chunks * _round_up(chunk_numel, 4),
+            first_noise=dist.get_rank() * chunks * _round_up(chunk_numel, 16),
         )
         state[2] += 1
         return messages

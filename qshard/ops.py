@@ -325,7 +325,7 @@ def quantize_gradients(
     chunk_numel: int,
     *,
     rounding: Tensor | None = None,
-    first_word: int = 0,
+    first_noise: int = 0,
 ) -> Tensor:
     """Gradients as messages of bytes: uint8 (chunks, bytes), of `chunk_numel` values each, with zeros after
     the last value. Layout: kernels/gradient_message.h. No alias.
@@ -333,12 +333,12 @@ def quantize_gradients(
     values: float32, bfloat16 or float16 of any shape, at most chunks x chunk_numel of them.
     format: float8, mxfp8 or nvfp4.
     rounding: None for nearest even, else int32 (key_low, key_high, count) on the values' device; value i of
-        message c takes random word first_word + c x round_up(chunk_numel, 4) + i.
+        message c takes noise first_noise + c x round_up(chunk_numel, 16) + i (kernels/message_noise.h).
 
     Raises RuntimeError for values that do not fit, and for an unknown format.
     """
     return _ops.quantize_gradients(
-        values, format, chunks, chunk_numel, rounding=rounding, first_word=first_word
+        values, format, chunks, chunk_numel, rounding=rounding, first_noise=first_noise
     )
 
 

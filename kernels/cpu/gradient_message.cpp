@@ -1,13 +1,12 @@
 #include <ATen/Parallel.h>
-#include <ATen/core/PhiloxRNGEngine.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 
 #include "kernels/cpu/gradient_message_cpu.h"
+#include "kernels/cpu/message_noise.h"
 #include "kernels/cpu/row_kernels.h"
-#include "kernels/random_words.h"
 
 namespace qshard::cpu {
 namespace {
@@ -115,13 +114,13 @@ void encode_tile(const EncodeMessagesTask& task, const Tile& tile) {
     encode_blocks(task, tile, values.data(), scales.data(), message,
                   fp4 ? kernels.encode_fp4[type] : kernels.encode[type]);
   } else {
-    const StochasticRowKernels& kernels = stochastic_row_kernels();
+    const NoisyRowKernels& kernels = noisy_row_kernels();
     const auto encode = fp4 ? kernels.encode_fp4[type] : kernels.encode[type];
-    const int64_t first = task.first_word + tile.chunk * round_up(layout.numel, 4) + tile.begin;
-    at::philox_engine random(philox_key(task.rounding), philox_count(task.rounding), first / 4);
+    const int64_t chunk = round_up(layout.numel, kNoiseValues);
+    MessageNoise noise(task.rounding, task.first_noise + tile.chunk * chunk + tile.begin);
     encode_blocks(task, tile, values.data(), scales.data(), message,
                   [&](const void* x, int64_t n, float scale, uint8_t* codes) {
-                    encode(x, n, scale, random, codes);
+                    encode(x, n, scale, noise, codes);
                   });
   }
   if (tile.end < layout.numel) return;

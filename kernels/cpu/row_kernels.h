@@ -11,6 +11,8 @@ class philox_engine;
 
 namespace qshard::cpu {
 
+class MessageNoise;
+
 /// One set of inner loops. Value types are indexed by DType: float32, bfloat16, float16.
 struct RowKernels {
   /// Largest |x| of n values as fp32 bits; every NaN counts as kNaNBits. 0 for n == 0.
@@ -45,5 +47,15 @@ struct StochasticRowKernels {
 };
 
 const StochasticRowKernels& stochastic_row_kernels();
+
+/// The same of messages of gradients: each element takes the next noise.
+struct NoisyRowKernels {
+  void (*encode[3])(const void* values, int64_t n, float scale, MessageNoise& noise,
+                    uint8_t* codes);
+  void (*encode_fp4[3])(const void* values, int64_t n, float scale, MessageNoise& noise,
+                        uint8_t* codes);
+};
+
+const NoisyRowKernels& noisy_row_kernels();
 
 }  // namespace qshard::cpu

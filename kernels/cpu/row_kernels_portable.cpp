@@ -1,5 +1,6 @@
 #include <ATen/core/PhiloxRNGEngine.h>
 
+#include "kernels/cpu/message_noise.h"
 #include "kernels/cpu/row_kernels.h"
 #include "kernels/row_scales.h"
 
@@ -86,6 +87,26 @@ void encode_fp4_stochastic(const void* values, int64_t n, float scale, at::philo
 }
 
 template <typename Value>
+void encode_with_noise(const void* values, int64_t n, float scale, MessageNoise& noise,
+                       uint8_t* codes) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t code = encode_e4m3_with_noise(Value::load(x[i]), scale, noise());
+    codes[i] = static_cast<uint8_t>(code);
+  }
+}
+
+template <typename Value>
+void encode_fp4_with_noise(const void* values, int64_t n, float scale, MessageNoise& noise,
+                           uint8_t* codes) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t code = encode_e2m1_with_noise(Value::load(x[i]), scale, noise());
+    codes[i / 2] = static_cast<uint8_t>(i % 2 ? codes[i / 2] | (code << 4) : code);
+  }
+}
+
+template <typename Value>
 void decode_fp4(const uint8_t* codes, int64_t n, float scale_inv, void* values) {
   auto* x = static_cast<typename Value::Storage*>(values);
   scale_inv = canonical_nan(scale_inv);
@@ -113,6 +134,14 @@ const StochasticRowKernels& stochastic_row_kernels() {
       {encode_stochastic<Float32>, encode_stochastic<BFloat16>, encode_stochastic<Float16>},
       {encode_fp4_stochastic<Float32>, encode_fp4_stochastic<BFloat16>,
        encode_fp4_stochastic<Float16>}};
+  return kernels;
+}
+
+const NoisyRowKernels& noisy_row_kernels() {
+  static constexpr NoisyRowKernels kernels{
+      {encode_with_noise<Float32>, encode_with_noise<BFloat16>, encode_with_noise<Float16>},
+      {encode_fp4_with_noise<Float32>, encode_fp4_with_noise<BFloat16>,
+       encode_fp4_with_noise<Float16>}};
   return kernels;
 }
 

@@ -16,90 +16,91 @@ struct MessageKind {
   static constexpr int kBlocks = kMessageTile / kBlock;  // of a tile
 };
 
-/// A tile as one thread sees it: kVectors vectors, kStride values apart.
+/// Codes of the values [4 * q, 4 * q + 4) of a run of which no product is above 448, or NaN.
 template <typename Value>
-struct TileOf {
-  static constexpr int kSize = Vector<Value>::kSize;
-  static constexpr int kStride = kThreads * kSize;
-  static constexpr int kVectors = kMessageTile / kStride;
-  __device__ static int offset(int v) {
-    return v * kStride + static_cast<int>(threadIdx.x) * kSize;
-  }
-};
-
-/// This thread's vectors of a tile that begins at `tile` and has `count` values of the tensor;
-/// zeros after them.
-template <typename Value, int kVectors>
-__device__ __forceinline__ void load_tile(const EncodeArguments& task,
-                                          const typename Value::Raw* tile, int count,
-                                          Vector<Value> (&x)[kVectors]) {
-  using Tile = TileOf<Value>;
-  if (count == kMessageTile && reinterpret_cast<uintptr_t>(tile) % 16 == 0) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) x[v] = load_vector<Value>(tile + Tile::offset(v));
-    return;
-  }
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    x[v] = load_ragged<Value>(task, tile + Tile::offset(v), count - Tile::offset(v));
-  }
+__device__ __forceinline__ uint32_t noisy_quad(const Run<Value>& x, int q, float scale,
+                                               const NoiseWords& noise) {
+  const auto code = [&](int i) {
+    return high_e4m3_with_noise(product_up(x.value(4 * q + i), scale), noise.of(4 * q + i));
+  };
+  const uint32_t codes = __byte_perm(__byte_perm(code(0), code(1), 0x0073),
+                                     __byte_perm(code(2), code(3), 0x0073), 0x5410);
+  constexpr int kPerVector = Run<Value>::kPerVector;
+  const uint32_t signs = sign_bytes(x.vector[4 * q / kPerVector], 4 * q % kPerVector);
+  return codes | (signs & 0x80808080u);
 }
 
-/// Writes this thread's codes of a tile: scale_of(v) is what vector v is multiplied by.
-template <typename Code, bool kStochastic, typename Value, int kVectors, typename ScaleOf>
-__device__ __forceinline__ void write_codes(const EncodeArguments& task, int64_t begin,
-                                            const Vector<Value> (&x)[kVectors], uint8_t* message,
-                                            const ScaleOf& scale_of) {
-  using Tile = TileOf<Value>;
+/// Codes of a run.
+template <typename Value>
+__device__ __forceinline__ uint4 noisy_codes(const Run<Value>& x, uint32_t amax, float scale,
+                                             const NoiseWords& noise) {
+  uint32_t words[4];
+  if (amax < kInfBits && scale >= 0x1p-6f) {  // so that the other one is normal
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int64_t at = begin + Tile::offset(v);
-    if (at >= task.padded_codes) continue;
-    uint8_t* to = message + at / kCodesPerByte<Code>;
-    if constexpr (kStochastic) {
-      uint32_t words[Tile::kSize];
-      const int64_t first = task.first_word + blockIdx.y * ((task.chunk + 3) / 4 * 4) + at;
-      RandomWords(task.rounding).get(first, words);
-      store_bytes(to, encode_vector_stochastic<Code>(x[v], scale_of(v), words));
-    } else {
-      store_bytes(to, encode_vector<Code>(x[v], scale_of(v)));
+    for (int q = 0; q < 4; ++q) words[q] = noisy_quad(x, q, scale * kE4M3AsFloat, noise);
+  } else {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) words[q] = 0;
+#pragma unroll
+    for (int i = 0; i < Run<Value>::kSize; ++i) {
+      words[i / 4] |= encode_e4m3_with_noise(x.value(i), scale, noise.of(i)) << (8 * (i % 4));
     }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+/// Codes of a run, rounded to nearest.
+template <typename Code, typename Value>
+__device__ __forceinline__ uint4 nearest_codes(const Run<Value>& x, float scale) {
+  if constexpr (Run<Value>::kVectors == 2) {
+    const uint2 low = encode_vector<Code>(x.vector[0], scale);
+    const uint2 high = encode_vector<Code>(x.vector[1], scale);
+    return make_uint4(low.x, low.y, high.x, high.y);
+  } else {
+    return make_uint4(
+        encode_vector<Code>(x.vector[0], scale), encode_vector<Code>(x.vector[1], scale),
+        encode_vector<Code>(x.vector[2], scale), encode_vector<Code>(x.vector[3], scale));
   }
 }
 
 // Without a minimum of blocks the compiler takes registers that cost half of the warps, and a
 // tile's loads, which wait for its scale, leave the memory idle.
 template <typename Kind, typename Value, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, kStochastic ? 1 : 6)
+__global__ void __launch_bounds__(kThreads, kStochastic ? 5 : 6)
     quantize_gradients(const __grid_constant__ EncodeArguments task) {
-  using Code = typename Kind::Code;
-  using Tile = TileOf<Value>;
-  constexpr int kVectors = Tile::kVectors;
   constexpr int kBlock = Kind::kBlock;
   constexpr int kBlocks = Kind::kBlocks;
-  constexpr int kLanes = kBlock / Tile::kSize;  // that hold a block
+  constexpr int kRun = Run<Value>::kSize;
+  constexpr int kLanes = kBlock / kRun;  // that hold a block
+  static_assert(kThreads * kRun == kMessageTile);
   __shared__ alignas(16) uint8_t scale_bytes[kBlocks];
 
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kMessageTile;
   const int64_t first = blockIdx.y * task.chunk + begin;
   const auto* tile = static_cast<const typename Value::Raw*>(task.values) + first;
-  Vector<Value> x[kVectors];
-  load_tile(task, tile, clamp_to_tile(min(task.numel - first, task.chunk - begin)), x);
+  Run<Value> x[1];
+  load_runs(
+      task, tile, clamp_to_tile(min(task.numel - first, task.chunk - begin)),
+      [&](int) { return thread * kRun; }, x);
   uint8_t* message = task.messages + blockIdx.y * task.bytes;
-
-  uint32_t amax[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) amax[v] = max_over_lanes<kLanes>(amax_of(x[v]));
-
-  float scale[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const BlockScale of_block = message_scale(RowScale::kE8M0, amax[v], 1.f);
-    scale[v] = of_block.encode;
-    if (thread % kLanes == 0) scale_bytes[Tile::offset(v) / kBlock] = of_block.byte;
+  NoiseWords noise;
+  if constexpr (kStochastic) {  // while values are under way
+    noise = MessageNoise(task.rounding).draw(noise_counter(task) + thread);
   }
-  write_codes<Code, kStochastic>(task, begin, x, message, [&](int v) { return scale[v]; });
+
+  const uint32_t amax = max_over_lanes<kLanes>(amax_of(x[0]));
+  const BlockScale scale = message_scale(RowScale::kE8M0, amax, 1.f);
+  if (thread % kLanes == 0) scale_bytes[thread / kLanes] = scale.byte;
+  if (begin + thread * kRun < task.padded_codes) {
+    uint4 codes;
+    if constexpr (kStochastic) {
+      codes = noisy_codes(x[0], amax, scale.encode, noise);
+    } else {
+      codes = nearest_codes<typename Kind::Code>(x[0], scale.encode);
+    }
+    store_bytes(message + begin + thread * kRun, codes);
+  }
   __syncthreads();
 
   const int64_t first_scale = static_cast<int64_t>(blockIdx.x) * kBlocks + thread * 16;

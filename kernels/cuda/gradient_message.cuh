@@ -4,8 +4,8 @@
 #include <cuda_runtime.h>
 
 #include "kernels/cuda/gradient_message_kernels.h"
+#include "kernels/cuda/message_noise.cuh"
 #include "kernels/cuda/row_scaled_tile.cuh"
-#include "kernels/cuda/stochastic_codes.cuh"
 #include "kernels/cuda/unaligned_vectors.cuh"
 
 namespace qshard::cuda {
@@ -21,12 +21,57 @@ struct EncodeArguments {
   int64_t padded_codes;  // codes of a message, padding included
   int64_t scale_bytes;
   const int32_t* rounding;
-  int64_t first_word;
+  uint64_t noise_counter;   // of the first message's first value
+  uint64_t noise_counters;  // of a message
 };
 
 __device__ __forceinline__ int clamp_to_tile(int64_t count) {
   return static_cast<int>(
       max(static_cast<int64_t>(0), min(count, static_cast<int64_t>(kMessageTile))));
+}
+
+/// Values that follow one another, as many as share a counter of noise. What a thread encodes: an
+/// amax and scale of its own, or of a few lanes, is found once for all of them.
+template <typename Value>
+struct Run {
+  static constexpr int kSize = 16;
+  static constexpr int kPerVector = Vector<Value>::kSize;
+  static constexpr int kVectors = kSize / kPerVector;
+  static_assert(kSize == kNoiseValues);
+  Vector<Value> vector[kVectors];
+
+  __device__ __forceinline__ uint32_t word_of(int i) const {
+    return vector[i / kPerVector].word_of(i % kPerVector);
+  }
+  __device__ __forceinline__ float value(int i) const {
+    return Value::load(word_of(i), i % Value::kPerWord);
+  }
+};
+
+/// `largest`, of magnitudes, or those of the values in `word` where they are larger; NaN is
+/// largest. One instruction: signs are dropped on the way in.
+__device__ __forceinline__ uint32_t max_magnitude(Float32, uint32_t largest, uint32_t word) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+r"(largest) : "r"(word & kAbsMask));
+  return largest;
+}
+__device__ __forceinline__ uint32_t max_magnitude(BFloat16, uint32_t largest, uint32_t word) {
+  return word_bits(
+      __hmax2_nan(word_as<__nv_bfloat162>(largest), __habs2(word_as<__nv_bfloat162>(word))));
+}
+__device__ __forceinline__ uint32_t max_magnitude(Float16, uint32_t largest, uint32_t word) {
+  return word_bits(__hmax2_nan(word_as<__half2>(largest), __habs2(word_as<__half2>(word))));
+}
+
+/// fp32 bits of a run's largest magnitude.
+template <typename Value>
+__device__ __forceinline__ uint32_t amax_of(const Run<Value>& x) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (const Vector<Value>& v : x.vector) {
+#pragma unroll
+    for (const uint32_t word : v.word) largest = max_magnitude(Value{}, largest, word);
+  }
+  return Value::amax_bits(largest);
 }
 
 /// Reads the vector at `from`, of which the tensor has the first `count` values; zeros after them.
@@ -40,13 +85,115 @@ __device__ __forceinline__ Vector<Value> load_ragged(const EncodeArguments& task
   return load_some<Value>(from, count);
 }
 
-/// fp32 bits of a vector's largest magnitude.
+/// The aligned words around a run, and the run that begins at a byte of the first vector.
 template <typename Value>
-__device__ __forceinline__ uint32_t amax_of(const Vector<Value>& x) {
-  uint32_t largest = 0;
+struct WordsAround {
+  static constexpr int kVectors = Run<Value>::kVectors + 1;
+  uint32_t word[4 * kVectors];
+
+  __device__ __forceinline__ void load(const void* aligned) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) largest = Value::max(largest, Value::magnitudes(x.word[i]));
-  return Value::amax_bits(largest);
+    for (int v = 0; v < kVectors; ++v) {
+      const uint4 bits = __ldg(static_cast<const uint4*>(aligned) + v);
+      word[4 * v] = bits.x;
+      word[4 * v + 1] = bits.y;
+      word[4 * v + 2] = bits.z;
+      word[4 * v + 3] = bits.w;
+    }
+  }
+
+  template <int kByte>
+  __device__ __forceinline__ Run<Value> run() const {
+    Run<Value> x;
+#pragma unroll
+    for (int i = 0; i < 4 * Run<Value>::kVectors; ++i) {
+      const int first = kByte / 4 + i;
+      x.vector[i / 4].word[i % 4] =
+          kByte % 4 == 0 ? word[first] : __funnelshift_r(word[first], word[first + 1], 16);
+    }
+    return x;
+  }
+};
+
+/// This thread's runs of a tile that begins at `tile`, at an address of which all of it is in the
+/// tensor. Whole aligned vectors are read; how far they are shifted is the same in all threads, so
+/// that each distance has code of its own and moves hardly anything.
+template <typename Value, int kRuns, typename Offset>
+__device__ __forceinline__ void load_shifted_runs(const typename Value::Raw* tile,
+                                                  const Offset& offset, Run<Value> (&x)[kRuns]) {
+  const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(tile)) & 15u;
+  WordsAround<Value> around[kRuns];
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    around[r].load(reinterpret_cast<const char*>(tile + offset(r)) - byte);
+  }
+  const auto take = [&](auto from) {
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) x[r] = around[r].template run<decltype(from)::value>();
+  };
+  using std::integral_constant;
+  if constexpr (Value::kPerWord == 2) {
+    switch (byte / 2) {
+      case 1:
+        return take(integral_constant<int, 2>{});
+      case 2:
+        return take(integral_constant<int, 4>{});
+      case 3:
+        return take(integral_constant<int, 6>{});
+      case 4:
+        return take(integral_constant<int, 8>{});
+      case 5:
+        return take(integral_constant<int, 10>{});
+      case 6:
+        return take(integral_constant<int, 12>{});
+      default:
+        return take(integral_constant<int, 14>{});
+    }
+  } else {
+    switch (byte / 4) {
+      case 1:
+        return take(integral_constant<int, 4>{});
+      case 2:
+        return take(integral_constant<int, 8>{});
+      default:
+        return take(integral_constant<int, 12>{});
+    }
+  }
+}
+
+/// This thread's runs of a tile that begins at `tile` and has `count` values of the tensor, zeros
+/// after them: run r begins offset(r) values after the tile.
+template <typename Value, int kRuns, typename Offset>
+__device__ __forceinline__ void load_runs(const EncodeArguments& task,
+                                          const typename Value::Raw* tile, int count,
+                                          const Offset& offset, Run<Value> (&x)[kRuns]) {
+  using Of = Run<Value>;
+  const auto load = [&](const auto& load_one) {
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r) {
+#pragma unroll
+      for (int v = 0; v < Of::kVectors; ++v) {
+        x[r].vector[v] = load_one(offset(r) + v * Of::kPerVector);
+      }
+    }
+  };
+  const auto begin = reinterpret_cast<uintptr_t>(tile);
+  const auto values = reinterpret_cast<uintptr_t>(task.values);
+  const uintptr_t end = values + task.numel * sizeof(typename Value::Raw);
+  const uintptr_t tile_end = begin + kMessageTile * sizeof(typename Value::Raw);
+  if (count == kMessageTile && begin % 16 == 0) {
+    load([&](int at) { return load_vector<Value>(tile + at); });
+  } else if (count == kMessageTile && (begin & ~uintptr_t{15}) >= values && tile_end + 15 <= end) {
+    load_shifted_runs(tile, offset, x);
+  } else {
+    load([&](int at) { return load_ragged<Value>(task, tile + at, count - at); });
+  }
+}
+
+/// The counter of noise of the first value of this block's tile.
+__device__ __forceinline__ uint64_t noise_counter(const EncodeArguments& task) {
+  return task.noise_counter + blockIdx.y * task.noise_counters +
+         static_cast<uint64_t>(blockIdx.x) * (kMessageTile / kNoiseValues);
 }
 
 struct SumArguments {
@@ -138,7 +285,8 @@ inline EncodeArguments arguments_of(const EncodeMessagesTask& task) {
   arguments.padded_codes = padded_codes(layout);
   arguments.scale_bytes = layout.scale_bytes();
   arguments.rounding = task.rounding;
-  arguments.first_word = task.first_word;
+  arguments.noise_counter = static_cast<uint64_t>(task.first_noise) / kNoiseValues;
+  arguments.noise_counters = static_cast<uint64_t>(ceil_div(layout.numel, kNoiseValues));
   return arguments;
 }
 

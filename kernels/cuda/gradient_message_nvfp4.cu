@@ -21,52 +21,6 @@ __device__ __forceinline__ int block_of_tile(int b) {
   return b * kThreads + static_cast<int>(threadIdx.x);
 }
 
-template <typename Value>
-struct BlockValues {
-  static constexpr int kSize = Vector<Value>::kSize;
-  static constexpr int kVectors = kBlock / kSize;
-  Vector<Value> vector[kVectors];
-
-  __device__ float value(int i) const {
-    return Value::load(vector[i / kSize].word_of(i % kSize), i % Value::kPerWord);
-  }
-};
-
-/// This thread's blocks of a tile that begins at `tile` and has `count` values of the tensor; zeros
-/// after them.
-template <typename Value>
-__device__ __forceinline__ void load_blocks(const EncodeArguments& task,
-                                            const typename Value::Raw* tile, int count,
-                                            BlockValues<Value> (&x)[kBlocks]) {
-  using Values = BlockValues<Value>;
-  const bool is_whole = count == kMessageTile && reinterpret_cast<uintptr_t>(tile) % 16 == 0;
-  const auto load = [&](const auto& load_one) {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int v = 0; v < Values::kVectors; ++v) {
-        x[b].vector[v] = load_one(block_of_tile(b) * kBlock + v * Values::kSize);
-      }
-    }
-  };
-  if (is_whole) {
-    load([&](int at) { return load_vector<Value>(tile + at); });
-  } else {
-    load([&](int at) { return load_ragged<Value>(task, tile + at, count - at); });
-  }
-}
-
-template <typename Value>
-__device__ __forceinline__ uint32_t amax_of_block(const BlockValues<Value>& x) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (const Vector<Value>& v : x.vector) {
-#pragma unroll
-    for (const uint32_t word : v.word) largest = Value::max(largest, Value::magnitudes(word));
-  }
-  return Value::amax_bits(largest);
-}
-
 /// message_scale of a block in a tile that is_ordinary_tile().
 __device__ __forceinline__ BlockScale ordinary_block_scale(uint32_t amax,
                                                            const Nvfp4TileScales& tile) {
@@ -80,10 +34,9 @@ __device__ __forceinline__ BlockScale ordinary_block_scale(uint32_t amax,
   return {byte, byte == 0 ? 0.f : scale};
 }
 
-/// Codes of a block whose largest product is below 7, in two words. `random` is its words, or null.
-template <bool kStochastic, typename Value>
-__device__ __forceinline__ uint2 ordinary_codes(const BlockValues<Value>& x, float scale,
-                                                const uint32_t* random) {
+/// Codes of a block whose largest product is below 7.
+template <typename Value>
+__device__ __forceinline__ uint2 nearest_codes(const Run<Value>& x, float scale) {
   uint32_t words[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -91,40 +44,82 @@ __device__ __forceinline__ uint2 ordinary_codes(const BlockValues<Value>& x, flo
 #pragma unroll
     for (int i = 8 * half + 7; i >= 8 * half; --i) {
       const float value = x.value(i);
-      const float magnitude = __fmul_rn(fabsf(value), scale);
-      if constexpr (kStochastic) {
-        codes = __funnelshift_l(high_e2m1_stochastic(magnitude, random[i]), codes, 4);
-      } else {
-        codes = codes * 16 + biased_e2m1(magnitude);
-      }
+      codes = codes * 16 + biased_e2m1(__fmul_rn(fabsf(value), scale));
       signs = __funnelshift_l(__float_as_uint(value), signs, 4);
     }
     // What the biases have come to, modulo 2^32: those of all but the first two are shifted out.
-    if constexpr (!kStochastic) codes -= kE2M1Bias + kE2M1Bias * 16;
+    codes -= kE2M1Bias + kE2M1Bias * 16;
     words[half] = codes | (signs & 0x88888888u);
   }
   return make_uint2(words[0], words[1]);
 }
 
+/// Bytes whose highest bits are the signs of the values i + 1, i, i + 3 and i + 2 of a run.
+template <typename Value>
+__device__ __forceinline__ uint32_t swapped_signs(const Run<Value>& x, int i) {
+  if constexpr (Value::kPerWord == 1) {
+    return __byte_perm(__byte_perm(x.word_of(i + 1), x.word_of(i), 0x0073),
+                       __byte_perm(x.word_of(i + 3), x.word_of(i + 2), 0x0073), 0x5410);
+  } else {
+    return __byte_perm(x.word_of(i), x.word_of(i + 2), 0x5713);
+  }
+}
+
+/// Codes of a block whose largest product is below 7, of a scale of at least 1, or, if kMoved, in a
+/// tile that is_movable_tile().
+template <bool kMoved, typename Value>
+__device__ __forceinline__ uint2 noisy_codes(const Run<Value>& x, float scale,
+                                             const NoiseWords& noise) {
+  const float moved = __fmul_rn(scale, kMoved ? kE2M1AsFloat / kMovedValue : kE2M1AsFloat);
+  const auto code = [&](int i) {
+    const float value = kMoved ? product_up(x.value(i), kMovedValue) : x.value(i);
+    return high_e2m1_with_noise(product_up(value, moved), noise.of(i));
+  };
+  // The high halves of two, at most 7 and a fraction.
+  const auto pair = [&](int first, int second) {
+    return __vminu2(__byte_perm(code(first), code(second), 0x7632), 0x07ff07ffu);
+  };
+  // Four codes with their signs, a byte each; then, in the bytes 1 and 3, two each.
+  const auto quad = [&](int i) {
+    const uint32_t codes = __byte_perm(pair(i + 1, i), pair(i + 3, i + 2), 0x7531);
+    const uint32_t nibbles = codes | (swapped_signs(x, i) >> 4 & 0x08080808u);
+    return nibbles * 0x1001u;
+  };
+  return make_uint2(__byte_perm(quad(0), quad(4), 0x7531), __byte_perm(quad(8), quad(12), 0x7531));
+}
+
 /// Codes of any block.
-template <bool kStochastic, typename Value>
-__device__ __forceinline__ uint2 general_codes(const BlockValues<Value>& x, float scale,
-                                               const uint32_t* random) {
+template <typename Value>
+__device__ __forceinline__ uint2 general_codes(const Run<Value>& x, float scale) {
   uint32_t words[2] = {};
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const Vector<Value>& v = x.vector[i / Vector<Value>::kSize];
-    const int at = i % Vector<Value>::kSize;
-    uint32_t code;
-    if constexpr (kStochastic) {
-      code = encode_stochastic<E2M1>(v, at, scale, random[i]);
-    } else {
-      const uint32_t sign = Value::sign_of_code(v.word_of(at), at % Value::kPerWord);
-      code = (encode_e2m1(scaled(v, at, scale)) & 7u) | (sign >> 4);
-    }
-    words[i / 8] |= code << (4 * i % 32);
+    const float value = x.value(i);
+    const uint32_t code = encode_e2m1(__fmul_rn(value, scale)) & 7u;
+    words[i / 8] |= (code | (__float_as_uint(value) >> 28 & 8u)) << (4 * i % 32);
   }
   return make_uint2(words[0], words[1]);
+}
+
+template <typename Value>
+__device__ __forceinline__ uint2 general_noisy_codes(const Run<Value>& x, float scale,
+                                                     const NoiseWords& noise) {
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    words[i / 8] |= encode_e2m1_with_noise(x.value(i), scale, noise.of(i)) << (4 * i % 32);
+  }
+  return make_uint2(words[0], words[1]);
+}
+
+template <typename Value>
+__device__ __forceinline__ uint2 noisy_codes(const Run<Value>& x, float scale,
+                                             const NoiseWords& noise, bool is_small,
+                                             uint32_t tile_amax) {
+  if (!is_small || !is_movable_tile(tile_amax)) return general_noisy_codes(x, scale, noise);
+  // Scales are at least 448 * 6 / 448 of the tile's amax.
+  if (tile_amax < 0x40800000u) return noisy_codes<false>(x, scale, noise);
+  return noisy_codes<true>(x, scale, noise);
 }
 
 template <typename Value, bool kStochastic>
@@ -135,15 +130,24 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kMessageTile;
   const int64_t first = blockIdx.y * task.chunk + begin;
   const auto* tile = static_cast<const typename Value::Raw*>(task.values) + first;
-  BlockValues<Value> x[kBlocks];
-  load_blocks<Value>(task, tile, clamp_to_tile(min(task.numel - first, task.chunk - begin)), x);
+  Run<Value> x[kBlocks];
+  load_runs(
+      task, tile, clamp_to_tile(min(task.numel - first, task.chunk - begin)),
+      [](int b) { return block_of_tile(b) * kBlock; }, x);
   uint8_t* message = task.messages + blockIdx.y * task.bytes;
+  NoiseWords noise[kBlocks];
+  if constexpr (kStochastic) {  // while values are under way
+    const MessageNoise source(task.rounding);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+      noise[b] = source.draw(noise_counter(task) + block_of_tile(b));
+  }
 
   uint32_t amax[kBlocks];
   uint32_t largest = 0;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    amax[b] = amax_of_block(x[b]);
+    amax[b] = amax_of(x[b]);
     if (amax[b] < kInfBits) largest = max(largest, amax[b]);
   }
   largest = __reduce_max_sync(0xffffffffu, largest);
@@ -182,22 +186,14 @@ __global__ void __launch_bounds__(kThreads)
                                          : message_scale(RowScale::kE4M3, amax[b], scales.scale);
     if (block < padded_scales) scale_bytes[block] = scale.byte;
     if (block * kBlock >= padded_codes) continue;
-    uint32_t random[kStochastic ? kBlock : 4];
-    if constexpr (kStochastic) {
-      const RandomWords words(task.rounding);
-      const int64_t at = task.first_word + blockIdx.y * ((task.chunk + 3) / 4 * 4) + begin;
-#pragma unroll
-      for (int i = 0; i < kBlock; i += 4) {
-        uint32_t four[4];
-        words.get_aligned(at + block * kBlock + i, four);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) random[i + j] = four[j];
-      }
-    }
     // So is each of the block's products. NaN and infinity are not.
     const bool is_small = __fmul_rn(__uint_as_float(amax[b]), scale.encode) < 7.f;
-    const uint2 of_block = is_small ? ordinary_codes<kStochastic>(x[b], scale.encode, random)
-                                    : general_codes<kStochastic>(x[b], scale.encode, random);
+    uint2 of_block;
+    if constexpr (kStochastic) {
+      of_block = noisy_codes(x[b], scale.encode, noise[b], is_small, largest);
+    } else {
+      of_block = is_small ? nearest_codes(x[b], scale.encode) : general_codes(x[b], scale.encode);
+    }
     store_bytes(codes + block * (kBlock / 2), of_block);
   }
 }

@@ -42,11 +42,6 @@ class RandomWords {
     for (int i = 0; i < kCount; ++i) words[i] = drawn[i];
   }
 
-  /// Those of the elements [first, first + 4), `first` a multiple of 4.
-  __device__ __forceinline__ void get_aligned(int64_t first, uint32_t (&words)[4]) const {
-    draw(static_cast<uint64_t>(first) / 4, words);
-  }
-
  private:
   __device__ __forceinline__ void draw(uint64_t counter, uint32_t* words) const {
     const uint4 drawn = curand_Philox4x32_10(

@@ -35,7 +35,7 @@ at::Tensor encoded(const at::Tensor& values, const MessageLayout& layout, int64_
   task.numel = values.numel();
   task.messages = messages.mutable_data_ptr<uint8_t>();
   task.rounding = rounding.defined() ? rounding.const_data_ptr<int32_t>() : nullptr;
-  task.first_word = 8;
+  task.first_noise = 32;
   encode_messages(task, stream_of(values.device()));
   return messages;
 }

@@ -448,7 +448,7 @@ def test_the_report_counts_what_is_sent(world):
 
 
 def run_stochastic():
-    """Same seed, same bits; the mean over many steps is the gradient; each rank has words of its own."""
+    """Same seed, same bits; the mean over many steps is the gradient; each rank has noise of its own."""
     rank, world, n = dist.get_rank(), dist.get_world_size(), 4100
     state = torch.tensor([5, 6, 7], dtype=torch.int32, device=device())
     x = torch.randn(world * n, generator=torch.Generator().manual_seed(rank)).to(device())
@@ -458,9 +458,9 @@ def run_stochastic():
     assert state.tolist() == [5, 6, 8]
     messages = []
     for r, theirs in enumerate(gather_objects(x.cpu())):
-        first = (r * world + rank) * -(-n // 4) * 4
-        words = stochastic.random_words(stochastic.key_of(5, 6), 7, first + torch.arange(n))
-        messages.append(gradient_message.encode(theirs.view(world, n)[rank], "nvfp4", words))
+        first = (r * world + rank) * -(-n // 16) * 16
+        noise = gradient_message.noise(stochastic.key_of(5, 6), 7, first, n)
+        messages.append(gradient_message.encode(theirs.view(world, n)[rank], "nvfp4", noise))
     want = gradient_message.total(messages, "nvfp4", n, 1.0, torch.float32)
     assert torch.equal(out.cpu(), want)
     mean = torch.zeros_like(out)

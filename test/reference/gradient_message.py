@@ -5,6 +5,11 @@ Missing values are zeros. A block of zeros has scale 1; one with NaN or infinity
 as NaN throughout. nvfp4: a tile of 4096 values has the scale of a whole matrix in row_scales.py, from
 the amax of its blocks that are finite. Sums are in fp32, in the order of ranks, times a factor, rounded
 once; NaN is positive and quiet.
+
+Stochastic rounding: values 16 k to 16 k + 15 share Philox 4x32-7 of the counter k, four of them a word.
+Value j of these four has 24 bits of noise: byte j of the word, the next and the one after that, the word
+taken as a ring. Its product with the scale, in exact arithmetic, goes up where 1 - noise is at most its
+distance from the lower code, in steps; fp32's mantissa below the code's is what noise and distance have.
 """
 
 from dataclasses import dataclass
@@ -71,8 +76,19 @@ def scales_of(blocks: torch.Tensor, format: MessageFormat):
     return byte, scale, scale_inv
 
 
-def encode(values: torch.Tensor, fmt: str, words: torch.Tensor | None = None) -> torch.Tensor:
-    """The uint8 message of one chunk of values; `words`: random ones, for stochastic rounding."""
+def noise(key: int, count: int, first: int, n: int) -> torch.Tensor:
+    """24 bits for each of the values [first, first + n), `first` a multiple of 16."""
+    counter = first // 16 + torch.arange(-(-n // 16))
+    zero = torch.zeros_like(counter)
+    counters = [counter & stochastic.WORD, counter >> 32, zero + count, zero]
+    words = torch.stack(stochastic.philox(counters, key, rounds=7), 1)
+    ring = torch.stack([words >> 8 * j & 0xFF for j in range(4)], 2)
+    bytes = [ring.roll(-j, 2) for j in range(3)]
+    return (bytes[0] << 16 | bytes[1] << 8 | bytes[2]).flatten()[:n]
+
+
+def encode(values: torch.Tensor, fmt: str, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """The uint8 message of one chunk of values; `noise`: its values', for stochastic rounding."""
     format, n = FORMATS[fmt], len(values)
     size = parts(fmt, n)
     count = size[1]  # of blocks, padding included
@@ -81,9 +97,12 @@ def encode(values: torch.Tensor, fmt: str, words: torch.Tensor | None = None) ->
     byte, scale, scale_inv = scales_of(blocks, format)
     each = scale[:, None].expand_as(blocks).flatten()[:n]
     values = values.float()
-    if words is not None:
+    if noise is not None:
         known = formats.FORMATS["nvfp4" if format.tile_scale else "mxfp8"]
-        codes = stochastic.encode(values, each, known, words)
+        scaled = values.double().abs() * each.double()
+        bits = 22 if format.code_bits == 4 else 20
+        draw = (2**bits - 1 - (noise >> (24 - bits))).double() / 2**bits
+        codes = stochastic.round_codes(values, scaled, draw, known)
     elif format.code_bits == 4:
         codes = float4.encode(values, each)
     else:

@@ -26,11 +26,11 @@ def multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high >> 16, ((high << 16) & WORD) | (low & 0xFFFF)
 
 
-def philox(counter: list[torch.Tensor], key: int) -> list[torch.Tensor]:
+def philox(counter: list[torch.Tensor], key: int, rounds: int = 10) -> list[torch.Tensor]:
     """Four words, in int64 as everything here, of four words of counters."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & WORD, key >> 32
-    for _ in range(10):
+    for _ in range(rounds):
         high0, low0 = multiply(MULTIPLIERS[0], c0)
         high1, low1 = multiply(MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -69,13 +69,17 @@ def encode(x: torch.Tensor, scale: torch.Tensor, format: Format, words: torch.Te
     """uint8 codes of x * scale, unpacked; NaN is all ones, and the sign is kept, NaN's too."""
     x = x.float()
     scaled = (x * scale).abs().double()  # differences of such numbers are exact
+    return round_codes(x, scaled, (words >> 8).double() / 2**24, format)
+
+
+def round_codes(x: torch.Tensor, scaled: torch.Tensor, draw: torch.Tensor, format: Format):
+    """Codes of magnitudes in fp64, that go up where `draw` is below their distance; signs and NaN are x's."""
     values = code_values(format).double()
     top = len(values) - 1
     lower = (torch.searchsorted(values, scaled, right=True) - 1).clamp(max=top)
     upper = (lower + 1).clamp(max=top)
     distance = (scaled - values[lower]) / (values[upper] - values[lower])
-    goes_up = (words >> 8).double() / 2**24 < distance
-    code = torch.where(goes_up, upper, lower).to(torch.uint8)
+    code = torch.where(draw < distance, upper, lower).to(torch.uint8)
     sign_bit = format.code_bits - 1
     code[x.isnan()] = 2**sign_bit - 1
     return code | (x.signbit().to(torch.uint8) << sign_bit)
