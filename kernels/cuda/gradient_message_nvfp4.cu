@@ -205,10 +205,11 @@ __device__ __forceinline__ void add_exact(uint32_t codes, float scale_inv, float
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   const float scale = __fmul_rn(scale_inv, 0x1p6f);
   const auto add = [&](uint32_t four, int first) {
+    uint16_t pairs[2];
+    asm("mov.b32 {%0, %1}, %2;" : "=h"(pairs[0]), "=h"(pairs[1]) : "r"(four));
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const auto pair = static_cast<__nv_fp8x2_storage_t>(four >> (8 * i));
-      const float2 x = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+      const float2 x = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pairs[i / 2], __NV_E4M3)));
       total[2 * i + first] = __fmaf_rn(x.x, scale, total[2 * i + first]);
       total[2 * i + 2 + first] = __fmaf_rn(x.y, scale, total[2 * i + 2 + first]);
     }
@@ -230,70 +231,80 @@ __device__ __forceinline__ void add_rounded(uint32_t codes, float scale_inv, flo
   for (int i = 0; i < 8; ++i) total[i] = __fadd_rn(total[i], __fmul_rn(x[i], scale_inv));
 }
 
+constexpr int kSumValues = kMessageTile / kThreads;  // of a thread, one after another
+static_assert(kSumValues == 2 * kBlock);             // 16 bytes of codes, two scales
+
+/// Where a thread reads a message.
+struct PartOfMessage {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const uint8_t* tile_scale;
+};
+
+/// Adds this thread's values of kCount messages, `bytes` apart, and moves on to the next.
+template <int kCount>
+__device__ __forceinline__ void add_messages(PartOfMessage& from, int64_t bytes,
+                                             float (&total)[kSumValues]) {
+  uint4 codes[kCount];
+  uint16_t scales[kCount];
+  float tile_scale_inv[kCount];
+#pragma unroll
+  for (int p = 0; p < kCount; ++p) {
+    codes[p] = __ldg(reinterpret_cast<const uint4*>(from.codes));
+    scales[p] = __ldg(reinterpret_cast<const uint16_t*>(from.scales));
+    tile_scale_inv[p] = __ldg(reinterpret_cast<const float*>(from.tile_scale));
+    from.codes += bytes;
+    from.scales += bytes;
+    from.tile_scale += bytes;
+  }
+#pragma unroll
+  for (int p = 0; p < kCount; ++p) {
+    const float2 of_blocks =
+        __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(scales[p], __NV_E4M3)));
+    const float scale_inv[2] = {__fmul_rn(of_blocks.x, tile_scale_inv[p]),
+                                __fmul_rn(of_blocks.y, tile_scale_inv[p])};
+    const uint32_t words[4] = {codes[p].x, codes[p].y, codes[p].z, codes[p].w};
+    if (has_exact_products(tile_scale_inv[p])) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) add_exact(words[i], scale_inv[i / 2], total + 8 * i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) add_rounded(words[i], scale_inv[i / 2], total + 8 * i);
+    }
+  }
+}
+
 // The minimum of blocks is what keeps enough codes under way.
 template <typename Value>
 __global__ void __launch_bounds__(kThreads, 7)
     sum_nvfp4_gradients(const __grid_constant__ SumArguments task) {
-  constexpr int kValues = kMessageTile / kThreads;  // of a thread, one after another
-  static_assert(kValues == 2 * kBlock);             // 16 bytes of codes, two scales
   constexpr int kSize = Vector<Value>::kSize;
-  const int at = static_cast<int>(threadIdx.x) * kValues;
+  const int at = static_cast<int>(threadIdx.x) * kSumValues;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kMessageTile;
   const uint8_t* message = task.messages + blockIdx.y * (task.peers * task.bytes);
-  const uint8_t* codes_from = message + (begin + at) / 2;
-  const uint8_t* scales_from = message + task.scale_offset + (begin + at) / kBlock;
-  const uint8_t* tile_from =
-      message + task.tile_scale_offset + 4 * static_cast<int64_t>(blockIdx.x);
-  const bool has_codes = begin + at < task.padded_codes;
+  // Threads past the end read what the first of the tile does, and drop what they make of it.
+  const int64_t mine = begin + at < task.padded_codes ? begin + at : begin;
+  PartOfMessage from = {message + mine / 2, message + task.scale_offset + mine / kBlock,
+                        message + task.tile_scale_offset + 4 * static_cast<int64_t>(blockIdx.x)};
 
-  float total[kValues];
+  float total[kSumValues];
 #pragma unroll
   for (float& x : total) x = -0.f;  // x + -0 is x, of zeros too
+  int left = task.peers;
 #pragma unroll 1
-  for (int first = 0; first < task.peers; first += kPeersAtOnce) {
-    uint4 codes[kPeersAtOnce];
-    uint16_t scales[kPeersAtOnce];
-    float tile_scale_inv[kPeersAtOnce];
-#pragma unroll
-    for (int p = 0; p < kPeersAtOnce; ++p) {
-      codes[p] = {};
-      scales[p] = 0;
-      tile_scale_inv[p] = 0.f;
-      if (first + p < task.peers) {
-        if (has_codes) {
-          codes[p] = __ldg(reinterpret_cast<const uint4*>(codes_from));
-          scales[p] = __ldg(reinterpret_cast<const uint16_t*>(scales_from));
-        }
-        tile_scale_inv[p] = __ldg(reinterpret_cast<const float*>(tile_from));
-      }
-      codes_from += task.bytes;
-      scales_from += task.bytes;
-      tile_from += task.bytes;
-    }
-#pragma unroll
-    for (int p = 0; p < kPeersAtOnce; ++p) {
-      if (first + p >= task.peers) break;
-      const float2 bytes =
-          __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(scales[p], __NV_E4M3)));
-      const float scale_inv[2] = {__fmul_rn(bytes.x, tile_scale_inv[p]),
-                                  __fmul_rn(bytes.y, tile_scale_inv[p])};
-      const uint32_t words[4] = {codes[p].x, codes[p].y, codes[p].z, codes[p].w};
-      if (has_exact_products(tile_scale_inv[p])) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) add_exact(words[i], scale_inv[i / 2], total + 8 * i);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) add_rounded(words[i], scale_inv[i / 2], total + 8 * i);
-      }
-    }
+  for (; left >= kPeersAtOnce; left -= kPeersAtOnce) {
+    add_messages<kPeersAtOnce>(from, task.bytes, total);
   }
+#pragma unroll 1
+  for (; left >= 2; left -= 2) add_messages<2>(from, task.bytes, total);
+  if (left == 1) add_messages<1>(from, task.bytes, total);
 
   const int64_t first = blockIdx.y * task.chunk + begin;
   const int count = clamp_to_tile(min(task.numel - first, task.chunk - begin));
   auto* values = static_cast<typename Value::Raw*>(task.values) + first;
-  uint4 rounded[kValues / kSize];
+  uint4 rounded[kSumValues / kSize];
 #pragma unroll
-  for (int v = 0; v < kValues / kSize; ++v) {
+  for (int v = 0; v < kSumValues / kSize; ++v) {
     float sum[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) sum[i] = __fmul_rn(total[v * kSize + i], task.factor);
@@ -301,9 +312,9 @@ __global__ void __launch_bounds__(kThreads, 7)
   }
   transpose_over_lanes<kWarps>(rounded);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int of_warp = at - lane * kValues + lane * kSize;
+  const int of_warp = at - lane * kSumValues + lane * kSize;
 #pragma unroll
-  for (int v = 0; v < kValues / kSize; ++v) {
+  for (int v = 0; v < kSumValues / kSize; ++v) {
     const int to = of_warp + v * 32 * kSize;
     write_values<Value>(values + to, count - to, rounded[v]);
   }
