@@ -43,7 +43,8 @@ __device__ __forceinline__ uint4 noisy_codes(const Run<Value>& x, uint32_t amax,
     for (int q = 0; q < 4; ++q) words[q] = 0;
 #pragma unroll
     for (int i = 0; i < Run<Value>::kSize; ++i) {
-      words[i / 4] |= encode_e4m3_with_noise(x.value(i), scale, noise.of(i)) << (8 * (i % 4));
+      words[i / 4] |= encode_e4m3_with_noise(x.signed_value(i), scale, noise.of(i))
+                      << (8 * (i % 4));
     }
   }
   return make_uint4(words[0], words[1], words[2], words[3]);

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "kernels/cuda/gradient_message_kernels.h"
 #include "kernels/cuda/message_noise.cuh"
 #include "kernels/cuda/row_scaled_tile.cuh"
@@ -45,6 +47,15 @@ struct Run {
   }
   __device__ __forceinline__ float value(int i) const {
     return Value::load(word_of(i), i % Value::kPerWord);
+  }
+  /// The same with a NaN's sign, which the conversion from fp16 drops.
+  __device__ __forceinline__ float signed_value(int i) const {
+    if constexpr (std::is_same_v<Value, Float16>) {
+      const uint32_t sign = (word_of(i) >> (16 * (i % 2)) & 0x8000u) << 16;
+      return __uint_as_float((__float_as_uint(value(i)) & kAbsMask) | sign);
+    } else {
+      return value(i);
+    }
   }
 };
 

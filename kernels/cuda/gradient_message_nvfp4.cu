@@ -94,7 +94,7 @@ __device__ __forceinline__ uint2 general_codes(const Run<Value>& x, float scale)
   uint32_t words[2] = {};
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const float value = x.value(i);
+    const float value = x.signed_value(i);
     const uint32_t code = encode_e2m1(__fmul_rn(value, scale)) & 7u;
     words[i / 8] |= (code | (__float_as_uint(value) >> 28 & 8u)) << (4 * i % 32);
   }
@@ -107,7 +107,7 @@ __device__ __forceinline__ uint2 general_noisy_codes(const Run<Value>& x, float 
   uint32_t words[2] = {};
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    words[i / 8] |= encode_e2m1_with_noise(x.value(i), scale, noise.of(i)) << (4 * i % 32);
+    words[i / 8] |= encode_e2m1_with_noise(x.signed_value(i), scale, noise.of(i)) << (4 * i % 32);
   }
   return make_uint2(words[0], words[1]);
 }
