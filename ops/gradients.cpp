@@ -20,7 +20,8 @@ void check_rounding(const Tensor& values, const Tensor& rounding, int64_t first_
               values.device(), ", got ", rounding.sizes(), " of ", rounding.scalar_type(), " on ",
               rounding.device());
   TORCH_CHECK(first_noise >= 0 && first_noise % 16 == 0,
-              "qshard::quantize_gradients: first_noise must be a multiple of 16, got ", first_noise);
+              "qshard::quantize_gradients: first_noise must be a multiple of 16, got ",
+              first_noise);
 }
 
 }  // namespace
@@ -30,7 +31,8 @@ int64_t gradient_message_bytes(c10::string_view format, int64_t numel) {
 }
 
 Tensor quantize_gradients(const Tensor& values, c10::string_view format, int64_t chunks,
-                          int64_t chunk_numel, const OptionalTensor& rounding, int64_t first_noise) {
+                          int64_t chunk_numel, const OptionalTensor& rounding,
+                          int64_t first_noise) {
   const char* op = "qshard::quantize_gradients";
   const MessageLayout layout = layout_of(op, format, chunk_numel);
   TORCH_CHECK(chunks >= 0 && values.numel() <= chunks * chunk_numel,
