@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/scaling_state.h"
@@ -17,9 +19,39 @@ const Format& format_named(c10::string_view name) {
   return find_format({name.data(), name.size()});
 }
 
+/// What a plain weight is scaled by: delayed scaling's state, amaxes that somebody knows, or the
+/// amaxes of its values.
+struct UseScaling {
+  ScalingState delayed;
+  const float* amax = nullptr;  // (grid_rows * grid_cols,), in a tensor of `state`; null: of values
+
+  UseScaling(const Layout& layout, at::TensorList state, at::Device device, const char* op) {
+    const Format& format = *layout.format;
+    const bool is_delayed = format.amax_history.length > 0;
+    const bool fits = is_delayed ? state.size() == 2
+                                 : state.empty() || (state.size() == 1 && format.scales_in_grid());
+    TORCH_CHECK_VALUE(fits, fmt::format("{}: {} needs {}, got {} state tensors", op, format.name,
+                                        is_delayed                ? "2 state tensors"
+                                        : format.scales_in_grid() ? "none, or known amaxes"
+                                                                  : "no state tensors",
+                                        state.size()));
+    if (state.empty()) return;
+    const Tensor& scaled_by = state.back();
+    const int64_t first = is_delayed ? kInUse : 0;
+    TORCH_CHECK_VALUE(
+        scaled_by.scalar_type() == at::kFloat && scaled_by.is_contiguous() &&
+            scaled_by.numel() >= first + layout.grid_numel() && scaled_by.device() == device,
+        fmt::format("{}: a {} weight of shape ({}, {}) is scaled by {} numbers, float32 on its "
+                    "device; got {} of shape {}",
+                    op, format.name, layout.rows, layout.cols, layout.grid_numel(),
+                    c10::toString(scaled_by.scalar_type()), scaled_by.sizes().vec()));
+    if (is_delayed) delayed = ScalingState::of(layout, state);
+    amax = scaled_by.const_data_ptr<float>() + first;
+  }
+};
+
 /// The layout of a plain weight that is quantized for one use.
-Layout checked_layout(const Tensor& weight, const Format& format, at::TensorList state,
-                      const char* op) {
+Layout checked_layout(const Tensor& weight, const Format& format, const char* op) {
   TORCH_CHECK_TYPE(is_value_dtype(weight.scalar_type()),
                    fmt::format("{}: a weight that is quantized at each use must be float32, "
                                "bfloat16 or float16, got {}",
@@ -32,10 +64,6 @@ Layout checked_layout(const Tensor& weight, const Format& format, at::TensorList
                     fmt::format("{}: {} rounds what optimizer steps make, and a weight that stays "
                                 "plain is not rounded; use nearest rounding",
                                 op, format.name));
-  const bool is_delayed = format.amax_history.length > 0;
-  TORCH_CHECK_VALUE(state.size() == (is_delayed ? 2u : 0u),
-                    fmt::format("{}: {} needs {} state tensors, got {}", op, format.name,
-                                is_delayed ? 2 : 0, state.size()));
   const Layout layout = whole_layout(format, weight.size(0), weight.size(1));
   TORCH_CHECK_VALUE(
       layout.fits(),
@@ -44,9 +72,7 @@ Layout checked_layout(const Tensor& weight, const Format& format, at::TensorList
   return layout;
 }
 
-/// Writes image and grid. Delayed scaling scales by what its state says, other formats by the
-/// amaxes of the values.
-void write_codes(const Tensor& weight, const Layout& layout, at::TensorList state,
+void write_codes(const Tensor& weight, const Layout& layout, const UseScaling& scaling,
                  const Tensor& image, const Tensor& grid) {
   if (layout.rows == 0 || layout.cols == 0) return;
   const Tensor values = weight.contiguous();
@@ -57,16 +83,8 @@ void write_codes(const Tensor& weight, const Layout& layout, at::TensorList stat
   task.image = image.mutable_data_ptr<uint8_t>();
   task.grid = grid.defined() ? grid.mutable_data_ptr<float>() : nullptr;
   const Stream stream = current_stream(values.device());
-  if (!state.empty()) {
-    const Tensor& in_use = state[1];
-    TORCH_CHECK_VALUE(layout.grid_numel() == 1 && in_use.scalar_type() == at::kFloat &&
-                          in_use.is_contiguous() && in_use.numel() > kInUse &&
-                          in_use.device() == values.device(),
-                      fmt::format("qshard: a weight of shape ({}, {}) is scaled by float32 state "
-                                  "on its device; got {} of shape {}",
-                                  layout.rows, layout.cols, c10::toString(in_use.scalar_type()),
-                                  in_use.sizes().vec()));
-    task.amax = in_use.mutable_data_ptr<float>() + kInUse;  // read only
+  if (scaling.amax) {
+    task.amax = const_cast<float*>(scaling.amax);  // quantize() only reads it
     return quantize({&task, 1}, stream);
   }
   const auto amax = at::empty({amax_numel(layout, {})}, values.options().dtype(at::kFloat));
@@ -79,7 +97,8 @@ void write_codes(const Tensor& weight, const Layout& layout, at::TensorList stat
 LinearWeight quantize_for_use(const Tensor& weight, const Format& format, at::TensorList state,
                               WeightUse use, const char* op) {
   RowImage rows;
-  rows.layout = checked_layout(weight, format, state, op);
+  rows.layout = checked_layout(weight, format, op);
+  const UseScaling scaling(rows.layout, state, weight.device(), op);
   // dgrad reads the columnwise image; both are written where one is.
   if (format.columnwise && use == WeightUse::kForward) rows.layout.images = Images::kRowwise;
   const Layout& layout = rows.layout;
@@ -88,28 +107,26 @@ LinearWeight quantize_for_use(const Tensor& weight, const Format& format, at::Te
     rows.grid =
         at::empty({layout.grid_rows(), layout.grid_cols()}, weight.options().dtype(at::kFloat));
   }
-  if (use != WeightUse::kWgradOnly) write_codes(weight, layout, state, rows.image, rows.grid);
+  if (use != WeightUse::kWgradOnly) write_codes(weight, layout, scaling, rows.image, rows.grid);
   LinearWeight used{matrix_of(std::move(rows), weight.size(0))};
-  if (!state.empty()) {
-    used.amax_history = state[0];
-    used.scaling_amax = state[1];
-  }
+  used.amax_history = scaling.delayed.amax_history;
+  used.scaling_amax = scaling.delayed.scaling_amax;
   return used;
 }
 
 Tensor quantize_for_uses(const Tensor& weight, c10::string_view format,
                          const std::vector<Tensor>& state) {
   PlainGuard guard;
-  const Layout layout =
-      checked_layout(weight, format_named(format), state, "qshard::_quantize_for_uses");
+  const char* const op = "qshard::_quantize_for_uses";
+  const Layout layout = checked_layout(weight, format_named(format), op);
+  const UseScaling scaling(layout, state, weight.device(), op);
   c10::OptionalDeviceGuard device_guard(weight.device());
   const auto dtype = weight.scalar_type();
   const auto planes =
       QuantizedBuffer::allocate(layout, dtype, /*keeps_master=*/false, weight.device());
-  write_codes(weight, layout, state, planes->image(), planes->grid());
+  write_codes(weight, layout, scaling, planes->image(), planes->grid());
   auto buffer = QuantizedBuffer::over_planes(Placement(layout, /*is_shard=*/false), dtype, {},
-                                             planes->code_bytes(), {},
-                                             ScalingState::of(layout, state), false);
+                                             planes->code_bytes(), {}, scaling.delayed, false);
   return make_tensor(std::move(buffer), weight.sizes());
 }
 

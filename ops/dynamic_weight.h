@@ -14,9 +14,10 @@ namespace qshard {
 /// What a use reads of the weight: wgrad reads nothing but what collects amaxes.
 enum class WeightUse { kForward, kDgrad, kWgradOnly };
 
-/// A plain weight (N, K) quantized for one use. `state`: empty, or delayed scaling's amax_history
-/// and scaling_amax, float32 on the weight's device: codes are then scaled by what is in use there,
-/// and the linear collects amaxes in them (kernels/scaling_state.h).
+/// A plain weight (N, K) quantized for one use. `state`, float32 on the weight's device: empty; of
+/// formats with all scales in a grid perhaps the weight's amaxes, (grid_rows * grid_cols,), which
+/// are then not looked for; or delayed scaling's amax_history and scaling_amax: codes are scaled by
+/// what is in use there, and the linear collects amaxes in them (kernels/scaling_state.h).
 /// @throws c10::TypeError for other dtypes than float32, bfloat16 and float16; c10::ValueError for
 /// other than two dimensions, rows that the format cannot have, stochastic rounding and state
 /// tensors that are not the format's. All name `op`.

@@ -28,6 +28,8 @@ class DynamicWeight:
     uses: modules that read the weight in a forward. Of several the first quantizes it, and its codes are
         kept until the backward of the last; alone, a weight is quantized again in backward.
     managed: somebody else, who knows the shards of the weight, keeps the state up to date.
+    known_amax: of current scaling, [float32 (grid,)] while somebody knows the amaxes of the weight as it is
+        read: uses look for none. Else empty.
     """
 
     def __init__(self, format: str, shape: tuple[int, int], group: str = ""):
@@ -37,17 +39,22 @@ class DynamicWeight:
         tables = ops._state(ops.quantize(values, format)).values()
         self.state = [torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in tables]
         self.owner = None  # a module that has the weight
-        self.uses, self.managed = 0, False
+        self.uses, self.managed, self.known_amax = 0, False, []
         self._seen = None  # version and address of the values that `state` is of
         self._shared = None  # weight, what it was, quantized tensor, uses left
 
     def __getstate__(self):
-        return {**self.__dict__, "_seen": None, "_shared": None, "managed": False}
+        return {**self.__dict__, "_seen": None, "_shared": None, "managed": False, "known_amax": []}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
         if self.state:
             _delayed.add(self)
+
+    @property
+    def scaling(self) -> list[torch.Tensor]:
+        """What a use reads: ops.linear's weight_state."""
+        return self.state or self.known_amax
 
     def linear(self, module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
         weight = module.weight
@@ -76,7 +83,7 @@ class DynamicWeight:
             module.bias,
             weight_only=module.weight_only,
             format=self.format,
-            weight_state=self.state,
+            weight_state=self.scaling,
         )
 
     def embedding(self, module: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
@@ -100,7 +107,7 @@ class DynamicWeight:
         key = (*_seen(weight), torch.is_grad_enabled())
         shared = self._shared
         if shared is None or shared[0] is not weight or shared[1] != key:
-            quantized = _QuantizeForUses.apply(weight, self.format, *self.state)
+            quantized = _QuantizeForUses.apply(weight, self.format, *self.scaling)
             shared = [weight, key, quantized, self.uses]
         shared[3] -= 1
         self._shared = shared if shared[3] > 0 else None

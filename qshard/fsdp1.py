@@ -193,7 +193,7 @@ class _Unit:
     def remove(self):
         self.handle.__dict__.pop("_all_gather_flat_param", None)
         for weight in self.weights:
-            weight.dynamic.managed = False
+            weight.dynamic.managed, weight.dynamic.known_amax = False, []
 
     def _has_buffer_of_its_own(self):
         return self.is_sharded and self.handle._uses_param_mixed_precision
@@ -281,10 +281,15 @@ class _Unit:
     def all_gather(self, handle, out):
         """In place of FlatParamHandle._all_gather_flat_param: fills `out`, the padded unsharded flat
         parameter in the dtype of forward and backward."""
-        if handle._force_full_precision or getattr(handle, "_use_fake_all_gather", False):
-            return type(handle)._all_gather_flat_param(handle, out)
-        if self.is_written():
+        sends_codes = not (handle._force_full_precision or getattr(handle, "_use_fake_all_gather", False))
+        if sends_codes and self.is_written():
             agree([self])
+        # Of whole values somebody may write some before they are read.
+        for weight in self.weights:
+            is_known = sends_codes and weight.sends_codes and not weight.dynamic.state
+            weight.dynamic.known_amax = [weight.amax] if is_known else []
+        if not sends_codes:
+            return type(handle)._all_gather_flat_param(handle, out)
         nbytes = self.message_bytes(out.element_size())
         device = self.local_shard().device
         sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -380,9 +385,12 @@ def _words(weights, delayed, device):
 
 
 def _take_amaxes(weights, words):
+    """In place: a backward reads what holds for the codes that are gathered for it."""
     sizes = [weight.grid_numel for _, weight in weights]
-    for (_, weight), amax in zip(weights, words[: sum(sizes)].split(sizes)):
-        weight.amax = amax
+    for _, weight in weights:
+        if weight.amax is None or weight.amax.device != words.device:
+            weight.amax = words.new_empty(weight.grid_numel)
+    torch._foreach_copy_([weight.amax for _, weight in weights], words[: sum(sizes)].split(sizes))
 
 
 def _take_scales(weights):
@@ -404,8 +412,7 @@ def _update_delayed(delayed, activations, stepped, found_inf):
         amax = torch.stack([torch.cat([weight.amax, activations[i]]) for i, weight in members])
         dynamics = [weight.dynamic for _, weight in members]
         update_state(dynamics, amax, dtype, is_step, found_inf if is_step else None)
-        for (_, weight), row in zip(members, amax):
-            weight.amax = row[:1].clone()
+        torch._foreach_copy_([weight.amax for _, weight in members], list(amax[:, :1]))
 
 
 def _move_state(dynamic, device):

@@ -203,7 +203,8 @@ def linear(
     weight_only: leave the input and its gradients in their dtype, and multiply by the dequantized weight.
     format: of the weight, for compiled code, where linears of one input then share its codes.
     weight_state: given, `weight` is plain and is quantized to `format` for this call, and, as autograd
-        saves it plain, again in backward. Empty, or of delayed scaling float32 (3, history), slot 0 of
+        saves it plain, again in backward. Empty; or where all scales are in a grid, perhaps its amaxes,
+        float32 (grid entries,), if they are known; or of delayed scaling float32 (3, history), slot 0 of
         whose rows collects amaxes of input and gradient, and (3, 3), where [0, 0] is what the weight is
         scaled by: kernels/scaling_state.h.
 

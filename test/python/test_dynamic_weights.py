@@ -456,6 +456,30 @@ def test_operators_refuse_what_does_not_fit():
         ops._amax_of_ranges([w.flatten()], ["float8_blockwise"], [16, 32, 1])
 
 
+@pytest.mark.parametrize("at", DEVICES)
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise"])
+def test_amaxes_that_are_known_are_not_looked_for(format, at):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 200, generator=generator).to(at)
+    w = torch.randn(130, 200, generator=generator).to(at)
+    amax = amax_of_ranges([w.flatten()], [Range(format, *w.shape, 0)])
+    results = []
+    for state in [], [amax], [4 * amax]:
+        weight = w.clone().requires_grad_()
+        inputs = x.clone().requires_grad_()
+        out = ops.linear(inputs, weight, format=format, weight_state=state)
+        out.square().sum().backward()
+        results.append((out, inputs.grad, weight.grad))
+    for alone, known in zip(results[0], results[1]):
+        assert torch.equal(alone, known)
+    coarser = ops.dequantize(ops._quantize_for_uses(w, format, [2.0**20 * amax]))
+    assert not torch.equal(coarser, ops.dequantize(ops.quantize(w, format)))
+    with pytest.raises(ValueError, match="is scaled by"):
+        ops.linear(x, w, format="float8_blockwise", weight_state=[torch.ones(3, device=at)])
+    with pytest.raises(ValueError, match="needs no state tensors, got 1"):
+        ops.linear(x, w, format="nvfp4", weight_state=[amax])
+
+
 # ------------------------------------------------------------------- ranges of flat parameters
 
 
