@@ -138,13 +138,16 @@ class Reader:
         piece = self.files[self.names[name]].get_slice(name)
         return tuple(piece.get_shape()), piece.get_dtype()
 
-    def rows(self, name, first, count):
-        """Slices [first, first + count) of the first dimension."""
+    def box(self, name, box):
+        """Of each dimension [first, first + count); no more than that is read."""
         piece = self.files[self.names[name]].get_slice(name)
-        if count == 0:
-            shape = piece.get_shape()
-            return piece[0:0] if shape[0] else self.all(name)
-        return piece[first : first + count]
+        shape = piece.get_shape()
+        if tuple(box) == tuple((0, size) for size in shape):
+            return self.all(name)
+        if any(count == 0 for _, count in box):  # safetensors has no empty windows of empty tensors
+            none = piece[0:0] if shape[0] else self.all(name)
+            return none.new_empty([count for _, count in box])
+        return piece[tuple(slice(first, first + count) for first, count in box)]
 
     def all(self, name):
         return self.files[self.names[name]].get_tensor(name)

@@ -20,11 +20,25 @@ _FAMILIES = {
     "nvfp4_1x16": "nvfp4",
 }
 _COLUMNS = {"mxfp8": 32, "nvfp4": 16}  # of a block
+_BLOCKS = {
+    "tensor": (1, 1),
+    "block": (128, 128),
+    "mxfp8": (32, 32),
+    "mxfp8_1x32": (1, 32),
+    "nvfp4": (16, 16),
+    "nvfp4_1x16": (1, 16),
+}
 
 
 def family_of(format: str) -> str:
     """What formats have in common for a file: tensor, block, mxfp8 or nvfp4."""
     return _FAMILIES[format.partition("[")[0].removesuffix("_fp32_scale")]
+
+
+def block_of(format: str) -> tuple[int, int]:
+    """Rows and columns with one scale; (1, 1) where the one scale of a tensor is all there is."""
+    base = format.partition("[")[0]
+    return _BLOCKS[base if base in _BLOCKS else family_of(base)]
 
 
 @dataclass(frozen=True)

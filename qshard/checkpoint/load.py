@@ -1,13 +1,16 @@
 """load_quantized."""
 
+import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from qshard.checkpoint import files, layouts
+from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import entries_of
-from qshard.checkpoint.ranks import Ranks, Rows
+from qshard.checkpoint.ranks import Ranks
+from qshard.quantize import flush
 
 ops = torch.ops.qshard
 _FUNCTION = "qshard.checkpoint.load_quantized"
@@ -19,8 +22,9 @@ def load_quantized(model: nn.Module, directory, *, names=None) -> None:
 
     model: with values (not on meta), quantized by the recipe of the files' blocks:
         Float8BlockScaling(use_f32_scales=True) for scales that are not powers of two. Plain, or after
-        `fully_shard` on any number of ranks: then a collective of all ranks, each of which reads the
-        rows that it holds.
+        `fully_shard`, `parallelize_module` or both, on any number of ranks: then a collective of all
+        ranks, each of which reads the rows and columns that it holds. Where tensor parallelism cuts
+        inside scale blocks, values come in and are quantized, and a warning says so.
     directory: config.json, whose quantization_config names the layout, and safetensors files with an
         index or without.
     names: as for `save_quantized`.
@@ -30,18 +34,34 @@ def load_quantized(model: nn.Module, directory, *, names=None) -> None:
     """
     tensors = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)]
     ranks = Ranks(tensors, _FUNCTION)
-    loads, error = [], None
+    entries, loads, error = None, [], None
     try:
-        loads = _checked_loads(model, Path(directory), names, ranks)
+        entries = entries_of(model, names)
+    except Exception as met:
+        error = met
+    ranks.agree(error)
+    boxes = boxes_of(entries, ranks)
+    try:
+        loads = _checked_loads(entries, boxes, Path(directory), ranks)
     except Exception as met:
         error = met
     ranks.agree(error)
     with torch.no_grad():
         for load in loads:
             load()
+        cut = [key for key, of_key in boxes.items() if not of_key.is_aligned]
+        if cut:
+            flush(model)
+    if cut and ranks.rank == 0:
+        warnings.warn(
+            f"{_FUNCTION}: {', '.join(cut)}: tensor parallelism cuts scale blocks of the files: "
+            "their values are quantized in blocks of each part, and the model's values are not those "
+            "of the files' codes",
+            stacklevel=2,
+        )
 
 
-def _checked_loads(model, directory, names, ranks):
+def _checked_loads(entries, boxes, directory, ranks):
     """Functions that load one tensor each, and have no reason left to fail."""
     config = files.read_json(directory / "config.json")
     if "quantization_config" not in config:
@@ -49,14 +69,11 @@ def _checked_loads(model, directory, names, ranks):
     layout = layouts.layout_of(config["quantization_config"])
     reader = files.Reader(directory)
     loads, used = [], set()
-    for entry in entries_of(model, names):
+    for entry in entries:
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.key} is on the meta device; call model.to_empty(device=...) first")
-        rows = Rows(entry.key, entry.tensor, ranks)
-        if entry.is_quantized:
-            load = _QuantizedLoad(entry, rows, reader, layout, ranks)
-        else:
-            load = _PlainLoad(entry, rows, reader, ranks)
+        kind = _QuantizedLoad if entry.is_quantized else _PlainLoad
+        load = kind(entry, boxes[entry.key], reader, layout, ranks)
         used.update(load.names)
         loads.append(load)
     unused = sorted(set(reader.names) - used)
@@ -83,8 +100,18 @@ def _check(reader, name, key, shapes, dtypes):
         )
 
 
+def _blocks_around(window, matrix, block):
+    """(first, count) of the whole blocks, of those that begin with `matrix`, around a window in it."""
+    (first, count), (start, size) = window, matrix
+    if count == 0:
+        return first - (first - start) % block, 0
+    begin = start + (first - start) // block * block
+    end = start + min(-(-(first + count - start) // block) * block, size)
+    return begin, end - begin
+
+
 class _PlainLoad:
-    def __init__(self, entry, rows, reader, ranks):
+    def __init__(self, entry, boxes, reader, layout, ranks):
         self.entry, self.reader, self.names = entry, reader, [entry.name]
         dtype = files.dtype_name(entry.tensor.dtype)
         dtypes = ("F32", "BF16", "F16") if entry.tensor.is_floating_point() else (dtype,)
@@ -96,21 +123,19 @@ class _PlainLoad:
                 "by qshard.quantize_ first"
             )
         _check(reader, entry.name, entry.key, [tuple(entry.tensor.shape)], dtypes)
-        self.window = None if rows.shard_dim is None else rows.window(ranks.rank)
+        self.box = boxes.held[ranks.rank]
 
     def check_numbers(self):
         pass
 
     def __call__(self):
         local = self.entry.local
-        if self.window is None:
-            local.copy_(self.reader.all(self.entry.name))
-        elif self.window[1]:
-            local.copy_(self.reader.rows(self.entry.name, *self.window))
+        if local.numel():
+            local.copy_(self.reader.box(self.entry.name, self.box))
 
 
 class _QuantizedLoad:
-    def __init__(self, entry, rows, reader, layout, ranks):
+    def __init__(self, entry, boxes, reader, layout, ranks):
         self.entry, self.reader = entry, reader
         self.format = ops.format(entry.local)
         scheme = layouts.scheme_for(layout, layouts.family_of(self.format))
@@ -123,12 +148,15 @@ class _QuantizedLoad:
             dtypes = [files.dtype_name(dtype)]
             dtypes += ["F8_E8M0"] if dtype is torch.uint8 and scheme.family == "mxfp8" else []
             _check(reader, name, entry.key, shapes, dtypes)
-        self.rows, self.window = entry.tensor.shape[0], rows.window(ranks.rank)
-        first, count = self.window
-        # mxfp8_1x32 is made of whole blocks of rows, of which the window is taken.
-        block = 32 if self.format.startswith("mxfp8_1x32") else 1
-        self.first = first // block * block
-        self.count = min(-(-(first + count) // block) * block, self.rows) - self.first if count else 0
+        self.box, self.matrix = boxes.held[ranks.rank], boxes.matrices[ranks.rank]
+        self.is_aligned = boxes.is_aligned
+        block = 32 if self.format.startswith("mxfp8_1x32") else 1, 1
+        if not self.is_aligned:
+            # Blocks are those of the whole matrix, from which values are taken.
+            self.matrix = tuple((0, size) for size in entry.tensor.shape)
+            block = tuple(map(max, block, layouts.block_of(self.format)))
+        # Whole blocks are read, where a window of them is no tensor: mxfp8_1x32 has them in rows, too.
+        self.read = tuple(_blocks_around(*pair) for pair in zip(self.box, self.matrix, block))
 
     def check_numbers(self):
         """Scales alone: few bytes, and all that can still be refused. The codes of zeros."""
@@ -139,26 +167,40 @@ class _QuantizedLoad:
 
     def __call__(self):
         local = self.entry.local
+        codes = self.reader.box(self.names[0], in_blocks(self.read, self._per_code))
+        read = self._tensor(codes)
+        window = tuple(
+            slice(first - start, first - start + count)
+            for (first, count), (start, _) in zip(self.box, self.read)
+        )
+        if not self.is_aligned:  # the flush of all ranks quantizes them
+            local.copy_(ops.dequantize(read, dtype=torch.float32)[window])
+            return
         state = {name: tensor.clone() for name, tensor in ops._state(local).items()}
-        first = self.window[0] - self.first
-        read = self._tensor(self.reader.rows(self.names[0], self.first, self.count))
-        local.copy_(read.narrow(0, first, self.window[1]))
+        local.copy_(read.narrow(0, window[0].start, self.box[0][1]))
         # What the format remembers of training is the model's.
         for name, tensor in ops._state(local).items():
             tensor.copy_(state[name])
 
+    @property
+    def _per_code(self):
+        return 1, 2 if self.scheme.family == "nvfp4" else 1
+
     def _tensor(self, codes):
-        local, scheme = self.entry.local, self.scheme
-        columns = self.entry.tensor.shape[1]
-        code_dtype, code_shape = scheme.tensors(self.rows, columns)[scheme.codes]
+        local, scheme, tensor_scale = self.entry.local, self.scheme, None
         if codes is None:
-            codes = torch.zeros(self.count, code_shape[1], dtype=torch.uint8).view(code_dtype)
-        tensor_scale = None
-        if scheme.family in ("tensor", "block"):
-            scale = self.reader.all(self.names[1])
-            scale = scale.reshape(1, 1) if scheme.family == "tensor" else scale
+            code_dtype, _ = scheme.tensors(*self.entry.tensor.shape)[scheme.codes]
+            sizes = [count for _, count in in_blocks(self.read, self._per_code)]
+            codes = torch.zeros(sizes, dtype=torch.uint8).view(code_dtype)
+        # from_planes takes a grid of fp32 scales of all rows of the matrix.
+        rows, columns = self.matrix[0], self.read[1]
+        if scheme.family == "tensor":
+            scale = self.reader.all(self.names[1]).reshape(1, 1)
+        elif scheme.family == "block":
+            scale = self.reader.box(self.names[1], in_blocks((rows, columns), (128, 128)))
         else:
-            scale = self.reader.rows(self.names[1], self.first, self.count)
+            size = 32 if scheme.family == "mxfp8" else 16
+            scale = self.reader.box(self.names[1], in_blocks(self.read, (1, size)))
             if scheme.family == "mxfp8":
                 scale = scale.view(torch.float8_e8m0fnu)
         if scheme.tensor_scale:
@@ -169,9 +211,9 @@ class _QuantizedLoad:
             self.format,
             tensor_scale_inv=tensor_scale,
             dtype=local.dtype,
-            keep_master=ops._keeps_master(local),
-            logical_rows=self.rows,
-            row_offset=self.first,
+            keep_master=self.is_aligned and ops._keeps_master(local),
+            logical_rows=rows[1],
+            row_offset=self.read[0][0] - rows[0],
         )
 
     def _tensor_scale(self):

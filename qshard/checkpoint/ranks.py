@@ -81,7 +81,7 @@ class Ranks:
 
 
 class Rows:
-    """Which ranks hold which slices of a tensor's first dimension."""
+    """Which ranks hold which slices of a tensor's first dimension, of which scales are saved."""
 
     def __init__(self, name, tensor, ranks):
         self.tensor = tensor
@@ -93,8 +93,8 @@ class Rows:
         if is_quantized(tensor) and ops._tensor_groups(local_of(tensor)):
             # Its parts have scale blocks of their own, which need not be those of the whole.
             raise NotImplementedError(
-                f"{name} is cut by tensor parallelism; take the model's state_dict through DCP to a "
-                "model that fully_shard alone has sharded, or to one process"
+                f"{name} is cut by tensor parallelism, whose parts have scale blocks of their own; "
+                "leave out scales=True: the model's state_dict holds the weight's values"
             )
         if self.mesh.size() != ranks.size:
             raise NotImplementedError(

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from qshard.checkpoint import files, layouts
+from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import Entry, entries_of, plain_linears
-from qshard.checkpoint.ranks import Ranks, Rows
+from qshard.checkpoint.ranks import Ranks
 from qshard.quantize import flush
 from qshard.scale_groups import siblings
 
@@ -26,8 +27,9 @@ def save_quantized(
     index, and config.json with its quantization_config, beside what is there or `model.config`
     gives. Values are those of the codes, not of masters.
 
-    model: plain, or after `fully_shard`: then a collective of all ranks, which see one directory.
-        Each rank writes files of its own, and gathers one weight at a time for them.
+    model: plain, or after `fully_shard`, `parallelize_module` or both: then a collective of all ranks,
+        which see one directory. Each rank writes files of its own, and gathers one weight at a time
+        for them.
     directory: made if need be; one that holds safetensors files is an error.
     layout: "deepseek-fp8" for float8_blockwise; "compressed-tensors" for float8_tensorwise,
         float8_delayed, float8_blockwise, mxfp8, nvfp4; "modelopt" for mxfp8 and nvfp4.
@@ -37,15 +39,22 @@ def save_quantized(
 
     NVFP4 weights of q/k/v_proj, of gate/up_proj, of wq/wk/wv and of w1/w3 have one tensor scale in
     engines: where theirs differ (see quantize_'s share_tensor_scale) they are quantized together, from
-    their masters if kept, and a warning says so.
+    their masters if kept, and a warning says so. So are weights, each by itself, that tensor parallelism
+    has cut inside scale blocks: blocks of the parts are none of the whole.
     Under DistributedDataParallel call it on one rank. Raises by name before anything is written.
     """
-    plan, config, error = None, None, None
-    entries = list(model.state_dict(keep_vars=True).values())
-    ranks = Ranks([t for t in entries if isinstance(t, torch.Tensor)], _FUNCTION)
+    entries, plan, config, error = None, None, None, None
+    tensors = list(model.state_dict(keep_vars=True).values())
+    ranks = Ranks([t for t in tensors if isinstance(t, torch.Tensor)], _FUNCTION)
     directory = Path(directory)
     try:
-        plan = _Plan(model, layout, names, ranks, max_file_bytes)
+        entries = entries_of(model, names)
+    except Exception as met:
+        error = met
+    ranks.agree(error)
+    boxes = boxes_of(entries, ranks)
+    try:
+        plan = _Plan(model, entries, boxes, layout, max_file_bytes)
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.glob("*.safetensors")):
             raise FileExistsError(f"{directory} holds safetensors files; give an empty directory")
@@ -57,6 +66,8 @@ def save_quantized(
         flush(model)
         plan.group(ranks)
         _write(plan, directory, config, ranks)
+    for said in plan.warnings if ranks.rank == 0 else []:
+        warnings.warn(f"{_FUNCTION}: {said}", stacklevel=2)
 
 
 @dataclass
@@ -66,6 +77,7 @@ class _Unit:
 
     entries: list[Entry]
     tensors: dict  # {name in file: (dtype, shape)}
+    is_requantized: bool = False
     writer: int = 0
     file: int = 0
 
@@ -77,13 +89,12 @@ class _Unit:
 class _Plan:
     """Equal on all ranks."""
 
-    def __init__(self, model, layout, names, ranks, max_file_bytes):
+    def __init__(self, model, entries, boxes, layout, max_file_bytes):
         layouts.scheme_for(layout, "mxfp8" if layout == "modelopt" else "block")  # a known one
-        self.entries = entries_of(model, names)
+        self.entries, self.boxes = entries, boxes
         self.ignore = plain_linears(model, self.entries)
         self.max_file_bytes = max_file_bytes
-        self.rows = {e.key: Rows(e.key, e.tensor, ranks) for e in self.entries}
-        self.scheme = None
+        self.scheme, self.warnings = None, []
         for entry in self.entries:
             if entry.tensor.is_meta:
                 raise ValueError(f"{entry.key} is on the meta device and has no values")
@@ -118,13 +129,21 @@ class _Plan:
 
     def group(self, ranks):
         """Units, their writers and files."""
-        units, together = [], self._to_requantize(ranks)
+        cut = [e.key for e in self.entries if not self.boxes[e.key].is_aligned]
+        if cut:
+            self.warnings.append(
+                f"{', '.join(cut)}: tensor parallelism has cut scale blocks of "
+                "what readers take for one matrix: each is quantized as a whole, and the files' "
+                "values are not those of the model's codes"
+            )
+        units, together = [], self._to_requantize(cut, ranks)
         in_group = {e.key: group for group in together for e in group}
         for entry in self.entries:
             group = in_group.get(entry.key, [entry])
             if group[0] is entry:
                 tensors = {k: v for e in group for k, v in self._specs(e).items()}
-                units.append(_Unit(group, tensors))
+                is_requantized = len(group) > 1 or entry.key in cut
+                units.append(_Unit(group, tensors, is_requantized))
         filled = [0] * ranks.size
         for unit in sorted(units, key=lambda u: -u.nbytes):
             unit.writer = filled.index(min(filled))
@@ -140,7 +159,7 @@ class _Plan:
             i: f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)
         }
 
-    def _to_requantize(self, ranks):
+    def _to_requantize(self, cut, ranks):
         if self.scheme.tensor_scale is None:
             return []
         scales = {}
@@ -149,21 +168,23 @@ class _Plan:
                 scales[entry.key] = ops.tensor_scale_inv(entry.local).item()
         scales = {key: scale for known in reversed(ranks.all(scales)) for key, scale in known.items()}
         by_name = {e.module: e for e in self.entries if e.is_quantized}
-        groups = []
+        apart, cut_ones = [], []
         for members in siblings(by_name):
-            of_one_input = len({member.tensor.shape[1] for member in members}) == 1
-            if of_one_input and len({scales.get(member.key) for member in members}) > 1:
-                groups.append(members)
-        if groups and ranks.rank == 0:
-            first = ", ".join(e.key for e in groups[0])
-            more = f", as {len(groups) - 1} more such groups," if len(groups) > 1 else ""
-            warnings.warn(
-                f"{_FUNCTION}: {first}{more} have NVFP4 tensor scales of their own, where engines that "
-                "fuse them read one: they are quantized together, and the files' values are not "
-                "those of the model's codes",
-                stacklevel=4,
+            if len({member.tensor.shape[1] for member in members}) > 1:
+                continue  # not of one input
+            if len({scales.get(member.key) for member in members}) > 1:
+                apart.append(members)
+            elif any(member.key in cut for member in members):
+                cut_ones.append(members)  # by itself one might take another scale than the others
+        if apart:
+            first = ", ".join(e.key for e in apart[0])
+            more = f", as {len(apart) - 1} more such groups," if len(apart) > 1 else ""
+            self.warnings.append(
+                f"{first}{more} have NVFP4 tensor scales of their own, where engines that fuse them read "
+                "one: they are quantized together, and the files' values are not those of the model's "
+                "codes"
             )
-        return groups
+        return apart + cut_ones
 
 
 def _write(plan, directory, config, ranks):
@@ -214,9 +235,10 @@ def _tensors_of(unit, plan, ranks, scales):
     """{name: tensor} on the unit's writer, None elsewhere."""
     entry = unit.entries[0]
     if not entry.is_quantized:
-        whole = _gather_rows(entry.local, plan.rows[entry.key], unit.writer, ranks)
+        boxes = plan.boxes[entry.key].holders(unit.writer)
+        whole = _gather(entry.local, boxes, entry.tensor.shape, unit.writer, ranks)
         return None if whole is None else {entry.name: whole}
-    if len(unit.entries) > 1:
+    if unit.is_requantized:
         planes = _requantized(unit, plan, ranks)
     else:
         planes = [_gathered(entry, plan, unit.writer, ranks)]
@@ -239,57 +261,50 @@ def _tensors_of(unit, plan, ranks, scales):
     return result
 
 
-def _gather_rows(local, rows, writer, ranks):
-    """A tensor of the local ones; None where this rank is not the writer."""
-    holders = rows.holders(writer)
-    row_bytes = torch.Size(local.shape[1:]).numel() * local.dtype.itemsize
-    pieces = ranks.gather(local, {r: count * row_bytes for r, (_, count) in holders.items()}, writer)
+def _gather(local, boxes, shape, writer, ranks):
+    """A tensor of the parts that the ranks of `boxes` hold; None where this rank is not the writer.
+    Boxes that overlap, as those of scales of blocks of several ranks, hold the same."""
+    counts = {rank: torch.Size(n for _, n in box) for rank, box in boxes.items()}
+    sources = {rank: sizes.numel() * local.dtype.itemsize for rank, sizes in counts.items()}
+    pieces = ranks.gather(local, sources, writer)
     if pieces is None or writer != ranks.rank:
         return None
-    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return flat.view(local.dtype).reshape((*rows.shape[:1], *local.shape[1:]))
+    if len(pieces) == 1:
+        return pieces[0].view(local.dtype).reshape(shape)
+    whole = torch.empty(shape, dtype=local.dtype, device=pieces[0].device)
+    for piece, box, sizes in zip(pieces, boxes.values(), counts.values()):
+        if sizes.numel():
+            at = tuple(slice(first, first + count) for first, count in box)
+            whole[at] = piece.view(local.dtype).reshape(sizes)
+    return whole
 
 
 def _gathered(entry, plan, writer, ranks):
     """(codes, scale_inv, tensor_scale_inv) of the whole weight on the writer."""
-    rows, local, family = plan.rows[entry.key], entry.local, plan.scheme.family
-    codes = _gather_rows(ops.codes(local), rows, writer, ranks)
+    boxes, local, family = plan.boxes[entry.key].holders(writer), entry.local, plan.scheme.family
+    rows, columns = entry.tensor.shape
+
+    def plane(piece, block):
+        """One entry per block."""
+        of_blocks = {rank: in_blocks(box, block) for rank, box in boxes.items()}
+        # Rows of nobody's matter to no box.
+        of_blocks = {
+            rank: box if all(n for _, n in box) else ((0, 0), (0, 0))
+            for rank, box in of_blocks.items()
+        }
+        shape = -(-rows // block[0]), -(-columns // block[1])
+        return _gather(piece, of_blocks, shape, writer, ranks)
+
+    whole = rows, columns
+    codes = plane(ops.codes(local), (1, 2 if family == "nvfp4" else 1))
     scale = ops.scale_inv(local)
-    if family in ("mxfp8", "nvfp4"):
-        scale = _gather_rows(scale, rows, writer, ranks)
-        tensor_scale = None
-        if family == "nvfp4":
-            tensor_scale = _gather_grid(ops.tensor_scale_inv(local), rows, None, 1, writer, ranks)
-        return codes, scale, tensor_scale
-    count, columns = entry.tensor.shape
     if family == "tensor":
-        return codes, _gather_grid(scale, rows, None, 1, writer, ranks), None
-    grid = _gather_grid(scale, rows, 128, -(-columns // 128), writer, ranks)
-    return codes, grid, None
-
-
-def _gather_grid(piece, rows, block, columns, writer, ranks):
-    """The fp32 scales of all rows. Ranks hold those of the blocks that they have rows of; a block of
-    several ranks has one scale."""
-    holders = rows.holders(writer)
-
-    def window(first, count):
-        if count == 0:
-            return 0, 0
-        if block is None:
-            return 0, 1
-        return first // block, (first + count - 1) // block + 1 - first // block
-
-    windows = {rank: window(*held) for rank, held in holders.items()}
-    pieces = ranks.gather(piece, {r: 4 * columns * n for r, (_, n) in windows.items()}, writer)
-    if pieces is None or writer != ranks.rank:
-        return None
-    total = 1 if block is None else -(-rows.shape[0] // block)
-    grid = torch.ones(total, columns)
-    for flat, (first, count) in zip(pieces, windows.values()):
-        if count:
-            grid[first : first + count] = flat.cpu().view(torch.float32).view(count, columns)
-    return grid
+        return codes, plane(scale, whole), None
+    if family == "block":
+        return codes, plane(scale, (128, 128)), None
+    scale = plane(scale, (1, 32 if family == "mxfp8" else 16))
+    tensor_scale = plane(ops.tensor_scale_inv(local), whole) if family == "nvfp4" else None
+    return codes, scale, tensor_scale
 
 
 def _requantized(unit, plan, ranks):
@@ -299,10 +314,11 @@ def _requantized(unit, plan, ranks):
         local = entry.local
         kept = ops.master(local)
         value = kept if kept is not None else ops.dequantize(local, dtype=torch.float32)
-        value = _gather_rows(value, plan.rows[entry.key], unit.writer, ranks)
+        boxes = plan.boxes[entry.key].holders(unit.writer)
+        value = _gather(value, boxes, entry.tensor.shape, unit.writer, ranks)
         if value is None:
             continue
-        padding = -value.shape[0] % 16
+        padding = -value.shape[0] % 16 if len(unit.entries) > 1 else 0
         values.append(nn.functional.pad(value.float(), (0, 0, 0, padding)))
         windows.append((end, end + value.shape[0]))
         end += value.shape[0] + padding
@@ -310,7 +326,10 @@ def _requantized(unit, plan, ranks):
         return None
     format = ops.format(unit.entries[0].local).partition("[")[0]
     whole = ops.quantize(torch.cat(values), format)
-    codes, scale, tensor_scale = ops.codes(whole), ops.scale_inv(whole), ops.tensor_scale_inv(whole)
+    codes, scale = ops.codes(whole), ops.scale_inv(whole)
+    tensor_scale = ops.tensor_scale_inv(whole) if plan.scheme.tensor_scale else None
+    if len(windows) == 1:
+        return [(codes, scale, tensor_scale)]
     return [(codes[a:b], scale[a:b], tensor_scale) for a, b in windows]
 
 

@@ -120,6 +120,7 @@ BUDGETS_S = {
     "test_nn_compile": 45,  # Inductor's first compilation
     "test_nn_sharded": 60,
     "test_low_bit_checkpoints": 60,
+    "test_low_bit_tensor_parallel": 90,
     "test_replicas": 60,
     "test_shared_scales": 45,
     "test_nobody_hangs": 90,  # one case waits for the process group's timeout
