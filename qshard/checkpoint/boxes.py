@@ -41,14 +41,24 @@ class Boxes:
 
 
 def boxes_of(entries, ranks):
-    """{key: Boxes}. One collective. Raises, on all ranks, NotImplementedError by name."""
+    """{key: Boxes}. A collective. Raises, on all ranks, NotImplementedError by name."""
     own, error = {}, None
     try:
         own = {entry.key: _own(entry) for entry in entries}
+    except Exception as met:
+        error = met
+    ranks.agree(error)
+    result = {}
+    try:
+        result = _together(entries, ranks.all(own), ranks)
     except NotImplementedError as met:
         error = met
     ranks.agree(error)
-    everywhere, result = ranks.all(own), {}
+    return result
+
+
+def _together(entries, everywhere, ranks):
+    result = {}
     for entry in entries:
         if any(entry.key not in of_rank for of_rank in everywhere):
             raise NotImplementedError(f"{entry.key} is not in the model of every rank")

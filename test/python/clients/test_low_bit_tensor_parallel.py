@@ -206,3 +206,75 @@ def test_errors_are_those_of_all_ranks(tmp_path, shape):
         assert "save_quantized: layout 'modelopt' has no weights of block scaling" in errors[0]
         assert "load_quantized: up.weight is F8_E4M3 [384, 128] in the files" in errors[1]
     assert_same_bytes(files_of(tmp_path), before)
+
+
+def save_without_masters(format, dim, hidden, shape, directory):
+    """The values of the files, by one process, are those of quantizing the model's own once more."""
+    texts, values, _ = save(format, dim, hidden, shape, directory, keep_master=False)
+    base = RECIPES[format].format
+    again = {name: ops.quantize(values[name], base) for name in BOTH}
+    return texts, {name: ops.dequantize(value) for name, value in again.items()}
+
+
+@pytest.mark.parametrize("format, dim, hidden", [("float8_blockwise", 100, 257), ("nvfp4", 80, 176)])
+def test_cut_weights_without_masters_are_quantized_once_more(tmp_path, format, dim, hidden):
+    (texts, want), *_ = World("cpu", 4).run(
+        save_without_masters, format, dim, hidden, (2, 2), tmp_path
+    )
+    assert len(texts) == 1
+    model = model_of(format, dim, hidden, None)
+    load_quantized(model, tmp_path)
+    got = code_values(model)
+    assert all(torch.equal(got[name], want[name]) for name in BOTH)
+
+
+def one_rank_has_more(directory):
+    model = model_of("float8_blockwise", 128, 256, (1, 2))
+    if dist.get_rank() == 1:
+        model.more = torch.nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError, match="more.weight is not in the model of every rank"):
+        save_quantized(model, directory / "new", layout="deepseek-fp8")
+
+
+def test_ranks_with_other_models_are_refused(tmp_path):
+    World("cpu", 2).run(one_rank_has_more, tmp_path)
+    assert not (tmp_path / "new").exists()
+
+
+class Fused(torch.nn.Module):
+    """gate_proj and up_proj, of which a cut over two ranks goes through blocks of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(96, 176, bias=False)
+        self.up_proj = torch.nn.Linear(96, 176, bias=False)
+
+
+def fused(shape=None):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model, options = Fused(), {}
+    with torch.no_grad():
+        model.up_proj.weight.mul_(3)
+    if shape is not None:
+        tp_mesh = full_mesh(*shape, names=("dp", "tp"))["tp"]
+        parallelize_module(model, tp_mesh, {n: ColwiseParallel() for n in ("gate_proj", "up_proj")})
+        options = {"tp_mesh": tp_mesh}
+    qshard.quantize_(model, RECIPES["nvfp4"], share_tensor_scale=True, **options)
+    qshard.flush(model)
+    return model
+
+
+def save_fused(directory):
+    return said(save_quantized, fused((1, 2)), directory, layout="modelopt")
+
+
+def test_cut_weights_that_share_a_scale_still_do(tmp_path):
+    model = fused()
+    save_quantized(model, tmp_path / "one", layout="modelopt")
+    texts, _ = World("cpu", 2).run(save_fused, tmp_path / "many")
+    assert len(texts) == 1 and "gate_proj.weight, up_proj.weight: tensor parallelism" in texts[0]
+    files = files_of(tmp_path / "many")
+    assert torch.equal(files["gate_proj.weight_scale_2"], files["up_proj.weight_scale_2"])
+    assert_same_bytes(files, files_of(tmp_path / "one"))
