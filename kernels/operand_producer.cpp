@@ -70,6 +70,23 @@ QuantizedMatrix SharedOperand::codes(const OperandRequest& request) const {
   return PlainOperand::codes(request);
 }
 
+QuantizedMatrix CachedOperand::codes(const OperandRequest& request) const {
+  if (request.arrangement != Arrangement::kPacked) return source_.codes(request);
+  if (!made_.has(request.orientations, Arrangement::kPacked)) {
+    OperandRequest all = request;
+    all.orientations.rowwise |= asked_.rowwise;
+    all.orientations.columnwise |= asked_.columnwise;
+    made_ = source_.codes(all);
+    has_amax_ = true;
+  }
+  return made_;
+}
+
+void CachedOperand::collect_amax(const DelayedAmax& delayed) const {
+  if (!has_amax_) source_.collect_amax(delayed);
+  has_amax_ = true;
+}
+
 QuantizedMatrix QuantizedOperand::codes(const OperandRequest& request) const {
   OperandRequest rest = request;
   rest.orientations = missing(codes_, request);

@@ -85,6 +85,25 @@ class SharedOperand final : public PlainOperand {
   SharedInput input_;
 };
 
+/// One whose packed codes are made once, for several GEMMs of one linear: at the first of them in
+/// all orientations `asked` for.
+class CachedOperand final : public OperandProducer {
+ public:
+  CachedOperand(const OperandProducer& source, Orientations asked)
+      : OperandProducer(source.options()), source_(source), asked_(asked) {}
+
+  at::IntArrayRef sizes() const override { return source_.sizes(); }
+  QuantizedMatrix codes(const OperandRequest& request) const override;
+  at::Tensor values(at::ScalarType dtype) const override { return source_.values(dtype); }
+  void collect_amax(const DelayedAmax& delayed) const override;
+
+ private:
+  const OperandProducer& source_;
+  Orientations asked_;
+  mutable QuantizedMatrix made_ = {};
+  mutable bool has_amax_ = false;
+};
+
 /// What was quantized before: by an operator of its own, by an earlier pass, by another rank.
 /// Codes that a GEMM reads and that are not among them are made of the values. Who quantized with
 /// delayed scaling collected the amax.

@@ -1,11 +1,9 @@
 // Autograd of the public operators. The low-precision work stays in opaque operators, so that
 // tracing records one node for each and never looks inside a quantized tensor.
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "dispatch/quantized_tensor_impl.h"
-#include "kernels/linear.h"
+#include "ops/autograd.h"
 #include "ops/leaf_grad.h"
 #include "ops/ops.h"
 
@@ -15,18 +13,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
-
-template <typename Signature>
-auto typed_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-void refuse_double_backward(const Tensor& grad, const char* op) {
-  TORCH_CHECK(!(at::GradMode::is_enabled() && grad.requires_grad()),
-              fmt::format("{}: double backward (create_graph=True) is not supported for quantized "
-                          "weights",
-                          op));
-}
 
 /// Rounding passes the gradient straight through.
 struct QuantizeFunction : Function<QuantizeFunction> {
@@ -53,32 +39,6 @@ struct DequantizeFunction : Function<DequantizeFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto dtype = ctx->saved_data["dtype"].toScalarType();
     return {grads[0].defined() ? grads[0].to(dtype) : Tensor(), {}};
-  }
-};
-
-/// How a linear treats its input, decided from sizes, device and the format that the caller names:
-/// a traced call must decide as the real one does.
-struct InputUse {
-  bool saves_codes = false;       // for wgrad
-  bool quantizes_apart = false;   // by an operator of its own
-  bool multiplies_codes = false;  // known only where it quantizes apart
-
-  InputUse(const Tensor& input, const Tensor& weight, bool weight_only,
-           std::optional<c10::string_view> format_name) {
-    if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;
-    for (const auto& size : {input.sym_numel(), weight.sym_size(0), weight.sym_size(1)}) {
-      if (size.is_symbolic() && !size.maybe_as_int()) return;
-    }
-    const int64_t k = input.size(-1);
-    if (k == 0) return;
-    const int64_t m = leading_numel(input);
-    const int64_t n = weight.size(0);
-    saves_codes = weight.requires_grad() && can_save_quantized_input(input.device(), m, n, k);
-    if (!format_name || !input.key_set().has(c10::DispatchKey::Python)) return;
-    const Format& format = find_format({format_name->data(), format_name->size()});
-    if (format.amax_history.length > 0) return;  // each weight scales its input by its own history
-    multiplies_codes = multiplies_input_codes(format, input.device(), input.scalar_type(), m, n, k);
-    quantizes_apart = saves_codes || multiplies_codes;
   }
 };
 
@@ -120,13 +80,6 @@ struct LinearFunction : Function<LinearFunction> {
     return output;
   }
 
-  // Null for a node called by hand: it is not the one that the engine evaluates.
-  static torch::autograd::Node* evaluated_node(AutogradContext* ctx) {
-    const auto evaluated = torch::autograd::get_current_node();
-    auto* node = dynamic_cast<torch::autograd::CppNode<LinearFunction>*>(evaluated.get());
-    return node != nullptr && &node->ctx_ == ctx ? node : nullptr;
-  }
-
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(7);
@@ -144,7 +97,7 @@ struct LinearFunction : Function<LinearFunction> {
     }
     const std::optional<c10::string_view> format(format_name);
     Tensor grad_input, grad_weight, grad_bias;
-    auto* node = needs_weight ? evaluated_node(ctx) : nullptr;
+    auto* node = needs_weight ? evaluated_node<LinearFunction>(ctx) : nullptr;
     const LeafGrad leaf = node ? leaf_grad(*node, kWeight, grad, saved[0]) : LeafGrad();
     if (leaf.sum.defined()) {
       at::AutoDispatchBelowAutograd guard;
@@ -161,11 +114,7 @@ struct LinearFunction : Function<LinearFunction> {
                   dtype, format, weight_state);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
-      const auto features = grad.sym_size(-1);
-      const auto rows = c10::multiply_integers(grad.sym_sizes().slice(0, grad.dim() - 1));
-      grad_bias = grad.reshape_symint({rows, features})
-                      .sum(0)
-                      .to(ctx->saved_data["bias_dtype"].toScalarType());
+      grad_bias = bias_gradient(grad, ctx->saved_data["bias_dtype"].toScalarType());
     }
     return {needs_input ? grad_input : Tensor(),
             needs_weight ? grad_weight : Tensor(),

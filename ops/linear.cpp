@@ -11,6 +11,7 @@
 #include "kernels/block_scaled_operand.h"
 #include "kernels/linear.h"
 #include "ops/dynamic_weight.h"
+#include "ops/linear_operands.h"
 #include "ops/ops.h"
 #include "ops/recorded_activation.h"
 
@@ -25,6 +26,74 @@ const SharedInput& shared_as(const Tensor& input) {
   const bool is_shared = t_shared_input != nullptr && t_shared_input->tensor.is_same(input);
   return is_shared ? *t_shared_input : not_shared;
 }
+
+/// A quantized weight, or a plain one that is quantized for this use.
+LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
+                            WeightState state, WeightUse use, const char* op) {
+  if (!state || has_key(weight)) return linear_weight(weight, op);
+  TORCH_CHECK_VALUE(format,
+                    fmt::format("{}: weight_state is given, so format must name the weight's", op));
+  return quantize_for_use(weight, find_format({format->data(), format->size()}), *state, use, op);
+}
+
+WeightUse backward_use(bool needs_input) {
+  return needs_input ? WeightUse::kDgrad : WeightUse::kWgradOnly;
+}
+
+/// Operands of a known few kinds, held without an allocation.
+using ForwardOperand = std::variant<SharedOperand, QuantizedOperand>;
+
+/// The input of forward: codes that quantize_input made of it, or itself.
+ForwardOperand input_operand(const Tensor& input, const Tensor& matrix, const Format& format,
+                             const OptionalTensor& rows, bool save_quantized_input) {
+  if (!rows || !rows->defined()) return SharedOperand(matrix, shared_as(input));
+  const int64_t m = matrix.size(0);
+  const int64_t k = matrix.size(1);
+  TORCH_CHECK(!save_quantized_input && is_packed_buffer(*rows, packed_rowwise_bytes(m, k), matrix),
+              fmt::format("qshard: linear's input_rows must be quantize_input's, uint8 of {} bytes "
+                          "on {}, and nothing is saved beside them",
+                          packed_rowwise_bytes(m, k), matrix.device().str()));
+  return QuantizedOperand(packed_matrix(format, DType::kFloat8E4M3, m, k, *rows, {}), matrix);
+}
+
+/// What linear_backward and linear_backward_accumulate are asked for, beside the tensors.
+struct BackwardOptions {
+  bool input_is_quantized = false;
+  bool needs_input = false;
+  bool needs_weight = false;
+  at::ScalarType weight_grad_dtype = at::kFloat;
+  bool weight_only = false;
+  Tensor sum = {};
+};
+
+// linear_backward of inputs and gradients of any dimensions; grad_input (0,) if not needed.
+LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const Tensor& input,
+                           const BackwardOptions& options) {
+  c10::OptionalDeviceGuard device_guard(grad.device());
+  std::optional<WgradOperand> saved;
+  if (options.needs_weight) {
+    saved = wgrad_operand(input, options.input_is_quantized, leading_numel(grad), grad.options(),
+                          weight.codes);
+  }
+  const PlainOperand gradient(as_matrix(grad));
+  auto result = linear_backward({.grad = &gradient,
+                                 .needs_input = options.needs_input,
+                                 .input = saved ? &producer_of(*saved) : nullptr,
+                                 .weight_grad_dtype = options.weight_grad_dtype,
+                                 .sum = options.sum,
+                                 .weight_only = options.weight_only},
+                                weight);
+  if (options.needs_input) {
+    auto sizes = grad.sizes().vec();
+    sizes.back() = weight.codes.cols;
+    if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
+  } else {
+    result.grad_input = at::empty({0}, grad.options());
+  }
+  return result;
+}
+
+}  // namespace
 
 Tensor as_matrix(const Tensor& tensor) {
   return tensor.reshape({leading_numel(tensor), tensor.size(-1)});
@@ -50,7 +119,6 @@ void check_linear_shapes(const Tensor& input, const Tensor& weight, const Option
                           input.device().str(), weight.device().str()));
 }
 
-/// A module knows its weight's format from quantize_; the weight may have been replaced since.
 void check_expected_format(const LinearWeight& weight, std::optional<c10::string_view> format) {
   if (!format) return;
   const Format* actual = weight.codes.format;
@@ -63,105 +131,31 @@ void check_expected_format(const LinearWeight& weight, std::optional<c10::string
           std::string(*format), actual->name));
 }
 
-/// A quantized weight, or a plain one that is quantized for this use.
-LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
-                            WeightState state, WeightUse use, const char* op) {
-  if (!state || has_key(weight)) return linear_weight(weight, op);
-  TORCH_CHECK_VALUE(format,
-                    fmt::format("{}: weight_state is given, so format must name the weight's", op));
-  return quantize_for_use(weight, find_format({format->data(), format->size()}), *state, use, op);
-}
-
-WeightUse backward_use(bool needs_input) {
-  return needs_input ? WeightUse::kDgrad : WeightUse::kWgradOnly;
-}
-
 bool is_packed_buffer(const Tensor& bytes, int64_t numel, const Tensor& beside) {
   return bytes.scalar_type() == at::kByte && bytes.is_contiguous() && bytes.numel() == numel &&
          bytes.device() == beside.device();
 }
 
-/// Operands of a known few kinds, held without an allocation.
-using ForwardOperand = std::variant<SharedOperand, QuantizedOperand>;
-using WgradOperand = std::variant<PlainOperand, QuantizedOperand>;
-
-template <typename Operand>
-const OperandProducer& producer_of(const Operand& operand) {
-  return std::visit([](const auto& kind) -> const OperandProducer& { return kind; }, operand);
-}
-
-/// The input of forward: codes that quantize_input made of it, or itself.
-ForwardOperand input_operand(const Tensor& input, const Tensor& matrix, const Format& format,
-                             const OptionalTensor& rows, bool save_quantized_input) {
-  if (!rows || !rows->defined()) return SharedOperand(matrix, shared_as(input));
-  const int64_t m = matrix.size(0);
-  const int64_t k = matrix.size(1);
-  TORCH_CHECK(!save_quantized_input && is_packed_buffer(*rows, packed_rowwise_bytes(m, k), matrix),
-              fmt::format("qshard: linear's input_rows must be quantize_input's, uint8 of {} bytes "
-                          "on {}, and nothing is saved beside them",
-                          packed_rowwise_bytes(m, k), matrix.device().str()));
-  return QuantizedOperand(packed_matrix(format, DType::kFloat8E4M3, m, k, *rows, {}), matrix);
-}
-
-/// The input of wgrad (M, K): as forward saved it, or itself.
-WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, const Tensor& grad,
-                           const QuantizedMatrix& weight) {
+WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
+                           const at::TensorOptions& options, const QuantizedMatrix& weight) {
   if (!is_quantized) return PlainOperand(as_matrix(input));
-  const int64_t m = leading_numel(grad);
   const int64_t k = weight.cols;
+  const at::Device device = options.device();
   const bool is_empty = m == 0 || weight.rows == 0 || k == 0;  // what is saved then is not read
-  TORCH_CHECK(is_empty || (can_save_quantized_input(grad.device(), m, weight.rows, k) &&
-                           is_packed_buffer(input, packed_columnwise_bytes(m, k), grad)),
+  TORCH_CHECK(is_empty || (can_save_quantized_input(device, m, weight.rows, k) &&
+                           input.device() == device &&
+                           is_packed_buffer(input, packed_columnwise_bytes(m, k), input)),
               fmt::format("qshard: linear's saved input must be uint8 of {} bytes on {}, got {} {}",
-                          packed_columnwise_bytes(m, k), grad.device().str(),
+                          packed_columnwise_bytes(m, k), device.str(),
                           c10::toString(input.scalar_type()), input.sizes().vec()));
   return QuantizedOperand(packed_matrix(*weight.format, DType::kFloat8E4M3, m, k, {}, input),
-                          grad.options());
+                          options);
 }
 
-/// What linear_backward and linear_backward_accumulate are asked for, beside the tensors.
-struct BackwardOptions {
-  bool input_is_quantized = false;
-  bool needs_input = false;
-  bool needs_weight = false;
-  at::ScalarType weight_grad_dtype = at::kFloat;
-  bool weight_only = false;
-  Tensor sum = {};
-};
-
-// linear_backward of inputs and gradients of any dimensions; grad_input (0,) if not needed.
-LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const Tensor& input,
-                           const BackwardOptions& options) {
-  c10::OptionalDeviceGuard device_guard(grad.device());
-  std::optional<WgradOperand> saved;
-  if (options.needs_weight) {
-    saved = wgrad_operand(input, options.input_is_quantized, grad, weight.codes);
-  }
-  const PlainOperand gradient(as_matrix(grad));
-  auto result = linear_backward({.grad = &gradient,
-                                 .needs_input = options.needs_input,
-                                 .input = saved ? &producer_of(*saved) : nullptr,
-                                 .weight_grad_dtype = options.weight_grad_dtype,
-                                 .sum = options.sum,
-                                 .weight_only = options.weight_only},
-                                weight);
-  if (options.needs_input) {
-    auto sizes = grad.sizes().vec();
-    sizes.back() = weight.codes.cols;
-    if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
-  } else {
-    result.grad_input = at::empty({0}, grad.options());
-  }
-  return result;
-}
-
-/// The bytes of one orientation for an operator to return: (0,) if it is not there.
 Tensor bytes_or_none(const CodeImage& codes, const Tensor& beside) {
   const Tensor bytes = bytes_of(codes);
   return bytes.defined() ? bytes : at::empty({0}, beside.options().dtype(at::kByte));
 }
-
-}  // namespace
 
 ShareInputCodes::ShareInputCodes(const Tensor& input) : previous_(t_shared_input) {
   input_.record = record_of_activation(input);

@@ -10,6 +10,7 @@
 #include "ops/dynamic_weight.h"
 #include "ops/flat_ranges.h"
 #include "ops/ops.h"
+#include "ops/swiglu_mlp.h"
 
 namespace qshard {
 
@@ -55,6 +56,32 @@ TORCH_LIBRARY(qshard, m) {
       "bool input_is_quantized, bool needs_input, Tensor(a!) weight_grad, bool weight_only=False, "
       "str? format=None, Tensor[]? weight_state=None) "
       "-> Tensor grad_input");
+  m.def(
+      "swiglu_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias=None, "
+      "Tensor? up_bias=None, Tensor? down_bias=None, *, bool weight_only=False, str format, "
+      "str down_format) -> Tensor");
+  m.def(
+      "swiglu_linear_forward(Tensor gate, Tensor up, Tensor weight, Tensor? bias, bool keep_amax, "
+      "bool weight_only=False, str? format=None) -> (Tensor output, Tensor amax)");
+  m.def(
+      "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor up, Tensor weight, Tensor amax, "
+      "bool needs_weight, bool rows, bool columns, bool joined, str? grad_format=None, "
+      "bool weight_only=False, ScalarType? grad_dtype=None, str? format=None) "
+      "-> (Tensor grad_weight, Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
+  m.def(
+      "swiglu_linear_backward_accumulate(Tensor grad, Tensor gate, Tensor up, Tensor weight, "
+      "Tensor amax, Tensor(a!) weight_grad, bool rows, bool columns, bool joined, "
+      "str? grad_format=None, bool weight_only=False, str? format=None) "
+      "-> (Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
+  m.def(
+      "linear_backward_codes(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
+      "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, bool needs_weight, "
+      "ScalarType? grad_dtype=None, str? format=None) "
+      "-> (Tensor grad_input, Tensor grad_weight)");
+  m.def(
+      "linear_backward_codes_accumulate(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
+      "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, "
+      "Tensor(a!) weight_grad, str? format=None) -> Tensor grad_input");
   m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_saves_input_codes(Tensor input, Tensor weight, bool weight_only=False) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
@@ -158,6 +185,12 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("quantize_input", &quantize_input_op);
   m.impl("linear_backward", &linear_backward_op);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
+  m.impl("swiglu_mlp", &swiglu_mlp);
+  m.impl("swiglu_linear_forward", &swiglu_linear_forward);
+  m.impl("swiglu_linear_backward", &swiglu_linear_backward);
+  m.impl("swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate);
+  m.impl("linear_backward_codes", &linear_backward_codes);
+  m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate);
   m.impl("_shares_input_codes", &shares_input_codes);
   m.impl("_saves_input_codes", &saves_input_codes);
   m.impl("_transposed_operand", &transposed_operand);
@@ -196,6 +229,12 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("quantize_input", &quantize_input_meta);
   m.impl("linear_backward", &linear_backward_meta);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_meta);
+  m.impl("swiglu_mlp", &swiglu_mlp_meta);
+  m.impl("swiglu_linear_forward", &swiglu_linear_forward_meta);
+  m.impl("swiglu_linear_backward", &swiglu_linear_backward_meta);
+  m.impl("swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate_meta);
+  m.impl("linear_backward_codes", &linear_backward_codes_meta);
+  m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate_meta);
   m.impl("quantize_gradients", &quantize_gradients_meta);
   m.impl("sum_gradients", &sum_gradients_meta);
 }
@@ -210,6 +249,7 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   m.impl("columnwise_scale_inv", &columnwise_scale_inv_autograd);
   m.impl("master", &master_autograd);
   m.impl("linear", &linear_autograd);
+  m.impl("swiglu_mlp", &swiglu_mlp_autograd);
 }
 
 // F.linear must not decompose into matmul before it gets here (DTensor never does: it acts above).

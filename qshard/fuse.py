@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import fx
 from torch import nn as torch_nn
+from torch.distributed.tensor import DTensor
 
 from qshard.nn.activations import gate
+from qshard.nn.fused import swiglu_mlp
+from qshard.nn.linear import Linear
+from qshard.nn.multiply import Multiply
 from qshard.nn.norms import normalize
 
 _FUNCTIONS = {
@@ -90,7 +94,33 @@ class _FusedMLP(_Rebuilt):
     def forward(self, x):
         known = self._qshard_fused
         first, second, last = (getattr(self, known[part]) for part in ("gate", "up", "down"))
+        if known["activation"] == "swiglu":
+            multiply = _common_multiply(first, second, last)
+            if multiply is not None:
+                parts = ((linear.weight, linear.bias) for linear in (first, second, last))
+                return swiglu_mlp(x, multiply, *parts)
         return last(gate(first(x), second(x), known["activation"]))
+
+
+def _common_multiply(*linears):
+    """How all of the linears multiply, if one operator may do it for them: none has hooks, another
+    forward, parts on other ranks or a quantization of its own."""
+    first = linears[0]
+    for linear in linears:
+        if not isinstance(linear, Linear) or "forward" in linear.__dict__:
+            return None
+        if type(linear).forward is not Linear.forward or linear._forward_pre_hooks or linear._forward_hooks:
+            return None
+        if linear._backward_hooks or linear._backward_pre_hooks:
+            return None
+        if linear.is_constructed or linear.dynamic is not None or linear.parallel is not None:
+            return None
+        if isinstance(linear.weight, DTensor) or linear.weight_format != first.weight_format:
+            return None
+        if linear.weight_only != first.weight_only:
+            return None
+    multiply = Multiply(first.weight_only, first.weight_format)
+    return multiply if multiply.runs_operators else None
 
 
 @functools.cache

@@ -19,7 +19,7 @@ struct ActivationTask {
   uint8_t* codes = nullptr;  // (m_padded, k_padded), or null
   float* scale_inv = nullptr;
   int64_t m_padded = 0;  // m <= m_padded <= round_up(m, 128)
-  int64_t k_padded = 0;  // round_up(k, 16)
+  int64_t k_padded = 0;  // round_up(k, 16); more where these are columns of a wider matrix
 
   uint8_t* codes_t = nullptr;  // x^T (k_padded, m_padded_t), or null
   float* scale_inv_t = nullptr;

@@ -40,22 +40,27 @@ struct ActivationTile {
   // Values outside (m, k) are 0, which changes no amax and has code 0.
   __device__ void load(const ActivationTask& task, int64_t tile_row, int64_t tile_col,
                        bool vectorized) {
+    load(task.values, task.m, task.k, task.k, tile_row, tile_col, vectorized);
+  }
+
+  /// Of values (m, k), `ld` of them from row to row.
+  __device__ void load(const void* from_all, int64_t m, int64_t k, int64_t ld, int64_t tile_row,
+                       int64_t tile_col, bool vectorized) {
     const int64_t c = tile_col + col;
-    const Raw* from = static_cast<const Raw*>(task.values) + (tile_row + row) * task.k + c;
-    const int rows =
-        c < task.k ? static_cast<int>(min(task.m - tile_row, int64_t{kTile})) - row : 0;
+    const Raw* from = static_cast<const Raw*>(from_all) + (tile_row + row) * ld + c;
+    const int rows = c < k ? static_cast<int>(min(m - tile_row, int64_t{kTile})) - row : 0;
     const auto load_rows = [&](const auto& load_one) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         values[i] = {};
-        if (i < rows) values[i] = load_one(from + i * task.k);
+        if (i < rows) values[i] = load_one(from + i * ld);
       }
     };
-    const int count = static_cast<int>(min(task.k - c, int64_t{kCols}));
+    const int count = static_cast<int>(min(k - c, int64_t{kCols}));
     if (vectorized) {
       load_rows([](const auto* x) { return load_vector<Value>(x); });
-    } else if (can_load_shifted(task.values, task.m, task.k, from,
-                                from + (min(rows, kRows) - 1) * task.k)) {
+    } else if (can_load_shifted(from_all, 1, (m - 1) * ld + k, from,
+                                from + (min(rows, kRows) - 1) * ld)) {
       load_rows([&](const auto* x) { return load_shifted<Value>(x, count); });
     } else {
       load_rows([&](const auto* x) { return load_some<Value>(x, count); });

@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/activation_kernels.h"
 #include "kernels/cuda/check_launch.h"
+#include "kernels/cuda/packed_activation.h"
 #include "kernels/cuda/quantize_cuda.h"
 #include "kernels/cuda/scaled_mm.h"
 #include "kernels/linear_amax.h"
@@ -15,10 +16,6 @@
 
 namespace qshard::cuda {
 namespace {
-
-at::Tensor empty_bytes(int64_t bytes, at::Device device) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
-}
 
 ScaleMode weight_scale_mode(const Format& format) {
   return format.block_rows == 0 ? ScaleMode::kTensor : ScaleMode::kBlock128x128;
@@ -38,14 +35,6 @@ ScaledOperand rows_of(const QuantizedMatrix& matrix) {
 
 ScaledOperand columns_of(const QuantizedMatrix& matrix) {
   return scaled_operand(std::get<PackedCodes>(matrix.columnwise), matrix.code_dtype);
-}
-
-uint8_t* codes_in(const PackedCodes& packed) {
-  return static_cast<uint8_t*>(packed.buffer.mutable_data_ptr());
-}
-
-float* scales_in(const PackedCodes& packed) {
-  return reinterpret_cast<float*>(codes_in(packed) + packed.code_bytes());
 }
 
 // The weight as an operand: its codes stay where they are, its scales are laid out for the GEMM.
@@ -111,34 +100,11 @@ bool has_every_fp8_gemm(at::Device device) { return compute_capability(device) =
 QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor values = x.contiguous();
-  const int64_t m = x.size(0);
-  const int64_t k = x.size(1);
-  const Format& format = *request.format;
-  const auto [rows, columns] = request.orientations;
-  at::Tensor rowwise, columnwise;
-  if (rows) rowwise = empty_bytes(packed_rowwise_bytes(m, k), x.device());
-  if (columns) columnwise = empty_bytes(packed_columnwise_bytes(m, k), x.device());
-  const auto out = packed_matrix(format, request.code_dtype, m, k, rowwise, columnwise);
-  ActivationTask task;
+  const QuantizedMatrix out = empty_packed(x.size(0), x.size(1), request, x.device());
+  ActivationTask task = activation_task(out);
   task.values = values.const_data_ptr();
-  task.m = m;
-  task.k = k;
-  task.k_padded = round_up(k, 16);
-  task.m_padded_t = round_up(m, 128);
-  task.power_of_two = format.power_of_two_scales;
-  if (rows) {
-    const auto& packed = std::get<PackedCodes>(out.rowwise);
-    task.m_padded = packed.rows;
-    task.codes = codes_in(packed);
-    task.scale_inv = scales_in(packed);
-  }
-  if (columns) {
-    const auto& packed = std::get<PackedCodes>(out.columnwise);
-    task.codes_t = codes_in(packed);
-    task.scale_inv_t = scales_in(packed);
-  }
   const DType dtype = value_dtype(x.scalar_type());
-  if (packed_scale_mode(format) == ScaleMode::kBlock1x128) {
+  if (packed_scale_mode(*request.format) == ScaleMode::kBlock1x128) {
     check_launch(launch_quantize_activation_1x128(task, dtype, stream));
     return out;
   }

@@ -1,4 +1,4 @@
-#include "kernels/cuda/activation_tile.cuh"
+#include "kernels/cuda/activation_codes.cuh"
 
 namespace qshard::cuda {
 namespace {
@@ -12,38 +12,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   Tile tile;
   tile.load(task, tile_row, tile_col, vectorized);
-
-  if (task.codes != nullptr) {
-    uint32_t amax[Tile::kRows];
-    tile.row_amax(amax);
-    float scale[Tile::kRows];
-#pragma unroll
-    for (int i = 0; i < Tile::kRows; ++i) {
-      scale[i] = scale_from_amax(__uint_as_float(amax[i]), kE4M3Max, task.power_of_two);
-      const int64_t r = tile_row + tile.row + i;
-      if (tile.col == 0 && r < task.m_padded) {
-        task.scale_inv[blockIdx.x * task.m_padded + r] = inverse_scale(scale[i]);
-      }
-    }
-    tile.template store_rows<E4M3>(task, tile_row, tile_col, [&](int i) { return scale[i]; });
-  }
-
-  if (task.codes_t != nullptr) {
-    tile.column_amax(shared);
-    __syncthreads();
-    if (threadIdx.x < kTile) {
-      const uint32_t amax = Tile::reduce_column_amax(shared, static_cast<int>(threadIdx.x));
-      const float scale = scale_from_amax(__uint_as_float(amax), kE4M3Max, task.power_of_two);
-      shared.column_scale[threadIdx.x] = scale;
-      const int64_t c = tile_col + threadIdx.x;
-      if (c < task.k_padded) {
-        task.scale_inv_t[blockIdx.y * task.k_padded + c] = inverse_scale(scale);
-      }
-    }
-    __syncthreads();
-    tile.template store_columns<E4M3>(task, tile_row, tile_col, shared,
-                                      [&](int j) { return shared.column_scale[tile.col + j]; });
-  }
+  store_1x128(tile, task, tile_row, tile_col, shared);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "kernels/cuda/activation_tile.cuh"
+#include "kernels/cuda/activation_codes.cuh"
 
 namespace qshard::cuda {
 namespace {
@@ -13,17 +13,10 @@ __global__ void __launch_bounds__(kTileThreads)
   const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   const float scale = scale_from_amax(*amax, Code::kMax, task.power_of_two);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
-    if (task.codes != nullptr) *task.scale_inv = inverse_scale(scale);
-    if (task.codes_t != nullptr) *task.scale_inv_t = inverse_scale(scale);
-  }
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(task, scale);
   Tile tile;
   tile.load(task, tile_row, tile_col, vectorized);
-  const auto scale_of = [&](int) { return scale; };
-  if (task.codes != nullptr) tile.template store_rows<Code>(task, tile_row, tile_col, scale_of);
-  if (task.codes_t != nullptr) {
-    tile.template store_columns<Code>(task, tile_row, tile_col, shared, scale_of);
-  }
+  store_tensorwise<Code>(tile, task, scale, tile_row, tile_col, shared);
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 """A normalization or an activation and the linears that it feeds, as one step each. Made of torch's
-operators and the linear's; a kernel that gives the linears codes instead of values replaces a step here."""
+operators and the linear's; an operator that gives the linears codes instead of values replaces a step here."""
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from qshard.nn.activations import activate
@@ -25,3 +26,44 @@ def activation_linear(
 ) -> Tensor:
     """linear(activation(x))."""
     return multiply(activate(x, activation, params), weight, bias)
+
+
+def mlp(
+    x: Tensor,
+    activation: str,
+    params: dict | None,
+    multiply: Multiply,
+    first: tuple[Tensor, Tensor | None],
+    second: tuple[Tensor, Tensor | None],
+) -> Tensor:
+    """linear(activation(linear(x))) of weights and biases; of a gated activation first has the rows of
+    both halves."""
+    if activation == "swiglu" and multiply.runs_operators:
+        return swiglu_mlp(x, multiply, first, None, second)
+    inner = multiply(x, *first)
+    return activation_linear(inner, activation, params, multiply, *second)
+
+
+def swiglu_mlp(
+    x: Tensor,
+    multiply: Multiply,
+    gate: tuple[Tensor, Tensor | None],
+    up: tuple[Tensor, Tensor | None] | None,
+    down: tuple[Tensor, Tensor | None],
+) -> Tensor:
+    """down(silu(gate(x)) * up(x)) of weights and biases, by the operator; up None: gate has the rows of
+    both."""
+    up_weight, up_bias = up or (None, None)
+    format = multiply.weight_format
+    return torch.ops.qshard.swiglu_mlp(
+        x,
+        gate[0],
+        up_weight,
+        down[0],
+        gate[1],
+        up_bias,
+        down[1],
+        weight_only=multiply.weight_only,
+        format=format,
+        down_format=format,
+    )

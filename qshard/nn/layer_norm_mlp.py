@@ -16,8 +16,9 @@ from qshard.nn.arguments import (
     rng_fork,
 )
 from qshard.nn.base import Initialized
-from qshard.nn.fused import activation_linear, norm_linear
+from qshard.nn.fused import mlp
 from qshard.nn.multiply import Multiply
+from qshard.nn.norms import normalize
 from qshard.nn.parallel import DeviceMeshes
 from qshard.tensor_parallel.local import local_part
 
@@ -165,9 +166,9 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
             enter = functools.partial(parallel.enter, format=self.message_format)
             row = parallel.in_mode("row" if self.is_parallel else None)
             first, second = parallel.local(*first), row.local(*second)
-        norm = self.normalization, gamma, beta, self.eps, self.zero_centered_gamma
-        inner, normed = norm_linear(inp, norm, multiply, *zip(first), enter)
-        output = activation_linear(inner, self.activation, self.activation_params, multiply, *second)
+        normed = normalize(inp, self.normalization, gamma, beta, self.eps, self.zero_centered_gamma)
+        entered = normed if enter is None else enter(normed)
+        output = mlp(entered, self.activation, self.activation_params, multiply, first, second)
         if row is not None:
             output = row.leave(output, self.message_format)
             is_cut = parallel.sequence_dim is not None and self.is_parallel

@@ -27,6 +27,13 @@ class Multiply:
     into_main_grad: bool = False
     overwrite: bool = False
 
+    @property
+    def runs_operators(self) -> bool:
+        """Whether this multiplies by one of qshard's operators, with autograd of its own: not under the
+        transforms of torch.func, and not into main_grad."""
+        transforms = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        return self.weight_format is not None and not self.into_main_grad and not transforms
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x: (..., columns); weight: (rows, columns); bias: (rows,) or None. (..., rows) in the dtype
         of activations."""

@@ -1,0 +1,113 @@
+#include "kernels/cuda/activation_codes.cuh"
+#include "kernels/cuda/amax.cuh"
+#include "kernels/cuda/swiglu.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+// Three tiles of 16-bit values are 96 registers of a thread, of fp32 values 192. Of fp16 ones the
+// compiler keeps what it has converted, too.
+template <typename Value>
+constexpr int kBlocksAtOnce = std::is_same_v<Value, BFloat16> ? 2 : 1;
+
+/// What a CUDA block makes of its tile: the two gradients, and silu(gate) * up.
+template <typename Value>
+struct BackwardTiles {
+  using Tile = ActivationTile<Value>;
+  Tile grad_gate, grad_up, product;
+
+  template <bool kVectorized>
+  __device__ __forceinline__ void load(const SwigluTask& task, int64_t tile_row, int64_t tile_col) {
+    grad_up.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, kVectorized);
+    product.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, kVectorized);
+    grad_gate.load(task.grad, task.m, task.k, task.k, tile_row, tile_col, kVectorized);
+    swiglu_backward(grad_gate, grad_up, product);
+  }
+};
+
+template <typename Value>
+__device__ __forceinline__ uint32_t amax_of(const ActivationTile<Value>& tile) {
+  return max_of_block<kTileThreads>(largest_of<Value, ActivationTile<Value>::kRows>(tile.values));
+}
+
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kTileThreads, kBlocksAtOnce<Value>)
+    swiglu_backward_amax(const __grid_constant__ SwigluTask task, float* gate_amax,
+                         float* up_amax) {
+  BackwardTiles<Value> tiles;
+  tiles.template load<kVectorized>(task, static_cast<int64_t>(blockIdx.y) * kTile,
+                                   static_cast<int64_t>(blockIdx.x) * kTile);
+  const uint32_t gate = amax_of(tiles.grad_gate);
+  __syncthreads();  // of max_of_block's memory
+  const uint32_t up = amax_of(tiles.grad_up);
+  if (threadIdx.x == 0) {
+    raise(gate_amax, gate);
+    raise(up_amax, up);
+  }
+}
+
+template <typename Value, bool kVectorized, bool kBlocks>
+__global__ void __launch_bounds__(kTileThreads, kBlocksAtOnce<Value>)
+    swiglu_backward_quantize(const __grid_constant__ SwigluTask task,
+                             const __grid_constant__ SwigluGradients out) {
+  __shared__ typename ActivationTile<Value>::Shared shared;
+  // From the end: that is what the amax pass has left in the L2 cache.
+  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
+  BackwardTiles<Value> tiles;
+  tiles.template load<kVectorized>(task, tile_row, tile_col);
+  const auto store = [&](const auto& tile, const SwigluImage& image, auto code) {
+    const float scale = scale_from_amax(*image.amax, decltype(code)::kMax, image.task.power_of_two);
+    if (is_first) store_tensor_scale(image.task, scale);
+    store_tensorwise<decltype(code)>(tile, image.task, scale, tile_row, tile_col, shared);
+  };
+  const auto store_gradient = [&](const auto& tile, const SwigluImage& image) {
+    if constexpr (kBlocks) {
+      store_1x128(tile, image.task, tile_row, tile_col, shared);
+    } else {
+      store(tile, image, E5M2{});
+    }
+  };
+  store_gradient(tiles.grad_gate, out.gate);
+  __syncthreads();  // of `shared`
+  store_gradient(tiles.grad_up, out.up);
+  if (out.input.task.codes == nullptr && out.input.task.codes_t == nullptr) return;
+  __syncthreads();
+  if (out.input.amax == nullptr) {
+    store_1x128(tiles.product, out.input.task, tile_row, tile_col, shared);
+  } else {
+    store(tiles.product, out.input, E4M3{});
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, float* gate_amax, float* up_amax,
+                                        DType value_dtype, cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    swiglu_backward_amax<decltype(value), vectorized()>
+        <<<swiglu_grid(task), kTileThreads, 0, stream>>>(task, gate_amax, up_amax);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
+                                            DType value_dtype, cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    using Value = decltype(value);
+    const dim3 grid = swiglu_grid(task);
+    if (out.gate.amax == nullptr) {
+      swiglu_backward_quantize<Value, vectorized(), true>
+          <<<grid, kTileThreads, 0, stream>>>(task, out);
+    } else {
+      swiglu_backward_quantize<Value, vectorized(), false>
+          <<<grid, kTileThreads, 0, stream>>>(task, out);
+    }
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace qshard::cuda

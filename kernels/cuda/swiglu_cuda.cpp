@@ -1,0 +1,134 @@
+#include "kernels/cuda/swiglu_cuda.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels/cuda/check_launch.h"
+#include "kernels/cuda/packed_activation.h"
+#include "kernels/cuda/swiglu_kernels.h"
+#include "kernels/value_dtype.h"
+
+namespace qshard::cuda {
+namespace {
+
+// A joined matrix has its second half where a tile begins, and a block of scales.
+constexpr int64_t kTileColumns = 128;
+
+at::Tensor with_dense_rows(const at::Tensor& x) {
+  const bool is_dense = x.stride(1) == 1 && x.stride(0) >= x.size(1);
+  return is_dense ? x : x.contiguous();
+}
+
+SwigluTask swiglu_task(const at::Tensor& gate, const at::Tensor& up) {
+  SwigluTask task;
+  task.gate = gate.const_data_ptr();
+  task.up = up.const_data_ptr();
+  task.m = gate.size(0);
+  task.k = gate.size(1);
+  task.ld_gate = gate.stride(0);
+  task.ld_up = up.stride(0);
+  return task;
+}
+
+bool has_one_scale(const Format& format) { return packed_scale_mode(format) == ScaleMode::kTensor; }
+
+// Before its kernel: raise() takes the largest.
+at::Tensor no_amax(int64_t count, at::Device device) {
+  return at::zeros({count}, at::TensorOptions().dtype(at::kFloat).device(device));
+}
+
+// Columns [first, first + k) of a joined matrix; both begin tiles.
+ActivationTask columns_of(ActivationTask whole, int64_t first, int64_t k, bool one_scale) {
+  whole.k = k;
+  if (whole.codes != nullptr) {
+    whole.codes += first;
+    if (!one_scale) whole.scale_inv += first / kTileColumns * whole.m_padded;
+  }
+  if (whole.codes_t != nullptr) {
+    whole.codes_t += first * whole.m_padded_t;
+    if (!one_scale) whole.scale_inv_t += first;
+  }
+  return whole;
+}
+
+}  // namespace
+
+QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
+                                const OperandRequest& request, at::Tensor& amax) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor gate_rows = with_dense_rows(gate);
+  const at::Tensor up_rows = with_dense_rows(up);
+  const SwigluTask task = swiglu_task(gate_rows, up_rows);
+  const DType dtype = value_dtype(gate.scalar_type());
+  const QuantizedMatrix out = empty_packed(task.m, task.k, request, gate.device());
+  SwigluImage image{activation_task(out)};
+  if (has_one_scale(*request.format)) {
+    if (!amax.defined()) {
+      amax = no_amax(1, gate.device());
+      check_launch(launch_swiglu_amax(task, amax.mutable_data_ptr<float>(), dtype, stream));
+    }
+    image.amax = amax.const_data_ptr<float>();
+  }
+  check_launch(launch_swiglu_quantize(task, image, dtype, stream));
+  return out;
+}
+
+bool can_quantize_swiglu_backward(const at::Tensor& gate, const SwigluBackwardRequest& request) {
+  const OperandRequest& gradients = request.gradients;
+  const auto expected = has_one_scale(*gradients.format) ? DType::kFloat8E5M2 : DType::kFloat8E4M3;
+  return gate.is_cuda() && gradients.arrangement == Arrangement::kPacked && !gradients.delayed &&
+         gradients.code_dtype == expected && (!request.joined || gate.size(1) % kTileColumns == 0);
+}
+
+SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,
+                                        const at::Tensor& up,
+                                        const SwigluBackwardRequest& request) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const at::Device device = gate.device();
+  const at::Tensor gate_rows = with_dense_rows(gate);
+  const at::Tensor up_rows = with_dense_rows(up);
+  const at::Tensor grads = grad.contiguous();
+  SwigluTask task = swiglu_task(gate_rows, up_rows);
+  task.grad = grads.const_data_ptr();
+  const DType dtype = value_dtype(gate.scalar_type());
+  const bool one_scale = has_one_scale(*request.gradients.format);
+  SwigluBackward result;
+  SwigluGradients out;
+  if (request.joined) {
+    result.gate = empty_packed(task.m, 2 * task.k, request.gradients, device);
+    const ActivationTask whole = activation_task(result.gate);
+    out.gate.task = columns_of(whole, 0, task.k, one_scale);
+    out.up.task = columns_of(whole, task.k, task.k, one_scale);
+  } else {
+    result.gate = empty_packed(task.m, task.k, request.gradients, device);
+    result.up = empty_packed(task.m, task.k, request.gradients, device);
+    out.gate.task = activation_task(result.gate);
+    out.up.task = activation_task(result.up);
+  }
+  at::Tensor amaxes;
+  if (one_scale) {
+    amaxes = no_amax(request.joined ? 1 : 2, device);
+    auto* first = amaxes.mutable_data_ptr<float>();
+    auto* second = first + (request.joined ? 0 : 1);
+    check_launch(launch_swiglu_backward_amax(task, first, second, dtype, stream));
+    out.gate.amax = first;
+    out.up.amax = second;
+  }
+  at::Tensor input_amax = request.input_amax;
+  if (request.input != nullptr) {
+    const OperandRequest columns{.format = request.input, .orientations = {.columnwise = true}};
+    result.input = empty_packed(task.m, task.k, columns, device);
+    out.input.task = activation_task(result.input);
+    if (has_one_scale(*request.input)) {
+      if (!input_amax.defined()) {
+        input_amax = no_amax(1, device);
+        check_launch(launch_swiglu_amax(task, input_amax.mutable_data_ptr<float>(), dtype, stream));
+      }
+      out.input.amax = input_amax.const_data_ptr<float>();
+    }
+  }
+  check_launch(launch_swiglu_backward_quantize(task, out, dtype, stream));
+  return result;
+}
+
+}  // namespace qshard::cuda

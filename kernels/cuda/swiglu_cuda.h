@@ -1,0 +1,19 @@
+// Codes of silu(gate) * up and of its gradients, made in registers. Runs on the current device and
+// stream.
+#pragma once
+
+#include "kernels/swiglu.h"
+
+namespace qshard::cuda {
+
+/// As quantize_activation(silu(gate) * up, request), without delayed scaling. `amax`, float32 (1,),
+/// is what one scale goes by; undefined, it is computed, and left there.
+QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
+                                const OperandRequest& request, at::Tensor& amax);
+
+/// Whether the kernel below makes what is asked for.
+bool can_quantize_swiglu_backward(const at::Tensor& gate, const SwigluBackwardRequest& request);
+SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,
+                                        const at::Tensor& up, const SwigluBackwardRequest& request);
+
+}  // namespace qshard::cuda

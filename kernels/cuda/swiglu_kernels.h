@@ -1,0 +1,51 @@
+// Launchers of the kernels that make codes of silu(gate) * up, and of its gradients, while the
+// values are in registers. They round where torch's operators do, so codes are those of the values
+// that silu, mul and silu_backward leave in memory, but where an approximate reciprocal lies across
+// a rounding boundary.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/cuda/activation_kernels.h"
+
+namespace qshard::cuda {
+
+/// gate and up (m, k), rows `ld` values apart, as the halves of one matrix are.
+struct SwigluTask {
+  const void* gate = nullptr;
+  const void* up = nullptr;
+  const void* grad = nullptr;  // (m, k) contiguous, of silu(gate) * up; backward's
+  int64_t m = 0;
+  int64_t k = 0;
+  int64_t ld_gate = 0;
+  int64_t ld_up = 0;
+};
+
+/// Codes of one matrix of the backward. Its values, m and k are the task's.
+struct SwigluImage {
+  ActivationTask task = {};
+  const float* amax = nullptr;  // one scale, from it; null: 1x128
+};
+
+struct SwigluGradients {
+  SwigluImage gate;   // of the gradients: both scaled in one way, 1x128 in E4M3, else in E5M2
+  SwigluImage up;     // may be columns of the same matrix as gate's, k_padded apart
+  SwigluImage input;  // of silu(gate) * up, in E4M3, where its task has codes
+};
+
+/// Raises `amax` (1) to the largest |silu(gate) * up|.
+cudaError_t launch_swiglu_amax(const SwigluTask& task, float* amax, DType value_dtype,
+                               cudaStream_t stream);
+
+/// E4M3 codes of silu(gate) * up.
+cudaError_t launch_swiglu_quantize(const SwigluTask& task, const SwigluImage& out,
+                                   DType value_dtype, cudaStream_t stream);
+
+/// Raises the amaxes (1) of both gradients; they may be one.
+cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, float* gate_amax, float* up_amax,
+                                        DType value_dtype, cudaStream_t stream);
+
+cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
+                                            DType value_dtype, cudaStream_t stream);
+
+}  // namespace qshard::cuda

@@ -1,0 +1,74 @@
+#include "kernels/cuda/activation_codes.cuh"
+#include "kernels/cuda/amax.cuh"
+#include "kernels/cuda/swiglu.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+template <typename Value, bool kVectorized>
+__device__ __forceinline__ void load_swiglu(ActivationTile<Value>& tile, const SwigluTask& task,
+                                            int64_t tile_row, int64_t tile_col) {
+  ActivationTile<Value> up;
+  tile.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, kVectorized);
+  up.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, kVectorized);
+  swiglu(tile, up);
+}
+
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kTileThreads)
+    swiglu_amax(const __grid_constant__ SwigluTask task, float* amax) {
+  ActivationTile<Value> tile;
+  load_swiglu<Value, kVectorized>(tile, task, static_cast<int64_t>(blockIdx.y) * kTile,
+                                  static_cast<int64_t>(blockIdx.x) * kTile);
+  const uint32_t largest =
+      max_of_block<kTileThreads>(largest_of<Value, ActivationTile<Value>::kRows>(tile.values));
+  if (threadIdx.x == 0) raise(amax, largest);
+}
+
+template <typename Value, bool kVectorized, bool kBlocks>
+__global__ void __launch_bounds__(kTileThreads)
+    swiglu_quantize(const __grid_constant__ SwigluTask task,
+                    const __grid_constant__ SwigluImage out) {
+  __shared__ typename ActivationTile<Value>::Shared shared;
+  // From the end: that is what the amax pass has left in the L2 cache.
+  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  ActivationTile<Value> tile;
+  load_swiglu<Value, kVectorized>(tile, task, tile_row, tile_col);
+  if constexpr (kBlocks) {
+    store_1x128(tile, out.task, tile_row, tile_col, shared);
+  } else {
+    const float scale = scale_from_amax(*out.amax, kE4M3Max, out.task.power_of_two);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out.task, scale);
+    store_tensorwise<E4M3>(tile, out.task, scale, tile_row, tile_col, shared);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_swiglu_amax(const SwigluTask& task, float* amax, DType value_dtype,
+                               cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    swiglu_amax<decltype(value), vectorized()>
+        <<<swiglu_grid(task), kTileThreads, 0, stream>>>(task, amax);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_swiglu_quantize(const SwigluTask& task, const SwigluImage& out,
+                                   DType value_dtype, cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    using Value = decltype(value);
+    const dim3 grid = swiglu_grid(task);
+    if (out.amax == nullptr) {
+      swiglu_quantize<Value, vectorized(), true><<<grid, kTileThreads, 0, stream>>>(task, out);
+    } else {
+      swiglu_quantize<Value, vectorized(), false><<<grid, kTileThreads, 0, stream>>>(task, out);
+    }
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace qshard::cuda

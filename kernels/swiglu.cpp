@@ -1,0 +1,61 @@
+#include "kernels/swiglu.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+
+#include "kernels/linear_amax.h"
+#ifdef QSHARD_WITH_CUDA
+#include "kernels/cuda/swiglu_cuda.h"
+#endif
+
+namespace qshard {
+
+at::Tensor swiglu_values(const at::Tensor& gate, const at::Tensor& up) {
+  return at::mul(at::silu(gate), up);
+}
+
+std::pair<at::Tensor, at::Tensor> swiglu_gradients(const at::Tensor& grad, const at::Tensor& gate,
+                                                   const at::Tensor& up) {
+  return {at::silu_backward(at::mul(grad, up), gate), at::mul(grad, at::silu(gate))};
+}
+
+QuantizedMatrix SwigluOperand::codes(const OperandRequest& request) const {
+#ifdef QSHARD_WITH_CUDA
+  const bool is_fused = gate_.is_cuda() && request.arrangement == Arrangement::kPacked &&
+                        request.code_dtype == DType::kFloat8E4M3 && !request.delayed;
+  if (is_fused) return cuda::quantize_swiglu(gate_, up_, request, amax_);
+#endif
+  return PlainOperand(values(dtype())).codes(request);
+}
+
+at::Tensor SwigluOperand::values(at::ScalarType) const { return swiglu_values(gate_, up_); }
+
+void SwigluOperand::collect_amax(const DelayedAmax& delayed) const {
+  if (delayed) qshard::collect_amax(values(dtype()), delayed);
+}
+
+SwigluBackward swiglu_backward(const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up,
+                               const SwigluBackwardRequest& request) {
+#ifdef QSHARD_WITH_CUDA
+  if (cuda::can_quantize_swiglu_backward(gate, request)) {
+    return cuda::quantize_swiglu_backward(grad, gate, up, request);
+  }
+#endif
+  auto [grad_gate, grad_up] = swiglu_gradients(grad, gate, up);
+  SwigluBackward result;
+  if (request.joined) {
+    result.gate = PlainOperand(at::cat({grad_gate, grad_up}, 1)).codes(request.gradients);
+  } else {
+    result.gate = PlainOperand(grad_gate).codes(request.gradients);
+    result.up = PlainOperand(grad_up).codes(request.gradients);
+  }
+  if (request.input != nullptr) {
+    result.input = SwigluOperand(gate, up, request.input_amax)
+                       .codes({.format = request.input, .orientations = {.columnwise = true}});
+  }
+  return result;
+}
+
+}  // namespace qshard

@@ -1,0 +1,41 @@
+// Operands of linears between the operators and kernels/linear.h: what they check, and what they
+// make of tensors.
+#pragma once
+
+#include <variant>
+
+#include "kernels/linear.h"
+#include "ops/ops.h"
+
+namespace qshard {
+
+/// (..., columns) as (rows, columns).
+Tensor as_matrix(const Tensor& tensor);
+
+/// @throws c10::Error for an input that is no value tensor (..., columns of the weight) beside it,
+/// and for a bias that is not (rows of the weight,).
+void check_linear_shapes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+
+/// A module knows its weight's format from quantize_; the weight may have been replaced since.
+/// @throws c10::Error if the weight has another one.
+void check_expected_format(const LinearWeight& weight, std::optional<c10::string_view> format);
+
+/// Whether `bytes` can be packed codes of that size, on the device of `beside`.
+bool is_packed_buffer(const Tensor& bytes, int64_t numel, const Tensor& beside);
+
+/// An input of wgrad, held without an allocation.
+using WgradOperand = std::variant<PlainOperand, QuantizedOperand>;
+
+template <typename Operand>
+const OperandProducer& producer_of(const Operand& operand) {
+  return std::visit([](const auto& kind) -> const OperandProducer& { return kind; }, operand);
+}
+
+/// The input of wgrad (M, K): as forward saved it, or itself. `m` rows, values of `options`.
+WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
+                           const at::TensorOptions& options, const QuantizedMatrix& weight);
+
+/// The bytes of one orientation for an operator to return: (0,) if it is not there.
+Tensor bytes_or_none(const CodeImage& codes, const Tensor& beside);
+
+}  // namespace qshard

@@ -1,0 +1,287 @@
+#include "ops/swiglu_mlp.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/matmul.h"
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/swiglu.h"
+#include "ops/linear_operands.h"
+
+namespace qshard {
+namespace {
+
+void check_swiglu(const char* op, const Tensor& gate, const Tensor& up, const Tensor& weight) {
+  TORCH_CHECK(
+      gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.size(-1) == weight.size(1) &&
+          gate.scalar_type() == up.scalar_type() && is_value_dtype(gate.scalar_type()) &&
+          gate.device() == weight.device() && up.device() == weight.device(),
+      fmt::format("{}: gate and up must be float32, bfloat16 or float16 tensors (..., {}) "
+                  "on {}, got {} of shape {} on {} and {} of shape {} on {}",
+                  op, weight.size(1), weight.device().str(), c10::toString(gate.scalar_type()),
+                  gate.sizes().vec(), gate.device().str(), c10::toString(up.scalar_type()),
+                  up.sizes().vec(), up.device().str()));
+}
+
+LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, const char* op) {
+  LinearWeight used = linear_weight(weight, op);
+  check_expected_format(used, format);
+  return used;
+}
+
+Tensor none_of(const at::TensorOptions& options) { return at::empty({0}, options); }
+
+/// What becomes of a weight's gradient.
+struct WeightGradient {
+  bool is_needed = false;
+  at::ScalarType dtype = at::kFloat;
+  Tensor sum = {};  // it is added to this, if defined
+
+  WeightGradient(bool is_needed, std::optional<at::ScalarType> grad_dtype, const Tensor& weight,
+                 const char* op)
+      : is_needed(is_needed), dtype(grad_dtype.value_or(weight.scalar_type())) {
+    check(op);
+  }
+  WeightGradient(const Tensor& sum, const char* op)
+      : is_needed(true), dtype(sum.scalar_type()), sum(sum) {
+    check(op);
+    bump_version(sum);
+  }
+
+  // What an operator returns of it.
+  Tensor result(const LinearBackward& made, const at::TensorOptions& options) const {
+    return is_needed ? made.grad_weight : none_of(options.dtype(dtype));
+  }
+
+ private:
+  void check(const char* op) const {
+    TORCH_CHECK(is_value_dtype(dtype) && !(sum.defined() && has_key(sum)),
+                fmt::format("{}: the weight's gradient must be a plain float32, bfloat16 or "
+                            "float16 tensor, not {}",
+                            op, c10::toString(dtype)));
+  }
+};
+
+/// gate and up as matrices, and what forward knew of silu(gate) * up.
+struct SavedSwiglu {
+  Tensor gate, up;
+  Tensor amax;  // undefined if it is not known
+
+  SavedSwiglu(const Tensor& gate, const Tensor& up, const Tensor& amax)
+      : gate(as_matrix(gate)), up(as_matrix(up)), amax(amax.numel() == 1 ? amax : Tensor()) {}
+  SwigluOperand product() const { return {gate, up, amax}; }
+};
+
+/// Which gradients of gate and up an operator is asked for.
+struct InnerGradients {
+  bool rows = false;
+  bool columns = false;
+  bool joined = false;
+  const Format* format = nullptr;  // of the weights that their codes meet; null: values
+
+  bool any() const { return rows || columns; }
+};
+
+// Their values, in the shape of `gate`.
+void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& saved, bool joined,
+                const Tensor& gate) {
+  auto [grad_gate, grad_up] = swiglu_gradients(grad, saved.gate, saved.up);
+  auto sizes = gate.sizes().vec();
+  if (joined) {
+    sizes.back() *= 2;
+    std::get<1>(out) = at::cat({grad_gate, grad_up}, 1).view(sizes);
+  } else {
+    std::get<1>(out) = grad_gate.reshape(sizes).contiguous();
+    std::get<3>(out) = grad_up.reshape(sizes).contiguous();
+  }
+}
+
+SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const Tensor& gate,
+                                     const Tensor& up, const LinearWeight& weight,
+                                     const Tensor& amax, const WeightGradient& wgrad,
+                                     const InnerGradients& inner, bool weight_only) {
+  const QuantizedMatrix& codes = weight.codes;
+  TORCH_CHECK(grad.dim() == gate.dim() && grad.size(-1) == codes.rows &&
+                  leading_numel(grad) == leading_numel(gate),
+              fmt::format("{}: a gradient of shape {} does not fit gate of shape {} and a weight "
+                          "of ({}, {})",
+                          op, grad.sizes().vec(), gate.sizes().vec(), codes.rows, codes.cols));
+  const SavedSwiglu saved(gate, up, amax);
+  const Format& own = *codes.format;
+  const PlainOperand plain(as_matrix(grad));
+  const CachedOperand gradient(plain, {.rowwise = inner.any(), .columnwise = wgrad.is_needed});
+  const SwigluOperand product = saved.product();
+  std::optional<QuantizedOperand> product_codes;
+  const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
+  SwigluLinearGrads out{Tensor(), none(), none(), none(), none()};
+  if (inner.any()) {
+    const Tensor grad_product =
+        linear_backward({.grad = &gradient, .needs_input = true, .weight_only = weight_only},
+                        weight)
+            .grad_input;
+    if (inner.format == nullptr) {
+      set_values(out, grad_product, saved, inner.joined, gate);
+    } else {
+      SwigluBackwardRequest request{
+          .gradients = {.format = inner.format,
+                        .code_dtype = inner.format->grad_dtype,
+                        .orientations = {.rowwise = inner.rows, .columnwise = inner.columns}},
+          .joined = inner.joined};
+      if (wgrad.is_needed && !weight_only && own.scales_in_grid() && own.amax_history.length == 0 &&
+          can_save_quantized_input(gate.device(), saved.gate.size(0), codes.rows, codes.cols)) {
+        request.input = &own;
+        request.input_amax = saved.amax;
+      }
+      auto made = swiglu_backward(grad_product, saved.gate, saved.up, request);
+      std::get<1>(out) = bytes_or_none(made.gate.rowwise, gate);
+      std::get<2>(out) = bytes_or_none(made.gate.columnwise, gate);
+      std::get<3>(out) = bytes_or_none(made.up.rowwise, gate);
+      std::get<4>(out) = bytes_or_none(made.up.columnwise, gate);
+      if (request.input != nullptr) product_codes.emplace(std::move(made.input), gate.options());
+    }
+  }
+  LinearBackward result;
+  if (wgrad.is_needed) {
+    const OperandProducer* input = &product;
+    if (product_codes) input = &*product_codes;
+    result = linear_backward({.grad = &gradient,
+                              .input = input,
+                              .weight_grad_dtype = wgrad.dtype,
+                              .sum = wgrad.sum,
+                              .weight_only = weight_only},
+                             weight);
+  }
+  std::get<0>(out) = wgrad.result(result, grad.options());
+  return out;
+}
+
+InnerGradients inner_gradients(const char* op, bool rows, bool columns, bool joined,
+                               OptionalFormat format) {
+  return {rows, columns, joined, format ? &checked_format(*format, op) : nullptr};
+}
+
+std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
+                                             const Tensor& columns, at::IntArrayRef size,
+                                             at::ScalarType dtype, const LinearWeight& weight,
+                                             const Tensor& input, bool input_is_quantized,
+                                             bool needs_input, const WeightGradient& wgrad) {
+  const QuantizedMatrix& codes = weight.codes;
+  const at::Device device = codes.row_image().image.device();
+  TORCH_CHECK(!size.empty() && size.back() == codes.rows,
+              fmt::format("{}: a gradient of shape {} does not fit a weight of ({}, {})", op, size,
+                          codes.rows, codes.cols));
+  const int64_t n = codes.rows;
+  const int64_t m = c10::multiply_integers(size.slice(0, size.size() - 1));
+  const auto is_of = [&](const Tensor& bytes, int64_t numel) {
+    return bytes.device() == device && is_packed_buffer(bytes, numel, bytes);
+  };
+  TORCH_CHECK(is_value_dtype(dtype) && codes.format->scales_in_grid() &&
+                  (!needs_input || is_of(rows, packed_rowwise_bytes(m, n))) &&
+                  (!wgrad.is_needed || is_of(columns, packed_columnwise_bytes(m, n))),
+              fmt::format("{}: the codes of a gradient of shape {} must be uint8 of {} and {} "
+                          "bytes on {}, to meet a float8 weight",
+                          op, size, packed_rowwise_bytes(m, n), packed_columnwise_bytes(m, n),
+                          device.str()));
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  const QuantizedOperand gradient(
+      packed_matrix(*codes.format, codes.format->grad_dtype, m, n, needs_input ? rows : Tensor(),
+                    wgrad.is_needed ? columns : Tensor()),
+      options);
+  std::optional<WgradOperand> saved;
+  if (wgrad.is_needed) saved = wgrad_operand(input, input_is_quantized, m, options, codes);
+  const LinearBackward result = linear_backward({.grad = &gradient,
+                                                 .needs_input = needs_input,
+                                                 .input = saved ? &producer_of(*saved) : nullptr,
+                                                 .weight_grad_dtype = wgrad.dtype,
+                                                 .sum = wgrad.sum},
+                                                weight);
+  Tensor grad_input = none_of(options);
+  if (needs_input) {
+    auto sizes = size.vec();
+    sizes.back() = codes.cols;
+    grad_input = size.size() == 2 ? result.grad_input : at::_unsafe_view(result.grad_input, sizes);
+  }
+  return {grad_input, wgrad.result(result, options)};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
+                                                 const Tensor& weight, const OptionalTensor& bias,
+                                                 bool keep_amax, bool weight_only,
+                                                 OptionalFormat format) {
+  PlainGuard guard;
+  const char* op = "qshard::swiglu_linear_forward";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto used = checked_weight(weight, format, op);
+  check_swiglu(op, gate, up, weight);
+  const SwigluOperand operand(as_matrix(gate), as_matrix(up));
+  auto result = linear_forward(operand, used, bias, /*save_quantized_input=*/false, weight_only);
+  auto sizes = gate.sizes().vec();
+  sizes.back() = weight.size(0);
+  if (gate.dim() != 2) result.output = at::_unsafe_view(result.output, sizes);
+  const auto fp32 = gate.options().dtype(at::kFloat);
+  if (!keep_amax) return {result.output, none_of(fp32)};
+  // A weight whose codes cannot be multiplied where they lie has left the values' amax unknown.
+  Tensor amax = operand.amax();
+  if (!amax.defined()) amax = activation_amax(operand.values(operand.dtype()), {});
+  return {result.output, amax};
+}
+
+SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                         const Tensor& weight, const Tensor& amax,
+                                         bool needs_weight, bool rows, bool columns, bool joined,
+                                         OptionalFormat grad_format, bool weight_only,
+                                         std::optional<at::ScalarType> grad_dtype,
+                                         OptionalFormat format) {
+  PlainGuard guard;
+  const char* op = "qshard::swiglu_linear_backward";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto used = checked_weight(weight, format, op);
+  check_swiglu(op, gate, up, weight);
+  return swiglu_backward_of(op, grad, gate, up, used, amax, {needs_weight, grad_dtype, weight, op},
+                            inner_gradients(op, rows, columns, joined, grad_format), weight_only);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
+    const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
+    const Tensor& amax, const Tensor& weight_grad, bool rows, bool columns, bool joined,
+    OptionalFormat grad_format, bool weight_only, OptionalFormat format) {
+  PlainGuard guard;
+  const char* op = "qshard::swiglu_linear_backward_accumulate";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto used = checked_weight(weight, format, op);
+  check_swiglu(op, gate, up, weight);
+  auto [sum, first, second, third, fourth] =
+      swiglu_backward_of(op, grad, gate, up, used, amax, {weight_grad, op},
+                         inner_gradients(op, rows, columns, joined, grad_format), weight_only);
+  return {first, second, third, fourth};
+}
+
+std::tuple<Tensor, Tensor> linear_backward_codes(
+    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
+    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
+    bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format) {
+  PlainGuard guard;
+  const char* op = "qshard::linear_backward_codes";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  return backward_of_codes(op, rows, columns, size, dtype, checked_weight(weight, format, op),
+                           input, input_is_quantized, needs_input,
+                           {needs_weight, grad_dtype, weight, op});
+}
+
+Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
+                                        at::IntArrayRef size, at::ScalarType dtype,
+                                        const Tensor& weight, const Tensor& input,
+                                        bool input_is_quantized, bool needs_input,
+                                        const Tensor& weight_grad, OptionalFormat format) {
+  PlainGuard guard;
+  const char* op = "qshard::linear_backward_codes_accumulate";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  return std::get<0>(backward_of_codes(op, rows, columns, size, dtype,
+                                       checked_weight(weight, format, op), input,
+                                       input_is_quantized, needs_input, {weight_grad, op}));
+}
+
+}  // namespace qshard

@@ -1,0 +1,335 @@
+// swiglu_mlp as one autograd function: what passes between its linears is saved and handed on in
+// codes. Where GEMMs read none it is the composition of linear, silu and mul, which saves neither
+// silu(gate) nor the product.
+#include "dispatch/kernel_bridge.h"
+#include "ops/autograd.h"
+#include "ops/leaf_grad.h"
+#include "ops/swiglu_mlp.h"
+
+namespace qshard {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+bool is_given(const OptionalTensor& tensor) { return tensor && tensor->defined(); }
+
+/// The format of a quantized tensor; of what is traced, which hides it, the one that was named.
+const Format& format_of(const Tensor& weight, c10::string_view name) {
+  if (has_key(weight)) return *buffer_of(weight).layout().format;
+  return checked_format(name, "qshard::swiglu_mlp");
+}
+
+bool scales_by_itself(const Format& format) {
+  return format.scales_in_grid() && format.amax_history.length == 0;
+}
+
+/// What is decided from sizes, device, dtype and formats: a traced call must decide as the real one
+/// does.
+struct SwigluUse {
+  bool gives_codes = false;  // the gradients of gate and up reach their linears in codes
+  bool keeps_amax = false;   // of the product, for backward
+
+  SwigluUse(const Tensor& input, const Tensor& gate, const Tensor& down, bool weight_only,
+            const Format& format, const Format& down_format) {
+    if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;
+    for (const auto& size : {input.sym_numel(), gate.sym_size(0), down.sym_size(0)}) {
+      if (size.is_symbolic() && !size.maybe_as_int()) return;
+    }
+    const int64_t k = input.size(-1);
+    if (k == 0 || !scales_by_itself(format) || !scales_by_itself(down_format)) return;
+    const int64_t m = leading_numel(input);
+    const auto device = input.device();
+    const auto runs_on_codes = [&](const Format& of, const Tensor& weight) {
+      const int64_t rows = weight.size(0);
+      const int64_t cols = weight.size(1);
+      return multiplies_input_codes(of, device, input.scalar_type(), m, rows, cols) &&
+             can_save_quantized_input(device, m, rows, cols);
+    };
+    if (!runs_on_codes(format, gate) || !runs_on_codes(down_format, down)) return;
+    gives_codes = true;
+    keeps_amax = down.requires_grad() && packed_scale_mode(down_format) == ScaleMode::kTensor;
+  }
+};
+
+/// Of the tensors given to forward, those that there are count.
+struct Edges {
+  size_t input = 0, gate = 1, down = 2, up = 3;
+  size_t gate_bias, up_bias, down_bias;
+
+  Edges(bool has_up, bool has_gate_bias, bool has_up_bias)
+      : gate_bias(has_up ? 4 : 3),
+        up_bias(gate_bias + (has_gate_bias ? 1 : 0)),
+        down_bias(up_bias + (has_up_bias ? 1 : 0)) {}
+};
+
+/// Where a weight's gradient goes.
+struct WeightGrad {
+  LeafGrad leaf = {};
+  std::optional<at::ScalarType> dtype = {};
+
+  WeightGrad(torch::autograd::Node* node, size_t edge, const Tensor& weight, const Tensor& grad,
+             const Tensor& input) {
+    if (node == nullptr) return;
+    leaf = leaf_grad(*node, edge, grad, input);
+    if (!leaf.sum.defined()) dtype = converted_grad_dtype(*node, edge, weight);
+  }
+};
+
+struct SwigluMlpFunction : Function<SwigluMlpFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& gate,
+                        const Tensor& down, const OptionalTensor& up,
+                        const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
+                        const OptionalTensor& down_bias, bool weight_only, bool records_grad,
+                        c10::string_view gate_name, c10::string_view down_name) {
+    at::AutoDispatchBelowAutograd guard;
+    static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
+    static const auto linear = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
+    static const auto second =
+        typed_op<decltype(swiglu_linear_forward)>("qshard::swiglu_linear_forward");
+    const bool is_joined = !is_given(up);
+    const bool is_traced = input.key_set().has(c10::DispatchKey::Python);
+    const Format& format = format_of(gate, gate_name);
+    TORCH_CHECK(
+        is_joined || &format_of(*up, gate_name) == &format,
+        fmt::format("qshard::swiglu_mlp: gate is a {} weight and up a {} one; quantize both "
+                    "by one recipe, or call qshard::linear for each",
+                    format.name, is_joined ? "" : format_of(*up, gate_name).name));
+    const SwigluUse use(input, gate, down, weight_only, format, format_of(down, down_name));
+
+    const InputUse of_gate(input, gate, weight_only, gate_name);
+    const InputUse of_up(input, is_joined ? gate : *up, weight_only, gate_name);
+    OptionalTensor rows;
+    Tensor columns;
+    const bool apart = of_gate.quantizes_apart || of_up.quantizes_apart;
+    if (apart) {
+      auto codes = quantize.call(input, gate_name, of_gate.multiplies_codes,
+                                 of_gate.saves_codes || of_up.saves_codes);
+      if (of_gate.multiplies_codes) rows = std::get<0>(codes);
+      columns = std::get<1>(codes);
+    }
+    std::optional<ShareInputCodes> share;
+    if (records_grad && input.is_cuda()) share.emplace(input);
+    const auto first = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of) {
+      auto [output, saved] =
+          linear.call(input, weight, bias, of.saves_codes && !apart, weight_only, rows,
+                      apart ? OptionalFormat(gate_name) : std::nullopt, std::nullopt);
+      return std::pair{output, !of.saves_codes ? input : apart ? columns : saved};
+    };
+    auto [gate_values, gate_input] = first(gate, gate_bias, of_gate);
+    Tensor up_values, up_input;
+    if (!is_joined) std::tie(up_values, up_input) = first(*up, up_bias, of_up);
+    share.reset();
+    const auto halves =
+        is_joined ? gate_values.chunk(2, -1) : variable_list{gate_values, up_values};
+    auto [output, amax] =
+        second.call(halves[0], halves[1], down, down_bias, use.keeps_amax, weight_only,
+                    is_traced ? OptionalFormat(down_name) : std::nullopt);
+    ctx->save_for_backward({gate, down, is_joined ? Tensor() : *up, gate_input, up_input,
+                            gate_values, up_values, amax});
+    ctx->saved_data["gate_saves_codes"] = of_gate.saves_codes;
+    ctx->saved_data["up_saves_codes"] = of_up.saves_codes;
+    ctx->saved_data["weight_only"] = weight_only;
+    ctx->saved_data["gives_codes"] = use.gives_codes;
+    ctx->saved_data["grad_format"] = format.name;
+    if (is_traced) {
+      ctx->saved_data["gate_format"] = std::string(gate_name);
+      ctx->saved_data["down_format"] = std::string(down_name);
+    }
+    const auto note = [&](const char* name, const OptionalTensor& bias) {
+      if (is_given(bias)) ctx->saved_data[name] = bias->scalar_type();
+    };
+    note("gate_bias", gate_bias);
+    note("up_bias", up_bias);
+    note("down_bias", down_bias);
+    return output;
+  }
+
+  static std::optional<std::string> name_in(AutogradContext* ctx, const char* key) {
+    const auto found = ctx->saved_data.find(key);
+    if (found == ctx->saved_data.end()) return std::nullopt;
+    return found->second.toStringRef();
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(kArguments);
+    refuse_double_backward(grad, "qshard::swiglu_mlp");
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& gate = saved[0];
+    const Tensor& down = saved[1];
+    const Tensor& up = saved[2];
+    const Tensor& gate_values = saved[5];
+    const bool is_joined = !up.defined();
+    const auto has = [&](const char* name) { return ctx->saved_data.count(name) > 0; };
+    const Edges edge(!is_joined, has("gate_bias"), has("up_bias"));
+    const bool needs_input = ctx->needs_input_grad(edge.input);
+    const bool needs_gate = ctx->needs_input_grad(edge.gate);
+    const bool needs_up = !is_joined && ctx->needs_input_grad(edge.up);
+    const bool needs_down = ctx->needs_input_grad(edge.down);
+    const bool needs_gate_bias = has("gate_bias") && ctx->needs_input_grad(edge.gate_bias);
+    const bool needs_up_bias = has("up_bias") && ctx->needs_input_grad(edge.up_bias);
+    const bool needs_bias = needs_gate_bias || needs_up_bias;
+    const bool weight_only = ctx->saved_data["weight_only"].toBool();
+    // Gradients of biases are sums of values.
+    const bool gives_codes = ctx->saved_data["gives_codes"].toBool() && !needs_bias;
+    const auto gate_name = name_in(ctx, "gate_format");
+    const auto down_name = name_in(ctx, "down_format");
+    const std::string grad_format = ctx->saved_data["grad_format"].toStringRef();
+    auto* node = evaluated_node<SwigluMlpFunction>(ctx);
+
+    variable_list result(kArguments);
+    at::AutoDispatchBelowAutograd guard;
+    const auto halves = is_joined ? gate_values.chunk(2, -1) : variable_list{gate_values, saved[6]};
+    std::array<Tensor, 4> inner;  // of gate and of up: values, or codes and columns of codes
+    {
+      const WeightGrad into(needs_down ? node : nullptr, edge.down, down, grad, gate_values);
+      const bool needs_weights = needs_gate || needs_up || needs_bias;
+      const auto format = gives_codes ? OptionalFormat(grad_format) : std::nullopt;
+      if (into.leaf.sum.defined()) {
+        static const auto op = typed_op<decltype(swiglu_linear_backward_accumulate)>(
+            "qshard::swiglu_linear_backward_accumulate");
+        std::tie(inner[0], inner[1], inner[2], inner[3]) =
+            op.call(grad, halves[0], halves[1], down, saved[7], into.leaf.sum, needs_input,
+                    needs_weights, is_joined, format, weight_only, OptionalFormat(down_name));
+      } else {
+        static const auto op =
+            typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
+        Tensor grad_down;
+        std::tie(grad_down, inner[0], inner[1], inner[2], inner[3]) = op.call(
+            grad, halves[0], halves[1], down, saved[7], needs_down, needs_input, needs_weights,
+            is_joined, format, weight_only, into.dtype, OptionalFormat(down_name));
+        if (needs_down) result[kDown] = grad_down;
+      }
+      if (!needs_input && !needs_weights) inner = {};
+    }
+    if (has("down_bias") && ctx->needs_input_grad(edge.down_bias)) {
+      result[kDownBias] = bias_gradient(grad, ctx->saved_data["down_bias"].toScalarType());
+    }
+    if (!inner[0].defined()) return result;
+
+    const auto first = [&](const Tensor& weight, const Tensor& input, bool is_quantized,
+                           bool needs_weight, size_t weight_edge, size_t matrix,
+                           Tensor& grad_weight) {
+      const Tensor& rows = inner[2 * matrix];
+      const Tensor& columns = inner[2 * matrix + 1];
+      const WeightGrad into(needs_weight ? node : nullptr, weight_edge, weight, rows, input);
+      const Tensor& sum = into.leaf.sum;
+      const auto dtype = gate_values.scalar_type();
+      const auto size = gate_values.sizes();
+      const OptionalFormat name(gate_name);
+      Tensor grad_input;
+      if (gives_codes && sum.defined()) {
+        static const auto op = typed_op<decltype(linear_backward_codes_accumulate)>(
+            "qshard::linear_backward_codes_accumulate");
+        return op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input, sum,
+                       name);
+      }
+      if (sum.defined()) {
+        static const auto op =
+            typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
+        return op.call(rows, weight, input, is_quantized, needs_input, sum, weight_only,
+                       std::nullopt, std::nullopt);
+      }
+      if (!needs_input && !needs_weight) return grad_input;
+      Tensor made;
+      if (gives_codes) {
+        static const auto op =
+            typed_op<decltype(linear_backward_codes)>("qshard::linear_backward_codes");
+        std::tie(grad_input, made) =
+            op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input,
+                    needs_weight, into.dtype, name);
+      } else {
+        static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
+        std::tie(grad_input, made) =
+            op.call(rows, weight, input, is_quantized, needs_input, needs_weight, weight_only,
+                    into.dtype, std::nullopt, std::nullopt);
+      }
+      if (needs_weight) grad_weight = made;
+      return grad_input;
+    };
+    Tensor grad_input = first(gate, saved[3], ctx->saved_data["gate_saves_codes"].toBool(),
+                              needs_gate, edge.gate, 0, result[kGate]);
+    if (!is_joined) {
+      const Tensor other = first(up, saved[4], ctx->saved_data["up_saves_codes"].toBool(), needs_up,
+                                 edge.up, 1, result[kUp]);
+      if (needs_input) grad_input = grad_input + other;
+    }
+    if (needs_input) result[kInput] = grad_input;
+    if (needs_gate_bias) {
+      result[kGateBias] = bias_gradient(inner[0], ctx->saved_data["gate_bias"].toScalarType());
+    }
+    if (needs_up_bias) {
+      result[kUpBias] = bias_gradient(inner[2], ctx->saved_data["up_bias"].toScalarType());
+    }
+    return result;
+  }
+
+ private:
+  // Arguments of forward.
+  enum : size_t { kInput, kGate, kDown, kUp, kGateBias, kUpBias, kDownBias, kArguments = 11 };
+};
+
+void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                      const Tensor& down, const OptionalTensor& gate_bias,
+                      const OptionalTensor& up_bias, const OptionalTensor& down_bias) {
+  const bool joined = !is_given(up);
+  const auto is_bias_of = [](const OptionalTensor& bias, const Tensor& weight) {
+    return !is_given(bias) || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0));
+  };
+  const bool fits =
+      input.dim() >= 1 && gate.dim() == 2 && down.dim() == 2 &&
+      (joined || (up->dim() == 2 && up->sym_sizes() == gate.sym_sizes())) &&
+      input.sym_size(-1) == gate.sym_size(1) &&
+      gate.sym_size(0) == down.sym_size(1) * (joined ? 2 : 1) && is_bias_of(gate_bias, gate) &&
+      (joined ? !is_given(up_bias) : is_bias_of(up_bias, *up)) && is_bias_of(down_bias, down);
+  TORCH_CHECK(fits, "qshard::swiglu_mlp: input ", input.sym_sizes(), ", gate ", gate.sym_sizes(),
+              ", up ", joined ? std::string("none") : c10::str(up->sym_sizes()), " and down ",
+              down.sym_sizes(),
+              " do not go together: gate and up are (inner, columns), or gate alone is "
+              "(2 inner, columns), down is (outputs, inner), and biases have their rows");
+}
+
+}  // namespace
+
+Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                  const Tensor& down, const OptionalTensor& gate_bias,
+                  const OptionalTensor& up_bias, const OptionalTensor& down_bias, bool weight_only,
+                  c10::string_view format, c10::string_view down_format) {
+  check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
+  const auto quantized = [](const Tensor& weight, c10::string_view name) {
+    return is_quantized_on_use(weight, name) ? quantize(weight, name, false, std::nullopt, 0)
+                                             : weight;
+  };
+  const auto first = [&](const Tensor& weight, const OptionalTensor& bias) {
+    return std::get<0>(linear_forward_op(input, quantized(weight, format), bias, false, weight_only,
+                                         std::nullopt, std::nullopt, std::nullopt));
+  };
+  const Tensor gate_values = first(gate, gate_bias);
+  const auto halves = is_given(up) ? std::vector<Tensor>{gate_values, first(*up, up_bias)}
+                                   : gate_values.chunk(2, -1);
+  return std::get<0>(swiglu_linear_forward(halves[0], halves[1], quantized(down, down_format),
+                                           down_bias, /*keep_amax=*/false, weight_only,
+                                           std::nullopt));
+}
+
+Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                           const Tensor& down, const OptionalTensor& gate_bias,
+                           const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                           bool weight_only, c10::string_view format,
+                           c10::string_view down_format) {
+  check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
+  const auto quantized = [](const Tensor& weight, c10::string_view name) {
+    return is_quantized_on_use(weight, name)
+               ? quantize_autograd(weight, name, false, std::nullopt, 0)
+               : weight;
+  };
+  const OptionalTensor second =
+      is_given(up) ? OptionalTensor(quantized(*up, format)) : std::nullopt;
+  return SwigluMlpFunction::apply(input, quantized(gate, format), quantized(down, down_format),
+                                  second, gate_bias, up_bias, down_bias, weight_only,
+                                  at::GradMode::is_enabled(), format, down_format);
+}
+
+}  // namespace qshard

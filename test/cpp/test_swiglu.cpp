@@ -1,0 +1,226 @@
+// Codes of silu(gate) * up and of its gradients: those of the values, which torch's operators leave
+// in memory.
+#include <ATen/ops/silu.h>
+#include <c10/util/Exception.h>
+
+#include "gemm_cases.h"
+#include "kernels/swiglu.h"
+
+namespace qshard::testing {
+namespace {
+
+struct Shape {
+  int64_t rows, cols;
+};
+constexpr Shape kShapes[] = {{1, 1},    {1, 96},     {127, 96},   {127, 4104}, {129, 100},
+                             {300, 45}, {4097, 512}, {513, 4096}, {0, 128},    {130, 256}};
+constexpr const char* kPacked[] = {"float8_tensorwise", "float8_tensorwise_fp32_scale",
+                                   "float8_blockwise", "float8_blockwise_fp32_scale"};
+constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
+
+/// gate, up and the gradient of their product.
+struct Values {
+  at::Tensor gate, up, grad;
+};
+
+// `joined`: gate and up are halves of one matrix. `odd`: with what no activation should have.
+Values random_values(const Shape& shape, at::ScalarType dtype, at::Device device, bool joined,
+                     bool odd) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  const auto draw = [&](int64_t cols) {
+    at::Tensor x = at::randn({shape.rows, cols}).mul_(3).to(options);
+    if (odd && x.numel() > 40) {
+      constexpr float kOdd[] = {std::numeric_limits<float>::infinity(),
+                                -std::numeric_limits<float>::infinity(),
+                                std::numeric_limits<float>::quiet_NaN(),
+                                0.f,
+                                -0.f,
+                                -120.f,
+                                -87.5f,
+                                120.f};
+      at::Tensor flat = x.view(-1);
+      for (int64_t i = 0; i < 8; ++i) flat[5 * i].fill_(kOdd[i]);
+    }
+    return x;
+  };
+  Values out;
+  const at::Tensor both = draw(2 * shape.cols);
+  out.gate = both.narrow(1, 0, shape.cols);
+  out.up = both.narrow(1, shape.cols, shape.cols);
+  if (!joined) {
+    out.gate = out.gate.contiguous();
+    out.up = out.up.contiguous();
+  }
+  out.grad = draw(shape.cols);
+  return out;
+}
+
+/// Codes and scales that differ, among those compared.
+struct Differences {
+  int64_t codes = 0, scales = 0, all_codes = 0, all_scales = 0;
+
+  void add(const CodeImage& got, const CodeImage& expected) {
+    const auto* a = std::get_if<PackedCodes>(&got);
+    const auto* b = std::get_if<PackedCodes>(&expected);
+    ASSERT_EQ(a == nullptr, b == nullptr);
+    if (a == nullptr || a->code_bytes() == 0) return;
+    ASSERT_EQ(a->rows, b->rows);
+    ASSERT_EQ(a->ld, b->ld);
+    ASSERT_EQ(a->scale_mode, b->scale_mode);
+    const int64_t bytes = a->code_bytes();
+    codes +=
+        at::ne(a->buffer.narrow(0, 0, bytes), b->buffer.narrow(0, 0, bytes)).sum().item<int64_t>();
+    all_codes += bytes;
+    const int64_t count =
+        a->scale_mode == ScaleMode::kTensor ? 1 : a->rows * ceil_div(a->ld, int64_t{128});
+    const auto scales_of = [&](const PackedCodes& packed) {
+      return packed.buffer.narrow(0, bytes, 4 * count).view(at::kInt);
+    };
+    scales += at::ne(scales_of(*a), scales_of(*b)).sum().item<int64_t>();
+    all_scales += count;
+  }
+  void add(const QuantizedMatrix& got, const QuantizedMatrix& expected) {
+    EXPECT_EQ(got.code_dtype, expected.code_dtype);
+    EXPECT_EQ(got.rows, expected.rows);
+    EXPECT_EQ(got.cols, expected.cols);
+    add(got.rowwise, expected.rowwise);
+    add(got.columnwise, expected.columnwise);
+  }
+  // An approximate reciprocal moves a value across a rounding boundary now and then, and a largest
+  // value with it, that scales in fp32 follow.
+  void expect_few(const char* what) const {
+    EXPECT_GT(all_codes, 0) << what;
+    EXPECT_LE(static_cast<double>(codes), 1e-5 * static_cast<double>(all_codes)) << what;
+    EXPECT_LE(static_cast<double>(scales), 1e-4 * static_cast<double>(all_scales)) << what;
+    std::cout << what << ": " << codes << " of " << all_codes << " codes, " << scales << " of "
+              << all_scales << " scales differ\n";
+  }
+};
+
+at::Device gpu() { return devices().back(); }
+
+template <typename Run>
+void for_all(const Run& run) {
+  at::manual_seed(3);
+  for (const char* format : kPacked) {
+    for (const at::ScalarType dtype : kDtypes) {
+      for (const Shape& shape : kShapes) {
+        for (const bool joined : {false, true}) {
+          for (const bool odd : {false, true}) {
+            SCOPED_TRACE(::testing::Message()
+                         << format << " " << c10::toString(dtype) << " " << shape.rows << "x"
+                         << shape.cols << (joined ? " joined" : "") << (odd ? " odd" : ""));
+            run(find_format(format), random_values(shape, dtype, gpu(), joined, odd), joined);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Swiglu, CodesAreThoseOfTheValues) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  Differences found;
+  for_all([&](const Format& format, const Values& x, bool) {
+    const PlainOperand plain(swiglu_values(x.gate, x.up));
+    at::Tensor amax;
+    for (const Orientations asked :
+         {Orientations{true, false}, Orientations{true, true}, Orientations{false, true}}) {
+      const SwigluOperand operand(x.gate, x.up, amax);
+      const OperandRequest request{.format = &format, .orientations = asked};
+      found.add(operand.codes(request), plain.codes(request));
+      EXPECT_EQ(operand.amax().defined(), packed_scale_mode(format) == ScaleMode::kTensor);
+      amax = operand.amax();  // that of the first serves the others
+    }
+  });
+  found.expect_few("SwiGLU");
+}
+
+TEST(Swiglu, CodesOfItsGradientsAreThoseOfTheValues) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  Differences gradients, inputs;
+  for_all([&](const Format& format, const Values& x, bool joined) {
+    const auto [grad_gate, grad_up] = swiglu_gradients(x.grad, x.gate, x.up);
+    const SwigluOperand product(x.gate, x.up);
+    for (const char* input : {"", "float8_tensorwise", "float8_blockwise"}) {
+      for (const Orientations asked : {Orientations{true, true}, Orientations{false, true}}) {
+        SwigluBackwardRequest request{.gradients = {.format = &format,
+                                                    .code_dtype = format.grad_dtype,
+                                                    .orientations = asked},
+                                      .joined = joined};
+        if (*input != 0) request.input = &find_format(input);
+        const SwigluBackward made = swiglu_backward(x.grad, x.gate, x.up, request);
+        if (joined) {
+          const PlainOperand both(at::cat({grad_gate, grad_up}, 1));
+          gradients.add(made.gate, both.codes(request.gradients));
+        } else {
+          gradients.add(made.gate, PlainOperand(grad_gate).codes(request.gradients));
+          gradients.add(made.up, PlainOperand(grad_up).codes(request.gradients));
+        }
+        if (request.input == nullptr) continue;
+        inputs.add(made.input,
+                   product.codes({.format = request.input, .orientations = {.columnwise = true}}));
+      }
+    }
+  });
+  gradients.expect_few("SwiGLU's gradients");
+  inputs.expect_few("SwiGLU, made with its gradients");
+}
+
+TEST(Swiglu, RowImagesAreThoseOfTheValues) {
+  at::manual_seed(4);
+  for (const at::Device device : devices()) {
+    for (const char* name : {"mxfp8", "nvfp4"}) {
+      const Values x = random_values({130, 72}, at::kBFloat16, device, true, false);
+      const OperandRequest request{.format = &find_format(name),
+                                   .arrangement = Arrangement::kRowImage,
+                                   .orientations = {true, true}};
+      const auto got = SwigluOperand(x.gate, x.up).codes(request);
+      const auto expected = PlainOperand(at::silu(x.gate) * x.up).codes(request);
+      EXPECT_TRUE(at::equal(bytes_of(got.rowwise), bytes_of(expected.rowwise))) << name;
+      EXPECT_TRUE(at::equal(bytes_of(got.columnwise), bytes_of(expected.columnwise))) << name;
+    }
+  }
+}
+
+TEST(Swiglu, LinearMultipliesTheProduct) {
+  at::manual_seed(5);
+  for (const at::Device device : devices()) {
+    for (const char* name : {"float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"}) {
+      const auto weight = linear_weight(at::randn({48, 64}).to(device), whole(name, 48, 64));
+      const Values x = random_values({33, 64}, at::kBFloat16, device, true, false);
+      const SwigluOperand operand(x.gate, x.up);
+      const at::Tensor got = linear_forward(operand, weight, std::nullopt, false).output;
+      const at::Tensor expected = forward_of(swiglu_values(x.gate, x.up), weight);
+      if (device.is_cpu()) {
+        EXPECT_TRUE(at::equal(got, expected)) << name;
+      } else {
+        EXPECT_TRUE(at::allclose(got, expected, 1e-2, 1e-1)) << name;
+      }
+    }
+  }
+}
+
+TEST(Swiglu, HasNoPackedCodesOnCpu) {
+  const Values x = random_values({4, 32}, at::kFloat, at::kCPU, false, false);
+  const OperandRequest request{.format = &find_format("float8_blockwise"),
+                               .orientations = {.rowwise = true}};
+  EXPECT_THROW(SwigluOperand(x.gate, x.up).codes(request), c10::Error);
+  EXPECT_THROW(swiglu_backward(x.grad, x.gate, x.up, {.gradients = request}), c10::Error);
+}
+
+TEST(CachedOperand, MakesBothOrientationsAtOnce) {
+  const at::Device device = gpu();
+  if (!device.is_cuda()) GTEST_SKIP() << "no CUDA device";
+  const PlainOperand plain(at::randn({64, 32}, at::TensorOptions().device(device)));
+  const CachedOperand cached(plain, {true, true});
+  OperandRequest request{.format = &find_format("float8_tensorwise"),
+                         .orientations = {.rowwise = true}};
+  const QuantizedMatrix rows = cached.codes(request);
+  EXPECT_TRUE(rows.has({true, true}, Arrangement::kPacked));
+  request.orientations = {.columnwise = true};
+  EXPECT_TRUE(bytes_of(cached.codes(request).columnwise).is_same(bytes_of(rows.columnwise)));
+}
+
+}  // namespace
+}  // namespace qshard::testing
