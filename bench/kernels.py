@@ -12,6 +12,9 @@ With v bytes per value and c per element of the image (codes and their row-local
     quantize                   v + c in blocks, amax included; 2 v + c if one scale spans the tensor
     dequantize to bf16         c + 2
     activation, bf16           2 + 1 for one orientation, 2 + 1 + 1 for both
+    SwiGLU, bf16               2 + 2 + 1; its amax 2 + 2
+    SwiGLU's gradients, bf16   2 + 2 + 2 + 4 x 1 + 1: both in both orientations, and the product's
+                               columns; their amaxes 2 + 2 + 2
     transpose                  1 + 1
     flush                      v + c in one pass over the master, 2 v + c in two
     AdamW and flush            28 + c in one pass, 28 + 4 + c where an all-reduce parts it in two:
@@ -25,7 +28,7 @@ from pathlib import Path
 
 import torch
 from measuring import Results, Row, at_least, at_most, count_of, interleaved, time_of
-from measuring import is_amax, is_dequantize, is_quantize, is_transpose
+from measuring import is_amax, is_dequantize, is_quantize, is_transpose, ours
 
 import qshard  # noqa: F401  (loads the library)
 
@@ -38,7 +41,7 @@ IMAGE_BYTES = {  # c; a scale per tensor or per 128x128 block, in the grid, does
     "nvfp4": 1 / 2 + 1 / 16,
 }
 ONE_SCALE = ("float8_tensorwise", "nvfp4")  # with a scale that spans the tensor
-SECTIONS = ("weight", "activation", "transpose", "flush", "adamw", "compiled")
+SECTIONS = ("weight", "activation", "swiglu", "transpose", "flush", "adamw", "compiled")
 FP8_GEMM = ("float8_tensorwise", "float8_blockwise")  # activations are quantized on Hopper
 # The linears of one of Llama-8B's 32 layers, sharded over 8 ranks.
 SHARDS = [(512, 4096), (128, 4096), (128, 4096), (512, 4096)]  # q, k, v, o
@@ -53,6 +56,7 @@ class Bench:
     calls: int
     shapes: list[tuple[int, int]]  # of weights
     activations: list[tuple[int, int]]  # tokens, features
+    swiglus: list[tuple[int, int]]  # tokens, features of gate
     shards: list[tuple[int, int]]
     copied: int  # elements
     copy: float = 0.0  # GB/s
@@ -147,6 +151,33 @@ def activation(bench: Bench, format: str, shape) -> Iterator[Row]:
     longest = [[max(filter(is_quantize, call), key=lambda kernel: kernel.us)] for call in backward]
     yield bench.share(f"gradient rows + columns {block}", shape, 4 * n, time_of(longest),
                       at_least(0.85))
+
+
+def swiglu(bench: Bench, format: str, shape) -> Iterator[Row]:
+    """Codes of silu(gate) * up and of its gradients; few out features keep the GEMMs small."""
+    tokens, features = shape
+    bf16 = {"dtype": torch.bfloat16}
+    both = bench.randn(tokens, 2 * features, **bf16)  # as one linear gives them
+    gate, up = both.chunk(2, -1)
+    grad = bench.randn(tokens, 128, **bf16)
+    down = ops.quantize(bench.randn(128, features, **bf16), format)
+    amax = ops.swiglu_linear_forward(gate, up, down, None, bench.device == "cuda")[1]
+    codes = (format,) if bench.device == "cuda" else ()
+    forward, backward = bench.run(
+        lambda: ops.swiglu_linear_forward(gate, up, down, None, False),
+        lambda: ops.swiglu_linear_backward(grad, gate, up, down, amax, True, True, True, True, *codes),
+    )
+    n = gate.numel()
+    block = "1x128" if format == "float8_blockwise" else "per-tensor"
+    of_swiglu = ours("swiglu")
+    for name, calls, amax_bytes, bytes, goal in (
+        ("SwiGLU", forward, 4, 5, 0.85), ("SwiGLU's gradients", backward, 6, 11, 0.80)
+    ):
+        amaxes = time_of(calls, lambda kernel: of_swiglu(kernel) and is_amax(kernel))
+        casts = time_of(calls, lambda kernel: of_swiglu(kernel) and is_quantize(kernel))
+        if count_of(calls, lambda kernel: of_swiglu(kernel) and is_amax(kernel)):
+            yield bench.share(f"{name} amax {block}", shape, amax_bytes * n, amaxes, at_least(goal))
+        yield bench.share(f"{name} {block}", shape, bytes * n, casts, at_least(goal))
 
 
 def transpose(bench: Bench, shape) -> Iterator[Row]:
@@ -252,6 +283,8 @@ def sections(bench: Bench, args) -> Iterator[tuple[str, str, object]]:
     for format in [format for format in args.formats if format in FP8_GEMM]:
         for shape in bench.activations:
             yield "activation", f"{format} {shape}", lambda: activation(bench, format, shape)
+        for shape in bench.swiglus:
+            yield "swiglu", f"{format} {shape}", lambda: swiglu(bench, format, shape)
     for shape in bench.shapes:
         yield "transpose", f"{shape}", lambda: transpose(bench, shape)
     for format in args.formats:
@@ -276,10 +309,12 @@ def main():
 
     torch.manual_seed(0)
     if args.tiny:
-        bench = Bench(args.device, 2, [(256, 128), (63, 65)], [(64, 128)], [(32, 32), (64, 48)], 1024)
+        bench = Bench(args.device, 2, [(256, 128), (63, 65)], [(64, 128)], [(64, 128)],
+                      [(32, 32), (64, 48)], 1024)
     else:
         bench = Bench(args.device, args.calls, [(8192, 8192), (14336, 4096), (8191, 4097)],
-                      [(16384, 4096), (16384, 14336), (8191, 4097)], SHARDS * 32, 1 << 28)
+                      [(16384, 4096), (16384, 14336), (8191, 4097)],
+                      [(16384, 14336), (8192, 14336), (4097, 4104)], SHARDS * 32, 1 << 28)
     results = Results("qshard kernels", args.seconds)
     results.add("copy", bench.measure_copy)
     for section, label, measure in sections(bench, args):

@@ -251,3 +251,45 @@ def linear_backward_flops(
 @register_flop_formula(torch.ops.qshard.linear_backward_accumulate, get_raw=True)
 def accumulate_flops(grad, weight, input, quantized, needs_input, weight_grad, *args, **kwargs):
     return linear_backward_flops(grad, weight, input, quantized, needs_input, True)
+
+
+def register_swiglu_flops():
+    """2 x tokens x inner x outputs a GEMM; gate is (..., inner) of the parts, (rows, ...) of the MLP."""
+
+    @register_flop_formula(torch.ops.qshard.swiglu_mlp, get_raw=True)
+    def mlp_flops(input, gate, up, down, *args, out_val=None, **kwargs):
+        first = gate.shape[0] * (1 if up is None else 2)
+        tokens = input.numel() // max(1, input.shape[-1])
+        return 2 * input.numel() * first + 2 * tokens * down.shape[0] * down.shape[1]
+
+    @register_flop_formula(torch.ops.qshard.swiglu_linear_forward, get_raw=True)
+    def forward_flops(gate, up, weight, *args, out_val=None, **kwargs):
+        return 2 * gate.numel() * weight.shape[0]
+
+    @register_flop_formula(torch.ops.qshard.swiglu_linear_backward, get_raw=True)
+    def backward_flops(grad, gate, up, weight, amax, needs_weight, rows, columns, *args, **kwargs):
+        return 2 * gate.numel() * weight.shape[0] * (bool(needs_weight) + bool(rows or columns))
+
+    @register_flop_formula(torch.ops.qshard.swiglu_linear_backward_accumulate, get_raw=True)
+    def backward_accumulate_flops(grad, gate, up, weight, amax, sum, rows, columns, *args, **kwargs):
+        return backward_flops(grad, gate, up, weight, amax, True, rows, columns)
+
+    @register_flop_formula(torch.ops.qshard.linear_backward_codes, get_raw=True)
+    def codes_flops(
+        rows, columns, size, dtype, weight, input, quantized, needs_input, needs_weight, *args, **kwargs
+    ):
+        flops = 2 * weight.shape[1]
+        for length in size:
+            flops *= length
+        return flops * (bool(needs_input) + bool(needs_weight))
+
+    @register_flop_formula(torch.ops.qshard.linear_backward_codes_accumulate, get_raw=True)
+    def codes_accumulate_flops(
+        rows, columns, size, dtype, weight, input, quantized, needs_input, sum, *args, **kwargs
+    ):
+        return codes_flops(
+            rows, columns, size, dtype, weight, input, quantized, needs_input, True
+        )
+
+
+register_swiglu_flops()

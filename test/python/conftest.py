@@ -98,6 +98,7 @@ BUDGETS_S = {
     "test_accelerate_sharded": 60,
     "test_trainer_sharded": 75,
     "test_transformers": 60,
+    "test_swiglu_mlp": 45,
     "test_torchao": 75,  # compiles its steps
     "test_torchtitan": 180,
     "test_checkpoint_dcp": 90,

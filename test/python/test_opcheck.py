@@ -84,6 +84,34 @@ SAMPLES = {
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, plain(64, 32))
         for needs_input in (True, False)
     ],
+    "swiglu_mlp": lambda fmt: [
+        (plain(4, 32, grad=True), *weights, None, None, plain(32, grad=True),
+         dict(format=fmt, down_format=fmt))
+        for weights in (
+            (*(quantized(fmt=fmt, grad=True) for _ in "gu"), quantized(32, 64, fmt, grad=True)),
+            (quantized(128, fmt=fmt), None, quantized(32, 64, fmt, keep_master=True, grad=True)),
+        )
+    ],
+    "swiglu_linear_forward": lambda fmt: [
+        (plain(2, 3, 64), plain(2, 3, 64), quantized(32, 64, fmt), bias, keeps)
+        for bias, keeps in ((None, True), (plain(32), False))
+    ],
+    "swiglu_linear_backward": lambda fmt: [
+        (plain(2, 3, 32), *(plain(2, 3, 64) for _ in "gu"), quantized(32, 64, fmt), amax, *needs)
+        for amax in (torch.empty(0), torch.ones(1))
+        for needs in ((True, True, True, True), (False, True, False, False), (True, False, False, True))
+    ],
+    "swiglu_linear_backward_accumulate": lambda fmt: [
+        (plain(4, 32), plain(4, 64), plain(4, 64), quantized(32, 64, fmt), torch.empty(0),
+         plain(32, 64), True, True, joined)
+        for joined in (True, False)
+    ],
+    # Codes exist on CUDA only (test_swiglu_mlp.py).
+    "linear_backward_codes": lambda fmt: [
+        (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), [2, 64], torch.float32,
+         quantized(fmt=fmt), plain(2, 32), False, False, False)
+    ] if fmt.startswith("float8") else [],
+    "linear_backward_codes_accumulate": lambda fmt: [],
     # Formats of messages are their own: of each, once.
     "quantize_gradients": lambda fmt: [
         (plain(10, 10, dtype=dtype), of, 2, 50)

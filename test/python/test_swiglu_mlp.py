@@ -1,0 +1,246 @@
+"""swiglu_mlp is linear, silu and mul: the same bits where values are multiplied; where codes are, all but
+those that lie across a rounding boundary. It keeps less, and compiles."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FORMATS, ops
+from nn_helpers import RECIPES, assert_bits, gradients, no_gpu, on_devices, randomize
+from reference import activations as reference
+from torch.utils.checkpoint import checkpoint
+
+import qshard
+from qshard import nn
+
+BOTH = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+IN_CODES = ("float8_tensorwise", "float8_blockwise")
+
+
+def draw(*shape, seed, device="cpu", dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def weights_of(fmt, joined, columns=32, inner=64, device="cpu", **kwargs):
+    """gate, up (None if joined) and down, quantized."""
+    rows = 32 if fmt.endswith("1x32") else 16
+    assert columns % rows == inner % rows == 0
+    first = [draw(inner, columns, seed=i, device=device) for i in (1, 2)]
+    first = [torch.cat(first), None] if joined else first
+    plain = *first, draw(columns, inner, seed=3, device=device) / 8
+    return [w if w is None else ops.quantize(w, fmt, **kwargs).requires_grad_() for w in plain]
+
+
+def composed(x, gate, up, down, *biases):
+    """As swiglu_mlp."""
+    gate_bias, up_bias, down_bias = biases or (None,) * 3
+    if up is None:
+        first, second = ops.linear(x, gate, gate_bias).chunk(2, -1)
+    else:
+        first, second = ops.linear(x, gate, gate_bias), ops.linear(x, up, up_bias)
+    return ops.linear(F.silu(first) * second, down, down_bias)
+
+
+def fused(fmt, x, gate, up, down, *biases, **kwargs):
+    return ops.swiglu_mlp(x, gate, up, down, *biases, format=fmt, down_format=fmt, **kwargs)
+
+
+def step(function, x, tensors, times=1):
+    """Output, and gradients of x and of all tensors, after so many backwards."""
+    x = x.clone().requires_grad_()
+    tensors = [t if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    for _ in range(times):
+        y = function(x, *tensors)
+        y.backward(draw(*y.shape, seed=9, device=y.device, dtype=y.dtype))
+    return [y.detach(), x.grad, *(t.grad for t in tensors if t is not None)]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@BOTH
+@pytest.mark.parametrize("bias", [False, True])
+def test_is_the_composition(fmt, dtype, joined, bias):
+    weights = weights_of(fmt, joined, keep_master=True)
+    biases = [draw(64 * (1 + joined), seed=4), None if joined else draw(64, seed=5), draw(32, seed=6)]
+    biases = [b if b is None else b.to(dtype) for b in biases] if bias else []
+    x = draw(2, 5, 32, seed=7, dtype=dtype)
+    for times in (1, 2):  # the second adds to .grad
+        torch.manual_seed(0)
+        got = step(lambda *args: fused(fmt, *args), x, [*weights, *biases], times)
+        torch.manual_seed(0)
+        expected = step(composed, x, [*weights, *biases], times)
+        # NVFP4's gradients round stochastically on devices that multiply them, not here.
+        assert_bits(got, expected)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 127])
+@BOTH
+def test_odd_inputs(tokens, joined):
+    weights = weights_of("float8_blockwise", joined, columns=96, inner=48)
+    x = draw(tokens, 96, seed=7)
+    if tokens > 1:
+        x[0, 0], x[1, 1], x[2, 2] = float("inf"), float("nan"), -float("inf")
+    strided = torch.empty(tokens, 192)[:, ::2].copy_(x)
+    expected = step(composed, x, weights)
+    for given in (x, strided):
+        got = step(lambda *args: fused("float8_blockwise", *args), given, weights)
+        for a, b in zip(got, expected):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_frozen_parts():
+    gate, up, down = weights_of("float8_tensorwise", False)
+    x = draw(4, 32, seed=7)
+    for trained in ("gate", "up", "down", "x", "gate down", "up x"):
+        named = {"gate": gate, "up": up, "down": down, "x": x}
+        results = []
+        for function in (lambda *args: fused("float8_tensorwise", *args), composed):
+            given = {n: t.detach().clone().requires_grad_(n in trained.split()) for n, t in named.items()}
+            function(given["x"], given["gate"], given["up"], given["down"]).square().sum().backward()
+            results.append({n: t.grad for n, t in given.items() if t.requires_grad})
+            assert all(t.grad is None for t in given.values() if not t.requires_grad)
+        assert_bits(*results)
+
+
+def test_keeps_gate_and_up_alone():
+    weights = weights_of("float8_blockwise", False)
+    x = draw(128, 32, seed=7).requires_grad_()
+    kept = {}
+
+    def pack(tensor):
+        if not qshard.is_quantized(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = fused("float8_blockwise", x, *weights)
+    assert sum(kept.values()) == x.numel() + 2 * 128 * 64
+    y.sum().backward()
+
+
+def test_errors_name_shapes_and_formats():
+    gate, up, down = weights_of("float8_blockwise", False)
+    x = draw(4, 32, seed=7)
+    call = {"format": "float8_blockwise", "down_format": "float8_blockwise"}
+    for wrong in ((x[:, :16], gate, up, down), (x, gate, None, down), (x, gate, up, gate)):
+        with pytest.raises(RuntimeError, match=r"swiglu_mlp: .* do not go together"):
+            ops.swiglu_mlp(*wrong, **call)
+    other = ops.quantize(draw(64, 32, seed=2), "mxfp8").requires_grad_()
+    with pytest.raises(RuntimeError, match="quantize both by one recipe"):
+        ops.swiglu_mlp(x, gate, other, down, **call)
+    y = fused("float8_blockwise", x.requires_grad_(), gate, up, down)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    empty = torch.empty(0)
+    with pytest.raises(RuntimeError, match="codes of a gradient"):
+        bytes = torch.empty(7, dtype=torch.uint8)
+        ops.linear_backward_codes(bytes, bytes, [4, 64], x.dtype, gate, x, False, True, True)
+    with pytest.raises(RuntimeError, match="gate and up must be"):
+        ops.swiglu_linear_forward(x, x, down, None, False)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        ops.swiglu_linear_backward(x[:2], draw(4, 64, seed=1), draw(4, 64, seed=2), down, empty, True,
+                                   True, True, False)
+
+
+@on_devices
+@pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise", "float8_delayed", "mxfp8"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiles(device, fmt, checkpointed):
+    torch._dynamo.reset()
+    module = nn.LayerNormMLP(128, 256, bias=False, normalization="RMSNorm", activation="swiglu",
+                             device=device, params_dtype=torch.bfloat16)
+    qshard.quantize_(randomize(module), RECIPES[fmt])
+    other = copy.deepcopy(module)
+    x = draw(160, 128, seed=7, device=device, dtype=torch.bfloat16)
+    results = []
+    for model, function in ((module, module), (other, torch.compile(other, fullgraph=True,
+                                                                    backend="aot_eager"))):
+        given = x.clone().requires_grad_()
+        y = checkpoint(function, given, use_reentrant=False) if checkpointed else function(given)
+        y.square().mean().backward()
+        results.append([y.detach(), given.grad, gradients(model)])
+    assert_bits(*results)
+
+
+# ------------------------------------------------------------------------------------- in codes
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@no_gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@BOTH
+@pytest.mark.parametrize("tokens, columns, inner", [(1, 96, 96), (127, 4096, 4104), (4097, 96, 512)])
+def test_gpu_is_the_composition(fmt, dtype, joined, tokens, columns, inner):
+    if fmt.endswith("1x32"):
+        inner = -(-inner // 32) * 32
+    weights = weights_of(fmt, joined, columns, inner, device="cuda")
+    x = draw(tokens, columns, seed=7, device="cuda", dtype=dtype) / columns**0.5
+    got = step(lambda *args: fused(fmt, *args), x, weights)
+    expected = step(composed, x, weights)
+    for a, b in zip(got, expected):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        # A code in 1e5 that is the next one; composed and fused NVFP4 draw other random words.
+        assert relative_error(a, b) < (0.2 if fmt.startswith("nvfp4") else 2e-3)
+
+
+@no_gpu
+@pytest.mark.parametrize("fmt", IN_CODES)
+def test_gpu_codes_are_the_reference(fmt):
+    """Through the operators alone, next to plain torch's formulas on the CPU."""
+    m, k = 127, 384
+    gate, up = (draw(m, k, seed=i, dtype=torch.bfloat16) for i in (1, 2))
+    grad = draw(m, 128, seed=3, dtype=torch.bfloat16)
+    down = ops.quantize(draw(128, k, seed=4), fmt)
+    none = torch.empty(0, device="cuda")
+    on_gpu = (grad.cuda(), gate.cuda(), up.cuda(), down.cuda(), none)
+    needs = (False, True, True, False)
+    values = ops.swiglu_linear_backward(*on_gpu, *needs)
+    made = ops.swiglu_linear_backward(*on_gpu, *needs, fmt)
+    for value, rows in ((values[1], made[1]), (values[3], made[3])):
+        value, rows = value.cpu(), rows.cpu()
+        if fmt == "float8_tensorwise":
+            codes, _ = reference.quantize_tensorwise(value, torch.float8_e5m2)
+        else:
+            codes, _ = reference.quantize_1x128(value)
+        different = (rows[: m * k].view(m, k) != codes.view(torch.uint8)).sum().item()
+        assert different <= 1e-5 * m * k + 1
+
+
+@no_gpu
+@pytest.mark.parametrize("fmt", IN_CODES)
+@BOTH
+def test_gpu_keeps_less(fmt, joined):
+    """Between forward and backward: columns of x, and gate and up."""
+    m, columns, inner = 1024, 512, 1024
+    weights = weights_of(fmt, joined, columns, inner, device="cuda")
+    x = draw(m, columns, seed=7, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    fused(fmt, x, *weights).sum().backward()  # workspaces
+    before = torch.cuda.memory_allocated()
+    y = fused(fmt, x, *weights)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    assert kept <= m * columns * 1.05 + 2 * m * inner * 2 + 8192
+    y.sum().backward()
+
+
+@no_gpu
+@pytest.mark.parametrize("fmt", IN_CODES)
+def test_gpu_operators_opcheck(fmt):
+    gate, up, down = weights_of(fmt, False, 128, 256, device="cuda")
+    x = draw(64, 128, seed=7, device="cuda", dtype=torch.bfloat16)
+    inner = [draw(64, 256, seed=i, device="cuda", dtype=torch.bfloat16) for i in (1, 2)]
+    grad = draw(64, 128, seed=3, device="cuda", dtype=torch.bfloat16)
+    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    _, amax = ops.swiglu_linear_forward(*inner, down, None, True)
+    torch.library.opcheck(
+        ops.swiglu_linear_forward.default, (*inner, down, None, True), test_utils=utils
+    )
+    backward = (grad, *inner, down, amax, True, True, True, False, fmt)
+    torch.library.opcheck(ops.swiglu_linear_backward.default, backward, test_utils=utils)
+    rows, columns = ops.swiglu_linear_backward(*backward)[1:3]
+    codes = (rows, columns, [64, 256], torch.bfloat16, gate, x, False, True, True)
+    torch.library.opcheck(ops.linear_backward_codes.default, codes, test_utils=utils)
