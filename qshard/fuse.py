@@ -52,7 +52,8 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
     - RMSNorm: one weight, `x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`. Computed in fp32 and
       rounded once, where modules in Python often round twice; backward keeps the input alone.
     - Gated MLP: `down(f(gate(x)) * up(x))` of three nn.Linear, f one of SiLU, GELU (tanh), ReLU, sigmoid.
-      The same bits; backward keeps gate(x) and up(x), and not f(gate(x)).
+      The same bits; backward keeps gate(x) and up(x), and not f(gate(x)). Of SiLU, where all three are
+      quantized by one recipe and none has hooks, one operator (`qshard.ops.swiglu_mlp`).
 
     Call it before or after `quantize_`, and before fully_shard and torch.compile. Everything else is left
     as it is, modules whose forward was replaced on the instance too.

@@ -341,8 +341,8 @@ def swiglu_mlp(
     """linear(silu(linear(input, gate)) * linear(input, up), down): the values of these operators, one after
     the other, rounded where they round. Autograd keeps the results of gate and up, and nothing of what is
     made of them. On Hopper, with scales per tensor or in blocks of 128, the product and the gradients of
-    gate and up are quantized as they are made and never stored; of those that an approximate reciprocal
-    moves across a rounding boundary, at most 1e-5, the codes are other ones.
+    gate and up are quantized as they are made and never stored: to the same codes, but for at most 1e-5 of
+    them where torch was built with another exp.
 
     input: (..., columns). gate, up: quantized (inner, columns), of one format; up None: gate is
         (2 x inner, columns), gate's rows first. down: quantized (outputs, inner). biases: of their rows.

@@ -6,11 +6,8 @@
 
 namespace qshard::cuda {
 
-__device__ __forceinline__ float sigmoid(float x) {
-  float reciprocal;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + expf(-x)));
-  return reciprocal;
-}
+/// 1 + exp(-x): silu is x over it, the sigmoid 1 over it, divided exactly as torch divides.
+__device__ __forceinline__ float silu_divisor(float x) { return 1.f + expf(-x); }
 
 /// The values of a word, as torch rounds them.
 template <typename Value>
@@ -43,7 +40,7 @@ __device__ __forceinline__ void swiglu(ActivationTile<Value>& gate,
       const uint32_t u = up.values[r].word[w];
       const uint32_t silu = map_word<Value>([&](int i) {
         const float x = Value::load(g, i);
-        return x * sigmoid(x);
+        return __fdiv_rn(x, silu_divisor(x));
       });
       gate.values[r].word[w] = map_word<Value>(
           [&](int i) { return __fmul_rn(Value::load(silu, i), Value::load(u, i)); });
@@ -64,9 +61,12 @@ __device__ __forceinline__ void swiglu_backward(ActivationTile<Value>& grad,
       const uint32_t g = gate.values[r].word[w];
       const uint32_t u = up.values[r].word[w];
       float s[Value::kPerWord];
-#pragma unroll
-      for (int i = 0; i < Value::kPerWord; ++i) s[i] = sigmoid(Value::load(g, i));
-      const uint32_t silu = map_word<Value>([&](int i) { return Value::load(g, i) * s[i]; });
+      const uint32_t silu = map_word<Value>([&](int i) {
+        const float x = Value::load(g, i);
+        const float divisor = silu_divisor(x);
+        s[i] = __frcp_rn(divisor);
+        return __fdiv_rn(x, divisor);
+      });
       const uint32_t grad_silu =
           map_word<Value>([&](int i) { return __fmul_rn(Value::load(d, i), Value::load(u, i)); });
       grad.values[r].word[w] = map_word<Value>([&](int i) {

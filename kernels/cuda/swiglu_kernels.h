@@ -1,7 +1,6 @@
 // Launchers of the kernels that make codes of silu(gate) * up, and of its gradients, while the
-// values are in registers. They round where torch's operators do, so codes are those of the values
-// that silu, mul and silu_backward leave in memory, but where an approximate reciprocal lies across
-// a rounding boundary.
+// values are in registers. They round and divide where torch's operators do, so codes are those of
+// the values that silu, mul and silu_backward leave in memory, as long as both have the same expf.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -86,8 +86,8 @@ struct Differences {
     add(got.rowwise, expected.rowwise);
     add(got.columnwise, expected.columnwise);
   }
-  // An approximate reciprocal moves a value across a rounding boundary now and then, and a largest
-  // value with it, that scales in fp32 follow.
+  // None, but where torch was built with another expf: that moves a value across a rounding
+  // boundary now and then, and a largest value with it, that scales in fp32 follow.
   void expect_few(const char* what) const {
     EXPECT_GT(all_codes, 0) << what;
     EXPECT_LE(static_cast<double>(codes), 1e-5 * static_cast<double>(all_codes)) << what;
