@@ -1,0 +1,140 @@
+"""The operators of a SwiGLU MLP; public as those of `qshard.ops`."""
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.qshard
+
+
+def swiglu_mlp(
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    weight_only: bool = False,
+    format: str,
+    down_format: str,
+) -> Tensor:
+    """linear(silu(linear(input, gate)) * linear(input, up), down): the values of these operators, one after
+    the other, rounded where they round. Autograd keeps the results of gate and up, and nothing of what is
+    made of them. On Hopper, with scales per tensor or in blocks of 128, the product and the gradients of
+    gate and up are quantized as they are made and never stored: to the same codes, but for at most 1e-5 of
+    them where torch was built with another exp.
+
+    input: (..., columns). gate, up: quantized (inner, columns), of one format; up None: gate is
+        (2 x inner, columns), gate's rows first. down: quantized (outputs, inner). biases: of their rows.
+    format, down_format: of gate and up, and of down. A plain weight is quantized for this use.
+    weight_only: as of `linear`.
+
+    Returns (..., outputs) in the dtype of `input`. No double backward. Raises RuntimeError for shapes,
+    devices or formats that do not go together.
+    """
+    return _ops.swiglu_mlp(
+        input,
+        gate,
+        up,
+        down,
+        gate_bias,
+        up_bias,
+        down_bias,
+        weight_only=weight_only,
+        format=format,
+        down_format=down_format,
+    )
+
+
+def swiglu_linear_forward(
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    keep_amax: bool,
+    weight_only: bool = False,
+    format: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """linear(silu(gate) * up), what `swiglu_mlp` runs below autograd: (output, amax), amax float32 (1,) of
+    the product, or (0,) unless kept.
+
+    gate, up: (..., columns), with any strides. format: of the weight, which is checked.
+
+    Raises RuntimeError for shapes, dtypes or devices that do not fit.
+    """
+    return _ops.swiglu_linear_forward(gate, up, weight, bias, keep_amax, weight_only, format)
+
+
+def swiglu_linear_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    amax: Tensor,
+    needs_weight: bool,
+    rows: bool,
+    columns: bool,
+    joined: bool,
+    grad_format: str | None = None,
+    weight_only: bool = False,
+    grad_dtype: torch.dtype | None = None,
+    format: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(grad_weight, gate, gate_columns, up, up_columns) of `swiglu_linear_forward`; (0,) what is not needed.
+
+    grad_format: None for the gradients of gate and up, with no columns; else of the weights that they meet,
+        for the codes that `linear_backward_codes` takes: for dgrad if `rows`, for wgrad if `columns`. Without
+        either no gradients are made.
+    joined: as of one tensor (..., 2 x columns), which is gate's; up's are (0,).
+    amax: what forward kept. grad_dtype: as of `linear_backward`.
+
+    Raises RuntimeError for shapes that do not fit, and for codes where the device has no FP8 GEMM.
+    """
+    return _ops.swiglu_linear_backward(
+        grad,
+        gate,
+        up,
+        weight,
+        amax,
+        needs_weight,
+        rows,
+        columns,
+        joined,
+        grad_format,
+        weight_only,
+        grad_dtype,
+        format,
+    )
+
+
+def swiglu_linear_backward_accumulate(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    amax: Tensor,
+    weight_grad: Tensor,
+    rows: bool,
+    columns: bool,
+    joined: bool,
+    grad_format: str | None = None,
+    weight_only: bool = False,
+    format: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`swiglu_linear_backward` that adds the weight's gradient to `weight_grad`, as
+    `linear_backward_accumulate` does, and returns the others."""
+    return _ops.swiglu_linear_backward_accumulate(
+        grad,
+        gate,
+        up,
+        weight,
+        amax,
+        weight_grad,
+        rows,
+        columns,
+        joined,
+        grad_format,
+        weight_only,
+        format,
+    )
