@@ -13,11 +13,10 @@ __device__ __forceinline__ void store_tensor_scale(const ActivationTask& task, f
 
 /// Codes in the orientations that the task has, all by one scale. Whoever used `shared` before
 /// synchronises.
-template <typename Code, typename Value>
-__device__ __forceinline__ void store_tensorwise(const ActivationTile<Value>& tile,
-                                                 const ActivationTask& task, float scale,
-                                                 int64_t tile_row, int64_t tile_col,
-                                                 typename ActivationTile<Value>::Shared& shared) {
+template <typename Code, typename Tile>
+__device__ __forceinline__ void store_tensorwise(const Tile& tile, const ActivationTask& task,
+                                                 float scale, int64_t tile_row, int64_t tile_col,
+                                                 typename Tile::Shared& shared) {
   const auto scale_of = [&](int) { return scale; };
   if (task.codes != nullptr) tile.template store_rows<Code>(task, tile_row, tile_col, scale_of);
   if (task.codes_t != nullptr) {
@@ -26,12 +25,10 @@ __device__ __forceinline__ void store_tensorwise(const ActivationTile<Value>& ti
 }
 
 /// E4M3 codes in the orientations that the task has, and their scales along each one's rows.
-template <typename Value>
-__device__ __forceinline__ void store_1x128(const ActivationTile<Value>& tile,
-                                            const ActivationTask& task, int64_t tile_row,
-                                            int64_t tile_col,
-                                            typename ActivationTile<Value>::Shared& shared) {
-  using Tile = ActivationTile<Value>;
+template <typename Tile>
+__device__ __forceinline__ void store_1x128(const Tile& tile, const ActivationTask& task,
+                                            int64_t tile_row, int64_t tile_col,
+                                            typename Tile::Shared& shared) {
   if (task.codes != nullptr) {
     uint32_t amax[Tile::kRows];
     tile.row_amax(amax);

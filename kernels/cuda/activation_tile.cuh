@@ -1,7 +1,8 @@
 // One 128x128 tile of an activation: read once, written as codes in both orientations.
 //
-// A thread holds kRows x kCols neighbouring values in registers. Row and column maxima come from
-// shuffles; the transposed codes pass through shared memory in 8-byte chunks of one column.
+// Each of kThreads threads holds kRows x kCols neighbouring values in registers. Row and column
+// maxima come from shuffles; the transposed codes pass through shared memory in 8-byte chunks of
+// one column.
 #pragma once
 
 #include "kernels/cuda/activation_kernels.h"
@@ -13,13 +14,13 @@ namespace qshard::cuda {
 constexpr int kTile = 128;
 constexpr int kTileThreads = 256;
 
-template <typename Value>
+template <typename Value, int kThreads = kTileThreads>
 struct ActivationTile {
   using Raw = typename Value::Raw;
   static constexpr int kCols = Vector<Value>::kSize;
-  static constexpr int kRows = kTile * kTile / kTileThreads / kCols;
+  static constexpr int kRows = kTile * kTile / kThreads / kCols;
   static constexpr int kLanesPerRow = kTile / kCols;
-  static constexpr int kWarps = kTileThreads / 32;
+  static constexpr int kWarps = kThreads / 32;
   static constexpr int kChunks = kTile / 8;  // 8-byte chunks in a row of transposed codes
 
   struct Shared {
@@ -135,22 +136,26 @@ struct ActivationTile {
     for (int j = 0; j < kCols; ++j) {
       const float scale = scale_of(j);
 #pragma unroll
-      for (int chunk = 0; chunk < kRows / 8; ++chunk) {
+      for (int chunk = 0; chunk < (kRows + 7) / 8; ++chunk) {
         const auto four = [&](int r) {
           return encode4<Code, Value>(values[r].word_of(j), values[r + 1].word_of(j),
                                       values[r + 2].word_of(j), values[r + 3].word_of(j),
                                       j % Value::kPerWord, scale);
         };
         // The xor spreads the columns that a warp writes at once over the banks.
-        shared.transposed[col + j][(row / 8 + chunk) ^ swizzle(col + j)] =
-            make_uint2(four(8 * chunk), four(8 * chunk + 4));
+        uint2& to = shared.transposed[col + j][(row / 8 + chunk) ^ swizzle(col + j)];
+        if constexpr (kRows < 8) {
+          (row % 8 == 0 ? to.x : to.y) = four(0);
+        } else {
+          to = make_uint2(four(8 * chunk), four(8 * chunk + 4));
+        }
       }
     }
     __syncthreads();
     const int chunk = static_cast<int>(threadIdx.x) % kChunks;
 #pragma unroll
-    for (int pass = 0; pass < kTile * kChunks / kTileThreads; ++pass) {
-      const int c = static_cast<int>(threadIdx.x) / kChunks + pass * (kTileThreads / kChunks);
+    for (int pass = 0; pass < kTile * kChunks / kThreads; ++pass) {
+      const int c = static_cast<int>(threadIdx.x) / kChunks + pass * (kThreads / kChunks);
       if (tile_col + c >= task.k_padded) return;
       *reinterpret_cast<uint2*>(task.codes_t + (tile_col + c) * task.m_padded_t + tile_row +
                                 chunk * 8) = shared.transposed[c][chunk ^ swizzle(c)];

@@ -2,12 +2,48 @@
 #pragma once
 
 #include "kernels/cuda/activation_tile.cuh"
+#include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/swiglu_kernels.h"
 
 namespace qshard::cuda {
 
-/// 1 + exp(-x): silu is x over it, the sigmoid 1 over it, divided exactly as torch divides.
-__device__ __forceinline__ float silu_divisor(float x) { return 1.f + expf(-x); }
+struct Silu {
+  float value;
+  float sigmoid;
+};
+
+/// x and 1 over 1 + exp(-x), rounded as divisions are. `kOrdinary`: |x| < kOrdinaryGate.
+template <bool kOrdinary>
+__device__ __forceinline__ Silu silu_of(float x) {
+  const float divisor = 1.f + expf(-x);
+  if constexpr (!kOrdinary) return {__fdiv_rn(x, divisor), __frcp_rn(divisor)};
+  // The divisor is from 1 to 2^126: the steps of __frcp_rn and __fdiv_rn, without their checks of
+  // exponents. Zeros keep their sign.
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(divisor));
+  reciprocal = __fmaf_rn(reciprocal, __fmaf_rn(-divisor, reciprocal, 1.f), reciprocal);
+  const float quotient = __fmul_rn(x, reciprocal);
+  const float error = __fmaf_rn(divisor, quotient, -x);
+  return {__fmaf_rn(error, -reciprocal, quotient), reciprocal};
+}
+
+/// Beyond it, or at a NaN, a step of the short division may leave fp32's range.
+constexpr float kOrdinaryGate = 87.f;
+
+/// Calls run(first, std::bool_constant{}) for every kCount rows of a thread with whether their
+/// gates are ordinary.
+template <int kCount, typename Value, int kThreads, typename Run>
+__device__ __forceinline__ void for_rows(const ActivationTile<Value, kThreads>& gate,
+                                         const Run& run) {
+#pragma unroll
+  for (int first = 0; first < ActivationTile<Value, kThreads>::kRows; first += kCount) {
+    if (largest_of<Value, kCount>(gate.values + first) < __float_as_uint(kOrdinaryGate)) {
+      run(first, std::true_type{});
+    } else {
+      run(first, std::false_type{});
+    }
+  }
+}
 
 /// The values of a word, as torch rounds them.
 template <typename Value>
@@ -29,43 +65,46 @@ __device__ __forceinline__ uint32_t map_word(const F& f) {
 }
 
 /// gate becomes silu(gate) * up. silu(gate) is rounded as a tensor of its own would be.
-template <typename Value>
-__device__ __forceinline__ void swiglu(ActivationTile<Value>& gate,
-                                       const ActivationTile<Value>& up) {
+template <typename Value, int kThreads>
+__device__ __forceinline__ void swiglu(ActivationTile<Value, kThreads>& gate,
+                                       const ActivationTile<Value, kThreads>& up) {
+  constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
+  for_rows<kRows>(gate, [&](int, auto ordinary) {
 #pragma unroll
-  for (int r = 0; r < ActivationTile<Value>::kRows; ++r) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int at = 0; at < 4 * kRows; ++at) {
+      const int r = at / 4;
+      const int w = at % 4;
       const uint32_t g = gate.values[r].word[w];
       const uint32_t u = up.values[r].word[w];
-      const uint32_t silu = map_word<Value>([&](int i) {
-        const float x = Value::load(g, i);
-        return __fdiv_rn(x, silu_divisor(x));
-      });
+      const uint32_t silu = map_word<Value>(
+          [&](int i) { return silu_of<decltype(ordinary)::value>(Value::load(g, i)).value; });
       gate.values[r].word[w] = map_word<Value>(
           [&](int i) { return __fmul_rn(Value::load(silu, i), Value::load(u, i)); });
     }
-  }
+  });
 }
 
 /// (grad, gate, up) become the gradients of gate and of up, and silu(gate) * up.
-template <typename Value>
-__device__ __forceinline__ void swiglu_backward(ActivationTile<Value>& grad,
-                                                ActivationTile<Value>& gate,
-                                                ActivationTile<Value>& up) {
+template <typename Value, int kThreads>
+__device__ __forceinline__ void swiglu_backward(ActivationTile<Value, kThreads>& grad,
+                                                ActivationTile<Value, kThreads>& gate,
+                                                ActivationTile<Value, kThreads>& up) {
+  // One test for all rows costs less where a thread has registers to spare.
+  constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
+  constexpr int kCount = kThreads > kTileThreads ? kRows : 1;
+  for_rows<kCount>(gate, [&](int first, auto ordinary) {
 #pragma unroll
-  for (int r = 0; r < ActivationTile<Value>::kRows; ++r) {
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int at = 0; at < 4 * kCount; ++at) {
+      const int r = first + at / 4;
+      const int w = at % 4;
       const uint32_t d = grad.values[r].word[w];
       const uint32_t g = gate.values[r].word[w];
       const uint32_t u = up.values[r].word[w];
       float s[Value::kPerWord];
       const uint32_t silu = map_word<Value>([&](int i) {
-        const float x = Value::load(g, i);
-        const float divisor = silu_divisor(x);
-        s[i] = __frcp_rn(divisor);
-        return __fdiv_rn(x, divisor);
+        const Silu of = silu_of<decltype(ordinary)::value>(Value::load(g, i));
+        s[i] = of.sigmoid;
+        return of.value;
       });
       const uint32_t grad_silu =
           map_word<Value>([&](int i) { return __fmul_rn(Value::load(d, i), Value::load(u, i)); });
@@ -78,7 +117,7 @@ __device__ __forceinline__ void swiglu_backward(ActivationTile<Value>& grad,
       up.values[r].word[w] = map_word<Value>(
           [&](int i) { return __fmul_rn(Value::load(silu, i), Value::load(u, i)); });
     }
-  }
+  });
 }
 
 inline dim3 swiglu_grid(const SwigluTask& task) {

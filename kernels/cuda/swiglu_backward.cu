@@ -5,15 +5,19 @@
 namespace qshard::cuda {
 namespace {
 
-// Three tiles of 16-bit values are 96 registers of a thread, of fp32 values 192. Of fp16 ones the
+// Three tiles of 16-bit values are 48 registers of a thread; two CUDA blocks fit at once.
+constexpr int kAmaxThreads = 512;
+template <typename Value>
+constexpr int kAmaxBlocksAtOnce = Value::kPerWord;
+// Making codes takes more of them: 96 of tiles in 128, of fp32 values 192. Of fp16 ones the
 // compiler keeps what it has converted, too.
 template <typename Value>
 constexpr int kBlocksAtOnce = std::is_same_v<Value, BFloat16> ? 2 : 1;
 
 /// What a CUDA block makes of its tile: the two gradients, and silu(gate) * up.
-template <typename Value>
+template <typename Value, int kThreads>
 struct BackwardTiles {
-  using Tile = ActivationTile<Value>;
+  using Tile = ActivationTile<Value, kThreads>;
   Tile grad_gate, grad_up, product;
 
   template <bool kVectorized>
@@ -25,18 +29,17 @@ struct BackwardTiles {
   }
 };
 
-template <typename Value>
-__device__ __forceinline__ uint32_t amax_of(const ActivationTile<Value>& tile) {
-  return max_of_block<kTileThreads>(largest_of<Value, ActivationTile<Value>::kRows>(tile.values));
-}
-
 template <typename Value, bool kVectorized>
-__global__ void __launch_bounds__(kTileThreads, kBlocksAtOnce<Value>)
+__global__ void __launch_bounds__(kAmaxThreads, kAmaxBlocksAtOnce<Value>)
     swiglu_backward_amax(const __grid_constant__ SwigluTask task, float* gate_amax,
                          float* up_amax) {
-  BackwardTiles<Value> tiles;
+  BackwardTiles<Value, kAmaxThreads> tiles;
   tiles.template load<kVectorized>(task, static_cast<int64_t>(blockIdx.y) * kTile,
                                    static_cast<int64_t>(blockIdx.x) * kTile);
+  const auto amax_of = [](const auto& tile) {
+    constexpr int kRows = ActivationTile<Value, kAmaxThreads>::kRows;
+    return max_of_block<kAmaxThreads>(largest_of<Value, kRows>(tile.values));
+  };
   const uint32_t gate = amax_of(tiles.grad_gate);
   __syncthreads();  // of max_of_block's memory
   const uint32_t up = amax_of(tiles.grad_up);
@@ -55,7 +58,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksAtOnce<Value>)
   const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
-  BackwardTiles<Value> tiles;
+  BackwardTiles<Value, kTileThreads> tiles;
   tiles.template load<kVectorized>(task, tile_row, tile_col);
   const auto store = [&](const auto& tile, const SwigluImage& image, auto code) {
     const float scale = scale_from_amax(*image.amax, decltype(code)::kMax, image.task.power_of_two);
@@ -72,9 +75,9 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksAtOnce<Value>)
   store_gradient(tiles.grad_gate, out.gate);
   __syncthreads();  // of `shared`
   store_gradient(tiles.grad_up, out.up);
-  if (out.input.task.codes == nullptr && out.input.task.codes_t == nullptr) return;
+  if (out.input.task.codes_t == nullptr) return;
   __syncthreads();
-  if (out.input.amax == nullptr) {
+  if constexpr (kBlocks) {
     store_1x128(tiles.product, out.input.task, tile_row, tile_col, shared);
   } else {
     store(tiles.product, out.input, E4M3{});
@@ -88,7 +91,7 @@ cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, float* gate_amax
   if (task.m == 0 || task.k == 0) return cudaSuccess;
   return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
     swiglu_backward_amax<decltype(value), vectorized()>
-        <<<swiglu_grid(task), kTileThreads, 0, stream>>>(task, gate_amax, up_amax);
+        <<<swiglu_grid(task), kAmaxThreads, 0, stream>>>(task, gate_amax, up_amax);
     return cudaGetLastError();
   });
 }

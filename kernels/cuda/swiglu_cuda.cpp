@@ -117,14 +117,17 @@ SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor
   at::Tensor input_amax = request.input_amax;
   if (request.input != nullptr) {
     const OperandRequest columns{.format = request.input, .orientations = {.columnwise = true}};
-    result.input = empty_packed(task.m, task.k, columns, device);
-    out.input.task = activation_task(result.input);
-    if (has_one_scale(*request.input)) {
-      if (!input_amax.defined()) {
+    if (has_one_scale(*request.input) != one_scale) {
+      // The kernel scales all that it makes in one way.
+      result.input = quantize_swiglu(gate_rows, up_rows, columns, input_amax);
+    } else {
+      result.input = empty_packed(task.m, task.k, columns, device);
+      out.input.task = activation_task(result.input);
+      if (one_scale && !input_amax.defined()) {
         input_amax = no_amax(1, device);
         check_launch(launch_swiglu_amax(task, input_amax.mutable_data_ptr<float>(), dtype, stream));
       }
-      out.input.amax = input_amax.const_data_ptr<float>();
+      if (one_scale) out.input.amax = input_amax.const_data_ptr<float>();
     }
   }
   check_launch(launch_swiglu_backward_quantize(task, out, dtype, stream));

@@ -26,10 +26,11 @@ struct SwigluImage {
   const float* amax = nullptr;  // one scale, from it; null: 1x128
 };
 
+/// All scaled in one way: 1x128 in E4M3, or by one scale, gradients in E5M2.
 struct SwigluGradients {
-  SwigluImage gate;   // of the gradients: both scaled in one way, 1x128 in E4M3, else in E5M2
-  SwigluImage up;     // may be columns of the same matrix as gate's, k_padded apart
-  SwigluImage input;  // of silu(gate) * up, in E4M3, where its task has codes
+  SwigluImage gate;   // of the gradients: in the same orientations,
+  SwigluImage up;     // perhaps columns of one matrix, k_padded apart
+  SwigluImage input;  // columns of silu(gate) * up, in E4M3; or none
 };
 
 /// Raises `amax` (1) to the largest |silu(gate) * up|.

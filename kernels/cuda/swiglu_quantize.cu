@@ -5,35 +5,39 @@
 namespace qshard::cuda {
 namespace {
 
+// Two tiles of 16-bit values are 32 registers of a thread, and two CUDA blocks fit at once.
+constexpr int kThreads = 512;
+
 template <typename Value, bool kVectorized>
-__device__ __forceinline__ void load_swiglu(ActivationTile<Value>& tile, const SwigluTask& task,
-                                            int64_t tile_row, int64_t tile_col) {
-  ActivationTile<Value> up;
+__device__ __forceinline__ void load_swiglu(ActivationTile<Value, kThreads>& tile,
+                                            const SwigluTask& task, int64_t tile_row,
+                                            int64_t tile_col) {
+  ActivationTile<Value, kThreads> up;
   tile.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, kVectorized);
   up.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, kVectorized);
   swiglu(tile, up);
 }
 
 template <typename Value, bool kVectorized>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kThreads)
     swiglu_amax(const __grid_constant__ SwigluTask task, float* amax) {
-  ActivationTile<Value> tile;
+  ActivationTile<Value, kThreads> tile;
   load_swiglu<Value, kVectorized>(tile, task, static_cast<int64_t>(blockIdx.y) * kTile,
                                   static_cast<int64_t>(blockIdx.x) * kTile);
   const uint32_t largest =
-      max_of_block<kTileThreads>(largest_of<Value, ActivationTile<Value>::kRows>(tile.values));
+      max_of_block<kThreads>(largest_of<Value, decltype(tile)::kRows>(tile.values));
   if (threadIdx.x == 0) raise(amax, largest);
 }
 
 template <typename Value, bool kVectorized, bool kBlocks>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kThreads)
     swiglu_quantize(const __grid_constant__ SwigluTask task,
                     const __grid_constant__ SwigluImage out) {
-  __shared__ typename ActivationTile<Value>::Shared shared;
+  __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
   // From the end: that is what the amax pass has left in the L2 cache.
   const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
-  ActivationTile<Value> tile;
+  ActivationTile<Value, kThreads> tile;
   load_swiglu<Value, kVectorized>(tile, task, tile_row, tile_col);
   if constexpr (kBlocks) {
     store_1x128(tile, out.task, tile_row, tile_col, shared);
@@ -51,7 +55,7 @@ cudaError_t launch_swiglu_amax(const SwigluTask& task, float* amax, DType value_
   if (task.m == 0 || task.k == 0) return cudaSuccess;
   return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
     swiglu_amax<decltype(value), vectorized()>
-        <<<swiglu_grid(task), kTileThreads, 0, stream>>>(task, amax);
+        <<<swiglu_grid(task), kThreads, 0, stream>>>(task, amax);
     return cudaGetLastError();
   });
 }
@@ -63,9 +67,9 @@ cudaError_t launch_swiglu_quantize(const SwigluTask& task, const SwigluImage& ou
     using Value = decltype(value);
     const dim3 grid = swiglu_grid(task);
     if (out.amax == nullptr) {
-      swiglu_quantize<Value, vectorized(), true><<<grid, kTileThreads, 0, stream>>>(task, out);
+      swiglu_quantize<Value, vectorized(), true><<<grid, kThreads, 0, stream>>>(task, out);
     } else {
-      swiglu_quantize<Value, vectorized(), false><<<grid, kTileThreads, 0, stream>>>(task, out);
+      swiglu_quantize<Value, vectorized(), false><<<grid, kThreads, 0, stream>>>(task, out);
     }
     return cudaGetLastError();
   });
