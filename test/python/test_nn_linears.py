@@ -209,6 +209,10 @@ def test_layer_norm_linear_is_the_formula(normalization, zero_centered_gamma, fo
 # ---------------------------------------------------------------------------- LayerNormMLP
 
 
+def is_row_scaled(format):
+    return (format or "").startswith(("mxfp8", "nvfp4"))
+
+
 @on_devices
 @pytest.mark.pairwise
 @pytest.mark.parametrize("format", FORMATS)
@@ -231,7 +235,12 @@ def test_layer_norm_mlp(device, format, activation, tokens, recompute, dtype):
         return F.linear(inner, module.fc2_weight, module.fc2_bias), normed
 
     x = input_of(*tokens, 96, dtype=dtype, device=device)
-    assert_bits(run(module, module, x), run(one_by_one, module, x))
+    actual, expected = run(module, module, x), run(one_by_one, module, x)
+    if device == "cuda" and activation == "swiglu" and is_row_scaled(format):
+        # Where wgrad multiplies values, linear has saved its input in FP8; swiglu_mlp remakes it.
+        exact, coarse = (result[1].pop("fc2_weight") for result in (actual, expected))
+        assert (exact - coarse).norm() <= 0.05 * coarse.norm()
+    assert_bits(actual, expected)
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)

@@ -178,6 +178,24 @@ def test_opcheck(name, fmt):
         torch.library.opcheck(getattr(ops, name).default, tuple(args), kwargs, test_utils=utils)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="codes of gradients need a GPU")
+@pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise"])
+def test_opcheck_of_codes_between_linears(fmt):
+    def check(op, *args):
+        # Of test_aot_dispatch_dynamic bytes behind codes would differ, which nobody writes or reads.
+        utils = ("test_schema", "test_faketensor")
+        torch.library.opcheck(getattr(ops, op).default, args, test_utils=utils)
+        return getattr(ops, op)(*args)
+
+    gate, down = quantized(256, 128, fmt).cuda(), quantized(128, 256, fmt).cuda()
+    x, grad = (plain(64, 128, dtype=torch.bfloat16).cuda() for _ in "xg")
+    inner = [plain(64, 256, dtype=torch.bfloat16).cuda() for _ in "gu"]
+    _, amax = check("swiglu_linear_forward", *inner, down, None, True)
+    _, *codes = check("swiglu_linear_backward", grad, *inner, down, amax, *[True] * 3, False, fmt)
+    rows, columns = codes[:2]
+    check("linear_backward_codes", rows, columns, [64, 256], x.dtype, gate, x, False, True, True)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("name", ACCESSORS)
 def test_opcheck_of_accessors(name, fmt, monkeypatch):

@@ -24,8 +24,7 @@ def draw(*shape, seed, device="cpu", dtype=torch.float32):
 
 def weights_of(fmt, joined, columns=32, inner=64, device="cpu", **kwargs):
     """gate, up (None if joined) and down, quantized."""
-    rows = 32 if fmt.endswith("1x32") else 16
-    assert columns % rows == inner % rows == 0
+    assert not fmt.endswith("1x32") or columns % 32 == inner % 32 == 0
     first = [draw(inner, columns, seed=i, device=device) for i in (1, 2)]
     first = [torch.cat(first), None] if joined else first
     plain = *first, draw(columns, inner, seed=3, device=device) / 8
@@ -182,10 +181,36 @@ def test_gpu_is_the_composition(fmt, dtype, joined, tokens, columns, inner):
     x = draw(tokens, columns, seed=7, device="cuda", dtype=dtype) / columns**0.5
     got = step(lambda *args: fused(fmt, *args), x, weights)
     expected = step(composed, x, weights)
-    for a, b in zip(got, expected):
+    # A code in 1e5 may be the next one; composed and fused NVFP4 draw other random words.
+    tolerances = [0.2 if fmt.startswith("nvfp4") else 2e-3] * len(got)
+    if fmt not in IN_CODES:
+        # Where wgrad multiplies values, linear saved its input in FP8, and swiglu_mlp remakes it.
+        tolerances[-1] = 0.2 if fmt.startswith("nvfp4") else 0.04
+    for a, b, tolerance in zip(got, expected, tolerances):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        # A code in 1e5 may be the next one; composed and fused NVFP4 draw other random words.
-        assert relative_error(a, b) < (0.2 if fmt.startswith("nvfp4") else 2e-3)
+        assert relative_error(a, b) < tolerance
+
+
+@no_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fmt, down_fmt", [IN_CODES, IN_CODES[::-1], IN_CODES[:1] * 2, IN_CODES[1:] * 2])
+def test_gpu_recipes_may_differ_and_gates_be_large(fmt, down_fmt, dtype):
+    """Beyond 87 divisions go another way; -inf and NaN make NaN, where they do in plain torch."""
+    gate, up, _ = weights_of(fmt, False, 128, 256, device="cuda")
+    down = ops.quantize(draw(128, 256, seed=3, device="cuda") / 8, down_fmt).requires_grad_()
+    x = draw(384, 128, seed=7, device="cuda", dtype=dtype)
+    for row, value in enumerate((40.0, -40.0, 1e4, -1e4, float("inf"), -float("inf"), float("nan"))):
+        x[3 * row, row] = value
+
+    def mlp(x, *weights):
+        return ops.swiglu_mlp(x, *weights, format=fmt, down_format=down_fmt)
+
+    for rows in (slice(12), slice(None)):  # without those that are not finite, and with them
+        got, expected = (step(f, x[rows], (gate, up, down)) for f in (mlp, composed))
+        for a, b in zip(got, expected):
+            assert torch.equal(a.isnan(), b.isnan())
+            a, b = a.double().nan_to_num(), b.double().nan_to_num()
+            assert (a - b).norm() <= 2e-3 * b.norm()
 
 
 @no_gpu
@@ -215,32 +240,14 @@ def test_gpu_codes_are_the_reference(fmt):
 @pytest.mark.parametrize("fmt", IN_CODES)
 @BOTH
 def test_gpu_keeps_less(fmt, joined):
-    """Between forward and backward: columns of x, and gate and up."""
+    """Between forward and backward: codes of x, of which rows are for its next linear, gate and up."""
     m, columns, inner = 1024, 512, 1024
     weights = weights_of(fmt, joined, columns, inner, device="cuda")
     x = draw(m, columns, seed=7, device="cuda", dtype=torch.bfloat16).requires_grad_()
     fused(fmt, x, *weights).sum().backward()  # workspaces
+    hidden = x * 1  # of a graph: gate and up share its codes
     before = torch.cuda.memory_allocated()
-    y = fused(fmt, x, *weights)
+    y = fused(fmt, hidden, *weights)
     kept = torch.cuda.memory_allocated() - before - y.nbytes
-    assert kept <= m * columns * 1.05 + 2 * m * inner * 2 + 8192
+    assert kept <= 2 * m * columns * 1.05 + 2 * m * inner * 2 + 8192
     y.sum().backward()
-
-
-@no_gpu
-@pytest.mark.parametrize("fmt", IN_CODES)
-def test_gpu_operators_opcheck(fmt):
-    gate, up, down = weights_of(fmt, False, 128, 256, device="cuda")
-    x = draw(64, 128, seed=7, device="cuda", dtype=torch.bfloat16)
-    inner = [draw(64, 256, seed=i, device="cuda", dtype=torch.bfloat16) for i in (1, 2)]
-    grad = draw(64, 128, seed=3, device="cuda", dtype=torch.bfloat16)
-    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    _, amax = ops.swiglu_linear_forward(*inner, down, None, True)
-    torch.library.opcheck(
-        ops.swiglu_linear_forward.default, (*inner, down, None, True), test_utils=utils
-    )
-    backward = (grad, *inner, down, amax, True, True, True, False, fmt)
-    torch.library.opcheck(ops.swiglu_linear_backward.default, backward, test_utils=utils)
-    rows, columns = ops.swiglu_linear_backward(*backward)[1:3]
-    codes = (rows, columns, [64, 256], torch.bfloat16, gate, x, False, True, True)
-    torch.library.opcheck(ops.linear_backward_codes.default, codes, test_utils=utils)
