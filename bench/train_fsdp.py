@@ -8,6 +8,7 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     compiled       torch.compile of each block, before fully_shard
     checkpointed   activation checkpointing of each block
     no_master      bf16 parameters and moments; quantized weights keep no master
+    fused          modules of models as they are, fused (qshard.fuse_)
     fsdp1          FullyShardedDataParallel; weights stay plain, and its all-gathers carry codes
     reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
     stock          under --tp: torch's styles, not qshard.tensor_parallel's
@@ -117,6 +118,8 @@ class Trainer:
                              weights="dynamic" if configuration.fsdp1 else "quantized",
                              keep_master=not configuration.no_master, filter_fn=all_but_head,
                              tp_mesh=mesh["tp"] if self.is_tensor_parallel and is_stock else None)
+        if configuration.fused:
+            qshard.fuse_(model)
         dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         if configuration.fsdp1:
             shard = functools.partial(FullyShardedDataParallel, device_mesh=mesh["dp"],

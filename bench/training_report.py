@@ -30,6 +30,7 @@ class Configuration:
     checkpointed: bool = False
     no_master: bool = False
     fsdp1: bool = False
+    fused: bool = False  # qshard.fuse_
     stock: bool = False  # under tensor parallelism: torch's styles
     reduced: str = ""  # the format gradients are reduced in, if not as they are
 
@@ -38,7 +39,7 @@ class Configuration:
         format, *options = text.split(":")
         reduced = [o for o in options if o.removeprefix("reduced_") in ("float8", "mxfp8", "nvfp4")]
         flags = set(options) - set(reduced)
-        unknown = flags - {"compiled", "checkpointed", "no_master", "fsdp1", "stock"}
+        unknown = flags - {"compiled", "checkpointed", "no_master", "fsdp1", "fused", "stock"}
         if unknown or len(reduced) > 1 or format not in (PLAIN, *RECIPES, *PEERS):
             wrong = ", ".join(sorted(unknown) or reduced[1:]) or format
             raise argparse.ArgumentTypeError(f"{text}: unknown {wrong}")
@@ -52,8 +53,8 @@ class Configuration:
         return replace(self, reduced="")
 
     def of_plain_weights(self) -> "Configuration":
-        """bf16 of the same options; torch's styles are its only ones."""
-        return replace(self, format=PLAIN, reduced="", stock=False)
+        """bf16 of the same options, of stock modules; torch's styles are its only ones."""
+        return replace(self, format=PLAIN, reduced="", fused=False, stock=False)
 
     def __str__(self) -> str:
         options = [name for name, value in vars(self).items() if value is True]
