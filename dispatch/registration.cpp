@@ -199,6 +199,12 @@ TORCH_LIBRARY_IMPL(_, AutogradPrivateUse3, m) {
   if (key_is_ours()) m.fallback(torch::CppFunction::makeFallthrough());
 }
 
+// For any backend it has a formula in torch operators, CompositeExplicitAutograd, which comes
+// before a fallback; that rounds in another order than its CUDA kernel, which runs on the values.
+TORCH_LIBRARY_IMPL(bitsandbytes, PrivateUse3, m) {
+  if (key_is_ours()) m.impl("optimizer_update_32bit", kBoxedFallback());
+}
+
 TORCH_LIBRARY_IMPL(c10d, PrivateUse3, m) {
   if (key_is_ours()) register_collectives(m, "c10d");
 }
