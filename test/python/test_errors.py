@@ -315,7 +315,7 @@ def test_quantize_after_first_forward_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.Sequential(torch.nn.Linear(48, 16))
-        fully_shard(model)
+        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
         model(X)
         with pytest.raises(RuntimeError, match="before the first forward"):
             qshard.quantize_(model, qshard.Float8BlockScaling())

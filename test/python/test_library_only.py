@@ -14,14 +14,15 @@ from torch.distributed.fsdp import fully_shard
 torch.ops.load_library(sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1,
                         timeout=datetime.timedelta(seconds=20))
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(48, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
 for module in (model[0], model[2]):
     quantized = torch.ops.qshard.quantize(module.weight.detach(), "float8_blockwise",
                                           keep_master=True)
     module.weight = torch.nn.Parameter(quantized)
-    fully_shard(module)
-fully_shard(model)
+    fully_shard(module, mesh=mesh)
+fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 losses = []
 x = torch.randn(16, 48)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import full_mesh, on_worlds, shared_folder
 from dist_models import train_by_sgd
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -79,8 +79,8 @@ def test_wrong_states_are_refused_before_anything_is_changed():
 def resume(state, path):
     def sharded(seed):
         model = build(state, seed)
-        fully_shard(model[0])
-        return fully_shard(model)
+        fully_shard(model[0], mesh=full_mesh())
+        return fully_shard(model, mesh=full_mesh())
 
     model = sharded(0)
     train(model, range(3))

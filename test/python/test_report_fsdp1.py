@@ -4,7 +4,7 @@ says."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, full_mesh, on_worlds
 from dist_models import DELAYED, MIXES, Model, adamw, batch, loss_of, noted, single_or
 from fsdp1_models import BF16, build_fsdp1, gathered_bytes, make_dynamic, wrap
 from torch.distributed.fsdp import fully_shard
@@ -104,10 +104,11 @@ def run_others():
     assert rows_of(unprepared)["head.weight"].gathered_as == "float32"
     plain = rows_of(wrap(Model().to(device()), use_orig_params=False))
     assert plain["blocks.1.down.weight"].format == "float32"
-    sharded = rows_of(fully_shard(make_dynamic(Model().to(device()), "nvfp4")))
+    sharded = rows_of(fully_shard(make_dynamic(Model().to(device()), "nvfp4"), mesh=full_mesh()))
     assert sharded["head.weight"].format == "nvfp4 dynamic"
     assert sharded["head.weight"].gathered_as == "float32"
-    quantized = rows_of(fully_shard(qshard.quantize_(Model().to(device()), qshard.Float8BlockScaling())))
+    quantized = qshard.quantize_(Model().to(device()), qshard.Float8BlockScaling())
+    quantized = rows_of(fully_shard(quantized, mesh=full_mesh()))
     assert quantized["head.weight"].gathered_as == "codes"
 
 

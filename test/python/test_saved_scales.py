@@ -46,8 +46,8 @@ def build(recipe, stochastic, seed=0, dtype=torch.float32, spread=0.0):
 
 def sharded(*args, **kwargs):
     model = build(*args, **kwargs)
-    fully_shard(model[0])
-    return fully_shard(model)
+    fully_shard(model[0], mesh=full_mesh())
+    return fully_shard(model, mesh=full_mesh())
 
 
 def train(model, steps):
