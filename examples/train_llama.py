@@ -82,6 +82,7 @@ def build_model(format, args, mesh):
     model = Llama(LlamaConfig(dim=args.dim, hidden=args.hidden, layers=args.layers,
                               heads=args.heads, max_seq_len=args.seq_len))
     model.to(mesh.device_type)
+    qshard.fuse_(model)  # keeps less for backward; the same values
     if args.tp > 1:
         plan = tensor_parallel_plan(args.layers, qshard.tensor_parallel)
         parallelize_module(model, mesh["tp"], plan)
