@@ -61,23 +61,17 @@ class QuantizationState:
             return []
         ranks = scales.ranks_of(own)
         parts = "scale_inv", "tensor_scale_inv"
-        restores, error = [], None
-        try:
+        restores = []
+        with ranks.agreeing():
             for name, weight in own.items():
                 given = {p: state_dict[f"{name}_{p}"] for p in parts if f"{name}_{p}" in state_dict}
                 restores.append(scales.Restore(name, weight, given, ranks))
             finite = [restore.is_finite() for restore in restores]
-        except (ValueError, TypeError, RuntimeError) as met:
-            error = met
-        ranks.agree(error)
         everywhere = [all(of_ranks) for of_ranks in zip(*ranks.all(finite))]
         restores = [restore for restore, take in zip(restores, everywhere) if take]
-        try:
+        with ranks.agreeing():
             for restore in restores:
                 restore.check()
-        except (ValueError, TypeError, RuntimeError) as met:
-            error = met
-        ranks.agree(error)
         return restores
 
     def _state_tensors(self):

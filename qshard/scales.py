@@ -30,17 +30,14 @@ def has_own_scales(weight: torch.Tensor) -> bool:
 
 def ranks_of(weights: dict[str, torch.Tensor]) -> Ranks:
     """Raises NotImplementedError, on all ranks, for what has no rows of one matrix."""
-    ranks, error = Ranks(weights.values(), _FUNCTION), None
-    try:
+    ranks = Ranks(weights.values(), _FUNCTION)
+    with ranks.agreeing():
         for name, weight in weights.items():
             if weight.dim() != 2:
                 raise NotImplementedError(
                     f"{name} has shape {tuple(weight.shape)}; scales=True takes matrices"
                 )
             Rows(name, weight, ranks)
-    except NotImplementedError as met:
-        error = met
-    ranks.agree(error)
     return ranks
 
 

@@ -42,19 +42,11 @@ class Boxes:
 
 def boxes_of(entries, ranks):
     """{key: Boxes}. A collective. Raises, on all ranks, NotImplementedError by name."""
-    own, error = {}, None
-    try:
+    with ranks.agreeing():
         own = {entry.key: _own(entry) for entry in entries}
-    except Exception as met:
-        error = met
-    ranks.agree(error)
-    result = {}
-    try:
-        result = _together(entries, ranks.all(own), ranks)
-    except NotImplementedError as met:
-        error = met
-    ranks.agree(error)
-    return result
+    everywhere = ranks.all(own)
+    with ranks.agreeing():
+        return _together(entries, everywhere, ranks)
 
 
 def _together(entries, everywhere, ranks):

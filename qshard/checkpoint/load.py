@@ -34,18 +34,11 @@ def load_quantized(model: nn.Module, directory, *, names=None) -> None:
     """
     tensors = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)]
     ranks = Ranks(tensors, _FUNCTION)
-    entries, loads, error = None, [], None
-    try:
+    with ranks.agreeing():
         entries = entries_of(model, names)
-    except Exception as met:
-        error = met
-    ranks.agree(error)
     boxes = boxes_of(entries, ranks)
-    try:
+    with ranks.agreeing():
         loads = _checked_loads(entries, boxes, Path(directory), ranks)
-    except Exception as met:
-        error = met
-    ranks.agree(error)
     with torch.no_grad():
         for load in loads:
             load()

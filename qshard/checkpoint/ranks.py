@@ -1,5 +1,7 @@
 """The ranks that write or read one checkpoint together."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from _qshard_hooks import local_of
@@ -43,8 +45,14 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def agree(self, error: Exception | None):
-        """Raises, on all ranks, what one of them has met."""
+    @contextlib.contextmanager
+    def agreeing(self):
+        """What one rank meets inside is raised on all. All come here, and communicate nothing inside."""
+        error = None
+        try:
+            yield
+        except Exception as met:
+            error = met
         errors = self.all(error and (type(error).__name__, str(error)))
         for rank, met in enumerate(errors):
             if met is None:

@@ -43,25 +43,18 @@ def save_quantized(
     has cut inside scale blocks: blocks of the parts are none of the whole.
     Under DistributedDataParallel call it on one rank. Raises by name before anything is written.
     """
-    entries, plan, config, error = None, None, None, None
     tensors = list(model.state_dict(keep_vars=True).values())
     ranks = Ranks([t for t in tensors if isinstance(t, torch.Tensor)], _FUNCTION)
     directory = Path(directory)
-    try:
+    with ranks.agreeing():
         entries = entries_of(model, names)
-    except Exception as met:
-        error = met
-    ranks.agree(error)
     boxes = boxes_of(entries, ranks)
-    try:
+    with ranks.agreeing():
         plan = _Plan(model, entries, boxes, layout, max_file_bytes)
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.glob("*.safetensors")):
             raise FileExistsError(f"{directory} holds safetensors files; give an empty directory")
         config = _model_config(model, directory)
-    except Exception as met:
-        error = met
-    ranks.agree(error)
     with torch.no_grad():
         flush(model)
         plan.group(ranks)
@@ -190,15 +183,12 @@ class _Plan:
 def _write(plan, directory, config, ranks):
     writers, error, scales = {}, None, {}
     try:
-        for file, name in plan.file_names.items():
-            mine = [u for u in plan.units if u.file == file and u.writer == ranks.rank]
-            if mine:
-                specs = {k: v for unit in mine for k, v in unit.tensors.items()}
-                writers[file] = files.FileWriter(directory, name, specs)
-    except OSError as met:
-        error = met
-    try:
-        ranks.agree(error)
+        with ranks.agreeing():
+            for file, name in plan.file_names.items():
+                mine = [u for u in plan.units if u.file == file and u.writer == ranks.rank]
+                if mine:
+                    specs = {k: v for unit in mine for k, v in unit.tensors.items()}
+                    writers[file] = files.FileWriter(directory, name, specs)
         for unit in plan.units:
             tensors = _tensors_of(unit, plan, ranks, scales)
             if unit.writer != ranks.rank or error:
@@ -208,22 +198,17 @@ def _write(plan, directory, config, ranks):
                     writers[unit.file].write(name, tensor)
             except OSError as met:
                 error = met  # and the gathers go on: others wait for them
-        try:
+        with ranks.agreeing():
+            if error:
+                raise error
             for writer in writers.values():
                 writer.close()
-        except OSError as met:
-            error = error or met
-        ranks.agree(error)
         for writer in writers.values():
             writer.finish()
         scales = {key: scale for known in ranks.all(scales) for key, scale in known.items()}
-        error = None
-        if ranks.rank == 0:
-            try:
+        with ranks.agreeing():
+            if ranks.rank == 0:
                 _write_json(plan, directory, config, scales)
-            except OSError as met:
-                error = met
-        ranks.agree(error)
     except BaseException:
         with contextlib.suppress(OSError):
             for writer in writers.values():
