@@ -117,6 +117,7 @@ BUDGETS_S = {
     "test_fused_adamw": 45,
     "test_install": 45,
     "test_gradient_reduction": 75,
+    "test_gradient_special_values": 45,
     "test_kernels_reference": 60,
     "test_nn_compile": 45,  # Inductor's first compilation
     "test_nn_sharded": 60,
