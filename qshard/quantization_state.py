@@ -21,8 +21,8 @@ class QuantizationState:
     models: quantized ones; or parts of one, whose parameters have different names.
     scales: save the scales of weights without a master, too, with which their values come back as
         the same codes: <module>.<weight>_scale_inv, uint8 of single rows, sharded as the weight, or
-        fp32, and <weight>_tensor_scale_inv of NVFP4. Of matrices, plain or sharded by FSDP2: others
-        are a NotImplementedError. Both methods are then collectives of all ranks.
+        fp32, and <weight>_tensor_scale_inv of NVFP4. Of matrices, plain, sharded or cut by tensor
+        parallelism between scale blocks: others are a NotImplementedError. Both methods are then collectives of all ranks.
     """
 
     def __init__(self, *models: torch.nn.Module, scales: bool = False):
@@ -50,22 +50,22 @@ class QuantizationState:
         own = self._scaled_weights()
         if not own:
             return {}
-        ranks = scales.ranks_of(own)
+        ranks, boxes = scales.places_of(own)
         for model in self.models:
             flush(model)
-        return scales.planes(own, ranks)
+        return scales.planes(own, ranks, boxes)
 
     def _restores(self, own, state_dict):
         """What brings back the codes of the weights `own`, checked on all ranks before anything is changed."""
         if not own:
             return []
-        ranks = scales.ranks_of(own)
+        ranks, boxes = scales.places_of(own)
         parts = "scale_inv", "tensor_scale_inv"
         restores = []
         with ranks.agreeing():
             for name, weight in own.items():
                 given = {p: state_dict[f"{name}_{p}"] for p in parts if f"{name}_{p}" in state_dict}
-                restores.append(scales.Restore(name, weight, given, ranks))
+                restores.append(scales.Restore(name, weight, given, boxes[name], ranks.rank))
             finite = [restore.is_finite() for restore in restores]
         everywhere = [all(of_ranks) for of_ranks in zip(*ranks.all(finite))]
         restores = [restore for restore, take in zip(restores, everywhere) if take]

@@ -9,7 +9,10 @@ import torch
 from _qshard_hooks import is_quantized, local_of
 from torch.distributed.tensor import DTensor
 
-from qshard.checkpoint.ranks import Ranks, Rows
+from qshard.checkpoint.boxes import Boxes, boxes_of, in_blocks
+from qshard.checkpoint.layouts import block_of
+from qshard.checkpoint.model import Entry
+from qshard.checkpoint.ranks import Ranks
 
 ops = torch.ops.qshard
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the values of codes 0 to 7
@@ -28,8 +31,9 @@ def has_own_scales(weight: torch.Tensor) -> bool:
     )
 
 
-def ranks_of(weights: dict[str, torch.Tensor]) -> Ranks:
-    """Raises NotImplementedError, on all ranks, for what has no rows of one matrix."""
+def places_of(weights: dict[str, torch.Tensor]) -> tuple[Ranks, dict[str, Boxes]]:
+    """The ranks that have parts of the weights, and which. A collective; raises NotImplementedError, on
+    all ranks, for what is no matrix, and for parts with scale blocks of their own."""
     ranks = Ranks(weights.values(), _FUNCTION)
     with ranks.agreeing():
         for name, weight in weights.items():
@@ -37,43 +41,60 @@ def ranks_of(weights: dict[str, torch.Tensor]) -> Ranks:
                 raise NotImplementedError(
                     f"{name} has shape {tuple(weight.shape)}; scales=True takes matrices"
                 )
-            Rows(name, weight, ranks)
-    return ranks
+    boxes = boxes_of([Entry(name, name, weight) for name, weight in weights.items()], ranks)
+    with ranks.agreeing():
+        for name, of_weight in boxes.items():
+            if not of_weight.is_aligned:
+                raise NotImplementedError(
+                    f"{name} is cut by tensor parallelism inside scale blocks, and its parts have blocks of "
+                    "their own; leave out scales=True: the model's state_dict holds the weight's values"
+                )
+    return ranks, boxes
 
 
-def planes(weights: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+def planes(
+    weights: dict[str, torch.Tensor], ranks: Ranks, boxes: dict[str, Boxes]
+) -> dict[str, torch.Tensor]:
     """Copies of the scales of flushed weights, as <name>_scale_inv and <name>_tensor_scale_inv:
     uint8 (rows, blocks) sharded as the weight, or fp32, whole on every rank. One collective if
-    there are fp32 scales, 4 bytes each, of which a rank shows those of its own rows."""
+    there are fp32 scales, 4 bytes each, of which a rank shows those of its own part."""
     result, grids = {}, {}
     for name, weight in weights.items():
         local = local_of(weight)
-        scale = ops.scale_inv(local)
-        if scale.dtype == torch.float32:
-            grids[f"{name}_scale_inv"] = name, scale.cpu()
-        else:
-            bytes = scale.contiguous().view(torch.uint8).clone()
-            result[f"{name}_scale_inv"] = _like(weight, bytes)
-        if ops.format(local).startswith("nvfp4"):
-            grids[f"{name}_tensor_scale_inv"] = name, ops.tensor_scale_inv(local).cpu()
+        for part, plane in _meta_planes(weight).items():
+            own = getattr(ops, part)(local)
+            if plane.dtype == torch.float32:
+                grids[f"{name}_{part}"] = name, plane, own.cpu()
+            else:
+                result[f"{name}_{part}"] = _like(weight, own.contiguous().view(torch.uint8).clone(), plane)
     if grids:
-        everywhere = ranks.all({key: grid for key, (_, grid) in grids.items()})
-        for key, (name, _) in grids.items():
+        everywhere = ranks.all({key: own for key, (_, _, own) in grids.items()})
+        for key, (name, plane, _) in grids.items():
             pieces = [of_rank[key] for of_rank in everywhere]
-            whole = _whole_grid(weights[name], name, pieces, ranks)
+            whole = _whole_grid(weights[name], plane, pieces, boxes[name].held)
             result[key] = whole.to(local_of(weights[name]).device)
     return result
 
 
-def _whole_grid(weight, name, pieces, ranks):
-    if not ops.format(local_of(weight)).startswith("float8_blockwise"):
-        return next((piece for piece in pieces if piece.numel()), torch.ones(1, 1)).clone()
-    rows, whole = Rows(name, weight, ranks), torch.ones(shapes(weight)["scale_inv"])
+def _whole_grid(weight, plane, pieces, held):
+    block = _grid_block(weight, plane)
+    whole = torch.ones(plane.shape)
     for rank, piece in enumerate(pieces):
-        first, count = rows.window(rank)
-        if count:
-            whole[first // 128 : -(-(first + count) // 128)] = piece
+        box = in_blocks(held[rank], block)
+        if all(count for _, count in box):
+            _at(whole, box).copy_(piece)
     return whole
+
+
+def _grid_block(weight, plane):
+    """Rows and columns with one fp32 scale."""
+    block = block_of(ops.format(local_of(weight)))
+    return tuple(weight.shape) if plane.numel() == 1 else block
+
+
+def _at(plane, box):
+    (row, rows), (column, columns) = box
+    return plane[row : row + rows, column : column + columns]
 
 
 def shapes(weight: torch.Tensor) -> dict[str, torch.Size]:
@@ -91,24 +112,32 @@ def _meta_planes(weight):
     return result
 
 
-def _like(weight, local):
+def _like(weight, local, plane):
     if not isinstance(weight, DTensor):
         return local
-    shape = torch.Size((weight.shape[0], local.shape[1]))
-    stride = (local.shape[1], 1)
     mesh, placements = weight.device_mesh, weight.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=plane.shape, stride=plane.stride()
+    )
 
 
 class Restore:
     """Codes of a weight's values in given scales. Made before anything is changed, then called."""
 
-    def __init__(self, name, weight, given, ranks):
+    def __init__(self, name, weight, given, boxes, rank):
         self.name, self.local = name, local_of(weight)
-        self.window = Rows(name, weight, ranks).window(ranks.rank)
-        self.rows = weight.shape[0]
-        dtype = _meta_planes(weight)["scale_inv"].dtype
-        self.scale = self._rows_of(given["scale_inv"]).to(self.local.device).view(dtype)
+        held, matrix = boxes.held[rank], boxes.matrices[rank]
+        self.rows, self.row_offset = matrix[0][1], held[0][0] - matrix[0][0]
+        planes = _meta_planes(weight)
+        scale, plane = given["scale_inv"], planes["scale_inv"]
+        if isinstance(scale, DTensor):
+            scale = scale.to_local()
+        elif plane.dtype != torch.float32:
+            columns = block_of(ops.format(self.local))[1]
+            scale = _at(scale, in_blocks(held, (1, columns)))
+        elif plane.numel() > 1:
+            scale = _at(scale, in_blocks(matrix, _grid_block(weight, plane)))
+        self.scale = scale.contiguous().to(self.local.device).view(plane.dtype)
         tensor_scale = given.get("tensor_scale_inv")
         self.tensor_scale = None if tensor_scale is None else tensor_scale.to(self.local.device)
 
@@ -133,12 +162,6 @@ class Restore:
         for name, tensor in ops._state(self.local).items():
             tensor.copy_(state[name])
 
-    def _rows_of(self, scale):
-        """What belongs to the weight's rows here, of a plane, whole or sharded as they are."""
-        if isinstance(scale, DTensor):
-            return scale.to_local()
-        return scale.narrow(0, *self.window) if scale.dtype == torch.uint8 else scale
-
     def _quantized(self, values):
         ones = torch.ones_like(values, dtype=torch.float64)
         factors = ops.dequantize(self._of(ones), dtype=torch.float32)  # what codes are multiplied by
@@ -155,7 +178,7 @@ class Restore:
             dtype=self.local.dtype,
             columns=multiples.shape[1],
             logical_rows=self.rows,
-            row_offset=self.window[0],
+            row_offset=self.row_offset,
         )
 
 

@@ -101,8 +101,8 @@ def _cut(box, mesh, placements, dims):
 
 
 def in_blocks(box, block):
-    """The box of the blocks that it touches, counted in blocks."""
+    """The box of the blocks that it touches, counted in blocks. A block may be the whole of nothing."""
     return tuple(
-        (first // size, -(-(first + count) // size) - first // size if count else 0)
+        (first // size, -(-(first + count) // size) - first // size) if count else (0, 0)
         for (first, count), size in zip(box, block)
     )

@@ -4,12 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from _qshard_hooks import local_of
 from torch.distributed.tensor import DTensor
-
-from qshard.quantize import is_quantized
-
-ops = torch.ops.qshard
 
 _ERRORS = {
     error.__name__: error
@@ -86,50 +81,3 @@ class Ranks:
         received[writer] = flat.to(self.device)
         empty = flat.new_empty(0).to(self.device)
         return [received[rank] if count else empty for rank, count in sources.items()]
-
-
-class Rows:
-    """Which ranks hold which slices of a tensor's first dimension, of which scales are saved."""
-
-    def __init__(self, name, tensor, ranks):
-        self.tensor = tensor
-        self.shape = tuple(tensor.shape)
-        self.shard_dim = None
-        if not isinstance(tensor, DTensor):
-            return
-        self.mesh = tensor.device_mesh
-        if is_quantized(tensor) and ops._tensor_groups(local_of(tensor)):
-            # Its parts have scale blocks of their own, which need not be those of the whole.
-            raise NotImplementedError(
-                f"{name} is cut by tensor parallelism, whose parts have scale blocks of their own; "
-                "leave out scales=True: the model's state_dict holds the weight's values"
-            )
-        if self.mesh.size() != ranks.size:
-            raise NotImplementedError(
-                f"{name} lies on a mesh of {self.mesh.size()} of {ranks.size} ranks; supported are "
-                "meshes of all ranks"
-            )
-        sharded = [i for i, p in enumerate(tensor.placements) if not p.is_replicate()]
-        if len(sharded) > 1 or any(not tensor.placements[i].is_shard(0) for i in sharded):
-            raise NotImplementedError(
-                f"{name} is placed as {tensor.placements}; supported are Shard(0) on one mesh "
-                "dimension, with or without Replicate() on another"
-            )
-        self.shard_dim = sharded[0] if sharded else None
-
-    def holders(self, writer):
-        """{rank: (first, count)} of the ranks whose pieces make the tensor: the writer's replica."""
-        rows = self.shape[0] if self.shape else 1
-        if self.shard_dim is None:
-            return {writer: (0, rows)}
-        ranks = self.mesh.mesh
-        at = (ranks == writer).nonzero()[0].tolist()
-        at[self.shard_dim] = slice(None)
-        members = ranks[tuple(at)].tolist()
-        chunk = -(-rows // len(members))  # torch.chunk's rule
-        firsts = [min(chunk * i, rows) for i in range(len(members))]
-        return {rank: (first, min(chunk, rows - first)) for rank, first in zip(members, firsts)}
-
-    def window(self, rank):
-        """(first, count) of what this rank holds."""
-        return self.holders(rank)[rank]
