@@ -3,7 +3,6 @@
     python bench/gradients.py kernels [float8 mxfp8 nvfp4] # one GPU
     python bench/gradients.py blocks                       # CPU: errors of small parameters
     torchrun --nproc-per-node 2 bench/gradients.py steps   # a table of steps, with bytes sent
-    torchrun --nproc-per-node 2 bench/gradients.py losses  # a small model, trained to the end
 
 kernels: device time of a message's making and of the sum, next to the device's copy bandwidth in the
 same run. Logical bytes per gradient, with v of its dtype and m of the message (1 + 1/128, 1 + 1/32,
@@ -13,10 +12,6 @@ steps: train_fsdp.py's model and loop for bf16, per tensor and nvfp4, each with 
 reduce_gradients_; of bf16's step, and of the same recipe with plain reductions. `--over tcp` has NCCL
 send over TCP sockets of this machine, as between nodes without RDMA. Sent: bytes that leave a rank per
 step by qshard.report, weights twice (forward and backward).
-
-losses: held-out loss of examples/train_llama.py's model after `--steps` steps: plain reductions from
-several seeds, then each format from the same seeds; how far the mean is from plain's, beside the standard
-deviation of plain's seeds.
 
 blocks: relative errors of the gradients of a small Llama, trained for 60 steps on the standard library,
 as FSDP2 packs them for some numbers of ranks: blocks of the flat buffer, which parameters share where one
@@ -166,55 +161,6 @@ def step_table(measured) -> str:
     return table(header, rows)
 
 
-# ------------------------------------------------------------------------------------ losses
-
-
-def losses(args):
-    import train_llama
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(), 1),
-                                             mesh_dim_names=("dp", "tp"))
-    weights, *_ = args.configurations or ["bf16"]
-    ends, started = {}, time.monotonic()
-    kinds = [(), ("float8",), ("mxfp8",), ("nvfp4",), ("nvfp4", "stochastic")]
-    for seed in range(1, args.seeds + 1):
-        for kind in kinds:
-            late = torch.tensor(time.monotonic() - started, device=device)
-            dist.all_reduce(late, dist.ReduceOp.MAX)
-            if late.item() > args.seconds:
-                continue
-            options = ["--format", weights, "--steps", args.steps, "--seed", seed,
-                       "--validate-every", max(args.steps // 20, 1)]
-            options += [part for pair in zip(("--gradients", "--gradient-rounding"), kind)
-                        for part in pair]
-            if args.tiny:
-                options += ["--dim", 32, "--hidden", 48, "--layers", 1, "--heads", 4]
-            llama = train_llama.parse_arguments(list(map(str, options)))
-            result = train_llama.train(train_llama.Trainer(weights, llama, mesh), 0, llama.steps)
-            # The same text is held out at each validation: the last few differ little, and less in mean.
-            held_out = list(result["validation"].values())[-3:]
-            ends.setdefault(kind, []).append(sum(held_out) / len(held_out))
-    if dist.get_rank() == 0:
-        plain = torch.tensor(ends[()])
-        noise = plain.std().item() if len(plain) > 1 else float("nan")
-        rows = []
-        for kind, seeds in ends.items():
-            of_same_seeds = plain[: len(seeds)]
-            rows.append([" ".join(kind) or "plain", *(f"{loss:.4f}" for loss in seeds),
-                         *[""] * (args.seeds - len(seeds)),
-                         f"{(torch.tensor(seeds) - of_same_seeds).mean():+.4f}"])
-        header = ["gradients", *(f"seed {seed + 1}" for seed in range(args.seeds)), "of plain"]
-        print(f"\nheld-out loss, {weights} weights, {args.steps} steps, {dist.get_world_size()} ranks: "
-              f"{describe(environment())}\nstandard deviation of plain's seeds {noise:.4f}\n")
-        print(table(header, rows), flush=True)
-        save(args.json, {"losses": {" ".join(kind): seeds for kind, seeds in ends.items()}})
-    dist.destroy_process_group()
-
-
 # ------------------------------------------------------------------------------------ blocks
 
 
@@ -271,13 +217,11 @@ def sent(shards: torch.Tensor, format: str) -> torch.Tensor:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("kernels", "steps", "losses", "blocks"))
+    parser.add_argument("what", choices=("kernels", "steps", "blocks"))
     parser.add_argument("configurations", nargs="*",
-                        help="of kernels: formats; of steps: as train_fsdp.py's; "
-                        "of losses: the weights' format")
+                        help="of kernels: formats; of steps: as train_fsdp.py's")
     parser.add_argument("--over", choices=("nccl", "tcp"), default="nccl")
-    parser.add_argument("--steps", type=int, help="25; of losses 1000")
-    parser.add_argument("--seeds", type=int, default=3, help="of losses")
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--batch", type=int, default=2, help="sequences per GPU")
     parser.add_argument("--lr", type=float, default=3e-5)
@@ -286,8 +230,7 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="on CPU, to try the script")
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
-    args.steps = args.steps or (1000 if args.what == "losses" else 25)
-    {"kernels": kernels, "steps": steps, "losses": losses, "blocks": blocks}[args.what](args)
+    {"kernels": kernels, "steps": steps, "blocks": blocks}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go:
-#   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train|gradients …]
+#   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train|gradients|losses …]
 #
 # Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so
 # with its libqshard_impl.so beside it; without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
-# TRAIN_ARGS goes to bench/train_fsdp.py.
+# TRAIN_ARGS goes to bench/train_fsdp.py, LOSSES names the configurations of bench/losses.py.
 # A step that fails does not stop the next; the exit status says whether any did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -92,8 +92,15 @@ gradients() {
   local run=("$python" -m torch.distributed.run --standalone --nproc-per-node=2 bench/gradients.py)
   "${run[@]}" steps --json "$out/gradient-steps.json" || status=1
   "${run[@]}" steps --over tcp --json "$out/gradient-steps-tcp.json" || status=1
-  "${run[@]}" losses --json "$out/gradient-losses.json" || status=1
   return $status
+}
+
+losses() {
+  local gpus
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  # shellcheck disable=SC2086
+  "$python" -m torch.distributed.run --standalone --nproc-per-node="$gpus" bench/losses.py \
+    ${LOSSES:-bf16 float8_blockwise bf16:reduced_float8 bf16:reduced_nvfp4} --json "$out/losses.json"
 }
 
 demo() {
@@ -117,6 +124,7 @@ if wants kernels; then step kernels kernels; fi
 if wants linear; then step linear linear; fi
 if wants train; then step train train; fi
 if wants gradients; then step gradients gradients; fi
+if wants losses; then step losses losses; fi
 
 echo
 gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)
