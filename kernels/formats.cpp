@@ -57,12 +57,18 @@ const Format& find_base(std::string_view name) {
       fmt::format("unknown format '{}'; known formats: {}", name, fmt::join(known, ", ")));
 }
 
+// Whether linears quantize inputs in blocks for FP8 GEMMs.
+bool scales_inputs_in_blocks(const Format& format) {
+  return format.scales_in_grid() && format.block_rows != 0;
+}
+
 [[noreturn]] void refuse_option(const Format& base, std::string_view option) {
   throw std::invalid_argument(fmt::format(
       "format '{}' has no option '{}'; known options: stochastic{}", base.name, option,
-      base.amax_history.length > 0 ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
-      : base.columnwise            ? ", phase"
-                                   : ""));
+      base.amax_history.length > 0    ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
+      : base.columnwise               ? ", phase"
+      : scales_inputs_in_blocks(base) ? ", x_block_scaling_dim=N (N 1 or 2)"
+                                      : ""));
 }
 
 /// The number of an option such as `margin=3` if it is called `name`.
@@ -92,6 +98,9 @@ void apply_option(Format& format, const Format& base, std::string_view option) {
   } else if (is_delayed && parse_number(option, "history=", number) && number >= 1 &&
              number <= kMaxHistory) {
     format.amax_history.length = number;
+  } else if (scales_inputs_in_blocks(base) &&
+             parse_number(option, "x_block_scaling_dim=", number) && (number == 1 || number == 2)) {
+    format.x_block_scaling_dim = static_cast<int>(number);
   } else {
     refuse_option(base, option);
   }
@@ -110,6 +119,9 @@ std::string canonical_name(const Format& format, const Format& base) {
   if (history.most_recent) options.emplace_back("most_recent");
   if (format.grad_dtype != base.grad_dtype) options.emplace_back("e4m3");
   if (format.gathers_by_phase) options.emplace_back("phase");
+  if (format.x_block_scaling_dim != base.x_block_scaling_dim) {
+    options.push_back(fmt::format("x_block_scaling_dim={}", format.x_block_scaling_dim));
+  }
   if (format.stochastic_rounding) options.emplace_back("stochastic");
   if (options.empty()) return std::string(base.name);
   return fmt::format("{}[{}]", base.name, fmt::join(options, ","));

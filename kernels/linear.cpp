@@ -134,9 +134,9 @@ struct Gemms {
     return backend.supports(problem);
   }
 
-  OperandRequest packed(DType code_dtype, Orientations orientations,
+  OperandRequest packed(PackedRole role, Orientations orientations,
                         const DelayedAmax& delayed) const {
-    return {&format, Arrangement::kPacked, code_dtype, orientations, nullptr, delayed};
+    return {&format, Arrangement::kPacked, role, orientations, nullptr, delayed};
   }
   OperandRequest row_image(Orientations orientations, const at::Tensor& rounding = {}) const {
     return {.format = &format,
@@ -163,8 +163,7 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const Gemms& ge
   const bool weight = task.input != nullptr && for_weight == GemmFallback::kNone;
   QuantizedMatrix both;  // packed codes are made in one pass, row images one by one
   if (is_packed && (input || weight)) {
-    both =
-        grad.codes(gemms.packed(gemms.format.grad_dtype, {input, weight}, gemms.gradient_amax()));
+    both = grad.codes(gemms.packed(PackedRole::kGradient, {input, weight}, gemms.gradient_amax()));
   }
   if (input) {
     const auto rounding = is_packed ? at::Tensor() : gradient_rounding(gemms.format, grad.device());
@@ -181,7 +180,7 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const Gemms& ge
     constexpr Orientations kColumns{.columnwise = true};
     const auto rounding = is_packed ? at::Tensor() : gradient_rounding(gemms.format, grad.device());
     const auto x =
-        task.input->codes(is_packed ? gemms.packed(DType::kFloat8E4M3, kColumns, gemms.input_amax())
+        task.input->codes(is_packed ? gemms.packed(PackedRole::kInput, kColumns, gemms.input_amax())
                                     : gemms.row_image(kColumns));
     QuantizedMatrix columns;
     if (!is_packed) columns = grad.codes(gemms.row_image(kColumns, rounding));
@@ -273,7 +272,7 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
   }
   if (packed || save_quantized_input) {
     const Orientations orientations{.rowwise = packed, .columnwise = save_quantized_input};
-    QuantizedMatrix x = input.codes(gemms.packed(DType::kFloat8E4M3, orientations, amax));
+    QuantizedMatrix x = input.codes(gemms.packed(PackedRole::kInput, orientations, amax));
     task.a.codes = &x;
     if (packed) result.output = run_on_codes(gemms, task, fallback);
     if (save_quantized_input) {

@@ -20,23 +20,28 @@ namespace {
                                  values.device().str(), values.sizes()));
 }
 
-bool is_of_format(const CodeImage& codes, const Format& format) {
+bool is_of_format(const CodeImage& codes, const Format& format, ScaleMode scale_mode) {
   if (const auto* rows = std::get_if<RowImage>(&codes)) {
     return rows->layout.format->name == activation_format(format).name;
   }
   const auto* packed = std::get_if<PackedCodes>(&codes);
-  return packed != nullptr && packed->scale_mode == packed_scale_mode(format);
+  return packed != nullptr && packed->scale_mode == scale_mode;
 }
 
 // The codes asked for that a GEMM cannot read the matrix's for.
 Orientations missing(const QuantizedMatrix& matrix, const OperandRequest& request) {
   const bool is_packed = request.arrangement == Arrangement::kPacked;
-  if (is_packed && matrix.code_dtype != request.code_dtype) return request.orientations;
+  const Format& format = *request.format;
+  if (is_packed && matrix.code_dtype != packed_code_dtype(format, request.role)) {
+    return request.orientations;
+  }
   const auto [rowwise, columnwise] = request.orientations;
+  const ScaleMode rows = packed_scale_mode(format);
+  const ScaleMode columns = packed_columns_scale_mode(format, request.role);
   return {.rowwise = rowwise && !(matrix.has({.rowwise = true}, request.arrangement) &&
-                                  is_of_format(matrix.rowwise, *request.format)),
+                                  is_of_format(matrix.rowwise, format, rows)),
           .columnwise = columnwise && !(matrix.has({.columnwise = true}, request.arrangement) &&
-                                        is_of_format(matrix.columnwise, *request.format))};
+                                        is_of_format(matrix.columnwise, format, columns))};
 }
 
 }  // namespace

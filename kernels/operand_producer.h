@@ -17,7 +17,7 @@ namespace qshard {
 struct OperandRequest {
   const Format* format = nullptr;  // of the weight
   Arrangement arrangement = Arrangement::kPacked;
-  DType code_dtype = DType::kFloat8E4M3;  // of packed codes; a row image's are its format's
+  PackedRole role = PackedRole::kInput;  // of packed codes; row images are the same of both
   Orientations orientations = {};
   const int32_t* rounding = nullptr;  // of a row image, as in QuantizeTask; null: to nearest
   DelayedAmax delayed = {};           // the linear's amaxes of earlier steps, if it scales by them

@@ -51,6 +51,15 @@ at::Tensor values_of(const PackedCodes& codes, DType code_dtype) {
       codes.buffer.narrow(0, bytes, codes.buffer.numel() - bytes).view(at::kFloat);
   if (codes.scale_mode == ScaleMode::kTensor) return values.mul(scales.narrow(0, 0, 1));
   const int64_t blocks = ceil_div(codes.ld, 128);
+  if (codes.scale_mode == ScaleMode::kBlock128x128) {
+    const int64_t block_rows = ceil_div(codes.rows, 128);
+    const int64_t pitch = round_up(blocks, 4);
+    const at::Tensor by_row = scales.narrow(0, 0, block_rows * pitch)
+                                  .view({block_rows, pitch})
+                                  .repeat_interleave(128, 0)
+                                  .narrow(0, 0, codes.rows);
+    return values.mul(by_row.repeat_interleave(128, 1).narrow(1, 0, codes.ld));
+  }
   const at::Tensor by_row = scales.view({blocks, codes.rows}).t();
   if (codes.ld % 128 != 0) {
     return values.mul(by_row.repeat_interleave(128, 1).narrow(1, 0, codes.ld));
@@ -93,17 +102,18 @@ int64_t packed_columnwise_bytes(int64_t m, int64_t k) {
   return round_up(k, 16) * (round_up(m, 128) + 4 * ceil_div(m, 128));
 }
 
-QuantizedMatrix packed_matrix(const Format& format, DType code_dtype, int64_t m, int64_t k,
+QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, int64_t k,
                               const at::Tensor& rowwise, const at::Tensor& columnwise) {
   const ScaleMode mode = packed_scale_mode(format);
-  QuantizedMatrix matrix{&format, code_dtype, m, k};
+  QuantizedMatrix matrix{&format, packed_code_dtype(format, role), m, k};
   if (rowwise.defined()) {
     // cuBLASLt takes any number of tokens with one scale; 1x128 scales come in aligned columns.
     const int64_t rows = mode == ScaleMode::kTensor ? m : round_up(m, 16);
     matrix.rowwise = PackedCodes{rowwise, rows, round_up(k, 16), mode};
   }
   if (columnwise.defined()) {
-    matrix.columnwise = PackedCodes{columnwise, round_up(k, 16), round_up(m, 128), mode};
+    matrix.columnwise = PackedCodes{columnwise, round_up(k, 16), round_up(m, 128),
+                                    packed_columns_scale_mode(format, role)};
   }
   return matrix;
 }

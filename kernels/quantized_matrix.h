@@ -37,7 +37,7 @@ struct PackedCodes {
   at::Tensor buffer;  // uint8, contiguous: packed_rowwise_bytes or packed_columnwise_bytes
   int64_t rows = 0;   // padding included
   int64_t ld = 0;     // codes, and bytes, from row to row; a multiple of 16
-  ScaleMode scale_mode = ScaleMode::kTensor;  // or kBlock1x128
+  ScaleMode scale_mode = ScaleMode::kTensor;  // or kBlock1x128, kBlock128x128
 
   int64_t code_bytes() const { return rows * ld; }
 };
@@ -70,19 +70,34 @@ at::Tensor bytes_of(const CodeImage& codes);
 /// Rows [image.first_row, image.first_row + rows) of a row image.
 QuantizedMatrix matrix_of(RowImage image, int64_t rows);
 
+/// What a packed matrix is to its linear.
+enum class PackedRole : uint8_t { kInput, kGradient };
+
+/// E4M3, or a gradient's own.
+inline DType packed_code_dtype(const Format& format, PackedRole role) {
+  return role == PackedRole::kInput ? DType::kFloat8E4M3 : format.grad_dtype;
+}
+
 /// How packed activations and gradients that meet a weight of `format` are scaled: with it, by one
 /// scale or in blocks of 1x128. In blocks too where no GEMM of the format reads packed codes.
 inline ScaleMode packed_scale_mode(const Format& format) {
   return format.block_rows == 0 ? ScaleMode::kTensor : ScaleMode::kBlock1x128;
 }
 
-/// Bytes of a packed matrix (m, k) in one orientation, for every format alike.
+/// The same for columnwise codes, which wgrad reads: an input's may have blocks of 128x128.
+inline ScaleMode packed_columns_scale_mode(const Format& format, PackedRole role) {
+  const bool is_square = role == PackedRole::kInput && format.x_block_scaling_dim == 2;
+  return is_square ? ScaleMode::kBlock128x128 : packed_scale_mode(format);
+}
+
+/// Bytes of a packed matrix (m, k) in one orientation, for every format alike: enough for the
+/// scales of blocks of 1x128.
 int64_t packed_rowwise_bytes(int64_t m, int64_t k);
 int64_t packed_columnwise_bytes(int64_t m, int64_t k);
 
 /// A packed matrix (m, k) to meet a weight of `format`: its codes in buffers of those bytes. An
 /// undefined one's orientation is not there.
-QuantizedMatrix packed_matrix(const Format& format, DType code_dtype, int64_t m, int64_t k,
+QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, int64_t k,
                               const at::Tensor& rowwise, const at::Tensor& columnwise);
 
 /// Values (M, K) of a matrix in `dtype`: code * scale_inv, from the rowwise codes if there are any.

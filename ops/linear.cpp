@@ -53,7 +53,7 @@ ForwardOperand input_operand(const Tensor& input, const Tensor& matrix, const Fo
               fmt::format("qshard: linear's input_rows must be quantize_input's, uint8 of {} bytes "
                           "on {}, and nothing is saved beside them",
                           packed_rowwise_bytes(m, k), matrix.device().str()));
-  return QuantizedOperand(packed_matrix(format, DType::kFloat8E4M3, m, k, *rows, {}), matrix);
+  return QuantizedOperand(packed_matrix(format, PackedRole::kInput, m, k, *rows, {}), matrix);
 }
 
 /// What linear_backward and linear_backward_accumulate are asked for, beside the tensors.
@@ -148,7 +148,7 @@ WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
               fmt::format("qshard: linear's saved input must be uint8 of {} bytes on {}, got {} {}",
                           packed_columnwise_bytes(m, k), device.str(),
                           c10::toString(input.scalar_type()), input.sizes().vec()));
-  return QuantizedOperand(packed_matrix(*weight.format, DType::kFloat8E4M3, m, k, {}, input),
+  return QuantizedOperand(packed_matrix(*weight.format, PackedRole::kInput, m, k, {}, input),
                           options);
 }
 

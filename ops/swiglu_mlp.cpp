@@ -125,7 +125,7 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
     } else {
       SwigluBackwardRequest request{
           .gradients = {.format = inner.format,
-                        .code_dtype = inner.format->grad_dtype,
+                        .role = PackedRole::kGradient,
                         .orientations = {.rowwise = inner.rows, .columnwise = inner.columns}},
           .joined = inner.joined};
       if (wgrad.is_needed && !weight_only && own.scales_in_grid() && own.amax_history.length == 0 &&
@@ -185,7 +185,7 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
                           device.str()));
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   const QuantizedOperand gradient(
-      packed_matrix(*codes.format, codes.format->grad_dtype, m, n, needs_input ? rows : Tensor(),
+      packed_matrix(*codes.format, PackedRole::kGradient, m, n, needs_input ? rows : Tensor(),
                     wgrad.is_needed ? columns : Tensor()),
       options);
   std::optional<WgradOperand> saved;

@@ -339,7 +339,7 @@ def _is_same_when_quantized_again(dynamic):
     powers of two, and with those of earlier steps."""
     if dynamic.state:
         return True
-    return dynamic.format in ("float8_tensorwise", "float8_blockwise")
+    return dynamic.format.partition("[")[0] in ("float8_tensorwise", "float8_blockwise")
 
 
 def _grid_numel(format, shape):

@@ -23,16 +23,18 @@ struct ActivationTask {
 
   uint8_t* codes_t = nullptr;  // x^T (k_padded, m_padded_t), or null
   float* scale_inv_t = nullptr;
-  int64_t m_padded_t = 0;  // round_up(m, 128)
+  int64_t m_padded_t = 0;       // round_up(m, 128)
+  bool square_columns = false;  // codes_t has scales of 128x128 blocks
 
   bool power_of_two = true;
 };
 
 /// One scale per 1x128 block along each orientation's rows, outer dimension fastest, as cuBLASLt's
 /// VEC128_32F takes them: scale_inv (ceil(k / 128), m_padded), scale_inv_t (ceil(m / 128),
-/// k_padded). Codes are E4M3.
-cudaError_t launch_quantize_activation_1x128(const ActivationTask& task, DType value_dtype,
-                                             cudaStream_t stream);
+/// k_padded). Of square blocks as BLK128x128_32F does: scale_inv_t (ceil(k / 128),
+/// round_up(ceil(m / 128), 4)), the last ones zero. Codes are E4M3.
+cudaError_t launch_quantize_activation_in_blocks(const ActivationTask& task, DType value_dtype,
+                                                 cudaStream_t stream);
 
 /// One scale, from the device's `amax` (1): scale_inv (1), scale_inv_t (1). Codes are E4M3 or E5M2.
 cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, const float* amax,

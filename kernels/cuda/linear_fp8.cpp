@@ -105,12 +105,12 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
   task.values = values.const_data_ptr();
   const DType dtype = value_dtype(x.scalar_type());
   if (packed_scale_mode(*request.format) == ScaleMode::kBlock1x128) {
-    check_launch(launch_quantize_activation_1x128(task, dtype, stream));
+    check_launch(launch_quantize_activation_in_blocks(task, dtype, stream));
     return out;
   }
   const at::Tensor amax = activation_amax(values, request.delayed);
   check_launch(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
-                                                     request.code_dtype, stream));
+                                                     out.code_dtype, stream));
   return out;
 }
 

@@ -28,7 +28,7 @@ inline QuantizedMatrix empty_packed(int64_t m, int64_t k, const OperandRequest& 
   const auto [rows, columns] = request.orientations;
   if (rows) rowwise = empty_bytes(packed_rowwise_bytes(m, k), device);
   if (columns) columnwise = empty_bytes(packed_columnwise_bytes(m, k), device);
-  return packed_matrix(*request.format, request.code_dtype, m, k, rowwise, columnwise);
+  return packed_matrix(*request.format, request.role, m, k, rowwise, columnwise);
 }
 
 /// The task that writes them; its values are not set.
@@ -47,6 +47,7 @@ inline ActivationTask activation_task(const QuantizedMatrix& out) {
   if (const auto* columns = std::get_if<PackedCodes>(&out.columnwise)) {
     task.codes_t = codes_in(*columns);
     task.scale_inv_t = scales_in(*columns);
+    task.square_columns = columns->scale_mode == ScaleMode::kBlock128x128;
   }
   return task;
 }

@@ -14,6 +14,7 @@ namespace {
 // What decides the codes of a tensor, beside its values.
 struct Circumstances {
   ScaleMode scale_mode = ScaleMode::kTensor;
+  ScaleMode columns_scale_mode = ScaleMode::kTensor;
   bool power_of_two = false;
   cudaStream_t stream = nullptr;
   unsigned long long capture = 0;  // 0: none. What a graph replays must have been captured with it
@@ -99,7 +100,9 @@ QuantizedMatrix quantize_shared_activation(const SharedInput& input, const at::T
   const bool may_be_replayed = stream != nullptr && capture == 0;
   if (!is_ours || may_be_replayed) return quantize();
   const Format& format = *request.format;
-  const Circumstances now{packed_scale_mode(format), format.power_of_two_scales, stream, capture};
+  const Circumstances now{packed_scale_mode(format),
+                          packed_columns_scale_mode(format, request.role),
+                          format.power_of_two_scales, stream, capture};
   if (known != nullptr && known->circumstances == now && known->contents.is_of(input)) {
     const QuantizedMatrix& activation = known->activation;
     if (activation.has(request.orientations, Arrangement::kPacked)) return activation;

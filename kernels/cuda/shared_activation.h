@@ -7,7 +7,7 @@
 
 namespace qshard::cuda {
 
-/// As quantize_activation(x, request) of E4M3 codes without delayed scaling, where `x` is
+/// As quantize_activation(x, request) of an input without delayed scaling, where `x` is
 /// `input.tensor` as a matrix. The result stays with that tensor and goes when it goes. It serves
 /// again until the tensor gets another record or other memory (`.data = `), on the stream and in
 /// the CUDA-graph capture it was made in.

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksAtOnce<Value>)
   if (out.input.task.codes_t == nullptr) return;
   __syncthreads();
   if constexpr (kBlocks) {
-    store_1x128(tiles.product, out.input.task, tile_row, tile_col, shared);
+    store_in_blocks(tiles.product, out.input.task, tile_row, tile_col, shared);
   } else {
     store(tiles.product, out.input, E4M3{});
   }

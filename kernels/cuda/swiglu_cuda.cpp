@@ -75,9 +75,11 @@ QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
 
 bool can_quantize_swiglu_backward(const at::Tensor& gate, const SwigluBackwardRequest& request) {
   const OperandRequest& gradients = request.gradients;
-  const auto expected = has_one_scale(*gradients.format) ? DType::kFloat8E5M2 : DType::kFloat8E4M3;
+  const Format& format = *gradients.format;
+  const auto expected = has_one_scale(format) ? DType::kFloat8E5M2 : DType::kFloat8E4M3;
   return gate.is_cuda() && gradients.arrangement == Arrangement::kPacked && !gradients.delayed &&
-         gradients.code_dtype == expected && (!request.joined || gate.size(1) % kTileColumns == 0);
+         gradients.role == PackedRole::kGradient && format.grad_dtype == expected &&
+         (!request.joined || gate.size(1) % kTileColumns == 0);
 }
 
 SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,

@@ -23,10 +23,10 @@ struct SwigluTask {
 /// Codes of one matrix of the backward. Its values, m and k are the task's.
 struct SwigluImage {
   ActivationTask task = {};
-  const float* amax = nullptr;  // one scale, from it; null: 1x128
+  const float* amax = nullptr;  // one scale, from it; null: in blocks
 };
 
-/// All scaled in one way: 1x128 in E4M3, or by one scale, gradients in E5M2.
+/// All scaled in one way: in blocks in E4M3, or by one scale, gradients in E5M2.
 struct SwigluGradients {
   SwigluImage gate;   // of the gradients: in the same orientations,
   SwigluImage up;     // perhaps columns of one matrix, k_padded apart

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   ActivationTile<Value, kThreads> tile;
   load_swiglu<Value, kVectorized>(tile, task, tile_row, tile_col);
   if constexpr (kBlocks) {
-    store_1x128(tile, out.task, tile_row, tile_col, shared);
+    store_in_blocks(tile, out.task, tile_row, tile_col, shared);
   } else {
     const float scale = scale_from_amax(*out.amax, kE4M3Max, out.task.power_of_two);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out.task, scale);

@@ -326,7 +326,12 @@ inline auto all_kernels() {
 
 inline std::string kernel_name(
     const ::testing::TestParamInfo<std::tuple<const char*, at::ScalarType>>& info) {
-  return std::string(std::get<0>(info.param)) + "_" + c10::toString(std::get<1>(info.param));
+  std::string name =
+      std::string(std::get<0>(info.param)) + "_" + c10::toString(std::get<1>(info.param));
+  for (char& c : name) {
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  }
+  return name;
 }
 
 inline bool same_values(const at::Tensor& a, const at::Tensor& b) {

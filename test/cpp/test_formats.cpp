@@ -39,6 +39,11 @@ TEST(Formats, VariantsAreOneObjectByTheirOptions) {
   EXPECT_TRUE(find_format("mxfp8_1x32[phase]").gathers_by_phase);
   EXPECT_FALSE(find_format("mxfp8_1x32").gathers_by_phase);
   EXPECT_EQ(find_format("mxfp8_1x32[stochastic,phase]").name, "mxfp8_1x32[phase,stochastic]");
+  const Format& square = find_format("float8_blockwise[stochastic,x_block_scaling_dim=2]");
+  EXPECT_EQ(square.name, "float8_blockwise[x_block_scaling_dim=2,stochastic]");
+  EXPECT_EQ(square.x_block_scaling_dim, 2);
+  EXPECT_EQ(&find_format("float8_blockwise[x_block_scaling_dim=1]"),
+            &find_format("float8_blockwise"));
 }
 
 TEST(Formats, ParsedByValueTheyAreTheSame) {
@@ -56,7 +61,8 @@ TEST(Formats, WrongOptionsAreNamed) {
        {"nvfp4[]", "nvfp4[", "nvfp4[stochastic", "nvfp4[margin=1]", "mxfp8[e4m3]", "mxfp8[phase]",
         "float8_delayed[margin=]", "float8_delayed[margin=-1]", "float8_delayed[history=0]",
         "float8_delayed[history=1x]", "float8_delayed[stochastic,]", "float8_delayed[nearest]",
-        "float8_delayed[history=99999999999999999999]"}) {
+        "float8_delayed[history=99999999999999999999]", "float8_blockwise[x_block_scaling_dim=3]",
+        "float8_tensorwise[x_block_scaling_dim=2]", "mxfp8[x_block_scaling_dim=2]"}) {
     try {
       find_format(name);
       FAIL() << name;

@@ -14,8 +14,10 @@ bool is_fp8(at::Device device, const Format& format) {
   return why_dequantized(format, device).empty();
 }
 
-// What a GEMM sees of x (M, K) when it contracts along K; float, on the CPU.
-at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarType code) {
+// What a GEMM sees of x (M, K) when it contracts along K, in blocks of 1x128 or of 128x128; float,
+// on the CPU.
+at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarType code,
+                         int64_t block_rows = 1) {
   const at::Tensor values = x.cpu().to(at::kFloat).contiguous();
   at::Tensor out = at::empty_like(values);
   Format scaled = format;
@@ -29,13 +31,23 @@ at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarTy
     convert(values, out);
     return out;
   }
-  for (int64_t row = 0; row < x.size(0); ++row) {
+  for (int64_t row = 0; row < x.size(0); row += block_rows) {
     for (int64_t col = 0; col < x.size(1); col += 128) {
+      const int64_t height = std::min<int64_t>(block_rows, x.size(0) - row);
       const int64_t width = std::min<int64_t>(128, x.size(1) - col);
-      convert(values[row].narrow(0, col, width), out[row].narrow(0, col, width));
+      const auto block = [&](const at::Tensor& all) {
+        return all.narrow(0, row, height).narrow(1, col, width);
+      };
+      convert(block(values), block(out));
     }
   }
   return out;
+}
+
+// What wgrad sees of an input's transpose.
+at::Tensor as_input_columns(const at::Tensor& x, const Format& format) {
+  return as_activation(x.t(), format, at::kFloat8_e4m3fn,
+                       format.x_block_scaling_dim == 2 ? 128 : 1);
 }
 
 at::ScalarType grad_code(const Format& format) {
@@ -91,8 +103,7 @@ TEST_P(Linear, ForwardAndBackward) {
           fp8 ? as_activation(dy, format, grad_code(format)) : dy.cpu().to(at::kFloat);
       const at::Tensor dy_t_seen =
           fp8 ? as_activation(dy.t(), format, grad_code(format)) : dy.cpu().to(at::kFloat).t();
-      const at::Tensor x_t_seen =
-          fp8 ? as_activation(x.t(), format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat).t();
+      const at::Tensor x_t_seen = fp8 ? as_input_columns(x, format) : x.cpu().to(at::kFloat).t();
       const bool quantized_inputs[] = {false, true};
       for (const bool is_quantized : quantized_inputs) {
         if (is_quantized && !saves) continue;
@@ -146,8 +157,7 @@ TEST_P(Linear, GradWeightIsAdded) {
         const bool fp8 = is_fp8(device, format) && n % 16 == 0;
         const at::Tensor dy_t =
             fp8 ? as_activation(dy.t(), format, grad_code(format)) : dy.cpu().to(at::kFloat).t();
-        const at::Tensor x_t =
-            fp8 ? as_activation(x.t(), format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat).t();
+        const at::Tensor x_t = fp8 ? as_input_columns(x, format) : x.cpu().to(at::kFloat).t();
         // Where the product is rounded on its way, the sum is only as good as that: to the sum's
         // dtype by cuBLASLt, to that of the values where it has no kernel.
         const bool once = !fp8 && dtype == sum_dtype;
@@ -220,7 +230,8 @@ TEST_P(Linear, EmptySizes) {
 INSTANTIATE_TEST_SUITE_P(
     All, Linear,
     ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
-                                         "float8_blockwise", "float8_blockwise_fp32_scale"),
+                                         "float8_blockwise", "float8_blockwise_fp32_scale",
+                                         "float8_blockwise[x_block_scaling_dim=2]"),
                        ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
     kernel_name);
 
@@ -256,13 +267,13 @@ TEST_P(Linear, OneGemmAddsItsProduct) {
   at::manual_seed(4);
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   for (const auto& [m, n, k] : {Sizes{128, 64, 48}, Sizes{2048, 1536, 2048}}) {
-    const auto operand = [&](int64_t cols, DType code) {
+    const auto operand = [&](int64_t cols, PackedRole role) {
       return cuda::quantize_activation(
           at::randn({m, cols}, options),
-          {.format = &format, .code_dtype = code, .orientations = {.columnwise = true}});
+          {.format = &format, .role = role, .orientations = {.columnwise = true}});
     };
-    const QuantizedMatrix dy = operand(n, format.grad_dtype);
-    const QuantizedMatrix x = operand(k, DType::kFloat8E4M3);
+    const QuantizedMatrix dy = operand(n, PackedRole::kGradient);
+    const QuantizedMatrix x = operand(k, PackedRole::kInput);
     const at::Tensor product = cuda::fp8_grad_weight(dy, x, options);
     at::Tensor sum = at::zeros({n, k}, options);
     for (int times = 1; times <= 3; ++times) {
@@ -296,13 +307,14 @@ TEST_P(Linear, ActivationOperands) {
   for (const auto& [m, n, k] : kSizes) {
     SCOPED_TRACE(::testing::Message() << m << "x" << k);
     const at::Tensor x = random_values(m, k, dtype);
-    for (const DType code : {DType::kFloat8E4M3, format.grad_dtype}) {
-      const at::ScalarType type =
-          code == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+    for (const PackedRole role : {PackedRole::kInput, PackedRole::kGradient}) {
+      const bool is_input = role == PackedRole::kInput;
+      const at::ScalarType type = is_input ? at::kFloat8_e4m3fn : grad_code(format);
       const QuantizedMatrix got = cuda::quantize_activation(
-          x.to(device), {.format = &format, .code_dtype = code, .orientations = {true, true}});
-      const at::Tensor expected[] = {as_activation(x, format, type),
-                                     as_activation(x.t(), format, type)};
+          x.to(device), {.format = &format, .role = role, .orientations = {true, true}});
+      const at::Tensor expected[] = {
+          as_activation(x, format, type),
+          is_input ? as_input_columns(x, format) : as_activation(x.t(), format, type)};
       const PackedCodes operands[] = {std::get<PackedCodes>(got.rowwise),
                                       std::get<PackedCodes>(got.columnwise)};
       const at::Tensor buffers[] = {operands[0].buffer.cpu(), operands[1].buffer.cpu()};
@@ -312,12 +324,21 @@ TEST_P(Linear, ActivationOperands) {
         const at::Tensor codes = buffers[i].narrow(0, 0, bytes).view({operand.rows, operand.ld});
         at::Tensor scales =
             buffers[i].narrow(0, bytes, buffers[i].numel() - bytes).view(at::kFloat);
-        scales = format.block_rows ? scales.view({ceil_div(expected[i].size(1), 128), operand.rows})
-                                         .t()
-                                         .repeat_interleave(128, 1)
-                                         .narrow(1, 0, expected[i].size(1))
-                                         .narrow(0, 0, expected[i].size(0))
-                                   : scales[0];
+        const int64_t blocks = ceil_div(expected[i].size(1), 128);
+        if (operand.scale_mode == ScaleMode::kTensor) {
+          scales = scales[0];
+        } else if (operand.scale_mode == ScaleMode::kBlock1x128) {
+          scales = scales.view({blocks, operand.rows}).t().repeat_interleave(128, 1);
+        } else {
+          const int64_t pitch = round_up(blocks, 4);
+          const int64_t block_rows = ceil_div(operand.rows, 128);
+          scales = scales.narrow(0, 0, block_rows * pitch).view({block_rows, pitch});
+          EXPECT_TRUE(scales.narrow(1, blocks, pitch - blocks).eq(0).all().item<bool>());
+          scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1);
+        }
+        if (scales.dim() == 2) {
+          scales = scales.narrow(0, 0, expected[i].size(0)).narrow(1, 0, expected[i].size(1));
+        }
         const at::Tensor inside =
             codes.narrow(0, 0, expected[i].size(0)).narrow(1, 0, expected[i].size(1));
         EXPECT_TRUE(at::equal(inside.contiguous().view(type).to(at::kFloat) * scales, expected[i]))

@@ -20,6 +20,9 @@ at::Tensor packed_bytes(const at::Tensor& x, int64_t rows, int64_t ld, int64_t b
   at::Tensor scales = scale_inv.flatten();
   if (mode == ScaleMode::kBlock1x128) {  // (ceil(ld / 128), rows): blocks of 1x128, rows fastest
     scales = at::constant_pad_nd(scale_inv, {0, 0, 0, rows - x.size(0)}, 1.).t().flatten();
+  } else if (mode == ScaleMode::kBlock128x128) {  // (ceil(rows / 128), a multiple of 4)
+    const int64_t blocks = scale_inv.size(1);
+    scales = at::constant_pad_nd(scale_inv, {0, round_up(blocks, 4) - blocks}).flatten();
   }
   const at::Tensor parts =
       at::cat({padded.to(code).view(at::kByte).flatten(), scales.contiguous().view(at::kByte)});
@@ -33,38 +36,43 @@ struct Packed {
 };
 
 // A matrix of random codes and scales, other ones in each orientation.
-Packed random_packed(const Format& format, DType code_dtype, int64_t m, int64_t k) {
-  const ScaleMode mode = packed_scale_mode(format);
-  const auto code = code_dtype == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+Packed random_packed(const Format& format, PackedRole role, int64_t m, int64_t k) {
+  const auto code =
+      packed_code_dtype(format, role) == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
   const auto draw = [&](int64_t rows, int64_t cols, int64_t held, int64_t ld, int64_t bytes,
-                        at::Tensor& values) {
+                        ScaleMode mode, at::Tensor& values) {
     const at::Tensor codes = at::randn({rows, cols}).to(code).to(at::kFloat);
-    const bool blocks = mode == ScaleMode::kBlock1x128;
-    const at::Tensor scales =
-        at::pow(2., at::randint(-9, 9, {blocks ? rows : 1, blocks ? ceil_div(cols, 128) : 1}))
-            .to(at::kFloat);
-    values = codes * (blocks ? scales.repeat_interleave(128, 1).narrow(1, 0, cols) : scales);
+    const bool blocks = mode != ScaleMode::kTensor;
+    const int64_t block_rows = mode == ScaleMode::kBlock1x128 ? 1 : 128;
+    const at::Tensor scales = at::pow(2., at::randint(-9, 9,
+                                                      {ceil_div(rows, blocks ? block_rows : rows),
+                                                       blocks ? ceil_div(cols, 128) : 1}))
+                                  .to(at::kFloat);
+    const at::Tensor spread = scales.repeat_interleave(block_rows, 0).repeat_interleave(128, 1);
+    values = codes * (blocks ? spread.narrow(0, 0, rows).narrow(1, 0, cols) : scales);
     return packed_bytes(codes, held, ld, bytes, scales, code, mode);
   };
+  const ScaleMode mode = packed_scale_mode(format);
   Packed out;
   at::Tensor columns;
   const int64_t held = mode == ScaleMode::kTensor ? m : round_up(m, 16);
   const at::Tensor rows =
-      draw(m, k, held, round_up(k, 16), packed_rowwise_bytes(m, k), out.rowwise);
-  columns =
-      draw(k, m, round_up(k, 16), round_up(m, 128), packed_columnwise_bytes(m, k), out.columnwise);
+      draw(m, k, held, round_up(k, 16), packed_rowwise_bytes(m, k), mode, out.rowwise);
+  columns = draw(k, m, round_up(k, 16), round_up(m, 128), packed_columnwise_bytes(m, k),
+                 packed_columns_scale_mode(format, role), out.columnwise);
   out.columnwise = out.columnwise.t();
-  out.matrix = packed_matrix(format, code_dtype, m, k, rows, columns);
+  out.matrix = packed_matrix(format, role, m, k, rows, columns);
   return out;
 }
 
 TEST(QuantizedMatrix, PackedCodesStandForTheirValues) {
   at::manual_seed(0);
-  for (const char* name : {"float8_tensorwise", "float8_blockwise"}) {
-    for (const DType code : {DType::kFloat8E4M3, DType::kFloat8E5M2}) {
+  for (const char* name :
+       {"float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=2]"}) {
+    for (const PackedRole role : {PackedRole::kInput, PackedRole::kGradient}) {
       for (const auto& [m, k] : kShapes) {
         SCOPED_TRACE(::testing::Message() << name << " " << m << "x" << k);
-        const Packed packed = random_packed(find_format(name), code, m, k);
+        const Packed packed = random_packed(find_format(name), role, m, k);
         EXPECT_TRUE(at::equal(qshard::dequantized(packed.matrix, at::kFloat), packed.rowwise));
         QuantizedMatrix columns = packed.matrix;
         columns.rowwise = {};
@@ -134,13 +142,14 @@ void expect_as_of_values(const QuantizedMatrix& dy, const at::Tensor& dy_values,
 
 TEST(QuantizedMatrix, GradientsMayArriveAsPackedCodes) {
   at::manual_seed(2);
-  for (const char* name : {"float8_tensorwise", "float8_blockwise"}) {
+  for (const char* name :
+       {"float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=2]"}) {
     const Format& format = find_format(name);
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const int64_t m : {1, 33, 129}) {
         SCOPED_TRACE(::testing::Message() << name << " " << m << " " << dtype);
-        const Packed dy = random_packed(format, format.grad_dtype, m, 48);
-        Packed x = random_packed(format, DType::kFloat8E4M3, m, 100);
+        const Packed dy = random_packed(format, PackedRole::kGradient, m, 48);
+        Packed x = random_packed(format, PackedRole::kInput, m, 100);
         expect_as_of_values(dy.matrix, dy.rowwise, x.matrix, x.rowwise, name, dtype);
         x.matrix.rowwise = {};  // as linears save it
         expect_as_of_values(dy.matrix, dy.rowwise, x.matrix, x.columnwise, name, dtype);

@@ -15,7 +15,8 @@ struct Shape {
 constexpr Shape kShapes[] = {{1, 1},    {1, 96},     {127, 96},   {127, 4104}, {129, 100},
                              {300, 45}, {4097, 512}, {513, 4096}, {0, 128},    {130, 256}};
 constexpr const char* kPacked[] = {"float8_tensorwise", "float8_tensorwise_fp32_scale",
-                                   "float8_blockwise", "float8_blockwise_fp32_scale"};
+                                   "float8_blockwise", "float8_blockwise_fp32_scale",
+                                   "float8_blockwise[x_block_scaling_dim=2]"};
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 
 /// gate, up and the gradient of their product.
@@ -71,8 +72,11 @@ struct Differences {
     codes +=
         at::ne(a->buffer.narrow(0, 0, bytes), b->buffer.narrow(0, 0, bytes)).sum().item<int64_t>();
     all_codes += bytes;
-    const int64_t count =
-        a->scale_mode == ScaleMode::kTensor ? 1 : a->rows * ceil_div(a->ld, int64_t{128});
+    const int64_t blocks = ceil_div(a->ld, 128);
+    const int64_t count = a->scale_mode == ScaleMode::kTensor ? 1
+                          : a->scale_mode == ScaleMode::kBlock1x128
+                              ? a->rows * blocks
+                              : ceil_div(a->rows, 128) * round_up(blocks, 4);
     const auto scales_of = [&](const PackedCodes& packed) {
       return packed.buffer.narrow(0, bytes, 4 * count).view(at::kInt);
     };
@@ -142,12 +146,12 @@ TEST(Swiglu, CodesOfItsGradientsAreThoseOfTheValues) {
   for_all([&](const Format& format, const Values& x, bool joined) {
     const auto [grad_gate, grad_up] = swiglu_gradients(x.grad, x.gate, x.up);
     const SwigluOperand product(x.gate, x.up);
-    for (const char* input : {"", "float8_tensorwise", "float8_blockwise"}) {
+    for (const char* input :
+         {"", "float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=2]"}) {
       for (const Orientations asked : {Orientations{true, true}, Orientations{false, true}}) {
-        SwigluBackwardRequest request{.gradients = {.format = &format,
-                                                    .code_dtype = format.grad_dtype,
-                                                    .orientations = asked},
-                                      .joined = joined};
+        SwigluBackwardRequest request{
+            .gradients = {.format = &format, .role = PackedRole::kGradient, .orientations = asked},
+            .joined = joined};
         if (*input != 0) request.input = &find_format(input);
         const SwigluBackward made = swiglu_backward(x.grad, x.gate, x.up, request);
         if (joined) {

@@ -1,4 +1,6 @@
-"""Activations and gradients on their way into a GEMM: 1x128 blocks, or one scale per tensor."""
+"""Activations and gradients on their way into a GEMM: in blocks, or with one scale per tensor."""
+
+import itertools
 
 import torch
 
@@ -20,6 +22,17 @@ def quantize_1x128(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two: boo
     return codes, scale_inv
 
 
+def quantize_128x128(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two: bool = True):
+    """codes (M, K) uint8 and scale_inv (ceil(M / 128), ceil(K / 128)): inputs of wgrad, transposed."""
+    m, k = x.shape
+    codes = torch.zeros(m, k, dtype=torch.uint8)
+    scale_inv = torch.ones(-(-m // 128), -(-k // 128))
+    for i, j in itertools.product(*map(range, scale_inv.shape)):
+        block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+        codes[block], scale_inv[i, j] = quantize_tensorwise(x[block], dtype, power_of_two)
+    return codes, scale_inv
+
+
 def quantize_tensorwise(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two: bool = True):
     """codes of x's shape and the scalar scale_inv; gradients use float8_e5m2."""
     scale = scale_from_amax(amax_of(x), torch.finfo(dtype).max, power_of_two)
@@ -28,3 +41,7 @@ def quantize_tensorwise(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two
 
 def expand_1x128(scale_inv: torch.Tensor, k: int) -> torch.Tensor:
     return scale_inv.repeat_interleave(128, dim=1)[:, :k]
+
+
+def expand_128x128(scale_inv: torch.Tensor, m: int, k: int) -> torch.Tensor:
+    return expand_1x128(scale_inv.repeat_interleave(128, dim=0)[:m], k)
