@@ -1,5 +1,7 @@
 """QuantizationState."""
 
+import contextlib
+
 import torch
 from _qshard_hooks import local_of
 
@@ -47,19 +49,17 @@ class QuantizationState:
         }
 
     def _scale_planes(self):
-        own = self._scaled_weights()
-        if not own:
+        if not self.scales:
             return {}
-        ranks, boxes = scales.places_of(own)
+        own, ranks = self._scaled_weights(), scales.ranks_of(self.models)
+        boxes = scales.places_of(own, ranks)
         for model in self.models:
             flush(model)
         return scales.planes(own, ranks, boxes)
 
-    def _restores(self, own, state_dict):
+    def _restores(self, own, state_dict, ranks):
         """What brings back the codes of the weights `own`, checked on all ranks before anything is changed."""
-        if not own:
-            return []
-        ranks, boxes = scales.places_of(own)
+        boxes = scales.places_of(own, ranks)
         parts = "scale_inv", "tensor_scale_inv"
         restores = []
         with ranks.agreeing():
@@ -91,8 +91,24 @@ class QuantizationState:
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Loads what `state_dict` gave; after the model's own load_state_dict, which may replace its
         weights, and on all ranks. Raises ValueError, before anything is changed, for missing and
-        unexpected names and for other shapes."""
+        unexpected names and for other shapes; with `scales` on all ranks, whichever it is on."""
         states, scaled = self._state_tensors(), self._scaled_weights()
+        ranks = scales.ranks_of(self.models) if self.scales else None
+        with ranks.agreeing() if ranks else contextlib.nullcontext():
+            self._check(state_dict, states, scaled)
+        with torch.no_grad():
+            restores = self._restores(scaled, state_dict, ranks) if ranks else []
+            for name, tensor in states.items():
+                if tensor is not state_dict[name]:
+                    tensor.copy_(state_dict[name])
+            # Codes may have been made of the loaded weights since, by a scale of the state before.
+            for _, module in self._modules():
+                ops._mark_written(local_of(module.weight))
+            for restore in restores:
+                restore()
+
+    @staticmethod
+    def _check(state_dict, states, scaled):
         own = {name: tensor.shape for name, tensor in states.items()}
         for name, weight in scaled.items():
             own |= {f"{name}_{part}": shape for part, shape in scales.shapes(weight).items()}
@@ -111,13 +127,3 @@ class QuantizationState:
                     f"qshard.QuantizationState: {name} has shape {tuple(expected)} in this model "
                     f"and {shape} in what is loaded"
                 )
-        with torch.no_grad():
-            restores = self._restores(scaled, state_dict)
-            for name, tensor in states.items():
-                if tensor is not state_dict[name]:
-                    tensor.copy_(state_dict[name])
-            # Codes may have been made of the loaded weights since, by a scale of the state before.
-            for _, module in self._modules():
-                ops._mark_written(local_of(module.weight))
-            for restore in restores:
-                restore()

@@ -31,10 +31,15 @@ def has_own_scales(weight: torch.Tensor) -> bool:
     )
 
 
-def places_of(weights: dict[str, torch.Tensor]) -> tuple[Ranks, dict[str, Boxes]]:
-    """The ranks that have parts of the weights, and which. A collective; raises NotImplementedError, on
-    all ranks, for what is no matrix, and for parts with scale blocks of their own."""
-    ranks = Ranks(weights.values(), _FUNCTION)
+def ranks_of(models) -> Ranks:
+    """The ranks that save or load together. Of a rank's other parameters, too: its part of the models may
+    have no weight with scales."""
+    return Ranks([p for model in models for p in model.parameters()], _FUNCTION)
+
+
+def places_of(weights: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, Boxes]:
+    """Which ranks have which part of the weights. A collective; raises NotImplementedError, on all ranks,
+    for what is no matrix or not in the model of every rank, and for parts with scale blocks of their own."""
     with ranks.agreeing():
         for name, weight in weights.items():
             if weight.dim() != 2:
@@ -49,7 +54,7 @@ def places_of(weights: dict[str, torch.Tensor]) -> tuple[Ranks, dict[str, Boxes]
                     f"{name} is cut by tensor parallelism inside scale blocks, and its parts have blocks of "
                     "their own; leave out scales=True: the model's state_dict holds the weight's values"
                 )
-    return ranks, boxes
+    return boxes
 
 
 def planes(

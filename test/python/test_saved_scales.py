@@ -181,6 +181,40 @@ def test_values_of_another_step_are_refused_on_every_rank(world):
     world.run(other_values)
 
 
+def wrong_on_one_rank():
+    """Names and shapes that are wrong on one rank are refused on all; nothing waits."""
+    model = sharded("nvfp4", True)
+    state = qshard.QuantizationState(model, scales=True)
+    saved = state.state_dict()
+    name = "0.weight_tensor_scale_inv"
+    wrong = {**saved, name: saved[name].repeat(2, 1)}
+    for given, message in ((dict(list(saved.items())[1:]), "is missing"), (wrong, r"has shape \(1, 1\)")):
+        with pytest.raises(ValueError, match=rf"{message}.*\(rank 1\)"):
+            state.load_state_dict(given if dist.get_rank() == 1 else saved)
+    state.load_state_dict(saved)
+
+
+def other_weights_on_one_rank():
+    """As of stages of a pipeline: a rank without weights that have scales comes along, and all raise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(208, 150), nn.ReLU(), nn.Linear(150, 9))
+    if dist.get_rank() == 0:
+        qshard.quantize_(model[0], RECIPES["nvfp4"], keep_master=False)
+    stage = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    for linear in (model[0], model[2]):
+        fully_shard(linear, mesh=stage)
+    state = qshard.QuantizationState(model, scales=True)
+    for use in (state.state_dict, lambda: state.load_state_dict({})):
+        with pytest.raises((NotImplementedError, ValueError), match="0.weight.*(every rank|missing)"):
+            use()
+
+
+@pytest.mark.parametrize("program", [wrong_on_one_rank, other_weights_on_one_rank])
+@on_worlds(2, devices=("cpu",))
+def test_what_one_rank_meets_is_raised_on_every_rank(world, program):
+    world.run(program)
+
+
 @on_worlds(2, devices=("cpu",))
 def test_other_world_sizes_load_them(world, tmp_path):
     parts = world.run(save, str(tmp_path))
