@@ -41,7 +41,7 @@ IMAGE_BYTES = {  # c; a scale per tensor or per 128x128 block, in the grid, does
     "nvfp4": 1 / 2 + 1 / 16,
 }
 ONE_SCALE = ("float8_tensorwise", "nvfp4")  # with a scale that spans the tensor
-SECTIONS = ("weight", "activation", "swiglu", "transpose", "flush", "adamw", "compiled")
+SECTIONS = ("weight", "activation", "swiglu", "rotary", "transpose", "flush", "adamw", "compiled")
 FP8_GEMM = ("float8_tensorwise", "float8_blockwise")  # activations are quantized on Hopper
 # The linears of one of Llama-8B's 32 layers, sharded over 8 ranks.
 SHARDS = [(512, 4096), (128, 4096), (128, 4096), (512, 4096)]  # q, k, v, o
@@ -57,6 +57,7 @@ class Bench:
     shapes: list[tuple[int, int]]  # of weights
     activations: list[tuple[int, int]]  # tokens, features
     swiglus: list[tuple[int, int]]  # tokens, features of gate
+    heads: list[tuple[int, int, int, int]]  # batch, positions, heads, channels
     shards: list[tuple[int, int]]
     copied: int  # elements
     copy: float = 0.0  # GB/s
@@ -190,6 +191,18 @@ def swiglu(bench: Bench, format: str, shape) -> Iterator[Row]:
         yield bench.share(f"{name} {block}", shape, bytes * n, us, at_least(goal))
 
 
+def rotary(bench: Bench, shape) -> Iterator[Row]:
+    """Of what linears give, as attention reads it: (batch, heads, positions, channels)."""
+    batch, positions, heads, channels = shape
+    x = bench.randn(*shape, dtype=torch.bfloat16).transpose(1, 2)
+    angles = bench.randn(positions, channels)
+    cos, sin = angles.cos(), angles.sin()
+    (calls,) = bench.run(lambda: ops.rotary_embedding(x, cos, sin, 2))
+    size = "x".join(map(str, shape))
+    yield bench.share("rotary embedding", size, 4 * x.numel(), time_of(calls, ours("rotary")),
+                      at_least(0.85))
+
+
 def transpose(bench: Bench, shape) -> Iterator[Row]:
     """The bytes of a gathered weight, for dgrad; few tokens keep the GEMM small."""
     rows, cols = -(-shape[0] // 16) * 16, shape[1]
@@ -295,6 +308,8 @@ def sections(bench: Bench, args) -> Iterator[tuple[str, str, object]]:
             yield "activation", f"{format} {shape}", lambda: activation(bench, format, shape)
         for shape in bench.swiglus:
             yield "swiglu", f"{format} {shape}", lambda: swiglu(bench, format, shape)
+    for shape in bench.heads:
+        yield "rotary", f"{shape}", lambda: rotary(bench, shape)
     for shape in bench.shapes:
         yield "transpose", f"{shape}", lambda: transpose(bench, shape)
     for format in args.formats:
@@ -320,11 +335,13 @@ def main():
     torch.manual_seed(0)
     if args.tiny:
         bench = Bench(args.device, 2, [(256, 128), (63, 65)], [(64, 128)], [(64, 128)],
-                      [(32, 32), (64, 48)], 1024)
+                      [(2, 16, 2, 32)], [(32, 32), (64, 48)], 1024)
     else:
         bench = Bench(args.device, args.calls, [(8192, 8192), (14336, 4096), (8191, 4097)],
                       [(16384, 4096), (16384, 14336), (8191, 4097)],
-                      [(16384, 14336), (8192, 14336), (4097, 4104)], SHARDS * 32, 1 << 28)
+                      [(16384, 14336), (8192, 14336), (4097, 4104)],
+                      [(4, 4096, 32, 128), (4, 4096, 8, 128), (3, 4001, 17, 72)],
+                      SHARDS * 32, 1 << 28)
     results = Results("qshard kernels", args.seconds)
     results.add("copy", bench.measure_copy)
     for section, label, measure in sections(bench, args):

@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
+        self.rotary = Rotary()
 
     def forward(self, x, cos, sin):
         batch, length, _ = x.shape
@@ -38,7 +39,7 @@ class Attention(nn.Module):
         k = self.wk(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         v = self.wv(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
         cos, sin = cos.float(), sin.float()  # under mixed precision FSDP2 casts what a block is given
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
 
@@ -78,7 +79,7 @@ class Llama(nn.Module):
 
         head_dim = config.dim // config.heads
         frequency = config.rope_base ** (-torch.arange(0, head_dim, 2) / head_dim)
-        angle = torch.outer(torch.arange(config.max_seq_len), frequency)
+        angle = torch.outer(torch.arange(config.max_seq_len), frequency).repeat(1, 2)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
         self.init_weights()
@@ -129,17 +130,21 @@ def tensor_parallel_plan(layers: int, styles, is_loss_parallel: bool = False) ->
     return plan
 
 
-def rotate(x, cos, sin):
-    """Rotary position embedding, computed in float32 as cos and sin are; x is (batch, heads, length,
-    head_dim)."""
-    if torch.compiler.is_compiling():  # fuses what follows
-        even, odd = x.float().chunk(2, dim=-1)
-        return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)
-    return Rotation.apply(x, cos, sin)
+class Rotary(nn.Module):
+    """Rotary position embedding, computed in float32 as cos and sin are. x is (batch, heads, length,
+    head_dim), cos and sin (length, head_dim), with the same angle for channels half of them apart."""
+
+    def forward(self, x, cos, sin):
+        half = x.shape[-1] // 2
+        cos, sin = cos[:, :half], sin[:, :half]
+        if torch.compiler.is_compiling():  # fuses what follows
+            even, odd = x.float().chunk(2, dim=-1)
+            return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)
+        return Rotation.apply(x, cos, sin)
 
 
 class Rotation(torch.autograd.Function):
-    """`rotate` in few passes: of bf16, 14 bytes per element each way. The plain formula and
+    """`Rotary` in few passes: of bf16, 14 bytes per element each way. The plain formula and
     its autograd take 48 and 56, a copy to the linear's layout included."""
 
     @staticmethod

@@ -10,6 +10,7 @@
 #include "ops/dynamic_weight.h"
 #include "ops/flat_ranges.h"
 #include "ops/ops.h"
+#include "ops/rotary.h"
 #include "ops/swiglu_mlp.h"
 
 namespace qshard {
@@ -82,6 +83,9 @@ TORCH_LIBRARY(qshard, m) {
       "linear_backward_codes_accumulate(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
       "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, "
       "Tensor(a!) weight_grad, str? format=None) -> Tensor grad_input");
+  m.def(
+      "rotary_embedding(Tensor input, Tensor cos, Tensor sin, int dim=1, *, "
+      "bool interleaved=False, bool inverse=False, SymInt[]? stride=None) -> Tensor");
   m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_saves_input_codes(Tensor input, Tensor weight, bool weight_only=False) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
@@ -191,6 +195,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate);
   m.impl("linear_backward_codes", &linear_backward_codes);
   m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate);
+  m.impl("rotary_embedding", &rotary_embedding);
   m.impl("_shares_input_codes", &shares_input_codes);
   m.impl("_saves_input_codes", &saves_input_codes);
   m.impl("_transposed_operand", &transposed_operand);
@@ -235,6 +240,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate_meta);
   m.impl("linear_backward_codes", &linear_backward_codes_meta);
   m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate_meta);
+  m.impl("rotary_embedding", &rotary_embedding_meta);
   m.impl("quantize_gradients", &quantize_gradients_meta);
   m.impl("sum_gradients", &sum_gradients_meta);
 }
@@ -250,6 +256,7 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   m.impl("master", &master_autograd);
   m.impl("linear", &linear_autograd);
   m.impl("swiglu_mlp", &swiglu_mlp_autograd);
+  m.impl("rotary_embedding", &rotary_embedding_autograd);
 }
 
 // F.linear must not decompose into matmul before it gets here (DTensor never does: it acts above).

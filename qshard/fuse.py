@@ -1,6 +1,7 @@
 """fuse_: patterns of plain modules, as in Hugging Face's Llama, Mistral and Qwen, as fused steps."""
 
 import functools
+import inspect
 import operator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from qshard.nn.fused import swiglu_mlp
 from qshard.nn.linear import Linear
 from qshard.nn.multiply import Multiply
 from qshard.nn.norms import normalize
+from qshard.nn.rotary import rotate
 
 _FUNCTIONS = {
     "swiglu": F.silu,
@@ -54,15 +56,18 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
     - Gated MLP: `down(f(gate(x)) * up(x))` of three nn.Linear, f one of SiLU, GELU (tanh), ReLU, sigmoid.
       The same bits; backward keeps gate(x) and up(x), and not f(gate(x)). Of SiLU, where all three are
       quantized by one recipe and none has hooks, one operator (`qshard.ops.swiglu_mlp`).
+    - Rotary embedding: a module without parameters, `forward(x, cos, sin)` of (batch, heads, positions,
+      channels) and (positions, channels), that turns pairs half of the channels apart. One pass, in fp32
+      and rounded once.
 
     Call it before or after `quantize_`, and before fully_shard and torch.compile. Everything else is left
     as it is, modules whose forward was replaced on the instance too.
     """
     report = FusedReport()
     for name, module in list(model.named_modules()):
-        if "forward" in module.__dict__ or isinstance(module, (_FusedNorm, _FusedMLP)):
+        if "forward" in module.__dict__ or isinstance(module, (_FusedNorm, _FusedMLP, _FusedRotary)):
             continue
-        for recognise, mixin in ((_rms_norm, _FusedNorm), (_gated_mlp, _FusedMLP)):
+        for recognise, mixin in _PATTERNS:
             found = recognise(module)
             if found is not None:
                 report.append(Fused(name, type(module).__name__, mixin.pattern.format(**found)))
@@ -101,6 +106,17 @@ class _FusedMLP(_Rebuilt):
                 parts = ((linear.weight, linear.bias) for linear in (first, second, last))
                 return swiglu_mlp(x, multiply, *parts)
         return last(gate(first(x), second(x), known["activation"]))
+
+
+class _FusedRotary(_Rebuilt):
+    pattern = "rotary embedding"
+
+    def forward(self, x, cos, sin):
+        tables = (cos, sin)
+        fits = x.dim() == 4 and all(t.dim() == 2 and t.dtype == torch.float32 for t in tables)
+        if fits and all(t.shape == (x.shape[2], x.shape[3]) for t in tables):
+            return rotate(x, cos, sin, 2)
+        return super().forward(x, cos, sin)
 
 
 def _common_multiply(*linears):
@@ -143,7 +159,7 @@ def _rms_norm(module):
     if type(module).__module__.startswith(("torch.nn.", "qshard.nn")):
         return None
     names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or module.weight.dim() != 1 or any(module.buffers()):
+    if names != ["weight"] or module.weight.dim() != 1 or list(module.buffers()):
         return None
     epsilons = {v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 0.1}
     if len(epsilons) != 1:
@@ -175,6 +191,27 @@ def _probe(module, weight, x):
     except Exception:  # it is something else
         return None
     return y if isinstance(y, torch.Tensor) else None
+
+
+@torch.no_grad()
+def _rotary(module):
+    """{} for a rotary embedding. What is run to find out says by its arguments that it may be one."""
+    if type(module).__module__.startswith(("torch.nn.", "qshard.nn")) or list(module.children()):
+        return None
+    if list(module.parameters()) or list(module.buffers()):
+        return None
+    arguments = inspect.signature(type(module).forward).parameters
+    if list(arguments)[-2:] != ["cos", "sin"] or len(arguments) != 4:
+        return None
+    x = torch.linspace(-1, 2, 2 * 3 * 5 * 8).view(2, 3, 5, 8)
+    angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.3, 0.1, 0.03])).repeat(1, 2)
+    try:
+        y = type(module).forward(module, x, angles.cos(), angles.sin())
+    except Exception:  # it is something else
+        return None
+    expected = rotate(x, angles.cos(), angles.sin(), 2)
+    is_same = isinstance(y, torch.Tensor) and y.shape == x.shape and y.dtype == x.dtype
+    return {} if is_same and torch.allclose(y, expected, rtol=1e-5, atol=1e-6) else None
 
 
 class _Tracer(fx.Tracer):
@@ -234,3 +271,6 @@ def _activation(module, node):
     except Exception:  # it is something else
         return None
     return next((name for name, f in _FUNCTIONS.items() if torch.equal(f(t), y)), None)
+
+
+_PATTERNS = ((_rms_norm, _FusedNorm), (_gated_mlp, _FusedMLP), (_rotary, _FusedRotary))

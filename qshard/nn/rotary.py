@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from qshard import ops
+
 
 class RotaryPositionEmbedding(nn.Module):
     """Angles that `MultiheadAttention` and `TransformerLayer` take as rotary_pos_emb.
@@ -69,12 +71,35 @@ def apply_rotary_pos_emb(
             f"qshard.nn: rotary_pos_emb of shape {tuple(freqs.shape)} does not fit {length} positions "
             f"and {t.shape[-1]} channels; it is (positions, 1, 1, rotated channels)"
         )
-    freqs = freqs[:length].float()
-    if tensor_format == "bshd":
-        freqs = freqs.transpose(0, 1)
-    rotated, kept = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
-    turned = rotated * freqs.cos() + _quarter_turn(rotated, interleaved) * freqs.sin()
-    return torch.cat([turned.to(t.dtype), kept], -1)
+    freqs = freqs[:length, 0, 0].float()
+    dim = 0 if tensor_format == "sbhd" else 1
+    return rotate(t, freqs.cos(), freqs.sin(), dim, interleaved)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dim: int, interleaved: bool = False) -> Tensor:
+    """`qshard.ops.rotary_embedding`, or the same by torch's operators, where a compiler fuses them and for
+    subclasses and dtypes that the operator does not take.
+
+    x: (..., positions, ..., channels) of four dimensions, positions in `dim`. cos, sin: (positions or more,
+        rotated channels) float32."""
+    if _takes_operator(x, cos, sin):
+        return ops.rotary_embedding(x, cos.contiguous(), sin.contiguous(), dim, interleaved=interleaved)
+    shape = [1, 1, 1, cos.shape[-1]]
+    shape[dim] = x.shape[dim]
+    cos, sin = (table[: x.shape[dim]].view(shape) for table in (cos, sin))
+    rotated, kept = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
+    turned = rotated * cos + _quarter_turn(rotated, interleaved) * sin
+    return torch.cat([turned.to(x.dtype), kept], -1)
+
+
+def _takes_operator(x, cos, sin):
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(t) is Tensor and not t.is_meta for t in (x, cos, sin))
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
+    )
 
 
 def _quarter_turn(x, interleaved):

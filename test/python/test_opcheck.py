@@ -112,6 +112,11 @@ SAMPLES = {
          quantized(fmt=fmt), plain(2, 32), False, False, False)
     ] if fmt.startswith("float8") else [],
     "linear_backward_codes_accumulate": lambda fmt: [],
+    "rotary_embedding": lambda fmt: [
+        (plain(2, 5, 3, 16, dtype=dtype), plain(7, channels), plain(7, channels))
+        for dtype in (torch.float32, torch.bfloat16)
+        for channels in (16, 6)
+    ] if fmt == "float8_blockwise" else [],
     # Formats of messages are their own: of each, once.
     "quantize_gradients": lambda fmt: [
         (plain(10, 10, dtype=dtype), of, 2, 50)

@@ -1,0 +1,32 @@
+// Launcher of the rotary embedding's kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/formats.h"
+
+namespace qshard::cuda {
+
+/// Rows of channels, in three dimensions; strides in elements.
+struct RotaryTask {
+  const void* values = nullptr;
+  void* out = nullptr;
+  const float* cos = nullptr;  // (positions or more, rotated)
+  const float* sin = nullptr;
+  uint32_t size[3] = {};  // the last one runs fastest over the threads
+  int64_t stride[3] = {};
+  int64_t out_stride[3] = {};
+  int position = 0;  // which of the three counts positions
+  int channels = 0;
+  int rotated = 0;  // of them, even
+  bool inverse = false;
+};
+
+/// `vectorized`: rows and tables begin at multiples of 16 bytes, and vectors of them hold pairs, or
+/// a half of pairs, alone.
+cudaError_t launch_rotary(const RotaryTask& task, DType dtype, bool interleaved, bool vectorized,
+                          cudaStream_t stream);
+
+}  // namespace qshard::cuda

@@ -1,0 +1,23 @@
+// Rotary position embedding (arXiv:2104.09864): pairs of channels turned by the angles of
+// positions.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace qshard {
+
+/// A tensor (..., positions, ..., channels) of four dimensions, and how its pairs turn.
+struct Rotation {
+  at::Tensor cos;  // float32 (positions or more, rotated channels), contiguous, beside the tensor
+  at::Tensor sin;
+  int64_t dim = 1;           // of the positions
+  bool interleaved = false;  // neighbours are a pair, not channels half of the rotated ones apart
+  bool inverse = false;      // by the transposed matrices
+};
+
+/// out = values, each pair (a, b) of the first channels turned: a * cos_a - b * sin_a and b * cos_b
+/// + a * sin_b, in float32, every operation rounded, and then once to the dtype. The same bits on
+/// every device. `out`: of the sizes and dtype of `values`, with any strides but 1 of the channels.
+void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor& out);
+
+}  // namespace qshard

@@ -1,0 +1,16 @@
+// Rotary position embedding, what lies between the linears of attention.
+#pragma once
+
+#include "ops/ops.h"
+
+namespace qshard {
+
+Tensor rotary_embedding(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t dim,
+                        bool interleaved, bool inverse, at::OptionalSymIntArrayRef stride);
+Tensor rotary_embedding_meta(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t dim,
+                             bool interleaved, bool inverse, at::OptionalSymIntArrayRef stride);
+Tensor rotary_embedding_autograd(const Tensor& input, const Tensor& cos, const Tensor& sin,
+                                 int64_t dim, bool interleaved, bool inverse,
+                                 at::OptionalSymIntArrayRef stride);
+
+}  // namespace qshard
