@@ -1,6 +1,6 @@
 """Held-out losses of examples/train_llama.py's model, trained to the end in several ways.
 
-    torchrun --nproc-per-node 1 bench/losses.py float8_blockwise 'float8_blockwise[x_block_scaling_dim=2]'
+    torchrun --nproc-per-node 1 bench/losses.py float8_blockwise 'float8_blockwise[x_block_scaling_dim=1]'
     torchrun --nproc-per-node 2 bench/losses.py bf16 bf16:reduced_float8 bf16:reduced_nvfp4:stochastic
 
 A CONFIGURATION is bf16 or a format, with options after colons:

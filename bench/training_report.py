@@ -17,7 +17,7 @@ RECIPES = {
         qshard.Float8CurrentScaling(),
         qshard.DelayedScaling(),
         qshard.Float8BlockScaling(),
-        qshard.Float8BlockScaling(x_block_scaling_dim=2),
+        qshard.Float8BlockScaling(x_block_scaling_dim=1),
         qshard.MXFP8BlockScaling(),
         qshard.NVFP4BlockScaling(),
     )

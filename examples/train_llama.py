@@ -35,7 +35,7 @@ RECIPES = {
         qshard.Float8CurrentScaling(),
         qshard.DelayedScaling(),
         qshard.Float8BlockScaling(),
-        qshard.Float8BlockScaling(x_block_scaling_dim=2),
+        qshard.Float8BlockScaling(x_block_scaling_dim=1),
         qshard.MXFP8BlockScaling(),
         qshard.MXFP8BlockScaling(weight_block=(1, 32)),
         qshard.NVFP4BlockScaling(),

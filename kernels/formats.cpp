@@ -26,6 +26,11 @@ constexpr Format kMxfp8Columnwise = [] {
   return format;
 }();
 
+// Whether linears quantize inputs in blocks for FP8 GEMMs.
+constexpr bool scales_inputs_in_blocks(const Format& format) {
+  return format.scales_in_grid() && format.block_rows != 0;
+}
+
 // name, code_dtype, code_bits, code_max, block_rows, block_cols, row_scale, pow2, grad_dtype
 constexpr std::array kFormats = [] {
   std::array formats = {
@@ -43,6 +48,7 @@ constexpr std::array kFormats = [] {
   for (size_t i = 0; i < formats.size(); ++i) formats[i].index = static_cast<int>(i);
   for (Format& format : formats) {
     if (format.name == "mxfp8_1x32") format.columnwise = &kMxfp8Columnwise;
+    if (scales_inputs_in_blocks(format)) format.x_block_scaling_dim = 2;
   }
   return formats;
 }();
@@ -55,11 +61,6 @@ const Format& find_base(std::string_view name) {
   }
   throw std::invalid_argument(
       fmt::format("unknown format '{}'; known formats: {}", name, fmt::join(known, ", ")));
-}
-
-// Whether linears quantize inputs in blocks for FP8 GEMMs.
-bool scales_inputs_in_blocks(const Format& format) {
-  return format.scales_in_grid() && format.block_rows != 0;
 }
 
 [[noreturn]] void refuse_option(const Format& base, std::string_view option) {

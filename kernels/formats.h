@@ -59,7 +59,7 @@ struct Format {
   bool gathers_by_phase = false;  // forward gathers the rowwise image only, backward the columnwise
   /// Of the codes of inputs that wgrad reads, where scales are in blocks: 1: along the tokens, in
   /// blocks of 128; 2: in blocks of 128x128. Those that forward reads have blocks of 1x128.
-  int x_block_scaling_dim = 1;
+  int x_block_scaling_dim = 1;  // 2 of float8_blockwise
   /// Rows that share blocks hold the blocks' scales in equal slices, one slice a row; otherwise
   /// each of them holds them all.
   bool scales_in_slices = false;
@@ -87,7 +87,7 @@ std::span<const Format> formats();
 ///   most_recent    of the history, not the largest (float8_delayed)
 ///   e4m3           gradients in E4M3, not E5M2     (float8_delayed)
 ///   phase          gather one row image per pass   (mxfp8_1x32)
-///   x_block_scaling_dim=2  inputs of wgrad in blocks of 128x128  (float8_blockwise)
+///   x_block_scaling_dim=1  inputs of wgrad in blocks of 128 tokens (float8_blockwise)
 ///
 /// @throws std::invalid_argument naming the known formats, or the option that is wrong; or if there
 /// are thousands of variants by now, which no program has but one that reads made-up files.

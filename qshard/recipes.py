@@ -69,12 +69,12 @@ class Float8BlockScaling:
 
     use_f32_scales: keep the scale's mantissa instead of rounding it down to a power of two.
     x_block_scaling_dim: of the inputs that the weight's gradient is computed from. 1: blocks of 128
-        tokens of one feature. 2: of 128x128, which Hopper's GEMMs multiply faster. Outputs are the
-        same: forward reads its inputs in 1x128 blocks, in both.
+        tokens of one feature, as in DeepSeek-V3 and TransformerEngine. 2: of 128x128, which Hopper's
+        GEMMs multiply faster. Outputs are the same: forward reads its inputs in 1x128 blocks in both.
     """
 
     use_f32_scales: bool = False
-    x_block_scaling_dim: int = 1
+    x_block_scaling_dim: int = 2
 
     def __post_init__(self):
         if self.x_block_scaling_dim not in (1, 2):
@@ -87,7 +87,7 @@ class Float8BlockScaling:
     def format(self) -> str:
         """Name of the weights' format."""
         base = "float8_blockwise_fp32_scale" if self.use_f32_scales else "float8_blockwise"
-        return f"{base}[x_block_scaling_dim=2]" if self.x_block_scaling_dim == 2 else base
+        return f"{base}[x_block_scaling_dim=1]" if self.x_block_scaling_dim == 1 else base
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ TEST(Formats, VariantsAreOneObjectByTheirOptions) {
   EXPECT_TRUE(find_format("mxfp8_1x32[phase]").gathers_by_phase);
   EXPECT_FALSE(find_format("mxfp8_1x32").gathers_by_phase);
   EXPECT_EQ(find_format("mxfp8_1x32[stochastic,phase]").name, "mxfp8_1x32[phase,stochastic]");
-  const Format& square = find_format("float8_blockwise[stochastic,x_block_scaling_dim=2]");
-  EXPECT_EQ(square.name, "float8_blockwise[x_block_scaling_dim=2,stochastic]");
-  EXPECT_EQ(square.x_block_scaling_dim, 2);
-  EXPECT_EQ(&find_format("float8_blockwise[x_block_scaling_dim=1]"),
+  const Format& rows = find_format("float8_blockwise[stochastic,x_block_scaling_dim=1]");
+  EXPECT_EQ(rows.name, "float8_blockwise[x_block_scaling_dim=1,stochastic]");
+  EXPECT_EQ(rows.x_block_scaling_dim, 1);
+  EXPECT_EQ(&find_format("float8_blockwise[x_block_scaling_dim=2]"),
             &find_format("float8_blockwise"));
 }
 

@@ -21,7 +21,7 @@ FP8_RECIPES = (
     qshard.Float8CurrentScaling(),
     qshard.DelayedScaling(),
     qshard.Float8BlockScaling(),
-    qshard.Float8BlockScaling(x_block_scaling_dim=2),
+    qshard.Float8BlockScaling(x_block_scaling_dim=1),
 )
 FP8_FORMATS = [recipe.format for recipe in FP8_RECIPES]  # those with GEMMs on Hopper
 RECIPES = (*FP8_RECIPES, qshard.MXFP8BlockScaling(), qshard.NVFP4BlockScaling())
@@ -84,7 +84,7 @@ def quantized(x, format, dtype=torch.float8_e4m3fn):
 def quantized_for_wgrad(x, format):
     """The transpose of an input x as wgrad sees it."""
     x_t = x.cpu().t().contiguous()
-    if "x_block_scaling_dim=2" not in format:
+    if not format.startswith("float8_blockwise") or "x_block_scaling_dim=1" in format:
         return quantized(x_t, format)
     codes, scale_inv = quantize_128x128(x_t)
     return codes.view(torch.float8_e4m3fn).double() * expand_128x128(scale_inv, *x_t.shape).double()

@@ -24,7 +24,7 @@ def model():
         (qshard.Float8CurrentScaling(use_power_2_scales=False), "float8_tensorwise_fp32_scale"),
         (qshard.Float8BlockScaling(), "float8_blockwise"),
         (qshard.Float8BlockScaling(use_f32_scales=True), "float8_blockwise_fp32_scale"),
-        (qshard.Float8BlockScaling(x_block_scaling_dim=2), "float8_blockwise[x_block_scaling_dim=2]"),
+        (qshard.Float8BlockScaling(x_block_scaling_dim=1), "float8_blockwise[x_block_scaling_dim=1]"),
         (qshard.MXFP8BlockScaling(), "mxfp8"),
         (qshard.NVFP4BlockScaling(), "nvfp4"),
         (qshard.NVFP4BlockScaling(disable_2d_quantization=True), "nvfp4_1x16"),
