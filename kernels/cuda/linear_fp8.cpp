@@ -108,7 +108,15 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
     check_launch(launch_quantize_activation_in_blocks(task, dtype, stream));
     return out;
   }
-  const at::Tensor amax = activation_amax(values, request.delayed);
+  if (request.delayed) {
+    const DelayedAmax& delayed = request.delayed;
+    const at::Tensor own = at::empty({1}, values.options().dtype(at::kFloat));
+    check_launch(launch_quantize_activation_delayed(
+        task, {delayed.history, delayed.scaling, delayed.margin}, own.mutable_data_ptr<float>(),
+        dtype, out.code_dtype, stream));
+    return out;
+  }
+  const at::Tensor amax = activation_amax(values, {});
   check_launch(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
                                                      out.code_dtype, stream));
   return out;

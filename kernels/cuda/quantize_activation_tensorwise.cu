@@ -1,4 +1,7 @@
+#include <algorithm>
+
 #include "kernels/cuda/activation_codes.cuh"
+#include "kernels/delayed_scaling.h"
 
 namespace qshard::cuda {
 namespace {
@@ -19,6 +22,58 @@ __global__ void __launch_bounds__(kTileThreads)
   store_tensorwise<Code>(tile, task, scale, tile_row, tile_col, shared);
 }
 
+/// Codes by the amax of earlier steps, if there is one; collects the values' own.
+template <typename Value, typename Code>
+__global__ void __launch_bounds__(kTileThreads)
+    quantize_delayed(const __grid_constant__ ActivationTask task, const float* scaling, float* amax,
+                     bool vectorized) {
+  using Tile = ActivationTile<Value>;
+  __shared__ typename Tile::Shared shared;
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
+  Tile tile;
+  tile.load(task, tile_row, tile_col, vectorized);
+  const uint32_t largest = max_of_block<kTileThreads>(largest_of<Value, Tile::kRows>(tile.values));
+  if (threadIdx.x == 0) raise(amax, largest);
+  const float earlier = scaling[kInUse];
+  if (!(earlier > 0.f)) return;
+  const float scale = scale_from_amax(earlier, Code::kMax, task.power_of_two);
+  if (is_first) store_tensor_scale(task, scale);
+  store_tensorwise<Code>(tile, task, scale, tile_row, tile_col, shared);
+}
+
+/// Notes the amax in the history; where no earlier one gave a scale, makes the codes by it.
+template <typename Value, typename Code>
+__global__ void __launch_bounds__(kTileThreads)
+    finish_delayed(const __grid_constant__ ActivationTask task,
+                   const __grid_constant__ DelayedRow row, const float* amax, dim3 tiles,
+                   bool vectorized) {
+  using Tile = ActivationTile<Value>;
+  __shared__ typename Tile::Shared shared;
+  const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
+  if (is_first) delayed_amax(*amax, row.history, row.scaling, row.margin);
+  if (row.scaling[kInUse] > 0.f) return;
+  const float scale =
+      scale_from_amax(with_margin(*amax, row.margin), Code::kMax, task.power_of_two);
+  if (is_first) store_tensor_scale(task, scale);
+  for (uint32_t i = blockIdx.x; i < tiles.x * tiles.y; i += gridDim.x) {
+    const int64_t tile_row = static_cast<int64_t>(i / tiles.x) * kTile;
+    const int64_t tile_col = static_cast<int64_t>(i % tiles.x) * kTile;
+    Tile tile;
+    tile.load(task, tile_row, tile_col, vectorized);
+    store_tensorwise<Code>(tile, task, scale, tile_row, tile_col, shared);
+    __syncthreads();  // of `shared`
+  }
+}
+
+template <typename Run>
+cudaError_t with_types(DType value_dtype, DType code_dtype, const Run& run) {
+  return with_value_type(value_dtype, [&](auto value) {
+    return code_dtype == DType::kFloat8E5M2 ? run(value, E5M2{}) : run(value, E4M3{});
+  });
+}
+
 }  // namespace
 
 cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, const float* amax,
@@ -26,15 +81,33 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
                                                   cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;
   const bool vectorized = activation_is_vectorized(task, value_dtype);
-  return with_value_type(value_dtype, [&](auto value) {
+  return with_types(value_dtype, code_dtype, [&](auto value, auto code) {
+    quantize_tensorwise<decltype(value), decltype(code)>
+        <<<activation_grid(task), kTileThreads, 0, stream>>>(task, amax, vectorized);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_quantize_activation_delayed(const ActivationTask& task, const DelayedRow& row,
+                                               float* amax, DType value_dtype, DType code_dtype,
+                                               cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  const bool vectorized = activation_is_vectorized(task, value_dtype);
+  const dim3 tiles = activation_grid(task);
+  // Two for each multiprocessor of an H200: nearly always they return at once.
+  constexpr unsigned kFinishingBlocks = 264;
+  const cudaError_t zeroed = cudaMemsetAsync(amax, 0, sizeof(float), stream);
+  if (zeroed != cudaSuccess) return zeroed;
+  return with_types(value_dtype, code_dtype, [&](auto value, auto code) {
     using Value = decltype(value);
-    if (code_dtype == DType::kFloat8E5M2) {
-      quantize_tensorwise<Value, E5M2>
-          <<<activation_grid(task), kTileThreads, 0, stream>>>(task, amax, vectorized);
-    } else {
-      quantize_tensorwise<Value, E4M3>
-          <<<activation_grid(task), kTileThreads, 0, stream>>>(task, amax, vectorized);
-    }
+    using Code = decltype(code);
+    quantize_delayed<Value, Code>
+        <<<tiles, kTileThreads, 0, stream>>>(task, row.scaling, amax, vectorized);
+    const cudaError_t launched = cudaGetLastError();
+    if (launched != cudaSuccess) return launched;
+    finish_delayed<Value, Code>
+        <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kTileThreads, 0, stream>>>(
+            task, row, amax, tiles, vectorized);
     return cudaGetLastError();
   });
 }
