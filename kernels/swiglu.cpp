@@ -24,7 +24,7 @@ std::pair<at::Tensor, at::Tensor> swiglu_gradients(const at::Tensor& grad, const
 QuantizedMatrix SwigluOperand::codes(const OperandRequest& request) const {
 #ifdef QSHARD_WITH_CUDA
   const bool is_fused = gate_.is_cuda() && request.arrangement == Arrangement::kPacked &&
-                        request.role == PackedRole::kInput && !request.delayed;
+                        request.role == PackedRole::kInput;
   if (is_fused) return cuda::quantize_swiglu(gate_, up_, request, amax_);
 #endif
   return PlainOperand(values(dtype())).codes(request);

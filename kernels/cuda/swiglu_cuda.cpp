@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/packed_activation.h"
+#include "kernels/cuda/scaling_state.h"
 #include "kernels/cuda/swiglu_kernels.h"
 #include "kernels/value_dtype.h"
 
@@ -62,11 +63,19 @@ QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
   const DType dtype = value_dtype(gate.scalar_type());
   const QuantizedMatrix out = empty_packed(task.m, task.k, request, gate.device());
   SwigluImage image{activation_task(out)};
-  if (has_one_scale(*request.format)) {
-    if (!amax.defined()) {
-      amax = no_amax(1, gate.device());
-      check_launch(launch_swiglu_amax(task, amax.mutable_data_ptr<float>(), dtype, stream));
-    }
+  at::Tensor delayed;
+  const auto own_amax = [&] {
+    const at::Tensor own = no_amax(1, gate.device());
+    check_launch(launch_swiglu_amax(task, own.mutable_data_ptr<float>(), dtype, stream));
+    return own;
+  };
+  if (request.delayed) {
+    const auto& [history, scaling, margin] = request.delayed;
+    delayed = own_amax();
+    delay_amax(delayed.mutable_data_ptr<float>(), history, scaling, margin, stream.stream());
+    image.amax = delayed.const_data_ptr<float>();
+  } else if (has_one_scale(*request.format)) {
+    if (!amax.defined()) amax = own_amax();
     image.amax = amax.const_data_ptr<float>();
   }
   check_launch(launch_swiglu_quantize(task, image, dtype, stream));

@@ -140,6 +140,36 @@ TEST(Swiglu, CodesAreThoseOfTheValues) {
   found.expect_few("SwiGLU");
 }
 
+TEST(Swiglu, DelayedScalingCollectsTheProductsAmax) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  at::manual_seed(6);
+  Differences found;
+  const Format& format = find_format("float8_delayed[margin=1,history=4]");
+  const auto floats = at::TensorOptions().dtype(at::kFloat).device(gpu());
+  for (const at::ScalarType dtype : kDtypes) {
+    for (const float earlier : {0.f, 1.5f}) {
+      for (const bool odd : {false, true}) {
+        const Values x = random_values({129, 100}, dtype, gpu(), /*joined=*/true, odd);
+        const at::Tensor scaling = at::full({4}, earlier, floats);
+        at::Tensor histories[2];
+        const auto codes_of = [&](const OperandProducer& operand, at::Tensor& history) {
+          history = at::full({4}, 1e-3, floats);
+          return operand.codes(
+              {.format = &format,
+               .orientations = {true, true},
+               .delayed = {history.mutable_data_ptr<float>(), scaling.const_data_ptr<float>(), 1}});
+        };
+        const SwigluOperand operand(x.gate, x.up);
+        found.add(codes_of(operand, histories[0]),
+                  codes_of(PlainOperand(swiglu_values(x.gate, x.up)), histories[1]));
+        EXPECT_TRUE(histories[0].equal(histories[1]));
+        EXPECT_FALSE(operand.amax().defined());
+      }
+    }
+  }
+  found.expect_few("SwiGLU, by earlier steps");
+}
+
 TEST(Swiglu, CodesOfItsGradientsAreThoseOfTheValues) {
   if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
   Differences gradients, inputs;
