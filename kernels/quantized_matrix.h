@@ -32,8 +32,8 @@ struct RowImage {
   int64_t first_row = 0;
 };
 
-/// Rows of one-byte codes without gaps, then their fp32 scales, then what nobody wrote. Codes beyond
-/// the matrix are zero.
+/// Rows of one-byte codes without gaps, then their fp32 scales, then what nobody wrote. Codes
+/// beyond the matrix are zero.
 struct PackedCodes {
   at::Tensor buffer;  // uint8, contiguous: packed_rowwise_bytes or packed_columnwise_bytes
   int64_t rows = 0;   // padding included

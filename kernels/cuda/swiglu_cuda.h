@@ -6,9 +6,9 @@
 
 namespace qshard::cuda {
 
-/// As quantize_activation(silu(gate) * up, request). `amax`, float32 (1,), is what one scale goes by;
-/// undefined, it is computed, and left there. Delayed scaling collects the values' own, and leaves
-/// `amax` alone.
+/// As quantize_activation(silu(gate) * up, request). `amax`, float32 (1,), is what one scale goes
+/// by; undefined, it is computed, and left there. Delayed scaling collects the values' own, and
+/// leaves `amax` alone.
 QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
                                 const OperandRequest& request, at::Tensor& amax);
 
