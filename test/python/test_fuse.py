@@ -182,6 +182,8 @@ def mlp_parts():
     lambda: NotThat(lambda m, x: F.normalize(x, dim=-1) * m.weight, weight=nn.Parameter(torch.ones(32))),
     lambda: NotThat(lambda m, x: F.layer_norm(x, (32,), m.weight, None, m.eps),
                     weight=nn.Parameter(torch.ones(32))),
+    lambda: NotThat(lambda m, x: F.rms_norm(x, (32,), m.weight, m.eps) * m.scale,
+                    weight=nn.Parameter(torch.ones(32)), scale=nn.Buffer(torch.ones(32))),
     lambda: NotThat(lambda m, x: m.down(F.silu(m.gate(x)) + m.up(x)), **mlp_parts()),
     lambda: NotThat(lambda m, x: m.down(F.silu(m.gate(x)) * m.gate(x)), **mlp_parts()),
     lambda: NotThat(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)) + x, **mlp_parts()),
