@@ -5,7 +5,6 @@
 
 #include "kernels/current_stream.h"
 #include "kernels/quantize.h"
-#include "kernels/scaling_state.h"
 #include "kernels/value_dtype.h"
 #include "kernels/whole_layout.h"
 
@@ -32,24 +31,22 @@ DelayedAmax delayed_gradient_amax(const LinearWeight& weight) {
   return delayed_row(weight, gradient_row(weight.codes.row_image().layout));
 }
 
-at::Tensor activation_amax(const at::Tensor& x, const DelayedAmax& delayed) {
+at::Tensor activation_amax(const at::Tensor& x) {
   const at::Tensor values = x.contiguous();
   const at::Tensor amax = at::empty({1}, values.options().dtype(at::kFloat));
-  const Stream stream = current_stream(x.device());
   QuantizeTask task;
   task.layout = whole_layout(find_format("float8_tensorwise"), x.size(0), x.size(1));
   task.value_dtype = value_dtype(values.scalar_type());
   task.values = values.const_data_ptr();
   task.amax = amax.mutable_data_ptr<float>();
-  compute_amax({&task, 1}, stream);
-  if (delayed) {
-    delay_amax(task.amax, delayed.history, delayed.scaling, delayed.margin, stream);
-  }
+  compute_amax({&task, 1}, current_stream(x.device()));
   return amax;
 }
 
 void collect_amax(const at::Tensor& x, const DelayedAmax& delayed) {
-  if (delayed && is_value_dtype(x.scalar_type())) activation_amax(x, delayed);
+  if (!delayed || !is_value_dtype(x.scalar_type())) return;
+  const at::Tensor amax = activation_amax(x);
+  delay_amax(amax.mutable_data_ptr<float>(), delayed, current_stream(x.device()));
 }
 
 }  // namespace qshard

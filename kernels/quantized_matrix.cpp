@@ -51,16 +51,15 @@ at::Tensor values_of(const PackedCodes& codes, DType code_dtype) {
       codes.buffer.narrow(0, bytes, codes.buffer.numel() - bytes).view(at::kFloat);
   if (codes.scale_mode == ScaleMode::kTensor) return values.mul(scales.narrow(0, 0, 1));
   const int64_t blocks = ceil_div(codes.ld, 128);
+  at::Tensor by_row;  // (rows, blocks)
   if (codes.scale_mode == ScaleMode::kBlock128x128) {
     const int64_t block_rows = ceil_div(codes.rows, 128);
     const int64_t pitch = round_up(blocks, 4);
-    const at::Tensor by_row = scales.narrow(0, 0, block_rows * pitch)
-                                  .view({block_rows, pitch})
-                                  .repeat_interleave(128, 0)
-                                  .narrow(0, 0, codes.rows);
-    return values.mul(by_row.repeat_interleave(128, 1).narrow(1, 0, codes.ld));
+    const at::Tensor grid = scales.narrow(0, 0, block_rows * pitch).view({block_rows, pitch});
+    by_row = grid.narrow(1, 0, blocks).repeat_interleave(128, 0).narrow(0, 0, codes.rows);
+  } else {
+    by_row = scales.view({blocks, codes.rows}).t();
   }
-  const at::Tensor by_row = scales.view({blocks, codes.rows}).t();
   if (codes.ld % 128 != 0) {
     return values.mul(by_row.repeat_interleave(128, 1).narrow(1, 0, codes.ld));
   }

@@ -100,15 +100,15 @@ void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* 
   }
 }
 
-void delay_amax(float* amax, float* history, const float* scaling, int margin, Stream stream) {
+void delay_amax(float* amax, const DelayedAmax& delayed, Stream stream) {
   if (stream.is_cuda) {
 #ifdef QSHARD_WITH_CUDA
-    return cuda::delay_amax(amax, history, scaling, margin, stream.handle);
+    return cuda::delay_amax(amax, delayed, stream.handle);
 #else
     no_cuda();
 #endif
   }
-  *amax = delayed_amax(*amax, history, scaling, margin);
+  *amax = delayed_amax(*amax, delayed.history, delayed.scaling, delayed.margin);
 }
 
 }  // namespace qshard

@@ -77,9 +77,18 @@ void collect_state(std::span<const StateTask> tasks, Stream stream);
 void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* found_inf,
                  Stream stream);
 
-/// Delayed scaling of one activation with amax `*amax`, in place: collects it in `history`[0]
+/// The rows of one activation in both tables; null without delayed scaling.
+struct DelayedAmax {
+  float* history = nullptr;
+  const float* scaling = nullptr;
+  int margin = 0;
+
+  explicit operator bool() const { return history != nullptr; }
+};
+
+/// Delayed scaling of one activation with amax `*amax`, in place: collects it in history[0]
 /// unless it is not finite, and sets `*amax` to the one to scale by, which is its own before the
-/// first step. `history` and `scaling` are the activation's rows.
-void delay_amax(float* amax, float* history, const float* scaling, int margin, Stream stream);
+/// first step.
+void delay_amax(float* amax, const DelayedAmax& delayed, Stream stream);
 
 }  // namespace qshard

@@ -225,7 +225,7 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tenso
   if (!keep_amax) return {result.output, none_of(fp32)};
   // A weight whose codes cannot be multiplied where they lie has left the values' amax unknown.
   Tensor amax = operand.amax();
-  if (!amax.defined()) amax = activation_amax(operand.values(operand.dtype()), {});
+  if (!amax.defined()) amax = activation_amax(operand.values(operand.dtype()));
   return {result.output, amax};
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/formats.h"
+#include "kernels/scaling_state.h"
 
 namespace qshard::cuda {
 
@@ -41,17 +42,11 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
                                                   DType value_dtype, DType code_dtype,
                                                   cudaStream_t stream);
 
-/// A row of delayed scaling's tables (kernels/scaling_state.h).
-struct DelayedRow {
-  float* history = nullptr;
-  const float* scaling = nullptr;
-  int margin = 0;
-};
-
 /// The same by the amax of earlier steps, in one pass that collects the values' own; in two where
 /// there is none yet. `amax` (1): device memory, left with the values' own.
-cudaError_t launch_quantize_activation_delayed(const ActivationTask& task, const DelayedRow& row,
-                                               float* amax, DType value_dtype, DType code_dtype,
+cudaError_t launch_quantize_activation_delayed(const ActivationTask& task,
+                                               const DelayedAmax& delayed, float* amax,
+                                               DType value_dtype, DType code_dtype,
                                                cudaStream_t stream);
 
 /// out (cols, ld_out)[c][r] = in (rows, ld_in)[r][c]. rows, cols, ld_in, ld_out are multiples of 16

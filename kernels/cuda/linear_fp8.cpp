@@ -109,14 +109,12 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
     return out;
   }
   if (request.delayed) {
-    const DelayedAmax& delayed = request.delayed;
     const at::Tensor own = at::empty({1}, values.options().dtype(at::kFloat));
     check_launch(launch_quantize_activation_delayed(
-        task, {delayed.history, delayed.scaling, delayed.margin}, own.mutable_data_ptr<float>(),
-        dtype, out.code_dtype, stream));
+        task, request.delayed, own.mutable_data_ptr<float>(), dtype, out.code_dtype, stream));
     return out;
   }
-  const at::Tensor amax = activation_amax(values, {});
+  const at::Tensor amax = activation_amax(values);
   check_launch(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
                                                      out.code_dtype, stream));
   return out;

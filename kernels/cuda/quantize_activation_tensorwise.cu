@@ -47,15 +47,15 @@ __global__ void __launch_bounds__(kTileThreads)
 template <typename Value, typename Code>
 __global__ void __launch_bounds__(kTileThreads)
     finish_delayed(const __grid_constant__ ActivationTask task,
-                   const __grid_constant__ DelayedRow row, const float* amax, dim3 tiles,
+                   const __grid_constant__ DelayedAmax delayed, const float* amax, dim3 tiles,
                    bool vectorized) {
   using Tile = ActivationTile<Value>;
   __shared__ typename Tile::Shared shared;
   const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
-  if (is_first) delayed_amax(*amax, row.history, row.scaling, row.margin);
-  if (row.scaling[kInUse] > 0.f) return;
+  if (is_first) delayed_amax(*amax, delayed.history, delayed.scaling, delayed.margin);
+  if (delayed.scaling[kInUse] > 0.f) return;
   const float scale =
-      scale_from_amax(with_margin(*amax, row.margin), Code::kMax, task.power_of_two);
+      scale_from_amax(with_margin(*amax, delayed.margin), Code::kMax, task.power_of_two);
   if (is_first) store_tensor_scale(task, scale);
   for (uint32_t i = blockIdx.x; i < tiles.x * tiles.y; i += gridDim.x) {
     const int64_t tile_row = static_cast<int64_t>(i / tiles.x) * kTile;
@@ -88,8 +88,9 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
   });
 }
 
-cudaError_t launch_quantize_activation_delayed(const ActivationTask& task, const DelayedRow& row,
-                                               float* amax, DType value_dtype, DType code_dtype,
+cudaError_t launch_quantize_activation_delayed(const ActivationTask& task,
+                                               const DelayedAmax& delayed, float* amax,
+                                               DType value_dtype, DType code_dtype,
                                                cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;
   const bool vectorized = activation_is_vectorized(task, value_dtype);
@@ -102,12 +103,12 @@ cudaError_t launch_quantize_activation_delayed(const ActivationTask& task, const
     using Value = decltype(value);
     using Code = decltype(code);
     quantize_delayed<Value, Code>
-        <<<tiles, kTileThreads, 0, stream>>>(task, row.scaling, amax, vectorized);
+        <<<tiles, kTileThreads, 0, stream>>>(task, delayed.scaling, amax, vectorized);
     const cudaError_t launched = cudaGetLastError();
     if (launched != cudaSuccess) return launched;
     finish_delayed<Value, Code>
         <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kTileThreads, 0, stream>>>(
-            task, row, amax, tiles, vectorized);
+            task, delayed, amax, tiles, vectorized);
     return cudaGetLastError();
   });
 }

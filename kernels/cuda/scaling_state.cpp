@@ -55,9 +55,9 @@ void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* 
   launch_all(tasks, launch, /*one_block_each=*/false);
 }
 
-void delay_amax(float* amax, float* history, const float* scaling, int margin, void* stream) {
-  check_launch(
-      launch_delay_amax(amax, history, scaling, margin, static_cast<cudaStream_t>(stream)));
+void delay_amax(float* amax, const DelayedAmax& delayed, void* stream) {
+  check_launch(launch_delay_amax(amax, delayed.history, delayed.scaling, delayed.margin,
+                                 static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace qshard::cuda

@@ -8,6 +8,6 @@ namespace qshard::cuda {
 void collect_state(std::span<const StateTask> tasks, void* stream);
 void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* found_inf,
                  void* stream);
-void delay_amax(float* amax, float* history, const float* scaling, int margin, void* stream);
+void delay_amax(float* amax, const DelayedAmax& delayed, void* stream);
 
 }  // namespace qshard::cuda

@@ -70,9 +70,8 @@ QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
     return own;
   };
   if (request.delayed) {
-    const auto& [history, scaling, margin] = request.delayed;
     delayed = own_amax();
-    delay_amax(delayed.mutable_data_ptr<float>(), history, scaling, margin, stream.stream());
+    delay_amax(delayed.mutable_data_ptr<float>(), request.delayed, stream.stream());
     image.amax = delayed.const_data_ptr<float>();
   } else if (has_one_scale(*request.format)) {
     if (!amax.defined()) amax = own_amax();
