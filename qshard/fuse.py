@@ -65,7 +65,7 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
     """
     report = FusedReport()
     for name, module in list(model.named_modules()):
-        if "forward" in module.__dict__ or isinstance(module, (_FusedNorm, _FusedMLP, _FusedRotary)):
+        if "forward" in module.__dict__ or isinstance(module, _Rebuilt):
             continue
         for recognise, mixin in _PATTERNS:
             found = recognise(module)
@@ -156,7 +156,7 @@ def _rebuild(mixin, kind):
 
 def _rms_norm(module):
     """eps, whether gamma is 1 + weight, and whether the result has the input's dtype."""
-    if type(module).__module__.startswith(("torch.nn.", "qshard.nn")):
+    if _is_known(module):
         return None
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or module.weight.dim() != 1 or list(module.buffers()):
@@ -169,49 +169,49 @@ def _rms_norm(module):
     weight = torch.linspace(0.5, 1.5, size)
     # Rows to which eps means nothing, something, and everything.
     x = torch.linspace(-1, 2, size) * torch.tensor([[1.0], [eps**0.5], [1e-2 * eps**0.5]])
-    y = _probe(module, weight, x)
+    y = _probe(module, {"weight": weight}, x)
     if y is None or y.shape != x.shape or y.dtype != torch.float32:
         return None
     for zero_centered in (False, True):
         expected = normalize(x, "RMSNorm", weight, None, eps, zero_centered)
         if torch.allclose(y, expected, rtol=1e-5, atol=0):
-            low = _probe(module, weight, x.bfloat16())
+            low = _probe(module, {"weight": weight}, x.bfloat16())
             keeps = low is not None and low.dtype == torch.bfloat16
             return {"eps": eps, "zero_centered": zero_centered, "keeps_dtype": keeps}
     return None
 
 
+def _is_known(module):
+    """Whether torch or qshard made it: it computes what its name says."""
+    return type(module).__module__.startswith(("torch.nn.", "qshard.nn"))
+
+
 @torch.no_grad()
-def _probe(module, weight, x):
-    """What a module computes with another weight; without its hooks. None for an error."""
+def _probe(module, parameters, *inputs):
+    """What a module computes with other parameters; without its hooks. None for an error."""
     other = object.__new__(type(module))
-    other.__dict__.update(module.__dict__, _parameters={"weight": weight})
+    other.__dict__.update(module.__dict__, _parameters=parameters)
     try:
-        y = type(module).forward(other, x)
+        y = type(module).forward(other, *inputs)
     except Exception:  # it is something else
         return None
     return y if isinstance(y, torch.Tensor) else None
 
 
-@torch.no_grad()
 def _rotary(module):
     """{} for a rotary embedding. What is run to find out says by its arguments that it may be one."""
-    if type(module).__module__.startswith(("torch.nn.", "qshard.nn")) or list(module.children()):
-        return None
-    if list(module.parameters()) or list(module.buffers()):
+    if _is_known(module) or any(map(list, (module.children(), module.parameters(), module.buffers()))):
         return None
     arguments = inspect.signature(type(module).forward).parameters
     if list(arguments)[-2:] != ["cos", "sin"] or len(arguments) != 4:
         return None
     x = torch.linspace(-1, 2, 2 * 3 * 5 * 8).view(2, 3, 5, 8)
     angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.3, 0.1, 0.03])).repeat(1, 2)
-    try:
-        y = type(module).forward(module, x, angles.cos(), angles.sin())
-    except Exception:  # it is something else
+    y = _probe(module, {}, x, angles.cos(), angles.sin())
+    if y is None or y.shape != x.shape or y.dtype != x.dtype:
         return None
     expected = rotate(x, angles.cos(), angles.sin(), 2)
-    is_same = isinstance(y, torch.Tensor) and y.shape == x.shape and y.dtype == x.dtype
-    return {} if is_same and torch.allclose(y, expected, rtol=1e-5, atol=1e-6) else None
+    return {} if torch.allclose(y, expected, rtol=1e-5, atol=1e-6) else None
 
 
 class _Tracer(fx.Tracer):

@@ -96,7 +96,7 @@ def _takes_operator(x, cos, sin):
     return (
         not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-        and all(type(t) is Tensor and not t.is_meta for t in (x, cos, sin))
+        and all(type(t) is Tensor for t in (x, cos, sin))
         and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     )
