@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measuring import Results, Row, at_least, at_most, describe, environment, first_line
-from measuring import interleaved, save, table, time_of
+from measuring import interleaved, out_of_time, save, table, time_of
 
 import qshard
 
@@ -117,9 +117,7 @@ def steps(args):
     args.seq_len = (TINY if args.tiny else SLICE).max_seq_len
     started, measured = time.monotonic(), {}
     for configuration in map(Configuration.parse, args.configurations or CONFIGURATIONS):
-        late = torch.tensor(time.monotonic() - started, device=device)
-        dist.all_reduce(late, dist.ReduceOp.MAX)
-        if late.item() > args.seconds:
+        if out_of_time(started, args.seconds, device):
             if is_first:
                 print(f"SKIPPED {configuration}: {args.seconds:.0f} s are over", flush=True)
             continue

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import describe, environment, save, table
+from measuring import describe, environment, out_of_time, save, table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import train_llama  # noqa: E402
@@ -85,9 +85,7 @@ def main():
     losses, started = {}, time.monotonic()
     for seed in range(1, args.seeds + 1):
         for configuration in args.configurations:
-            late = torch.tensor(time.monotonic() - started, device=device)
-            dist.all_reduce(late, dist.ReduceOp.MAX)
-            if late.item() <= args.seconds or not losses:
+            if not out_of_time(started, args.seconds, device) or not losses:
                 loss = held_out_loss(configuration, seed, args, mesh)
                 losses.setdefault(configuration, []).append(loss)
     if dist.get_rank() == 0:

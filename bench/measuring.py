@@ -16,6 +16,7 @@ from statistics import median
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
@@ -297,6 +298,13 @@ def environment() -> dict[str, object]:
 
 def describe(where: dict[str, object]) -> str:
     return f"{where['device']}, torch {where['torch']}, {where['date']}, {where['command']}"
+
+
+def out_of_time(started: float, seconds: float, device: str) -> bool:
+    """Decided by all ranks together: a rank that stops alone leaves the others waiting."""
+    elapsed = torch.tensor(time.monotonic() - started, device=device)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return elapsed.item() > seconds
 
 
 def save(path: Path | None, results: dict[str, object]):

@@ -47,7 +47,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import Stopwatch, first_line, save, synchronize
+from measuring import Stopwatch, first_line, out_of_time, save, synchronize
 from peers import PEERS, after_update, convert, gathered_element_size
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -299,13 +299,6 @@ def host_times(configurations, args, mesh, rounds: int = 15) -> dict[Configurati
     finally:
         gc.enable()
     return {c: clock.times for c, clock in clocks.items()}
-
-
-def out_of_time(started: float, seconds: float, device: str) -> bool:
-    """Decided by all ranks together: a rank that stops alone leaves the others waiting."""
-    elapsed = torch.tensor(time.monotonic() - started, device=device)
-    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    return elapsed.item() > seconds
 
 
 def main():
