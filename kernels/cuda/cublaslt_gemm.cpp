@@ -8,6 +8,7 @@
 #include <cublasLt.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -15,6 +16,7 @@
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kernels/gemm.h"
@@ -25,10 +27,12 @@ namespace {
 constexpr size_t kWorkspaceBytes = 32u << 20;  // NVIDIA's recommendation for Hopper
 constexpr size_t kMaxPlans = 4096;             // ragged token counts make new ones
 
-// Timing its candidates costs as much as some 30 runs of a GEMM: for those large enough to gain by
+// Timing its candidates takes up to 70 ms or 32 runs of a GEMM: for those large enough to gain by
 // it, and not for ever new token counts.
 constexpr int kCandidates = 8;
-constexpr int kTimedRounds = 3;
+constexpr int kTimedRounds = 2;
+constexpr float kBurstMilliseconds = 4.f;
+constexpr float kFarBehind = 1.25f;
 constexpr double kMinTunedMultiplies = 1ull << 32;
 constexpr int kMaxTunedPlans = 256;
 constexpr float kClearlyFaster = 0.97f;
@@ -202,29 +206,41 @@ struct Launch {
   }
 };
 
-// Milliseconds of one run on the device, infinity if the algorithm refuses.
-float time_of(const Launch& launch, const cublasLtMatmulAlgo_t& algorithm) {
+// Milliseconds of `count` runs back to back on the device, infinity if the algorithm refuses.
+float time_of(const Launch& launch, const cublasLtMatmulAlgo_t& algorithm, int count) {
   at::cuda::CUDAEvent start(cudaEventDefault);
   at::cuda::CUDAEvent stop(cudaEventDefault);
   start.record(launch.stream);
-  if (launch(algorithm) != CUBLAS_STATUS_SUCCESS) return std::numeric_limits<float>::infinity();
+  for (int i = 0; i < count; ++i) {
+    if (launch(algorithm) != CUBLAS_STATUS_SUCCESS) return std::numeric_limits<float>::infinity();
+  }
   stop.record(launch.stream);
   stop.synchronize();
   return start.elapsed_time(stop);
 }
 
-// The fastest of several algorithms, cuBLASLt's favourite unless another is clearly faster. They
-// take turns, so that all see the same clocks; the first round warms up.
+// The fastest of several algorithms, cuBLASLt's favourite unless another is clearly faster. In
+// bursts that last, as training does: one run alone sees a clock that rises or falls, and at the
+// power limit the algorithm that takes the least energy is the fastest. Bursts take turns; runs
+// before them warm up and leave out what is far behind.
 cublasLtMatmulAlgo_t fastest(const Algorithms& algorithms, const Launch& launch) {
-  std::vector<float> best(algorithms.size(), std::numeric_limits<float>::infinity());
-  for (int round = 0; round <= kTimedRounds; ++round) {
+  std::vector<float> alone(algorithms.size(), std::numeric_limits<float>::infinity());
+  for (int round = 0; round < 2; ++round) {
+    for (size_t i = 0; i < algorithms.size(); ++i) alone[i] = time_of(launch, algorithms[i], 1);
+  }
+  const float least = *std::min_element(alone.begin(), alone.end());
+  if (!std::isfinite(least)) return algorithms[0];
+  const int count =
+      std::clamp(static_cast<int>(kBurstMilliseconds / std::max(least, 1e-3f)), 2, 256);
+  std::vector<float> sums(algorithms.size(), 0.f);
+  for (int round = 0; round < kTimedRounds; ++round) {
     for (size_t i = 0; i < algorithms.size(); ++i) {
-      const float milliseconds = time_of(launch, algorithms[i]);
-      if (round > 0) best[i] = std::min(best[i], milliseconds);
+      sums[i] += i == 0 || alone[i] < kFarBehind * least ? time_of(launch, algorithms[i], count)
+                                                         : std::numeric_limits<float>::infinity();
     }
   }
-  const auto winner = std::min_element(best.begin(), best.end());
-  return algorithms[*winner < kClearlyFaster * best[0] ? winner - best.begin() : 0];
+  const auto winner = std::min_element(sums.begin(), sums.end());
+  return algorithms[*winner < kClearlyFaster * sums[0] ? winner - sums.begin() : 0];
 }
 
 // The host waits while algorithms are timed, which a capture forbids; and whoever asks for
@@ -249,41 +265,58 @@ cublasLtMatmulAlgo_t fastest_on_scratch(const Algorithms& algorithms, const Laun
 
 struct Plan {
   std::shared_ptr<const Algorithms> algorithms;  // one once tuned; none: no kernel
-  bool is_tuned = false;
+  bool is_tuned = false;                         // or somebody tunes it
 };
 
 // The plans of this process; backward runs in threads of its own.
-struct PlanCache {
-  std::mutex mutex;
-  std::unordered_map<PlanKey, Plan, PlanHash> plans;
-  int tuned = 0;
+class PlanCache {
+ public:
+  /// The plan of a key, made by make() the first time; and whether the caller is to tune it.
+  template <typename Make>
+  std::pair<Plan, bool> find(const PlanKey& key, bool may_be_tuned, const Make& make) {
+    const std::lock_guard lock(mutex_);
+    auto found = plans_.find(key);
+    if (found == plans_.end()) {
+      if (plans_.size() >= kMaxPlans) {
+        plans_.clear();
+        tuned_ = 0;
+      }
+      auto algorithms = std::make_shared<const Algorithms>(make());
+      const bool has_choice = algorithms->size() > 1;
+      found = plans_.emplace(key, Plan{std::move(algorithms), !has_choice}).first;
+    }
+    Plan& plan = found->second;
+    const bool tunes = may_be_tuned && !plan.is_tuned && tuned_ < kMaxTunedPlans;
+    if (tunes) {
+      plan.is_tuned = true;  // others run cuBLASLt's favourite meanwhile
+      ++tuned_;
+    }
+    return {plan, tunes};
+  }
+
+  void set_tuned(const PlanKey& key, std::shared_ptr<const Algorithms> algorithms) {
+    const std::lock_guard lock(mutex_);
+    const auto found = plans_.find(key);
+    if (found != plans_.end()) found->second.algorithms = std::move(algorithms);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<PlanKey, Plan, PlanHash> plans_;
+  int tuned_ = 0;  // of them
 };
 
-PlanCache& plan_cache() {
-  static PlanCache cache;
-  return cache;
-}
-
 std::shared_ptr<const Algorithms> choose_algorithms(const PlanKey& key, const Launch& launch) {
-  PlanCache& cache = plan_cache();
-  std::lock_guard lock(cache.mutex);
-  auto found = cache.plans.find(key);
-  if (found == cache.plans.end()) {
-    if (cache.plans.size() >= kMaxPlans) cache.plans.clear();
-    auto algorithms = find_algorithms(launch.handle, key, launch.descriptors);
-    const bool has_choice = algorithms.size() > 1;
-    Plan plan{std::make_shared<const Algorithms>(std::move(algorithms)), !has_choice};
-    found = cache.plans.emplace(key, std::move(plan)).first;
-  }
-  Plan& plan = found->second;
-  if (!plan.is_tuned && cache.tuned < kMaxTunedPlans && may_tune(launch.gemm)) {
-    plan.algorithms = std::make_shared<const Algorithms>(
-        1, launch.gemm.accumulate ? fastest_on_scratch(*plan.algorithms, launch)
-                                  : fastest(*plan.algorithms, launch));
-    plan.is_tuned = true;
-    ++cache.tuned;
-  }
-  return plan.algorithms;
+  static PlanCache cache;
+  auto [plan, tunes] = cache.find(key, may_tune(launch.gemm), [&] {
+    return find_algorithms(launch.handle, key, launch.descriptors);
+  });
+  if (!tunes) return plan.algorithms;
+  const auto tuned = std::make_shared<const Algorithms>(
+      1, launch.gemm.accumulate ? fastest_on_scratch(*plan.algorithms, launch)
+                                : fastest(*plan.algorithms, launch));
+  cache.set_tuned(key, tuned);
+  return tuned;
 }
 
 }  // namespace
