@@ -12,6 +12,7 @@ With v bytes per value and c per element of the image (codes and their row-local
     quantize                   v + c in blocks, amax included; 2 v + c if one scale spans the tensor
     dequantize to bf16         c + 2
     activation, bf16           2 + 1 for one orientation, 2 + 1 + 1 for both
+    message, bf16              2 + 1 of a rank's tokens; 1 + 2 of those of all ranks
     SwiGLU, bf16               2 + 2 + 1; its amax 2 + 2
     SwiGLU's gradients, bf16   2 + 2 + 2 + 4 x 1 + 1: both in both orientations, and the product's
                                columns; their amaxes 2 + 2 + 2
@@ -41,7 +42,7 @@ IMAGE_BYTES = {  # c; a scale per tensor or per 128x128 block, in the grid, does
     "nvfp4": 1 / 2 + 1 / 16,
 }
 ONE_SCALE = ("float8_tensorwise", "nvfp4")  # with a scale that spans the tensor
-SECTIONS = ("weight", "activation", "swiglu", "rotary", "transpose", "flush", "adamw", "compiled")
+SECTIONS = ("weight", "activation", "message", "swiglu", "rotary", "transpose", "flush", "adamw", "compiled")
 FP8_GEMM = ("float8_tensorwise", "float8_blockwise")  # activations are quantized on Hopper
 # The linears of one of Llama-8B's 32 layers, sharded over 8 ranks.
 SHARDS = [(512, 4096), (128, 4096), (128, 4096), (512, 4096)]  # q, k, v, o
@@ -152,6 +153,24 @@ def activation(bench: Bench, format: str, shape) -> Iterator[Row]:
     longest = [[max(filter(is_quantize, call), key=lambda kernel: kernel.us)] for call in backward]
     yield bench.share(f"gradient rows + columns {block}", shape, 4 * n, time_of(longest),
                       at_least(0.85))
+
+
+def message(bench: Bench, format: str, shape) -> Iterator[Row]:
+    """Tokens as two tensor-parallel ranks gather them, and their gradients."""
+    tokens, features = shape
+    x = bench.randn(tokens, features, dtype=torch.bfloat16)
+    amax = ops._message_amax(x, format)
+    for name, is_gradient in (("activation", False), ("gradient", True)):
+        part = ops._encode_activation(x, format, is_gradient, amax)
+        parts = torch.cat([part, part])
+        encode, decode = bench.run(
+            lambda: ops._encode_activation(x, format, is_gradient, amax),
+            lambda: ops._decode_activations(parts, format, is_gradient, x.shape, 0, x.dtype),
+        )
+        yield bench.share(f"message of {name} {format}", shape, 3 * x.numel(), time_of(encode),
+                          at_least(0.85))
+        yield bench.share(f"values of {name}'s messages {format}", (2 * tokens, features),
+                          6 * x.numel(), time_of(decode), at_least(0.85))
 
 
 def swiglu(bench: Bench, format: str, shape) -> Iterator[Row]:
@@ -306,6 +325,7 @@ def sections(bench: Bench, args) -> Iterator[tuple[str, str, object]]:
     for format in [format for format in args.formats if format in FP8_GEMM]:
         for shape in bench.activations:
             yield "activation", f"{format} {shape}", lambda: activation(bench, format, shape)
+            yield "message", f"{format} {shape}", lambda: message(bench, format, shape)
         for shape in bench.swiglus:
             yield "swiglu", f"{format} {shape}", lambda: swiglu(bench, format, shape)
     for shape in bench.heads:

@@ -188,6 +188,14 @@ QSHARD_HOST_DEVICE float half_to_float(uint16_t half) {
   return bits_float(float_bits(value) | sign);
 }
 
+/// Exact value of an E5M2 code; NaN keeps its sign.
+QSHARD_HOST_DEVICE float decode_e5m2(uint8_t code) {
+  if ((code & 0x7fu) > 0x7cu) {
+    return bits_float((static_cast<uint32_t>(code & 0x80u) << 24) | kNaNBits);
+  }
+  return half_to_float(static_cast<uint16_t>(code << 8));
+}
+
 /// Nearest even; overflow is infinity; a NaN keeps its sign and becomes quiet.
 QSHARD_HOST_DEVICE uint16_t float_to_half(float x) {
   const uint32_t bits = float_bits(x);

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "dispatch/registration.h"
+#include "ops/activations.h"
 #include "ops/dynamic_weight.h"
 #include "ops/flat_ranges.h"
 #include "ops/ops.h"
@@ -114,6 +115,13 @@ TORCH_LIBRARY(qshard, m) {
       "float factor=1.) -> ()");
   m.def("_gradient_message_bytes(str format, int numel) -> int");
 
+  // Activations on the wire of tensor parallelism.
+  m.def("_message_amax(Tensor self, str format) -> Tensor");
+  m.def("_encode_activation(Tensor self, str format, bool is_gradient, Tensor amax) -> Tensor");
+  m.def(
+      "_decode_activations(Tensor messages, str format, bool is_gradient, int[] size, int dim, "
+      "ScalarType dtype) -> Tensor");
+
   // Tracing, for fsdp/fakes.py.
   m.def("_meta_twin(Tensor self) -> Tensor");
   m.def("_plane_copy(Tensor self, str plane) -> Tensor?");
@@ -210,6 +218,10 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("quantize_gradients", &quantize_gradients);
   m.impl("sum_gradients", &sum_gradients);
   m.impl("_gradient_message_bytes", &gradient_message_bytes);
+
+  m.impl("_message_amax", &message_amax);
+  m.impl("_encode_activation", &encode_activation_op);
+  m.impl("_decode_activations", &decode_activations_op);
 
   m.impl("_meta_twin", &meta_twin);
   m.impl("_plane_copy", &plane_copy);

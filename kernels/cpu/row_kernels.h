@@ -38,6 +38,14 @@ const RowKernels* avx2_row_kernels();
 /// The fastest set this CPU runs.
 const RowKernels& row_kernels();
 
+/// encode and decode of E5M2 codes.
+struct E5M2RowKernels {
+  void (*encode[3])(const void* values, int64_t n, float scale, uint8_t* codes);
+  void (*decode[3])(const uint8_t* codes, int64_t n, float scale_inv, void* values);
+};
+
+const E5M2RowKernels& e5m2_row_kernels();
+
 /// encode and encode_fp4 with stochastic rounding: each element takes the next word of `random`.
 struct StochasticRowKernels {
   void (*encode[3])(const void* values, int64_t n, float scale, at::philox_engine& random,

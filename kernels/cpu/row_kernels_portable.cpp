@@ -58,6 +58,18 @@ void decode(const uint8_t* codes, int64_t n, float scale_inv, void* values) {
 }
 
 template <typename Value>
+void encode_e5m2_codes(const void* values, int64_t n, float scale, uint8_t* codes) {
+  const auto* x = static_cast<const typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; ++i) codes[i] = encode_e5m2(Value::load(x[i]) * scale);
+}
+
+template <typename Value>
+void decode_e5m2_codes(const uint8_t* codes, int64_t n, float scale_inv, void* values) {
+  auto* x = static_cast<typename Value::Storage*>(values);
+  for (int64_t i = 0; i < n; ++i) x[i] = Value::store(decode_e5m2(codes[i]) * scale_inv);
+}
+
+template <typename Value>
 void encode_fp4(const void* values, int64_t n, float scale, uint8_t* codes) {
   const auto* x = static_cast<const typename Value::Storage*>(values);
   for (int64_t i = 0; i < n; i += 2) {
@@ -126,6 +138,13 @@ const RowKernels& portable_row_kernels() {
       {decode<Float32>, decode<BFloat16>, decode<Float16>},
       {encode_fp4<Float32>, encode_fp4<BFloat16>, encode_fp4<Float16>},
       {decode_fp4<Float32>, decode_fp4<BFloat16>, decode_fp4<Float16>}};
+  return kernels;
+}
+
+const E5M2RowKernels& e5m2_row_kernels() {
+  static constexpr E5M2RowKernels kernels{
+      {encode_e5m2_codes<Float32>, encode_e5m2_codes<BFloat16>, encode_e5m2_codes<Float16>},
+      {decode_e5m2_codes<Float32>, decode_e5m2_codes<BFloat16>, decode_e5m2_codes<Float16>}};
   return kernels;
 }
 

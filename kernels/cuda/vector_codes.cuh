@@ -176,6 +176,15 @@ __device__ __forceinline__ void decode_codes(VectorBytes<Code, Value> codes,
       x[i] = values.x;
       x[i + 1] = values.y;
     }
+  } else if constexpr (std::is_same_v<Code, E5M2>) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 2) {
+      // A code is the high byte of its fp16.
+      const uint32_t pair = __byte_perm(word_at(codes, i), 0, i % 4 == 0 ? 0x1404 : 0x3424);
+      const float2 values = __half22float2(word_as<__half2>(pair));
+      x[i] = values.x;
+      x[i + 1] = values.y;
+    }
   } else {
     // Code i lies 16 bits below code i + kSize / 2, as two fp16 do; there a code followed by nine
     // zero bits is the fp16 of its value times 2^-14.
@@ -233,11 +242,13 @@ __device__ __forceinline__ typename Value::Raw decode_one(VectorBytes<Code, Valu
 
 template <typename Code, typename Value>
 __device__ __forceinline__ bool has_nan(VectorBytes<Code, Value> codes) {
-  if constexpr (std::is_same_v<Code, E4M3>) {
+  if constexpr (!std::is_same_v<Code, E2M1>) {
+    // From the first NaN's magnitude on a sum has its highest bit.
+    constexpr uint32_t kToNaN = std::is_same_v<Code, E4M3> ? 0x01010101u : 0x03030303u;
     uint32_t found = 0;
 #pragma unroll
     for (int i = 0; i < Vector<Value>::kSize; i += 4) {
-      found |= (word_at(codes, i) & 0x7f7f7f7fu) + 0x01010101u;
+      found |= (word_at(codes, i) & 0x7f7f7f7fu) + kToNaN;
     }
     return (found & 0x80808080u) != 0;
   }

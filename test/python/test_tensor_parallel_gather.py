@@ -71,12 +71,22 @@ def run_gather(format):
     ):
         x = activation(ranks * tokens, features, dtype, special)
         part = x.chunk(ranks)[rank].to(device())
-        got = codes.gather_activation(part, format, group).cpu()
+        got = codes.gather_tokens_now(part, 0, format, False, group).cpu()
         want = quantized(x, format)
         assert got.dtype == dtype
         same = (got == want) | (got.isnan() & want.isnan())
         assert same.all(), (dtype, special, tokens, features, int((~same).sum()))
-    assert codes.gather_activation(x[:0].to(device()), format, group).shape == (0, features)
+    empty = x[:0].to(device())
+    assert codes.gather_tokens_now(empty, 0, format, False, group).shape == (0, features)
+    # Along any dimension, of inputs with any strides.
+    x = activation(6 * 4, 200, torch.bfloat16).view(3, 2, 4, 200)
+    whole = quantized(x.view(-1, 200), format).view(x.shape)
+    for dim, length in ((0, 3), (1, 2), (2, 4)):
+        if length % ranks:
+            continue
+        part = x.chunk(ranks, dim)[rank].to(device())
+        got = codes.gather_tokens_now(part, dim, format, False, group).cpu()
+        assert got.shape == x.shape and torch.equal(got, whole), dim
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -95,7 +105,7 @@ def run_gradients():
         for special in (False, True):
             x = activation(ranks * 34, 100, torch.bfloat16, special)
             part = x.chunk(ranks)[rank].to(device())
-            got = codes.gather_gradient(part, format, group).cpu()
+            got = codes.gather_tokens_now(part, 0, format, True, group).cpu()
             found, scale_inv = activations.quantize_tensorwise(x, torch.float8_e5m2, power_of_two)
             want = (found.view(torch.float8_e5m2).float() * scale_inv).bfloat16()
             same = (got == want) | (got.isnan() & want.isnan())
@@ -103,9 +113,9 @@ def run_gradients():
     x = activation(ranks * 34, 100, torch.bfloat16)
     part = x.chunk(ranks)[rank].to(device())
     for format in ("float8_delayed[e4m3]", "float8_blockwise", "mxfp8"):
-        got = codes.gather_gradient(part, format, group).cpu()
+        got = codes.gather_tokens_now(part, 0, format, True, group).cpu()
         assert torch.equal(got, quantized(x, format)), format
-    assert torch.equal(codes.gather_gradient(part, "nvfp4", group).cpu(), x)
+    assert torch.equal(codes.gather_tokens_now(part, 0, "nvfp4", True, group).cpu(), x)
 
 
 @on_worlds(2)
@@ -133,13 +143,23 @@ def run_bytes():
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     tokens, features = 48, 1024
     x = activation(tokens, features, torch.bfloat16).to(device())
-    # Codes, and the scales that lie within one token.
-    per_element = {"mxfp8": 1 + 1 / 32, "mxfp8_1x32[phase]": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
+    # Codes, and the scales of blocks within one token, or one scale, which takes 16 bytes.
+    per_element = {
+        "float8_blockwise": 1 + 4 / 128,
+        "float8_blockwise_fp32_scale": 1 + 4 / 128,
+        "mxfp8": 1 + 1 / 32,
+        "mxfp8_1x32[phase]": 1 + 1 / 32,
+        "nvfp4": 1 / 2 + 1 / 16,
+    }
     for format in FORMATS:
         with Sent() as sent:
             codes.gather_tokens_now(x.view(6, 8, features), 1, format, False, group)
-        expected = int(tokens * features * per_element.get(format, 1))
+        numel = tokens * features
+        expected = int(numel * per_element[format]) if format in per_element else numel + 16
         assert sent.gathered == [(torch.uint8, expected)], (format, sent.gathered)
+        has_one_scale = format.startswith(("float8_tensorwise", "float8_delayed"))
+        assert not has_one_scale or sent.reduced == [(torch.int32, 1)], (format, sent.reduced)
+        assert not format.startswith("float8_blockwise") or not sent.reduced, format
     for format in ("float8_tensorwise", "float8_blockwise", "mxfp8"):
         with Sent() as sent:
             codes.gather_tokens_now(x, 0, format, True, group)

@@ -172,6 +172,7 @@ def run_one_gather():
     first = Layer().to(device())
     whole = batch(0, 0)
     x = whole.chunk(ranks, 1)[rank].contiguous()
+    message = [(torch.uint8, x.numel() + 4 * x[..., 0].numel())]  # of blocks of 1x128, one a row
     results = []
     # (An input of PrepareModuleInput whose local part is given out counts gradients as whole ones.)
     for use_local_output in (None, False):
@@ -181,10 +182,10 @@ def run_one_gather():
         given = x.clone().requires_grad_()
         with Sent() as sent:
             y = model(given)
-        assert sent.gathered == [(torch.uint8, x.numel())], (use_local_output, sent.gathered)
+        assert sent.gathered == message, (use_local_output, sent.gathered)
         with Sent() as sent:
             y.square().sum().backward()
-        assert sent.gathered == [(torch.uint8, x.numel())], (use_local_output, sent.gathered)
+        assert sent.gathered == message, (use_local_output, sent.gathered)
         key = model.attention.k.weight.grad.to_local()
         results.append((y.detach(), given.grad.clone(), key.clone()))
         loss = model(given).square().sum()
