@@ -3,6 +3,7 @@
 import functools
 import inspect
 import operator
+import types
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,9 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
       quantized by one recipe and none has hooks, one operator (`qshard.ops.swiglu_mlp`).
     - Rotary embedding: a module without parameters, `forward(x, cos, sin)` of (batch, heads, positions,
       channels) and (positions, channels), that turns pairs half of the channels apart. One pass, in fp32
-      and rounded once.
+      and rounded once. Or a module whose forward calls such a function(q, k, cos, sin) of its file, with
+      cos and sin of (1, positions, channels): where these are per sequence, of some of the channels or of
+      another dtype than q, and in compiled code, the function itself.
 
     Call it before or after `quantize_`, and before fully_shard and torch.compile. Everything else is left
     as it is, modules whose forward was replaced on the instance too.
@@ -119,6 +122,43 @@ class _FusedRotary(_Rebuilt):
         return super().forward(x, cos, sin)
 
 
+class _CallsFusedRotary(_Rebuilt):
+    pattern = "rotary embedding, by {function}"
+
+    def forward(self, *args, **kwargs):
+        plain = _plain_class(type(self)).forward
+        if torch.compiler.is_compiling():  # fuses the function's formula
+            return plain(self, *args, **kwargs)
+        return _calling_fused_rotary(plain, self._qshard_fused["function"])(self, *args, **kwargs)
+
+
+@functools.cache
+def _calling_fused_rotary(forward, name):
+    """`forward`, which finds a fused function under the name of its rotary embedding's; its file's other
+    names are those of the first call."""
+    known = {**forward.__globals__, name: _fused_rotary_of(forward.__globals__[name])}
+    made = types.FunctionType(
+        forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _fused_rotary_of(function):
+    @functools.wraps(function)
+    def turn(q, k, cos, sin, *args, **kwargs):
+        tensors = (q, k, cos, sin)
+        fits = not args and not kwargs and all(type(t) is torch.Tensor for t in tensors)
+        fits = fits and q.dim() == k.dim() == 4 and cos.shape == sin.shape == (1, *q.shape[2:])
+        fits = fits and q.shape[2:] == k.shape[2:] and q.dtype == k.dtype
+        if not fits or {torch.promote_types(q.dtype, t.dtype) for t in tensors} != {q.dtype}:
+            return function(q, k, cos, sin, *args, **kwargs)
+        cos, sin = cos[0].float(), sin[0].float()
+        return rotate(q, cos, sin, 2), rotate(k, cos, sin, 2)
+
+    return turn
+
+
 def _common_multiply(*linears):
     """How all of the linears multiply, if one operator may do it for them: none has hooks, another
     forward, parts on other ranks or a quantization of its own."""
@@ -138,6 +178,11 @@ def _common_multiply(*linears):
             return None
     multiply = Multiply(first.weight_only, first.weight_format)
     return multiply if multiply.runs_operators else None
+
+
+def _plain_class(kind):
+    """Of a class that fuse_ made: the module's own."""
+    return kind._qshard_made_of[1]
 
 
 @functools.cache
@@ -205,13 +250,54 @@ def _rotary(module):
     arguments = inspect.signature(type(module).forward).parameters
     if list(arguments)[-2:] != ["cos", "sin"] or len(arguments) != 4:
         return None
-    x = torch.linspace(-1, 2, 2 * 3 * 5 * 8).view(2, 3, 5, 8)
-    angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.3, 0.1, 0.03])).repeat(1, 2)
-    y = _probe(module, {}, x, angles.cos(), angles.sin())
-    if y is None or y.shape != x.shape or y.dtype != x.dtype:
+    x, cos, sin = _rotary_example()
+    return {} if _is_turned(_probe(module, {}, x, cos, sin), x, cos, sin) else None
+
+
+def _rotary_function(module):
+    """The name of the function of a rotary embedding that the module's forward calls."""
+    forward = type(module).forward
+    if _is_known(module) or not inspect.isfunction(forward) or hasattr(forward, "__wrapped__"):
         return None
-    expected = rotate(x, angles.cos(), angles.sin(), 2)
-    return {} if torch.allclose(y, expected, rtol=1e-5, atol=1e-6) else None
+    for name in forward.__code__.co_names:
+        function = forward.__globals__.get(name)
+        if inspect.isfunction(function) and _is_rotary_function(function):
+            return {"function": name}
+    return None
+
+
+@functools.cache
+@torch.no_grad()
+def _is_rotary_function(function):
+    """What is run to find out says by its arguments that it may be one."""
+    arguments = list(inspect.signature(function).parameters.values())
+    if [a.name for a in arguments[:4]] != ["q", "k", "cos", "sin"]:
+        return False
+    if any(a.default is a.empty and a.kind is not a.VAR_KEYWORD for a in arguments[4:]):
+        return False
+    q, cos, sin = _rotary_example()
+    k = q[:, :1] + 1
+    try:
+        turned = function(q, k, cos[None], sin[None])
+    except Exception:  # it is something else
+        return False
+    if not isinstance(turned, tuple) or len(turned) != 2:
+        return False
+    return _is_turned(turned[0], q, cos, sin) and _is_turned(turned[1], k, cos, sin)
+
+
+def _rotary_example():
+    """x (batch, heads, positions, channels), cos and sin (positions, channels)."""
+    x = torch.linspace(-1, 2, 2 * 3 * 5 * 8, device="cpu").view(2, 3, 5, 8)
+    frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03], device="cpu")
+    angles = torch.outer(torch.arange(5.0, device="cpu"), frequencies).repeat(1, 2)
+    return x, angles.cos(), angles.sin()
+
+
+def _is_turned(y, x, cos, sin):
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        return False
+    return torch.allclose(y, rotate(x, cos, sin, 2), rtol=1e-5, atol=1e-6)
 
 
 class _Tracer(fx.Tracer):
@@ -273,4 +359,9 @@ def _activation(module, node):
     return next((name for name, f in _FUNCTIONS.items() if torch.equal(f(t), y)), None)
 
 
-_PATTERNS = ((_rms_norm, _FusedNorm), (_gated_mlp, _FusedMLP), (_rotary, _FusedRotary))
+_PATTERNS = (
+    (_rms_norm, _FusedNorm),
+    (_gated_mlp, _FusedMLP),
+    (_rotary, _FusedRotary),
+    (_rotary_function, _CallsFusedRotary),
+)

@@ -149,6 +149,93 @@ def test_norms_in_other_dtypes(norm, dtype):
         torch.testing.assert_close(y, expected, rtol=2**-7, atol=1e-5)
 
 
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotary(q, k, cos, sin, unsqueeze_dim=1):
+    """As in Hugging Face's Llama."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def neighbours_rotary(q, k, cos, sin):
+    half = torch.stack((-q[..., 1::2], q[..., ::2]), -1).flatten(-2)
+    return q * cos[:, None] + half * sin[:, None], k
+
+
+class Attention(nn.Module):
+    def __init__(self, size=32, heads=4, kv_heads=2):
+        super().__init__()
+        self.q_proj = nn.Linear(size, size)
+        self.k_proj = nn.Linear(size, size // heads * kv_heads)
+        self.heads = (-1, size // heads)
+
+    def forward(self, x, cos, sin, *, unsqueeze_dim=None):
+        q, k = (p(x).unflatten(-1, self.heads).transpose(1, 2) for p in (self.q_proj, self.k_proj))
+        if unsqueeze_dim is None:
+            return rotary(q, k, cos, sin)
+        return rotary(q, k, cos, sin, unsqueeze_dim)
+
+
+class OtherAttention(Attention):
+    def forward(self, x, cos, sin):
+        return neighbours_rotary(x, x, cos, sin)
+
+
+def tables(batch, length=5, channels=8, dtype=torch.float32):
+    shifts = torch.arange(batch, dtype=torch.float32)[:, None]
+    positions = torch.arange(length) + shifts
+    angles = (positions[..., None] * torch.tensor([1.0, 0.3, 0.1, 0.03])).repeat(1, 1, 2)
+    return angles.cos()[..., :channels].to(dtype), angles.sin()[..., :channels].to(dtype)
+
+
+def test_functions_of_rotary_embeddings(monkeypatch):
+    seen, plain = [], Attention()
+    model = copy.deepcopy(plain)
+    (row,) = qshard.fuse_(model)
+    assert row.pattern == "rotary embedding, by rotary" and not qshard.fuse_(model)
+    assert not qshard.fuse_(OtherAttention())
+    monkeypatch.setattr("qshard.fuse.rotate", lambda *args: seen.append(args) or qshard.nn.rotary.rotate(*args))
+
+    def run(one, x, *args, **kwargs):
+        one.zero_grad()
+        q, k = one(x, *args, **kwargs)
+        (q.float().square().sum() + k.float().sum()).backward()
+        return q.detach(), k.detach(), *(p.grad for p in one.parameters())
+
+    x = input_of(2, 5, 32)
+    torch.testing.assert_close(run(model, x, *tables(1)), run(plain, x, *tables(1)), rtol=1e-4, atol=1e-5)
+    assert len(seen) == 2
+    # Angles of each sequence; the function called otherwise; another dtype: all is as it was.
+    for args, kwargs in (
+        (tables(2), {}), (tables(1), {"unsqueeze_dim": 1}), (tables(1, dtype=torch.float64), {})
+    ):
+        got, expected = run(model, x, *args, **kwargs), run(plain, x, *args, **kwargs)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, expected, strict=True))
+    assert len(seen) == 2
+    model, plain, x = model.bfloat16(), plain.bfloat16(), x.bfloat16()
+    torch.testing.assert_close(
+        run(model, x, *tables(1, dtype=torch.bfloat16))[:2],
+        run(plain, x, *tables(1, dtype=torch.bfloat16))[:2], rtol=2**-6, atol=2**-6,
+    )
+    assert len(seen) == 4
+    other = copy.deepcopy(model)
+    assert type(other) is type(model) and isinstance(other, Attention)
+    other(x, *tables(1, dtype=torch.bfloat16))
+    assert len(seen) == 6
+
+
+def test_functions_of_rotary_embeddings_compiled():
+    plain = Attention()
+    model = copy.deepcopy(plain)
+    qshard.fuse_(model)
+    model.compile(fullgraph=True, backend="aot_eager")
+    x = input_of(2, 5, 32)
+    torch.testing.assert_close(model(x, *tables(1)), plain(x, *tables(1)))
+
+
 def test_on_the_meta_device():
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())

@@ -28,7 +28,9 @@ def test_fused_models_are_the_models(kind, quantized, tmp_path):
     report = qshard.fuse_(model)
     mlps = [row.name for row in report if "swiglu" in row.pattern]
     assert mlps == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert len(report) - len(mlps) == 2 * NORMS[kind] + 1  # and the last one
+    rotary = [row.name for row in report if row.pattern == "rotary embedding, by apply_rotary_pos_emb"]
+    assert rotary == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert len(report) - len(mlps) - len(rotary) == 2 * NORMS[kind] + 1  # and the last one
     tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
     losses = [one(input_ids=tokens, labels=tokens).loss for one in (model, plain)]
     torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
