@@ -16,6 +16,7 @@ With v bytes per value and c per element of the image (codes and their row-local
     SwiGLU, bf16               2 + 2 + 1; its amax 2 + 2
     SwiGLU's gradients, bf16   2 + 2 + 2 + 4 x 1 + 1: both in both orientations, and the product's
                                columns; their amaxes 2 + 2 + 2
+    norm, bf16                 2 + 2; its gradients 2 + 2 + 2
     transpose                  1 + 1
     flush                      v + c in one pass over the master, 2 v + c in two
     AdamW and flush            28 + c in one pass, 28 + 4 + c where an all-reduce parts it in two:
@@ -42,7 +43,8 @@ IMAGE_BYTES = {  # c; a scale per tensor or per 128x128 block, in the grid, does
     "nvfp4": 1 / 2 + 1 / 16,
 }
 ONE_SCALE = ("float8_tensorwise", "nvfp4")  # with a scale that spans the tensor
-SECTIONS = ("weight", "activation", "message", "swiglu", "rotary", "transpose", "flush", "adamw", "compiled")
+SECTIONS = ("weight", "activation", "message", "swiglu", "rotary", "norm", "transpose",
+            "flush", "adamw", "compiled")
 FP8_GEMM = ("float8_tensorwise", "float8_blockwise")  # activations are quantized on Hopper
 # The linears of one of Llama-8B's 32 layers, sharded over 8 ranks.
 SHARDS = [(512, 4096), (128, 4096), (128, 4096), (512, 4096)]  # q, k, v, o
@@ -59,6 +61,7 @@ class Bench:
     activations: list[tuple[int, int]]  # tokens, features
     swiglus: list[tuple[int, int]]  # tokens, features of gate
     heads: list[tuple[int, int, int, int]]  # batch, positions, heads, channels
+    norms: list[tuple[int, int]]  # rows, columns
     shards: list[tuple[int, int]]
     copied: int  # elements
     copy: float = 0.0  # GB/s
@@ -222,6 +225,35 @@ def rotary(bench: Bench, shape) -> Iterator[Row]:
                       at_least(0.85))
 
 
+def norm(bench: Bench, kind: str, shape) -> Iterator[Row]:
+    """Beside torch's fused kernels: forward, and what backward takes in all."""
+    bf16 = {"dtype": torch.bfloat16}
+    x, grad, weight = bench.randn(*shape, **bf16), bench.randn(*shape, **bf16), bench.randn(shape[1], **bf16)
+    is_rms, bias = kind == "RMSNorm", None if kind == "RMSNorm" else weight
+    if not ops._can_normalize(x, weight, bias):
+        return
+    statistics = ops._normalize(x, weight, bias, 1e-5, is_rms, False)[1]
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+
+    def torchs():
+        if is_rms:
+            return torch.nn.functional.rms_norm(leaves[0], shape[1:], leaves[1], 1e-5)
+        return torch.nn.functional.layer_norm(leaves[0], shape[1:], leaves[1], leaves[1], 1e-5)
+
+    y = torchs()
+    forward, backward, torch_forward, torch_backward = bench.run(
+        lambda: ops._normalize(x, weight, bias, 1e-5, is_rms, False),
+        lambda: ops._normalize_backward(grad, x, weight, statistics, False, True),
+        torchs,
+        lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True),
+    )
+    n = x.numel()
+    yield bench.share(kind, shape, 4 * n, time_of(forward), at_least(0.85))
+    yield bench.share(f"{kind}'s gradients", shape, 6 * n, time_of(backward), at_least(0.85))
+    yield bench.share(f"torch's {kind}", shape, 4 * n, time_of(torch_forward))
+    yield bench.share(f"torch's {kind}'s gradients", shape, 6 * n, time_of(torch_backward))
+
+
 def transpose(bench: Bench, shape) -> Iterator[Row]:
     """The bytes of a gathered weight, for dgrad; few tokens keep the GEMM small."""
     rows, cols = -(-shape[0] // 16) * 16, shape[1]
@@ -330,6 +362,9 @@ def sections(bench: Bench, args) -> Iterator[tuple[str, str, object]]:
             yield "swiglu", f"{format} {shape}", lambda: swiglu(bench, format, shape)
     for shape in bench.heads:
         yield "rotary", f"{shape}", lambda: rotary(bench, shape)
+    for kind in ("RMSNorm", "LayerNorm"):
+        for shape in bench.norms:
+            yield "norm", f"{kind} {shape}", lambda: norm(bench, kind, shape)
     for shape in bench.shapes:
         yield "transpose", f"{shape}", lambda: transpose(bench, shape)
     for format in args.formats:
@@ -355,13 +390,13 @@ def main():
     torch.manual_seed(0)
     if args.tiny:
         bench = Bench(args.device, 2, [(256, 128), (63, 65)], [(64, 128)], [(64, 128)],
-                      [(2, 16, 2, 32)], [(32, 32), (64, 48)], 1024)
+                      [(2, 16, 2, 32)], [(64, 128)], [(32, 32), (64, 48)], 1024)
     else:
         bench = Bench(args.device, args.calls, [(8192, 8192), (14336, 4096), (8191, 4097)],
                       [(16384, 4096), (16384, 14336), (8191, 4097)],
                       [(16384, 14336), (8192, 14336), (4097, 4104)],
                       [(4, 4096, 32, 128), (4, 4096, 8, 128), (3, 4001, 17, 72)],
-                      SHARDS * 32, 1 << 28)
+                      [(16384, 4096), (524288, 128), (8191, 4104)], SHARDS * 32, 1 << 28)
     results = Results("qshard kernels", args.seconds)
     results.add("copy", bench.measure_copy)
     for section, label, measure in sections(bench, args):

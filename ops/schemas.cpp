@@ -10,6 +10,7 @@
 #include "ops/activations.h"
 #include "ops/dynamic_weight.h"
 #include "ops/flat_ranges.h"
+#include "ops/normalization.h"
 #include "ops/ops.h"
 #include "ops/rotary.h"
 #include "ops/swiglu_mlp.h"
@@ -87,6 +88,13 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "rotary_embedding(Tensor input, Tensor cos, Tensor sin, int dim=1, *, "
       "bool interleaved=False, bool inverse=False, SymInt[]? stride=None) -> Tensor");
+  m.def("_can_normalize(Tensor input, Tensor weight, Tensor? bias) -> bool");
+  m.def(
+      "_normalize(Tensor input, Tensor weight, Tensor? bias, float eps, bool rms, "
+      "bool zero_centered_gamma) -> (Tensor output, Tensor statistics)");
+  m.def(
+      "_normalize_backward(Tensor grad, Tensor input, Tensor weight, Tensor statistics, "
+      "bool zero_centered_gamma, bool needs_parameters) -> (Tensor, Tensor, Tensor)");
   m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_saves_input_codes(Tensor input, Tensor weight, bool weight_only=False) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
@@ -204,6 +212,9 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("linear_backward_codes", &linear_backward_codes);
   m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate);
   m.impl("rotary_embedding", &rotary_embedding);
+  m.impl("_can_normalize", &can_normalize);
+  m.impl("_normalize", &normalize);
+  m.impl("_normalize_backward", &normalize_backward);
   m.impl("_shares_input_codes", &shares_input_codes);
   m.impl("_saves_input_codes", &saves_input_codes);
   m.impl("_transposed_operand", &transposed_operand);

@@ -52,8 +52,9 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
 
     Recognised, by what they compute, not by their names:
 
-    - RMSNorm: one weight, `x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`. Computed in fp32 and
-      rounded once, where modules in Python often round twice; backward keeps the input alone.
+    - RMSNorm: one weight, `x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`; nn.RMSNorm with an eps
+      of its own. Computed in fp32 and rounded once, where modules in Python often round twice; backward
+      keeps the input alone.
     - Gated MLP: `down(f(gate(x)) * up(x))` of three nn.Linear, f one of SiLU, GELU (tanh), ReLU, sigmoid.
       The same bits; backward keeps gate(x) and up(x), and not f(gate(x)). Of SiLU, where all three are
       quantized by one recipe and none has hooks, one operator (`qshard.ops.swiglu_mlp`).
@@ -201,6 +202,9 @@ def _rebuild(mixin, kind):
 
 def _rms_norm(module):
     """eps, whether gamma is 1 + weight, and whether the result has the input's dtype."""
+    if type(module) is torch_nn.RMSNorm:
+        is_usual = module.eps is not None and module.weight is not None and module.weight.dim() == 1
+        return {"eps": module.eps, "zero_centered": False, "keeps_dtype": True} if is_usual else None
     if _is_known(module):
         return None
     names = [name for name, _ in module.named_parameters()]

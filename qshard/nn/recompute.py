@@ -23,14 +23,19 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        create_graph = torch.is_grad_enabled()
-        needs = ctx.needs_input_grad[1:]
-        tensors = list(ctx.saved_tensors)
-        if not create_graph:
-            for i, needed in enumerate(needs):
-                tensors[i] = tensors[i].detach().requires_grad_() if needed else tensors[i]
-        with torch.enable_grad():
-            output = ctx.function(*tensors)
-            wanted = [tensor for tensor, needed in zip(tensors, needs) if needed]
-            grads = iter(torch.autograd.grad(output, wanted, grad, create_graph=create_graph))
-        return None, *(next(grads) if needed else None for needed in needs)
+        return None, *gradients_of(ctx.function, ctx.saved_tensors, ctx.needs_input_grad[1:], grad)
+
+
+def gradients_of(function, tensors, needs, grad):
+    """In a backward: of what is needed of function(*tensors), which is computed again; None of the others.
+    With a graph of their own, if that is asked for."""
+    create_graph = torch.is_grad_enabled()
+    tensors = list(tensors)
+    if not create_graph:
+        for i, needed in enumerate(needs):
+            tensors[i] = tensors[i].detach().requires_grad_() if needed else tensors[i]
+    with torch.enable_grad():
+        output = function(*tensors)
+        wanted = [tensor for tensor, needed in zip(tensors, needs) if needed]
+        grads = iter(torch.autograd.grad(output, wanted, grad, create_graph=create_graph))
+    return [next(grads) if needed else None for needed in needs]

@@ -44,6 +44,11 @@ class ZeroCentered(nn.Module):
         return (wide * (1.0 + self.weight.float())).type_as(x)
 
 
+class TorchNorm(nn.RMSNorm):
+    def __init__(self, size, eps=1e-6):
+        super().__init__(size, eps)
+
+
 class MLP(nn.Module):
     def __init__(self, size=32, inner=64, act=None, bias=False):
         super().__init__()
@@ -91,7 +96,7 @@ def results(model, x):
 
 
 @pytest.mark.parametrize("mlp", [MLP, OtherNames])
-@pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered])
+@pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered, TorchNorm])
 @pytest.mark.parametrize("format", [None, "float8_blockwise"])
 def test_recognised(mlp, norm, format):
     model = randomize(nn.Sequential(Block(norm, mlp), Block(norm, mlp)))
@@ -135,7 +140,7 @@ def test_gated_mlps_give_the_same_bits(act, activation):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered])
+@pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered, nn.RMSNorm])
 def test_norms_in_other_dtypes(norm, dtype):
     plain = randomize(norm(96, eps=1e-3).to(dtype))
     fused = copy.deepcopy(plain)
@@ -264,6 +269,8 @@ def mlp_parts():
 @pytest.mark.parametrize("make", [
     lambda: nn.LayerNorm(32),
     lambda: nn.RMSNorm(32),
+    lambda: nn.RMSNorm(32, eps=1e-5, elementwise_affine=False),
+    lambda: nn.RMSNorm((2, 16), eps=1e-5),
     lambda: nn.PReLU(),
     lambda: NotThat(lambda m, x: x * m.weight, weight=nn.Parameter(torch.ones(32))),
     lambda: NotThat(lambda m, x: F.normalize(x, dim=-1) * m.weight, weight=nn.Parameter(torch.ones(32))),

@@ -1,0 +1,66 @@
+#include "ops/normalization.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "dispatch/quantized_tensor_impl.h"
+#include "kernels/normalization.h"
+#include "kernels/value_dtype.h"
+
+namespace qshard {
+namespace {
+
+void check(const char* op, bool fits, const Tensor& input, const Tensor& weight) {
+  TORCH_CHECK(
+      fits,
+      fmt::format("{}: needs a CUDA input (..., columns) in float32, bfloat16 or "
+                  "float16 and a weight (columns,) beside it, of columns in eights, at "
+                  "most {} bytes; got {} of shape {} on {} and {} of shape {}",
+                  op, kMaxNormBytes, c10::toString(input.scalar_type()), input.sizes().vec(),
+                  input.device().str(), c10::toString(weight.scalar_type()), weight.sizes().vec()));
+}
+
+}  // namespace
+
+bool can_normalize(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const auto is_plain = [&](const Tensor& x) {
+    return is_value_dtype(x.scalar_type()) && !has_key(x) && x.device() == input.device();
+  };
+  const auto is_parameter = [&](const Tensor& x) {
+    return is_plain(x) && x.dim() == 1 && x.size(0) == input.size(-1) && x.is_contiguous() &&
+           reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  };
+  const bool has_bias = bias && bias->defined();
+  return input.is_cuda() && input.dim() >= 1 && is_plain(input) && input.numel() > 0 &&
+         input.size(-1) % 8 == 0 && input.size(-1) * input.element_size() <= kMaxNormBytes &&
+         is_parameter(weight) &&
+         (!has_bias || (is_parameter(*bias) && bias->scalar_type() == weight.scalar_type()));
+}
+
+std::tuple<Tensor, Tensor> normalize(const Tensor& input, const Tensor& weight,
+                                     const OptionalTensor& bias, double eps, bool rms,
+                                     bool zero_centered_gamma) {
+  check("qshard::_normalize", can_normalize(input, weight, bias), input, weight);
+  const c10::OptionalDeviceGuard guard(input.device());
+  const Normalization norm{weight, bias.value_or(Tensor()), static_cast<float>(eps), rms,
+                           zero_centered_gamma};
+  return normalized(input, norm);
+}
+
+std::tuple<Tensor, Tensor, Tensor> normalize_backward(const Tensor& grad, const Tensor& input,
+                                                      const Tensor& weight, const Tensor& stats,
+                                                      bool zero_centered_gamma,
+                                                      bool needs_parameters) {
+  const int64_t rows = input.numel() / std::max<int64_t>(input.size(-1), 1);
+  const bool fits = can_normalize(input, weight, {}) && grad.sizes() == input.sizes() &&
+                    grad.scalar_type() == input.scalar_type() && grad.device() == input.device() &&
+                    stats.is_contiguous() && stats.scalar_type() == at::kFloat &&
+                    stats.device() == input.device() && stats.dim() == 2 && stats.size(1) == rows &&
+                    (stats.size(0) == 1 || stats.size(0) == 2);
+  check("qshard::_normalize_backward", fits, input, weight);
+  const c10::OptionalDeviceGuard guard(input.device());
+  const Normalization norm{weight, {}, 0.f, stats.size(0) == 1, zero_centered_gamma};
+  return normalization_gradients(grad, input, stats, norm, needs_parameters);
+}
+
+}  // namespace qshard

@@ -1,0 +1,25 @@
+// LayerNorm and RMSNorm on CUDA devices, for qshard/nn/norms.py, which knows their formulas in
+// torch's operators.
+#pragma once
+
+#include "ops/ops.h"
+
+namespace qshard {
+
+/// Whether _normalize takes them.
+bool can_normalize(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
+
+/// (normalized input (..., columns), float32 statistics for backward): over the last dimension, in
+/// fp32, rounded once. weight, bias: (columns,), float32, bfloat16 or float16.
+/// @throws c10::Error for what can_normalize refuses.
+std::tuple<Tensor, Tensor> normalize(const Tensor& input, const Tensor& weight,
+                                     const OptionalTensor& bias, double eps, bool rms,
+                                     bool zero_centered_gamma);
+
+/// Gradients of input, weight and bias; (0,) of the latter two unless needed.
+std::tuple<Tensor, Tensor, Tensor> normalize_backward(const Tensor& grad, const Tensor& input,
+                                                      const Tensor& weight, const Tensor& stats,
+                                                      bool zero_centered_gamma,
+                                                      bool needs_parameters);
+
+}  // namespace qshard
