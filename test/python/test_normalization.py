@@ -60,7 +60,7 @@ def by_kernel(x, weight, bias, kind, eps, zero_centered):
 @needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_and_gradients(kind, dtype):
+def test_values_and_gradients_cuda(kind, dtype):
     for size, zero_centered in itertools.product(SIZES, (False, True)):
         for weight_dtype in {dtype, torch.float32}:
             leaves, grad = inputs(size, dtype, weight_dtype, kind)
@@ -73,7 +73,7 @@ def test_values_and_gradients(kind, dtype):
 
 
 @needs_gpu
-def test_layouts_and_what_is_not_needed():
+def test_layouts_and_what_is_not_needed_cuda():
     (x, weight, _), grad = inputs((6, 4, 256), torch.bfloat16, torch.bfloat16, "RMSNorm")
     wanted = results(by_kernel, [x, weight, None], grad, "RMSNorm", 1e-5, False)
     for part in (
@@ -97,7 +97,7 @@ def test_layouts_and_what_is_not_needed():
 
 
 @needs_gpu
-def test_a_graph_of_the_gradients():
+def test_a_graph_of_the_gradients_cuda():
     for kind in KINDS:
         leaves, _ = inputs((3, 16), torch.float32, torch.float32, kind)
         given = [t for t in leaves if t is not None]
@@ -112,7 +112,7 @@ def test_a_graph_of_the_gradients():
 
 
 @needs_gpu
-def test_what_keeps_memory():
+def test_what_keeps_memory_cuda():
     """Of a weight in fp32 and activations in bf16 no copies in fp32 are made."""
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(4096, device="cuda", requires_grad=True)
