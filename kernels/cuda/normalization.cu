@@ -59,21 +59,25 @@ class Lanes {
   int turn_ = 0;
 };
 
-/// A row's vectors that a thread holds.
+/// The first column of a thread's vector i.
+template <typename Value>
+__device__ __forceinline__ int column(int i) {
+  const auto vector = static_cast<int>(threadIdx.x + i * blockDim.x);
+  return vector * Vector<Value>::kSize;
+}
+
+/// A thread's vectors of a row; zeros where there are none.
 template <typename Value>
 struct RowPart {
-  static constexpr int kSize = Vector<Value>::kSize;
   Vector<Value> v[kVectors];
 
-  __device__ static int column(int i) {
-    return (static_cast<int>(threadIdx.x) + i * static_cast<int>(blockDim.x)) * kSize;
-  }
-  __device__ void load(const void* from, int64_t row, const NormTask& task, bool exists) {
+  __device__ RowPart(const void* from, int64_t row, const NormTask& task, bool exists) {
     const auto* at = static_cast<const typename Value::Raw*>(from) + row * task.cols;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       v[i] = {};
-      if (exists && column(i) < task.cols) v[i] = load_vector<Value>(at + column(i));
+      const int c = column<Value>(i);
+      if (exists && c < task.cols) v[i] = load_vector<Value>(at + c);
     }
   }
   __device__ float value(int i, int k) const {
@@ -140,27 +144,28 @@ __global__ void __launch_bounds__(kBlockThreads) norm(const __grid_constant__ No
   Lanes<kBlockThreads> lanes(shared);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool exists = row < task.rows;
-  RowPart<Value> x;
-  x.load(task.x, row, task, exists);
+  const RowPart<Value> part(task.x, row, task, exists);
   const auto count = static_cast<float>(task.cols);
-  float mean = 0.f;
-  if constexpr (!kRms) {
-    float sum = 0.f;
+  float x[kVectors][kSize];
+  float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
 #pragma unroll
-      for (int k = 0; k < kSize; ++k) sum += x.value(i, k);
+    for (int k = 0; k < kSize; ++k) {
+      x[i][k] = part.value(i, k);
+      sum += x[i][k];
     }
-    mean = lanes.sum(sum) / count;
   }
+  float mean = 0.f;
+  if constexpr (!kRms) mean = lanes.sum(sum) / count;
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    if (x.column(i) >= task.cols) continue;
+    if (column<Value>(i) >= task.cols) continue;
 #pragma unroll
     for (int k = 0; k < kSize; ++k) {
-      const float off = x.value(i, k) - mean;
-      squares += off * off;
+      if constexpr (!kRms) x[i][k] -= mean;
+      squares += x[i][k] * x[i][k];
     }
   }
   const float rstd = rsqrtf(lanes.sum(squares) / count + task.eps);
@@ -171,7 +176,7 @@ __global__ void __launch_bounds__(kBlockThreads) norm(const __grid_constant__ No
   }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = x.column(i);
+    const int at = column<Value>(i);
     if (at >= task.cols) continue;
     float gamma[kSize];
     float beta[kSize] = {};
@@ -179,7 +184,7 @@ __global__ void __launch_bounds__(kBlockThreads) norm(const __grid_constant__ No
     if (task.beta != nullptr) load_parameters(task.beta, at, task.gamma_dtype, beta);
     float y[kSize];
 #pragma unroll
-    for (int k = 0; k < kSize; ++k) y[k] = (x.value(i, k) - mean) * rstd * gamma[k] + beta[k];
+    for (int k = 0; k < kSize; ++k) y[k] = x[i][k] * rstd * gamma[k] + beta[k];
     store_values<Value>(task.y, row * task.cols + at, y);
   }
 }
@@ -199,44 +204,44 @@ __global__ void __launch_bounds__(kBlockThreads, kBlockThreads == kThreads ? kBl
        first += step) {
     const int64_t row = first + threadIdx.y;
     const bool exists = row < task.rows;
-    RowPart<Value> x;
-    RowPart<Value> grad;
-    x.load(task.x, row, task, exists);
-    grad.load(task.grad, row, task, exists);
+    const RowPart<Value> x(task.x, row, task, exists);
+    const RowPart<Value> grad(task.grad, row, task, exists);
     const float rstd = exists ? task.rstd[row] : 0.f;
     const float mean = !kRms && exists ? task.mean[row] : 0.f;
-    // Of gamma * grad * (x - mean) * rstd, and of gamma * grad.
-    float along[kRms ? 1 : 2] = {};
+    float normed[kVectors][kSize];  // (x - mean) * rstd
+    float inner[kVectors][kSize];   // gamma * grad
+    float sums[kRms ? 1 : 2] = {};  // of their products, and of inner
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      if (x.column(i) >= task.cols) continue;
-      float gamma[kSize];
-      load_gamma<Value>(task, x.column(i), gamma);
+      const int at = column<Value>(i);
+      float gamma[kSize] = {};
+      if (at < task.cols) load_gamma<Value>(task, at, gamma);
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
-        const float normed = (x.value(i, k) - mean) * rstd;
         const float g = grad.value(i, k);
-        grad_gamma[i][k] += g * normed;
-        if constexpr (!kRms) grad_beta[i][k] += g;
-        along[0] += gamma[k] * g * normed;
-        if constexpr (!kRms) along[1] += gamma[k] * g;
+        normed[i][k] = kRms ? x.value(i, k) * rstd : (x.value(i, k) - mean) * rstd;
+        inner[i][k] = gamma[k] * g;
+        grad_gamma[i][k] += g * normed[i][k];
+        sums[0] += inner[i][k] * normed[i][k];
+        if constexpr (!kRms) {
+          grad_beta[i][k] += g;
+          sums[1] += inner[i][k];
+        }
       }
     }
-    lanes.sum(along);
+    lanes.sum(sums);
     if (!exists) continue;
-    const float along_x = along[0] / count;
-    const float along_one = kRms ? 0.f : along[kRms ? 0 : 1] / count;
+    const float along_x = sums[0] / count;
+    const float along_one = kRms ? 0.f : sums[kRms ? 0 : 1] / count;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int at = x.column(i);
+      const int at = column<Value>(i);
       if (at >= task.cols) continue;
-      float gamma[kSize];
-      load_gamma<Value>(task, at, gamma);
       float grad_x[kSize];
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
-        const float normed = (x.value(i, k) - mean) * rstd;
-        grad_x[k] = rstd * (gamma[k] * grad.value(i, k) - normed * along_x - along_one);
+        const float off = kRms ? inner[i][k] : inner[i][k] - along_one;
+        grad_x[k] = rstd * (off - normed[i][k] * along_x);
       }
       store_values<Value>(task.grad_x, row * task.cols + at, grad_x);
     }
@@ -245,7 +250,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlockThreads == kThreads ? kBl
   const int64_t partial = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int at = RowPart<Value>::column(i);
+    const int at = column<Value>(i);
     if (at >= task.cols) continue;
 #pragma unroll
     for (int k = 0; k < kSize; ++k) {
