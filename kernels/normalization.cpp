@@ -1,7 +1,6 @@
 #include "kernels/normalization.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
 
