@@ -4,45 +4,80 @@
 #include <fmt/ranges.h>
 
 #include "kernels/activation_message.h"
+#include "kernels/block_scaled_operand.h"
 #include "kernels/current_stream.h"
 #include "kernels/linear_amax.h"
 #include "kernels/value_dtype.h"
+#include "kernels/whole_layout.h"
 
 namespace qshard {
 namespace {
 
-ActivationMessage message_of(const char* op, c10::string_view format_name, bool is_gradient,
-                             at::IntArrayRef size) {
-  const Format& format = checked_format(format_name, op);
-  TORCH_CHECK(format.scales_in_grid() && size.size() >= 2,
-              fmt::format("{}: needs a format of FP8 with scales in the grid and tokens (..., K), "
-                          "got {} and {}",
-                          op, format.name, size));
-  return {format, is_gradient ? PackedRole::kGradient : PackedRole::kInput,
-          c10::multiply_integers(size.slice(0, size.size() - 1)), size.back()};
+/// Tokens (..., K) of one rank, and the weight's format that they are quantized to meet.
+struct Tokens {
+  const Format& format;
+  int64_t rows;
+  int64_t cols;
+
+  Tokens(const char* op, c10::string_view name, at::IntArrayRef size)
+      : format(checked_format(name, op)), rows(0), cols(0) {
+    TORCH_CHECK(
+        (format.scales_in_grid() || has_row_scales()) && size.size() >= 2,
+        fmt::format("{}: needs a format of one-byte codes and tokens (..., K), got {} and {}", op,
+                    format.name, size));
+    rows = c10::multiply_integers(size.slice(0, size.size() - 1));
+    cols = size.back();
+  }
+
+  /// Whether they travel as rows that hold their scales, in blocks of 1x32; else as
+  /// ActivationMessage.
+  bool has_row_scales() const { return format.row_scale == RowScale::kE8M0; }
+  ActivationMessage message(bool is_gradient) const {
+    return {format, is_gradient ? PackedRole::kGradient : PackedRole::kInput, rows, cols};
+  }
+  /// Of `ranks` ranks, one after the other.
+  Layout layout(int64_t ranks) const {
+    return whole_layout(activation_format(format), ranks * rows, cols);
+  }
+  int64_t bytes() const {
+    return has_row_scales() ? layout(1).image_bytes() : message(false).bytes();
+  }
+};
+
+/// (ranks, size...) as one tensor, along `dim` of `size`.
+Tensor put_together(const Tensor& parts, at::IntArrayRef size, int64_t dim, at::IntArrayRef whole) {
+  auto sizes = size.vec();
+  sizes.insert(sizes.begin(), -1);
+  return parts.view(sizes).movedim(0, dim).reshape(whole);
 }
 
 }  // namespace
 
 Tensor message_amax(const Tensor& self, c10::string_view format) {
-  const auto message = message_of("qshard::_message_amax", format, false, self.sizes());
-  if (!message.has_one_scale) return at::empty({0}, self.options().dtype(at::kFloat));
+  const Tokens tokens("qshard::_message_amax", format, self.sizes());
+  if (tokens.has_row_scales() || !tokens.message(false).has_one_scale) {
+    return at::empty({0}, self.options().dtype(at::kFloat));
+  }
   const c10::OptionalDeviceGuard guard(self.device());
-  return activation_amax(self.reshape({message.rows, message.cols}));
+  return activation_amax(self.reshape({tokens.rows, tokens.cols}));
 }
 
 Tensor encode_activation_op(const Tensor& self, c10::string_view format, bool is_gradient,
                             const Tensor& amax) {
   const char* op = "qshard::_encode_activation";
-  EncodeActivationTask task{message_of(op, format, is_gradient, self.sizes())};
+  const Tokens tokens(op, format, self.sizes());
+  const c10::OptionalDeviceGuard guard(self.device());
+  const Tensor values = self.reshape({tokens.rows, tokens.cols}).contiguous();
+  if (tokens.has_row_scales()) {
+    return quantized_rows(values, tokens.format, nullptr).image.view(-1);
+  }
+  EncodeActivationTask task{tokens.message(is_gradient)};
   TORCH_CHECK(!task.message.has_one_scale || (amax.numel() == 1 && amax.device() == self.device()),
               op, ": needs the amax of all ranks on ", self.device(), ", got ", amax.sizes(),
               " on ", amax.device());
-  const Tensor values = self.contiguous();
   task.values = values.const_data_ptr();
   task.value_dtype = value_dtype(values.scalar_type());
   if (task.message.has_one_scale) task.amax = amax.const_data_ptr<float>();
-  const c10::OptionalDeviceGuard guard(self.device());
   const Tensor out = at::empty({task.message.bytes()}, self.options().dtype(at::kByte));
   task.bytes = out.mutable_data_ptr<uint8_t>();
   encode_activation(task, current_stream(self.device()));
@@ -52,21 +87,29 @@ Tensor encode_activation_op(const Tensor& self, c10::string_view format, bool is
 Tensor decode_activations_op(const Tensor& messages, c10::string_view format, bool is_gradient,
                              at::IntArrayRef size, int64_t dim, at::ScalarType dtype) {
   const char* op = "qshard::_decode_activations";
-  DecodeActivationsTask task{message_of(op, format, is_gradient, size)};
+  const Tokens tokens(op, format, size);
   const auto last = static_cast<int64_t>(size.size()) - 1;
-  const int64_t bytes = task.message.bytes();
+  const int64_t bytes = tokens.bytes();
   TORCH_CHECK(dim >= 0 && dim < last && messages.scalar_type() == at::kByte &&
                   messages.is_contiguous() && bytes > 0 && messages.numel() % bytes == 0 &&
                   reinterpret_cast<uintptr_t>(messages.const_data_ptr()) % 16 == 0,
               fmt::format("{}: needs contiguous uint8 messages of {} bytes of tokens {}, to be put "
                           "together along one of their first {} dimensions, got {} bytes and {}",
                           op, bytes, size, last, messages.numel(), dim));
-  task.messages = messages.const_data_ptr<uint8_t>();
-  task.ranks = messages.numel() / bytes;
-  task.inner = c10::multiply_integers(size.slice(dim, last - dim));
+  const int64_t ranks = messages.numel() / bytes;
   auto whole = size.vec();
-  whole[dim] *= task.ranks;
+  whole[dim] *= ranks;
   const c10::OptionalDeviceGuard guard(messages.device());
+  if (tokens.has_row_scales()) {
+    const Layout layout = tokens.layout(ranks);
+    RowImage rows{layout, messages.view({layout.rows, layout.row_bytes()}), Tensor()};
+    return put_together(dequantized(matrix_of(std::move(rows), layout.rows), dtype), size, dim,
+                        whole);
+  }
+  DecodeActivationsTask task{tokens.message(is_gradient)};
+  task.messages = messages.const_data_ptr<uint8_t>();
+  task.ranks = ranks;
+  task.inner = c10::multiply_integers(size.slice(dim, last - dim));
   Tensor out = at::empty(whole, messages.options().dtype(dtype));
   task.values = out.mutable_data_ptr();
   task.value_dtype = value_dtype(dtype);

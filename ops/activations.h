@@ -1,5 +1,5 @@
-// Tokens on the wire of tensor parallelism (kernels/activation_message.h), for
-// qshard/tensor_parallel.
+// Tokens on the wire of tensor parallelism, for qshard/tensor_parallel: of FP8 as messages
+// (kernels/activation_message.h), of MXFP8 as rows that hold their scales (kernels/layout.h).
 #pragma once
 
 #include "ops/ops.h"

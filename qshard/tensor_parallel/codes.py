@@ -26,7 +26,7 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gathered
 
 
-def _gather_fp8(x, dim, format, is_gradient, group):
+def _gather_codes(x, dim, format, is_gradient, group):
     """One all-gather of bytes; before it an all-reduce of one amax, if one scale spans all tokens."""
     x = x.contiguous()
     amax = ops._message_amax(x, format)
@@ -38,16 +38,11 @@ def _gather_fp8(x, dim, format, is_gradient, group):
     return ops._decode_activations(messages, format, is_gradient, x.shape, dim, x.dtype)
 
 
-def _gather_row_scaled(rows, format, group):
-    """rows (M, K) of each rank: the values (ranks x M, K). `format` has its scales in the rows, where square
-    blocks of MXFP8 are one row high, each token being a matrix of its own."""
+def _gather_nvfp4(rows, group):
+    """rows (M, K) of each rank: the values (ranks x M, K) of a tensor whose shards they are."""
     m, k = rows.shape
-    is_row_by_row = format.startswith("mxfp8")
     part = ops.quantize(
-        rows.unsqueeze(1) if is_row_by_row else rows,
-        "mxfp8" if is_row_by_row else "nvfp4_1x16",
-        logical_rows=group.size() * m,
-        row_offset=group.rank() * m,
+        rows, "nvfp4_1x16", logical_rows=group.size() * m, row_offset=group.rank() * m
     )
     message = ops._pre_all_gather(part, group.group_name)
     gathered = ops._post_all_gather(part, gather_rows(message.flatten(), group), rows.dtype)
@@ -74,14 +69,13 @@ def gather_tokens_now(x, dim, format, is_gradient, group):
     whole = [size * ranks if i == dim else size for i, size in enumerate(x.shape)]
     if x.numel() == 0:
         return x.new_empty(whole)
-    if format.startswith("float8"):
-        return _gather_fp8(x, dim, format, is_gradient, group)
+    is_nvfp4 = format.startswith("nvfp4")
+    if format and not is_nvfp4:
+        return _gather_codes(x, dim, format, is_gradient, group)
     rows = x.reshape(-1, x.shape[-1])
     # NVFP4's gradients are rounded after a random transform of all tokens.
-    if not format or (is_gradient and format.startswith("nvfp4")):
-        rows = gather_rows(rows, group)
-    else:
-        rows = _gather_row_scaled(rows, format, group)
+    is_values = not is_nvfp4 or is_gradient
+    rows = gather_rows(rows, group) if is_values else _gather_nvfp4(rows, group)
     if dim == 0:
         return rows.view(whole)
     return rows.view(ranks, *x.shape).movedim(0, dim).reshape(whole)

@@ -98,8 +98,27 @@ def test_messages(format, is_gradient, device):
             assert same.all() and torch.equal(got.signbit(), want.signbit())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_1x32[phase]"])
+def test_mxfp8(format, device):
+    """Each token as a matrix of its own, whose blocks are one row high."""
+    for dtype, (ranks, tokens, features) in itertools.product(DTYPES, SIZES):
+        x = values(ranks, tokens, features, dtype).to(device)
+        assert ops._message_amax(x, format).shape == (0,)
+        for is_gradient in (False, True):
+            messages = [ops._encode_activation(p, format, is_gradient, torch.empty(0)) for p in x]
+            wanted = ops.dequantize(ops.quantize(x.unsqueeze(-2), "mxfp8")).squeeze(-2)
+            for dim in (0, 1):
+                got = ops._decode_activations(
+                    torch.cat(messages), format, is_gradient, (*tokens, features), dim, dtype
+                )
+                want = torch.cat(list(wanted), dim)
+                assert got.dtype == dtype and got.shape == want.shape
+                assert ((got == want) | (got.isnan() & want.isnan())).all()
+
+
 @pytest.mark.skipif(len(DEVICES) == 1, reason="needs a GPU, to compare with a CPU")
-@pytest.mark.parametrize("format, is_gradient", MESSAGES)
+@pytest.mark.parametrize("format, is_gradient", [*MESSAGES, ("mxfp8", False)])
 def test_values_have_the_same_bits_on_cuda(format, is_gradient):
     for dtype, (ranks, tokens, features) in itertools.product(DTYPES, SIZES):
         x = values(ranks, tokens, features, dtype)
@@ -115,8 +134,8 @@ def test_values_have_the_same_bits_on_cuda(format, is_gradient):
 
 def test_what_is_no_message():
     x, none = torch.randn(4, 256), torch.empty(0)
-    with pytest.raises(RuntimeError, match="scales in the grid"):
-        ops._message_amax(x, "mxfp8")
+    with pytest.raises(RuntimeError, match="one-byte codes"):
+        ops._message_amax(x, "nvfp4")
     with pytest.raises(RuntimeError, match="amax of all ranks"):
         ops._encode_activation(x, "float8_tensorwise", False, none)
     message = ops._encode_activation(x, "float8_blockwise", False, none)
