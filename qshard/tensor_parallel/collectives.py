@@ -22,17 +22,41 @@ def all_reduced(x, group):
     return x
 
 
+# As many pieces of tokens go into one reduce-scatter each, sent as one. More are copied into one piece.
+_MOST_PIECES = 16
+
+
 def scattered_sum(x, dim, group, ranks):
     """Of x (...), the same shape on all ranks, this rank's part of the sum along `dim`."""
-    if dim:
-        x = torch.cat(x.chunk(ranks, dim))
+    pieces = x.shape[:dim].numel()
+    if 1 < pieces <= _MOST_PIECES:
+        return _scattered_pieces(x, dim, group, ranks)
+    shape = _part_shape(x, dim, ranks)
+    x = torch.cat(x.chunk(ranks, dim)) if pieces > 1 else x.contiguous().flatten(0, dim)
     if torch.compiler.is_compiling():
-        return funcol.reduce_scatter_tensor(x, "sum", 0, group)
-    part = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
-    dist.reduce_scatter_tensor(
-        part, x.contiguous(), group=distributed_c10d._resolve_process_group(group)
-    )
+        return funcol.reduce_scatter_tensor(x, "sum", 0, group).view(shape)
+    part = x.new_empty(shape)
+    group = distributed_c10d._resolve_process_group(group)
+    dist.reduce_scatter_tensor(part.view(-1, *x.shape[1:]), x, group=group)
     return part
+
+
+def _scattered_pieces(x, dim, group, ranks):
+    """Cut by the dimensions before `dim`, pieces are as a reduce-scatter takes and gives them."""
+    pieces = x.contiguous().flatten(0, dim - 1).unbind(0)
+    if torch.compiler.is_compiling():
+        parts = funcol.reduce_scatter_tensor_coalesced(list(pieces), "sum", [0] * len(pieces), group)
+        return torch.stack(parts).view(_part_shape(x, dim, ranks))
+    part = x.new_empty(_part_shape(x, dim, ranks))
+    group = distributed_c10d._resolve_process_group(group)
+    with dist._coalescing_manager(group=group):
+        for piece, own in zip(pieces, part.flatten(0, dim - 1).unbind(0), strict=True):
+            dist.reduce_scatter_tensor(own, piece, group=group)
+    return part
+
+
+def _part_shape(x, dim, ranks):
+    return [size // ranks if i == dim else size for i, size in enumerate(x.shape)]
 
 
 def gathered(x, dim, format, is_gradient, group):

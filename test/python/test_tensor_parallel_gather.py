@@ -11,7 +11,7 @@ from reference import formats as reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qshard
-from qshard.tensor_parallel import codes
+from qshard.tensor_parallel import codes, collectives
 
 ops = torch.ops.qshard
 FORMATS = (
@@ -174,3 +174,31 @@ def run_bytes():
 @on_worlds(2)
 def test_bytes_of_gathers(world):
     world.run(run_bytes)
+
+
+# ------------------------------------------------------------------------------ the way back
+
+
+def run_scattered_sums():
+    """Each rank's part of a sum, cut along any dimension of few or many pieces."""
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
+    shapes = (((6, 5), 0), ((2, 4, 5), 1), ((20, 4, 5), 1), ((2, 3, 6, 5), 2), ((1, 4, 7), 1),
+              ((0, 4, 5), 1), ((3, 4, 0), 1))
+    for shape, dim in shapes:
+        terms = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(ranks)]
+        want = sum(terms).chunk(ranks, dim)[rank]
+        mine = terms[rank].to(device())
+        for x in (mine, mine.transpose(0, -1).contiguous().transpose(0, -1)):
+            got = collectives.scattered_sum(x, dim, group, ranks)
+            assert got.is_contiguous() and torch.equal(got.cpu(), want), (shape, dim)
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda x: collectives.scattered_sum(x, dim, group, ranks),  # noqa: B023
+            backend="aot_eager", fullgraph=True,
+        )
+        assert torch.equal(compiled(mine).cpu(), want), (shape, dim)
+
+
+@on_worlds(2)
+def test_scattered_sums(world):
+    world.run(run_scattered_sums)
