@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard
 from qshard import nn
+from qshard.nn import norms
 
 BOTH = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 IN_CODES = ("float8_tensorwise", "float8_blockwise")
@@ -145,8 +146,10 @@ def test_errors_name_shapes_and_formats():
 @on_devices
 @pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise", "float8_delayed", "mxfp8"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiles(device, fmt, checkpointed):
+def test_compiles(device, fmt, checkpointed, monkeypatch):
     torch._dynamo.reset()
+    # Compiled code has torch's normalization.
+    monkeypatch.setattr(norms, "_takes_operator", lambda *_: False)
     module = nn.LayerNormMLP(128, 256, bias=False, normalization="RMSNorm", activation="swiglu",
                              device=device, params_dtype=torch.bfloat16)
     qshard.quantize_(randomize(module), RECIPES[fmt])
