@@ -11,14 +11,12 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import fx
 from torch import nn as torch_nn
-from torch.distributed.tensor import DTensor
 
 from qshard.nn.activations import gate
-from qshard.nn.fused import swiglu_mlp
-from qshard.nn.linear import Linear
-from qshard.nn.multiply import Multiply
 from qshard.nn.norms import normalize
 from qshard.nn.rotary import rotate
+from qshard.nn.swiglu import swiglu_of_linears
+from qshard.tensor_parallel.norms import norm_of_tokens
 
 _FUNCTIONS = {
     "swiglu": F.silu,
@@ -95,7 +93,11 @@ class _FusedNorm(_Rebuilt):
         known = self._qshard_fused
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         dtype = x.dtype if known["keeps_dtype"] else dtype
-        return normalize(x, "RMSNorm", self.weight, None, known["eps"], known["zero_centered"], dtype)
+
+        def step(x, weight):
+            return normalize(x, "RMSNorm", weight, None, known["eps"], known["zero_centered"], dtype)
+
+        return norm_of_tokens(step, x, self.weight)
 
 
 class _FusedMLP(_Rebuilt):
@@ -105,10 +107,9 @@ class _FusedMLP(_Rebuilt):
         known = self._qshard_fused
         first, second, last = (getattr(self, known[part]) for part in ("gate", "up", "down"))
         if known["activation"] == "swiglu":
-            multiply = _common_multiply(first, second, last)
-            if multiply is not None:
-                parts = ((linear.weight, linear.bias) for linear in (first, second, last))
-                return swiglu_mlp(x, multiply, *parts)
+            y = swiglu_of_linears(x, first, second, last)
+            if y is not None:
+                return y
         return last(gate(first(x), second(x), known["activation"]))
 
 
@@ -158,27 +159,6 @@ def _fused_rotary_of(function):
         return rotate(q, cos, sin, 2), rotate(k, cos, sin, 2)
 
     return turn
-
-
-def _common_multiply(*linears):
-    """How all of the linears multiply, if one operator may do it for them: none has hooks, another
-    forward, parts on other ranks or a quantization of its own."""
-    first = linears[0]
-    for linear in linears:
-        if not isinstance(linear, Linear) or "forward" in linear.__dict__:
-            return None
-        if type(linear).forward is not Linear.forward or linear._forward_pre_hooks or linear._forward_hooks:
-            return None
-        if linear._backward_hooks or linear._backward_pre_hooks:
-            return None
-        if linear.is_constructed or linear.dynamic is not None or linear.parallel is not None:
-            return None
-        if isinstance(linear.weight, DTensor) or linear.weight_format != first.weight_format:
-            return None
-        if linear.weight_only != first.weight_only:
-            return None
-    multiply = Multiply(first.weight_only, first.weight_format)
-    return multiply if multiply.runs_operators else None
 
 
 def _plain_class(kind):

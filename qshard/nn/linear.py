@@ -54,6 +54,7 @@ class Linear(Projection, NamedState, torch.nn.Linear):
     """
 
     is_tensor_parallel = False  # whether quantize_ was given a tp_mesh
+    style = None  # its LinearStyle, if a style of qshard.tensor_parallel was applied
     dynamic = None  # a DynamicWeight if the weight stays plain: quantize_(..., weights="dynamic")
 
     def __init__(

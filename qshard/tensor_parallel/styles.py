@@ -2,14 +2,78 @@
 sequence parallelism gathers, codes travel; any other module is torch's."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import style as stock
 
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.local import TensorParallel
 from qshard.tensor_parallel.shared import shared
+
+
+@dataclass(frozen=True)
+class LinearStyle:
+    """The style of a linear, for those who run several linears as one step, without the style's hooks.
+
+    hooks: ids of these, forward's and before it.
+    """
+
+    style: stock.ParallelStyle
+    mesh: DeviceMesh
+    hooks: frozenset
+
+    @classmethod
+    def applied(cls, style, apply, module, mesh):
+        """apply(module, mesh), which adds the style's hooks; a linear knows them afterwards."""
+        before = _hooks_of(module)
+        module = apply(module, mesh)
+        if isinstance(module, torch.nn.Linear):
+            module.style = cls(style, mesh, _hooks_of(module) - before)
+        return module
+
+    def __deepcopy__(self, memo):
+        return self  # meshes are those of the process
+
+    def enter(self, module, x):
+        """What the linear is given of x."""
+        style = self.style
+        return style._prepare_input_fn(
+            style.input_layouts, style.desired_input_layouts, module, (x,), self.mesh
+        )
+
+    def leave(self, module, y):
+        """What the module returns of the linear's output."""
+        style = self.style
+        return style._prepare_output_fn(
+            style.output_layouts, style.use_local_output, module, y, self.mesh
+        )
+
+    @property
+    def takes_local_features(self):
+        """Whether an input is a local tensor, cut by features."""
+        return self.style.input_layouts == (Shard(-1),)
+
+    @property
+    def gives_local_features(self):
+        return self.style.use_local_output and self.style.output_layouts == (Shard(-1),)
+
+    def is_like(self, other):
+        """Whether two linears make the same of an input and of an output."""
+        mine, theirs = self.style, other.style
+        return (
+            type(mine) is type(theirs)
+            and self.mesh == other.mesh
+            and mine.input_layouts == theirs.input_layouts
+            and mine.output_layouts == theirs.output_layouts
+            and mine.use_local_output == theirs.use_local_output
+        )
+
+
+def _hooks_of(module):
+    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
 
 
 class ColwiseParallel(stock.ColwiseParallel):
@@ -20,7 +84,7 @@ class ColwiseParallel(stock.ColwiseParallel):
     Arguments, and what other modules do: as in torch."""
 
     def _apply(self, module, device_mesh):
-        module = super()._apply(module, device_mesh)
+        module = LinearStyle.applied(self, super()._apply, module, device_mesh)
         if isinstance(module, torch.nn.Linear):
             module.parallel = _column(self.input_layouts, device_mesh)
         return module
@@ -32,13 +96,17 @@ class ColwiseParallel(stock.ColwiseParallel):
                 input_layouts, desired_input_layouts, mod, inputs, device_mesh
             )
         (x,) = inputs
-        parallel = mod.parallel
+        parallel, format = mod.parallel, _format(mod)
         if isinstance(x, DTensor):
             if x.placements == desired_input_layouts:
                 # Partial gradients are summed, and reduced once.
                 return shared(x, (), lambda: x.to_local(grad_placements=(Partial(),)))
-            x = _local(x, input_layouts, "ColwiseParallel")
-        return parallel.enter(x, _format(mod))
+
+            def enter():
+                return parallel.enter(_local(x, input_layouts, "ColwiseParallel"), format)
+
+            return shared(x, (parallel, format), enter)
+        return parallel.enter(x, format)
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
@@ -63,7 +131,7 @@ class RowwiseParallel(stock.RowwiseParallel):
     Arguments, and what other modules do: as in torch."""
 
     def _apply(self, module, device_mesh):
-        module = super()._apply(module, device_mesh)
+        module = LinearStyle.applied(self, super()._apply, module, device_mesh)
         if isinstance(module, torch.nn.Linear):
             module.parallel = _row(self.output_layouts, device_mesh)
         return module

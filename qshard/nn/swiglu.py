@@ -1,0 +1,56 @@
+"""Three linears of a SwiGLU MLP as one operator, where nothing stands between them."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from qshard.nn.fused import swiglu_mlp
+from qshard.nn.linear import Linear
+from qshard.nn.multiply import Multiply
+
+
+def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor | None:
+    """down(silu(gate(x)) * up(x)), or None where each linear has to run by itself: where they multiply in
+    different ways, have hooks or a forward of their own, or parts on other ranks that no style of
+    qshard.tensor_parallel put there."""
+    linears = (gate, up, down)
+    if not all(map(_is_usual, linears)):
+        return None
+    multiply = Multiply(gate.weight_only, gate.weight_format)
+    if any((l.weight_only, l.weight_format) != (gate.weight_only, gate.weight_format) for l in linears):
+        return None
+    if not multiply.runs_operators:
+        return None
+    if gate.style is None and up.style is None and down.style is None:
+        if any(isinstance(linear.weight, DTensor) for linear in linears):
+            return None
+        return swiglu_mlp(x, multiply, *((linear.weight, linear.bias) for linear in linears))
+    if not _styles_meet(gate, up, down):
+        return None
+    x = gate.style.enter(gate, x)
+    down.parallel.check_output(x)
+    y = swiglu_mlp(x, multiply, *(l.parallel.local(l.weight, l.bias) for l in linears))
+    return down.style.leave(down, y)
+
+
+def _is_usual(linear):
+    """Whether calling it is its operator alone, or that between the hooks of its style."""
+    if not isinstance(linear, Linear) or "forward" in linear.__dict__:
+        return False
+    if type(linear).forward is not Linear.forward or linear.is_constructed or linear.dynamic is not None:
+        return False
+    if linear._backward_hooks or linear._backward_pre_hooks:
+        return False
+    known = linear.style.hooks if linear.style is not None else ()
+    return all(id in known for id in (*linear._forward_pre_hooks, *linear._forward_hooks))
+
+
+def _styles_meet(gate, up, down):
+    """Whether what passes between the linears are local tensors, cut by features."""
+    styles = [linear.style for linear in (gate, up, down)]
+    if any(style is None for style in styles) or any(l.parallel is None for l in (gate, up, down)):
+        return False
+    is_column_and_row = gate.parallel.mode == "column" and down.parallel.mode == "row"
+    is_local = styles[0].gives_local_features and styles[2].takes_local_features
+    is_one_mesh = styles[0].mesh == styles[2].mesh
+    return is_column_and_row and is_local and is_one_mesh and styles[0].is_like(styles[1])
