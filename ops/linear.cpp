@@ -27,19 +27,6 @@ const SharedInput& shared_as(const Tensor& input) {
   return is_shared ? *t_shared_input : not_shared;
 }
 
-/// A quantized weight, or a plain one that is quantized for this use.
-LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
-                            WeightState state, WeightUse use, const char* op) {
-  if (!state || has_key(weight)) return linear_weight(weight, op);
-  TORCH_CHECK_VALUE(format,
-                    fmt::format("{}: weight_state is given, so format must name the weight's", op));
-  return quantize_for_use(weight, find_format({format->data(), format->size()}), *state, use, op);
-}
-
-WeightUse backward_use(bool needs_input) {
-  return needs_input ? WeightUse::kDgrad : WeightUse::kWgradOnly;
-}
-
 /// Operands of a known few kinds, held without an allocation.
 using ForwardOperand = std::variant<SharedOperand, QuantizedOperand>;
 
@@ -94,6 +81,18 @@ LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const
 }
 
 }  // namespace
+
+LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
+                            WeightState state, WeightUse use, const char* op) {
+  if (!state || has_key(weight)) return linear_weight(weight, op);
+  TORCH_CHECK_VALUE(format,
+                    fmt::format("{}: weight_state is given, so format must name the weight's", op));
+  return quantize_for_use(weight, find_format({format->data(), format->size()}), *state, use, op);
+}
+
+WeightUse backward_use(bool needs_input) {
+  return needs_input ? WeightUse::kDgrad : WeightUse::kWgradOnly;
+}
 
 Tensor as_matrix(const Tensor& tensor) {
   return tensor.reshape({leading_numel(tensor), tensor.size(-1)});

@@ -5,9 +5,17 @@
 #include <variant>
 
 #include "kernels/linear.h"
+#include "ops/dynamic_weight.h"
 #include "ops/ops.h"
 
 namespace qshard {
+
+/// A quantized weight, or a plain one that is quantized for this use, as `format` and `state` say.
+/// @throws as quantize_for_use, and where there is a state without a format.
+LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
+                            WeightState state, WeightUse use, const char* op);
+/// What a backward reads of a weight.
+WeightUse backward_use(bool needs_input);
 
 /// (..., columns) as (rows, columns).
 Tensor as_matrix(const Tensor& tensor);

@@ -62,29 +62,34 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "swiglu_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias=None, "
       "Tensor? up_bias=None, Tensor? down_bias=None, *, bool weight_only=False, str format, "
-      "str down_format) -> Tensor");
+      "str down_format, Tensor[]? gate_state=None, Tensor[]? up_state=None, "
+      "Tensor[]? down_state=None) -> Tensor");
   m.def(
       "swiglu_linear_forward(Tensor gate, Tensor up, Tensor weight, Tensor? bias, bool keep_amax, "
-      "bool weight_only=False, str? format=None) -> (Tensor output, Tensor amax)");
+      "bool weight_only=False, str? format=None, Tensor[]? weight_state=None) "
+      "-> (Tensor output, Tensor amax)");
   m.def(
       "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor up, Tensor weight, Tensor amax, "
       "bool needs_weight, bool rows, bool columns, bool joined, str? grad_format=None, "
-      "bool weight_only=False, ScalarType? grad_dtype=None, str? format=None) "
+      "bool weight_only=False, ScalarType? grad_dtype=None, str? format=None, "
+      "Tensor[]? weight_state=None) "
       "-> (Tensor grad_weight, Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
   m.def(
       "swiglu_linear_backward_accumulate(Tensor grad, Tensor gate, Tensor up, Tensor weight, "
       "Tensor amax, Tensor(a!) weight_grad, bool rows, bool columns, bool joined, "
-      "str? grad_format=None, bool weight_only=False, str? format=None) "
+      "str? grad_format=None, bool weight_only=False, str? format=None, "
+      "Tensor[]? weight_state=None) "
       "-> (Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
   m.def(
       "linear_backward_codes(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
       "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, bool needs_weight, "
-      "ScalarType? grad_dtype=None, str? format=None) "
+      "ScalarType? grad_dtype=None, str? format=None, Tensor[]? weight_state=None) "
       "-> (Tensor grad_input, Tensor grad_weight)");
   m.def(
       "linear_backward_codes_accumulate(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
       "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, "
-      "Tensor(a!) weight_grad, str? format=None) -> Tensor grad_input");
+      "Tensor(a!) weight_grad, str? format=None, Tensor[]? weight_state=None) "
+      "-> Tensor grad_input");
   m.def(
       "rotary_embedding(Tensor input, Tensor cos, Tensor sin, int dim=1, *, "
       "bool interleaved=False, bool inverse=False, SymInt[]? stride=None) -> Tensor");

@@ -24,8 +24,9 @@ void check_swiglu(const char* op, const Tensor& gate, const Tensor& up, const Te
                   up.sizes().vec(), up.device().str()));
 }
 
-LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, const char* op) {
-  LinearWeight used = linear_weight(weight, op);
+LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, WeightState state,
+                            WeightUse use, const char* op) {
+  LinearWeight used = weight_for_use(weight, format, state, use, op);
   check_expected_format(used, format);
   return used;
 }
@@ -210,11 +211,11 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
 std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
                                                  const Tensor& weight, const OptionalTensor& bias,
                                                  bool keep_amax, bool weight_only,
-                                                 OptionalFormat format) {
+                                                 OptionalFormat format, WeightState weight_state) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_forward";
   c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto used = checked_weight(weight, format, op);
+  const auto used = checked_weight(weight, format, weight_state, WeightUse::kForward, op);
   check_swiglu(op, gate, up, weight);
   const SwigluOperand operand(as_matrix(gate), as_matrix(up));
   auto result = linear_forward(operand, used, bias, /*save_quantized_input=*/false, weight_only);
@@ -234,11 +235,12 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
                                          bool needs_weight, bool rows, bool columns, bool joined,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
-                                         OptionalFormat format) {
+                                         OptionalFormat format, WeightState weight_state) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_backward";
   c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto used = checked_weight(weight, format, op);
+  const auto use = backward_use(rows || columns);
+  const auto used = checked_weight(weight, format, weight_state, use, op);
   check_swiglu(op, gate, up, weight);
   return swiglu_backward_of(op, grad, gate, up, used, amax, {needs_weight, grad_dtype, weight, op},
                             inner_gradients(op, rows, columns, joined, grad_format), weight_only);
@@ -247,11 +249,12 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& amax, const Tensor& weight_grad, bool rows, bool columns, bool joined,
-    OptionalFormat grad_format, bool weight_only, OptionalFormat format) {
+    OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_backward_accumulate";
   c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto used = checked_weight(weight, format, op);
+  const auto use = backward_use(rows || columns);
+  const auto used = checked_weight(weight, format, weight_state, use, op);
   check_swiglu(op, gate, up, weight);
   auto [sum, first, second, third, fourth] =
       swiglu_backward_of(op, grad, gate, up, used, amax, {weight_grad, op},
@@ -259,28 +262,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
   return {first, second, third, fourth};
 }
 
-std::tuple<Tensor, Tensor> linear_backward_codes(
-    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
-    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
-    bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format) {
+std::tuple<Tensor, Tensor> linear_backward_codes(const Tensor& rows, const Tensor& columns,
+                                                 at::IntArrayRef size, at::ScalarType dtype,
+                                                 const Tensor& weight, const Tensor& input,
+                                                 bool input_is_quantized, bool needs_input,
+                                                 bool needs_weight,
+                                                 std::optional<at::ScalarType> grad_dtype,
+                                                 OptionalFormat format, WeightState weight_state) {
   PlainGuard guard;
   const char* op = "qshard::linear_backward_codes";
   c10::OptionalDeviceGuard device_guard(weight.device());
-  return backward_of_codes(op, rows, columns, size, dtype, checked_weight(weight, format, op),
-                           input, input_is_quantized, needs_input,
-                           {needs_weight, grad_dtype, weight, op});
+  const auto used = checked_weight(weight, format, weight_state, backward_use(needs_input), op);
+  return backward_of_codes(op, rows, columns, size, dtype, used, input, input_is_quantized,
+                           needs_input, {needs_weight, grad_dtype, weight, op});
 }
 
 Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
                                         at::IntArrayRef size, at::ScalarType dtype,
                                         const Tensor& weight, const Tensor& input,
                                         bool input_is_quantized, bool needs_input,
-                                        const Tensor& weight_grad, OptionalFormat format) {
+                                        const Tensor& weight_grad, OptionalFormat format,
+                                        WeightState weight_state) {
   PlainGuard guard;
   const char* op = "qshard::linear_backward_codes_accumulate";
   c10::OptionalDeviceGuard device_guard(weight.device());
-  return std::get<0>(backward_of_codes(op, rows, columns, size, dtype,
-                                       checked_weight(weight, format, op), input,
+  const auto used = checked_weight(weight, format, weight_state, backward_use(needs_input), op);
+  return std::get<0>(backward_of_codes(op, rows, columns, size, dtype, used, input,
                                        input_is_quantized, needs_input, {weight_grad, op}));
 }
 

@@ -82,14 +82,17 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                         const Tensor& down, const OptionalTensor& up,
                         const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                         const OptionalTensor& down_bias, bool weight_only, bool records_grad,
-                        c10::string_view gate_name, c10::string_view down_name) {
+                        c10::string_view gate_name, c10::string_view down_name,
+                        WeightState gate_state, WeightState up_state, WeightState down_state) {
     at::AutoDispatchBelowAutograd guard;
     static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
     static const auto linear = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
     static const auto second =
         typed_op<decltype(swiglu_linear_forward)>("qshard::swiglu_linear_forward");
     const bool is_joined = !is_given(up);
-    const bool is_traced = input.key_set().has(c10::DispatchKey::Python);
+    // What is traced hides its format, and a plain weight has none.
+    const bool is_dynamic = gate_state.has_value();
+    const bool needs_name = is_dynamic || input.key_set().has(c10::DispatchKey::Python);
     const Format& format = format_of(gate, gate_name);
     TORCH_CHECK(
         is_joined || &format_of(*up, gate_name) == &format,
@@ -111,21 +114,22 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     }
     std::optional<ShareInputCodes> share;
     if (records_grad && input.is_cuda()) share.emplace(input);
-    const auto first = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of) {
+    const auto first = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of,
+                           WeightState state) {
       auto [output, saved] =
           linear.call(input, weight, bias, of.saves_codes && !apart, weight_only, rows,
-                      apart ? OptionalFormat(gate_name) : std::nullopt, std::nullopt);
+                      apart || is_dynamic ? OptionalFormat(gate_name) : std::nullopt, state);
       return std::pair{output, !of.saves_codes ? input : apart ? columns : saved};
     };
-    auto [gate_values, gate_input] = first(gate, gate_bias, of_gate);
+    auto [gate_values, gate_input] = first(gate, gate_bias, of_gate, gate_state);
     Tensor up_values, up_input;
-    if (!is_joined) std::tie(up_values, up_input) = first(*up, up_bias, of_up);
+    if (!is_joined) std::tie(up_values, up_input) = first(*up, up_bias, of_up, up_state);
     share.reset();
     const auto halves =
         is_joined ? gate_values.chunk(2, -1) : variable_list{gate_values, up_values};
     auto [output, amax] =
         second.call(halves[0], halves[1], down, down_bias, use.keeps_amax, weight_only,
-                    is_traced ? OptionalFormat(down_name) : std::nullopt);
+                    needs_name ? OptionalFormat(down_name) : std::nullopt, down_state);
     ctx->save_for_backward({gate, down, is_joined ? Tensor() : *up, gate_input, up_input,
                             gate_values, up_values, amax});
     ctx->saved_data["gate_saves_codes"] = of_gate.saves_codes;
@@ -133,10 +137,14 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     ctx->saved_data["weight_only"] = weight_only;
     ctx->saved_data["gives_codes"] = use.gives_codes;
     ctx->saved_data["grad_format"] = format.name;
-    if (is_traced) {
+    if (needs_name) {
       ctx->saved_data["gate_format"] = std::string(gate_name);
       ctx->saved_data["down_format"] = std::string(down_name);
     }
+    // Plain weights are saved as they are, and quantized again in backward.
+    if (gate_state) ctx->saved_data["gate_state"] = *gate_state;
+    if (up_state) ctx->saved_data["up_state"] = *up_state;
+    if (down_state) ctx->saved_data["down_state"] = *down_state;
     const auto note = [&](const char* name, const OptionalTensor& bias) {
       if (is_given(bias)) ctx->saved_data[name] = bias->scalar_type();
     };
@@ -150,6 +158,12 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const auto found = ctx->saved_data.find(key);
     if (found == ctx->saved_data.end()) return std::nullopt;
     return found->second.toStringRef();
+  }
+
+  static std::optional<std::vector<Tensor>> state_in(AutogradContext* ctx, const char* key) {
+    const auto found = ctx->saved_data.find(key);
+    if (found == ctx->saved_data.end()) return std::nullopt;
+    return found->second.toTensorVector();
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -176,6 +190,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const bool gives_codes = ctx->saved_data["gives_codes"].toBool() && !needs_bias;
     const auto gate_name = name_in(ctx, "gate_format");
     const auto down_name = name_in(ctx, "down_format");
+    const auto down_state = state_in(ctx, "down_state");
     const std::string grad_format = ctx->saved_data["grad_format"].toStringRef();
     auto* node = evaluated_node<SwigluMlpFunction>(ctx);
 
@@ -190,16 +205,16 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
       if (into.leaf.sum.defined()) {
         static const auto op = typed_op<decltype(swiglu_linear_backward_accumulate)>(
             "qshard::swiglu_linear_backward_accumulate");
-        std::tie(inner[0], inner[1], inner[2], inner[3]) =
-            op.call(grad, halves[0], halves[1], down, saved[7], into.leaf.sum, needs_input,
-                    needs_weights, is_joined, format, weight_only, OptionalFormat(down_name));
+        std::tie(inner[0], inner[1], inner[2], inner[3]) = op.call(
+            grad, halves[0], halves[1], down, saved[7], into.leaf.sum, needs_input, needs_weights,
+            is_joined, format, weight_only, OptionalFormat(down_name), down_state);
       } else {
         static const auto op =
             typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
         Tensor grad_down;
         std::tie(grad_down, inner[0], inner[1], inner[2], inner[3]) = op.call(
             grad, halves[0], halves[1], down, saved[7], needs_down, needs_input, needs_weights,
-            is_joined, format, weight_only, into.dtype, OptionalFormat(down_name));
+            is_joined, format, weight_only, into.dtype, OptionalFormat(down_name), down_state);
         if (needs_down) result[kDown] = grad_down;
       }
       if (!needs_input && !needs_weights) inner = {};
@@ -210,7 +225,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     if (!inner[0].defined()) return result;
 
     const auto first = [&](const Tensor& weight, const Tensor& input, bool is_quantized,
-                           bool needs_weight, size_t weight_edge, size_t matrix,
+                           bool needs_weight, size_t weight_edge, size_t matrix, WeightState state,
                            Tensor& grad_weight) {
       const Tensor& rows = inner[2 * matrix];
       const Tensor& columns = inner[2 * matrix + 1];
@@ -219,18 +234,19 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
       const auto dtype = gate_values.scalar_type();
       const auto size = gate_values.sizes();
       const OptionalFormat name(gate_name);
+      const auto name_of_plain = state ? name : std::nullopt;
       Tensor grad_input;
       if (gives_codes && sum.defined()) {
         static const auto op = typed_op<decltype(linear_backward_codes_accumulate)>(
             "qshard::linear_backward_codes_accumulate");
         return op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input, sum,
-                       name);
+                       name, state);
       }
       if (sum.defined()) {
         static const auto op =
             typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
         return op.call(rows, weight, input, is_quantized, needs_input, sum, weight_only,
-                       std::nullopt, std::nullopt);
+                       name_of_plain, state);
       }
       if (!needs_input && !needs_weight) return grad_input;
       Tensor made;
@@ -239,21 +255,21 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
             typed_op<decltype(linear_backward_codes)>("qshard::linear_backward_codes");
         std::tie(grad_input, made) =
             op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input,
-                    needs_weight, into.dtype, name);
+                    needs_weight, into.dtype, name, state);
       } else {
         static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
         std::tie(grad_input, made) =
             op.call(rows, weight, input, is_quantized, needs_input, needs_weight, weight_only,
-                    into.dtype, std::nullopt, std::nullopt);
+                    into.dtype, name_of_plain, state);
       }
       if (needs_weight) grad_weight = made;
       return grad_input;
     };
     Tensor grad_input = first(gate, saved[3], ctx->saved_data["gate_saves_codes"].toBool(),
-                              needs_gate, edge.gate, 0, result[kGate]);
+                              needs_gate, edge.gate, 0, state_in(ctx, "gate_state"), result[kGate]);
     if (!is_joined) {
       const Tensor other = first(up, saved[4], ctx->saved_data["up_saves_codes"].toBool(), needs_up,
-                                 edge.up, 1, result[kUp]);
+                                 edge.up, 1, state_in(ctx, "up_state"), result[kUp]);
       if (needs_input) grad_input = grad_input + other;
     }
     if (needs_input) result[kInput] = grad_input;
@@ -268,7 +284,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
 
  private:
   // Arguments of forward.
-  enum : size_t { kInput, kGate, kDown, kUp, kGateBias, kUpBias, kDownBias, kArguments = 11 };
+  enum : size_t { kInput, kGate, kDown, kUp, kGateBias, kUpBias, kDownBias, kArguments = 14 };
 };
 
 void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -291,37 +307,55 @@ void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTen
               "(2 inner, columns), down is (outputs, inner), and biases have their rows");
 }
 
+/// Whether weights are plain ones that are quantized for each use.
+bool are_dynamic(const OptionalTensor& up, WeightState gate_state, WeightState up_state,
+                 WeightState down_state) {
+  const bool is_dynamic = gate_state.has_value();
+  TORCH_CHECK_VALUE(
+      down_state.has_value() == is_dynamic && up_state.has_value() == (is_dynamic && is_given(up)),
+      "qshard::swiglu_mlp: gate_state, up_state and down_state are given for all weights or for "
+      "none");
+  return is_dynamic;
+}
+
 }  // namespace
 
 Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                   const Tensor& down, const OptionalTensor& gate_bias,
                   const OptionalTensor& up_bias, const OptionalTensor& down_bias, bool weight_only,
-                  c10::string_view format, c10::string_view down_format) {
+                  c10::string_view format, c10::string_view down_format, WeightState gate_state,
+                  WeightState up_state, WeightState down_state) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
-  const auto quantized = [](const Tensor& weight, c10::string_view name) {
-    return is_quantized_on_use(weight, name) ? quantize(weight, name, false, std::nullopt, 0)
-                                             : weight;
+  const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
+  const auto quantized = [&](const Tensor& weight, c10::string_view name) {
+    return !is_dynamic && is_quantized_on_use(weight, name)
+               ? quantize(weight, name, false, std::nullopt, 0)
+               : weight;
   };
-  const auto first = [&](const Tensor& weight, const OptionalTensor& bias) {
+  const auto name_of_plain = [&](c10::string_view name) {
+    return is_dynamic ? OptionalFormat(name) : std::nullopt;
+  };
+  const auto first = [&](const Tensor& weight, const OptionalTensor& bias, WeightState state) {
     return std::get<0>(linear_forward_op(input, quantized(weight, format), bias, false, weight_only,
-                                         std::nullopt, std::nullopt, std::nullopt));
+                                         std::nullopt, name_of_plain(format), state));
   };
-  const Tensor gate_values = first(gate, gate_bias);
-  const auto halves = is_given(up) ? std::vector<Tensor>{gate_values, first(*up, up_bias)}
+  const Tensor gate_values = first(gate, gate_bias, gate_state);
+  const auto halves = is_given(up) ? std::vector<Tensor>{gate_values, first(*up, up_bias, up_state)}
                                    : gate_values.chunk(2, -1);
   return std::get<0>(swiglu_linear_forward(halves[0], halves[1], quantized(down, down_format),
                                            down_bias, /*keep_amax=*/false, weight_only,
-                                           std::nullopt));
+                                           name_of_plain(down_format), down_state));
 }
 
 Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                            const Tensor& down, const OptionalTensor& gate_bias,
                            const OptionalTensor& up_bias, const OptionalTensor& down_bias,
-                           bool weight_only, c10::string_view format,
-                           c10::string_view down_format) {
+                           bool weight_only, c10::string_view format, c10::string_view down_format,
+                           WeightState gate_state, WeightState up_state, WeightState down_state) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
-  const auto quantized = [](const Tensor& weight, c10::string_view name) {
-    return is_quantized_on_use(weight, name)
+  const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
+  const auto quantized = [&](const Tensor& weight, c10::string_view name) {
+    return !is_dynamic && is_quantized_on_use(weight, name)
                ? quantize_autograd(weight, name, false, std::nullopt, 0)
                : weight;
   };
@@ -329,7 +363,8 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
       is_given(up) ? OptionalTensor(quantized(*up, format)) : std::nullopt;
   return SwigluMlpFunction::apply(input, quantized(gate, format), quantized(down, down_format),
                                   second, gate_bias, up_bias, down_bias, weight_only,
-                                  at::GradMode::is_enabled(), format, down_format);
+                                  at::GradMode::is_enabled(), format, down_format, gate_state,
+                                  up_state, down_state);
 }
 
 }  // namespace qshard

@@ -30,14 +30,16 @@ void check_features(const char* op, const Tensor& x, const Tensor& weight, int64
 
 Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTensor&,
                        const Tensor& down, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, bool, c10::string_view, c10::string_view) {
+                       const OptionalTensor&, bool, c10::string_view, c10::string_view, WeightState,
+                       WeightState, WeightState) {
   check_features("qshard::swiglu_mlp", input, gate, 1);
   return with_last(input, down.sym_size(0));
 }
 
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor&,
                                                       const Tensor& weight, const OptionalTensor&,
-                                                      bool keep_amax, bool, OptionalFormat) {
+                                                      bool keep_amax, bool, OptionalFormat,
+                                                      WeightState) {
   check_features("qshard::swiglu_linear_forward", gate, weight, 1);
   return {with_last(gate, weight.sym_size(0)),
           at::empty({keep_amax ? 1 : 0}, gate.options().dtype(at::kFloat))};
@@ -48,7 +50,7 @@ SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& 
                                               bool needs_weight, bool rows, bool columns,
                                               bool joined, OptionalFormat grad_format, bool,
                                               std::optional<at::ScalarType> grad_dtype,
-                                              OptionalFormat) {
+                                              OptionalFormat, WeightState) {
   check_features("qshard::swiglu_linear_backward", grad, weight, 0);
   check_features("qshard::swiglu_linear_backward", gate, weight, 1);
   const Tensor grad_weight = wgrad_of(weight, needs_weight, grad_dtype);
@@ -72,10 +74,10 @@ SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& 
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate_meta(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& amax, const Tensor&, bool rows, bool columns, bool joined,
-    OptionalFormat grad_format, bool weight_only, OptionalFormat format) {
-  auto [none, first, second, third, fourth] =
-      swiglu_linear_backward_meta(grad, gate, up, weight, amax, /*needs_weight=*/false, rows,
-                                  columns, joined, grad_format, weight_only, std::nullopt, format);
+    OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState state) {
+  auto [none, first, second, third, fourth] = swiglu_linear_backward_meta(
+      grad, gate, up, weight, amax, /*needs_weight=*/false, rows, columns, joined, grad_format,
+      weight_only, std::nullopt, format, state);
   return {first, second, third, fourth};
 }
 
@@ -84,7 +86,7 @@ std::tuple<Tensor, Tensor> linear_backward_codes_meta(const Tensor& rows, const 
                                                       const Tensor& weight, const Tensor&, bool,
                                                       bool needs_input, bool needs_weight,
                                                       std::optional<at::ScalarType> grad_dtype,
-                                                      OptionalFormat) {
+                                                      OptionalFormat, WeightState) {
   Sizes sizes{0};
   if (needs_input) {
     sizes.assign(size.begin(), size.end());
@@ -98,10 +100,11 @@ Tensor linear_backward_codes_accumulate_meta(const Tensor& rows, const Tensor& c
                                              at::IntArrayRef size, at::ScalarType dtype,
                                              const Tensor& weight, const Tensor& input,
                                              bool input_is_quantized, bool needs_input,
-                                             const Tensor&, OptionalFormat format) {
-  return std::get<0>(linear_backward_codes_meta(rows, columns, size, dtype, weight, input,
-                                                input_is_quantized, needs_input,
-                                                /*needs_weight=*/false, std::nullopt, format));
+                                             const Tensor&, OptionalFormat format,
+                                             WeightState state) {
+  return std::get<0>(linear_backward_codes_meta(
+      rows, columns, size, dtype, weight, input, input_is_quantized, needs_input,
+      /*needs_weight=*/false, std::nullopt, format, state));
 }
 
 }  // namespace qshard

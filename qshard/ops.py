@@ -345,11 +345,13 @@ def linear_backward_codes(
     needs_weight: bool,
     grad_dtype: torch.dtype | None = None,
     format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`linear_backward` of a gradient that arrives in codes.
 
     rows, columns: what `swiglu_linear_backward` made, for dgrad and for wgrad.
     size, dtype: of the gradient.
+    format, weight_state: as of `linear`, for a plain weight.
 
     Raises RuntimeError for codes of another size, and for a weight that is not float8.
     """
@@ -365,6 +367,7 @@ def linear_backward_codes(
         needs_weight,
         grad_dtype,
         format,
+        weight_state,
     )
 
 
@@ -379,10 +382,21 @@ def linear_backward_codes_accumulate(
     needs_input: bool,
     weight_grad: Tensor,
     format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> Tensor:
     """`linear_backward_codes` that adds the weight's gradient to `weight_grad`. Returns grad_input."""
     return _ops.linear_backward_codes_accumulate(
-        rows, columns, size, dtype, weight, input, input_is_quantized, needs_input, weight_grad, format
+        rows,
+        columns,
+        size,
+        dtype,
+        weight,
+        input,
+        input_is_quantized,
+        needs_input,
+        weight_grad,
+        format,
+        weight_state,
     )
 
 

@@ -18,6 +18,9 @@ def swiglu_mlp(
     weight_only: bool = False,
     format: str,
     down_format: str,
+    gate_state: list[Tensor] | None = None,
+    up_state: list[Tensor] | None = None,
+    down_state: list[Tensor] | None = None,
 ) -> Tensor:
     """linear(silu(linear(input, gate)) * linear(input, up), down): the values of these operators, one after
     the other, rounded where they round. Autograd keeps the results of gate and up, and nothing of what is
@@ -28,6 +31,7 @@ def swiglu_mlp(
     input: (..., columns). gate, up: quantized (inner, columns), of one format; up None: gate is
         (2 x inner, columns), gate's rows first. down: quantized (outputs, inner). biases: of their rows.
     format, down_format: of gate and up, and of down. A plain weight is quantized for this use.
+    gate_state, up_state, down_state: of all weights or of none: weight_state of `linear`, for plain ones.
     weight_only: as of `linear`.
 
     Returns (..., outputs) in the dtype of `input`. No double backward. Raises RuntimeError for shapes,
@@ -44,6 +48,9 @@ def swiglu_mlp(
         weight_only=weight_only,
         format=format,
         down_format=down_format,
+        gate_state=gate_state,
+        up_state=up_state,
+        down_state=down_state,
     )
 
 
@@ -55,15 +62,19 @@ def swiglu_linear_forward(
     keep_amax: bool,
     weight_only: bool = False,
     format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """linear(silu(gate) * up), what `swiglu_mlp` runs below autograd: (output, amax), amax float32 (1,) of
     the product, or (0,) unless kept.
 
-    gate, up: (..., columns), with any strides. format: of the weight, which is checked.
+    gate, up: (..., columns), with any strides. format: of the weight, which is checked; weight_state: as
+        of `linear`, for a plain weight.
 
     Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """
-    return _ops.swiglu_linear_forward(gate, up, weight, bias, keep_amax, weight_only, format)
+    return _ops.swiglu_linear_forward(
+        gate, up, weight, bias, keep_amax, weight_only, format, weight_state
+    )
 
 
 def swiglu_linear_backward(
@@ -80,6 +91,7 @@ def swiglu_linear_backward(
     weight_only: bool = False,
     grad_dtype: torch.dtype | None = None,
     format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(grad_weight, gate, gate_columns, up, up_columns) of `swiglu_linear_forward`; (0,) what is not needed.
 
@@ -87,7 +99,7 @@ def swiglu_linear_backward(
         for the codes that `linear_backward_codes` takes: for dgrad if `rows`, for wgrad if `columns`. Without
         either no gradients are made.
     joined: as of one tensor (..., 2 x columns), which is gate's; up's are (0,).
-    amax: what forward kept. grad_dtype: as of `linear_backward`.
+    amax: what forward kept. grad_dtype, format, weight_state: as of `linear_backward`.
 
     Raises RuntimeError for shapes that do not fit, and for codes where the device has no FP8 GEMM.
     """
@@ -105,6 +117,7 @@ def swiglu_linear_backward(
         weight_only,
         grad_dtype,
         format,
+        weight_state,
     )
 
 
@@ -121,6 +134,7 @@ def swiglu_linear_backward_accumulate(
     grad_format: str | None = None,
     weight_only: bool = False,
     format: str | None = None,
+    weight_state: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`swiglu_linear_backward` that adds the weight's gradient to `weight_grad`, as
     `linear_backward_accumulate` does, and returns the others."""
@@ -137,4 +151,5 @@ def swiglu_linear_backward_accumulate(
         grad_format,
         weight_only,
         format,
+        weight_state,
     )

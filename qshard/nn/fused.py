@@ -1,7 +1,7 @@
 """A normalization or an activation and the linears that it feeds, as one step each. Made of torch's
 operators and the linear's; an operator that gives the linears codes instead of values replaces a step here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,11 +50,13 @@ def swiglu_mlp(
     gate: tuple[Tensor, Tensor | None],
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
+    states: Sequence[list[Tensor] | None] = (None, None, None),
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) of weights and biases, by the operator; up None: gate has the rows of
-    both."""
+    both. states: of plain weights that are quantized for this use, weight_state of `qshard.ops.linear`."""
     up_weight, up_bias = up or (None, None)
     format = multiply.weight_format
+    gate_state, up_state, down_state = states
     return torch.ops.qshard.swiglu_mlp(
         x,
         gate[0],
@@ -66,4 +68,7 @@ def swiglu_mlp(
         weight_only=multiply.weight_only,
         format=format,
         down_format=format,
+        gate_state=gate_state,
+        up_state=up_state,
+        down_state=down_state,
     )

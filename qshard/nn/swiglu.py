@@ -11,8 +11,8 @@ from qshard.nn.multiply import Multiply
 
 def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor | None:
     """down(silu(gate(x)) * up(x)), or None where each linear has to run by itself: where they multiply in
-    different ways, have hooks or a forward of their own, or parts on other ranks that no style of
-    qshard.tensor_parallel put there."""
+    different ways, have hooks or a forward of their own, a weight that other modules use, or parts on
+    other ranks that no style of qshard.tensor_parallel put there."""
     linears = (gate, up, down)
     if not all(map(_is_usual, linears)):
         return None
@@ -21,7 +21,14 @@ def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tens
         return None
     if not multiply.runs_operators:
         return None
-    if gate.style is None and up.style is None and down.style is None:
+    if all(linear.dynamic is not None for linear in linears):
+        for linear in linears:
+            linear.dynamic.prepare(linear, linear.weight)
+        parts = ((linear.weight, linear.bias) for linear in linears)
+        return swiglu_mlp(x, multiply, *parts, [linear.dynamic.scaling for linear in linears])
+    if any(linear.dynamic is not None for linear in linears):
+        return None
+    if all(linear.style is None for linear in linears):
         if any(isinstance(linear.weight, DTensor) for linear in linears):
             return None
         return swiglu_mlp(x, multiply, *((linear.weight, linear.bias) for linear in linears))
@@ -37,7 +44,9 @@ def _is_usual(linear):
     """Whether calling it is its operator alone, or that between the hooks of its style."""
     if not isinstance(linear, Linear) or "forward" in linear.__dict__:
         return False
-    if type(linear).forward is not Linear.forward or linear.is_constructed or linear.dynamic is not None:
+    if type(linear).forward is not Linear.forward or linear.is_constructed:
+        return False
+    if linear.dynamic is not None and linear.dynamic.uses > 1:
         return False
     if linear._backward_hooks or linear._backward_pre_hooks:
         return False

@@ -27,8 +27,11 @@ def plain(*shape, grad=False, dtype=torch.float32):
 def dynamic(fmt, *args):
     """Arguments with a plain weight that is quantized within. Of delayed scaling inputs are written, as
     amaxes are collected there, which opcheck would take for a mistake."""
-    fmt = fmt.replace("delayed", "tensorwise")
-    return *args, dict(format=fmt, weight_state=[])
+    return *args, dict(format=not_delayed(fmt), weight_state=[])
+
+
+def not_delayed(fmt):
+    return fmt.replace("delayed", "tensorwise")
 
 
 def split(args):
@@ -91,16 +94,22 @@ SAMPLES = {
             (*(quantized(fmt=fmt, grad=True) for _ in "gu"), quantized(32, 64, fmt, grad=True)),
             (quantized(128, fmt=fmt), None, quantized(32, 64, fmt, keep_master=True, grad=True)),
         )
+    ]
+    + [
+        (plain(4, 32, grad=True), plain(128, 32, grad=True), None, plain(32, 64, grad=True),
+         dict(gate_state=[], down_state=[], **dict.fromkeys(("format", "down_format"), not_delayed(fmt))))
     ],
     "swiglu_linear_forward": lambda fmt: [
         (plain(2, 3, 64), plain(2, 3, 64), quantized(32, 64, fmt), bias, keeps)
         for bias, keeps in ((None, True), (plain(32), False))
-    ],
+    ]
+    + [dynamic(fmt, plain(4, 64), plain(4, 64), plain(32, 64), None, False)],
     "swiglu_linear_backward": lambda fmt: [
         (plain(2, 3, 32), *(plain(2, 3, 64) for _ in "gu"), quantized(32, 64, fmt), amax, *needs)
         for amax in (torch.empty(0), torch.ones(1))
         for needs in ((True, True, True, True), (False, True, False, False), (True, False, False, True))
-    ],
+    ]
+    + [dynamic(fmt, plain(4, 32), plain(4, 64), plain(4, 64), plain(32, 64), torch.empty(0), *[True] * 4)],
     "swiglu_linear_backward_accumulate": lambda fmt: [
         (plain(4, 32), plain(4, 64), plain(4, 64), quantized(32, 64, fmt), torch.empty(0),
          plain(32, 64), True, True, joined)
