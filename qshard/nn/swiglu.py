@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from qshard.nn.fused import swiglu_mlp
 from qshard.nn.linear import Linear
 from qshard.nn.multiply import Multiply
+from qshard.tensor_parallel.styles import count_hooks
 
 
 def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor | None:
@@ -50,8 +51,7 @@ def _is_usual(linear):
         return False
     if linear._backward_hooks or linear._backward_pre_hooks:
         return False
-    known = linear.style.hooks if linear.style is not None else ()
-    return all(id in known for id in (*linear._forward_pre_hooks, *linear._forward_hooks))
+    return count_hooks(linear) == (0 if linear.style is None else linear.style.hooks)
 
 
 def _styles_meet(gate, up, down):

@@ -18,20 +18,21 @@ from qshard.tensor_parallel.shared import shared
 class LinearStyle:
     """The style of a linear, for those who run several linears as one step, without the style's hooks.
 
-    hooks: ids of these, forward's and before it.
+    hooks: how many these are, forward's and before it. (Compiled code would be made anew for each module
+        by their ids.)
     """
 
     style: stock.ParallelStyle
     mesh: DeviceMesh
-    hooks: frozenset
+    hooks: int
 
     @classmethod
     def applied(cls, style, apply, module, mesh):
         """apply(module, mesh), which adds the style's hooks; a linear knows them afterwards."""
-        before = _hooks_of(module)
+        before = count_hooks(module)
         module = apply(module, mesh)
         if isinstance(module, torch.nn.Linear):
-            module.style = cls(style, mesh, _hooks_of(module) - before)
+            module.style = cls(style, mesh, count_hooks(module) - before)
         return module
 
     def __deepcopy__(self, memo):
@@ -72,8 +73,9 @@ class LinearStyle:
         )
 
 
-def _hooks_of(module):
-    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
+def count_hooks(module: torch.nn.Module) -> int:
+    """Forward's and before it."""
+    return len(module._forward_pre_hooks) + len(module._forward_hooks)
 
 
 class ColwiseParallel(stock.ColwiseParallel):

@@ -225,6 +225,27 @@ def run_compiled(plan):
         assert (value - want[name]).norm() < 1e-3 * want[name].norm(), name
 
 
+def run_compiled_once():
+    """Blocks of one kind have one graph: what tells hooks apart is no part of it."""
+    mesh = full_mesh(names=("tp",))
+    model = nn.Sequential(*(Block(bias=False) for _ in range(3))).to(device())
+    for block in model:
+        parallelize_module(block, mesh, of_tokens())
+    qshard.quantize_(model, RECIPES["float8_tensorwise"])
+    qshard.fuse_(model)
+    x = part_of(batch(0, 0), mesh, of_tokens)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for block in model:
+            block.compile(backend="aot_eager", fullgraph=True)
+            block(x.clone().requires_grad_()).square().sum().backward()
+
+
+@on_worlds(2)
+def test_blocks_are_compiled_once(world):
+    world.run(run_compiled_once)
+
+
 @pytest.mark.parametrize("plan", [of_tokens, replicated])
 @on_worlds(2)
 def test_compiled(world, plan):
