@@ -197,14 +197,12 @@ class _SummedPart(torch.autograd.Function):
 
 
 def distributed(local, spec):
-    """A gradient of a DTensor placed as it is."""
-    meta = spec.tensor_meta
-    if local.dtype == meta.dtype:  # as torch's to_local does, a tenth of from_local's time
-        return DTensor(local, copy.copy(spec), requires_grad=False)
-    shape, stride = meta.shape, meta.stride
-    return DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
-    )
+    """A gradient of a DTensor placed as it is: made as torch's to_local does, in a tenth of from_local's
+    time."""
+    spec = copy.copy(spec)
+    if local.dtype != spec.tensor_meta.dtype:  # FSDP2's mixed precision
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, spec, requires_grad=False)
 
 
 class OnOneRank(torch.autograd.Function):
