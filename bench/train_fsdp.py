@@ -219,6 +219,14 @@ class Trainer:
                       activations / 1e6, losses, profile)
 
 
+    def release(self):
+        """Lets go of what FSDP1 keeps for good: flat parameters hold views of themselves, whose graph holds
+        them, out of the garbage collector's sight."""
+        if self.configuration.fsdp1:
+            for unit in FullyShardedDataParallel.fsdp_modules(self.model):
+                unit._handle.flat_param._tensors = None
+
+
 def reset_peak(device: str):
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -244,7 +252,9 @@ def run(configuration, args, mesh) -> Result:
         print(f"{left:.2f} GB are still allocated before {configuration}", flush=True)
     trainer = Trainer(configuration, TINY if args.tiny else SLICE, args.seq_len, args, mesh)
     synchronize()
-    return trainer.measure(peak_gb(device))
+    result = trainer.measure(peak_gb(device))
+    trainer.release()
+    return result
 
 
 # --------------------------------------------------------------------------------- host times
