@@ -370,9 +370,12 @@ def test_load_state_dict(world, rows, format, keep_master):
 def planes(tensor):
     """(packed bytes, pending update, layout, format). What needs no other rank is flushed first:
     copies do so, pickling does not. Whose share the rows are is left out: a clone's are nobody's."""
-    if dist.get_world_size() == 1:
+    is_alone = dist.get_world_size() == 1
+    if is_alone:
         ops.codes(tensor.detach())
     packed, pending, (*layout, _adopted), format, _ = ops._pack(tensor.detach())
+    if is_alone:  # what a shard of delayed scaling keeps for the flush of the next step is in the codes
+        pending = None
     return packed, torch.empty(0) if pending is None else pending, layout, format
 
 
@@ -407,7 +410,9 @@ def run_shard_copies(format, keep_master, rows, written):
             param.zero_()
     model.load_state_dict(copied)
     assert not different(full_values(model), values)
-    check_gathered(model, values if keep_master or written else None)
+    # One rank quantized what was written where codes were read.
+    is_written = written and dist.get_world_size() > 1
+    check_gathered(model, values if keep_master or is_written else None)
 
 
 @pytest.mark.pairwise

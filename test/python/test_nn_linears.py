@@ -11,6 +11,7 @@ from reference import transformer as reference
 import qshard
 from qshard import nn
 from qshard.nn.activations import _activate, activate
+from qshard.nn.norms import normalize
 
 ops = torch.ops.qshard
 FORMATS = (None, *RECIPES)  # None: not quantized
@@ -32,6 +33,8 @@ def input_of(*shape, dtype=torch.float32, device="cpu", seed=1):
 
 def plain_norm(module, x, prefix="layer_norm_"):
     weight, bias = getattr(module, f"{prefix}weight"), getattr(module, f"{prefix}bias", None)
+    if x.is_cuda:  # by kernels with sums of their own (test_normalization.py)
+        return normalize(x, module.normalization, weight, bias, module.eps, False)
     if module.normalization == "RMSNorm":
         return F.rms_norm(x, weight.shape, weight, module.eps)
     return F.layer_norm(x, weight.shape, weight, bias, module.eps)
