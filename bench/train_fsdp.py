@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 bench/train_fsdp.py [CONFIGURATION …] [--steps 20] [--breakdown]
     torchrun --nproc-per-node 2 bench/train_fsdp.py --tp 2 [CONFIGURATION …]
+    python bench/train_fsdp.py --tp 2 --one-rank [CONFIGURATION …]
 
 A CONFIGURATION is bf16 (plain FSDP2: fp32 parameters, computing in bf16), a format, or a peer of
 peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with options after colons:
@@ -29,7 +30,8 @@ A step includes our flush, and torchao's precomputed scales.
 --tp N: tensor parallelism over N ranks, sequence parallel, with loss_parallel; FSDP2 over the others.
 bf16 takes torch's styles. Activations gathered: bytes that a rank has after the all-gathers of one step
 that are not FSDP2's, forward and backward: of each layer's two inputs and two gradients of outputs, of
-the head's input, and of the gradient of the embedding's output.
+the head's input, and of the gradient of the embedding's output. --one-rank: the part of one of these ranks,
+on one GPU, without the link's time (one_rank_group.py).
 """
 
 import argparse
@@ -44,6 +46,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
+import one_rank_group
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -318,6 +321,7 @@ def main():
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that are timed")
     parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism")
+    parser.add_argument("--one-rank", action="store_true", help="of --tp ranks, the part of one alone")
     parser.add_argument("--batch", type=int, default=2,
                         help="sequences per GPU, or per tensor-parallel group")
     parser.add_argument("--seq-len", type=int)
@@ -331,20 +335,25 @@ def main():
     args = parser.parse_args()
     size = TINY if args.tiny else SLICE
     args.seq_len = args.seq_len or size.max_seq_len
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = args.tp if args.one_rank else int(os.environ["WORLD_SIZE"])
     if args.tp < 1 or any(number % args.tp for number in (ranks, size.kv_heads, args.seq_len)):
         parser.error(f"--tp {args.tp} has to divide {ranks} ranks, {size.kv_heads} key and value heads "
                      f"and sequences of {args.seq_len}")
     if args.tp > 1 and any(c.format in PEERS or c.fsdp1 for c in args.configurations):
         parser.error("--tp is not measured of peers, nor of fsdp1")
+    if args.one_rank and args.tp == 1:
+        parser.error("--one-rank is about --tp")
     if args.tp == 1 and any(c.stock for c in args.configurations):
         parser.error("the option stock is about --tp")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                            timeout=timedelta(seconds=args.timeout))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if args.one_rank:
+        one_rank_group.init_process_group(ranks)
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                                timeout=timedelta(seconds=args.timeout))
     is_first = dist.get_rank() == 0
     mesh = init_device_mesh(device, (ranks // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
     started, results = time.monotonic(), {}

@@ -4,6 +4,8 @@ import argparse
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+import one_rank_group
+import torch.distributed as dist
 from measuring import Row, at_most, describe, environment, table
 from peers import COUNTERPARTS, PEERS, versions
 from training_profile import Profile
@@ -203,7 +205,8 @@ def attention(results: dict[Configuration, Result]) -> str:
 
 
 def show(results, host, ranks: int, tp: int, is_tiny: bool, with_breakdown: bool):
-    where = ", ".join([f"{ranks} ranks", *([f"tp {tp}"] if tp > 1 else []), describe(environment()), *(
+    alone = " of which one runs" if dist.get_backend() == one_rank_group.BACKEND else ""
+    where = ", ".join([f"{ranks} ranks{alone}", *([f"tp {tp}"] if tp > 1 else []), describe(environment()), *(
         f"{name} {version}" for name, version in versions().items())])
     parts = [f"qshard training: {where}", overview(results)]
     if with_breakdown:
