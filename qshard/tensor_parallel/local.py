@@ -197,8 +197,8 @@ class _SummedPart(torch.autograd.Function):
 
 
 def distributed(local, spec):
-    """A gradient of a DTensor placed as it is: made as torch's to_local does, in a tenth of from_local's
-    time."""
+    """A local tensor as a DTensor of a spec that is there, but for the dtype: as torch's to_local makes
+    gradients, in a tenth of from_local's time."""
     spec = copy.copy(spec)
     if local.dtype != spec.tensor_meta.dtype:  # FSDP2's mixed precision
         spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
