@@ -216,7 +216,7 @@ class Trainer:
         arithmetic, gathered = self.bytes()
         profile = profile_step(lambda: self.step(0), self.device)
         activations = 0
-        if self.is_tensor_parallel:
+        if self.is_tensor_parallel and not self.args.one_rank:
             activations = gathered_activations(lambda: self.step(0))
         return Result(step_ms, self.tokens / step_ms * 1e3, init_gb, steady, arithmetic, peak, gathered,
                       activations / 1e6, losses, profile)
