@@ -221,7 +221,6 @@ class Trainer:
         return Result(step_ms, self.tokens / step_ms * 1e3, init_gb, steady, arithmetic, peak, gathered,
                       activations / 1e6, losses, profile)
 
-
     def release(self):
         """Lets go of what FSDP1 keeps for good: flat parameters hold views of themselves, whose graph holds
         them, out of the garbage collector's sight."""
