@@ -13,18 +13,8 @@ __device__ __forceinline__ void store_tensor_scale(const ActivationTask& task, f
   if (task.codes_t != nullptr) *task.scale_inv_t = inverse_scale(scale);
 }
 
-/// Codes in the orientations that the task has, all by one scale. Whoever used `shared` before
-/// synchronises.
-template <typename Code, typename Tile>
-__device__ __forceinline__ void store_tensorwise(const Tile& tile, const ActivationTask& task,
-                                                 float scale, int64_t tile_row, int64_t tile_col,
-                                                 typename Tile::Shared& shared) {
-  const auto scale_of = [&](int) { return scale; };
-  if (task.codes != nullptr) tile.template store_rows<Code>(task, tile_row, tile_col, scale_of);
-  if (task.codes_t != nullptr) {
-    tile.template store_columns<Code>(task, tile_row, tile_col, shared, scale_of);
-  }
-}
+/// Whether fp32 bits of a magnitude are a NaN's.
+__device__ __forceinline__ bool is_nan(uint32_t amax) { return amax > kInfBits; }
 
 /// E4M3 codes of the transposed tile by one scale, which is the tile's.
 template <typename Value, int kThreads>
@@ -43,7 +33,8 @@ __device__ __forceinline__ void store_square_columns(
           threadIdx.x == 0 ? inverse_scale(scale) : 0.f;
     }
   }
-  tile.template store_columns<E4M3>(task, tile_row, tile_col, shared, [&](int) { return scale; });
+  tile.template store_columns<E4M3>(task, tile_row, tile_col, shared, is_nan(amax),
+                                    [&](int) { return scale; });
 }
 
 /// E4M3 codes of the tile's rows in blocks of 1x128.
@@ -53,15 +44,18 @@ __device__ __forceinline__ void store_rows_1x128(const Tile& tile, const Activat
   uint32_t amax[Tile::kRows];
   tile.row_amax(amax);
   float scale[Tile::kRows];
+  uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < Tile::kRows; ++i) {
+    largest = max(largest, amax[i]);
     scale[i] = scale_from_amax(__uint_as_float(amax[i]), kE4M3Max, task.power_of_two);
     const int64_t r = tile_row + tile.row + i;
     if (tile.col == 0 && r < task.m_padded) {
       task.scale_inv[tile_col / kTile * task.m_padded + r] = inverse_scale(scale[i]);
     }
   }
-  tile.template store_rows<E4M3>(task, tile_row, tile_col, [&](int i) { return scale[i]; });
+  tile.template store_rows<E4M3>(task, tile_row, tile_col, is_nan(largest),
+                                 [&](int i) { return scale[i]; });
 }
 
 /// The same of the transposed tile's.
@@ -69,7 +63,7 @@ template <typename Tile>
 __device__ __forceinline__ void store_columns_1x128(const Tile& tile, const ActivationTask& task,
                                                     int64_t tile_row, int64_t tile_col,
                                                     typename Tile::Shared& shared) {
-  tile.column_amax(shared);
+  const bool has_nan = is_nan(tile.column_amax(shared));
   __syncthreads();
   if (threadIdx.x < kTile) {
     const uint32_t amax = Tile::reduce_column_amax(shared, static_cast<int>(threadIdx.x));
@@ -81,7 +75,7 @@ __device__ __forceinline__ void store_columns_1x128(const Tile& tile, const Acti
     }
   }
   __syncthreads();
-  tile.template store_columns<E4M3>(task, tile_row, tile_col, shared,
+  tile.template store_columns<E4M3>(task, tile_row, tile_col, shared, has_nan,
                                     [&](int j) { return shared.column_scale[tile.col + j]; });
 }
 

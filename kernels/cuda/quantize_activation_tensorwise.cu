@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kTileThreads)
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(task, scale);
   Tile tile;
   tile.load(task, tile_row, tile_col, vectorized);
-  store_tensorwise<Code>(tile, task, scale, tile_row, tile_col, shared);
+  tile.template store_both<Code>(task, tile_row, tile_col, shared, isnan(*amax), scale);
 }
 
 /// Codes by the amax of earlier steps, if there is one; collects the values' own.
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kTileThreads)
   if (!(earlier > 0.f)) return;
   const float scale = scale_from_amax(earlier, Code::kMax, task.power_of_two);
   if (is_first) store_tensor_scale(task, scale);
-  store_tensorwise<Code>(tile, task, scale, tile_row, tile_col, shared);
+  tile.template store_both<Code>(task, tile_row, tile_col, shared, is_nan(largest), scale);
 }
 
 /// Notes the amax in the history; where no earlier one gave a scale, makes the codes by it.
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kTileThreads)
     const int64_t tile_col = static_cast<int64_t>(i % tiles.x) * kTile;
     Tile tile;
     tile.load(task, tile_row, tile_col, vectorized);
-    store_tensorwise<Code>(tile, task, scale, tile_row, tile_col, shared);
+    tile.template store_both<Code>(task, tile_row, tile_col, shared, isnan(*amax), scale);
     __syncthreads();  // of `shared`
   }
 }

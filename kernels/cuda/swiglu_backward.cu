@@ -61,9 +61,11 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksAtOnce<Value>)
   BackwardTiles<Value, kTileThreads> tiles;
   tiles.template load<kVectorized>(task, tile_row, tile_col);
   const auto store = [&](const auto& tile, const SwigluImage& image, auto code) {
-    const float scale = scale_from_amax(*image.amax, decltype(code)::kMax, image.task.power_of_two);
+    const float amax = *image.amax;
+    const float scale = scale_from_amax(amax, decltype(code)::kMax, image.task.power_of_two);
     if (is_first) store_tensor_scale(image.task, scale);
-    store_tensorwise<decltype(code)>(tile, image.task, scale, tile_row, tile_col, shared);
+    tile.template store_both<decltype(code)>(image.task, tile_row, tile_col, shared, isnan(amax),
+                                             scale);
   };
   const auto store_gradient = [&](const auto& tile, const SwigluImage& image) {
     if constexpr (kBlocks) {

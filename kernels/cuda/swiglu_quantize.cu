@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     const float scale = scale_from_amax(*out.amax, kE4M3Max, out.task.power_of_two);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out.task, scale);
-    store_tensorwise<E4M3>(tile, out.task, scale, tile_row, tile_col, shared);
+    tile.template store_both<E4M3>(out.task, tile_row, tile_col, shared, isnan(*out.amax), scale);
   }
 }
 

@@ -127,12 +127,13 @@ __device__ __forceinline__ uint16_t unsigned_nan_pair(float x, float y) {
 }
 
 /// Codes of value i of each of four words, times one scale.
-template <typename Code, typename Value>
+template <typename Code, bool kMayBeNaN, typename Value>
 __device__ __forceinline__ uint32_t encode4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int i,
                                             float scale) {
   const auto product = [&](uint32_t word) { return __fmul_rn(Value::load(word, i), scale); };
   const uint32_t low = unsigned_nan_pair<Code>(product(a), product(b));
   const uint32_t high = unsigned_nan_pair<Code>(product(c), product(d));
+  if constexpr (!kMayBeNaN) return low | (high << 16);
   const int sign_bytes = Value::kPerWord == 2 && i == 0 ? 0x0051 : 0x0073;
   const uint32_t signs =
       __byte_perm(__byte_perm(a, b, sign_bytes), __byte_perm(c, d, sign_bytes), 0x5410);
