@@ -4,7 +4,8 @@
 #
 # Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so
 # with its libqshard_impl.so beside it; without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
-# TRAIN_ARGS goes to bench/train_fsdp.py, LOSSES names the configurations of bench/losses.py.
+# TEST_ARGS goes to pytest (--ranks-share-gpus: worlds of more ranks than GPUs, too), TRAIN_ARGS to
+# bench/train_fsdp.py, LOSSES names the configurations of bench/losses.py.
 # A step that fails does not stop the next; the exit status says whether any did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -43,7 +44,8 @@ google_tests() {
 cuda_tests() {
   local status=0
   google_tests || status=1
-  "$python" -m pytest -q --durations=10 -k "cuda or nccl" test/python || status=1
+  # shellcheck disable=SC2086
+  "$python" -m pytest -q --durations=10 -k "cuda or nccl" ${TEST_ARGS:-} test/python || status=1
   return $status
 }
 

@@ -6,6 +6,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import dist_helpers
 import pytest
 import thinning
 import torch
@@ -65,6 +66,15 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-clients", action="store_true", help="a package that a test of clients/ lacks is an error"
     )
+    parser.addoption(
+        "--ranks-share-gpus",
+        action="store_true",
+        help="worlds on GPUs have as many ranks as they want: those beyond the GPUs share them",
+    )
+
+
+def pytest_configure(config):
+    dist_helpers.ranks_share_gpus = config.getoption("--ranks-share-gpus")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m

@@ -11,6 +11,7 @@ import ctypes
 import datetime
 import gc
 import importlib
+import math
 import os
 import pickle
 import signal
@@ -32,6 +33,9 @@ NO_ANSWER = "no answer"
 ANSWERED = 3  # exit code of a process that has answered and takes no more jobs
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h: who forked it takes it along
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+# pytest's --ranks-share-gpus sets it: worlds on GPUs may have more ranks than there are GPUs.
+ranks_share_gpus = False
 
 
 # ------------------------------------------------------------------------------- in the test
@@ -60,13 +64,15 @@ class World:
     def run(self, function, *args, **kwargs):
         """`function(*args, **kwargs)` on every rank; the results by rank. Fails if a rank failed."""
         outcomes = self.outcomes(function, *args, **kwargs)
-        failed = [(o.seconds, rank, o.error) for rank, o in enumerate(outcomes) if o.error]
+        # Those that ended say nothing of when: mostly after another's error.
+        failed = [(o.seconds or math.inf, rank, o.error) for rank, o in enumerate(outcomes) if o.error]
         if failed:
             # The first is the cause; the others mostly say that a peer has gone.
             text = f"{function.__name__} on {self}\n"
             for i, (seconds, rank, error) in enumerate(sorted(failed)):
                 last_line = error.strip().splitlines()[-1]
-                text += f"rank {rank} after {seconds:.1f} s: {last_line if i else error}\n"
+                after = f" after {seconds:.1f} s" if seconds < math.inf else ""
+                text += f"rank {rank}{after}: {last_line if i else error}\n"
             pytest.fail(text, pytrace=False)
         return [outcome.value for outcome in outcomes]
 
@@ -85,8 +91,9 @@ def on_worlds(*sizes, devices=("cpu", "cuda")):
 def _world_param(device, size):
     world = World(device, size)
     gpus = torch.cuda.device_count() if device == "cuda" else size
-    reason = f"{world} needs {size} GPUs, found {gpus}"
-    return pytest.param(world, id=str(world), marks=pytest.mark.skipif(gpus < size, reason=reason))
+    needed = 1 if ranks_share_gpus else size
+    reason = f"{world} needs {needed} GPUs, found {gpus}"
+    return pytest.param(world, id=str(world), marks=pytest.mark.skipif(gpus < needed, reason=reason))
 
 
 # ------------------------------------------------------------------------------- the workers
@@ -190,7 +197,10 @@ def _start(pipe, device, rank):
 
     assert conftest.load_library
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        # NCCL refuses two ranks on one GPU of a host. Those of other hosts it reaches by sockets.
+        os.environ["NCCL_HOSTID"] = f"host {rank // gpus}"
         # After a timeout NCCL's watchdog ends the process; it would first wait a minute for dumps.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
         return _serve(pipe, device, rank)
@@ -238,11 +248,14 @@ def _serve(pipe, device, rank):
 
 def _forget_meshes():
     """DTensor's caches hand specs with the meshes of earlier jobs, and so names of their groups, to
-    meshes over the same ranks."""
+    meshes over the same ranks. On GPUs its state of random numbers is agreed over all ranks when the
+    first of them draws: by those that have none yet."""
     if "torch.distributed.tensor" in sys.modules:
-        propagator = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
+        tensor = sys.modules["torch.distributed.tensor"]
+        propagator = tensor.DTensor._op_dispatcher.sharding_propagator
         propagator.propagate_op_sharding.cache_clear()
         torch._C._clear_DTensor_sharding_propagator_cache()
+        tensor._random._rng_tracker = None
 
 
 _modules = 0
@@ -259,7 +272,8 @@ def _collect_garbage():
 
 def _init_process_group(device_type, rank, size, store):
     global _device
-    _device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    index = torch.cuda.current_device() if device_type == "cuda" else None
+    _device = torch.device(device_type, index)
     # No device_id: with one, meshes split the default group, which crashes in the second world of a
     # process (pytorch#192109).
     dist.init_process_group(

@@ -188,8 +188,11 @@ def run_wrapped(wrapper, format):
     if device().type == "cpu":
         assert seen[0] == seen[1]
         assert not same(*(v.values() for v in values))
-    else:  # products and gradients of gate and up are made of other tiles
-        assert seen[0] == pytest.approx(seen[1], rel=1e-2)
+        return
+    # Products and gradients of gate and up are made of other tiles, and without GEMMs in its format
+    # mxfp8's wgrad of down multiplies the product's values, not its codes.
+    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-3)
+    assert seen[0] == pytest.approx(seen[1], rel=1e-2 if format in SENT_AS_CODES else 5e-2)
 
 
 @pytest.mark.parametrize("wrapper", ["orig", "flat", "ddp"])

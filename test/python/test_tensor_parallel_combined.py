@@ -33,13 +33,14 @@ from torch.utils.checkpoint import checkpoint
 import qshard
 
 DIM, HIDDEN = 256, 512
+VOCABULARY = 512  # in whole blocks for each of two ranks: others quantize the head's gradients otherwise
 NAMES = ("dp", "tp")
 
 
-def assert_same(got, want, name=""):
+def assert_same(got, want, name="", bound=1e-3):
     """Of a gradient, relative to its norm: parts are summed in another order."""
     error = (got - want).norm() / want.norm()
-    assert error < 1e-3, (name, error.item())
+    assert error < bound, (name, error.item())
 
 
 # ----------------------------------------------------------- ways to compute and to update
@@ -47,9 +48,11 @@ def assert_same(got, want, name=""):
 
 def steps_of(model, mesh, plan, *, recompute=None, microbatches=1, scale_by=(), clip=None):
     """Losses, all gradients before the last update, and norms. mesh: None for one device, which takes
-    the batches of both ranks of dp. scale_by: what rank 0 multiplies the loss of each step with."""
+    the batches of both ranks of dp. scale_by: what rank 0 multiplies the loss of each step with, and
+    with it whoever has the same loss."""
     dp_ranks = 2
     mine = range(dp_ranks) if mesh is None else [mesh.get_local_rank("dp")]
+    rank = mine[0] if plan is replicated else dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device(), init_scale=8.0, enabled=bool(scale_by))
     losses, norms = [], []
@@ -66,7 +69,7 @@ def steps_of(model, mesh, plan, *, recompute=None, microbatches=1, scale_by=(), 
                     output = checkpoint(model, x.requires_grad_(), use_reentrant=recompute)
                 loss = output.square().mean()
                 loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-                if scale_by and (mesh is None or dist.get_rank() == 0):
+                if scale_by and (mesh is None or rank == 0):
                     factor = scale_by[step]
                 else:
                     factor = 1
@@ -130,7 +133,7 @@ class Scaled(nn.Linear):
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, is_tied, linear=nn.Linear, vocabulary=384, dim=DIM):
+    def __init__(self, is_tied, linear=nn.Linear, vocabulary=VOCABULARY, dim=DIM):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, dim)
         self.norm = nn.LayerNorm(dim)
@@ -174,7 +177,7 @@ def run_language_model(is_tied, linear):
     """With loss_parallel over the logits that are cut by vocabulary."""
     mesh = full_mesh(2, 2, names=NAMES)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 384, (2, 2, 8), generator=generator).to(device())
+    tokens = torch.randint(0, VOCABULARY, (2, 2, 8), generator=generator).to(device())
     seen = []
     for each in (mesh, None):
         model = language_model(is_tied, linear, each)
@@ -195,9 +198,12 @@ def run_language_model(is_tied, linear):
         seen.append((losses, grads))
     (losses, grads), (want, want_grads) = seen
     want = torch.tensor(want).view(-1, 2)[:, mesh.get_local_rank("dp")]
-    torch.testing.assert_close(torch.tensor(losses), want, rtol=1e-4, atol=0)
+    # Over DTensors a stock linear's wgrad is an mm of values. On one GPU it multiplies codes.
+    has_codes = device().type == "cuda" and linear is not nn.Linear
+    rtol, bound = (1e-3, 0.05) if has_codes else (1e-4, 1e-3)
+    torch.testing.assert_close(torch.tensor(losses), want, rtol=rtol, atol=0)
     for name, grad in grads.items():
-        assert_same(grad, want_grads[name], name)
+        assert_same(grad, want_grads[name], name, bound)
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])

@@ -104,9 +104,12 @@ def run_training(shape, names, formats, plan, order="pqf", dim=DIM, hidden=HIDDE
         torch.testing.assert_close(
             torch.tensor(losses), torch.tensor(want)[:, dp_rank], rtol=1e-4, atol=0
         )
+        # Tensor cores sum FP8 products of one scale in 14 bits, and halves in another order: a few
+        # gradients get the next code. Two ranks of H200s: 7e-4, four: 1.03e-3; the rest: 2e-7.
+        bound = 2e-3 if device().type == "cuda" and format == "float8_tensorwise" else 1e-3
         for name, grad in grads.items():
             error = (grad - want_grads[name]).norm() / want_grads[name].norm()
-            assert error < 1e-3, (format, name, error)
+            assert error < bound, (format, name, error)
 
 
 @pytest.mark.parametrize("plan", [replicated, sequence_parallel, prepared_input])
