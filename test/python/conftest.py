@@ -1,6 +1,5 @@
 """Loads the library under test before any test module is imported."""
 
-import gc
 import os
 import sys
 from collections import Counter
@@ -86,11 +85,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """What a file has imported stays, and collections look at it no more: of transformers and Inductor it
-    takes half a second each time."""
     if nextitem is not None and nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
+        dist_helpers.collect_garbage()
 
 
 _report_lines = []

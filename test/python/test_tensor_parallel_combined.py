@@ -52,7 +52,7 @@ def steps_of(model, mesh, plan, *, recompute=None, microbatches=1, scale_by=(), 
     with it whoever has the same loss."""
     dp_ranks = 2
     mine = range(dp_ranks) if mesh is None else [mesh.get_local_rank("dp")]
-    rank = mine[0] if plan is replicated else dist.get_rank()
+    rank = 0 if mesh is None else mine[0] if plan is replicated else dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device(), init_scale=8.0, enabled=bool(scale_by))
     losses, norms = [], []
@@ -69,10 +69,7 @@ def steps_of(model, mesh, plan, *, recompute=None, microbatches=1, scale_by=(), 
                     output = checkpoint(model, x.requires_grad_(), use_reentrant=recompute)
                 loss = output.square().mean()
                 loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-                if scale_by and (mesh is None or rank == 0):
-                    factor = scale_by[step]
-                else:
-                    factor = 1
+                factor = scale_by[step] if scale_by and rank == 0 else 1
                 scaled = scaler.scale(loss) * factor / microbatches
                 (scaled / len(mine)).backward()
                 losses.append(loss.item())
