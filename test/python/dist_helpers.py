@@ -31,6 +31,7 @@ COLLECTIVE_TIMEOUT_S = 20
 START_S = 180
 NO_ANSWER = "no answer"
 ANSWERED = 3  # exit code of a process that has answered and takes no more jobs
+MANY_THREADS = 150  # a process of the CPU that has more takes no more jobs
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h: who forked it takes it along
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -48,6 +49,7 @@ class Outcome:
     value: object = None
     error: str | None = None  # traceback, or how the process ended
     seconds: float = 0.0
+    last: bool = False  # the process takes no more jobs
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,13 @@ class _Worker:
             return Outcome(error=f"{NO_ANSWER} after {wait_s:.0f} s")
         except (EOFError, ConnectionError):
             self.process.join(5)
-            return Outcome(error=f"the process ended with exit code {self.process.exitcode}")
+            return Outcome(error=f"the process ended with exit code {self.process.exitcode}", last=True)
 
     def renew(self, outcome):
         """Whether a new process takes the jobs, as the one that answered with `outcome` does not."""
         if (outcome.error or "").startswith(NO_ANSWER):
             return False
-        if not outcome.error:
+        if not outcome.last:
             with contextlib.suppress(ConnectionError):
                 self.pipe.send(None)
         return self.is_ready()
@@ -166,10 +168,10 @@ class _Pool:
                 outcomes.append(worker.receive(deadline - time.monotonic()))
                 if outcomes[-1].error:
                     deadline = min(deadline, time.monotonic() + self.GRACE_S)
-            if any(outcome.error for outcome in outcomes):
-                for rank, outcome in enumerate(outcomes):
-                    if not self.workers[rank].renew(outcome):
-                        self.workers.pop(rank).stop()
+            failed = any(outcome.error for outcome in outcomes)
+            for rank, outcome in enumerate(outcomes):
+                if (failed or outcome.last) and not self.workers[rank].renew(outcome):
+                    self.workers.pop(rank).stop()
         return outcomes
 
     def close(self):
@@ -215,7 +217,7 @@ def _start(pipe, device, rank):
         if status == 0:  # nobody has jobs any more
             return
         if status != ANSWERED:
-            pipe.send(Outcome(error=f"the process ended with exit code {status}"))
+            pipe.send(Outcome(error=f"the process ended with exit code {status}", last=True))
 
 
 def _serve(pipe, device, rank):
@@ -240,10 +242,17 @@ def _serve(pipe, device, rank):
             _forget_meshes()
         except BaseException:  # CheckpointException derives from it
             value, error = None, traceback.format_exc()
-        pipe.send(Outcome(value, error, time.monotonic() - start))
-        if error:
-            # As in a real job: the process goes, and its peers find out at their next collective.
+        # After an error as in a real job: the process goes, and its peers find out at their next collective.
+        last = error is not None or (device == "cpu" and _threads() > MANY_THREADS)
+        pipe.send(Outcome(value, error, time.monotonic() - start, last))
+        if last:
             os._exit(ANSWERED)
+
+
+def _threads():
+    """Gloo's among them: FSDP2 keeps process groups alive beyond destroy_process_group, each with three
+    threads that wake up every few milliseconds. A thousand of them take a core."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def _forget_meshes():
