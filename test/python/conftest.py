@@ -98,6 +98,16 @@ def report():
     return _report_lines
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # one of the processes of pytest -n
+        session.config.workeroutput["report"] = _report_lines
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    _report_lines.extend(getattr(node, "workeroutput", {}).get("report", ()))
+
+
 def pytest_terminal_summary(terminalreporter):
     if _report_lines:
         terminalreporter.section("qshard")
