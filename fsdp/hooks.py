@@ -203,11 +203,8 @@ def begin_step(optimizer, args, kwargs):
 
 
 @torch._disable_dynamo
-def flush_after_step(optimizer, args, kwargs):
-    """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
-    same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
-    has a gradient was written: optimizers that write through addresses tell nobody. A parameter whose
-    step was taken within this one makes no other; if it was written since, it is quantized."""
+def end_step(optimizer, args, kwargs):
+    """What follows a step, and not one that is a part of another."""
     steps, taken = under_way.steps, set()
     for i, step in enumerate(steps):
         if step[0]() is optimizer:
@@ -216,6 +213,19 @@ def flush_after_step(optimizer, args, kwargs):
             break
     if any(takes_part_of_steps(step[0]()) for step in steps):
         return
+    if steps:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for step in steps:
+            step[1].update(held)
+    for follow in step_followers:
+        follow(optimizer, taken)
+
+
+def flush_after_step(optimizer, taken):
+    """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
+    same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
+    has a gradient was written: optimizers that write through addresses tell nobody. A parameter whose
+    step was taken within this one makes no other; if it was written since, it is quantized."""
     first, again = ([], [], []), ([], [], [])
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
@@ -226,8 +236,6 @@ def flush_after_step(optimizer, args, kwargs):
                 shards.append(local)
                 groups.append(0 if local is param else dtensor_groups(param))
                 has_grad.append(is_first and param.grad is not None)
-                for step in steps:
-                    step[1].add(id(param))
     if first[0]:
         # GradScaler gives it to fused optimizers, which then change nothing.
         found_inf = getattr(optimizer, "found_inf", None)
@@ -236,5 +244,8 @@ def flush_after_step(optimizer, args, kwargs):
         ops._flush_after_step(*again, None, False)
 
 
+# Called with an optimizer after its step, and the ids of the parameters whose step was taken within it.
+step_followers = [flush_after_step]
+
 register_optimizer_step_pre_hook(begin_step)
-register_optimizer_step_post_hook(flush_after_step)
+register_optimizer_step_post_hook(end_step)

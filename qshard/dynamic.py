@@ -6,11 +6,10 @@ What a module needs for that is its `DynamicWeight`, one for each weight: tied m
 import weakref
 
 import torch
-from _qshard_hooks import is_quantized, local_of, made_up_steps
+from _qshard_hooks import is_quantized, local_of, made_up_steps, step_followers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qshard.functional import linear_under_transforms
 from qshard.ranges import Range, amax_of_ranges
@@ -206,9 +205,9 @@ def all_reduce_max(values, group):
 _delayed = weakref.WeakSet()
 
 
-@torch._disable_dynamo
-def _after_step(optimizer, args, kwargs):
-    """Histories of the optimizer's weights roll, in its order."""
+def _after_step(optimizer, taken):
+    """Histories of the optimizer's weights roll, in its order. What it writes after a step within its own
+    is noticed as any write."""
     known = {
         id(dynamic.owner._parameters.get("weight")): dynamic
         for dynamic in _delayed
@@ -221,17 +220,19 @@ def _after_step(optimizer, args, kwargs):
         for param in group["params"]:
             dynamic = known.get(id(param))
             # As of a quantized weight: what has a gradient was written. Groups meet either way.
-            if dynamic is None or not (
-                dynamic.group or param.grad is not None or dynamic._seen != _seen(param)
-            ):
+            if dynamic is None:
                 continue
-            stepped[id(dynamic)] = dynamic, param.detach()
-    if stepped:
-        is_step = not made_up_steps
-        _update(list(stepped.values()), is_step, getattr(optimizer, "found_inf", None))
+            is_first = id(param) not in taken
+            is_written = is_first and (dynamic.group or param.grad is not None)
+            if is_written or dynamic._seen != _seen(param):
+                is_step = is_first and not made_up_steps
+                stepped.setdefault(is_step, {})[id(dynamic)] = dynamic, param.detach()
+    found_inf = getattr(optimizer, "found_inf", None)
+    for is_step, weights in stepped.items():
+        _update(list(weights.values()), is_step, found_inf if is_step else None)
 
 
-register_optimizer_step_post_hook(_after_step)
+step_followers.append(_after_step)
 
 
 class _QuantizeForUses(torch.autograd.Function):

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from _qshard_hooks import made_up_steps
+from _qshard_hooks import made_up_steps, step_followers
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qshard import flat_parameters
 from qshard.dynamic import DynamicWeight, all_reduce_max, update_state
@@ -489,16 +488,16 @@ def _forget(reference):
         _preparations.remove(reference)
 
 
-@torch._disable_dynamo
-def _after_step(optimizer, args, kwargs):
-    """One all-reduce over the units of which the optimizer holds a parameter, as it does on all ranks."""
+def _after_step(optimizer, taken):
+    """One all-reduce over the units of which the optimizer holds a parameter, as it does on all ranks. What
+    it writes after a step within its own is noticed as any write."""
     if not _preparations:
         return
     held = {
         id(param)
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.requires_grad
+        if param.requires_grad and id(param) not in taken
     }
     for reference in list(_preparations):
         preparation = reference()
@@ -508,7 +507,7 @@ def _after_step(optimizer, args, kwargs):
             agree(units, None if made_up_steps else held, found_inf)
 
 
-register_optimizer_step_post_hook(_after_step)
+step_followers.append(_after_step)
 
 _said: set[str] = set()
 

@@ -87,9 +87,9 @@ def different_values(model, other):
     return [name for name in values if not torch.equal(values[name], others[name])]
 
 
-def train_fsdp1(model, *, steps=3, microbatches=1, synced=True):
+def train_fsdp1(model, *, optimizer=None, steps=3, microbatches=1, synced=True):
     """This rank's losses."""
-    optimizer, losses = adamw(model), []
+    optimizer, losses = optimizer or adamw(model), []
     for step in range(steps):
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
