@@ -19,6 +19,13 @@ _STATE = ("weight_amax_history", "weight_scaling_amax")  # as quantized weights 
 _HOOKS = "_qshard_dynamic_hooks"
 
 
+class _Steps:
+    """Optimizer steps so far, and those of optimizers without a weight of delayed scaling, which may hold
+    copies that somebody writes the weights from afterwards; found_inf of the last."""
+
+    all, of_others, found_inf = 0, 0, None
+
+
 class DynamicWeight:
     """How the modules of one plain weight quantize it.
 
@@ -29,6 +36,10 @@ class DynamicWeight:
     managed: somebody else, who knows the shards of the weight, keeps the state up to date.
     known_amax: of current scaling, [float32 (grid,)] while somebody knows the amaxes of the weight as it is
         read: uses look for none. Else empty.
+
+    Of delayed scaling the steps of an optimizer that holds the weight say when histories roll. Until there
+    is one, each use looks at the values, which may be written through a flat buffer, or as `.data`, and
+    the first use after another optimizer's step is of what that one wrote.
     """
 
     def __init__(self, format: str, shape: tuple[int, int], group: str = ""):
@@ -40,13 +51,17 @@ class DynamicWeight:
         self.owner = None  # a module that has the weight
         self.uses, self.managed, self.known_amax = 0, False, []
         self._seen = None  # version and address of the values that `state` is of
+        self._is_told = False  # an optimizer has stepped the weight itself
+        self._steps, self._is_used = _Steps.of_others, False  # as of the last roll, since it in training
         self._shared = None  # weight, what it was, quantized tensor, uses left
 
     def __getstate__(self):
-        return {**self.__dict__, "_seen": None, "_shared": None, "managed": False, "known_amax": []}
+        of_copy = {"_seen": None, "_shared": None, "_is_told": False, "managed": False, "known_amax": []}
+        return {**self.__dict__, **of_copy, "_steps": self._steps - _Steps.of_others}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
+        self._steps += _Steps.of_others
         if self.state:
             _delayed.add(self)
 
@@ -103,7 +118,7 @@ class DynamicWeight:
 
     def _quantize(self, weight):
         """Quantized once for all modules that use it in one forward."""
-        key = (*_seen(weight), torch.is_grad_enabled())
+        key = (*_seen(weight), _Steps.all, torch.is_grad_enabled())
         shared = self._shared
         if shared is None or shared[0] is not weight or shared[1] != key:
             quantized = _QuantizeForUses.apply(weight, self.format, *self.scaling)
@@ -129,26 +144,66 @@ class DynamicWeight:
                 "qshard.prepare_for_fsdp1(model) after FullyShardedDataParallel(model), or, under "
                 'fully_shard, qshard.quantize_(model, recipe) without weights="dynamic"'
             )
-        if not torch.compiler.is_compiling():
-            self.refresh(weight)
+        if torch.compiler.is_compiling():
+            return
+        self.refresh(weight)
+        if not self._is_used and torch.is_grad_enabled():
+            self._steps, self._is_used = _Steps.of_others, True
 
     def refresh(self, weight):
         """Brings the state up to date with values that no optimizer step made, if it is not."""
-        if self.state[0].device != weight.device:
-            self.state = [t.to(weight.device) for t in self.state]
-        if self._seen != _seen(weight):
-            _update([(self, weight.detach())], is_step=False)
+        refresh_all([(self, weight)])
 
-    def refresh_owner(self):
-        """The same of the parameter itself, for code that does not look, as what is compiled."""
+    def is_step_due(self, weight):
+        """Whether somebody's copies of the weight were stepped since its history rolled."""
+        return self._is_untold(weight) and self._steps != _Steps.of_others
+
+    def is_stale(self, weight):
+        return self._is_untold(weight) or self._seen != _seen(weight)
+
+    def _is_untold(self, weight):
+        return weight.requires_grad and not self._is_told
+
+    def whole_weight(self):
+        """The parameter itself, if it is there, for code that does not look, as what is compiled."""
         weight = self.owner._parameters.get("weight")
         is_whole = weight is not None and tuple(weight.shape) == self.shape
-        if is_whole and not isinstance(weight, DTensor) and not weight.is_meta and not self.managed:
+        is_ours = is_whole and not isinstance(weight, DTensor) and not weight.is_meta
+        return weight if is_ours and not self.managed else None
+
+    def refresh_owner(self):
+        weight = self.whole_weight()
+        if weight is not None:
             self.refresh(weight)
 
 
 def _seen(weight):
     return 0 if weight.is_inference() else weight._version, weight.data_ptr()
+
+
+def refresh_all(weights, rolls_unused=False):
+    """Brings the states of (DynamicWeight, its weight) up to date, with one all-reduce a group if a step
+    of copies came before. A weight that was not used in training since its history rolled was not
+    stepped: the step was another model's. Groups meet either way."""
+    for dynamic, weight in weights:
+        if dynamic.state[0].device != weight.device:
+            dynamic.state = [t.to(weight.device) for t in dynamic.state]
+    due, stale = [], []
+    for dynamic, weight in weights:
+        is_used = dynamic._is_used or dynamic.group or rolls_unused
+        if is_used and dynamic.is_step_due(weight):
+            due.append((dynamic, weight.detach()))
+        elif dynamic.is_stale(weight):
+            stale.append((dynamic, weight.detach()))
+    _update(due, True, _Steps.found_inf)
+    _update(stale, False)
+
+
+def flush(model):
+    """`refresh_all` of a model's weights, after a step. Compiled uses do not say that they were."""
+    dynamics = {id(d): d for d in (getattr(m, "dynamic", None) for m in model.modules()) if d is not None}
+    weights = [(d, d.whole_weight()) for d in dynamics.values() if d.state]
+    refresh_all([(d, weight) for d, weight in weights if weight is not None], rolls_unused=True)
 
 
 def _update(weights, is_step, found_inf=None):
@@ -164,17 +219,16 @@ def _update(weights, is_step, found_inf=None):
         update_state([dynamic for dynamic, _ in members], amax, dtype, is_step, found_inf)
         for dynamic, values in members:
             dynamic._seen = _seen(values)
+            if is_step:
+                dynamic._steps, dynamic._is_used = _Steps.of_others, False
 
 
 def own_amaxes(weights):
     """float32 (weights, 3) of (DynamicWeight, its whole values): this rank's amaxes of each, and of the input
     and gradient that its linear saw in this step."""
     flat = [values.detach().contiguous().view(-1) for _, values in weights]
-    amax = flat[0].new_zeros(len(flat), dtype=torch.float32)
-    filled = [i for i, values in enumerate(flat) if values.numel()]
-    if filled:
-        ranges = [Range(weights[i][0].format, *weights[i][0].shape, 0) for i in filled]
-        amax[filled] = amax_of_ranges([flat[i] for i in filled], ranges)
+    ranges = [Range(dynamic.format, *dynamic.shape, 0) for dynamic, _ in weights]
+    amax = amax_of_ranges(flat, ranges)  # of those that are elsewhere 0
     activations = torch.stack([dynamic.state[0][1:, 0] for dynamic, _ in weights])
     return torch.cat([amax.view(-1, 1), activations], 1)
 
@@ -208,6 +262,7 @@ _delayed = weakref.WeakSet()
 def _after_step(optimizer, taken):
     """Histories of the optimizer's weights roll, in its order. What it writes after a step within its own
     is noticed as any write."""
+    _Steps.all += 1
     known = {
         id(dynamic.owner._parameters.get("weight")): dynamic
         for dynamic in _delayed
@@ -215,13 +270,14 @@ def _after_step(optimizer, taken):
     }
     if not known:
         return
-    stepped = {}
+    stepped, holds_any = {}, False
     for group in optimizer.param_groups:
         for param in group["params"]:
             dynamic = known.get(id(param))
             # As of a quantized weight: what has a gradient was written. Groups meet either way.
             if dynamic is None:
                 continue
+            holds_any = dynamic._is_told = True
             is_first = id(param) not in taken
             is_written = is_first and (dynamic.group or param.grad is not None)
             if is_written or dynamic._seen != _seen(param):
@@ -230,6 +286,8 @@ def _after_step(optimizer, taken):
     found_inf = getattr(optimizer, "found_inf", None)
     for is_step, weights in stepped.items():
         _update(list(weights.values()), is_step, found_inf if is_step else None)
+    if not holds_any and not made_up_steps:
+        _Steps.of_others, _Steps.found_inf = _Steps.of_others + 1, found_inf
 
 
 step_followers.append(_after_step)
@@ -383,7 +441,7 @@ def install(module: nn.Module, dynamic: DynamicWeight) -> None:
     module.dynamic = dynamic
     if dynamic.state and isinstance(module, nn.Linear):
         module.__dict__[_HOOKS] = [
-            module.register_state_dict_pre_hook(_show_state),
+            module.register_state_dict_pre_hook(_show_latest_state),
             module.register_state_dict_post_hook(_hide_state),
             module.register_load_state_dict_pre_hook(_prepare_load),
             module.register_load_state_dict_post_hook(_after_load),
@@ -412,6 +470,12 @@ def _state_of(module, index):
     if dynamic is None or not dynamic.state:
         raise AttributeError(_STATE[index])  # nn.Module then looks for a buffer
     return dynamic.state[index]
+
+
+def _show_latest_state(module, *_):
+    if not module.dynamic.group:  # whose ranks need not all make state_dicts
+        module.dynamic.refresh_owner()
+    _show_state(module)
 
 
 def _show_state(module, *_):

@@ -165,7 +165,8 @@ def weight_names(module: torch_nn.Module) -> tuple[str, ...]:
 def flush(model: torch_nn.Module) -> None:
     """Requantizes every weight that was written since its last flush, on any rank: one all-reduce
     per reduction group. Collective: call it on all ranks. Optimizer steps and FSDP2's all-gathers do
-    it by themselves; this is for writes of your own, and coalesces what they would do one by one."""
+    it by themselves; this is for writes of your own, and coalesces what they would do one by one. Of
+    `weights="dynamic"` and DelayedScaling it rolls the histories that uses would roll."""
     for module in model.modules():
         scale_groups.link(module)
     shards = []
@@ -177,6 +178,7 @@ def flush(model: torch_nn.Module) -> None:
                 ops._set_groups(local, groups)
             shards.append(local)
     ops.flush(shards)
+    dynamic.flush(model)
 
 
 def mark_written(tensor: torch.Tensor) -> None:

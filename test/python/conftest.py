@@ -131,6 +131,7 @@ BUDGETS_S = {
     "test_saved_scales": 60,
     "test_compile": 60,  # Inductor's first compilation takes 30 s
     "test_docs": 60,  # its compiled snippet takes 30 s
+    "test_dynamic_optimizers": 45,
     "test_expert_meshes": 60,
     "test_fsdp1": 60,
     "test_fsdp1_gather": 45,

@@ -1,16 +1,44 @@
 """Weights that are quantized at each use, under optimizers that hold others, or copies of the weights: a
 step is one step, and no scale is stale."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_worlds
-from dist_models import DELAYED, Model, adamw, different, local_values, quantize_model, train
+from dist_models import (
+    DELAYED,
+    FORMATS,
+    Model,
+    adamw,
+    batch,
+    collectives,
+    count,
+    different,
+    local_values,
+    quantize_model,
+    train,
+)
 from fsdp1_models import BF16, build_fsdp1, different_values, train_fsdp1
 from test_delayed_scaling import Container
-from test_dynamic_weights import same_states, states
+from test_dynamic_weights import (
+    EXTRA,
+    Mlp,
+    Tied,
+    inputs,
+    pair,
+    same,
+    same_states,
+    states,
+    steps,
+)
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+import qshard
 
 
 def zero(model):
@@ -96,3 +124,184 @@ def delayed_states(model):
 @on_worlds(2)
 def test_a_step_within_a_step_of_fsdp1_is_one_step(world, format, use_orig_params):
     world.run(run_container_of_fsdp1, format, use_orig_params)
+
+
+# ------------------------------------------------------------------- optimizers over copies
+
+
+class Partitions:
+    """What DeepSpeed's ZeRO does: parameters are views of a flat buffer, by `.data`, and each rank's
+    optimizer holds an fp32 copy of a part of it, which goes back after the step. Neither versions nor
+    addresses of the parameters tell."""
+
+    def __init__(self, model, rank=0, ranks=1, **kwargs):
+        self.params = list(model.parameters())
+        numels = [p.numel() for p in self.params]
+        self.ranks, self.size = ranks, -(-sum(numels) // ranks)
+        self.flat = torch.zeros(self.size * ranks, dtype=self.params[0].dtype, device=device())
+        self.own = slice(rank * self.size, (rank + 1) * self.size)
+        for part, param in zip(self.flat[: sum(numels)].split(numels), self.params):
+            part.copy_(param.detach().flatten())
+            param.data = part.view_as(param)
+        self.copy = self.flat[self.own].float().requires_grad_()
+        self.optimizer = torch.optim.AdamW([self.copy], lr=1e-2, **kwargs)
+
+    def reduce(self):
+        grads = torch.cat([p.grad.flatten() for p in self.params])
+        if self.ranks > 1:
+            dist.all_reduce(grads.div_(self.ranks))
+        grads = nn.functional.pad(grads, (0, self.flat.numel() - grads.numel()))
+        self.copy.grad = grads[self.own].float()
+
+    def step(self):
+        self.reduce()
+        self.optimizer.step()
+        self.spread()
+
+    def spread(self):
+        own = self.copy.detach().to(self.flat.dtype)
+        if self.ranks > 1:
+            dist.all_gather_into_tensor(self.flat, own)
+        else:
+            self.flat.copy_(own)
+
+    def zero_grad(self):
+        for param in self.params:
+            param.grad = None
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("format", [*FORMATS, *(r.format for r in EXTRA)])
+def test_copies_of_a_flat_buffer_train_as_quantized_parameters(format, microbatches, recompute):
+    quantized, plain = pair(format, make=lambda format: Mlp(format, recompute))
+    optimizers = adamw(quantized), Partitions(plain)
+    for step in range(4):
+        kwargs = dict(first=step, microbatches=microbatches)
+        a, b = (steps(m, o, 1, **kwargs) for m, o in zip((quantized, plain), optimizers))
+        assert not same(a, b), step
+        x = inputs(99)
+        with torch.no_grad():
+            assert torch.equal(quantized(x), plain(x))
+        assert format != DELAYED or same_states(quantized, plain)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+def test_copies_of_models_between_the_step_and_a_use(way):
+    quantized, plain = pair(DELAYED)
+    for model, optimizer in (quantized, adamw(quantized)), (plain, Partitions(plain)):
+        steps(model, optimizer, 3)
+    other = way(plain)
+    x = inputs(99)
+    assert torch.equal(quantized(x), other(x)) and same_states(quantized, other)
+    assert torch.equal(quantized(x), plain(x)) and same_states(quantized, plain)
+
+
+def test_scales_are_of_what_a_flat_buffer_holds():
+    """Between steps: loads, averages, whatever writes it."""
+    _, plain = pair(DELAYED)
+    optimizer = Partitions(plain)
+    for step in range(3):
+        steps(plain, optimizer, 1, first=step)
+        plain(inputs(0))
+        optimizer.flat.mul_(100)
+        for layer in plain.up, plain.down:
+            x = torch.eye(layer.in_features)
+            bias = 0 if layer.bias is None else layer.bias
+            want = layer.weight.detach().t()
+            assert torch.allclose(layer(x) - bias, want, rtol=0.07, atol=1e-3 * float(want.abs().max()))
+        optimizer.flat.div_(100)
+
+
+def test_codes_of_tied_weights_are_not_of_an_earlier_step():
+    """One of three uses of a forward leaves them for the others."""
+    quantized, plain = pair("float8_blockwise", make=Tied)
+    optimizer, tokens = Partitions(plain), torch.arange(24)
+    plain.embedding(tokens)
+    plain(tokens).sum().backward()
+    before = plain.embedding(tokens).detach()
+    optimizer.step()
+    assert not torch.equal(plain.embedding(tokens), before)
+
+
+def test_skipped_steps_of_copies_roll_no_history():
+    _, plain = pair(DELAYED)
+    optimizer = Partitions(plain, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    seen = []
+    for factor in 1.0, float("inf"), 1.0:
+        scaler.scale(plain(inputs(0)).square().mean() * factor).backward()
+        optimizer.reduce()
+        scaler.step(optimizer.optimizer)
+        scaler.update()
+        optimizer.spread()
+        optimizer.zero_grad()
+        seen.append([table[0] for name, table in states(plain).items() if "history" in name])
+    rolled = [any(not torch.equal(a, b) for a, b in zip(x, y)) for x, y in zip(seen, seen[1:])]
+    assert rolled == [False, True]
+
+
+@pytest.mark.parametrize("has_copies", [False, True], ids=["itself", "copies"])
+def test_steps_of_other_models_roll_nothing(has_copies):
+    quantized, plain = pair(DELAYED)
+    optimizers = adamw(quantized), Partitions(plain) if has_copies else adamw(plain)
+    other = nn.Linear(4, 4)
+    other_optimizer = adamw(other)
+    for step in range(4):
+        other(torch.ones(4)).sum().backward()
+        other_optimizer.step()
+        a, b = (steps(m, o, 1, first=step) for m, o in zip((quantized, plain), optimizers))
+        assert not same(a, b) and same_states(quantized, plain)
+
+
+def test_flushes_of_compiled_models_roll_histories():
+    torch._dynamo.reset()
+    quantized, plain = pair(DELAYED)
+    plain.compile(fullgraph=True, backend="aot_eager")
+    optimizers = adamw(quantized), Partitions(plain)
+    for step in range(4):
+        a, b = (steps(m, o, 1, first=step) for m, o in zip((quantized, plain), optimizers))
+        qshard.flush(plain)
+        assert not same(a, b) and same_states(quantized, plain), step
+
+
+def run_partitions(format, is_flushed):
+    """As DDP of quantized parameters; histories agree over the group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    others, twin = trained(format, adamw)
+    torch.manual_seed(0)
+    kwargs = dict(weights="dynamic", group=dist.group.WORLD)
+    model = quantize_model(Model(format=format).to(device()), format, **kwargs)
+    optimizer, losses = Partitions(model, rank, ranks), []
+    for step in range(3):
+        losses += train(model, optimizer, steps=1, first_step=step)
+        if is_flushed:
+            with collectives() as calls:
+                qshard.flush(model)
+            assert count(calls, "allreduce") == 1
+    if not is_flushed:
+        with torch.no_grad():
+            model(batch(0, rank=0))
+    assert agree_over_ranks(model)
+    if device().type == "cpu":
+        assert losses == others
+        assert not different(local_values(model), plain_values(twin.module))
+        assert format != DELAYED or not is_flushed or same_states(model, twin.module)
+    return losses
+
+
+def plain_values(model):
+    return {name: value * 1 for name, value in local_values(model).items()}
+
+
+@pytest.mark.parametrize("is_flushed", [False, True], ids=["at-uses", "flushed"])
+@pytest.mark.parametrize("format", [DELAYED, "mix-2"])
+@on_worlds(2)
+def test_partitions_of_copies(world, format, is_flushed):
+    for losses in world.run(run_partitions, format, is_flushed):
+        assert losses[-1] < losses[0]
