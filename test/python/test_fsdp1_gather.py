@@ -4,7 +4,7 @@ parameters, bit for bit."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, on_worlds
 from dist_models import (
     Block,
     Model,
@@ -23,9 +23,9 @@ from fsdp1_models import (
     SENT_AS_CODES,
     build_fsdp1,
     build_fsdp2,
+    check_as,
     check_gathers,
     different_values,
-    full_values,
     gathered_bytes,
     make_dynamic,
     train_fsdp1,
@@ -52,17 +52,17 @@ def run_gather(format, rows, **kwargs):
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("rows", [3, 33, 257])
 @pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2, 3, 4, devices=("cpu",))
+@on_worlds(2, 3, 4)
 def test_gathered_values_are_those_of_the_whole_weight(world, format, rows, use_orig_params):
     """Shards end within rows and blocks, and some ranks have nothing of a weight."""
     results = world.run(run_gather, format, rows, use_orig_params=use_orig_params)
     assert results == [[5, 5]] * world.size
 
 
-def run_as_fsdp2(format, train_as, hybrid=False, recompute=None, **kwargs):
+def run_as_fsdp2(format, train_as, recompute=None, **kwargs):
     model = build_fsdp1(format, mixed_precision=BF16, recompute=recompute, **kwargs)
-    mesh = full_mesh(2, 2, names=("replicate", "shard")) if hybrid else None
-    twin = build_fsdp2(format, mp_policy=BF16_POLICY, recompute=recompute, mesh=mesh)
+    strategy = kwargs.get("strategy", "")
+    twin = build_fsdp2(format, mp_policy=BF16_POLICY, recompute=recompute, strategy=strategy)
     losses, others = train_fsdp1(model, **train_as), train(twin, **train_as)
     return losses == others, different_values(model, twin)
 
@@ -80,7 +80,7 @@ GATHER_MODES = {
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("format", SENT_AS_CODES)
 @pytest.mark.parametrize("mode", GATHER_MODES)
-@on_worlds(2, devices=("cpu", "cuda"))
+@on_worlds(2)
 def test_gather_of_codes_trains_as_fsdp2(world, mode, format, strategy, use_orig_params):
     """Of two ranks, whose sums have one order."""
     kwargs = {"train_as": {}} | GATHER_MODES[mode]
@@ -105,9 +105,9 @@ def test_offloaded_shards_are_gathered_as_codes(world, format):
 
 
 @pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(4, devices=("cpu",))
+@on_worlds(4)
 def test_hybrid_gather_of_codes_trains_as_hsdp(world, format):
-    results = world.run(run_as_fsdp2, format, {}, hybrid=True, strategy="HYBRID_SHARD")
+    results = world.run(run_as_fsdp2, format, {}, strategy="HYBRID_SHARD")
     assert results == [(True, [])] * 4
 
 
@@ -136,7 +136,7 @@ def run_wire(format, gather):
 
 
 @pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_a_byte_per_element_and_one_all_reduce_a_step(world, format):
     for sent, codes, numels, reduces in world.run(run_wire, format, "quantized"):
         passes = [1, 2, 2]
@@ -147,7 +147,7 @@ def test_a_byte_per_element_and_one_all_reduce_a_step(world, format):
         assert reduces == 1
 
 
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_param_dtype_gathers_as_without_qshard(world):
     for sent, codes, numels, reduces in world.run(run_wire_plain):
         assert codes == [0, 0, 0] and reduces == 0
@@ -231,17 +231,16 @@ def run_tied(format, use_orig_params, after):
     assert check_gathers(model) == 3
     torch.manual_seed(0)
     twin = shard(quantize_model(Tied().to(device()), format), mp_policy=BF16_POLICY)
-    assert train_on_tokens(model) == train_on_tokens(twin)
-    values, others = full_values(model), full_values(twin)
-    for name in others:
-        assert torch.equal(values[name], others[name]), name
+    # On GPUs the GEMM of quantized parameters adds to the embedding's gradient, and rounds once.
+    is_exact = device().type == "cpu"
+    check_as(train_on_tokens(model), train_on_tokens(twin), model, twin, is_exact)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("after", [False, True], ids=["before-wrapping", "after-wrapping"])
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_tied_embedding(world, format, use_orig_params, after):
     world.run(run_tied, format, use_orig_params, after)
 
@@ -264,6 +263,6 @@ def run_plain_and_quantized():
     assert not different_values(model, twin)
 
 
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_plain_and_quantized_weights_in_one_unit(world):
     world.run(run_plain_and_quantized)

@@ -96,7 +96,7 @@ def run_write(format, write, use_orig_params):
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2, 3, devices=("cpu",))
+@on_worlds(2, 3)
 def test_writes_are_noticed(world, format, write, use_orig_params):
     world.run(run_write, format, write, use_orig_params)
 
@@ -121,7 +121,7 @@ def run_summon(strategy, use_orig_params):
 
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_full_parameters_and_state_dicts_have_full_precision(world, strategy, use_orig_params):
     world.run(run_summon, strategy, use_orig_params)
 
@@ -162,7 +162,7 @@ def run_resumed(format, kind, use_orig_params, mixed_precision):
     for m in (model, other):
         FSDP.set_state_dict_type(m, *KINDS[kind])
     state = model.state_dict()
-    # Of full ones FSDP1 gathers several states into one CPU buffer (torch 2.11), of plain models too.
+    # Of full ones on CPU FSDP1 gathers several states into one buffer (torch 2.11), of plain models too.
     is_gathered = not (kind == "full" and use_orig_params and device().type == "cpu")
     optimizer_state = (
         FSDP.optim_state_dict(model, optimizer) if is_gathered else optimizer.state_dict()
@@ -185,7 +185,7 @@ def run_resumed(format, kind, use_orig_params, mixed_precision):
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", ["float8_blockwise", DELAYED, "mix-1"])
-@on_worlds(1, 2, 3, 4, devices=("cpu",))
+@on_worlds(1, 2, 3, 4)
 def test_resumed_training_goes_on_bit_for_bit(world, format, kind, use_orig_params, mixed_precision):
     world.run(run_resumed, format, kind, use_orig_params, mixed_precision)
 
@@ -216,7 +216,7 @@ def run_dcp(format, use_orig_params):
 
 @pytest.mark.parametrize("use_orig_params", [True], ids=["orig"])
 @pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_dcp_resumes_bit_for_bit(world, format, use_orig_params):
     world.run(run_dcp, format, use_orig_params)
 
@@ -226,7 +226,7 @@ def test_dcp_resumes_bit_for_bit(world, format, use_orig_params):
 
 def run_scaler(format, use_orig_params):
     model = build_fsdp1(format, mixed_precision=BF16, use_orig_params=use_orig_params)
-    optimizer, scaler = adamw(model, fused=True), ShardedGradScaler("cpu", init_scale=8.0)
+    optimizer, scaler = adamw(model, fused=True), ShardedGradScaler(device().type, init_scale=8.0)
     states = []
     for factor in (1.0, float("inf"), 1.0):
         loss = loss_of(model, batch(len(states)))
@@ -246,7 +246,7 @@ def dynamics(model):
 
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("format", [DELAYED, "float8_blockwise"])
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_skipped_steps_roll_no_history(world, format, use_orig_params):
     for rolled in world.run(run_scaler, format, use_orig_params):
         # The skipped step leaves what the step before did.
@@ -267,7 +267,7 @@ def run_quantized_before(use_orig_params):
 
 
 @ORIG_OR_FLAT
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_wrapping_quantized_parameters_is_refused(world, use_orig_params):
     for error in world.run(run_quantized_before, use_orig_params):
         assert error.startswith("TypeError: qshard: blocks.0.up.weight is a quantized parameter, and")
@@ -282,7 +282,7 @@ def run_quantized_after(use_orig_params):
 
 
 @ORIG_OR_FLAT
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_quantizing_after_wrapping_is_refused(world, use_orig_params):
     for error in world.run(run_quantized_after, use_orig_params):
         assert error.startswith("RuntimeError: qshard.quantize_: FullyShardedDataParallel has flattened")
@@ -301,7 +301,7 @@ def run_local():
     return refused, error_of(model.load_state_dict, plain.state_dict())
 
 
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_local_state_dicts_are_refused(world):
     for errors in world.run(run_local):
         for error in errors:
@@ -323,7 +323,7 @@ def run_unprepared():
     return [unprepared, twice, *errors]
 
 
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_wrong_calls_are_refused_by_name(world):
     for unprepared, weights, plain, unwrapped, gather in world.run(run_unprepared):
         assert "RuntimeError: qshard: float8_delayed[history=3] weights that FSDP shards" in unprepared
@@ -356,7 +356,7 @@ def run_without_the_private_method():
     return own, [str(w.message) for w in said if "qshard" in str(w.message)]
 
 
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_without_the_private_method_all_is_gathered_in_full(world):
     for own, said in world.run(run_without_the_private_method):
         assert own == [False] * 3

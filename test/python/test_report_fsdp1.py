@@ -65,7 +65,7 @@ def run_units(format, gather, **kwargs):
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("format", ["float8_blockwise", "mix-1"])
-@on_worlds(2, 3, devices=("cpu",))
+@on_worlds(2, 3)
 def test_units_of_fsdp1(world, format, use_orig_params, mixed_precision, gather):
     results = world.run(
         run_units, format, gather, use_orig_params=use_orig_params, mixed_precision=mixed_precision
@@ -112,6 +112,6 @@ def run_others():
     assert quantized["head.weight"].gathered_as == "codes"
 
 
-@on_worlds(2, devices=("cpu",))
+@on_worlds(2)
 def test_other_wrappers(world):
     world.run(run_others)
