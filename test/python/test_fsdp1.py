@@ -6,9 +6,13 @@ import torch
 from dist_helpers import device, on_worlds
 from dist_models import MIXES, Model, make_plain, train
 from fsdp1_models import (
+    BF16,
+    BF16_POLICY,
+    SENT_AS_CODES,
     build_fsdp1,
     build_fsdp2,
     check_as,
+    full_values,
     sums_alike,
     train_fsdp1,
     wrap,
@@ -96,3 +100,40 @@ def freeze(model):
 @on_worlds(2)
 def test_frozen_weights(world, format):
     world.run(run_fp32, format, prepare=freeze)
+
+
+# ----------------------------------------------------------------------- three and four ranks
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def run_more_ranks(format, use_orig_params, in_bf16):
+    model = build_fsdp1(
+        format, use_orig_params=use_orig_params, mixed_precision=BF16 if in_bf16 else None
+    )
+    twin = build_fsdp2(format, **(dict(mp_policy=BF16_POLICY) if in_bf16 else {}))
+    optimizers = sgd(model), sgd(twin)
+    losses = train_fsdp1(model, optimizer=optimizers[0], steps=1)
+    others = train(twin, optimizers[1], steps=1)
+    assert losses == others
+    values, wanted = full_values(model), full_values(twin)
+    ulps = {
+        name: (values[name] - want).abs().max().item() / (2**-23 * want.abs().max().item())
+        for name, want in wanted.items()
+    }
+    losses += train_fsdp1(model, optimizer=optimizers[0])
+    others += train(twin, optimizers[1])
+    check_as(losses, others, model, twin, exact=in_bf16 and device().type == "cpu")
+    return max(ulps.values())
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("in_bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(3, 4)
+def test_more_ranks_train_as_fsdp2(world, format, use_orig_params, in_bf16):
+    """Their sums have another order: of a step that shows in the last bits of each weight's largest."""
+    assert max(world.run(run_more_ranks, format, use_orig_params, in_bf16)) <= 4
