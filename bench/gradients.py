@@ -10,8 +10,9 @@ same run. Logical bytes per gradient, with v of its dtype and m of the message (
 
 steps: train_fsdp.py's model and loop for bf16, per tensor and nvfp4, each with plain reductions and with
 reduce_gradients_; of bf16's step, and of the same recipe with plain reductions. `--over tcp` has NCCL
-send over TCP sockets of this machine, as between nodes without RDMA. Sent: bytes that leave a rank per
-step by qshard.report, weights twice (forward and backward).
+send over TCP sockets of this machine, as between nodes without RDMA; `--replicas 2` makes halves of the
+ranks replicas (HSDP; all of them of two ranks: shards of one rank, whose gradients stay plain). Sent: bytes
+that leave a rank per step by qshard.report.
 
 blocks: relative errors of the gradients of a small Llama, trained for 60 steps on the standard library,
 as FSDP2 packs them for some numbers of ranks: blocks of the flat buffer, which parameters share where one
@@ -113,7 +114,11 @@ def steps(args):
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                             timeout=timedelta(seconds=120))
     ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
-    mesh = dist.device_mesh.init_device_mesh(device, (ranks, 1), mesh_dim_names=("dp", "tp"))
+    shape, names = (ranks, 1), ("dp", "tp")
+    if args.replicas > 1:
+        shape = (args.replicas, ranks // args.replicas, 1)
+        names = ("replicate", "shard", "tp")
+    mesh = dist.device_mesh.init_device_mesh(device, shape, mesh_dim_names=names)
     args.seq_len = (TINY if args.tiny else SLICE).max_seq_len
     started, measured = time.monotonic(), {}
     for configuration in map(Configuration.parse, args.configurations or CONFIGURATIONS):
@@ -126,18 +131,19 @@ def steps(args):
         try:
             trainer = Trainer(configuration, TINY if args.tiny else SLICE, args.seq_len, args, mesh)
             ms, losses = trainer.train()
-            sent = qshard.report(trainer.model, param_dtype=torch.bfloat16).sent()
+            sent = qshard.report(trainer.model).sent()
             peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
-            measured[configuration] = (ms, 2 * sent.weights, sent.gradients, peak, losses)
+            measured[configuration] = (ms, sent.weights, sent.gradients, peak, losses)
             if is_first:
                 print(f"{configuration}: {ms:.1f} ms a step", flush=True)
         except Exception as error:
             print(f"FAILED {configuration} on rank {dist.get_rank()}: {first_line(error)}", flush=True)
         del trainer
     if is_first:
-        print(f"\ngradients, {ranks} ranks over {args.over}: {describe(environment())}\n")
+        of = f" as {args.replicas} replicas" if args.replicas > 1 else ""
+        print(f"\ngradients, {ranks} ranks{of} over {args.over}: {describe(environment())}\n")
         print(step_table(measured))
-        save(args.json, {"ranks": ranks, "over": args.over,
+        save(args.json, {"ranks": ranks, "replicas": args.replicas, "over": args.over,
                          "steps": {str(c): row for c, row in measured.items()}})
     dist.destroy_process_group()
 
@@ -219,6 +225,7 @@ def main():
     parser.add_argument("configurations", nargs="*",
                         help="of kernels: formats; of steps: as train_fsdp.py's")
     parser.add_argument("--over", choices=("nccl", "tcp"), default="nccl")
+    parser.add_argument("--replicas", type=int, default=1, help="of the model (HSDP)")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--batch", type=int, default=2, help="sequences per GPU")

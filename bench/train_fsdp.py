@@ -103,7 +103,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / 20, total_iters=20)
-        data, parts, part = text(seq_len), mesh["dp"].size(), mesh["dp"].get_local_rank()
+        tensor = mesh["tp"].size()
+        data, parts, part = text(seq_len), mesh.size() // tensor, dist.get_rank() // tensor
         self.tokens = args.batch * seq_len * parts  # of a step
         # DTensors of loss_parallel have rules of their own.
         self.cross_entropy = (cross_entropy if self.is_tensor_parallel
@@ -134,13 +135,15 @@ class Trainer:
         if configuration.fused:
             qshard.fuse_(model)
         dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        names = mesh.mesh_dim_names[:-1]  # ("dp",), or ("replicate", "shard")
+        data_mesh = mesh[names if len(names) > 1 else names[0]]
         if configuration.fsdp1:
-            shard = functools.partial(FullyShardedDataParallel, device_mesh=mesh["dp"],
+            shard = functools.partial(FullyShardedDataParallel, device_mesh=data_mesh,
                                       device_id=next(model.parameters()).device,
                                       mixed_precision=MixedPrecision(**dtypes),
                                       use_orig_params=True)
         else:
-            shard = functools.partial(fully_shard, mesh=mesh["dp"], reshard_after_forward=True,
+            shard = functools.partial(fully_shard, mesh=data_mesh, reshard_after_forward=True,
                                       mp_policy=MixedPrecisionPolicy(**dtypes))
         for i, layer in enumerate(model.layers):
             if configuration.checkpointed:
@@ -205,8 +208,8 @@ class Trainer:
             if row.name.startswith("layers.0."):
                 if qshard.is_quantized(shard):
                     gathered += row.gathered
-                else:  # counted as the shard's type
-                    gathered += row.gathered // shard.element_size() * gathered_element_size(shard)
+                else:  # counted in bf16
+                    gathered += row.gathered // 2 * gathered_element_size(shard)
         return kept / 1e9, gathered / 1e6
 
     def measure(self, init_gb: float) -> Result:

@@ -70,12 +70,11 @@ def range_on(rank: int, numel: int, start: int, end: int) -> tuple[int, int]:
     return begin, max(begin, min((rank + 1) * numel, end))
 
 
-def units(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """(prefix of the parameters' names, handle) of each unit of a model under FSDP1."""
+def units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(prefix of the parameters' names, FSDP1's module) of each unit of a model."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for name, module in model.named_modules():
-        handle = getattr(module, "_handle", None)
-        if isinstance(module, FullyShardedDataParallel) and handle is not None:
+        if isinstance(module, FullyShardedDataParallel) and getattr(module, "_handle", None) is not None:
             parts = [part for part in name.split(".") if part not in ("", "_fsdp_wrapped_module")]
-            yield "".join(part + "." for part in parts), handle
+            yield "".join(part + "." for part in parts), module

@@ -131,8 +131,7 @@ class DDPHook:
 
     def _reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
         world = group.size()
-        # Chunks of whole blocks, so that addresses are aligned; the last ranks' may be short.
-        numel = _round_up(-(-buffer.numel() // world), 128)
+        numel = _ddp_chunk(buffer.numel(), world)
         messages = self._quantize(buffer, world, numel)
         received = torch.empty_like(messages)
         dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
@@ -225,13 +224,9 @@ def ddp_comm_hook(format: str, *, rounding: str = "nearest") -> DDPHook:
     return DDPHook(format, rounding)
 
 
-def reduction_formats(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The format in which FSDP2 reduces each parameter's gradient; not those it reduces as they are."""
-    return {
-        param: getattr(module, _COMM).format
-        for module, param in _owned_parameters(model)
-        if hasattr(module, _COMM)
-    }
+def ddp_message_bytes(format: str, numel: int, ranks: int) -> int:
+    """Of a bucket of DDP, to each rank, before the sum and after it."""
+    return ops._gradient_message_bytes(format, _ddp_chunk(numel, ranks))
 
 
 def _is_sharded(param: torch.Tensor) -> bool:
@@ -355,6 +350,11 @@ def _say_once(text: str) -> None:
 
 
 _said: set[str] = set()
+
+
+def _ddp_chunk(numel: int, ranks: int) -> int:
+    """Whole blocks, so that addresses are aligned; the last ranks' chunks of a bucket may be short."""
+    return _round_up(-(-numel // ranks), 128)
 
 
 def _round_up(a: int, b: int) -> int:

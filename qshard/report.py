@@ -1,20 +1,18 @@
 """What a model's parameters occupy and send, and which kernels ran."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from _qshard_hooks import is_quantized, local_of
-from _qshard_placement import group_names, in_groups, is_strided
 from tabulate import tabulate
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from qshard import clients, flat_parameters
+from qshard import clients, flat_parameters, traffic
 from qshard.fsdp1 import prepared_units
-from qshard.gradients import reduction_formats
+from qshard.traffic import Traffic, name_of, split
 
 ops = torch.ops.qshard
 
@@ -31,14 +29,18 @@ class ParameterReport:
     grid: int
     pending: int
     gathered: int  # received by one unshard, padding rows included; FSDP2 keeps it as it is
-    reduced: int  # put into one reduction of the gradient over the shards, padding rows included
+    # Put into the reduction of the gradient over the shards, or over replicas of whole ones: padding rows
+    # included, and of a message in few bits, which carries a group of parameters, the part.
+    reduced: int
     ranks: int  # over which the parameter is sharded
     gathered_as: str = ""  # "codes", or the dtype of plain values; "" if it is not gathered
+    weights_sent: int = 0  # to other ranks in a forward and backward
+    gradients_sent: int = 0  # over shards and replicas
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes: of weights by one all-gather of all of them, of gradients by one reduction."""
+    """Bytes that leave a rank in one forward and backward."""
 
     weights: int
     gradients: int
@@ -56,31 +58,27 @@ class Report(list):
                  row.gathered_as]
                 for row in self]
         sums = [sum(getattr(row, column) for row in self) for column in columns.values()]
-        gathered = sums[-2]
         sent = self.sent()
         return "\n".join(
             [
                 tabulate([*rows, ["total", "", "", *sums]],
                          headers=["parameter", "format", "shape", *columns, "as"]),
                 "",
-                f"all-gathered per forward: {gathered:,} B; per backward: {gathered:,} B with "
-                "reshard_after_forward=True, or FSDP1's FULL_SHARD, else 0 B",
-                f"sent to other ranks per step: weights {sent.weights:,} B for each time they are "
-                f"all-gathered, gradients {sent.gradients:,} B",
+                f"all-gathered per forward: {sums[-2]:,} B",
+                f"sent to other ranks per forward and backward: weights {sent.weights:,} B, "
+                f"gradients {sent.gradients:,} B",
                 *self.clients,
                 "GEMM backends used so far:",
                 ops.backend_report() or "  none",
             ]
         )
 
-    def sent(self) -> "Sent":
-        """Bytes that leave this rank: of what it puts into a collective, all but its own part, as by
-        NCCL's rings and by all-to-all."""
-        weights, gradients = (
-            sum(getattr(row, field) * (row.ranks - 1) // row.ranks for row in self)
-            for field in ("gathered", "reduced")
-        )
-        return Sent(weights, gradients)
+    def sent(self) -> Sent:
+        """Bytes that leave this rank in one forward and backward with reductions: of what it puts into a
+        collective, all but its own part, as by NCCL's rings and by all-to-all, and twice that of an
+        all-reduce. Weights that FSDP gathers again in backward count twice. Gradients are those over shards
+        and replicas. Not counted: the few bytes of amaxes after `optimizer.step()`, and buffers."""
+        return Sent(sum(row.weights_sent for row in self), sum(row.gradients_sent for row in self))
 
 
 def report(
@@ -90,19 +88,22 @@ def report(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Report:
-    """Bytes of each parameter's shard on this rank by plane, and bytes gathered per unshard and put into
-    the reduction of its gradient. `param_dtype`, `reduce_dtype`: those of FSDP2's MixedPrecisionPolicy,
-    in which plain weights, and gradients that `reduce_gradients_` does not quantize, travel; FSDP1 knows
-    its own. Says, too,
-    whether the wrapper, the `optimizer` and the kind of checkpoint are ones that qshard is tested
-    with."""
-    result, formats = Report(), reduction_formats(model)
+    """Bytes of each parameter's shard on this rank by plane, gathered per unshard, put into the
+    reduction of its gradient, and sent per forward and backward under FSDP2, HSDP, FSDP1 and DDP.
+    `param_dtype`, `reduce_dtype`: instead of those of FSDP2's MixedPrecisionPolicy. Says, too, whether the
+    wrapper, the `optimizer` and the kind of checkpoint are ones that qshard is tested with."""
+    result = Report()
     result.clients = tuple(clients.lines(model, optimizer))
     flattened, prepared = set(), prepared_units(model)
-    for prefix, handle in flat_parameters.units(model):
-        flat = handle.flat_param
+    inner = traffic.inner_modules(model, FullyShardedDataParallel)
+    for prefix, module in flat_parameters.units(model):
+        handle, flat = module._handle, module._handle.flat_param
         flattened.update(map(id, (flat, *(getattr(flat, "_params", None) or ()))))
-        result += _flat_rows(prefix, handle, prepared.get(id(handle)))
+        rows = list(_flat_rows(prefix, handle, prepared.get(id(handle))))
+        gathered, reduced = (sum(getattr(row, f) for row in rows) for f in ("gathered", "reduced"))
+        is_inner = id(module) in inner
+        result += _with_sent(rows, *traffic.of_unit(module, is_inner, gathered, reduced))
+    sent_of = {**traffic.of_ddp(model), **traffic.of_fsdp2(model, param_dtype, reduce_dtype)}
     dynamics = {
         id(m._parameters.get("weight")): m.dynamic.format
         for m in model.modules()
@@ -112,41 +113,33 @@ def report(
         if id(param) in flattened:
             continue
         local = local_of(param)
-        ranks, shape = _cut_by_fsdp(param)
-        padded = -(-shape[0] // ranks) * math.prod(shape[1:]) if shape else 0
         if is_quantized(local):
             planes = ops._storage_bytes(local)
             image, master, grid, pending = (
                 planes[plane] for plane in ("image", "master", "grid", "pending")
             )
-            sent, format, sent_as = planes["sent"], ops.format(local), "codes"
-            gathered = sent * ranks if ranks > 1 else 0
+            format = ops.format(local)
         else:
             image = local.numel() * local.element_size()
             master = grid = pending = 0
-            format = _name_of(local.dtype)
+            format = name_of(local.dtype)
             if id(param) in dynamics:
                 format = f"{dynamics[id(param)]} dynamic"
-            gather_dtype = param_dtype or local.dtype
-            sent_as = _name_of(gather_dtype)
-            gathered = padded * ranks * gather_dtype.itemsize if ranks > 1 else 0
-        if ranks == 1 or not param.requires_grad:
-            reduced = 0
-        elif param in formats:
-            reduced = ranks * ops._gradient_message_bytes(formats[param], padded)
-        else:
-            reduced = ranks * padded * (reduce_dtype or param_dtype or local.dtype).itemsize
+        sent = asdict(sent_of.get(id(param), Traffic()))
         result.append(
-            ParameterReport(
-                name, format, tuple(param.shape), image, master, grid, pending, gathered, reduced,
-                ranks, sent_as if ranks > 1 else "",
-            )
+            ParameterReport(name, format, tuple(param.shape), image, master, grid, pending, **sent)
         )
     return result
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _with_sent(rows, weights: int, gradients: int) -> list[ParameterReport]:
+    """Rows of one unit, which sends as much."""
+    of_weights = split(weights, [row.gathered for row in rows])
+    of_gradients = split(gradients, [row.reduced or row.image for row in rows])
+    return [
+        replace(row, weights_sent=weight, gradients_sent=gradient)
+        for row, weight, gradient in zip(rows, of_weights, of_gradients)
+    ]
 
 
 def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
@@ -178,34 +171,14 @@ def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
         left = {field: left[field] - size for field, size in sizes.items()}
         yield ParameterReport(
             prefix + flat._fqns[place.index],
-            f"{dynamic.format} dynamic" if dynamic is not None else _name_of(dtype),
+            f"{dynamic.format} dynamic" if dynamic is not None else name_of(dtype),
             tuple(place.shape), **sizes, master=0, grid=0, pending=0, ranks=ranks,
-            gathered_as=("codes" if is_codes else _name_of(gather_dtype)) if is_sent else "",
+            gathered_as=("codes" if is_codes else name_of(gather_dtype)) if is_sent else "",
         )
     if any(left.values()):
         yield ParameterReport(
             f"{prefix}(padding)", "", (), **left, master=0, grid=0, pending=0, ranks=ranks
         )
-
-
-def _cut_by_fsdp(param) -> tuple[int, list[int]]:
-    """The ranks over which FSDP2 cut rows, and the shape that it cut: what tensor parallelism leaves the
-    rank with most."""
-    ranks, shape = 1, list(param.shape)
-    if not isinstance(param, DTensor):
-        return ranks, shape
-    local = param._local_tensor
-    tensor = ops._tensor_groups(local) if is_quantized(local) else ()
-    is_tensor = in_groups(group_names(param.device_mesh), tensor)
-    placements = list(zip(is_tensor, param.device_mesh.shape, param.placements))
-    # Of a tensor that tensor parallelism cut by rows before FSDP2, torch says so.
-    has_strided = any(is_strided(placement) for _, _, placement in placements)
-    for other, size, placement in placements:
-        if is_strided(placement) or not has_strided and placement.is_shard(0) and not other:
-            ranks *= size
-        elif placement.is_shard():
-            shape[placement.dim] = -(-shape[placement.dim] // size)
-    return ranks, shape
 
 
 def backend_report() -> str:

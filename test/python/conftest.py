@@ -151,6 +151,7 @@ BUDGETS_S = {
     "test_low_bit_checkpoints": 60,
     "test_low_bit_tensor_parallel": 90,
     "test_replicas": 60,
+    "test_report_sent": 60,
     "test_shared_scales": 45,
     "test_nobody_hangs": 90,  # one case waits for the process group's timeout
     "test_op_sweep": 60,

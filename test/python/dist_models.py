@@ -428,6 +428,41 @@ def noted(names, note):
             setattr(dist, name, stock[name])
 
 
+# How often what a rank puts into a collective leaves it for each other rank, per rank.
+_SENT = {"all_gather_into_tensor": None, "all_gather": None, "reduce_scatter_tensor": 1, "all_to_all_single": 1,
+         "all_reduce": 2}
+
+
+@contextlib.contextmanager
+def bytes_sent():
+    """Yields a list of (collective, bytes that leave this rank) of those that are asked for in Python: all
+    that is put into one but the rank's own part, and of an all-reduce, by a ring, twice that."""
+    stock, sent = {}, []
+
+    def recorded(name, factor):
+        def call(*args, **kwargs):
+            *_, tensor = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+            ranks = (kwargs.get("group") or dist.group.WORLD).size()
+            sent.append((name, tensor.nbytes * (ranks - 1) * (factor or ranks) // ranks))
+            return stock[name](*args, **kwargs)
+
+        return call
+
+    for name, factor in _SENT.items():
+        at = single_or(name)
+        stock[name] = getattr(dist, at)
+        setattr(dist, at, recorded(name, factor))
+    try:
+        yield sent
+    finally:
+        for name, function in stock.items():
+            setattr(dist, single_or(name), function)
+
+
+def sent_by(calls, *names):
+    return sum(nbytes for name, nbytes in calls if name in names)
+
+
 def single_or(name):
     """The name by which FSDP calls a collective: torch 2.15 has another one."""
     single = name.replace("_into_tensor", "_single").replace("_tensor", "_single")

@@ -402,28 +402,6 @@ def test_one_rank_says_so_once(world):
     world.run(run_alone)
 
 
-def run_report():
-    model, world = build("float8_tensorwise"), dist.get_world_size()
-    plain = qshard.report(model)
-    assert plain.sent().gradients == 2 * qshard.report(model, reduce_dtype=torch.bfloat16).sent().gradients
-    assert plain.sent().gradients == 2 * qshard.report(model, param_dtype=torch.bfloat16).sent().gradients
-    qshard.reduce_gradients_(model, "float8", filter_fn=lambda _, name: name != "blocks.0")
-    for before, row in zip(plain, qshard.report(model)):
-        n = before.reduced // (4 * world)
-        stays = row.name.startswith("blocks.0")
-        want = before.reduced if stays else world * gradient_message.message_bytes("float8", n)
-        assert row.reduced == want, row.name
-    sent = qshard.report(model).sent()
-    text = str(qshard.report(model))
-    assert f"gradients {sent.gradients:,} B" in text and f"weights {sent.weights:,} B" in text
-    assert sent.gradients < plain.sent().gradients and sent.weights == plain.sent().weights
-
-
-@on_worlds(2, 3)
-def test_the_report_counts_what_is_sent(world):
-    world.run(run_report)
-
-
 # ---------------------------------------------------------------------------- stochastic rounding
 
 
