@@ -6,6 +6,7 @@ kernels/gradient_message.h.
 """
 
 import hashlib
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -84,11 +85,7 @@ class QuantizedReduceScatter(ReduceScatter):
         messages = self.quantize(input_tensor, world, numel)
         # Nobody needs the input any more, and FSDP2 keeps it until the reduction is over: received
         # messages lie there, so that at no time there is more memory in use than without us.
-        free = input_tensor.view(-1).view(torch.uint8)
-        if free.numel() >= messages.numel() and free.data_ptr() % 16 == 0:
-            received = free[: messages.numel()].view_as(messages)
-        else:
-            received = torch.empty_like(messages)
+        received = _empty_in(input_tensor, messages.shape, torch.uint8)
         dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
         ops.sum_gradients(received[None], self.format, numel, output_tensor, factor=factor)
 
@@ -133,12 +130,14 @@ class DDPHook:
         world = group.size()
         numel = _ddp_chunk(buffer.numel(), world)
         messages = self._quantize(buffer, world, numel)
-        received = torch.empty_like(messages)
+        # The bucket is free until the mean comes back: what is received lies there, and the mean of
+        # this rank's part after it, if there is room.
+        received = _empty_in(buffer, messages.shape, torch.uint8)
         dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
-        mean = buffer.new_empty(numel, dtype=torch.float32)
+        mean = _empty_in(_bytes_of(buffer)[received.numel() :], (numel,), torch.float32)
         ops.sum_gradients(received[None], self.format, numel, mean, factor=1 / world)
         message = self._quantize(mean, 1, numel)
-        gathered = received  # as many bytes, and read by now
+        gathered = messages  # as many bytes, and sent by now
         dist.all_gather_into_tensor(gathered.view(-1), message.view(-1), group=group)
         ops.sum_gradients(gathered[:, None], self.format, numel, buffer)
 
@@ -350,6 +349,18 @@ def _say_once(text: str) -> None:
 
 
 _said: set[str] = set()
+
+
+def _empty_in(used: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the memory of one that nobody needs any more, or in its own if that is too small."""
+    free, nbytes = _bytes_of(used), math.prod(shape) * dtype.itemsize
+    if free.numel() >= nbytes and free.data_ptr() % 16 == 0:
+        return free[:nbytes].view(dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=used.device)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _ddp_chunk(numel: int, ranks: int) -> int:

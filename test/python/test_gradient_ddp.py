@@ -44,3 +44,33 @@ def run_ddp(fmt, dtype, rounding):
 @on_worlds(2, 3)
 def test_ddp_gradients(world, fmt, dtype, rounding):
     world.run(run_ddp, fmt, dtype, rounding)
+
+
+def run_peak(dtype, share):
+    """What a reduction takes beside its bucket, in shares of the bucket."""
+    peaks = {}
+    for format in (None, "float8", "nvfp4"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+        ddp = DistributedDataParallel(model.to(device(), dtype), gradient_as_bucket_view=True)
+        if format is not None:
+            ddp.register_comm_hook(None, qshard.ddp_comm_hook(format))
+        x = torch.randn(16, 2048, device=device(), dtype=dtype)
+        for _ in range(4):  # DDP tells of its buckets in the third step
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            ddp(x).float().square().mean().backward()
+            torch.cuda.synchronize()
+        peaks[format] = torch.cuda.max_memory_allocated() - before
+        sizes = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        bucket = max(map(int, sizes.split(",")))
+        del ddp, model
+    plain = peaks.pop(None)
+    assert all(peak <= plain + share * bucket for peak in peaks.values()), (plain, bucket, peaks)
+
+
+@pytest.mark.parametrize("dtype, share", [(torch.float32, 0.4), (torch.bfloat16, 1.8)], ids=str)
+@on_worlds(2, devices=("cuda",))
+def test_memory_beside_a_bucket(world, dtype, share):
+    world.run(run_peak, dtype, share)
