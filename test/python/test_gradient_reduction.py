@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, gather_objects, on_worlds, shared_folder
 from dist_models import (
+    RECIPES,
     REDUCTION_ERROR as ERROR,
     WIDTH,
     Model,
@@ -19,6 +20,7 @@ from dist_models import (
     gradients,
     local,
     loss_of,
+    quantize_model,
     relative_error,
     shard,
     train,
@@ -31,15 +33,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module, style as torch_styles
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard
+from qshard import replace, tensor_parallel
 from qshard.gradients import QuantizedReduceScatter
+from qshard.quantize import quantize_like
 
 FORMATS = tuple(gradient_message.FORMATS)
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
@@ -234,7 +234,7 @@ def run_modes(mode):
         model = Model(recompute=recompute).to(device())
         if mode == "compile":
             for block in model.blocks:
-                block.compile(backend="aot_eager")
+                block.compile(backend="inductor" if device().type == "cuda" else "aot_eager")
         models.append(shard(model, **kwargs))
     plain, model = models
     qshard.reduce_gradients_(model, "float8")
@@ -259,16 +259,19 @@ def test_hsdp(world):
     world.run(run_modes, "hsdp")
 
 
-def run_tensor_parallel():
-    """FSDP2 over tensor parallel: groups of the data-parallel dimension only."""
+def run_tensor_parallel(weights, is_ours):
+    """FSDP2 over tensor parallelism: groups of the data-parallel dimension only."""
     mesh = full_mesh(2, 2, names=("data", "tensor"))
+    styles = tensor_parallel if is_ours else torch_styles
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         model = Model(256).to(device())
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
         for block in model.blocks:
             parallelize_module(block, mesh["tensor"], plan)
+        if weights:
+            quantize_model(model, weights, tp_mesh=mesh["tensor"])
         models.append(shard(model, mesh["data"]))
     plain, model = models
     qshard.reduce_gradients_(model, "float8")
@@ -276,12 +279,15 @@ def run_tensor_parallel():
     x = torch.randn(16, WIDTH, generator=generator).to(device())
     for each in models:
         loss_of(each, x).backward()
+    assert bool(weights) == any(qshard.is_quantized(p) for p in model.parameters())
     assert 0 < relative_error(gradients(model), gradients(plain)) < ERROR["float8"]
 
 
+@pytest.mark.parametrize("is_ours", (False, True), ids=("torch's", "ours"))
+@pytest.mark.parametrize("weights", (None, "float8_blockwise"))
 @on_worlds(4)
-def test_beside_tensor_parallel(world):
-    world.run(run_tensor_parallel)
+def test_beside_tensor_parallel(world, weights, is_ours):
+    world.run(run_tensor_parallel, weights, is_ours)
 
 
 class Experts(torch.nn.Module):
@@ -297,13 +303,19 @@ class Experts(torch.nn.Module):
         return torch.einsum("tk,enk->tn", x, weight)
 
 
-def run_experts():
+def run_experts(weights):
     """Experts shard over what the expert mesh leaves of the ranks, the rest over all of them."""
     mesh, everyone = full_mesh(2, 2, names=("data", "expert")), full_mesh(4)
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), Experts(mesh["expert"]))
+        if weights:
+            qshard.quantize_(model.to(device()), RECIPES[weights])
+            expert, groups = model[1].weight, [mesh["expert"].get_group().group_name]
+            with torch.no_grad():
+                value = quantize_like(expert.detach(), weights, True, "1.weight", groups)
+            replace.replace(expert, value)
         fully_shard(model[1], mesh=mesh["data"])
         models.append(fully_shard(model.to(device()), mesh=everyone))
     plain, model = models
@@ -313,12 +325,14 @@ def run_experts():
         with collectives() as calls:
             loss_of(each, x).backward()
     assert [name for name, _ in calls].count("alltoall_base") == 2, calls
+    assert bool(weights) == all(qshard.is_quantized(m.weight) for m in model)
     assert 0 < relative_error(gradients(model), gradients(plain)) < ERROR["float8"]
 
 
+@pytest.mark.parametrize("weights", (None, "float8_blockwise"))
 @on_worlds(4)
-def test_beside_an_expert_mesh(world):
-    world.run(run_experts)
+def test_beside_an_expert_mesh(world, weights):
+    world.run(run_experts, weights)
 
 
 def run_peak():
