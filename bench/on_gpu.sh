@@ -94,6 +94,10 @@ gradients() {
   local run=("$python" -m torch.distributed.run --standalone --nproc-per-node=2 bench/gradients.py)
   "${run[@]}" steps --json "$out/gradient-steps.json" || status=1
   "${run[@]}" steps --over tcp --json "$out/gradient-steps-tcp.json" || status=1
+  if ((gpus >= 4)); then
+    "$python" -m torch.distributed.run --standalone --nproc-per-node=4 bench/gradients.py steps \
+      --replicas 2 --over tcp --json "$out/gradient-steps-hsdp-tcp.json" || status=1
+  fi
   return $status
 }
 
@@ -102,7 +106,8 @@ losses() {
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
   # shellcheck disable=SC2086
   "$python" -m torch.distributed.run --standalone --nproc-per-node="$gpus" bench/losses.py \
-    ${LOSSES:-bf16 float8_blockwise bf16:reduced_float8 bf16:reduced_nvfp4} --json "$out/losses.json"
+    ${LOSSES:-bf16 float8_blockwise bf16:reduced_float8 bf16:reduced_mxfp8 bf16:reduced_nvfp4 \
+      bf16:reduced_nvfp4:stochastic} --json "$out/losses.json"
 }
 
 demo() {
