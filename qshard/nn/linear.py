@@ -118,11 +118,6 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         self.parallelize(tp_group, tp_size, tp_mesh, weight_mesh)
         self.finish()
 
-    def register_parameter(self, name, param):
-        if name == "weight":
-            stock.refuse_to_distribute(self, param)
-        super().register_parameter(name, param)
-
     def reset_parameters(self, defer_init: bool = False) -> None:
         """As for the other modules; where quantize_ made this of an nn.Linear, as nn.Linear."""
         if self.is_constructed:

@@ -9,8 +9,12 @@ the input alone is redistributed, the one operator runs on local tensors, and it
     Replicate    as it is     as it is    as it is
 """
 
+import sys
+
 import torch
+from _qshard_hooks import is_quantized
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qshard.tensor_parallel.local import OnOneRank, local_part
 from qshard.tensor_parallel.shared import shared
@@ -78,13 +82,19 @@ def _placement_of(module):
     return weight.device_mesh, weight.placements[0]
 
 
-def refuse_to_distribute(module, param):
-    """parallelize_module after quantize_ would take the values and leave the codes."""
-    old = module._parameters.get("weight")
-    if module.weight_format is None or old is None or isinstance(old, DTensor):
+def refuse_to_distribute(module, name, param):
+    """parallelize_module after quantize_, of any module: it would take the values and leave the codes,
+    or take each rank's window for a tensor of its own. FSDP2, where a module has a __setattr__ of its
+    own, assigns the shards that it registers with no other."""
+    if not isinstance(param, DTensor) or not is_quantized(module._parameters.get(name)):
         return
-    if isinstance(param, DTensor):
+    is_assigned = sys._getframe(2).f_code.co_name == "__setattr__"
+    if not (is_assigned and is_quantized(param._local_tensor)):
         raise NotImplementedError(
-            "qshard: parallelize_module after qshard.quantize_ would make the weight plain again; call "
-            "parallelize_module first, then qshard.quantize_(model, recipe, tp_mesh=tp_mesh)"
+            f"qshard: parallelize_module after qshard.quantize_ would make the {name} of this "
+            f"{type(module).__name__} plain again; call parallelize_module first, then "
+            "qshard.quantize_(model, recipe, tp_mesh=tp_mesh)"
         )
+
+
+register_module_parameter_registration_hook(refuse_to_distribute)

@@ -2,6 +2,7 @@
 set-up, and what cannot work says so on every rank."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from tp_models import (
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -165,6 +167,16 @@ def test_orders_give_the_same_bits(world):
     world.run(run_orders, TRAINED)
 
 
+class Scaled(nn.Linear):
+    """Somebody's own linear, which sees what is assigned to it."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
 def refused(call, message):
     """The one error that every rank has to get, before any of them waits for another."""
     with pytest.raises(NotImplementedError, match=message):
@@ -175,11 +187,37 @@ def refused(call, message):
 def run_refusals():
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     tp_mesh, recipe = mesh["tp"], qshard.Float8BlockScaling()
-    model = initialise(mlp(64, 96))
-    qshard.quantize_(model, recipe)
-    refused(
-        lambda: parallelize_module(model, tp_mesh, replicated()), "parallelize_module after"
-    )
+    for device_type in (None, "meta"):
+        for module_type, style in itertools.product(
+            (nn.Linear, Scaled), (ColwiseParallel(), RowwiseParallel())
+        ):
+            for src in (0, None):
+                with torch.device(device_type or device()):
+                    model = nn.Sequential(module_type(64, 96, bias=False))
+                qshard.quantize_(model, recipe)
+                distribute = lambda: parallelize_module(  # noqa: E731
+                    model, tp_mesh, {"0": style}, src_data_rank=src
+                )
+                name = "Scaled" if module_type is Scaled else "Linear"
+                refused(distribute, f"parallelize_module after .* the weight of this {name} plain")
+                assert qshard.is_quantized(model[0].weight)
+    tied = Tied(64).to(device())
+    tied.head.weight = tied.emb.weight
+    qshard.quantize_(tied, recipe)
+    embedding = {"emb": RowwiseParallel(input_layouts=Replicate())}
+    refused(lambda: parallelize_module(tied, tp_mesh, embedding), "the weight of this Embedding")
+    refused(lambda: distribute_module(tied, tp_mesh), "parallelize_module after")
+
+    model = qshard.quantize_(nn.Sequential(Scaled(64, 96).to(device())), recipe)
+    fully_shard(model, mesh=full_mesh())
+    assert isinstance(model[0].weight, DTensor) and qshard.is_quantized(model[0].weight)
+    model(torch.randn(2, 64, device=device()))
+
+    # FSDP2 before parallelize_module is torch's error, as of plain models.
+    for order in ("qfp", "fqp", "meta-qfp"):
+        with pytest.raises(ValueError, match="Cannot distribute a DTensor with device mesh"):
+            build("float8_blockwise", mesh, 64, 96, order=order)
+        dist.barrier()
 
     model = parallelize_module(initialise(mlp(64, 96)), tp_mesh, replicated())
     refused(lambda: qshard.quantize_(model, recipe), r"tp_mesh=tp_mesh")
