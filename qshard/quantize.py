@@ -9,7 +9,7 @@ from _qshard_hooks import (
     is_quantized as _is_quantized_local,
     local_of,
 )
-from _qshard_placement import group_names, place
+from _qshard_placement import group_names, place, roles
 from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -151,6 +151,9 @@ def quantize_(
         module._qshard_persistent_state = persistent_state
         state.link(module)
         _pad_now(module)
+    for module in model.modules():
+        if hasattr(module, "_qshard_load_hook"):
+            _flush_loads(module)
     flush(model)
     return _warned(model, chosen, filter_fn)
 
@@ -368,6 +371,22 @@ def _quantize_loads(module):
         module._qshard_load_hook = module.register_load_state_dict_pre_hook(_quantize_on_assign)
 
 
+def _flush_loads(module):
+    if not hasattr(module, "_qshard_flush_hook"):
+        module._qshard_flush_hook = module.register_load_state_dict_post_hook(_flush_parts)
+
+
+def _flush_parts(module, _):
+    """Under FSDP2 all-gathers flush; where tensor parallelism alone cuts, the load has to: the ranks are
+    all there."""
+    for _, weight in state.weights(module):
+        if isinstance(weight, DTensor) and is_quantized(weight):
+            groups = ops._tensor_groups(local_of(weight))
+            rows, tensor, _ = roles(weight.device_mesh, weight.placements, groups, "a weight")
+            if tensor and rows is None:
+                return flush(module)
+
+
 def forget_module(module):
     """Undoes what quantize_ did to a module."""
     plain = {nn.Linear: torch_nn.Linear, nn.Embedding: torch_nn.Embedding}
@@ -377,7 +396,7 @@ def forget_module(module):
     for name in ("weight_only", "weight_format", "_qshard_persistent_state", "is_tensor_parallel"):
         module.__dict__.pop(name, None)
     scale_groups.forget(module)
-    for name in ("_qshard_load_hook", "_qshard_masters_hook"):
+    for name in ("_qshard_load_hook", "_qshard_flush_hook", "_qshard_masters_hook"):
         hook = module.__dict__.pop(name, None)
         if hook is not None:
             hook.remove()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_helpers import full_mesh, on_worlds, shared_folder
-from tp_models import Definition, build, full_value
+from dist_helpers import device, full_mesh, on_worlds, shared_folder
+from dist_models import FORMATS
+from tp_models import Definition, build, full_value, local
 
 import qshard
 
@@ -39,3 +40,27 @@ def run_checkpoint(format, dim, hidden):
 @on_worlds(4)
 def test_dcp_between_meshes(world, format):
     world.run(run_checkpoint, format, 96, 160)
+
+
+def run_loads_without_fsdp(format):
+    """No all-gather follows that could agree on the full tensor's scale."""
+    mesh = full_mesh(1, 2, names=("dp", "tp"))
+    dim, hidden = 64, 128
+    x = torch.randn(4, dim, generator=torch.Generator().manual_seed(0)).to(device())
+    source = build(format, mesh, dim, hidden, order="pq")
+    with torch.no_grad():
+        for weight in (source.up.weight, source.down.weight):
+            weight.mul_(2 + mesh.get_rank())  # each rank's part by another power
+    qshard.flush(source)
+    want = source(x)
+    for order, assign in (("pq", False), ("pq", True), ("meta-pq", False)):
+        model = build(format, mesh, dim, hidden, order=order)
+        model.load_state_dict(source.state_dict(), assign=assign)
+        assert torch.equal(model(x), want), (order, assign)
+        assert Definition(model, format, mesh["tp"]).mismatches(model) == 0, (order, assign)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@on_worlds(2)
+def test_loads_without_fsdp(world, format):
+    world.run(run_loads_without_fsdp, format)
