@@ -5,7 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, on_worlds, shared_folder
 from dist_models import FORMATS
-from tp_models import Definition, build, full_value, local
+from tp_models import Definition, build, full_value, local, local
 
 import qshard
 
@@ -58,6 +58,12 @@ def run_loads_without_fsdp(format):
         model.load_state_dict(source.state_dict(), assign=assign)
         assert torch.equal(model(x), want), (order, assign)
         assert Definition(model, format, mesh["tp"]).mismatches(model) == 0, (order, assign)
+    if format in ("float8_tensorwise", "nvfp4"):
+        with torch.no_grad():
+            local(model.up.weight).mul_(2)
+        message = "qshard::.*this rank's part of a .* Call qshard.flush.model. on all ranks first"
+        with pytest.raises(RuntimeError, match=message):
+            model(x)
 
 
 @pytest.mark.parametrize("format", FORMATS)
