@@ -264,6 +264,7 @@ def __deepcopy__(stock, self, memo):
     buffer = ("qshard", self.untyped_storage()._cdata)
     if buffer not in memo:
         memo[buffer] = ops._copy_buffer(self.detach())
+        ops._set_replicas(memo[buffer], "")  # those of DTensors are known from their meshes
     result = memo[buffer].as_strided(self.shape, self.stride(), self.storage_offset())
     memo[id(self)] = result.requires_grad_(self.requires_grad)
     if self.grad is not None:

@@ -39,15 +39,31 @@ def agree_over_replicas(ddp_type):
                 del module._ddp_params_and_buffers_to_ignore
             else:
                 module._ddp_params_and_buffers_to_ignore = before
-        group = self.process_group
         if kwargs.get("init_sync", True):
             for _, tensor in _states(module):
-                torch.distributed.broadcast(tensor, group=group, group_src=0)
-        for parameter in module.parameters():
-            if is_quantized(parameter):
-                ops._set_replicas(parameter, group.group_name if group.size() > 1 else "")
+                torch.distributed.broadcast(tensor, group=self.process_group, group_src=0)
+        _set_replicas(self)
 
     ddp_type.__init__ = __init__
+
+
+def remember_replicas(ddp_type):
+    """Copies of parameters know no replicas, as those of `ddp.module` have none; those of DDP itself do."""
+    stock = ddp_type.__setstate__
+
+    @functools.wraps(stock)
+    def __setstate__(self, state):
+        stock(self, state)
+        _set_replicas(self)
+
+    ddp_type.__setstate__ = __setstate__
+
+
+def _set_replicas(ddp):
+    group = ddp.process_group
+    for parameter in ddp.module.parameters():
+        if is_quantized(parameter):
+            ops._set_replicas(parameter, group.group_name if group.size() > 1 else "")
 
 
 def refuse_to_join(ddp_type):
@@ -70,4 +86,5 @@ def refuse_to_join(ddp_type):
 
 
 agree_over_replicas(DistributedDataParallel)
+remember_replicas(DistributedDataParallel)
 refuse_to_join(DistributedDataParallel)

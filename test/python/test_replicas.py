@@ -173,6 +173,26 @@ def test_replicas_agree_on_histories(world):
     world.run(histories_of_replicas)
 
 
+def copies_of_ddp():
+    """Of the module: nobody else has to step with it, as with an EMA on one rank. Of DDP: as DDP."""
+    ddp = DistributedDataParallel(build(DELAYED))
+    train_ddp(ddp, 1)
+    if dist.get_rank() == 0:
+        alone = copy.deepcopy(ddp.module)
+        with collectives() as calls:
+            train(alone, steps=2)
+        assert not calls
+    copied = copy.deepcopy(ddp)
+    losses = [train_ddp(each, 2) for each in (ddp, copied)]
+    assert len(losses[0]) == 6
+    check_is_same_on_all_ranks(copied)
+
+
+@on_worlds(2)
+def test_copies(world):
+    world.run(copies_of_ddp)
+
+
 def join_with_histories():
     model = DistributedDataParallel(build(DELAYED))
     with pytest.raises(NotImplementedError, match=r"blocks.0.up.weight has delayed .*join\(\) lets"):
