@@ -6,11 +6,14 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 from _qshard_hooks import is_quantized, local_of
+from _qshard_placement import group_names, in_groups, is_strided
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from qshard import clients, flat_parameters, traffic
+from qshard.checkpoint.layouts import block_of
 from qshard.fsdp1 import prepared_units
 from qshard.traffic import Traffic, name_of, split
 
@@ -36,6 +39,7 @@ class ParameterReport:
     gathered_as: str = ""  # "codes", or the dtype of plain values; "" if it is not gathered
     weights_sent: int = 0  # to other ranks in a forward and backward
     gradients_sent: int = 0  # over shards and replicas
+    cut_blocks: str = ""  # how tensor parallelism cuts scale blocks: its bytes are not one device's then
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Report(list):
                 for row in self]
         sums = [sum(getattr(row, column) for row in self) for column in columns.values()]
         sent = self.sent()
+        cut = [f"{row.name} ({row.cut_blocks})" for row in self if row.cut_blocks]
+        cut = [f"scale blocks cut by tensor parallelism: {', '.join(cut)}"] if cut else []
         return "\n".join(
             [
                 tabulate([*rows, ["total", "", "", *sums]],
@@ -67,6 +73,7 @@ class Report(list):
                 f"all-gathered per forward: {sums[-2]:,} B",
                 f"sent to other ranks per forward and backward: weights {sent.weights:,} B, "
                 f"gradients {sent.gradients:,} B",
+                *cut,
                 *self.clients,
                 "GEMM backends used so far:",
                 ops.backend_report() or "  none",
@@ -127,7 +134,10 @@ def report(
                 format = f"{dynamics[id(param)]} dynamic"
         sent = asdict(sent_of.get(id(param), Traffic()))
         result.append(
-            ParameterReport(name, format, tuple(param.shape), image, master, grid, pending, **sent)
+            ParameterReport(
+                name, format, tuple(param.shape), image, master, grid, pending, **sent,
+                cut_blocks=_cut_blocks(param),
+            )
         )
     return result
 
@@ -181,6 +191,31 @@ def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
         )
 
 
+def _cut_blocks(param) -> str:
+    """Where tensor parallelism cuts inside of scale blocks, which begin where its ranks' parts do."""
+    local = local_of(param)
+    if not is_quantized(local) or not isinstance(param, DTensor) or param.dim() != 2:
+        return ""  # stacks are cut into whole matrices
+    cuts = zip(("rows", "columns"), param.shape, _largest_part(param), block_of(ops.format(local)))
+    return ", ".join(
+        f"{what} in parts of {length}, blocks of {block}"
+        for what, full, length, block in cuts
+        if length < full and length % block
+    )
+
+
+def _largest_part(param) -> list[int]:
+    """The shape that tensor parallelism leaves the rank with most: what FSDP2 cut."""
+    shape = list(param.shape)
+    tensor = ops._tensor_groups(param._local_tensor)
+    is_tensor = in_groups(group_names(param.device_mesh), tensor)
+    # Of a tensor that tensor parallelism cut by rows before FSDP2, torch says so.
+    has_strided = any(map(is_strided, param.placements))
+    for other, size, placement in zip(is_tensor, param.device_mesh.shape, param.placements):
+        is_fsdp = is_strided(placement) or not has_strided and placement.is_shard(0) and not other
+        if placement.is_shard() and not is_fsdp:
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return shape
 def backend_report() -> str:
     """What linears multiply on each device here, and then one line per GEMM path taken so far:
     format, direction, backend, count, and why if it is not a low-precision GEMM."""

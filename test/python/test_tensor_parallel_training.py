@@ -350,6 +350,7 @@ def run_wire():
     model.reshard()
     reported = [row for row in qshard.report(model) if row.format == "float8_blockwise"]
     assert [row.ranks for row in reported] == [2, 2]
+    assert not any(row.cut_blocks for row in reported)
     # Over tensor parallelism goes the input of `up`, no weight.
     others = [numel for dtype, numel in seen.gathered if dtype != torch.uint8]
     assert others == [x.numel()], seen.gathered
@@ -358,6 +359,26 @@ def run_wire():
 @on_worlds(4)
 def test_what_is_sent(world):
     world.run(run_wire)
+
+
+def run_report():
+    """Cuts inside of scale blocks, under FSDP2, which cuts where it likes."""
+    mesh, found = full_mesh(2, 2, names=("dp", "tp")), {}
+    for format in ("float8_blockwise", "float8_tensorwise", "mxfp8", "nvfp4"):
+        report = qshard.report(build(format, mesh, 96, 320))
+        found[format] = {row.name: row.cut_blocks for row in report if row.cut_blocks}
+        lines = [line for line in str(report).splitlines() if "cut by tensor parallelism" in line]
+        assert len(lines) == bool(found[format])
+    return found
+
+
+@on_worlds(4)
+def test_report_lists_cuts_inside_blocks(world):
+    for found in world.run(run_report):
+        parts = "in parts of 160, blocks of 128"
+        names = {"up.weight": f"rows {parts}", "down.weight": f"columns {parts}"}
+        assert found.pop("float8_blockwise") == names
+        assert not any(found.values())
 
 
 # ------------------------------------------------------------------------------------- others
