@@ -318,13 +318,15 @@ def test_stochastic_rounding_draws_by_the_full_tensors_elements(world):
 
 
 class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
-    """Dtypes and sizes of what goes into all-gathers."""
+    """Dtypes and sizes of what goes into all-gathers, and of what FSDP2 makes one message of."""
 
     def __init__(self):
         super().__init__()
-        self.gathered = []
+        self.gathered, self.copied_in = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() == "fsdp::all_gather_copy_in":
+            self.copied_in.append([(tensor.dtype, tensor.numel()) for tensor in args[0]])
         is_collective = func.namespace in ("c10d", "_c10d_functional")
         if is_collective and ("all_gather" in func.name() or "allgather" in func.name()):
             tensor = args[1] if "allgather" in func.name() else args[0]
@@ -345,7 +347,11 @@ def run_wire():
     # FSDP2 copies all parameters of a group into one message of bytes.
     sent = [(dtype, numel) for dtype, numel in seen.gathered if dtype == torch.uint8]
     codes = 2 * DIM * HIDDEN // 2 // 2  # of this rank's part of both weights, per rank of dp
-    assert sent, seen.gathered
+    assert len(sent) == 1, seen.gathered
+    (inputs,) = seen.copied_in  # one for each parameter, the plain ones as bytes
+    assert len(inputs) == 5 and {dtype for dtype, _ in inputs} == {torch.uint8}
+    images = [numel for _, numel in inputs if numel >= codes // 2]
+    assert len(images) == 2 and sum(numel for _, numel in inputs) == sent[0][1]
     assert codes <= sum(numel for _, numel in sent) <= 1.2 * codes + 4 * 4 * DIM
     model.reshard()
     reported = [row for row in qshard.report(model) if row.format == "float8_blockwise"]
