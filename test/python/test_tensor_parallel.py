@@ -8,7 +8,7 @@ full tensor's.
 import pytest
 import torch
 from dist_helpers import device, full_mesh, on_worlds
-from dist_models import FORMATS
+from dist_models import DELAYED, FORMATS, collectives, count
 from helpers import fit, has_two_images
 from tp_models import Definition, build, give_gradient
 
@@ -71,3 +71,42 @@ def test_gathered_bytes_of_eight_ranks(world, mesh, names):
     for format in FORMATS:
         results = world.run(run_bits, mesh, names, format, RAGGED, False)
         assert results == [{}] * world.size, format
+
+
+def all_reduces_of_a_step(shape, names, formats):
+    """Two of all weights: over FSDP's ranks, and over those of tensor parallelism of what belongs to full
+    tensors. Where delayed scaling has replicas, one more."""
+    mesh, found = full_mesh(*shape, names=names), {}
+    for format in formats:
+        model = build(format, mesh, *fitted(format, (72, 136), mesh["tp"].size()))  # FSDP2 cuts blocks
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        train_step(model, optimizer, mesh, 0)
+        with collectives() as calls:
+            train_step(model, optimizer, mesh, 1)
+        found[format] = count(calls, "allreduce")
+        assert len(calls) == found[format], calls
+    return found
+
+
+def expected(formats, fsdp=1, tp=1, replicas=0):
+    """Full tensors have one scale, or histories, or neither."""
+    of_full = {f: not f.startswith(("float8_blockwise", "mxfp8")) for f in formats}
+    return {f: fsdp + tp * full + replicas * (f == DELAYED) for f, full in of_full.items()}
+
+
+@on_worlds(2)
+def test_all_reduces_of_two_ranks(world):
+    for shape, want in (((1, 2), expected(FORMATS, fsdp=0)), ((2, 1), expected(FORMATS, tp=0))):
+        assert world.run(all_reduces_of_a_step, shape, ("dp", "tp"), FORMATS) == [want] * 2, shape
+
+
+@on_worlds(4)
+def test_all_reduces_of_a_step(world):
+    assert world.run(all_reduces_of_a_step, (2, 2), ("dp", "tp"), FORMATS) == [expected(FORMATS)] * 4
+
+
+@on_worlds(8, devices=("cpu",))
+def test_all_reduces_of_a_step_of_replicas(world):
+    formats, names = (DELAYED, "float8_tensorwise", "float8_blockwise"), ("replicate", "dp", "tp")
+    want = [expected(formats, replicas=1)] * 8
+    assert world.run(all_reduces_of_a_step, (2, 2, 2), names, formats) == want
