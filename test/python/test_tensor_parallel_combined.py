@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_worlds
 from dist_models import RECIPES, grid, ops, unsharded
 from test_tensor_parallel_training import batch, full_grad
-from tp_models import build, full_value, initialise, local, mlp, replicated, sequence_parallel
+from tp_models import (
+    build,
+    full_value,
+    initialise,
+    local,
+    local_part,
+    mlp,
+    replicated,
+    sequence_parallel,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -46,11 +55,12 @@ def assert_same(got, want, name="", bound=1e-3):
 # ----------------------------------------------------------- ways to compute and to update
 
 
-def steps_of(model, mesh, plan, *, recompute=None, microbatches=1, scale_by=(), clip=None):
+def steps_of(
+    model, mesh, plan, *, dp_ranks=2, recompute=None, microbatches=1, scale_by=(), clip=None
+):
     """Losses, all gradients before the last update, and norms. mesh: None for one device, which takes
     the batches of both ranks of dp. scale_by: what rank 0 multiplies the loss of each step with, and
     with it whoever has the same loss."""
-    dp_ranks = 2
     mine = range(dp_ranks) if mesh is None else [mesh.get_local_rank("dp")]
     rank = 0 if mesh is None else mine[0] if plan is replicated else dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -117,6 +127,32 @@ CASES += [(option, replicated) for option in ("checkpointed", "accumulated", "sc
 @on_worlds(4)
 def test_losses_gradients_and_norms(world, option, plan):
     world.run(run_options, option, plan, "float8_blockwise")
+
+
+def run_compiled(backend, format):
+    """Blocks, before fully_shard."""
+    dp_ranks = dist.get_world_size() // 2
+    mesh = full_mesh(dp_ranks, 2, names=NAMES)
+    model = build(format, mesh, DIM, HIDDEN, plan=sequence_parallel, order="pq")
+    model.compile(fullgraph=True, backend=backend)
+    fully_shard(model, mesh=mesh["dp"])
+    losses, grads, *_ = steps_of(model, mesh, sequence_parallel)
+    want_model = qshard.quantize_(initialise(mlp(DIM, HIDDEN)), RECIPES[format])
+    want, want_grads, *_ = steps_of(want_model, None, sequence_parallel, dp_ranks=dp_ranks)
+    want = torch.tensor(want).view(-1, dp_ranks)[:, mesh.get_local_rank("dp")]
+    torch.testing.assert_close(torch.tensor(losses), want, rtol=1e-4, atol=0)
+    for name, grad in grads.items():
+        assert_same(grad, want_grads[name], name)
+
+
+@on_worlds(4, devices=("cpu",))
+def test_compiled_blocks(world):
+    world.run(run_compiled, "aot_eager", "float8_blockwise")
+
+
+@on_worlds(2, devices=("cuda",))
+def test_blocks_compiled_by_inductor(world):
+    world.run(run_compiled, "inductor", "float8_blockwise")
 
 
 # ------------------------------------------------------------------------------------ models
@@ -246,6 +282,9 @@ def run_empty_shards(format):
     torch.testing.assert_close(
         torch.tensor(losses), torch.tensor(train_steps(want, None, dim)[1]), rtol=1e-4, atol=1e-6
     )
+    for param, other in zip(model.parameters(), want.parameters()):
+        mine = local(param.grad)
+        torch.testing.assert_close(mine, local_part(other.grad, param), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("format", ["float8_tensorwise", "mxfp8"])
