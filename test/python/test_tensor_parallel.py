@@ -9,19 +9,13 @@ import pytest
 import torch
 from dist_helpers import device, full_mesh, on_worlds
 from dist_models import DELAYED, FORMATS, collectives, count
-from helpers import fit, has_two_images
-from tp_models import Definition, build, give_gradient
+from test_optimizers import OPTIMIZERS
+from torch import nn
+from tp_models import Definition, build, fitted, full_value, give_gradient
 
 SHAPES = [(256, 512), (192, 320), (200, 328), (100, 257), (64, 96), (100, 5), (5, 100), (100, 2)]
 RAGGED = [(200, 328), (100, 257), (100, 2)]
 STEPS = 3
-
-
-def fitted(format, shape, tp):
-    """Parts of tensor parallelism are in whole blocks where the format asks for that."""
-    if not has_two_images(format):
-        return shape
-    return tuple(fit(format, -(-size // tp)) * tp for size in shape)
 
 
 def train_step(model, optimizer, mesh, step):
@@ -67,10 +61,47 @@ def test_gathered_bytes_of_four_ranks(world, format):
 @pytest.mark.parametrize("mesh,names", [((4, 2), ("dp", "tp")), ((2, 2, 2), ("replicate", "dp", "tp"))],
                          ids=["fsdp", "hsdp"])
 @on_worlds(8, devices=("cpu",))
-def test_gathered_bytes_of_eight_ranks(world, mesh, names):
+def test_gathered_bytes_of_eight_ranks(world, mesh, names, pytestconfig):
+    shapes = SHAPES if pytestconfig.getoption("--full") else RAGGED
     for format in FORMATS:
-        results = world.run(run_bits, mesh, names, format, RAGGED, False)
+        results = world.run(run_bits, mesh, names, format, shapes, False)
         assert results == [{}] * world.size, format
+
+
+NOT_FOR_DTENSORS = ("SGD fused", "Rprop", "Adafactor")  # which have no rules for their operators
+
+
+def run_optimizers():
+    """Three steps of each are those of plain full tensors, and codes follow."""
+    mesh = full_mesh(2, 2, names=("dp", "tp"))
+    for i, (name, make) in enumerate(OPTIMIZERS.items()):
+        if name in NOT_FOR_DTENSORS:
+            continue
+        format = FORMATS[i % len(FORMATS)]
+        for dim, hidden in ((96, 64), (100, 257)):
+            model = build(format, mesh, *fitted(format, (dim, hidden), mesh["tp"].size()))
+            definition = Definition(model, format, mesh["tp"])
+            weights = [model.up.weight, model.down.weight]
+            twins = [nn.Parameter(full_value(weight)) for weight in weights]
+            optimizers = make(weights), make(twins)
+            for step in range(STEPS):
+                for seed, (weight, twin) in enumerate(zip(weights, twins)):
+                    generator = torch.Generator().manual_seed(10 * step + seed)
+                    twin.grad = torch.randn(weight.shape, generator=generator).to(device())
+                    give_gradient(weight, twin.grad.clone())
+                for optimizer in optimizers:
+                    optimizer.step()
+                definition.step(model)
+            assert definition.mismatches(model) == 0, (name, format, dim)
+            for weight, twin in zip(weights, twins):
+                # Fused loops compute the ends of parts apart.
+                close = torch.isclose(full_value(weight), twin.data, rtol=1e-5, atol=1e-6)
+                assert close.all(), (name, format, dim)
+
+
+@on_worlds(4)
+def test_optimizers(world):
+    world.run(run_optimizers)
 
 
 def all_reduces_of_a_step(shape, names, formats):

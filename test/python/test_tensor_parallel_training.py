@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_worlds
-from dist_models import RECIPES
+from dist_models import FORMATS, RECIPES
 from tp_models import (
     Definition,
     build,
+    fitted,
     give_gradient,
     initialise,
     local,
     mlp,
     prepared_input,
+    prepared_output,
     replicated,
     sequence_parallel,
 )
@@ -114,7 +116,9 @@ def run_training(shape, names, formats, plan, order="pqf", dim=DIM, hidden=HIDDE
             assert error < bound, (format, name, error)
 
 
-@pytest.mark.parametrize("plan", [replicated, sequence_parallel, prepared_input])
+@pytest.mark.parametrize(
+    "plan", [replicated, sequence_parallel, prepared_input, prepared_output]
+)
 @on_worlds(2)
 def test_losses_and_gradients_without_fsdp(world, plan):
     world.run(run_training, (1, 2), ("dp", "tp"), TRAINED, plan, "pq")
@@ -148,9 +152,10 @@ def run_orders(formats):
     mesh = full_mesh(2, 2, names=("dp", "tp"))
     for format in formats:
         seen = []
+        dim, hidden = fitted(format, (96, 160), 2)
         for order in ("pqf", "pfq", "meta-pqf", "meta-pfq"):
-            model = build(format, mesh, 96, 160, order=order)
-            model(batch(0, 0, 96))
+            model = build(format, mesh, dim, hidden, order=order)
+            model(batch(0, 0, dim))
             bits = []
             for linear in (model.up, model.down):
                 model.unshard()
@@ -164,7 +169,7 @@ def run_orders(formats):
 
 @on_worlds(4)
 def test_orders_give_the_same_bits(world):
-    world.run(run_orders, TRAINED)
+    world.run(run_orders, FORMATS)
 
 
 class Scaled(nn.Linear):

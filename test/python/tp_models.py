@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 from dist_helpers import device
 from dist_models import RECIPES, flush_step, grid, image_bytes, ops, unsharded
-from helpers import row_bytes
+from helpers import fit, has_two_images, row_bytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -50,6 +51,19 @@ def prepared_input():
         "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
         **sequence_parallel(),
     }
+
+
+def fitted(format, shape, tp):
+    """Parts of tensor parallelism are in whole blocks where the format asks for that."""
+    if not has_two_images(format):
+        return shape
+    return tuple(fit(format, -(-size // tp)) * tp for size in shape)
+
+
+def prepared_output():
+    """As sequence_parallel, the block's output gathered after it."""
+    whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    return {"": whole, **sequence_parallel()}
 
 
 def varied(rows, cols, seed):
