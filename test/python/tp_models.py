@@ -133,8 +133,9 @@ def give_gradient(param, full):
     )
 
 
-def build(format, mesh, dim, hidden, *, order="pqf", plan=replicated, keep_master=True, fsdp=True):
-    """An MLP on a mesh whose last dimension is "tp"; the others are FSDP's or HSDP's."""
+def build(format, mesh, dim, hidden, *, order="pqf", plan=replicated, fsdp=True, **options):
+    """An MLP on a mesh whose last dimension is "tp"; the others are FSDP's or HSDP's. options: of
+    quantize_."""
     is_meta = order.startswith("meta")
     model = mlp(dim, hidden, "meta" if is_meta else None)
     if not is_meta:
@@ -145,7 +146,7 @@ def build(format, mesh, dim, hidden, *, order="pqf", plan=replicated, keep_maste
         if step == "p":
             parallelize_module(model, tp_mesh, plan())
         elif step == "q":
-            qshard.quantize_(model, RECIPES[format], keep_master=keep_master, tp_mesh=tp_mesh)
+            qshard.quantize_(model, RECIPES[format], tp_mesh=tp_mesh, **options)
         elif fsdp:
             fully_shard(model, mesh=dp_mesh)
     if is_meta:
@@ -155,10 +156,14 @@ def build(format, mesh, dim, hidden, *, order="pqf", plan=replicated, keep_maste
 
 
 def full_value(param):
-    """The full tensor that a quantized DTensor with a master is a part of."""
-    master = ops.master(param.detach()._local_tensor).clone()
+    """The full tensor that a quantized DTensor, or a tensor, is a part of: of masters, if there are."""
+    value = local(param)
+    master = ops.master(value)
+    value = ops.dequantize(value) if master is None else master.clone()
+    if not isinstance(param, DTensor):
+        return value
     return DTensor.from_local(
-        master,
+        value,
         param.device_mesh,
         param.placements,
         run_check=False,
