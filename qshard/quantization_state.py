@@ -3,7 +3,7 @@
 import contextlib
 
 import torch
-from _qshard_hooks import local_of
+from _qshard_hooks import is_quantized, local_of
 
 from qshard import scales
 from qshard.quantize import flush
@@ -104,7 +104,9 @@ class QuantizationState:
                     tensor.copy_(state_dict[name])
             # Codes may have been made of the loaded weights since, by a scale of the state before.
             for _, module in self._modules():
-                ops._mark_written(local_of(module.weight))
+                for _, weight in weights(module):
+                    if is_quantized(local_of(weight)):
+                        ops._mark_written(local_of(weight))
             for restore in restores:
                 restore()
 

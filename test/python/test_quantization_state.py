@@ -58,6 +58,28 @@ def test_saved_beside_the_model_it_resumes_bit_for_bit(state, tmp_path):
     assert train(model, range(3, 6)) == train(other, range(3, 6))
 
 
+MODULES = {
+    "LayerNormMLP": lambda: qshard.nn.LayerNormMLP(48, 64),
+    "parts": lambda: qshard.nn.Linear(48, 48, parameters_split=("q_", "k_")),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_weights_of_other_names_resume_bit_for_bit(kind):
+    def build(seed):
+        torch.manual_seed(seed)
+        return qshard.quantize_(MODULES[kind](), STATES["delayed"][0], persistent_state=False)
+
+    model, other = build(0), build(1)
+    train(model, range(3))
+    other.load_state_dict(model.state_dict())
+    qshard.flush(other)  # codes of the loaded weights, by a scale of the state before
+    saved = qshard.QuantizationState(model).state_dict()
+    assert len(saved) >= 4
+    qshard.QuantizationState(other).load_state_dict(saved)
+    assert train(model, range(3, 6)) == train(other, range(3, 6))
+
+
 def test_wrong_states_are_refused_before_anything_is_changed():
     model = build("delayed")
     train(model, range(2))
