@@ -10,7 +10,7 @@ from qshard.fsdp1 import prepared_units
 ops = torch.ops.qshard
 
 # Whose optimizers the tests run (test/python/test_optimizers.py, test/python/clients).
-_OPTIMIZERS = ("torch.optim.", "torchao.optim.", "torchtitan.components.optimizer")
+_OPTIMIZERS = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "torchtitan.components.optimizer")
 _OPTIMIZER_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.")
 
 
@@ -34,8 +34,14 @@ def _wrapper(model):
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in modules):
         return "DistributedDataParallel: known"
     if any(isinstance(p, DTensor) for p in model.parameters()):
+        if any(ops._tensor_groups(local) for local in _quantized_locals(model)):
+            return "tensor parallelism, by parallelize_module or set_device_mesh: known"
         return "DTensors without fully_shard: not known"
     return "none: known"
+
+
+def _quantized_locals(model):
+    return [local for p in model.parameters() if is_quantized(local := local_of(p))]
 
 
 def _fsdp1(model):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from dist_helpers import on_worlds
+from dist_helpers import full_mesh, on_worlds
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import qshard
 
@@ -39,6 +40,8 @@ def test_optimizers():
     assert "optimizer" not in said(model)
     known = torch.optim.AdamW(model.parameters())
     assert said(model, known)["optimizer"] == "torch.optim.adamw.AdamW: known"
+    bitsandbytes = type("AdamW8bit", (Own,), dict(__module__="bitsandbytes.optim.adamw"))
+    assert said(model, bitsandbytes(model.parameters(), lr=1))["optimizer"].endswith(": known")
     assert ".Own: not known; a weight" in said(model, Own(model.parameters(), lr=1))["optimizer"]
     stale = torch.optim.AdamW(build().parameters())
     assert said(model, stale)["optimizer"].endswith("1 of 1 quantized weights that are trained are not in it")
@@ -53,7 +56,17 @@ def wrappers():
     assert "FSDP1" in said(plain)["wrapper"] and "not known" in said(plain)["wrapper"]
 
 
+def tensor_parallel():
+    mesh = full_mesh()
+    model = parallelize_module(nn.Sequential(nn.Linear(32, 32)), mesh, {"0": ColwiseParallel()})
+    assert said(model)["wrapper"] == "DTensors without fully_shard: not known"
+    quantized = qshard.quantize_(model, qshard.Float8BlockScaling(), tp_mesh=mesh)
+    assert said(quantized)["wrapper"].startswith("tensor parallelism")
+    assert said(quantized)["wrapper"].endswith(": known")
+
+
 @on_worlds(2, devices=("cpu",))
 def test_wrappers(world):
     assert said(build())["wrapper"] == "none: known"
     world.run(wrappers)
+    world.run(tensor_parallel)
