@@ -102,6 +102,24 @@ def test_merging_without_masters_quantizes_the_sum_again(recipe):
     assert torch.equal(weight.detach() * 1, again * 1)
 
 
+@pytest.mark.parametrize("safe", [True, False], ids=["safe", "unsafe"])
+@masters
+def test_merging_dora_names_dequantize_which_is_the_way_out(keep_master, safe):
+    """PEFT merges DoRA by weight.data = sum."""
+    model = qshard.quantize_(llama(), RECIPES["float8_blockwise"], keep_master=keep_master)
+    model = with_adapters(model, use_dora=True)
+    train(model)
+    before = base_weights(model)
+    with pytest.raises(RuntimeError, match=r"x.data = y would put.*qshard.dequantize_\(model\)"):
+        model.merge_and_unload(safe_merge=safe)
+    assert all(torch.equal(before[n], value) for n, value in base_weights(model).items())
+    plain = qshard.dequantize_(model).eval()
+    with torch.no_grad():
+        want = plain(**batch(0)).logits
+        merged = plain.merge_and_unload(safe_merge=safe)
+        torch.testing.assert_close(merged(**batch(0)).logits, want, rtol=1e-4, atol=1e-5)
+
+
 MERGES = """
 import sys, warnings
 sys.path[:0] = {path!r}
