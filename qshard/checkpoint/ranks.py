@@ -14,7 +14,9 @@ _ERRORS = {
         ModuleNotFoundError,
         NotImplementedError,
         PermissionError,
+        RuntimeError,
         TypeError,
+        torch.OutOfMemoryError,
     )
 }
 
@@ -23,7 +25,7 @@ class Ranks:
     """All ranks of the world if some tensor is a DTensor, else this process alone."""
 
     def __init__(self, tensors, function):
-        self.function = function
+        self.function, self._raised = function, None
         meshes = [t.device_mesh for t in tensors if isinstance(t, DTensor)]
         self.is_alone = not meshes
         self.rank = 0 if self.is_alone else dist.get_rank()
@@ -42,11 +44,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreeing(self):
-        """What one rank meets inside is raised on all. All come here, and communicate nothing inside."""
+        """What one rank meets inside is raised on all. All come here, and communicate nothing inside but
+        by `gather`, which begins with agreeing: who has left by an error is met there."""
         error = None
         try:
             yield
         except Exception as met:
+            if met is self._raised:  # by an inner one
+                raise
             error = met
         errors = self.all(error and (type(error).__name__, str(error)))
         for rank, met in enumerate(errors):
@@ -55,25 +60,25 @@ class Ranks:
             kind = _ERRORS.get(met[0], OSError if met[0].endswith("OSError") else ValueError)
             where = "" if self.is_alone else f" (rank {rank})"
             text = met[1].removeprefix(f"{self.function}: ")
-            raise kind(f"{self.function}: {text}{where}") from error
+            self._raised = kind(f"{self.function}: {text}{where}")
+            raise self._raised from error
 
     def gather(self, piece, sources, writer):
         """The pieces of `sources`, {rank: bytes}, on `writer`: flat uint8, in their order; None
         elsewhere. All ranks call it; those that are no sources give any piece."""
-        if self.rank != writer and self.rank not in sources:
-            return None
-        flat = piece.detach().contiguous().reshape(-1).view(torch.uint8)
         if list(sources) == [writer]:
-            return [flat]
+            return [_bytes(piece)] if self.rank == writer else None
         received, operations = {}, []
-        for rank, count in sources.items():
-            if count == 0 or rank == writer:
-                continue
-            if self.rank == writer:
-                received[rank] = torch.empty(count, dtype=torch.uint8, device=self.device)
-                operations.append(dist.P2POp(dist.irecv, received[rank], rank))
-            elif self.rank == rank:
-                operations.append(dist.P2POp(dist.isend, flat.to(self.device), writer))
+        with self.agreeing():  # before anybody waits for a piece
+            flat = _bytes(piece) if self.rank == writer or self.rank in sources else None
+            for rank, count in sources.items():
+                if count == 0 or rank == writer:
+                    continue
+                if self.rank == writer:
+                    received[rank] = torch.empty(count, dtype=torch.uint8, device=self.device)
+                    operations.append(dist.P2POp(dist.irecv, received[rank], rank))
+                elif self.rank == rank:
+                    operations.append(dist.P2POp(dist.isend, flat.to(self.device), writer))
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         if self.rank != writer:
@@ -81,3 +86,7 @@ class Ranks:
         received[writer] = flat.to(self.device)
         empty = flat.new_empty(0).to(self.device)
         return [received[rank] if count else empty for rank, count in sources.items()]
+
+
+def _bytes(piece):
+    return piece.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -181,7 +181,7 @@ class _Plan:
 
 
 def _write(plan, directory, config, ranks):
-    writers, error, scales = {}, None, {}
+    writers, scales = {}, {}
     try:
         with ranks.agreeing():
             for file, name in plan.file_names.items():
@@ -189,22 +189,15 @@ def _write(plan, directory, config, ranks):
                 if mine:
                     specs = {k: v for unit in mine for k, v in unit.tensors.items()}
                     writers[file] = files.FileWriter(directory, name, specs)
-        for unit in plan.units:
-            tensors = _tensors_of(unit, plan, ranks, scales)
-            if unit.writer != ranks.rank or error:
-                continue
-            try:
-                for name, tensor in tensors.items():
-                    writers[unit.file].write(name, tensor)
-            except OSError as met:
-                error = met  # and the gathers go on: others wait for them
         with ranks.agreeing():
-            if error:
-                raise error
+            for unit in plan.units:
+                for name, tensor in (_tensors_of(unit, plan, ranks, scales) or {}).items():
+                    writers[unit.file].write(name, tensor)
             for writer in writers.values():
                 writer.close()
-        for writer in writers.values():
-            writer.finish()
+        with ranks.agreeing():
+            for writer in writers.values():
+                writer.finish()
         scales = {key: scale for known in ranks.all(scales) for key, scale in known.items()}
         with ranks.agreeing():
             if ranks.rank == 0:
@@ -254,13 +247,17 @@ def _gather(local, boxes, shape, writer, ranks):
     pieces = ranks.gather(local, sources, writer)
     if pieces is None or writer != ranks.rank:
         return None
+    return _whole(pieces, boxes.values(), counts.values(), local.dtype, shape)
+
+
+def _whole(pieces, boxes, counts, dtype, shape):
     if len(pieces) == 1:
-        return pieces[0].view(local.dtype).reshape(shape)
-    whole = torch.empty(shape, dtype=local.dtype, device=pieces[0].device)
-    for piece, box, sizes in zip(pieces, boxes.values(), counts.values()):
+        return pieces[0].view(dtype).reshape(shape)
+    whole = torch.empty(shape, dtype=dtype, device=pieces[0].device)
+    for piece, box, sizes in zip(pieces, boxes, counts):
         if sizes.numel():
             at = tuple(slice(first, first + count) for first, count in box)
-            whole[at] = piece.view(local.dtype).reshape(sizes)
+            whole[at] = piece.view(dtype).reshape(sizes)
     return whole
 
 

@@ -1,10 +1,14 @@
 """A model for low-bit checkpoints, written by two FSDP2 ranks, and what its values are."""
 
+import contextlib
 import json
+import pkgutil
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist_helpers import World, full_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -145,6 +149,19 @@ def save_wrong(directory, layout, kwargs, row):
         save_quantized(model, directory, layout=layout, **kwargs)
     except Exception as met:
         return f"{type(met).__name__}: {met}"
+    return "none"
+
+
+def save_failing(row, directory, place, error):
+    """The error of a save in which rank 1 meets one."""
+    model = build(row)
+    module, _, name = place.rpartition(".")
+    failing = mock.patch.object(pkgutil.resolve_name(f"qshard.checkpoint.{module}"), name, side_effect=error)
+    with failing if dist.get_rank() == 1 else contextlib.nullcontext():
+        try:
+            save_quantized(model, directory, layout=ROWS[row][0])
+        except Exception as met:
+            return f"{type(met).__name__}: {met}"
     return "none"
 
 

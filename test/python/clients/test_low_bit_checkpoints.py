@@ -19,6 +19,7 @@ from low_bit_models import (
     load_wrong,
     refused,
     save,
+    save_failing,
     save_wrong,
 )
 from safetensors.torch import load_file, save_file
@@ -281,6 +282,24 @@ def test_a_full_disk_leaves_no_files(tmp_path):
     with mock.patch.object(files.FileWriter, "write", side_effect=OSError(28, "No space left")):
         with pytest.raises(OSError, match="save_quantized.*No space left"):
             save_quantized(model, tmp_path, layout="deepseek-fp8")
+    assert not list(tmp_path.iterdir())
+
+
+FAILURES = {
+    "opening": ("files.FileWriter.__init__", OSError(13, "Permission denied")),
+    "gathering": ("ranks._bytes", torch.OutOfMemoryError("no memory")),
+    "putting together": ("save._whole", RuntimeError("no memory")),
+    "writing": ("files.FileWriter.write", OSError(28, "No space left")),
+    "naming": ("files.FileWriter.finish", OSError(18, "another device")),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_one_rank_meets_while_writing_is_raised_on_all(tmp_path, failure):
+    place, error = FAILURES[failure]
+    for said in TWO.run(save_failing, "deepseek-fp8", tmp_path, place, error):
+        assert said.startswith(type(error).__name__), said
+        assert re.search(rf"save_quantized: .*{error.args[-1]}.*\(rank 1\)", said), said
     assert not list(tmp_path.iterdir())
 
 
