@@ -176,12 +176,15 @@ void refuse_what_cannot_fall_back(const c10::OperatorHandle& op, const std::stri
                           name));
 }
 
+thread_local bool t_in_step = false;
+
 /// Merging an adapter into a frozen weight, say, which is then taken out again. `.data` of a weight
-/// that is trained looks frozen too; the warning is as true of it.
+/// that is trained and the local tensor of a DTensor look frozen, too: within an optimizer's step
+/// they are not.
 void warn_of_rounded_sum(const std::string& op, const at::Tensor& tensor) {
   if ((op != "aten::add_" && op != "aten::sub_") || !has_key(tensor)) return;
   const QuantizedBuffer& buffer = buffer_of(tensor);
-  if (buffer.keeps_master() || tensor.requires_grad()) return;
+  if (t_in_step || buffer.keeps_master() || tensor.requires_grad()) return;
   if (buffer.layout().format->stochastic_rounding) return;
   TORCH_WARN_ONCE(fmt::format(
       "{}: the sum is rounded to {} codes, and taking the summand away again does not bring the "
@@ -235,6 +238,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
                   [&](const at::Tensor& result) { return substitution.restore(result); });
   }
 }
+
+void set_in_step(bool in_step) { t_in_step = in_step; }
 
 void set_fallback_tracing(bool enabled) {
   std::lock_guard lock(g_trace_mutex);

@@ -19,6 +19,10 @@ namespace qshard {
 /// @throws c10::Error naming the op for view ops and ops that change metadata.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
+/// Says whether this thread is within an optimizer's step, where sums are meant to be rounded to
+/// codes.
+void set_in_step(bool in_step);
+
 /// Counting of operators that took the fallback, for qshard.trace_fallbacks().
 void set_fallback_tracing(bool enabled);
 std::map<std::string, int64_t> traced_fallbacks();

@@ -200,6 +200,7 @@ def begin_step(optimizer, args, kwargs):
     # A step that failed left its entry here.
     others = [step for step in under_way.steps if step[0]() not in (None, optimizer)]
     under_way.steps = [*others, [weakref.ref(optimizer), set()]]
+    ops._set_in_step(True)
 
 
 @torch._disable_dynamo
@@ -211,6 +212,7 @@ def end_step(optimizer, args, kwargs):
             taken = step[1]
             del steps[i:]
             break
+    ops._set_in_step(bool(steps))
     if any(takes_part_of_steps(step[0]()) for step in steps):
         return
     if steps:

@@ -145,6 +145,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_why_dequantized(Device device) -> Dict(str, str)");
   m.def("_foreign_owner_of_key() -> str");
   m.def("_set_fallback_tracing(bool enabled) -> ()");
+  m.def("_set_in_step(bool in_step) -> ()");
   m.def("_traced_fallbacks() -> Dict(str, int)");
   m.def("_storage_bytes(Tensor self) -> Dict(str, int)");
   m.def("_keeps_master(Tensor self) -> bool");
@@ -247,10 +248,14 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_why_dequantized", &why_dequantized_op);
   m.impl("_foreign_owner_of_key", &foreign_owner_of_key_op);
   m.impl("_set_fallback_tracing", &set_fallback_tracing_op);
+  m.impl("_set_in_step", &set_in_step_op);
   m.impl("_traced_fallbacks", &traced_fallbacks_op);
   m.impl("_storage_bytes", &storage_bytes);
   m.impl("_keeps_master", &keeps_master);
 }
+
+// Every step calls it, and modes that look at operators are to see those of the step.
+TORCH_LIBRARY_IMPL(qshard, Python, m) { m.impl("_set_in_step", &set_in_step_op); }
 
 // Shapes for fake tensors. What depends on the format (`quantize`, the accessors) has them in
 // fsdp/fakes.py.

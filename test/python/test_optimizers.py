@@ -5,9 +5,12 @@ update of the dequantized value.
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
+from dist_helpers import full_mesh, on_worlds
+from dist_models import train_by_sgd
 from helpers import (
     FORMATS,
     assert_same,
@@ -21,7 +24,11 @@ from helpers import (
     value,
     weight,
 )
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
+
+import qshard
 
 OPTIMIZERS = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -290,6 +297,32 @@ def test_compiled_steps_without_a_master_name_what_works():
     for p, unchanged in zip(parameters, before):
         assert_unchanged(p, unchanged)
     torch._dynamo.reset()
+
+
+def sums_are_warned_of():
+    """[in a step of a sharded model, by hand], of a local shard, which requires no gradient."""
+    model = nn.Sequential(nn.Linear(48, 64, bias=False))
+    qshard.quantize_(model, qshard.Float8BlockScaling(), keep_master=False)
+    fully_shard(model, mesh=full_mesh())
+    said = []
+    torch.set_warn_always(True)
+    try:
+        for change in (
+            lambda: train_by_sgd(model, range(2), features=48),
+            lambda: model[0].weight.data.add_(0.5),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                change()
+            said.append(any("the sum is rounded" in str(w.message) for w in caught))
+    finally:
+        torch.set_warn_always(False)
+    return said
+
+
+@on_worlds(2, devices=("cpu",))
+def test_steps_without_a_master_are_not_warned_of_as_merges_are(world):
+    assert world.run(sums_are_warned_of) == [[False, True]] * 2
 
 
 def test_parameters_can_be_swapped_after_a_step():
