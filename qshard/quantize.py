@@ -209,7 +209,7 @@ def _format_of(recipe, stochastic_rounding) -> str:
 def _warned(model, chosen, filter_fn):
     _warn_of_adapters(chosen)
     if filter_fn is None:
-        _warn_of_what_is_left(model)
+        warn_of_what_is_left(model, "filter_fn=lambda module, name: True says that this is meant")
     return model
 
 
@@ -224,7 +224,7 @@ def _warn_of_adapters(chosen):
         )
 
 
-def _warn_of_what_is_left(model):
+def warn_of_what_is_left(model, hint):
     """Parameters like those of linears: experts of (experts, rows, columns), a matrix that a module
     of its own kind multiplies by."""
     left = []
@@ -244,7 +244,7 @@ def _warn_of_what_is_left(model):
     if left:
         warnings.warn(
             f"qshard.quantize_: {_some(left)} look like weights and were left plain: only those of "
-            "nn.Linear are quantized. filter_fn=lambda module, name: True says that this is meant",
+            f"nn.Linear are quantized. {hint}",
             stacklevel=4,
         )
 

@@ -14,6 +14,7 @@ from typing import Literal
 import qshard
 import torch
 import torchtitan.config
+from qshard.quantize import warn_of_what_is_left
 from torchtitan.components import checkpoint
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import job_config as stock
@@ -47,6 +48,10 @@ class QShard:
     stochastic_rounding: bool = False
     """For keep_master = false"""
 
+    checkpoint_scales: bool = False
+    """For keep_master = false: save scales beside the model, too, with which its values come back as the
+    same codes; NVFP4 and weights rounded stochastically may else be quantized by others"""
+
     filter_fqns: list[str] = field(default_factory=lambda: ["router.gate"])
     """Parts of the names of nn.Linear modules that stay plain"""
 
@@ -67,7 +72,7 @@ class JobConfig:
 class QShardConverter(QuantizationConverter):
     """Quantizes the weights of nn.Linear modules while the model is on the meta device, before
     torchtitan shards and initializes it. Experts, which torchtitan keeps as 3-D parameters of modules
-    of its own, stay plain. Amax histories and rounding counts are checkpointed beside the model, as
+    of its own, stay plain, and a warning names them. Amax histories and rounding counts are checkpointed beside the model, as
     "qshard", so that Hugging Face output and state-dict adapters see the model's own names.
 
     Raises NotImplementedError under tensor and pipeline parallelism.
@@ -103,22 +108,46 @@ class QShardConverter(QuantizationConverter):
             persistent_state=False,
             filter_fn=lambda _, name: not any(part in name for part in config.filter_fqns),
         )
+        model._qshard_checkpoint_scales = config.checkpoint_scales
+        warn_of_what_is_left(model, "torchtitan's other converters may have a format for them")
 
     def post_optimizer_hook(self, model) -> None:
         """Nothing: weights are requantized after every optimizer step by themselves."""
 
 
+class _LoadedLast(qshard.QuantizationState):
+    """CheckpointManager gives the model its values once more after all states have theirs."""
+
+    given = None
+
+    def load_state_dict(self, state_dict):
+        self.given = state_dict
+
+    def finish(self):
+        if self.given is not None:
+            super().load_state_dict(self.given)
+            self.given = None
+
+
 def _checkpoint_beside(manager_type):
     """Converters are not asked what to checkpoint; CheckpointManager saves and loads all `states`."""
-    stock_init = manager_type.__init__
+    stock_init, stock_load = manager_type.__init__, manager_type.load
 
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
-        state = qshard.QuantizationState(*self.states[checkpoint.MODEL].model)
+        parts = self.states[checkpoint.MODEL].model
+        scales = any(getattr(part, "_qshard_checkpoint_scales", False) for part in parts)
+        state = _LoadedLast(*parts, scales=scales)
         if state.state_dict():
             self.states["qshard"] = state
 
-    manager_type.__init__ = __init__
+    def load(self, *args, **kwargs):
+        is_loaded = stock_load(self, *args, **kwargs)
+        if "qshard" in self.states:
+            self.states["qshard"].finish()
+        return is_loaded
+
+    manager_type.__init__, manager_type.load = __init__, load
 
 
 _checkpoint_beside(checkpoint.CheckpointManager)

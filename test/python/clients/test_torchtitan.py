@@ -1,6 +1,7 @@
 """torchtitan with the converter quantize.qshard: its debug models, optimizers and checkpoints, on two
 ranks."""
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -55,7 +56,10 @@ class Job:
         with torch.device("meta"):
             self.model = spec.model_cls(args)
         converters = build_model_converters(config, dims)
-        converters.convert(self.model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            converters.convert(self.model)
+        self.said = [str(w.message) for w in caught if "left plain" in str(w.message)]
         self.model = spec.parallelize_fn(self.model, dims, config)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):  # gloo has no sum with a factor
@@ -122,18 +126,21 @@ def resume(model, recipe, mode, arguments):
         assert second.checkpoints.load(2)
         assert second.train(range(2, 4)) == losses[2:]
         assert not different(local_values(first.model), local_values(second.model))
-        return losses
+        return losses, first.said
+
+
+WITHOUT_MASTERS = "--quantize.qshard.no-keep-master", "--quantize.qshard.stochastic-rounding"
 
 
 @pytest.mark.parametrize(
     "recipe, arguments",
     [(recipe, ()) for recipe in RECIPES]
-    + [("mxfp8", ("--quantize.qshard.no-keep-master", "--quantize.qshard.stochastic-rounding"))],
+    + [("mxfp8", WITHOUT_MASTERS), ("nvfp4", (*WITHOUT_MASTERS, "--quantize.qshard.checkpoint-scales"))],
 )
 @on_worlds(2, devices=("cpu",))
 def test_llama3_resumes_bit_for_bit(world, recipe, arguments):
-    losses, _ = world.run(resume, "llama3", recipe, "disabled", arguments)
-    assert len(losses) == 4
+    for losses, said in world.run(resume, "llama3", recipe, "disabled", arguments):
+        assert len(losses) == 4 and not said
 
 
 @on_worlds(2, devices=("cpu",))
@@ -144,7 +151,8 @@ def test_async_checkpoints(world):
 @pytest.mark.parametrize("recipe", ["float8_delayed", "float8_blockwise"])
 @on_worlds(2, devices=("cpu",))
 def test_experts_stay_plain_and_the_rest_resumes_bit_for_bit(world, recipe):
-    world.run(resume, "deepseek_v3", recipe, "disabled", ())
+    for _, (said,) in world.run(resume, "deepseek_v3", recipe, "disabled", ()):
+        assert "layers.1.moe.experts.w1, layers.1.moe.experts.w2" in said, said
 
 
 def to_hugging_face(recipe):

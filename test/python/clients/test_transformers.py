@@ -104,6 +104,13 @@ def test_state_beside_the_model_resumes_and_leaves_no_unexpected_keys(recipe, ti
         trainer(2).train(resume_from_checkpoint=checkpoint)
 
 
+def test_checkpoints_without_masters_name_the_way_out(tmp_path):
+    """The Trainer's are safetensors files."""
+    model = qshard.quantize_(llama(), RECIPES["nvfp4"], keep_master=False)
+    with pytest.raises(RuntimeError, match="without a master.*qshard::dequantize"):
+        Trainer(model, arguments(tmp_path), train_dataset=Text()).train()
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @recipes
 def test_gradient_checkpointing_changes_nothing(recipe, use_reentrant):
