@@ -5,11 +5,12 @@ Sources: DeepSeek-V3's inference/README_weights.md; compressed-tensors 0.20, com
 quantization/quant_scheme.py; nvidia-modelopt 0.47, torch/export/convert_hf_config.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 LAYOUTS = ("deepseek-fp8", "compressed-tensors", "modelopt")
+SCALE_FORMATS = ("float", "ue8m0")
 _FAMILIES = {
     "float8_tensorwise": "tensor",
     "float8_delayed": "tensor",
@@ -54,6 +55,7 @@ class Scheme:
     scalar: tuple[int, ...] = (1,)  # shape of what is one number
     config: dict = field(default_factory=dict, compare=False)
     ignore: str = "ignore"  # the config's key for modules left plain
+    is_ue8m0: bool = False  # fp32 scales as their exponents
 
     def check(self, name, rows, columns):
         """Raises ValueError if readers cannot have a weight of this shape."""
@@ -73,7 +75,8 @@ class Scheme:
             "nvfp4": (rows, columns // 16),
         }[self.family]
         is_packed = self.family == "nvfp4"
-        scale = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(self.family, torch.float32)
+        scale = torch.float8_e8m0fnu if self.is_ue8m0 else torch.float32
+        scale = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(self.family, scale)
         result = {
             self.codes: (torch.uint8, (rows, columns // 2))
             if is_packed
@@ -197,13 +200,19 @@ _SCHEMES = [
 ]
 
 
-def scheme_for(layout: str, family: str) -> Scheme:
+def scheme_for(layout: str, family: str, scale_fmt: str = "float") -> Scheme:
     """Raises ValueError naming what there is."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
+    if scale_fmt not in SCALE_FORMATS:
+        raise ValueError(f"scale_fmt must be one of {', '.join(SCALE_FORMATS)}, not {scale_fmt!r}")
+    is_ue8m0 = scale_fmt == "ue8m0"
+    if is_ue8m0 and layout != "deepseek-fp8":
+        raise ValueError(f"layout {layout!r} has no scale_fmt {scale_fmt!r}; 'deepseek-fp8' has")
     for scheme in _SCHEMES:
         if (scheme.layout, scheme.family) == (layout, family):
-            return scheme
+            config = {**scheme.config, "scale_fmt": scale_fmt} if is_ue8m0 else scheme.config
+            return replace(scheme, config=config, is_ue8m0=is_ue8m0)
     known = [s.layout for s in _SCHEMES if s.family == family]
     raise ValueError(
         f"layout {layout!r} has no weights of {family} scaling; those that have are {', '.join(known)}"

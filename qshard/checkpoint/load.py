@@ -60,13 +60,14 @@ def _checked_loads(entries, boxes, directory, ranks):
     if "quantization_config" not in config:
         raise ValueError("config.json has no quantization_config; load_state_dict loads plain files")
     layout = layouts.layout_of(config["quantization_config"])
+    scale_fmt = config["quantization_config"].get("scale_fmt", "float")
     reader = files.Reader(directory)
     loads, used = [], set()
     for entry in entries:
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.key} is on the meta device; call model.to_empty(device=...) first")
         kind = _QuantizedLoad if entry.is_quantized else _PlainLoad
-        load = kind(entry, boxes[entry.key], reader, layout, ranks)
+        load = kind(entry, boxes[entry.key], reader, (layout, scale_fmt), ranks)
         used.update(load.names)
         loads.append(load)
     unused = sorted(set(reader.names) - used)
@@ -131,7 +132,8 @@ class _QuantizedLoad:
     def __init__(self, entry, boxes, reader, layout, ranks):
         self.entry, self.reader = entry, reader
         self.format = ops.format(entry.local)
-        scheme = layouts.scheme_for(layout, layouts.family_of(self.format))
+        layout, scale_fmt = layout
+        scheme = layouts.scheme_for(layout, layouts.family_of(self.format), scale_fmt)
         scheme.check(entry.key, *entry.tensor.shape)
         self.scheme = scheme
         specs = scheme.tensors(*entry.tensor.shape)
@@ -140,6 +142,7 @@ class _QuantizedLoad:
             shapes = [shape, (), (1,)] if torch.Size(shape).numel() == 1 else [shape]
             dtypes = [files.dtype_name(dtype)]
             dtypes += ["F8_E8M0"] if dtype is torch.uint8 and scheme.family == "mxfp8" else []
+            dtypes += ["U8", "F32"] if dtype is torch.float8_e8m0fnu else []  # DeepSeek-V3.1 has fp32
             _check(reader, name, entry.key, shapes, dtypes)
         self.box, self.matrix = boxes.held[ranks.rank], boxes.matrices[ranks.rank]
         self.is_aligned = boxes.is_aligned
@@ -191,6 +194,8 @@ class _QuantizedLoad:
             scale = self.reader.all(self.names[1]).reshape(1, 1)
         elif scheme.family == "block":
             scale = self.reader.box(self.names[1], in_blocks((rows, columns), (128, 128)))
+            if scale.dtype.itemsize == 1:
+                scale = scale.view(torch.float8_e8m0fnu).float()
         else:
             size = 32 if scheme.family == "mxfp8" else 16
             scale = self.reader.box(self.names[1], in_blocks(self.read, (1, size)))

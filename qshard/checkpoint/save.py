@@ -21,7 +21,13 @@ _FUNCTION = "qshard.checkpoint.save_quantized"
 
 
 def save_quantized(
-    model: nn.Module, directory, *, layout: str, names=None, max_file_bytes: int = 5 * 10**9
+    model: nn.Module,
+    directory,
+    *,
+    layout: str,
+    names=None,
+    max_file_bytes: int = 5 * 10**9,
+    scale_fmt: str = "float",
 ) -> None:
     """Writes a model's codes and scales as inference engines read them: safetensors files with an
     index, and config.json with its quantization_config, beside what is there or `model.config`
@@ -36,6 +42,8 @@ def save_quantized(
     names: of parameters in files: a mapping or a function of names in the state_dict. Linears left
         plain are listed in the config as those to ignore.
     max_file_bytes: files end before this, but for a single weight that is larger.
+    scale_fmt: "ue8m0" writes the scales of "deepseek-fp8" as exponents, one byte each, and the config
+        says so; a scale that is no power of two is an error.
 
     NVFP4 weights of q/k/v_proj, of gate/up_proj, of wq/wk/wv and of w1/w3 have one tensor scale in
     engines: where theirs differ (see quantize_'s share_tensor_scale) they are quantized together, from
@@ -50,13 +58,15 @@ def save_quantized(
         entries = entries_of(model, names)
     boxes = boxes_of(entries, ranks)
     with ranks.agreeing():
-        plan = _Plan(model, entries, boxes, layout, max_file_bytes)
+        plan = _Plan(model, entries, boxes, layout, max_file_bytes, scale_fmt)
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.glob("*.safetensors")):
             raise FileExistsError(f"{directory} holds safetensors files; give an empty directory")
         config = _model_config(model, directory)
     with torch.no_grad():
         flush(model)
+        with ranks.agreeing():
+            plan.check_scales()
         plan.group(ranks)
         _write(plan, directory, config, ranks)
     for said in plan.warnings if ranks.rank == 0 else []:
@@ -82,8 +92,9 @@ class _Unit:
 class _Plan:
     """Equal on all ranks."""
 
-    def __init__(self, model, entries, boxes, layout, max_file_bytes):
-        layouts.scheme_for(layout, "mxfp8" if layout == "modelopt" else "block")  # a known one
+    def __init__(self, model, entries, boxes, layout, max_file_bytes, scale_fmt):
+        family = "mxfp8" if layout == "modelopt" else "block"
+        layouts.scheme_for(layout, family, scale_fmt)  # a known one
         self.entries, self.boxes = entries, boxes
         self.ignore = plain_linears(model, self.entries)
         self.max_file_bytes = max_file_bytes
@@ -92,7 +103,8 @@ class _Plan:
             if entry.tensor.is_meta:
                 raise ValueError(f"{entry.key} is on the meta device and has no values")
             if entry.is_quantized:
-                scheme = layouts.scheme_for(layout, layouts.family_of(ops.format(entry.local)))
+                family = layouts.family_of(ops.format(entry.local))
+                scheme = layouts.scheme_for(layout, family, scale_fmt)
                 if self.scheme not in (None, scheme):
                     raise ValueError(
                         f"{entry.key} has {scheme.family} scaling, others {self.scheme.family}; a "
@@ -113,6 +125,22 @@ class _Plan:
                 if name in seen:
                     raise ValueError(f"names gives two tensors of a file the name {name!r}")
                 seen.add(name)
+
+    def check_scales(self):
+        """Raises ValueError for scales that are to be written as exponents, and are none."""
+        for entry in self.entries if self.scheme.is_ue8m0 else ():
+            if not entry.is_quantized:
+                continue
+            scale = ops.scale_inv(entry.local)
+            as_exponents = scale.to(torch.float8_e8m0fnu).float()
+            is_exact = bool(((as_exponents == scale) | scale.isnan()).all())
+            # Of a weight that is quantized again there are other scales.
+            is_again = not self.boxes[entry.key].is_aligned
+            if not is_exact or is_again and "fp32_scale" in ops.format(entry.local):
+                raise ValueError(
+                    f"{entry.key} has scales that are not powers of two, which scale_fmt='ue8m0' does not "
+                    "hold; leave it out, or quantize by Float8BlockScaling(), whose scales are"
+                )
 
     def _specs(self, entry):
         if not entry.is_quantized:
@@ -225,6 +253,7 @@ def _tensors_of(unit, plan, ranks, scales):
     result, scheme = {}, plan.scheme
     for entry, (codes, scale, tensor_scale) in zip(unit.entries, planes):
         specs = scheme.tensors(*entry.tensor.shape)
+        scale = scale.to(torch.float8_e8m0fnu) if scheme.is_ue8m0 else scale
         tensors = {scheme.codes: codes, scheme.scale: scale}
         if scheme.tensor_scale:
             tensor_scale = tensor_scale.cpu()

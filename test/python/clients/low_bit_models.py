@@ -21,6 +21,7 @@ ops = torch.ops.qshard
 # (layout, recipe): every row of the table in docs/low-bit-checkpoints.md.
 ROWS = {
     "deepseek-fp8": ("deepseek-fp8", qshard.Float8BlockScaling()),
+    "deepseek-fp8, ue8m0": ("deepseek-fp8", qshard.Float8BlockScaling()),
     "deepseek-fp8, fp32 scales": ("deepseek-fp8", qshard.Float8BlockScaling(use_f32_scales=True)),
     "compressed-tensors, tensor": ("compressed-tensors", qshard.Float8CurrentScaling()),
     "compressed-tensors, delayed": ("compressed-tensors", qshard.DelayedScaling(amax_history_len=3)),
@@ -30,6 +31,7 @@ ROWS = {
     "modelopt, mxfp8": ("modelopt", qshard.MXFP8BlockScaling(weight_block=(1, 32))),
     "modelopt, nvfp4": ("modelopt", qshard.NVFP4BlockScaling(disable_2d_quantization=True)),
 }
+OPTIONS = {"deepseek-fp8, ue8m0": dict(scale_fmt="ue8m0")}  # of save_quantized
 
 
 class Attention(nn.Module):
@@ -102,6 +104,7 @@ def masters(model):
 def save(row, directory, **kwargs):
     """On each rank of an FSDP2 world; the codes' values."""
     share, quantize = kwargs.pop("share", True), kwargs.pop("quantize", {})
+    kwargs = {**OPTIONS.get(row, {}), **kwargs}
     model = build(row, share=share, **quantize)
     model(torch.randn(4, 256)).sum()  # as after training: the root's parameters are unsharded
     with warnings.catch_warnings(record=True) as caught:

@@ -94,6 +94,28 @@ def test_no_rank_holds_more_than_one_weight(tmp_path):
     assert max(written) == largest and len(written) > 8
 
 
+def as_fp32(tensors):
+    for name in tensors:
+        if name.endswith("weight_scale_inv"):
+            tensors[name] = tensors[name].float()
+
+
+def as_bytes(tensors):
+    for name in tensors:
+        if name.endswith("weight_scale_inv"):
+            tensors[name] = tensors[name].view(torch.uint8)
+
+
+@pytest.mark.parametrize("rewrite", [as_fp32, as_bytes])
+def test_exponents_may_be_fp32_or_bytes(saved, tmp_path, rewrite):
+    """As DeepSeek-V3.1 has them, and what transformers reads too."""
+    row = "deepseek-fp8, ue8m0"
+    directory, values = saved(row)
+    shutil.copytree(directory, tmp_path / "copy")
+    edit_tensors(rewrite)(tmp_path / "copy")
+    assert_equal(load(row, tmp_path / "copy", sharded=False), values)
+
+
 NAMES = {"function": lambda name: f"model.{name}", "mapping": {"steps": "counter"}}
 
 
@@ -249,6 +271,14 @@ def test_a_model_of_another_recipe(saved):
 
 SAVES = {
     "layout": (("gguf", {}, "deepseek-fp8"), "ValueError.*layout must be one of"),
+    "scale_fmt": (("deepseek-fp8", {"scale_fmt": "e8m0"}, "deepseek-fp8"), "one of float, ue8m0, not"),
+    "scale_fmt of a layout": (
+        ("compressed-tensors", {"scale_fmt": "ue8m0"}, "deepseek-fp8"), "'deepseek-fp8' has"
+    ),
+    "scales": (
+        ("deepseek-fp8", {"scale_fmt": "ue8m0"}, "deepseek-fp8, fp32 scales"),
+        r"ValueError.*layers.0.\w_proj.weight has scales that are not powers of two",
+    ),
     "format": (("deepseek-fp8", {}, "modelopt, mxfp8"), "ValueError.*compressed-tensors, modelopt"),
     "names": (("modelopt", {"names": len}, "modelopt, mxfp8"), "ValueError.*not a string"),
     "one name": (("modelopt", {"names": {"steps": "norm.bias"}}, "modelopt, mxfp8"), "and for"),

@@ -6,7 +6,7 @@ import torch
 from low_bit_models import ROWS, saved, weights  # noqa: F401
 
 
-@pytest.mark.parametrize("row", ["deepseek-fp8", "deepseek-fp8, fp32 scales"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("deepseek")])
 def test_transformers(saved, row):
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -14,12 +14,16 @@ def test_transformers(saved, row):
     _, values, tensors, config = saved(row)
     read = FineGrainedFP8Config(**{k: v for k, v in config.items() if k not in ("quant_method", "fmt")})
     assert tuple(read.weight_block_size) == (128, 128) and read.modules_to_not_convert == ["lm_head"]
+    is_ue8m0 = row == "deepseek-fp8, ue8m0"
+    assert read.scale_fmt == ("ue8m0" if is_ue8m0 else "float")
     reader = Fp8Dequantize(None)
     compared = 0
     for module, codes, scale in weights(tensors, "weight", "weight_scale_inv"):
         if codes.shape[0] > 128 and codes.shape[0] % 128:
             continue  # its loader divides rows evenly among blocks
-        assert torch.equal(reader._dequantize_one(codes, scale), values[f"{module}.weight"])
+        assert scale.dtype == (torch.float8_e8m0fnu if is_ue8m0 else torch.float32)
+        got = reader._dequantize_one(codes, scale, torch.float32)
+        assert torch.equal(got, values[f"{module}.weight"])
         compared += 1
     assert compared == 4
 
