@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import qshard
-from qshard.checkpoint import load_quantized, save_quantized
+from qshard.checkpoint import files, load_quantized, save_quantized
 
 ops = torch.ops.qshard
 # (layout, recipe): every row of the table in docs/low-bit-checkpoints.md.
@@ -153,6 +153,27 @@ def save_wrong(directory, layout, kwargs, row):
     except Exception as met:
         return f"{type(met).__name__}: {met}"
     return "none"
+
+
+def memory_of_save(row, directory):
+    """(bytes above the model's own at most, those of the largest tensor in the rank's files)"""
+    model = build(row)
+    written, write = [], files.FileWriter.write
+
+    def noted(self, key, tensor):
+        written.append(tensor.nbytes)
+        write(self, key, tensor)
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with mock.patch.object(files.FileWriter, "write", noted):
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+            save_quantized(model, directory, layout=ROWS[row][0], **OPTIONS.get(row, {}))
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak, max(written)
 
 
 def save_failing(row, directory, place, error):

@@ -17,6 +17,7 @@ from low_bit_models import (
     code_values,
     load,
     load_wrong,
+    memory_of_save,
     refused,
     save,
     save_failing,
@@ -77,21 +78,13 @@ def test_ranks_write_equal_shares(saved, row):
     assert config.get("ignore", config.get("modules_to_not_convert")) == ["lm_head"]
 
 
-def test_no_rank_holds_more_than_one_weight(tmp_path):
-    """Above the model: what gathers bring together, and what files are written from."""
-    from qshard.checkpoint import files
-
-    model, largest = build("deepseek-fp8", sharded=False), 256 * 256
-    written = []
-    write = files.FileWriter.write
-
-    def noted(self, key, tensor):
-        written.append(tensor.nbytes)
-        write(self, key, tensor)
-
-    with mock.patch.object(files.FileWriter, "write", noted):
-        save_quantized(model, tmp_path, layout="deepseek-fp8")
-    assert max(written) == largest and len(written) > 8
+@pytest.mark.parametrize("row", ["deepseek-fp8", "compressed-tensors, nvfp4"])
+def test_no_rank_holds_more_than_one_weight(tmp_path, row):
+    """Above the model: a weight's pieces, and what they are put together to."""
+    sizes = TWO.run(memory_of_save, row, tmp_path)
+    largest = 256 * 256 // (2 if "nvfp4" in row else 1)
+    assert max(written for _, written in sizes) == largest
+    assert all(0 < peak < 2.5 * largest for peak, _ in sizes), sizes
 
 
 def as_fp32(tensors):
