@@ -33,12 +33,12 @@ def use_fsdp2(made, plugin):
 
 
 @contextlib.contextmanager
-def accelerator(mode="fsdp2", **plugin):
+def accelerator(mode="fsdp2", mixed_precision="no", **plugin):
     """An Accelerator whose prepare() uses DDP or FSDP2."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     with launched():
-        made = Accelerator(cpu=True)
+        made = Accelerator(cpu=True, mixed_precision=mixed_precision)
         if mode == "fsdp2":
             plugin.setdefault("cpu_ram_efficient_loading", False)
             wrapped = FullyShardedDataParallelPlugin(
@@ -47,6 +47,8 @@ def accelerator(mode="fsdp2", **plugin):
                 transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
                 **plugin,
             )
+            if mixed_precision != "no":
+                wrapped.set_mixed_precision(mixed_precision)
             use_fsdp2(made, wrapped)
         yield made
 

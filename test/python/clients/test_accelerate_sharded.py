@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 import qshard
 
 
-def prepared(made, recipe, order, seed=0, **kwargs):
-    model = llama(seed=seed)
+def prepared(made, recipe, order, seed=0, dtype=torch.float32, **kwargs):
+    model = llama(seed=seed).to(dtype)
     if order == "quantize prepare":
         qshard.quantize_(model, RECIPES[recipe], **kwargs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -93,6 +93,35 @@ def run_efficient(recipe, state_dict_type):
 @on_worlds(2, devices=("cpu",))
 def test_cpu_ram_efficient_loading(world, recipe, state_dict_type):
     world.run(run_efficient, recipe, state_dict_type)
+
+
+def run_mixed(recipe, dtype):
+    """accelerate gives parameters that are trained fp32, by param.data = param.data.to(float32)."""
+    results = []
+    for order in ("quantize prepare", "prepare quantize"):
+        with accelerator(mixed_precision="bf16") as made:
+            if dtype == torch.bfloat16 and order == "quantize prepare":
+                with pytest.raises(RuntimeError, match="incompatible tensor type"):
+                    prepared(made, recipe, order, dtype=dtype)
+                continue
+            model, optimizer = prepared(made, recipe, order, dtype=dtype)
+            assert all(p.dtype == torch.float32 for p in model.parameters())
+            assert sum(map(qshard.is_quantized, model.parameters())) == 15
+            results.append((train(made, model, optimizer, range(2)), local_values(model)))
+    assert results[0][0] == results[-1][0] and not different(results[0][1], results[-1][1])
+
+
+@pytest.mark.parametrize(
+    "recipe, dtype",
+    [
+        ("float8_blockwise", torch.float32),
+        ("float8_delayed", torch.float32),
+        ("float8_blockwise", torch.bfloat16),
+    ],
+)
+@on_worlds(2, devices=("cpu",))
+def test_mixed_precision(world, recipe, dtype):
+    world.run(run_mixed, recipe, dtype)
 
 
 def refuse_efficient():
