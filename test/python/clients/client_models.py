@@ -1,6 +1,9 @@
 """A small Llama and its data, for tests with the real packages."""
 
+import contextlib
+
 import torch
+import torch._dynamo
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import qshard
@@ -44,6 +47,23 @@ def batch(number, size=4):
     rows = [Text()[number * size + i]["input_ids"] for i in range(size)]
     tokens = torch.stack(rows)
     return {"input_ids": tokens, "labels": tokens}
+
+
+@contextlib.contextmanager
+def compiling():
+    """Within it something is compiled."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    try:
+        yield
+        assert counters["frames"]["ok"] > 0
+    finally:
+        torch._dynamo.reset()
+
+
+def assert_near(losses, others, rtol=1e-5):
+    """Of a compiled model, whose graphs may sum in another order."""
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(others), rtol=rtol, atol=0)
 
 
 def values(model):

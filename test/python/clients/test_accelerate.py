@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from client_models import RECIPES, batch, different, llama
+from client_models import RECIPES, assert_near, batch, compiling, different, llama
 
 import qshard
 
@@ -54,6 +54,14 @@ def test_load_state_goes_on_where_save_state_was(recipe, safe, tmp_path):
     second[0].load_state(str(tmp_path))
     assert train(*first, range(2, 5)) == train(*second, range(2, 5))
     assert not different(first[1], second[1])
+
+
+def test_a_compiled_model_trains_as_the_eager_one():
+    accelerator, model, *rest = prepared("float8_delayed")
+    with compiling():
+        compiled = torch.compile(model, backend="aot_eager")
+        losses = train(accelerator, compiled, *rest, range(2))
+    assert_near(losses, train(*prepared("float8_delayed"), range(2)))
 
 
 @recipes

@@ -1,10 +1,12 @@
 """accelerate on two ranks, FSDP2 and DDP: quantize_ before and after prepare, clipping, save_state and
 load_state, cpu_ram_efficient_loading, get_state_dict, save_model."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
-from client_models import RECIPES, batch, llama
+from client_models import RECIPES, assert_near, batch, compiling, llama
 from client_worlds import accelerator
 from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
@@ -189,6 +191,23 @@ def run_ddp(recipe):
 def test_ddp(world, recipe):
     first, second = world.run(run_ddp, recipe)
     assert not different(first, second)
+
+
+def run_compiled(mode):
+    losses = []
+    for context in (contextlib.nullcontext(), compiling()):
+        with accelerator(mode) as made, context:
+            model, optimizer = prepared(made, "float8_delayed", "quantize prepare")
+            if losses:
+                model = torch.compile(model, backend="aot_eager")
+            losses.append(train(made, model, optimizer, range(2)))
+    assert_near(*losses)
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+@on_worlds(2, devices=("cpu",))
+def test_compiled_models_train_as_eager_ones(world, mode):
+    world.run(run_compiled, mode)
 
 
 def refuse_ddp():

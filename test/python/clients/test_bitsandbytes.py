@@ -17,20 +17,27 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=n
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def train(recipe, name, device, steps=3, **kwargs):
-    torch.manual_seed(0)
+def build(recipe, name, device, seed=0, **kwargs):
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(256, 130), torch.nn.Linear(130, 64)).to(device)
     if recipe is not None:
         qshard.quantize_(model, recipe, weight_only=True, **kwargs)
-    optimizer = getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-2)
-    for step in range(steps):
+    return model, getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-2)
+
+
+def step_through(model, optimizer, steps):
+    for step in steps:
         # The same gradients for both models: what is compared is the optimizer.
         for i, param in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(10 * step + i)
-            param.grad = torch.randn(param.shape, generator=generator).to(device)
+            param.grad = torch.randn(param.shape, generator=generator).to(param.device)
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+def train(recipe, name, device, steps=3, **kwargs):
+    return step_through(*build(recipe, name, device, **kwargs), range(steps))
 
 
 @devices
@@ -62,3 +69,24 @@ def test_without_a_master_a_step_is_rounded_to_codes(recipe, device):
         optimizer.step()
         again = qshard.ops.quantize(plain.detach(), RECIPES[recipe].format)
         assert torch.equal(quantized.weight.detach() * 1, again * 1)
+
+
+@devices
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_saved_states_go_on_where_they_were(name, keep_master, device, tmp_path):
+    if device == "cpu" and name.startswith("Paged"):
+        pytest.skip("bitsandbytes pages on GPUs alone")
+    arguments = RECIPES["float8_blockwise"], name, device
+    model, optimizer = build(*arguments, keep_master=keep_master)
+    assert "known" in qshard.report(model, optimizer=optimizer).clients[1].split()
+    step_through(model, optimizer, range(2))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state")
+    other, second = build(*arguments, keep_master=keep_master, seed=1)
+    saved = torch.load(tmp_path / "state")
+    other.load_state_dict(saved["model"])
+    second.load_state_dict(saved["optimizer"])
+    step_through(model, optimizer, range(2, 4))
+    step_through(other, second, range(2, 4))
+    for (key, param), loaded in zip(model.named_parameters(), other.parameters()):
+        assert torch.equal(param.detach() * 1, loaded.detach() * 1), key

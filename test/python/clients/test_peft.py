@@ -1,5 +1,6 @@
 """PEFT: LoRA and DoRA over frozen quantized weights."""
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -7,8 +8,9 @@ import warnings
 
 import pytest
 import torch
-from client_models import RECIPES, batch, llama
-from peft import LoraConfig, get_peft_model
+from client_models import RECIPES, assert_near, batch, compiling, llama
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
 import qshard
 
@@ -22,13 +24,15 @@ def with_adapters(model, **kwargs):
     return get_peft_model(model, LoraConfig(r=4, target_modules=names, **kwargs))
 
 
-def train(model, steps=3):
+def train(model, steps=3, clip=None):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = []
     for number in range(steps):
         losses.append(model(**batch(number)).loss)
         losses[-1].backward()
+        if clip is not None:
+            assert torch.nn.utils.clip_grad_norm_(trained, clip) > clip
         optimizer.step()
         optimizer.zero_grad()
     return [loss.item() for loss in losses]
@@ -118,6 +122,31 @@ def test_merging_dora_names_dequantize_which_is_the_way_out(keep_master, safe):
         want = plain(**batch(0)).logits
         merged = plain.merge_and_unload(safe_merge=safe)
         torch.testing.assert_close(merged(**batch(0)).logits, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@masters
+def test_saved_adapters_go_on_where_they_were(keep_master, use_dora, tmp_path):
+    """save_pretrained writes the adapters alone, which from_pretrained puts over the same base."""
+    def base():
+        return qshard.quantize_(llama(), RECIPES["float8_blockwise"], keep_master=keep_master)
+
+    model = with_adapters(base(), use_dora=use_dora)
+    train(model, clip=0.01)
+    model.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "adapter_model.safetensors").keys()
+    assert names and all("lora_" in name for name in names)
+    other = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
+    assert train(model, clip=0.01) == train(other, clip=0.01)
+
+
+def test_a_compiled_model_trains_as_the_eager_one():
+    def run(compiled):
+        model = with_adapters(qshard.quantize_(llama(), RECIPES["float8_blockwise"], keep_master=False))
+        with compiling() if compiled else contextlib.nullcontext():
+            return train(torch.compile(model, backend="aot_eager") if compiled else model)
+
+    assert_near(run(True), run(False))
 
 
 MERGES = """

@@ -1,8 +1,10 @@
 """The Trainer of transformers on two ranks, DDP and FSDP2: checkpoints, resume, save_model."""
 
+import contextlib
+
 import pytest
 import torch.distributed as dist
-from client_models import RECIPES, Text, llama
+from client_models import RECIPES, Text, assert_near, compiling, llama
 from client_worlds import trainers
 from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
@@ -33,13 +35,13 @@ CASES = [
 ]
 
 
-def trainer(folder, recipe, mode, tied, seed=0, **kwargs):
+def trainer(folder, recipe, mode, tied, seed=0, arguments=(), **kwargs):
     sharding = dict(fsdp=True, fsdp_config=dict(MODES[mode], version=2)) if "fsdp" in mode else {}
     model = qshard.quantize_(llama(tied, seed), RECIPES[recipe], **kwargs)
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, learning_rate=1e-2, max_steps=4,
-        save_steps=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
-        ddp_backend="gloo", **sharding,
+        output_dir=str(folder), per_device_train_batch_size=4, learning_rate=1e-2, save_steps=2,
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=1, ddp_backend="gloo",
+        **sharding, **{"max_steps": 4, **dict(arguments)},
     )
     callbacks = [] if kwargs.get("persistent_state", True) else [QuantizationStateCallback()]
     return Trainer(model, arguments, train_dataset=Text(), callbacks=callbacks)
@@ -70,6 +72,23 @@ def run(recipe, mode, tied, persistent_state):
             for name, value in plain.named_parameters():
                 want = full[name].full_tensor() if "fsdp" in mode else full[name] * 1
                 assert (value == want).all(), name
+
+
+def run_compiled(mode):
+    with trainers(), shared_folder() as folder:
+        runs = []
+        for options in ({}, dict(torch_compile_backend="aot_eager")):
+            options = dict(max_steps=1, **options)
+            runs.append(trainer(folder, "float8_blockwise", mode, False, arguments=options))
+            with compiling() if runs[1:] else contextlib.nullcontext():
+                runs[-1].train()
+        assert_near(*map(losses, runs), rtol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2-sharded"])
+@on_worlds(2, devices=("cpu",))
+def test_compiled_models_train_as_eager_ones(world, mode):
+    world.run(run_compiled, mode)
 
 
 @pytest.mark.parametrize("mode, recipe, tied, persistent_state", CASES)

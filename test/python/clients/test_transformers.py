@@ -1,8 +1,10 @@
 """transformers: generate, save_pretrained, Trainer."""
 
+import contextlib
+
 import pytest
 import torch
-from client_models import RECIPES, Text, batch, different, llama
+from client_models import RECIPES, Text, assert_near, batch, compiling, different, llama
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import qshard
@@ -39,8 +41,9 @@ def test_from_pretrained_of_what_save_pretrained_wrote(recipe, tied, tmp_path):
 
 def arguments(folder, **kwargs):
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, learning_rate=1e-2, max_steps=6,
-        save_steps=3, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=1, **kwargs,
+        output_dir=str(folder), per_device_train_batch_size=4, learning_rate=1e-2, save_steps=3,
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+        **{"max_steps": 6, **kwargs},
     )
 
 
@@ -61,6 +64,16 @@ def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(recipe, tied, tmp_pa
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert losses(first)[3:] == losses(second)[-3:]
     assert not different(first.model, second.model)
+
+
+def test_the_trainer_compiles(tmp_path):
+    runs = []
+    for options in ({}, dict(torch_compile_backend="aot_eager")):
+        model = qshard.quantize_(llama(), RECIPES["float8_blockwise"])
+        runs.append(Trainer(model, arguments(tmp_path, max_steps=2, **options), train_dataset=Text()))
+        with compiling() if options else contextlib.nullcontext():
+            runs[-1].train()
+    assert_near(*map(losses, runs), rtol=1e-3)  # logged to four digits
 
 
 class QuantizeFirst(TrainerCallback):
