@@ -1,13 +1,39 @@
 """Rotary position embedding (arXiv:2104.09864)."""
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from qshard import ops
+from qshard.nn.base import Moves
+
+SHORT = (torch.bfloat16, torch.float16)
 
 
-class RotaryPositionEmbedding(nn.Module):
-    """Angles that `MultiheadAttention` and `TransformerLayer` take as rotary_pos_emb.
+class RotaryAngles(Tensor):
+    """Angles that `.to()` of 16 bits leaves as they are: FSDP2's MixedPrecisionPolicy, and FSDP1's, cast what
+    a module is given, and in bfloat16 an angle of position 4,096 is off by up to 8 rad."""
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        # Modes that watch compiled graphs, which this may be an input of, take no subclass.
+        modes = contextlib.nullcontext if torch.compiler.is_compiling() else _disable_current_modes
+        with torch._C.DisableTorchFunctionSubclass(), modes():
+            result = func(*args, **(kwargs or {}))
+            if func is Tensor.to and result.dtype in SHORT and args[0].dtype not in SHORT:
+                result = func(args[0], result.device)
+            stays = func in (Tensor.to, Tensor.cuda, Tensor.__getitem__, Tensor.clone)
+            return result.as_subclass(cls) if stays and not isinstance(result, cls) else result
+
+
+class RotaryPositionEmbedding(Moves, nn.Module):
+    """Angles that `MultiheadAttention` and `TransformerLayer` take as rotary_pos_emb. They, and the
+    frequencies, stay float32 when the model, or FSDP2, casts to 16 bits.
 
     dim: channels of a head. rotary_percent: which part of them is rotated.
     rotary_base: of the angles' geometric series.
@@ -38,12 +64,20 @@ class RotaryPositionEmbedding(nn.Module):
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         return 1.0 / self.rotary_base**exponents
 
+    def _apply(self, fn, recurse=True):
+        frequencies = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != frequencies.dtype:
+            self.inv_freq = frequencies.to(self.inv_freq.device)
+        return self
+
     def reset_parameters(self) -> None:
         """The frequencies, after the meta device."""
         self.inv_freq.copy_(self._frequencies(self.inv_freq.device))
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """(max_seq_len, 1, 1, rotated channels) float32 angles."""
+    def forward(self, max_seq_len: int, offset: int = 0) -> RotaryAngles:
+        """(max_seq_len, 1, 1, rotated channels) float32 angles, which `.to()` moves, and does not cast
+        to 16 bits."""
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
         positions = positions + offset
         factor = self.seq_len_interpolation_factor
@@ -56,7 +90,7 @@ class RotaryPositionEmbedding(nn.Module):
             angles = angles.repeat_interleave(2, -1)
         else:
             angles = torch.cat([angles, angles], -1)
-        return angles[:, None, None, :]
+        return angles[:, None, None, :].as_subclass(RotaryAngles)
 
 
 def apply_rotary_pos_emb(
@@ -64,14 +98,22 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """Rotates the first channels of each head, computed in fp32 and rounded once.
 
-    t: (s, b, h, d) of "sbhd" or (b, s, h, d) of "bshd". freqs: (s or more, 1, 1, rotated channels)."""
+    t: (s, b, h, d) of "sbhd" or (b, s, h, d) of "bshd". freqs: (s or more, 1, 1, rotated channels), not in
+        16 bits."""
     length = t.shape[0 if tensor_format == "sbhd" else 1]
     if freqs.dim() != 4 or freqs.shape[0] < length or freqs.shape[-1] > t.shape[-1]:
         raise ValueError(
             f"qshard.nn: rotary_pos_emb of shape {tuple(freqs.shape)} does not fit {length} positions "
             f"and {t.shape[-1]} channels; it is (positions, 1, 1, rotated channels)"
         )
-    freqs = freqs[:length, 0, 0].float()
+    if freqs.dtype in SHORT:
+        raise TypeError(
+            f"qshard.nn: rotary_pos_emb in {freqs.dtype}: angles are rounded by several radians. Give those of "
+            "qshard.nn.RotaryPositionEmbedding, or float32 under MixedPrecisionPolicy(cast_forward_inputs="
+            "False), or compute them within the module that FSDP casts for"
+        )
+    with torch._C.DisableTorchFunctionSubclass():  # a plain tensor from here on
+        freqs = freqs[:length, 0, 0].float()
     dim = 0 if tensor_format == "sbhd" else 1
     return rotate(t, freqs.cos(), freqs.sin(), dim, interleaved)
 

@@ -1,5 +1,6 @@
 """DotProductAttention, MultiheadAttention and rotary embedding against their formulas in float64."""
 
+import copy
 import math
 
 import pytest
@@ -293,3 +294,17 @@ def test_rotary_interpolation():
     with torch.no_grad():
         on_meta.reset_parameters()
     assert_bits(on_meta(16), plain)
+
+
+def test_angles_stay_float32():
+    rotary = nn.RotaryPositionEmbedding(8)
+    plain = rotary(4096)
+    for moved in (plain.to(torch.bfloat16), plain[:4096].to("cpu", torch.float16), plain.to(plain.bfloat16())):
+        assert_bits(moved, plain)
+    assert plain.to(torch.float64).dtype == torch.float64
+    assert type(plain.cos()) is type(plain * torch.ones(8)) is torch.Tensor
+    assert_bits(copy.deepcopy(plain).to(torch.bfloat16), plain)
+    assert_bits(rotary.to(torch.bfloat16)(4096), plain)
+    assert_bits(torch.compile(rotary, fullgraph=True, backend="aot_eager")(4096), plain)
+    with pytest.raises(TypeError, match="rotary_pos_emb in torch.bfloat16.*cast_forward_inputs=False"):
+        nn.apply_rotary_pos_emb(torch.zeros(3, 1, 1, 8), plain.bfloat16())

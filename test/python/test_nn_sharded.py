@@ -1,6 +1,8 @@
 """qshard.nn under stock FSDP2: the bits of one process, initial values that do not depend on the mesh,
 DCP."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,3 +217,29 @@ def test_mixed_precision_eager_and_compiled(world):
     for one, other in zip(eager, compiled):
         for name in one:
             torch.testing.assert_close(other[name], one[name], rtol=3e-2, atol=3e-3)
+
+
+def run_rotary(compiled):
+    """A layer in bf16 that computes its angles out of FSDP2's sight, and what FSDP2 gives it of angles."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = nn.TransformerLayer(HIDDEN, FFN, 4, hidden_dropout=0.0, attention_dropout=0.0,
+                                attn_input_format="bshd", device=device(), **MODELS["llama"])
+    qshard.quantize_(layer, RECIPES["float8_tensorwise"])
+    angles = nn.RotaryPositionEmbedding(HIDDEN // 4, device=device())(4096)[-5:]
+    x = batch(0, 0, dist.get_rank()).bfloat16()
+    alone = copy.deepcopy(layer).to(torch.bfloat16)(x, rotary_pos_emb=angles)
+    if compiled:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    fully_shard(layer, mesh=full_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for given in (angles, (angles, angles)):
+        torch.testing.assert_close(layer(x, rotary_pos_emb=given), alone, rtol=1e-2, atol=1e-2)
+    plain = angles.as_subclass(torch.Tensor)
+    with pytest.raises(Exception, match="rotary_pos_emb in torch.bfloat16.*cast_forward_inputs=False"):
+        layer(x, rotary_pos_emb=plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@on_worlds(2)
+def test_rotary_angles_are_not_cast(world, compiled):
+    world.run(run_rotary, compiled)
