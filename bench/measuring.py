@@ -34,6 +34,7 @@ class Kernel:
     name: str  # demangled
     us: float
     is_operator: bool = False
+    start: float = 0.0  # µs
 
     @property
     def function(self) -> str:
@@ -76,24 +77,29 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def trace(function: Callable[[], object], device: str) -> list[Kernel]:
-    """What ran on the device while function() did, in order of start."""
+def trace(
+    function: Callable[[], object], device: str, file: Path | None = None
+) -> list[Kernel]:
+    """What ran on the device while function() did, in order of start. file: for Chrome's trace of it."""
     cuda = device == "cuda"
     synchronize()
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as profiler:
         function()
         synchronize()
-    events = events_of(profiler)
+    events = events_of(profiler, file)
     kinds = ON_GPU if cuda else ("cpu_op",)
     found = sorted((e for e in events if e.get("cat") in kinds), key=lambda e: e["ts"])
-    return [Kernel(e["name"], float(e.get("dur", 0)), is_operator=not cuda) for e in found]
+    return [
+        Kernel(e["name"], float(e.get("dur", 0)), is_operator=not cuda, start=float(e["ts"]))
+        for e in found
+    ]
 
 
-def events_of(profiler) -> list[dict]:
+def events_of(profiler, file: Path | None = None) -> list[dict]:
     """Of a profile that has ended, as Chrome's format has them."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
+        path = file or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return json.loads(path.read_text(errors="replace"), strict=False)["traceEvents"]
 

@@ -10,6 +10,7 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     checkpointed   activation checkpointing of each block
     no_master      bf16 parameters and moments; quantized weights keep no master
     fused          modules of models as they are, fused (qshard.fuse_)
+    modules        blocks of qshard.nn.TransformerLayer: one qkv weight, one of gate and up
     fsdp1          FullyShardedDataParallel; weights stay plain, and its all-gathers carry codes
     reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
     stock          under --tp: torch's styles, not qshard.tensor_parallel's
@@ -25,7 +26,9 @@ beside it is 13 B per quantized parameter (codes 1, master 4, moments 8) and 12 
 and 6 B with no_master; 12 B of all with fsdp1. All-gather per layer: what a rank receives of one
 layer's parameters, once. Host times: FSDP's pre_forward of a block, and forward with backward (128
 tokens a sequence) and optimizer.step() of four, on an idle GPU; the eager configurations take turns.
-A step includes our flush, and torchao's precomputed scales.
+A step includes our flush, and torchao's precomputed scales. Span, idle and gaps: of one profiled step on
+rank 0, between its first and its last kernel; idle is the time in which none ran but NCCL's, gaps how many
+times that was. --trace FILE: FILE-CONFIGURATION.json is Chrome's trace of that step.
 
 --tp N: tensor parallelism over N ranks, sequence parallel, with loss_parallel; FSDP2 over the others.
 bf16 takes torch's styles. Activations gathered: bytes that a rank has after the all-gathers of one step
@@ -50,6 +53,7 @@ import one_rank_group
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llama_of_modules import LlamaOfModules
 from measuring import Stopwatch, first_line, out_of_time, save, synchronize
 from peers import PEERS, after_update, convert, gathered_element_size
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -116,7 +120,7 @@ class Trainer:
         configuration = self.configuration
         torch.manual_seed(1)  # the same on every rank and for every configuration
         with torch.device(self.device):
-            model = Llama(size)
+            model = (LlamaOfModules if configuration.modules else Llama)(size)
         if configuration.no_master:
             model.to(torch.bfloat16)
         if configuration.format in PEERS:
@@ -217,7 +221,9 @@ class Trainer:
         peak = peak_gb(self.device)
         steady = torch.cuda.memory_allocated() / 1e9 if self.device == "cuda" else 0.0
         arithmetic, gathered = self.bytes()
-        profile = profile_step(lambda: self.step(0), self.device)
+        file = self.args.trace
+        file = file and file.with_name(f"{file.stem}-{self.configuration}.json".replace(":", "-"))
+        profile = profile_step(lambda: self.step(0), self.device, file)
         activations = 0
         if self.is_tensor_parallel and not self.args.one_rank:
             activations = gathered_activations(lambda: self.step(0))
@@ -330,6 +336,7 @@ def main():
     parser.add_argument("--lr", type=float, default=3e-5, help="after a warm-up of 20 steps")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--breakdown", action="store_true", help="device time of a step by kind")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="Chrome's trace of a step")
     parser.add_argument("--seconds", type=float, default=420, help="begin nothing new after this")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a collective")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
@@ -347,6 +354,8 @@ def main():
         parser.error("--one-rank is about --tp")
     if args.tp == 1 and any(c.stock for c in args.configurations):
         parser.error("the option stock is about --tp")
+    if args.tp > 1 and any(c.modules for c in args.configurations):
+        parser.error("modules are not measured under --tp")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ class Profile:
     nccl_kernels: int
     ms: dict[str, float]  # device time by kind
     attention: list[str]  # functions, so that a switch of torch's kernel is seen
+    span_ms: float  # from the first kernel to the end of the last
+    busy_ms: float  # of the span, while a kernel other than NCCL's ran
+    gaps: int  # in what is left, where NCCL is waited for, or the host
 
 
 def kind_of(kernel: Kernel) -> str:
@@ -41,12 +45,23 @@ def kind_of(kernel: Kernel) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, kernel.name)), "other")
 
 
-def profile_step(step, device: str) -> Profile | None:
-    """Profiles a step on rank 0; a collective call."""
+def busy_and_gaps(kernels: list[Kernel]) -> tuple[float, float, int]:
+    """(span, busy, gaps) of `Profile`; kernels of all streams, in order of start."""
+    others = [kernel for kernel in kernels if kind_of(kernel) != "NCCL"]
+    busy, gaps, end = 0.0, 0, others[0].start
+    for kernel in others:
+        gaps += kernel.start > end
+        busy += max(0.0, kernel.start + kernel.us - max(kernel.start, end))
+        end = max(end, kernel.start + kernel.us)
+    return (end - others[0].start) / 1e3, busy / 1e3, gaps
+
+
+def profile_step(step, device: str, file: Path | None = None) -> Profile | None:
+    """Profiles a step on rank 0; a collective call. file: for Chrome's trace."""
     if dist.get_rank() != 0:
         step()
         return None
-    kernels = trace(step, device)
+    kernels = trace(step, device, file)
     ms, attention = Counter(), {}
     for kernel in kernels:
         kind = kind_of(kernel)
@@ -54,7 +69,7 @@ def profile_step(step, device: str) -> Profile | None:
         if kind == "attention":
             attention[kernel.function[:60]] = None
     nccl = sum(kind_of(kernel) == "NCCL" for kernel in kernels)
-    return Profile(len(kernels), nccl, dict(ms), list(attention))
+    return Profile(len(kernels), nccl, dict(ms), list(attention), *busy_and_gaps(kernels))
 
 
 def gathered_activations(step) -> int:

@@ -34,6 +34,7 @@ class Configuration:
     no_master: bool = False
     fsdp1: bool = False
     fused: bool = False  # qshard.fuse_
+    modules: bool = False  # blocks of qshard.nn.TransformerLayer
     stock: bool = False  # under tensor parallelism: torch's styles
     reduced: str = ""  # the format gradients are reduced in, if not as they are
 
@@ -42,13 +43,15 @@ class Configuration:
         format, *options = text.split(":")
         reduced = [o for o in options if o.removeprefix("reduced_") in ("float8", "mxfp8", "nvfp4")]
         flags = set(options) - set(reduced)
-        unknown = flags - {"compiled", "checkpointed", "no_master", "fsdp1", "fused", "stock"}
+        unknown = flags - {name for name, value in vars(cls(PLAIN)).items() if value is False}
         if unknown or len(reduced) > 1 or format not in (PLAIN, *RECIPES, *PEERS):
             wrong = ", ".join(sorted(unknown) or reduced[1:]) or format
             raise argparse.ArgumentTypeError(f"{text}: unknown {wrong}")
         if "fsdp1" in flags and (reduced or "no_master" in flags or format in PEERS):
             raise argparse.ArgumentTypeError(f"{text}: fsdp1 goes with bf16 and formats alone, "
                                              "compiled and checkpointed")
+        if "modules" in flags and ("fsdp1" in flags or format in PEERS):
+            raise argparse.ArgumentTypeError(f"{text}: modules are ours, under FSDP2 or --tp")
         return cls(format, **dict.fromkeys(flags, True),
                    reduced="".join(reduced).removeprefix("reduced_"))
 
@@ -57,7 +60,7 @@ class Configuration:
 
     def of_plain_weights(self) -> "Configuration":
         """bf16 of the same options, of stock modules; torch's styles are its only ones."""
-        return replace(self, format=PLAIN, reduced="", fused=False, stock=False)
+        return replace(self, format=PLAIN, reduced="", fused=False, modules=False, stock=False)
 
     def __str__(self) -> str:
         options = [name for name, value in vars(self).items() if value is True]
@@ -103,15 +106,15 @@ def goals(configuration: Configuration, is_tiny: bool, ranks: int, tp: int) -> d
     if configuration.fsdp1:
         is_sent_as_codes = configuration.format in ("float8_tensorwise", "float8_blockwise")
         return {"step": 0.78} if is_sent_as_codes and not configuration.checkpointed else {}
-    compiled = configuration.compiled
+    compiled, is_fused = configuration.compiled, configuration.fused or configuration.modules
     bounds = {"float8_tensorwise": (0.69, 0.70), "float8_blockwise": (0.74, 0.75)}
     peaks = 24.5, 21.5
-    if configuration.fused:
+    if is_fused:
         bounds = {"float8_tensorwise": (0.67, 0.69), "float8_blockwise": (0.71, 0.73)}
         peaks = 23.0, 21.5
     if configuration.format not in bounds or configuration.checkpointed:
         return {}
-    step = 0.68 if ranks >= 8 and not configuration.fused else bounds[configuration.format][compiled]
+    step = 0.68 if ranks >= 8 and not is_fused else bounds[configuration.format][compiled]
     return {"step": step, "peak": peaks[compiled]} if ranks == 2 else {"step": step}
 
 
@@ -166,11 +169,13 @@ def spread(times: list[float]) -> str:
 
 def overview(results: dict[Configuration, Result]) -> str:
     header = ["", "step ms", "tokens/s", "init GB", "steady", "peak", "gather MB", "activations MB", "kernels",
-              "NCCL", "loss 1", "5", "10", "last 10"]
+              "NCCL", "span ms", "idle", "gaps", "loss 1", "5", "10", "last 10"]
     rows = []
     for configuration, r in results.items():
         memory = [f"{gb:.2f}" for gb in (r.init_gb, r.steady_gb, r.peak_gb)]
-        counts = [r.profile.kernels, r.profile.nccl_kernels] if r.profile else ["", ""]
+        p = r.profile
+        counts = [p.kernels, p.nccl_kernels, f"{p.span_ms:.2f}", f"{p.span_ms - p.busy_ms:.2f}",
+                  p.gaps] if p else [""] * 5
         # One step's text decides as much as one step's training: the last is a mean.
         losses = [f"{sum(loss) / len(loss):.4f}" if loss else "" for loss in (
             r.losses[:1], r.losses[4:5], r.losses[9:10], r.losses[-10:])]
