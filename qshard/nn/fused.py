@@ -13,8 +13,8 @@ from qshard.nn.norms import normalize
 
 def norm_linear(
     x: Tensor, norm: tuple, multiply: Multiply, weights, biases, enter: Callable | None = None
-) -> tuple[Tensor, Tensor]:
-    """(linear(norm(x)), norm(x)). norm: what `normalize` takes after x. enter: what becomes of norm(x) on
+) -> tuple[list[Tensor], Tensor]:
+    """(linear(norm(x)) by each of the weights, norm(x)). norm: what `normalize` takes after x. enter: what becomes of norm(x) on
     the way to the linear, a collective."""
     normed = normalize(x, *norm)
     input = normed if enter is None else enter(normed)

@@ -9,6 +9,7 @@ from torch.nn import init
 from qshard.nn import initial
 from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse
 from qshard.nn.fused import norm_linear
+from qshard.nn.multiply import joined
 from qshard.nn.projection import Projection
 
 
@@ -116,9 +117,12 @@ class LayerNormLinear(Projection, torch.nn.Module):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        *,
+        as_parts: bool = False,
     ):
         """(..., in_features) -> (..., out_features), or a tuple of it, the bias (return_bias) and
-        (..., in_features) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's."""
+        (..., in_features) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's.
+        as_parts: a tuple of what each of the weights gives, in place of the first."""
         refuse("LayerNormLinear", fp8_output=fp8_output, fp8_grad=fp8_grad)
         parallel = self.parallel
         gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
@@ -127,10 +131,11 @@ class LayerNormLinear(Projection, torch.nn.Module):
             enter = functools.partial(parallel.enter, format=self.message_format)
         norm = self.normalization, gamma, beta, self.eps, self.zero_centered_gamma
         multiply = self.multiply(is_first_microbatch)
-        output, normed = norm_linear(inp, norm, multiply, *self.parameters_to_multiply(), enter)
+        parts, normed = norm_linear(inp, norm, multiply, *self.parameters_to_multiply(), enter)
         is_cut = parallel is not None and parallel.sequence_dim is not None
         if is_cut and self.return_layernorm_output and self.return_layernorm_output_gathered:
             normed = parallel.gather_values(normed)
+        output = tuple(parts) if as_parts else joined(parts)
         return self.with_bias(output, *([normed] if self.return_layernorm_output else []))
 
     def extra_repr(self) -> str:

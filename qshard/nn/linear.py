@@ -9,6 +9,7 @@ from qshard.dynamic import NamedState
 from qshard.functional import linear_under_transforms
 from qshard.nn import initial
 from qshard.nn.arguments import refuse
+from qshard.nn.multiply import joined
 from qshard.nn.projection import Projection
 from qshard.tensor_parallel import stock
 
@@ -131,12 +132,16 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        *,
+        as_parts: bool = False,
     ) -> torch.Tensor:
         """(..., in_features) -> (..., out_features) in the dtype of `input`; with return_bias
-        (output, bias)."""
+        (output, bias). as_parts, made by the constructor: output is a tuple of what each of the weights
+        gives."""
         if self.is_constructed:
             refuse("Linear", fp8_output=fp8_output, fp8_grad=fp8_grad)
-            return self.with_bias(self.project(input, is_first_microbatch))
+            parts = self.project(input, is_first_microbatch)
+            return self.with_bias(tuple(parts) if as_parts else joined(parts))
         if self.dynamic is not None:
             return self.dynamic.linear(self, input)
         weight, bias = self.weight, self.bias

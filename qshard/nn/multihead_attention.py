@@ -266,19 +266,21 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
     def _project_self(self, x, is_first_microbatch):
         normed = None
         if self.input_layernorm:
-            mixed = self.layernorm_qkv(x, is_first_microbatch)
+            parts = self.layernorm_qkv(x, is_first_microbatch, as_parts=True)
             if self.return_layernorm_output:
-                mixed, normed = mixed
+                parts, normed = parts
         else:
-            mixed = self.qkv(x, is_first_microbatch)
+            parts = self.qkv(x, is_first_microbatch, as_parts=True)
         groups, channels = self.num_gqa_groups, self.channels
         per_group = self.num_attention_heads // groups
         if self.qkv_weight_interleaved:
-            parts = mixed.unflatten(-1, (groups, per_group + 2, channels))
-            query, key, value = parts.split([per_group, 1, 1], -2)
+            heads = parts[0].unflatten(-1, (groups, per_group + 2, channels))
+            query, key, value = heads.split([per_group, 1, 1], -2)
             return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normed
-        heads = mixed.unflatten(-1, (-1, channels))
-        return *heads.split([self.num_attention_heads, groups, groups], -2), normed
+        parts = [part.unflatten(-1, (-1, channels)) for part in parts]
+        if len(parts) == 1:
+            parts = parts[0].split([self.num_attention_heads, groups, groups], -2)
+        return *parts, normed
 
     def _project_query(self, x, is_first_microbatch):
         normed = None
@@ -291,11 +293,13 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
         return query.unflatten(-1, (self.num_attention_heads, self.channels)), normed
 
     def _project_keys(self, x, is_first_microbatch):
-        mixed = self.key_value(x, is_first_microbatch)
+        parts = self.key_value(x, is_first_microbatch, as_parts=True)
+        if len(parts) == 2:
+            return [part.unflatten(-1, (self.num_gqa_groups, self.channels)) for part in parts]
         if self.qkv_weight_interleaved:
-            pairs = mixed.unflatten(-1, (self.num_gqa_groups, 2, self.channels))
+            pairs = parts[0].unflatten(-1, (self.num_gqa_groups, 2, self.channels))
             return pairs.unbind(-2)
-        return mixed.unflatten(-1, (2, self.num_gqa_groups, self.channels)).unbind(-3)
+        return parts[0].unflatten(-1, (2, self.num_gqa_groups, self.channels)).unbind(-3)
 
     def _position(self, query, key, rotary_pos_emb):
         if self.q_norm is not None and self.qk_norm_before_rope:

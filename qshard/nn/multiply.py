@@ -49,7 +49,11 @@ class Multiply:
         return _linear(x, weight, bias, weight_only=self.weight_only, format=format)
 
 
-def multiply_parts(multiply: Multiply, x: Tensor, weights, biases) -> Tensor:
-    """By each of the weights, one after the other along the last dimension of the result."""
-    parts = [multiply(x, weight, bias) for weight, bias in zip(weights, biases)]
+def multiply_parts(multiply: Multiply, x: Tensor, weights, biases) -> list[Tensor]:
+    """By each of the weights."""
+    return [multiply(x, weight, bias) for weight, bias in zip(weights, biases)]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """One after the other along the last dimension."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)

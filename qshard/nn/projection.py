@@ -12,7 +12,7 @@ from qshard.nn.arguments import (
     split_sizes,
 )
 from qshard.nn.base import Initialized
-from qshard.nn.multiply import Multiply, multiply_parts
+from qshard.nn.multiply import Multiply, joined, multiply_parts
 from qshard.nn.parallel import DeviceMeshes
 from qshard.tensor_parallel.local import local_part
 
@@ -80,21 +80,24 @@ class Projection(Initialized, DeviceMeshes):
             weights, biases = map(self.parallel.weight, weights), map(self.parallel.bias, biases)
         return list(weights), list(biases)
 
-    def project(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        """(..., in_features) -> (..., out_features)."""
+    def project(self, x: torch.Tensor, is_first_microbatch: bool | None) -> list[torch.Tensor]:
+        """(..., in_features) -> (..., rows) of each weight."""
         multiply, parallel = self.multiply(is_first_microbatch), self.parallel
         if parallel is None:
             return multiply_parts(multiply, x, *self.parameters_to_multiply())
         parallel.check_output(x)
         x = parallel.enter(x, self.message_format)
-        y = multiply_parts(multiply, x, *self.parameters_to_multiply())
-        return parallel.leave(y, self.message_format)
+        parts = multiply_parts(multiply, x, *self.parameters_to_multiply())
+        if parallel.mode == "row":
+            parts = [joined(parts)]  # one collective
+        return [parallel.leave(part, self.message_format) for part in parts]
 
-    def with_bias(self, output: torch.Tensor, *more: torch.Tensor):
+    def with_bias(self, output, *more: torch.Tensor):
         """output, or (output, bias) with return_bias, and what else is returned; a bias that the
         module does not have is an empty tensor."""
         if self.return_bias:
+            like = output[0] if isinstance(output, tuple) else output
             biases = [local_part(getattr(self, name)) for name in self.bias_names if self.use_bias]
-            bias = torch.cat(biases) if len(biases) > 1 else (biases or [output.new_empty(0)])[0]
-            more = (bias.to(output.dtype), *more)
+            bias = torch.cat(biases) if len(biases) > 1 else (biases or [like.new_empty(0)])[0]
+            more = (bias.to(like.dtype), *more)
         return (output, *more) if more else output

@@ -181,6 +181,25 @@ def test_quantized_layers_are_their_parts(format, fused):
     assert_bits(results[0], results[1])
 
 
+@pytest.mark.parametrize("attention_type", ["self", "cross"])
+def test_parts_are_not_joined(attention_type):
+    """Of weights of their own, queries, keys and values are in no tensor of all of them, nor are gradients."""
+    module = randomize(nn.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, input_layernorm=True,
+                                             attention_type=attention_type, return_layernorm_output=True))
+    qshard.quantize_(module, RECIPES["float8_tensorwise"])
+    x = input_of().requires_grad_()
+    with torch.profiler.profile(acc_events=True) as profiler:
+        output, _ = module(x, encoder_output=x if attention_type == "cross" else None)
+        output.sum().backward()
+    ran = {event.key for event in profiler.key_averages()}
+    assert not ran & {"aten::cat", "aten::split", "aten::split_with_sizes"}
+    projection = module.layernorm_qkv if attention_type == "self" else module.key_value
+    parts, whole = projection(x, as_parts=True), projection(x)
+    if attention_type == "self":  # (outputs, normalized input)
+        parts, whole = parts[0], whole[0]
+    assert_bits(torch.cat(parts, -1), whole)
+
+
 def test_dropouts():
     module = nn.TransformerLayer(HIDDEN, FFN, HEADS, hidden_dropout=0.3, drop_path_rate=0.5)
     x = input_of()
