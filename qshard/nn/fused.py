@@ -39,7 +39,12 @@ def mlp(
     """linear(activation(linear(x))) of weights and biases; of a gated activation first has the rows of
     both halves."""
     if activation == "swiglu" and multiply.runs_operators:
-        return swiglu_mlp(x, multiply, first, None, second)
+        (gate, gate_bias), (down, down_bias) = first, second
+
+        def run(x, gate, down):
+            return swiglu_mlp(x, multiply, (gate, gate_bias), None, (down, down_bias))
+
+        return multiply.run(run, x, gate, down)
     inner = multiply(x, *first)
     return activation_linear(inner, activation, params, multiply, *second)
 

@@ -1,92 +1,111 @@
-"""fuse_wgrad_accumulation: a linear whose wgrad goes into the weight's `main_grad`, not to `.grad`."""
+"""fuse_wgrad_accumulation: wgrad goes into the weight's `main_grad`, not to `.grad`.
+
+The operators add wgrad to a leaf's `.grad` within the GEMM. They are given leaves of the same values, whose
+`.grad` main_grad is.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from qshard.nn.autocast import activation_dtype
 
-ops = torch.ops.qshard
 
-
-def linear_into_main_grad(x, weight, bias, multiply):
-    """multiply(x, weight, bias), whose backward writes weight.main_grad."""
+def into_main_grad(
+    function: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor], overwrite: bool
+) -> Tensor:
+    """function(x, *weights), whose backward adds the gradients of the weights to their main_grad, or
+    replaces what is there."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "qshard.nn: fuse_wgrad_accumulation is for eager mode; compiled backwards give .grad"
         )
     x = x.to(activation_dtype(x))
-    main_grad = None
-    if weight.requires_grad and torch.is_grad_enabled():
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None or main_grad.shape != weight.shape or not main_grad.is_contiguous():
-            given = "none" if main_grad is None else f"one of shape {tuple(main_grad.shape)}"
-            raise RuntimeError(
-                "qshard.nn: fuse_wgrad_accumulation adds to weight.main_grad, a contiguous tensor of "
-                f"the weight's shape {tuple(weight.shape)}; this weight has {given}"
-            )
-    quantized = ops.is_quantized(weight)
-    # What a quantized module computes by a plain weight is quantized at each use, and wgrad with it.
-    used = weight if quantized or multiply.weight_format is None else _Quantize.apply(weight, multiply)
-    output = _Linear.apply(x, used, weight, main_grad, multiply)
+    trained = [weight for weight in weights if weight.requires_grad and torch.is_grad_enabled()]
+    if not trained:
+        return function(x, *weights)
+    leaves = [_leaf(weight) if weight.requires_grad else weight for weight in weights]
+    if x.requires_grad or any(map(_is_awaited, trained)):
+        x = _After.apply(x, *trained)
+    return _Before.apply(function(x, *leaves), overwrite, trained)
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear in the dtype of x, whose wgrad has the dtype of weight.grad_dtype."""
+    output = _PlainLinear.apply(x, weight)
     return output if bias is None else output + bias.to(output.dtype)
 
 
-class _Quantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, multiply):
-        return ops.quantize(weight.detach(), multiply.weight_format)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _Linear(torch.autograd.Function):
-    """x @ used^T, whose wgrad goes into main_grad, the gradient of `weight`."""
-
-    @staticmethod
-    def forward(ctx, x, used, weight, main_grad, multiply):
-        only = multiply.weight_only
-        ctx.weight, ctx.main_grad, ctx.multiply = weight, main_grad, multiply
-        # As other linears do: the codes that wgrad multiplies, where it does.
-        is_quantized = ops.is_quantized(used)
-        ctx.saves_codes = (
-            is_quantized and main_grad is not None and ops._saves_input_codes(x, used, only)
+def _leaf(weight):
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or main_grad.shape != weight.shape or not main_grad.is_contiguous():
+        given = "none" if main_grad is None else f"one of shape {tuple(main_grad.shape)}"
+        raise RuntimeError(
+            "qshard.nn: fuse_wgrad_accumulation adds to weight.main_grad, a contiguous tensor of "
+            f"the weight's shape {tuple(weight.shape)}; this weight has {given}"
         )
-        if is_quantized:
-            output, codes = ops.linear_forward(x, used, None, ctx.saves_codes, only)
-        else:
-            output, codes = F.linear(x, used.to(x.dtype)), None
-        ctx.save_for_backward(codes if ctx.saves_codes else x, used)
-        return output
+    leaf = weight.detach().requires_grad_()
+    leaf.grad_dtype = main_grad.dtype
+    leaf.grad = main_grad
+    return leaf
+
+
+def _is_awaited(weight):
+    """Wrappers that wait for the weight's gradient (Megatron's) mark weights that they want one of."""
+    return hasattr(weight, "grad_added_to_main_grad")
+
+
+class _Before(torch.autograd.Function):
+    """The output; in backward, what comes before wgrad."""
+
+    @staticmethod
+    def forward(ctx, output, overwrite, weights):
+        ctx.overwrite, ctx.weights = overwrite, weights
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx, grad):
-        x, used = ctx.saved_tensors
-        weight, main_grad, multiply = ctx.weight, ctx.main_grad, ctx.multiply
-        needs_input = ctx.needs_input_grad[0]
-        overwrite = multiply.overwrite or getattr(weight, "overwrite_main_grad", False)
-        if main_grad is not None and overwrite:
-            main_grad.zero_()
-        if not ops.is_quantized(used):
-            grad_input = grad @ used.to(grad.dtype) if needs_input else None
-            if main_grad is not None:
-                dtype = torch.promote_types(x.dtype, main_grad.dtype)
-                rows, columns = (t.reshape(-1, t.shape[-1]).to(dtype) for t in (grad, x))
-                main_grad.add_(rows.t() @ columns)
-        elif main_grad is None:
-            only = multiply.weight_only
-            grad_input = ops.linear_backward(grad, used, x, False, needs_input, False, only)[0]
-        else:
-            grad_input = ops.linear_backward_accumulate(
-                grad, used, x, ctx.saves_codes, needs_input, main_grad, multiply.weight_only
-            )
-        return (grad_input if needs_input else None), None, _dummy(weight, main_grad), None, None
+        for weight in ctx.weights:
+            if ctx.overwrite or getattr(weight, "overwrite_main_grad", False):
+                weight.main_grad.zero_()
+        return grad, None, None
 
 
-def _dummy(weight, main_grad):
-    """Wrappers that wait for the weight's gradient (Megatron's) mark weights that they want one of."""
-    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+class _After(torch.autograd.Function):
+    """The input; in backward, what comes after wgrad."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.weights = weights
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if ctx.needs_input_grad[0] else None, *map(_dummy, ctx.weights)
+
+
+def _dummy(weight):
+    if not _is_awaited(weight):
         return None
     weight.grad_added_to_main_grad = True
-    return torch.zeros((), dtype=weight.dtype, device=main_grad.device).expand(weight.shape)
+    return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+class _PlainLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs_input, needs_weight = ctx.needs_input_grad
+        grad_weight = None
+        if needs_weight:
+            dtype = torch.promote_types(x.dtype, weight.grad_dtype)
+            rows, columns = (t.reshape(-1, t.shape[-1]).to(dtype) for t in (grad, x))
+            grad_weight = (rows.t() @ columns).to(weight.grad_dtype)
+        return grad @ weight.to(grad.dtype) if needs_input else None, grad_weight

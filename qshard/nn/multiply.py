@@ -1,5 +1,6 @@
 """How the modules multiply: y = x @ weight^T + bias, by the codes of a weight that is quantized."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from qshard.functional import linear_under_transforms
 from qshard.nn.autocast import activation_dtype
-from qshard.nn.main_grad import linear_into_main_grad
+from qshard.nn.main_grad import into_main_grad, plain_linear
 
 _linear = torch.ops.qshard.linear.default
 
@@ -30,23 +31,30 @@ class Multiply:
     @property
     def runs_operators(self) -> bool:
         """Whether this multiplies by one of qshard's operators, with autograd of its own: not under the
-        transforms of torch.func, and not into main_grad."""
+        transforms of torch.func."""
         transforms = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-        return self.weight_format is not None and not self.into_main_grad and not transforms
+        return self.weight_format is not None and not transforms
+
+    def run(self, function: Callable[..., Tensor], x: Tensor, *weights: Tensor) -> Tensor:
+        """function(x, *weights), an operator, with wgrad where it belongs."""
+        if self.into_main_grad:
+            return into_main_grad(function, x, weights, self.overwrite)
+        return function(x, *weights)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x: (..., columns); weight: (rows, columns); bias: (rows,) or None. (..., rows) in the dtype
         of activations."""
-        if self.into_main_grad:
-            return linear_into_main_grad(x, weight, bias, self)
         format = self.weight_format
+        if self.into_main_grad and format is None:
+            return self.run(lambda x, weight: plain_linear(x, weight, bias), x, weight)
         if format is None:
             dtype = activation_dtype(x)
             bias = None if bias is None else bias.to(dtype)
             return F.linear(x.to(dtype), weight.to(dtype), bias)
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return linear_under_transforms(x, weight, bias, self.weight_only, format)
-        return _linear(x, weight, bias, weight_only=self.weight_only, format=format)
+        options = {"weight_only": self.weight_only, "format": format}
+        return self.run(lambda x, weight: _linear(x, weight, bias, **options), x, weight)
 
 
 def multiply_parts(multiply: Multiply, x: Tensor, weights, biases) -> list[Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nn_helpers import RECIPES, assert_bits, on_devices, randomize
+from torch.utils.checkpoint import checkpoint
 
 import qshard
 from qshard import nn
@@ -20,6 +21,7 @@ MODULES = {
     "LayerNormLinear": lambda **kwargs: nn.LayerNormLinear(32, 64, **kwargs),
     "LayerNormMLP": lambda **kwargs: nn.LayerNormMLP(32, 64, **kwargs),
 }
+MLPS = {"SwiGLU": lambda **kwargs: nn.LayerNormMLP(32, 64, activation="swiglu", **kwargs)}
 
 
 def input_of(*shape, seed=1):
@@ -36,12 +38,13 @@ def weights_of(module):
 @on_devices
 @pytest.mark.pairwise
 @pytest.mark.parametrize("format", [None, *RECIPES])
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", [*MODULES, *MLPS])
 @pytest.mark.parametrize("first", [None, True, False])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_wgrad_goes_into_main_grad(device, format, kind, first, grad_dtype):
     """What .grad would get; .grad stays None, and other gradients are as ever."""
-    usual, fused = (MODULES[kind](device=device, fuse_wgrad_accumulation=f) for f in (False, True))
+    make = {**MODULES, **MLPS}[kind]
+    usual, fused = (make(device=device, fuse_wgrad_accumulation=f) for f in (False, True))
     for module in (usual, fused):
         randomize(module)
         if format is not None:
@@ -64,6 +67,36 @@ def test_wgrad_goes_into_main_grad(device, format, kind, first, grad_dtype):
         torch.testing.assert_close(
             other.main_grad.float(), parameter.grad + kept, rtol=tolerance, atol=tolerance
         )
+
+
+@on_devices
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind,operators", [
+    ("LayerNormLinear", {"linear_backward_accumulate"}),
+    ("SwiGLU", {"swiglu_mlp", "swiglu_linear_backward_accumulate"}),
+], ids=["linear", "mlp"])
+@pytest.mark.parametrize("format", RECIPES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_main_grad_is_summed_by_the_operators(device, format, kind, operators, recompute):
+    """Bits of what they add to a .grad that is there, in the same operators."""
+    make = {**MODULES, **MLPS}[kind]
+    usual, fused = (make(device=device, fuse_wgrad_accumulation=f) for f in (False, True))
+    for module in (usual, fused):
+        qshard.quantize_(randomize(module), RECIPES[format], filter_fn=lambda *_: True)
+    for own, weight in zip(weights_of(usual), weights_of(fused)):
+        own.grad, weight.main_grad = (torch.zeros(weight.shape, device=device) for _ in range(2))
+    results = []
+    for module in (usual, fused):
+        with torch.profiler.profile(acc_events=True) as profiler:
+            for seed in (1, 2):
+                x = input_of(7, 32, seed=seed).to(device).requires_grad_()
+                y = checkpoint(module, x, use_reentrant=False) if recompute else module(x)
+                y.square().sum().backward()
+        ran = {event.key for event in profiler.key_averages()}
+        assert {f"qshard::{name}" for name in operators} <= ran
+        results.append((y.detach(), x.grad))
+    assert_bits(*results)
+    assert_bits([w.main_grad for w in weights_of(fused)], [w.grad for w in weights_of(usual)])
 
 
 def test_main_grad_is_required_and_may_be_overwritten():
