@@ -28,6 +28,16 @@ def refuse_parallelism(module: str, tp_group=None, tp_size: int = 1) -> None:
         )
 
 
+def refuse_context_parallelism(module: str, cp_group=None) -> None:
+    """Over one rank nothing of it matters. cp_group: a group, or one for each level."""
+    for group in cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]:
+        size = 1 if group is None else dist.get_world_size(group)
+        if size != 1:
+            raise NotImplementedError(
+                f"qshard.nn.{module}: cp_group of {size} ranks is not supported; leave it out"
+            )
+
+
 def check_choice(module: str, name: str, value, choices) -> None:
     if value not in choices:
         raise ValueError(
@@ -52,8 +62,8 @@ class NoTensorParallelism:
                 )
 
     def set_context_parallel_group(self, cp_group, *args, **kwargs) -> None:
-        """Raises NotImplementedError unless `cp_group` is None."""
-        refuse(type(self).__name__, cp_group=cp_group)
+        """Raises NotImplementedError for a group of more than one rank."""
+        refuse_context_parallelism(type(self).__name__, cp_group)
 
 
 def split_sizes(module: str, parameters_split, out_features: int) -> dict[str, int]:

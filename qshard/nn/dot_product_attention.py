@@ -13,6 +13,7 @@ from qshard.nn.arguments import (
     NoTensorParallelism,
     check_choice,
     refuse,
+    refuse_context_parallelism,
     refuse_parallelism,
     rng_fork,
 )
@@ -49,8 +50,8 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
     softmax_scale: 1 / sqrt(channels of keys) without.
     Masks other than no_mask and causal, and biases, are given to torch as a tensor, for which it has
     fewer fast kernels. A query that is padding, or that no key is left for, gets zeros.
-    Context parallelism, thd, return_max_logit, more than one rank of tp_group raise
-    NotImplementedError. attention_type: "self" or "cross". layer_number, name change nothing.
+    thd, return_max_logit, more than one rank of tp_group or cp_group raise NotImplementedError.
+    attention_type: "self" or "cross". layer_number, name and what else says cp_ change nothing.
     """
 
     def __init__(
@@ -81,13 +82,8 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
         *,
         device=None,
     ):
-        refuse(
-            "DotProductAttention",
-            cp_group=cp_group,
-            cp_global_ranks=cp_global_ranks,
-            cp_stream=cp_stream,
-            return_max_logit=return_max_logit,
-        )
+        refuse("DotProductAttention", return_max_logit=return_max_logit)
+        refuse_context_parallelism("DotProductAttention", cp_group)
         refuse_parallelism("DotProductAttention", tp_group, tp_size)
         _check_format(qkv_format)
         check_choice("DotProductAttention", "attention_type", attention_type, ("self", "cross"))
@@ -183,6 +179,8 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
             score_mod_tensors=score_mod_tensors,
             score_mod_bprop_tensors=score_mod_bprop_tensors,
             thd_attention_policies=thd_attention_policies,
+            thd_attention_policy_dispatch=thd_attention_policy_dispatch != "auto"
+            and thd_attention_policy_dispatch,
         )
         layout = qkv_format or self.qkv_format
         _check_format(layout)

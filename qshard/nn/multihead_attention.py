@@ -257,6 +257,7 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
             cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             pad_between_seqs=pad_between_seqs,
             thd_attention_policies=thd_attention_policies,
+            thd_attention_policy_dispatch=thd_attention_policy_dispatch,
         )
         output = self.proj(context, is_first_microbatch)
         if normed is None:

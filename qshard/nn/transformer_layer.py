@@ -250,6 +250,7 @@ class TransformerLayer(NoTensorParallelism, nn.Module):
             "cu_seqlens_q_padded": cu_seqlens_q_padded,
             "pad_between_seqs": pad_between_seqs,
             "thd_attention_policies": thd_attention_policies,
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
             "softcap": softcap,
         }
         hidden_states = hidden_states.to(activation_dtype(hidden_states))

@@ -227,7 +227,7 @@ def test_attention_refuses_by_name():
                             ("score_mod", print), ("thd_attention_policies", [])):
         with pytest.raises(NotImplementedError, match=f"DotProductAttention: {argument}="):
             module(*tensors, **{argument: value})
-    for argument, value in (("cp_group", object()), ("return_max_logit", True), ("tp_size", 2)):
+    for argument, value in (("return_max_logit", True), ("tp_size", 2)):
         with pytest.raises(NotImplementedError, match=f"DotProductAttention: {argument}="):
             nn.DotProductAttention(HEADS, CHANNELS, **{argument: value})
     with pytest.raises(NotImplementedError, match="qkv_format='thd'"):

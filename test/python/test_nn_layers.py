@@ -417,6 +417,10 @@ def test_layers_refuse_by_name():
     layer(ub_overlap_ag=False, set_parallel_mode=True, seq_length=8, micro_batch_size=2)
     with pytest.raises(NotImplementedError, match="inference_params"):
         layer()(x, inference_params=object())
+    for module in (layer(), layer(parallel_attention_mlp=True).self_attention):
+        module(x, thd_attention_policy_dispatch="auto")
+        with pytest.raises(NotImplementedError, match="thd_attention_policy_dispatch='fused'"):
+            module(x, thd_attention_policy_dispatch="fused")
     with pytest.raises(NotImplementedError, match="qkv_format='thd'"):
         layer(attn_input_format="thd")
     for arguments, error in (

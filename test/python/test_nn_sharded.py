@@ -243,3 +243,25 @@ def run_rotary(compiled):
 @on_worlds(2)
 def test_rotary_angles_are_not_cast(world, compiled):
     world.run(run_rotary, compiled)
+
+
+# ------------------------------------------------------------------------ context parallelism
+
+
+def run_context_parallel_groups():
+    rank, whole = dist.get_rank(), dist.group.WORLD
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    attention = nn.DotProductAttention(4, 8, cp_group=alone, cp_global_ranks=[rank], cp_stream=object(),
+                                       cp_comm_type="a2a")
+    layer = nn.TransformerLayer(HIDDEN, FFN, 4)
+    layer.set_context_parallel_group([alone, alone], [rank], None)
+    for make in (lambda: nn.DotProductAttention(4, 8, cp_group=whole),
+                 lambda: attention.set_context_parallel_group(whole, [0, 1], None),
+                 lambda: layer.set_context_parallel_group([alone, whole], [0, 1], None)):
+        with pytest.raises(NotImplementedError, match="cp_group of 2 ranks"):
+            make()
+
+
+@on_worlds(2, devices=("cpu",))
+def test_context_parallel_groups(world):
+    world.run(run_context_parallel_groups)
