@@ -42,6 +42,7 @@ def quantize_(
     group=None,
     persistent_state: bool = True,
     filter_fn: Callable[[torch_nn.Module, str], bool] | None = None,
+    parameter_fn: Callable[[torch_nn.Parameter, str], bool] | None = None,
     tp_mesh=None,
     share_tensor_scale: bool | Sequence[Sequence[str]] = False,
 ) -> torch_nn.Module:
@@ -70,8 +71,12 @@ def quantize_(
         names of the plain model's, for code that knows only those; save
         qshard.QuantizationState(model) beside it to resume bit for bit.
     filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize; all by
-        default, and a warning then names matrices in modules of other kinds, which stay plain. Call
+        default, and a warning then names matrices in modules of other kinds, which stay plain without
+        a parameter_fn. Call
         quantize_ again for modules that are to have another recipe.
+    parameter_fn(parameter, name): which parameters of other modules to quantize, too, of two dimensions or
+        more: stacks of experts (experts, rows, columns), matrix by matrix. bmm, einsum, grouped_mm and @
+        multiply by their dequantized codes, in eager mode.
     tp_mesh: the DeviceMesh that parallelize_module was given, of a tensor-parallel model: a DTensor does
         not say which of its dimensions are FSDP's; not needed where modules of qshard.nn or styles of
         qshard.tensor_parallel know it. quantize_ comes after parallelize_module, before or
@@ -117,8 +122,14 @@ def quantize_(
                     f"qshard.quantize_: weight_only cannot change how {name}, a "
                     f"{type(module).__name__}, multiplies; it needs nn.Linear itself"
                 )
-    if not chosen:
+    further = list(_further(model, parameter_fn)) if parameter_fn is not None else []
+    if not chosen and not further:
         raise ValueError("qshard.quantize_: no nn.Linear was chosen; check filter_fn")
+    if is_dynamic and further:
+        raise ValueError(
+            f'qshard.quantize_: weights="dynamic" is of linears, which quantize at each use, and parameter_fn '
+            f"chose {further[0][0]}; leave one of the two out"
+        )
     if is_dynamic:
         dynamic.quantize_at_each_use(model, chosen, format, weight_only, group)
         return _warned(model, chosen, filter_fn)
@@ -127,7 +138,7 @@ def quantize_(
     dynamic.refuse_fsdp1(chosen)
 
     tensor_groups = _tensor_groups(model, tp_mesh)
-    weights = _named_weights(model, chosen)
+    weights = _named_weights(model, chosen, further)
     _refuse_tensor_parallel(chosen, tensor_groups)
     for name, parameter in weights:
         _check(parameter, format, keep_master, name, tensor_groups)
@@ -139,6 +150,8 @@ def quantize_(
         module = in_group.get(id(parameter))
         quantized = _quantized(parameter, format, keep_master, name, tensor_groups, module)
         replace.replace(parameter, quantized)
+    for _, module, attribute in further:
+        state.name_weight(module, attribute)
     for module in model.modules():
         if any(p is not None and is_quantized(p) for p in module._parameters.values()):
             state.hand_out_masters(module)
@@ -148,6 +161,7 @@ def quantize_(
                 module.__class__ = nn.Embedding
     for _, module in chosen:
         _prepare_module(module, weight_only, bool(tensor_groups) or tp_mesh is not None)
+    for module in (*(m for _, m in chosen), *(m for _, m, _ in further)):
         module._qshard_persistent_state = persistent_state
         state.link(module)
         _pad_now(module)
@@ -155,7 +169,7 @@ def quantize_(
         if hasattr(module, "_qshard_load_hook"):
             _flush_loads(module)
     flush(model)
-    return _warned(model, chosen, filter_fn)
+    return _warned(model, chosen, filter_fn or parameter_fn)
 
 
 def weight_names(module: torch_nn.Module) -> tuple[str, ...]:
@@ -209,7 +223,8 @@ def _format_of(recipe, stochastic_rounding) -> str:
 def _warned(model, chosen, filter_fn):
     _warn_of_adapters(chosen)
     if filter_fn is None:
-        warn_of_what_is_left(model, "filter_fn=lambda module, name: True says that this is meant")
+        hint = "parameter_fn chooses others; filter_fn=lambda module, name: True says that this is meant"
+        warn_of_what_is_left(model, hint)
     return model
 
 
@@ -254,7 +269,22 @@ def _some(names, count=4):
     return ", ".join(names[:count]) + more
 
 
-def _named_weights(model, chosen):
+def _further(model, parameter_fn):
+    """(name, module, its name there) of parameters of modules that are no linears."""
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            name = f"{prefix}.{attribute}".lstrip(".")
+            if parameter is None or weight_names(module) or not parameter_fn(parameter, name):
+                continue
+            if parameter.dim() < 2 or getattr(parameter, "_fsdp_flattened", False):
+                raise ValueError(
+                    f"qshard.quantize_: parameter_fn chose {name} of shape {tuple(parameter.shape)}; it "
+                    "may choose matrices, and stacks of them, that FSDP1 has not flattened"
+                )
+            yield name, module, attribute
+
+
+def _named_weights(model, chosen, further):
     """The weights of the chosen modules, each once and by the name of the first that has it."""
     registered = {id(parameter) for parameter in model.parameters()}
     weights = {}
@@ -267,6 +297,8 @@ def _named_weights(model, chosen):
                     "or a hook; remove that, or leave the layer out by filter_fn"
                 )
             weights.setdefault(id(weight), (f"{name}.{attribute}", weight))
+    for name, module, attribute in further:
+        weights.setdefault(id(module._parameters[attribute]), (name, module._parameters[attribute]))
     return list(weights.values())
 
 
@@ -393,7 +425,13 @@ def forget_module(module):
     if not getattr(module, "is_constructed", False):
         module.__class__ = plain.get(type(module), type(module))
     dynamic.uninstall(module)
-    for name in ("weight_only", "weight_format", "_qshard_persistent_state", "is_tensor_parallel"):
+    for name in (
+        "weight_only",
+        "weight_format",
+        "is_tensor_parallel",
+        "_qshard_persistent_state",
+        "_qshard_weight_names",
+    ):
         module.__dict__.pop(name, None)
     scale_groups.forget(module)
     for name in ("_qshard_load_hook", "_qshard_flush_hook", "_qshard_masters_hook"):

@@ -20,8 +20,17 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # parts of names that
 
 def weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """What a module may multiply by, with its names."""
-    names = module.weight_names if isinstance(module, Initialized) else ("weight",)
+    if isinstance(module, Initialized):
+        names = module.weight_names
+    else:
+        names = module.__dict__.get("_qshard_weight_names", ("weight",))
     return [(name, w) for name in names if (w := getattr(module, name, None)) is not None]
+
+
+def name_weight(module: torch.nn.Module, name: str) -> None:
+    """One more parameter, of a module that is no linear."""
+    names = module.__dict__.get("_qshard_weight_names", ())
+    module._qshard_weight_names = (*names, *({name} - {*names}))
 
 
 def link(module: torch.nn.Module) -> None:

@@ -10,12 +10,24 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_worlds
-from dist_models import FORMATS, flush_step, grid, image_bytes, local, mismatching_bytes, ops, unsharded
-from helpers import fit
+from dist_models import (
+    DELAYED,
+    FORMATS,
+    RECIPES,
+    flush_step,
+    grid,
+    image_bytes,
+    local,
+    mismatching_bytes,
+    ops,
+    unsharded,
+)
+from helpers import fit, has_two_images
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tp_models import give_gradient, local_part
 
 import qshard
@@ -205,6 +217,152 @@ def test_gathered_bytes_of_two_ranks(world, format):
     for shape in ((1, 2), (2, 1)):
         results = world.run(run_bits, shape, format, ORDERS[1:], ACTIONS[::2], (3,))
         assert results == [{}] * world.size, shape
+
+
+# --------------------------------------------------------- quantize_ of stacks, and what multiplies them
+
+DIM, HIDDEN, TOKENS = 64, 96, 5
+
+
+class MLPs(nn.Module):
+    """An MLP for each expert, whose tokens are (experts, tokens, DIM) of the experts that are here."""
+
+    def __init__(self, experts):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(experts, DIM, HIDDEN) / 8)
+        self.down = nn.Parameter(torch.randn(experts, HIDDEN, DIM) / 8)
+
+    def forward(self, x):
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        return torch.einsum("eth,ehd->etd", F.gelu(torch.bmm(x, up)), down)
+
+
+def build_mlps(experts, format, order="q", mesh=None, **options):
+    model, ep_mesh = MLPs(experts).to(device()), mesh and mesh["ep"]
+    for action in order:
+        if action == "d":
+            for name, param in list(model.named_parameters()):
+                setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), ep_mesh, [Shard(0)])))
+        elif action == "q":
+            qshard.quantize_(
+                model, RECIPES[format], parameter_fn=lambda param, name: True, tp_mesh=ep_mesh, **options
+            )
+        else:
+            fully_shard(model, mesh=mesh["efsdp"])
+    return model
+
+
+def tokens(experts, step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(experts, TOKENS, DIM, generator=generator).to(device())
+
+
+def train_mlps(model, experts, mesh=None, efsdp=1):
+    """Losses of this rank's experts by step, of each rank of efsdp, and the last gradients."""
+    ranks = range(efsdp) if mesh is None else [mesh.get_local_rank("efsdp")]
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in ranks:
+            x = tokens(experts, step, rank)
+            if mesh is not None:
+                x = x.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")]
+            each = model(x).square().sum((1, 2))
+            (each.sum() / len(ranks)).backward()
+            losses.append(each.detach())
+        grads = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    return losses, grads
+
+
+def run_training(shape, experts_of, orders):
+    mesh = full_mesh(*shape, names=("efsdp", "ep"))
+    efsdp, ep = shape
+    for format, (order, experts) in zip(
+        FORMATS, itertools.cycle(itertools.product(orders, experts_of))
+    ):
+        model, want = build_mlps(experts, format, order, mesh), build_mlps(experts, format)
+        for param in model.parameters():
+            assert qshard.is_quantized(param)
+        losses, grads = train_mlps(model, experts, mesh)
+        want_losses, want_grads = train_mlps(want, experts, efsdp=efsdp)
+        mine = slice(mesh.get_local_rank("efsdp"), None, efsdp)
+        for got, full in zip(losses, want_losses[mine]):
+            part = full.chunk(ep)[mesh.get_local_rank("ep")]
+            torch.testing.assert_close(got, part, rtol=1e-4, atol=1e-5)
+        for param, got, full in zip(model.parameters(), grads, want_grads):
+            torch.testing.assert_close(local(got), local_part(full, param), rtol=1e-3, atol=1e-4)
+
+
+@on_worlds(4)
+def test_stacks_train_as_on_one_device(world):
+    world.run(run_training, (2, 2), (4, 6), ("dqf", "dfq"))
+
+
+@on_worlds(2)
+def test_stacks_without_fsdp(world):
+    world.run(run_training, (1, 2), (4,), ("dq",))
+
+
+@on_worlds(4)
+def test_a_world_as_large_as_the_number_of_experts(world):
+    """Each rank of FSDP2 has one whole matrix; of two, some have none."""
+    world.run(run_training, (4, 1), (4, 2), ("qf", "fq"))
+
+
+PRODUCTS = (
+    torch.bmm,
+    torch.matmul,
+    lambda x, w: torch.einsum("etd,edh->eth", x, w),
+    lambda x, w: torch.stack([a @ b for a, b in zip(x, w)]),
+    lambda x, w: torch._grouped_mm(x, w),
+)
+
+
+@pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
+@pytest.mark.parametrize("format", FORMATS)
+def test_products_of_a_stack_are_of_its_codes(format, keep_master):
+    model = build_mlps(4, format, keep_master=keep_master)
+    shown = ops.dequantize(model.up.detach()).requires_grad_()
+    # Of two images, what transposes a stack multiplies by the one that is for transposed operands.
+    has_two = has_two_images(format)
+    for multiply in PRODUCTS[: 2 if has_two else None]:
+        x = tokens(4, 0, 0).requires_grad_()
+        grads = []
+        for weight in (model.up, shown):
+            output = multiply(x, weight)
+            output.backward(torch.ones_like(output))
+            grads.append([output.detach(), weight.grad])
+            if not has_two:
+                grads[-1].append(x.grad)
+            x.grad = weight.grad = None
+        assert all(map(torch.equal, *grads)), multiply
+
+
+def test_stacks_in_modules():
+    """State dicts, moves, the way back, and what cannot be chosen."""
+    source = build_mlps(2, DELAYED)
+    assert {"up", "up_amax_history", "down"} <= source.state_dict().keys()
+    copy = build_mlps(2, DELAYED)
+    with torch.no_grad():
+        copy.up.mul_(3)
+    for assign in (False, True):
+        copy.load_state_dict(source.state_dict(), assign=assign)
+        assert qshard.is_quantized(copy.up) and torch.equal(copy.up * 1, source.up * 1)
+    plain = qshard.dequantize_(copy)
+    assert not any(map(qshard.is_quantized, plain.parameters()))
+    assert plain.state_dict().keys() == {"up", "down"}
+    with torch.device("meta"):
+        late = MLPs(2)
+    qshard.quantize_(late, RECIPES[DELAYED], parameter_fn=lambda param, name: name == "up")
+    late.to_empty(device=device()).to(torch.bfloat16)
+    assert qshard.is_quantized(late.up) and not qshard.is_quantized(late.down)
+    with pytest.raises(ValueError, match="parameter_fn chose 0.bias of shape"):
+        norm = nn.Sequential(nn.LayerNorm(8))
+        qshard.quantize_(norm, RECIPES[DELAYED], parameter_fn=lambda p, name: name == "0.bias")
+    with pytest.raises(ValueError, match='weights="dynamic" is of linears'):
+        qshard.quantize_(late, RECIPES[DELAYED], parameter_fn=lambda p, n: True, weights="dynamic")
 
 
 def refusals():
