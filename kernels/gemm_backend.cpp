@@ -63,7 +63,7 @@ class Fp8Gemms final : public CodeGemmBackend {
       case GemmDirection::kForward:
         return cuda::fp8_forward(*task.a.codes, *task.b.codes, task.bias, task.out);
       case GemmDirection::kGradInput:
-        return cuda::fp8_grad_input(*task.a.codes, *task.b.codes, task.out);
+        return cuda::fp8_grad_input(*task.a.codes, *task.b.codes, task.out, task.sum);
       case GemmDirection::kGradWeight:
         return task.sum.defined() &&
                        cuda::fp8_add_grad_weight(*task.a.codes, *task.b.codes, task.sum)
@@ -133,6 +133,7 @@ class DequantizedGemms final : public GemmBackend {
       const at::Tensor weight = dequantized(*task.b.codes, dtype);
       return task.bias ? at::addmm(task.bias->to(dtype), a, weight.t()) : at::mm(a, weight.t());
     }
+    // An input's gradient is no leaf's, and its sum has the bits of autograd's: the product apart.
     if (task.direction == GemmDirection::kGradInput) {
       return at::mm(a, dequantized_columnwise(*task.b.codes, dtype));
     }

@@ -35,7 +35,7 @@ struct GemmTask {
   GemmOperand b = {};                   // the weight (N, K), of grad_weight the input (M, K)
   at::TensorOptions out = {};           // dtype and device of the product
   std::optional<at::Tensor> bias = {};  // (N,), of forward
-  at::Tensor sum = {};                  // (N, K), of grad_weight: add to it, if one GEMM can
+  at::Tensor sum = {};  // in the shape of a gradient's product: add to it, if one GEMM can
 };
 
 class GemmBackend {

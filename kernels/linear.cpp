@@ -153,6 +153,11 @@ at::Tensor run_on_codes(const Gemms& gemms, const GemmTask& task, GemmFallback& 
   return out;
 }
 
+/// `product` becomes `sum`, if there is one and no GEMM has added to it.
+void add_to(at::Tensor sum, at::Tensor& product) {
+  if (sum.defined() && !product.is_same(sum)) product = sum.add_(product);
+}
+
 /// The GEMMs of linear_backward that run on codes, as far as their fallbacks are kNone.
 LinearBackward backward_on_codes(const LinearBackwardTask& task, const Gemms& gemms,
                                  GemmFallback& for_input, GemmFallback& for_weight) {
@@ -173,7 +178,8 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const Gemms& ge
                                      {.direction = GemmDirection::kGradInput,
                                       .a = {.codes = is_packed ? &both : &rows},
                                       .b = {.codes = &gemms.weight.codes},
-                                      .out = grad.options()},
+                                      .out = grad.options(),
+                                      .sum = task.input_sum},
                                      for_input);
   }
   if (weight) {
@@ -309,10 +315,20 @@ LinearBackward linear_backward(const LinearBackwardTask& task, const LinearWeigh
       fmt::format("qshard: linear's grad_weight can only be added to a contiguous {} tensor "
                   "of ({}, {}) on {}",
                   c10::toString(task.weight_grad_dtype), n, k, grad.device().str()));
+  const at::Tensor& input_sum = task.input_sum;
+  TORCH_CHECK(!input_sum.defined() ||
+                  (task.needs_input && input_sum.sizes() == at::IntArrayRef{m, k} &&
+                   input_sum.is_contiguous() && input_sum.scalar_type() == grad.dtype() &&
+                   input_sum.device() == grad.device()),
+              fmt::format("qshard: linear's grad_input can only be added to a contiguous {} tensor "
+                          "of ({}, {}) on {}",
+                          c10::toString(grad.dtype()), m, k, grad.device().str()));
   const at::TensorOptions weight_grad = grad.options().dtype(task.weight_grad_dtype);
   LinearBackward result;
   if (m == 0 || n == 0 || k == 0) {
-    if (task.needs_input) result.grad_input = at::zeros({m, k}, grad.options());
+    if (task.needs_input) {
+      result.grad_input = input_sum.defined() ? input_sum : at::zeros({m, k}, grad.options());
+    }
     if (needs_weight) result.grad_weight = sum.defined() ? sum : at::zeros({n, k}, weight_grad);
     return result;
   }
@@ -352,6 +368,7 @@ LinearBackward linear_backward(const LinearBackwardTask& task, const LinearWeigh
                                                    .b = {.codes = &codes},
                                                    .out = grad.options()});
     }
+    add_to(input_sum, result.grad_input);
   }
   if (needs_weight) {
     record_gemm(gemms.format, GemmDirection::kGradWeight, for_weight);
@@ -362,9 +379,7 @@ LinearBackward linear_backward(const LinearBackwardTask& task, const LinearWeigh
                                                     .out = weight_grad,
                                                     .sum = sum});
     }
-    if (sum.defined() && !result.grad_weight.is_same(sum)) {
-      result.grad_weight = at::Tensor(sum).add_(result.grad_weight);
-    }
+    add_to(sum, result.grad_weight);
   }
   return result;
 }

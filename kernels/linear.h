@@ -52,6 +52,7 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
 struct LinearBackwardTask {
   const OperandProducer* grad = nullptr;   // (M, N)
   bool needs_input = false;                // grad_input is asked for
+  at::Tensor input_sum = {};               // (M, K), contiguous, of its dtype: as `sum`
   const OperandProducer* input = nullptr;  // (M, K); null: grad_weight is not asked for
   at::ScalarType weight_grad_dtype = at::kFloat;
   at::Tensor sum = {};  // (N, K), contiguous, of that dtype: grad_weight is added to it and is it
@@ -63,10 +64,10 @@ struct LinearBackward {
   at::Tensor grad_weight;  // (N, K) in weight_grad_dtype, undefined unless asked for
 };
 
-/// grad_input = grad @ weight, grad_weight = grad^T @ input (+ sum). The gradient is quantized
-/// once, in the orientations that are needed, and multiplied as it is where it arrives quantized.
-/// Where one GEMM can, it adds to `sum` in place; elsewhere the product is made first. Either way
-/// to autograd's bits on CPU, and in cuBLASLt's FP8 GEMMs.
+/// grad_input = grad @ weight (+ input_sum), grad_weight = grad^T @ input (+ sum). The gradient is
+/// quantized once, in the orientations that are needed, and multiplied as it is where it arrives
+/// quantized. Where one GEMM can, it adds to a sum in place; elsewhere the product is made first.
+/// Either way to autograd's bits on CPU, and in cuBLASLt's FP8 GEMMs.
 /// @throws c10::Error as linear_forward does, for the image that dgrad reads too.
 LinearBackward linear_backward(const LinearBackwardTask& task, const LinearWeight& weight);
 

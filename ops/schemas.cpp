@@ -83,12 +83,14 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "linear_backward_codes(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
       "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, bool needs_weight, "
-      "ScalarType? grad_dtype=None, str? format=None, Tensor[]? weight_state=None) "
+      "ScalarType? grad_dtype=None, str? format=None, Tensor[]? weight_state=None, "
+      "Tensor(a!)? input_sum=None) "
       "-> (Tensor grad_input, Tensor grad_weight)");
   m.def(
       "linear_backward_codes_accumulate(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
       "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, "
-      "Tensor(a!) weight_grad, str? format=None, Tensor[]? weight_state=None) "
+      "Tensor(a!) weight_grad, str? format=None, Tensor[]? weight_state=None, "
+      "Tensor(b!)? input_sum=None) "
       "-> Tensor grad_input");
   m.def(
       "rotary_embedding(Tensor input, Tensor cos, Tensor sin, int dim=1, *, "

@@ -166,7 +166,8 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
                                              const Tensor& columns, at::IntArrayRef size,
                                              at::ScalarType dtype, const LinearWeight& weight,
                                              const Tensor& input, bool input_is_quantized,
-                                             bool needs_input, const WeightGradient& wgrad) {
+                                             bool needs_input, const OptionalTensor& input_sum,
+                                             const WeightGradient& wgrad) {
   const QuantizedMatrix& codes = weight.codes;
   const at::Device device = codes.row_image().image.device();
   TORCH_CHECK(!size.empty() && size.back() == codes.rows,
@@ -191,14 +192,28 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
       options);
   std::optional<WgradOperand> saved;
   if (wgrad.is_needed) saved = wgrad_operand(input, input_is_quantized, m, options, codes);
+  Tensor sum;
+  if (input_sum && input_sum->defined()) {
+    auto sizes = size.vec();
+    sizes.back() = codes.cols;
+    TORCH_CHECK(
+        needs_input && !has_key(*input_sum) && input_sum->is_contiguous() &&
+            input_sum->sizes() == at::IntArrayRef(sizes),
+        fmt::format("{}: input_sum must be a plain contiguous tensor of {}, where grad_input "
+                    "is needed, got {}",
+                    op, sizes, input_sum->sizes().vec()));
+    bump_version(*input_sum);
+    sum = as_matrix(*input_sum);
+  }
   const LinearBackward result = linear_backward({.grad = &gradient,
                                                  .needs_input = needs_input,
+                                                 .input_sum = sum,
                                                  .input = saved ? &producer_of(*saved) : nullptr,
                                                  .weight_grad_dtype = wgrad.dtype,
                                                  .sum = wgrad.sum},
                                                 weight);
   Tensor grad_input = none_of(options);
-  if (needs_input) {
+  if (needs_input && !sum.defined()) {
     auto sizes = size.vec();
     sizes.back() = codes.cols;
     grad_input = size.size() == 2 ? result.grad_input : at::_unsafe_view(result.grad_input, sizes);
@@ -262,19 +277,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
   return {first, second, third, fourth};
 }
 
-std::tuple<Tensor, Tensor> linear_backward_codes(const Tensor& rows, const Tensor& columns,
-                                                 at::IntArrayRef size, at::ScalarType dtype,
-                                                 const Tensor& weight, const Tensor& input,
-                                                 bool input_is_quantized, bool needs_input,
-                                                 bool needs_weight,
-                                                 std::optional<at::ScalarType> grad_dtype,
-                                                 OptionalFormat format, WeightState weight_state) {
+std::tuple<Tensor, Tensor> linear_backward_codes(
+    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
+    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
+    bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format,
+    WeightState weight_state, const OptionalTensor& input_sum) {
   PlainGuard guard;
   const char* op = "qshard::linear_backward_codes";
   c10::OptionalDeviceGuard device_guard(weight.device());
   const auto used = checked_weight(weight, format, weight_state, backward_use(needs_input), op);
   return backward_of_codes(op, rows, columns, size, dtype, used, input, input_is_quantized,
-                           needs_input, {needs_weight, grad_dtype, weight, op});
+                           needs_input, input_sum, {needs_weight, grad_dtype, weight, op});
 }
 
 Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
@@ -282,13 +295,14 @@ Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& column
                                         const Tensor& weight, const Tensor& input,
                                         bool input_is_quantized, bool needs_input,
                                         const Tensor& weight_grad, OptionalFormat format,
-                                        WeightState weight_state) {
+                                        WeightState weight_state, const OptionalTensor& input_sum) {
   PlainGuard guard;
   const char* op = "qshard::linear_backward_codes_accumulate";
   c10::OptionalDeviceGuard device_guard(weight.device());
   const auto used = checked_weight(weight, format, weight_state, backward_use(needs_input), op);
   return std::get<0>(backward_of_codes(op, rows, columns, size, dtype, used, input,
-                                       input_is_quantized, needs_input, {weight_grad, op}));
+                                       input_is_quantized, needs_input, input_sum,
+                                       {weight_grad, op}));
 }
 
 }  // namespace qshard

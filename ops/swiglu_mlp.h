@@ -36,13 +36,12 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
                                          OptionalFormat format, WeightState weight_state);
-std::tuple<Tensor, Tensor> linear_backward_codes(const Tensor& rows, const Tensor& columns,
-                                                 at::IntArrayRef size, at::ScalarType dtype,
-                                                 const Tensor& weight, const Tensor& input,
-                                                 bool input_is_quantized, bool needs_input,
-                                                 bool needs_weight,
-                                                 std::optional<at::ScalarType> grad_dtype,
-                                                 OptionalFormat format, WeightState weight_state);
+/// `input_sum`: grad_input is added to it, and (0,) as a result.
+std::tuple<Tensor, Tensor> linear_backward_codes(
+    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
+    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
+    bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format,
+    WeightState weight_state, const OptionalTensor& input_sum);
 /// The same with the weight's gradient added to `weight_grad`.
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
@@ -53,7 +52,7 @@ Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& column
                                         const Tensor& weight, const Tensor& input,
                                         bool input_is_quantized, bool needs_input,
                                         const Tensor& weight_grad, OptionalFormat format,
-                                        WeightState weight_state);
+                                        WeightState weight_state, const OptionalTensor& input_sum);
 
 /// ops/swiglu_mlp_meta.cpp
 Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -77,7 +76,7 @@ std::tuple<Tensor, Tensor> linear_backward_codes_meta(
     const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
     const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
     bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format,
-    WeightState weight_state);
+    WeightState weight_state, const OptionalTensor& input_sum);
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate_meta(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& amax, const Tensor& weight_grad, bool rows, bool columns, bool joined,
@@ -87,6 +86,7 @@ Tensor linear_backward_codes_accumulate_meta(const Tensor& rows, const Tensor& c
                                              const Tensor& weight, const Tensor& input,
                                              bool input_is_quantized, bool needs_input,
                                              const Tensor& weight_grad, OptionalFormat format,
-                                             WeightState weight_state);
+                                             WeightState weight_state,
+                                             const OptionalTensor& input_sum);
 
 }  // namespace qshard

@@ -226,7 +226,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
 
     const auto first = [&](const Tensor& weight, const Tensor& input, bool is_quantized,
                            bool needs_weight, size_t weight_edge, size_t matrix, WeightState state,
-                           Tensor& grad_weight) {
+                           Tensor& grad_weight, const OptionalTensor& input_sum) {
       const Tensor& rows = inner[2 * matrix];
       const Tensor& columns = inner[2 * matrix + 1];
       const WeightGrad into(needs_weight ? node : nullptr, weight_edge, weight, rows, input);
@@ -240,7 +240,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
         static const auto op = typed_op<decltype(linear_backward_codes_accumulate)>(
             "qshard::linear_backward_codes_accumulate");
         return op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input, sum,
-                       name, state);
+                       name, state, input_sum);
       }
       if (sum.defined()) {
         static const auto op =
@@ -255,7 +255,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
             typed_op<decltype(linear_backward_codes)>("qshard::linear_backward_codes");
         std::tie(grad_input, made) =
             op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input,
-                    needs_weight, into.dtype, name, state);
+                    needs_weight, into.dtype, name, state, input_sum);
       } else {
         static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
         std::tie(grad_input, made) =
@@ -265,12 +265,19 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
       if (needs_weight) grad_weight = made;
       return grad_input;
     };
-    Tensor grad_input = first(gate, saved[3], ctx->saved_data["gate_saves_codes"].toBool(),
-                              needs_gate, edge.gate, 0, state_in(ctx, "gate_state"), result[kGate]);
+    Tensor grad_input =
+        first(gate, saved[3], ctx->saved_data["gate_saves_codes"].toBool(), needs_gate, edge.gate,
+              0, state_in(ctx, "gate_state"), result[kGate], std::nullopt);
     if (!is_joined) {
+      // Nobody else has it yet. Traced code would copy it for an operator that writes it.
+      const auto keys = grad_input.defined() ? grad_input.key_set() : c10::DispatchKeySet();
+      const bool is_traced =
+          keys.has_any(c10::python_ks) || keys.has(c10::DispatchKey::Functionalize);
+      const bool is_added = needs_input && gives_codes && !is_traced;
       const Tensor other = first(up, saved[4], ctx->saved_data["up_saves_codes"].toBool(), needs_up,
-                                 edge.up, 1, state_in(ctx, "up_state"), result[kUp]);
-      if (needs_input) grad_input = grad_input + other;
+                                 edge.up, 1, state_in(ctx, "up_state"), result[kUp],
+                                 is_added ? OptionalTensor(grad_input) : std::nullopt);
+      if (needs_input && !is_added) grad_input = grad_input + other;
     }
     if (needs_input) result[kInput] = grad_input;
     if (needs_gate_bias) {

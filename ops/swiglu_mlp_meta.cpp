@@ -86,9 +86,10 @@ std::tuple<Tensor, Tensor> linear_backward_codes_meta(const Tensor& rows, const 
                                                       const Tensor& weight, const Tensor&, bool,
                                                       bool needs_input, bool needs_weight,
                                                       std::optional<at::ScalarType> grad_dtype,
-                                                      OptionalFormat, WeightState) {
+                                                      OptionalFormat, WeightState,
+                                                      const OptionalTensor& input_sum) {
   Sizes sizes{0};
-  if (needs_input) {
+  if (needs_input && !input_sum) {
     sizes.assign(size.begin(), size.end());
     sizes.back() = weight.sym_size(1);
   }
@@ -101,10 +102,10 @@ Tensor linear_backward_codes_accumulate_meta(const Tensor& rows, const Tensor& c
                                              const Tensor& weight, const Tensor& input,
                                              bool input_is_quantized, bool needs_input,
                                              const Tensor&, OptionalFormat format,
-                                             WeightState state) {
+                                             WeightState state, const OptionalTensor& input_sum) {
   return std::get<0>(linear_backward_codes_meta(
       rows, columns, size, dtype, weight, input, input_is_quantized, needs_input,
-      /*needs_weight=*/false, std::nullopt, format, state));
+      /*needs_weight=*/false, std::nullopt, format, state, input_sum));
 }
 
 }  // namespace qshard

@@ -346,12 +346,15 @@ def linear_backward_codes(
     grad_dtype: torch.dtype | None = None,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
+    input_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`linear_backward` of a gradient that arrives in codes.
 
     rows, columns: what `swiglu_linear_backward` made, for dgrad and for wgrad.
     size, dtype: of the gradient.
     format, weight_state: as of `linear`, for a plain weight.
+    input_sum: contiguous, in the gradient's dtype: grad_input is added to it, in place, within the GEMM where it
+        can, and (0,) as a result.
 
     Raises RuntimeError for codes of another size, and for a weight that is not float8.
     """
@@ -368,6 +371,7 @@ def linear_backward_codes(
         grad_dtype,
         format,
         weight_state,
+        input_sum,
     )
 
 
@@ -383,6 +387,7 @@ def linear_backward_codes_accumulate(
     weight_grad: Tensor,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
+    input_sum: Tensor | None = None,
 ) -> Tensor:
     """`linear_backward_codes` that adds the weight's gradient to `weight_grad`. Returns grad_input."""
     return _ops.linear_backward_codes_accumulate(
@@ -397,6 +402,7 @@ def linear_backward_codes_accumulate(
         weight_grad,
         format,
         weight_state,
+        input_sum,
     )
 
 

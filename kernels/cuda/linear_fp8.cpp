@@ -143,7 +143,7 @@ at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
 }
 
 at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,
-                          const at::TensorOptions& options) {
+                          const at::TensorOptions& options, const at::Tensor& sum) {
   const WeightScales scales = weight_scales(weight, /*contract_rows=*/true);
   ScaledOperand operand = weight_rows(weight, scales);
   const int64_t n = weight.rows;
@@ -155,7 +155,9 @@ at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& we
   operand.codes = transposed.const_data_ptr();
   operand.rows = k;
   operand.ld = n;
-  return scaled_mm({rows_of(grad), operand, n}, grad.rows, weight.cols, std::nullopt, options);
+  const ScaledGemm gemm{rows_of(grad), operand, n};
+  if (sum.defined() && scaled_addmm(gemm, sum)) return sum;
+  return scaled_mm(gemm, grad.rows, weight.cols, std::nullopt, options);
 }
 
 at::Tensor fp8_grad_weight(const QuantizedMatrix& grad, const QuantizedMatrix& x,

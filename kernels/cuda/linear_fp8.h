@@ -29,9 +29,10 @@ ScaledOperand scaled_operand(const PackedCodes& codes, DType code_dtype);
 /// (M, N) = x @ weight^T + bias; reads x rowwise.
 at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
                        const std::optional<at::Tensor>& bias, const at::TensorOptions& options);
-/// (M, K) = grad @ weight; reads grad rowwise.
+/// (M, K) = grad @ weight; reads grad rowwise. `sum`, if it is defined and was added to within the
+/// GEMM: scaled_addmm.
 at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,
-                          const at::TensorOptions& options);
+                          const at::TensorOptions& options, const at::Tensor& sum = {});
 /// (N, K) = grad^T @ x; reads both columnwise.
 at::Tensor fp8_grad_weight(const QuantizedMatrix& grad, const QuantizedMatrix& x,
                            const at::TensorOptions& options);

@@ -176,6 +176,32 @@ TEST_P(Linear, GradWeightIsAdded) {
   }
 }
 
+// The same of the input's, to the bits of an addition after the GEMM: these sums are short enough
+// to have one order.
+TEST_P(Linear, GradInputIsAdded) {
+  at::manual_seed(3);
+  const auto [name, dtype] = GetParam();
+  for (const at::Device device : devices()) {
+    for (const auto& [m, n, k] : {Sizes{64, 48, 32}, Sizes{7, 32, 100}, Sizes{128, 112, 272},
+                                  Sizes{96, 80, 200}, Sizes{40, 20, 64}, Sizes{0, 16, 32}}) {
+      SCOPED_TRACE(::testing::Message() << device << " " << m << "x" << n << "x" << k);
+      const auto values = at::TensorOptions().dtype(dtype).device(device);
+      const PlainOperand dy(at::randn({m, n}).to(values));
+      const at::Tensor before = at::randn({m, k}).to(values);
+      const LinearWeight weight = linear_weight(at::randn({n, k}).to(device), whole(name, n, k));
+      LinearBackwardTask task{.grad = &dy, .needs_input = true};
+      const at::Tensor alone = linear_backward(task, weight).grad_input;
+      task.input_sum = before.clone();
+      const at::Tensor sum = linear_backward(task, weight).grad_input;
+      EXPECT_TRUE(sum.is_same(task.input_sum));
+      EXPECT_TRUE(at::equal(sum, before.add(alone)));
+      if (m == 0) continue;
+      task.input_sum = before.narrow(0, 1, m - 1);
+      EXPECT_THROW(linear_backward(task, weight), c10::Error);
+    }
+  }
+}
+
 // Windows of one image: rows, matrices, a shard that starts inside a block.
 TEST_P(Linear, WeightWindows) {
   at::manual_seed(1);
@@ -289,6 +315,20 @@ TEST_P(Linear, OneGemmAddsItsProduct) {
       sum = at::ones({n, k}, options);
       ASSERT_TRUE(cuda::fp8_add_grad_weight(dy, x, sum));
       EXPECT_TRUE(sum.equal(product + 1));
+    }
+    // The same of the input's gradient.
+    const LinearWeight weight = linear_weight(at::randn({n, k}).to(device), whole(name, n, k));
+    const QuantizedMatrix rows = cuda::quantize_activation(
+        at::randn({m, n}, options),
+        {.format = &format, .role = PackedRole::kGradient, .orientations = {.rowwise = true}});
+    const at::Tensor grad_input = cuda::fp8_grad_input(rows, weight.codes, options);
+    sum = at::zeros({m, k}, options);
+    for (int times = 1; times <= 3; ++times) {
+      ASSERT_TRUE(cuda::fp8_grad_input(rows, weight.codes, options, sum).is_same(sum));
+      const at::Tensor error = (sum - grad_input * times).abs().max();
+      EXPECT_LE(error.item<double>(),
+                (4 * epsilon_of(dtype) + 0x1p-9) * sum.abs().max().item<double>())
+          << m << "x" << n << "x" << k << " added " << times << " times";
     }
     // Other sizes are left to those who make the product first.
     const at::Tensor narrower = at::ones({n, k - 8}, options);

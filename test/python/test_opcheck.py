@@ -207,7 +207,15 @@ def test_opcheck_of_codes_between_linears(fmt):
     _, amax = check("swiglu_linear_forward", *inner, down, None, True)
     _, *codes = check("swiglu_linear_backward", grad, *inner, down, amax, *[True] * 3, False, fmt)
     rows, columns = codes[:2]
-    check("linear_backward_codes", rows, columns, [64, 256], x.dtype, gate, x, False, True, True)
+    gradient = (rows, columns, [64, 256], x.dtype, gate, x, False, True)
+    grad_input, _ = check("linear_backward_codes", *gradient, True)
+    total = x.clone()
+    none, _ = check("linear_backward_codes", *gradient, True, None, None, None, total)
+    assert none.numel() == 0
+    total = x.clone()
+    ops.linear_backward_codes(*gradient, False, None, None, None, total)
+    assert total._version == 1
+    torch.testing.assert_close(total, x + grad_input)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
