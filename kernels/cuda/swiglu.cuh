@@ -30,18 +30,13 @@ __device__ __forceinline__ Silu silu_of(float x) {
 /// Beyond it, or at a NaN, a step of the short division may leave fp32's range.
 constexpr float kOrdinaryGate = 87.f;
 
-/// Calls run(first, std::bool_constant{}) for every kCount rows of a thread with whether their
-/// gates are ordinary.
-template <int kCount, typename Value, int kThreads, typename Run>
-__device__ __forceinline__ void for_rows(const ActivationTile<Value, kThreads>& gate,
-                                         const Run& run) {
-#pragma unroll
-  for (int first = 0; first < ActivationTile<Value, kThreads>::kRows; first += kCount) {
-    if (largest_of<Value, kCount>(gate.values + first) < __float_as_uint(kOrdinaryGate)) {
-      run(first, std::true_type{});
-    } else {
-      run(first, std::false_type{});
-    }
+/// Calls run(std::bool_constant{}) with whether kCount gates are ordinary.
+template <int kCount, typename Value, typename Run>
+__device__ __forceinline__ void with_gates(const Vector<Value>* gates, const Run& run) {
+  if (largest_of<Value, kCount>(gates) < __float_as_uint(kOrdinaryGate)) {
+    run(std::true_type{});
+  } else {
+    run(std::false_type{});
   }
 }
 
@@ -69,7 +64,7 @@ template <typename Value, int kThreads>
 __device__ __forceinline__ void swiglu(ActivationTile<Value, kThreads>& gate,
                                        const ActivationTile<Value, kThreads>& up) {
   constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
-  for_rows<kRows>(gate, [&](int, auto ordinary) {
+  with_gates<kRows>(gate.values, [&](auto ordinary) {
 #pragma unroll
     for (int at = 0; at < 4 * kRows; ++at) {
       const int r = at / 4;
@@ -84,22 +79,18 @@ __device__ __forceinline__ void swiglu(ActivationTile<Value, kThreads>& gate,
   });
 }
 
-/// (grad, gate, up) become the gradients of gate and of up, and silu(gate) * up.
-template <typename Value, int kThreads>
-__device__ __forceinline__ void swiglu_backward(ActivationTile<Value, kThreads>& grad,
-                                                ActivationTile<Value, kThreads>& gate,
-                                                ActivationTile<Value, kThreads>& up) {
-  // One test for all rows costs less where a thread has registers to spare.
-  constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
-  constexpr int kCount = kThreads > kTileThreads ? kRows : 1;
-  for_rows<kCount>(gate, [&](int first, auto ordinary) {
+/// kCount vectors of (grad, gate, up) become the gradients of gate and of up, and silu(gate) * up.
+template <int kCount, typename Value>
+__device__ __forceinline__ void swiglu_backward(Vector<Value>* grad, Vector<Value>* gate,
+                                                Vector<Value>* up) {
+  with_gates<kCount>(gate, [&](auto ordinary) {
 #pragma unroll
     for (int at = 0; at < 4 * kCount; ++at) {
-      const int r = first + at / 4;
+      const int r = at / 4;
       const int w = at % 4;
-      const uint32_t d = grad.values[r].word[w];
-      const uint32_t g = gate.values[r].word[w];
-      const uint32_t u = up.values[r].word[w];
+      const uint32_t d = grad[r].word[w];
+      const uint32_t g = gate[r].word[w];
+      const uint32_t u = up[r].word[w];
       float s[Value::kPerWord];
       const uint32_t silu = map_word<Value>([&](int i) {
         const Silu of = silu_of<decltype(ordinary)::value>(Value::load(g, i));
@@ -108,13 +99,13 @@ __device__ __forceinline__ void swiglu_backward(ActivationTile<Value, kThreads>&
       });
       const uint32_t grad_silu =
           map_word<Value>([&](int i) { return __fmul_rn(Value::load(d, i), Value::load(u, i)); });
-      grad.values[r].word[w] = map_word<Value>([&](int i) {
+      grad[r].word[w] = map_word<Value>([&](int i) {
         const float x = Value::load(g, i);
         return Value::load(grad_silu, i) * s[i] * (1.f + x * (1.f - s[i]));
       });
-      gate.values[r].word[w] = map_word<Value>(
+      gate[r].word[w] = map_word<Value>(
           [&](int i) { return __fmul_rn(Value::load(d, i), Value::load(silu, i)); });
-      up.values[r].word[w] = map_word<Value>(
+      up[r].word[w] = map_word<Value>(
           [&](int i) { return __fmul_rn(Value::load(silu, i), Value::load(u, i)); });
     }
   });
