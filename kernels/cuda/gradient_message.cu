@@ -67,7 +67,7 @@ __device__ __forceinline__ uint4 nearest_codes(const Run<Value>& x, float scale)
 // Without a minimum of blocks the compiler takes registers that cost half of the warps, and a
 // tile's loads, which wait for its scale, leave the memory idle.
 template <typename Kind, typename Value, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, kStochastic ? 5 : 6)
+__global__ void __launch_bounds__(kThreads, 6)
     quantize_gradients(const __grid_constant__ EncodeArguments task) {
   constexpr int kBlock = Kind::kBlock;
   constexpr int kBlocks = Kind::kBlocks;
@@ -139,15 +139,22 @@ struct SpanOf {
   }
 };
 
-template <typename Kind, typename Value>
-__global__ void __launch_bounds__(kThreads)
+/// Whether a code times the scale of this byte, 2^-126 to 2^119, is exact in fp32, so that adding
+/// it rounds once, whether fused or not.
+__device__ __forceinline__ bool has_exact_products(uint32_t scale_byte) {
+  return scale_byte - 1 < 246;
+}
+
+/// kPeersAtOnce messages' codes are under way together. kPeers: how many there are, or 0 for any.
+template <typename Kind, typename Value, int kPeers, int kPeersAtOnce, int kMinBlocks>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
     sum_gradients(const __grid_constant__ SumArguments task) {
   using Code = typename Kind::Code;
   using Span = SpanOf<Kind, Value>;
   constexpr int kSpans = Span::kSpans;
-  constexpr int kPeersAtOnce = kSpansAtOnce / kSpans;
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kMessageTile;
-  const uint8_t* message = task.messages + blockIdx.y * (task.peers * task.bytes);
+  const int peers = kPeers > 0 ? kPeers : task.peers;
+  const uint8_t* message = task.messages + blockIdx.y * (peers * task.bytes);
 
   float total[kSpans][Span::kParts][Span::kPart];
 #pragma unroll
@@ -158,38 +165,50 @@ __global__ void __launch_bounds__(kThreads)
       for (float& x : part) x = -0.f;  // x + -0 is x, of zeros too
     }
   }
+  // Spans past the end read what the first of the tile does, and what is made of it is dropped.
+  int64_t at[kSpans];
+#pragma unroll
+  for (int v = 0; v < kSpans; ++v) {
+    at[v] = begin + Span::offset(v);
+    if (at[v] >= task.padded_codes) at[v] = begin;
+  }
 #pragma unroll 1
-  for (int first = 0; first < task.peers; first += kPeersAtOnce) {
+  for (int first = 0; first < peers; first += kPeersAtOnce) {
     uint2 codes[kPeersAtOnce][kSpans];
-    uint8_t scales[kPeersAtOnce][kSpans];
+    uint32_t scales[kPeersAtOnce][kSpans];
     const uint8_t* from = message;
 #pragma unroll
     for (int p = 0; p < kPeersAtOnce; ++p, from += task.bytes) {
-      if (first + p >= task.peers) continue;
+      if (first + p >= peers) continue;
 #pragma unroll
       for (int v = 0; v < kSpans; ++v) {
-        codes[p][v] = {};
-        scales[p][v] = 0;
-        const int64_t at = begin + Span::offset(v);
-        if (at >= task.padded_codes) continue;
-        codes[p][v] = __ldg(reinterpret_cast<const uint2*>(from + at / kCodesPerByte<Code>));
-        scales[p][v] = __ldg(from + task.scale_offset + at / Kind::kBlock);
+        codes[p][v] = __ldg(reinterpret_cast<const uint2*>(from + at[v] / kCodesPerByte<Code>));
+        scales[p][v] = __ldg(from + task.scale_offset + at[v] / Kind::kBlock);
       }
     }
 #pragma unroll
     for (int p = 0; p < kPeersAtOnce; ++p) {
-      if (first + p >= task.peers) continue;
+      if (first + p >= peers) continue;
 #pragma unroll
       for (int v = 0; v < kSpans; ++v) {
-        const float scale_inv = e8m0_to_float(scales[p][v]);
+        const auto add = [&](const auto& plus) {
 #pragma unroll
-        for (int part = 0; part < Span::kParts; ++part) {
-          float x[Span::kPart];
-          decode_codes<Code, Value>(Span::part(codes[p][v], part), x);
+          for (int part = 0; part < Span::kParts; ++part) {
+            float x[Span::kPart];
+            decode_codes<Code, Value>(Span::part(codes[p][v], part), x);
 #pragma unroll
-          for (int i = 0; i < Span::kPart; ++i) {
-            total[v][part][i] = __fadd_rn(total[v][part][i], __fmul_rn(x[i], scale_inv));
+            for (int i = 0; i < Span::kPart; ++i) {
+              float& sum = total[v][part][i];
+              sum = plus(sum, x[i]);
+            }
           }
+        };
+        if (has_exact_products(scales[p][v])) {
+          const float scale_inv = __uint_as_float(scales[p][v] << 23);
+          add([&](float sum, float x) { return __fmaf_rn(x, scale_inv, sum); });
+        } else {
+          const float scale_inv = e8m0_to_float(static_cast<uint8_t>(scales[p][v]));
+          add([&](float sum, float x) { return __fadd_rn(sum, __fmul_rn(x, scale_inv)); });
         }
       }
     }
@@ -199,6 +218,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = blockIdx.y * task.chunk + begin;
   const int count = clamp_to_tile(min(task.numel - first, task.chunk - begin));
   auto* values = static_cast<typename Value::Raw*>(task.values) + first;
+  const bool is_whole = is_whole_tile<Value>(values, count);
 #pragma unroll
   for (int v = 0; v < kSpans; ++v) {
     uint4 rounded[Span::kParts];
@@ -209,11 +229,16 @@ __global__ void __launch_bounds__(kThreads)
       for (float& x : sum) x = __fmul_rn(x, task.factor);
       rounded[part] = round_values<Value>(sum);
     }
+    make_nans_canonical<Value>(rounded);
     if constexpr (Span::kParts > 1) transpose_over_lanes<kWarps>(rounded);
 #pragma unroll
     for (int part = 0; part < Span::kParts; ++part) {
-      const int at = Span::transposed_offset(v, part);
-      write_values<Value>(values + at, count - at, rounded[part]);
+      const int to = Span::transposed_offset(v, part);
+      if (is_whole) {
+        store_bytes(values + to, rounded[part]);
+      } else {
+        write_values<Value>(values + to, count - to, rounded[part]);
+      }
     }
   }
 }
@@ -257,7 +282,14 @@ cudaError_t launch_sum_messages(const SumMessagesTask& task, cudaStream_t stream
   const SumArguments arguments = arguments_of(task);
   const dim3 grid = grid_of(task.layout, task.chunks);
   return with_types(*task.layout.format, task.value_dtype, [&](auto kind, auto value) {
-    sum_gradients<decltype(kind), decltype(value)><<<grid, kThreads, 0, stream>>>(arguments);
+    using Kind = decltype(kind);
+    using Value = decltype(value);
+    constexpr int kAtOnce = kSpansAtOnce / SpanOf<Kind, Value>::kSpans;
+    if (task.peers == 2) {
+      sum_gradients<Kind, Value, 2, 2, 4><<<grid, kThreads, 0, stream>>>(arguments);
+    } else {
+      sum_gradients<Kind, Value, 0, kAtOnce, 4><<<grid, kThreads, 0, stream>>>(arguments);
+    }
     return cudaGetLastError();
   });
 }

@@ -220,25 +220,61 @@ struct SumArguments {
   int64_t numel;
 };
 
-/// A vector of values, rounded; NaN is canonical.
+/// A vector of values, rounded; NaN is any NaN.
 template <typename Value>
 __device__ __forceinline__ uint4 round_values(const float (&x)[Vector<Value>::kSize]) {
   if constexpr (Value::kPerWord == 1) {
-    return make_uint4(Value::store(canonical_nan(x[0])), Value::store(canonical_nan(x[1])),
-                      Value::store(canonical_nan(x[2])), Value::store(canonical_nan(x[3])));
+    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                      __float_as_uint(x[3]));
   } else {
-    bool has_nan = false;
+    return make_uint4(store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]),
+                      store2(Value{}, x[4], x[5]), store2(Value{}, x[6], x[7]));
+  }
+}
+
+/// `zeros` plus zero times the values of a word: zeros, unless one is not finite. (Comparisons take
+/// twice the time of products, and one for each value.)
+__device__ __forceinline__ uint32_t add_zero_times(Float32, uint32_t zeros, uint32_t word) {
+  return __float_as_uint(__fmaf_rn(__uint_as_float(word), 0.f, __uint_as_float(zeros)));
+}
+__device__ __forceinline__ uint32_t add_zero_times(BFloat16, uint32_t zeros, uint32_t word) {
+  const auto zero = word_as<__nv_bfloat162>(0u);
+  return word_bits(__hfma2(word_as<__nv_bfloat162>(word), zero, word_as<__nv_bfloat162>(zeros)));
+}
+__device__ __forceinline__ uint32_t add_zero_times(Float16, uint32_t zeros, uint32_t word) {
+  const auto zero = word_as<__half2>(0u);
+  return word_bits(__hfma2(word_as<__half2>(word), zero, word_as<__half2>(zeros)));
+}
+
+/// The word with NaN positive and quiet.
+template <typename Value>
+__device__ __forceinline__ uint32_t with_canonical_nans(uint32_t word) {
+  if constexpr (Value::kPerWord == 1) {
+    return (word & kAbsMask) > kInfBits ? kNaNBits : word;
+  } else {
+    constexpr bool kIsHalf = std::is_same_v<Value, Float16>;
+    constexpr uint32_t kInf = kIsHalf ? 0x7c007c00u : 0x7f807f80u;
+    constexpr uint32_t kNaN = kIsHalf ? 0x7e007e00u : 0x7fc07fc0u;
+    const uint32_t is_nan = __vcmpgtu2(word & 0x7fff7fffu, kInf);
+    return (word & ~is_nan) | (kNaN & is_nan);
+  }
+}
+
+template <typename Value, int kCount>
+__device__ __forceinline__ void make_nans_canonical(uint4 (&vectors)[kCount]) {
+  uint32_t zeros = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) has_nan |= x[i] != x[i];
-    if (!has_nan) {
-      return make_uint4(store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]),
-                        store2(Value{}, x[4], x[5]), store2(Value{}, x[6], x[7]));
-    }
-    const auto pair = [&](int i) {
-      return Value::store(canonical_nan(x[i])) |
-             static_cast<uint32_t>(Value::store(canonical_nan(x[i + 1]))) << 16;
-    };
-    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+  for (const uint4& v : vectors) {
+    uint32_t of_vector = add_zero_times(Value{}, 0, v.x);
+    of_vector = add_zero_times(Value{}, of_vector, v.y);
+    of_vector = add_zero_times(Value{}, of_vector, v.z);
+    zeros |= add_zero_times(Value{}, of_vector, v.w);
+  }
+  if (zeros == 0) return;
+#pragma unroll
+  for (uint4& v : vectors) {
+    v = make_uint4(with_canonical_nans<Value>(v.x), with_canonical_nans<Value>(v.y),
+                   with_canonical_nans<Value>(v.z), with_canonical_nans<Value>(v.w));
   }
 }
 
@@ -266,13 +302,22 @@ __device__ __forceinline__ void transpose_over_lanes(uint4 (&vectors)[kCount]) {
   __shared__ uint4 staged[kWarps][32 * kCount];
   auto& of_warp = staged[threadIdx.x / 32];
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const auto place = [](int i) { return i ^ ((i >> 3) & 7); };  // no two lanes in one bank
+  // Place p lies at p ^ (p / 8 % 8), so that no two lanes are in one bank.
+  static_assert(8 % kCount == 0);
+  const int of_lane = (lane * kCount) ^ (lane * kCount / 8 % 8);
+  const int of_place = lane ^ (lane / 8);
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) of_warp[place(lane * kCount + i)] = vectors[i];
+  for (int i = 0; i < kCount; ++i) of_warp[of_lane ^ i] = vectors[i];
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) vectors[i] = of_warp[place(i * 32 + lane)];
+  for (int i = 0; i < kCount; ++i) vectors[i] = of_warp[i * 32 + (of_place ^ (4 * (i % 2)))];
+}
+
+/// Whether a tile's values are all there, in whole aligned vectors; the same in all threads.
+template <typename Value>
+__device__ __forceinline__ bool is_whole_tile(const typename Value::Raw* values, int count) {
+  return count == kMessageTile && reinterpret_cast<uintptr_t>(values) % 16 == 0;
 }
 
 inline dim3 grid_of(const MessageLayout& layout, int64_t chunks) {

@@ -198,9 +198,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kPeersAtOnce = 4;  // whose codes are under way together
-
-/// Adds the values of a word of codes with an exact product.
+/// Adds the values of a word of codes with an exact product. kIsFirst: puts them there.
+template <bool kIsFirst>
 __device__ __forceinline__ void add_exact(uint32_t codes, float scale_inv, float* total) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   const float scale = __fmul_rn(scale_inv, 0x1p6f);
@@ -210,8 +209,10 @@ __device__ __forceinline__ void add_exact(uint32_t codes, float scale_inv, float
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const float2 x = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pairs[i / 2], __NV_E4M3)));
-      total[2 * i + first] = __fmaf_rn(x.x, scale, total[2 * i + first]);
-      total[2 * i + 2 + first] = __fmaf_rn(x.y, scale, total[2 * i + 2 + first]);
+      float& low = total[2 * i + first];
+      float& high = total[2 * i + 2 + first];
+      low = kIsFirst ? __fmul_rn(x.x, scale) : __fmaf_rn(x.x, scale, low);
+      high = kIsFirst ? __fmul_rn(x.y, scale) : __fmaf_rn(x.y, scale, high);
     }
   };
   add(e2m1_as_e4m3<0>(codes), 0);
@@ -220,15 +221,21 @@ __device__ __forceinline__ void add_exact(uint32_t codes, float scale_inv, float
   float x[8];
   decode_codes<E2M1, BFloat16>(codes, x);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) total[i] = __fmaf_rn(x[i], scale_inv, total[i]);
+  for (int i = 0; i < 8; ++i) {
+    total[i] = kIsFirst ? __fmul_rn(x[i], scale_inv) : __fmaf_rn(x[i], scale_inv, total[i]);
+  }
 #endif
 }
 
+template <bool kIsFirst>
 __device__ __forceinline__ void add_rounded(uint32_t codes, float scale_inv, float* total) {
   float x[8];
   decode_codes<E2M1, BFloat16>(codes, x);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) total[i] = __fadd_rn(total[i], __fmul_rn(x[i], scale_inv));
+  for (int i = 0; i < 8; ++i) {
+    const float product = __fmul_rn(x[i], scale_inv);
+    total[i] = kIsFirst ? product : __fadd_rn(total[i], product);
+  }
 }
 
 constexpr int kSumValues = kMessageTile / kThreads;  // of a thread, one after another
@@ -241,8 +248,9 @@ struct PartOfMessage {
   const uint8_t* tile_scale;
 };
 
-/// Adds this thread's values of kCount messages, `bytes` apart, and moves on to the next.
-template <int kCount>
+/// Adds this thread's values of kCount messages, `bytes` apart, and moves on to the next. kIsFirst:
+/// the first of them is the first of all.
+template <int kCount, bool kIsFirst = false>
 __device__ __forceinline__ void add_messages(PartOfMessage& from, int64_t bytes,
                                              float (&total)[kSumValues]) {
   uint4 codes[kCount];
@@ -264,19 +272,37 @@ __device__ __forceinline__ void add_messages(PartOfMessage& from, int64_t bytes,
     const float scale_inv[2] = {__fmul_rn(of_blocks.x, tile_scale_inv[p]),
                                 __fmul_rn(of_blocks.y, tile_scale_inv[p])};
     const uint32_t words[4] = {codes[p].x, codes[p].y, codes[p].z, codes[p].w};
-    if (has_exact_products(tile_scale_inv[p])) {
+    const auto add = [&](auto is_first) {
+      constexpr bool kPuts = decltype(is_first)::value;
+      if (has_exact_products(tile_scale_inv[p])) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) add_exact(words[i], scale_inv[i / 2], total + 8 * i);
+        for (int i = 0; i < 4; ++i) add_exact<kPuts>(words[i], scale_inv[i / 2], total + 8 * i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) add_rounded<kPuts>(words[i], scale_inv[i / 2], total + 8 * i);
+      }
+    };
+    if (kIsFirst && p == 0) {
+      add(std::true_type{});
     } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) add_rounded(words[i], scale_inv[i / 2], total + 8 * i);
+      add(std::false_type{});
     }
   }
 }
 
-// The minimum of blocks is what keeps enough codes under way.
-template <typename Value>
-__global__ void __launch_bounds__(kThreads, 7)
+/// Adds `left` messages, kCount at a time, and what is left then by half as many.
+template <int kCount>
+__device__ __forceinline__ void add_groups(PartOfMessage& from, int64_t bytes, int left,
+                                           float (&total)[kSumValues]) {
+#pragma unroll 1
+  for (; left >= kCount; left -= kCount) add_messages<kCount>(from, bytes, total);
+  if constexpr (kCount > 1) add_groups<kCount / 2>(from, bytes, left, total);
+}
+
+// kAtOnce messages' codes are under way together; the minimum of blocks keeps enough so. kPeers:
+// how many there are, or 0 for any.
+template <typename Value, int kPeers, int kAtOnce, int kMinBlocks>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
     sum_nvfp4_gradients(const __grid_constant__ SumArguments task) {
   constexpr int kSize = Vector<Value>::kSize;
   const int at = static_cast<int>(threadIdx.x) * kSumValues;
@@ -288,16 +314,13 @@ __global__ void __launch_bounds__(kThreads, 7)
                         message + task.tile_scale_offset + 4 * static_cast<int64_t>(blockIdx.x)};
 
   float total[kSumValues];
+  if constexpr (kPeers > 0) {
+    add_messages<kPeers, true>(from, task.bytes, total);
+  } else {
 #pragma unroll
-  for (float& x : total) x = -0.f;  // x + -0 is x, of zeros too
-  int left = task.peers;
-#pragma unroll 1
-  for (; left >= kPeersAtOnce; left -= kPeersAtOnce) {
-    add_messages<kPeersAtOnce>(from, task.bytes, total);
+    for (float& x : total) x = -0.f;  // x + -0 is x, of zeros too
+    add_groups<kAtOnce>(from, task.bytes, task.peers, total);
   }
-#pragma unroll 1
-  for (; left >= 2; left -= 2) add_messages<2>(from, task.bytes, total);
-  if (left == 1) add_messages<1>(from, task.bytes, total);
 
   const int64_t first = blockIdx.y * task.chunk + begin;
   const int count = clamp_to_tile(min(task.numel - first, task.chunk - begin));
@@ -310,9 +333,17 @@ __global__ void __launch_bounds__(kThreads, 7)
     for (int i = 0; i < kSize; ++i) sum[i] = __fmul_rn(total[v * kSize + i], task.factor);
     rounded[v] = round_values<Value>(sum);
   }
+  make_nans_canonical<Value>(rounded);
   transpose_over_lanes<kWarps>(rounded);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int of_warp = at - lane * kSumValues + lane * kSize;
+  if (is_whole_tile<Value>(values, count)) {
+#pragma unroll
+    for (int v = 0; v < kSumValues / kSize; ++v) {
+      store_bytes(values + of_warp + v * 32 * kSize, rounded[v]);
+    }
+    return;
+  }
 #pragma unroll
   for (int v = 0; v < kSumValues / kSize; ++v) {
     const int to = of_warp + v * 32 * kSize;
@@ -340,7 +371,12 @@ cudaError_t launch_sum_nvfp4_messages(const SumMessagesTask& task, cudaStream_t 
   const SumArguments arguments = arguments_of(task);
   const dim3 grid = grid_of(task.layout, task.chunks);
   return with_value_type(task.value_dtype, [&](auto value) {
-    sum_nvfp4_gradients<decltype(value)><<<grid, kThreads, 0, stream>>>(arguments);
+    using Value = decltype(value);
+    if (task.peers == 2) {
+      sum_nvfp4_gradients<Value, 2, 2, 7><<<grid, kThreads, 0, stream>>>(arguments);
+    } else {
+      sum_nvfp4_gradients<Value, 0, 4, 7><<<grid, kThreads, 0, stream>>>(arguments);
+    }
     return cudaGetLastError();
   });
 }
