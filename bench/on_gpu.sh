@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go:
-#   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train|gradients|losses …]
+#   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train|gradients|losses|clients …]
 #
 # Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so
 # with its libqshard_impl.so beside it; without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
@@ -110,6 +110,16 @@ losses() {
       bf16:reduced_nvfp4:stochastic} --json "$out/losses.json"
 }
 
+clients() {
+  local gpus
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  if ((gpus < 2)); then
+    echo "clients needs two GPUs or more: not run"
+    return
+  fi
+  "$python" bench/clients.py --json "$out/clients.json"
+}
+
 demo() {
   "$python" examples/demo.py --steps 200 --out "$out/demo" &&
     cp "$out/demo/loss.png" "$out/demo/results.json" "$out/" && rm -r "$out/demo/checkpoints"
@@ -132,6 +142,7 @@ if wants linear; then step linear linear; fi
 if wants train; then step train train; fi
 if wants gradients; then step gradients gradients; fi
 if wants losses; then step losses losses; fi
+if [[ $wanted == *" clients "* ]]; then step clients clients; fi # needs packages that not all have
 
 echo
 gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)
@@ -146,7 +157,8 @@ for log in kernels linear; do
 done
 [ -e "$out/train.log" ] && sed -n '/^qshard training/,$p' "$out/train.log"
 [ -e "$out/gradients.log" ] && sed -n '/worst shapes/,$p' "$out/gradients.log" | grep -v 'it/s'
-grep -hE '^(FAILED|SKIPPED) ' "$out"/{kernels,linear,train,gradients}.log 2>/dev/null
+[ -e "$out/clients.log" ] && sed -n '/^clients, /,$p' "$out/clients.log"
+grep -hE '^(FAILED|SKIPPED) ' "$out"/{kernels,linear,train,gradients,clients}.log 2>/dev/null
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1
