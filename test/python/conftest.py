@@ -37,6 +37,7 @@ MORE_CLIENTS = {
     "test_low_bit_readers": (*CLIENTS, "compressed_tensors"),
     "test_low_bit_modelopt": ("safetensors", "modelopt"),
 }
+ONLY_ALL_CLIENTS = MORE_CLIENTS.keys() - {"test_low_bit_readers"}  # not in make test
 
 
 class WithoutPackages(pytest.Module):
@@ -126,6 +127,7 @@ BUDGETS_S = {
     "test_transformers": 60,
     "test_swiglu_mlp": 45,
     "test_torchao": 75,  # compiles its steps
+    "test_lightning": 60,
     "test_torchtitan": 180,
     "test_checkpoint_dcp": 90,
     "test_saved_scales": 60,
@@ -166,11 +168,15 @@ BUDGETS_S = {
     "test_tensor_parallel_training": 60,
     "test_train_example": 45,
 }
-_seconds = Counter()
+CLIENTS_BUDGET_S = 300  # of the files in clients/ that make test runs
+_seconds, _clients = Counter(), set()
 
 
 def pytest_runtest_logreport(report):
-    _seconds[Path(report.nodeid.split("::")[0]).stem] += report.duration
+    file = Path(report.nodeid.split("::")[0])
+    _seconds[file.stem] += report.duration
+    if file.parent.name == "clients" and file.stem not in ONLY_ALL_CLIENTS:
+        _clients.add(file.stem)
 
 
 def print_seconds(terminalreporter):
@@ -179,4 +185,8 @@ def print_seconds(terminalreporter):
         budget = BUDGETS_S.get(file, BUDGET_S)
         over = "  over" if seconds > budget else ""
         terminalreporter.write_line(f"{seconds:7.1f} {budget:5}  {file}{over}")
+    clients = sum(_seconds[file] for file in _clients)
+    if clients:
+        over = "  over" if clients > CLIENTS_BUDGET_S else ""
+        terminalreporter.write_line(f"{clients:7.1f} {CLIENTS_BUDGET_S:5}  clients/ of make test{over}")
     terminalreporter.write_line(f"{_seconds.total():7.1f}        in all")

@@ -180,7 +180,8 @@ def save_failing(row, directory, place, error):
     """The error of a save in which rank 1 meets one."""
     model = build(row)
     module, _, name = place.rpartition(".")
-    failing = mock.patch.object(pkgutil.resolve_name(f"qshard.checkpoint.{module}"), name, side_effect=error)
+    owner = pkgutil.resolve_name(f"qshard.checkpoint.{module}")
+    failing = mock.patch.object(owner, name, side_effect=error)
     with failing if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
             save_quantized(model, directory, layout=ROWS[row][0])

@@ -4,7 +4,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
-from client_models import RECIPES, batch, llama
+from client_models import RECIPES, assert_near, batch, compiling, llama
 from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -51,19 +51,20 @@ def common(strategy):
 
 
 class Fabric:
-    def __init__(self, recipe, seed=0, **kwargs):
+    def __init__(self, recipe, seed=0, compiled=False, save_distributed_checkpoint=True, **kwargs):
         from lightning.fabric.strategies import ModelParallelStrategy
 
         def parallelize(model, mesh):
             return shard(model, mesh["data_parallel"])
 
         strategy = ModelParallelStrategy(
-            parallelize, data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+            parallelize, data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo",
+            save_distributed_checkpoint=save_distributed_checkpoint,
         )
         self.fabric = lightning.Fabric(**common(strategy))
         self.fabric.launch()
         model = qshard.quantize_(llama(seed=seed), RECIPES[recipe], **kwargs)
-        self.model = self.fabric.setup(model)
+        self.model = self.fabric.setup(torch.compile(model, backend="aot_eager") if compiled else model)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.optimizer = self.fabric.setup_optimizers(optimizer)
 
@@ -101,18 +102,49 @@ def test_fabric_resumes_bit_for_bit(world, recipe, kwargs):
     world.run(fabric_resumes, recipe, kwargs)
 
 
+def fabric_exports_and_compiles():
+    """A file that plain models read, of save_distributed_checkpoint=False; torch.compile before setup."""
+    with shared_folder() as folder:
+        fabric = Fabric("float8_blockwise", save_distributed_checkpoint=False)
+        losses = fabric.train(range(2))
+        fabric.fabric.save(str(folder / "state"), fabric.state())
+        assert_reads(folder / "state", fabric.model.module)
+    with compiling():
+        compiled = Fabric("float8_blockwise", compiled=True)
+        assert_near(compiled.train(range(2)), losses)
+
+
+def assert_reads(file, model, prefix=""):
+    dist.barrier()
+    plain = llama(seed=1)
+    saved = torch.load(file)
+    saved = {n.removeprefix(prefix): t for n, t in saved.get("state_dict", saved.get("model")).items()}
+    plain.load_state_dict(saved)
+    whole = {name.removeprefix(prefix): p.full_tensor() for name, p in model.named_parameters()}
+    for name, value in plain.named_parameters():
+        assert torch.equal(value, whole[name]), name
+
+
+@on_worlds(2, devices=("cpu",))
+def test_fabric_exports_and_compiles(world):
+    world.run(fabric_exports_and_compiles)
+
+
 # ----------------------------------------------------------------------------------- Trainer
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, recipe, seed):
+    def __init__(self, recipe, seed, compiled):
         super().__init__()
         self.recipe, self.seed, self.model, self.losses = recipe, seed, None, []
+        self.compiled = compiled
 
     def configure_model(self):
         if self.model is None:
             model = qshard.quantize_(llama(seed=self.seed), RECIPES[self.recipe])
             self.model = shard(model, self.device_mesh["data_parallel"])
+            if self.compiled:
+                self.model.compile(backend="aot_eager")
 
     def training_step(self, _, index):
         # Lightning does not wind a loader on that cannot do so itself.
@@ -124,25 +156,28 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def trainer_resumes(recipe):
+def fit(recipe, seed, steps, path=None, compiled=False, distributed=True, **kwargs):
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    def fit(seed, steps, path=None):
-        strategy = ModelParallelStrategy(2, 1, process_group_backend="gloo")
-        trainer = lightning.Trainer(
-            **common(strategy), max_steps=steps, logger=False, enable_progress_bar=False,
-            enable_model_summary=False, enable_checkpointing=False,
-        )
-        module = Module(recipe, seed)
-        trainer.fit(module, torch.utils.data.DataLoader(range(16)), ckpt_path=path)
-        return trainer, module
+    strategy = ModelParallelStrategy(
+        2, 1, process_group_backend="gloo", save_distributed_checkpoint=distributed
+    )
+    trainer = lightning.Trainer(
+        **common(strategy), max_steps=steps, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, **kwargs,
+    )
+    module = Module(recipe, seed, compiled)
+    trainer.fit(module, torch.utils.data.DataLoader(range(16)), ckpt_path=path)
+    return trainer, module
 
+
+def trainer_resumes(recipe):
     with shared_folder() as folder:
         path = str(folder / "state")
-        first, _ = fit(0, 2)
+        first, _ = fit(recipe, 0, 2)
         first.save_checkpoint(path)
-        _, whole = fit(0, 4)
-        _, second = fit(1, 4, path)
+        _, whole = fit(recipe, 0, 4)
+        _, second = fit(recipe, 1, 4, path)
         assert second.losses == whole.losses[2:]
         assert not different(local_values(whole), local_values(second))
 
@@ -151,3 +186,21 @@ def trainer_resumes(recipe):
 @on_worlds(2, devices=("cpu",))
 def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(world, recipe):
     world.run(trainer_resumes, recipe)
+
+
+def trainer_clips_exports_and_compiles():
+    with shared_folder() as folder:
+        trainer, module = fit("float8_blockwise", 0, 2, distributed=False, gradient_clip_val=0.5)
+        trainer.save_checkpoint(str(folder / "state"))
+        assert_reads(folder / "state", module, "model.")
+    _, unclipped = fit("float8_blockwise", 0, 2)
+    assert unclipped.losses[0] == module.losses[0]
+    assert different(local_values(unclipped), local_values(module))
+    with compiling():
+        _, compiled = fit("float8_blockwise", 0, 2, compiled=True, gradient_clip_val=0.5)
+        assert_near(compiled.losses, module.losses)
+
+
+@on_worlds(2, devices=("cpu",))
+def test_the_trainer_clips_exports_and_compiles(world):
+    world.run(trainer_clips_exports_and_compiles)

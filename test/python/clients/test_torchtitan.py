@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
@@ -153,6 +154,23 @@ def test_async_checkpoints(world):
 def test_experts_stay_plain_and_the_rest_resumes_bit_for_bit(world, recipe):
     for _, (said,) in world.run(resume, "deepseek_v3", recipe, "disabled", ()):
         assert "layers.1.moe.experts.w1, layers.1.moe.experts.w2" in said, said
+
+
+def compile_blocks():
+    with shared_folder() as folder:
+        losses = Job(folder).train(range(2))
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        compiled = Job(folder, "--compile.enable", "--compile.backend=aot_eager")
+        got = compiled.train(range(2))
+        assert counters["frames"]["ok"] > 0
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(losses), rtol=1e-4, atol=0)
+
+
+@on_worlds(2, devices=("cpu",))
+def test_compiled_blocks_train_as_eager_ones(world):
+    world.run(compile_blocks)
 
 
 def to_hugging_face(recipe):
