@@ -44,6 +44,10 @@ def doubles(module):
     }
 
 
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
 def gradients(module):
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FORMATS, ops
-from nn_helpers import RECIPES, assert_bits, gradients, no_gpu, on_devices, randomize
+from nn_helpers import RECIPES, assert_bits, gradients, no_gpu, on_devices, randomize, relative_error
 from reference import activations as reference
 from torch.utils.checkpoint import checkpoint
 
@@ -166,10 +166,6 @@ def test_compiles(device, fmt, checkpointed, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------- in codes
-
-
-def relative_error(actual, expected):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @no_gpu
