@@ -18,16 +18,6 @@ def refuse(module: str, **arguments) -> None:
             )
 
 
-def refuse_parallelism(module: str, tp_group=None, tp_size: int = 1) -> None:
-    """Tensor parallelism: over one rank nothing of it matters."""
-    size = tp_size if tp_group is None else dist.get_world_size(tp_group)
-    if size != 1:
-        raise NotImplementedError(
-            f"qshard.nn.{module}: tp_size={size} is not supported; shard the model by fully_shard, "
-            "with tp_size=1, or make it of qshard.nn.LayerNormLinear and Linear, which take tp_mesh"
-        )
-
-
 def refuse_context_parallelism(module: str, cp_group=None) -> None:
     """Over one rank nothing of it matters. cp_group: a group, or one for each level."""
     for group in cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]:
@@ -43,27 +33,6 @@ def check_choice(module: str, name: str, value, choices) -> None:
         raise ValueError(
             f"qshard.nn.{module}: {name}={value!r} is none of {', '.join(map(repr, choices))}"
         )
-
-
-class NoTensorParallelism:
-    """Setters of TransformerEngine's modules that only take what means one rank."""
-
-    def set_tensor_parallel_group(self, tp_group) -> None:
-        """Raises NotImplementedError for a group of more than one rank."""
-        refuse_parallelism(type(self).__name__, tp_group)
-
-    def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
-        """Raises NotImplementedError for a mesh of more than one rank."""
-        for name, mesh in (("tp_mesh", tp_mesh), ("weight_mesh", weight_mesh)):
-            if mesh is not None and mesh.size() != 1:
-                raise NotImplementedError(
-                    f"qshard.nn.{type(self).__name__}: set_device_mesh({name}={mesh!r}) is not "
-                    "supported; shard the model by fully_shard"
-                )
-
-    def set_context_parallel_group(self, cp_group, *args, **kwargs) -> None:
-        """Raises NotImplementedError for a group of more than one rank."""
-        refuse_context_parallelism(type(self).__name__, cp_group)
 
 
 def split_sizes(module: str, parameters_split, out_features: int) -> dict[str, int]:

@@ -33,7 +33,6 @@ def bias_of(
     distance = positions(queries, keys, device)
     if bottom_right:
         distance = distance + offset_of(paddings, queries, keys)
-    slopes = alibi_slopes(heads).to(device) if slopes is None else slopes
     return -distance.abs() * slopes.view(-1, heads, 1, 1)
 
 

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qshard.nn.arguments import (
-    NoTensorParallelism,
     check_choice,
     refuse,
     refuse_context_parallelism,
-    refuse_parallelism,
     rng_fork,
 )
+from qshard.nn.attention_bias import alibi_slopes as slopes_of
 from qshard.nn.attention_bias import bias_of
 from qshard.nn.attention_mask import (
     Mask,
@@ -27,12 +26,13 @@ from qshard.nn.attention_mask import (
     window_of,
 )
 from qshard.nn.base import Initialized
+from qshard.nn.parallel import DeviceMeshes
 
 FORMATS = ("sbhd", "bshd")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
-class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
+class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
     """softmax(query @ key^T * softmax_scale) @ value for each head, by torch's
     scaled_dot_product_attention, which picks cuDNN's, FlashAttention's or its own kernel.
 
@@ -50,8 +50,9 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
     softmax_scale: 1 / sqrt(channels of keys) without.
     Masks other than no_mask and causal, and biases, are given to torch as a tensor, for which it has
     fewer fast kernels. A query that is padding, or that no key is left for, gets zeros.
-    thd, return_max_logit, more than one rank of tp_group or cp_group raise NotImplementedError.
-    attention_type: "self" or "cross". layer_number, name and what else says cp_ change nothing.
+    tp_group, set_device_mesh: heads and groups are cut over the ranks in equal parts; forward takes a
+        rank's own. Masks, biases and slopes may be of all heads.
+    thd, return_max_logit, more than one rank of cp_group raise NotImplementedError. attention_type: "self" or "cross". layer_number, name and what else says cp_ change nothing.
     """
 
     def __init__(
@@ -84,7 +85,6 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
     ):
         refuse("DotProductAttention", return_max_logit=return_max_logit)
         refuse_context_parallelism("DotProductAttention", cp_group)
-        refuse_parallelism("DotProductAttention", tp_group, tp_size)
         _check_format(qkv_format)
         check_choice("DotProductAttention", "attention_type", attention_type, ("self", "cross"))
         check_choice("DotProductAttention", "softmax_type", softmax_type, SOFTMAX_TYPES)
@@ -111,7 +111,29 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
             shape = (num_attention_heads,)
             zeros, float32 = nn.init.zeros_, torch.float32
             self.add_parameter("softmax_offset", shape, zeros, device=device, dtype=float32)
+        self.parallelize(tp_group, tp_size, None, None)
         self.finish()
+
+    def parallel_modes(self) -> dict[str, str | None]:
+        return {"softmax_offset": "column"} if self.softmax_type == "learnable" else {}
+
+    def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
+        """Cuts the heads over the ranks; as of LayerNormLinear."""
+        if tp_mesh is not None:
+            check_heads("DotProductAttention", self.num_gqa_groups, tp_mesh.size())
+        super().set_device_mesh(tp_mesh, weight_mesh)
+
+    @property
+    def ranks(self) -> int:
+        """That the heads are cut over."""
+        return 1 if self.parallel is None else self.parallel.ranks
+
+    def _of_own_heads(self, x, dim):
+        """Of what may be of all heads."""
+        if self.ranks == 1 or x is None or x.dim() <= -dim - 1 or x.shape[dim] != self.num_attention_heads:
+            return x
+        heads = self.num_attention_heads // self.ranks
+        return x.narrow(dim, self.parallel.mesh.get_local_rank() * heads, heads)
 
     def forward(
         self,
@@ -202,14 +224,19 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
             is_cross = self.attention_type == "cross"
             cu_seqlens = (cu_seqlens_q, cu_seqlens_kv)
             paddings = padding_masks(attention_mask, cu_seqlens, (queries, keys), batch, is_cross)
+        elif attention_mask is not None:
+            attention_mask = self._of_own_heads(attention_mask, -3)
         mask = make_mask(
             mask_type, attention_mask, paddings, window, bottom_right, queries, keys, query.device
         )
+        slopes = alibi_slopes
+        if slopes is None and core_attention_bias_type == "alibi":
+            slopes = slopes_of(self.num_attention_heads).to(query.device)
         bias = bias_of(
             core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            (self.num_attention_heads, queries, keys),
+            self._of_own_heads(core_attention_bias, -3),
+            self._of_own_heads(slopes, -1),
+            (query.shape[1], queries, keys),
             (paddings, bottom_right),
             query.device,
         )
@@ -266,8 +293,10 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
         if self.softmax_type != "vanilla":
-            zeros = scores.new_zeros(self.num_attention_heads)
-            offset = self.softmax_offset.float() if self.softmax_type == "learnable" else zeros
+            offset = scores.new_zeros(scores.shape[1])
+            if self.softmax_type == "learnable":
+                offset = self.softmax_offset
+                offset = (offset if self.parallel is None else self.parallel.weight(offset)).float()
             sink = offset.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             probabilities = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         else:
@@ -276,7 +305,7 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
         return probabilities @ value
 
     def _check(self, query, key, value):
-        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        heads, groups = (n // self.ranks for n in (self.num_attention_heads, self.num_gqa_groups))
         of_keys, of_values = self.kv_channels
         for name, x, shape in (
             ("query", query, (heads, of_keys)),
@@ -295,6 +324,14 @@ class DotProductAttention(Initialized, NoTensorParallelism, nn.Module):
                 f"dtype; got {query.dtype}, {key.dtype} {tuple(key.shape)} and {value.dtype} "
                 f"{tuple(value.shape)}"
             )
+
+
+def check_heads(module, groups, ranks):
+    if groups % ranks:
+        raise ValueError(
+            f"qshard.nn.{module}: num_gqa_groups={groups} cannot be cut over {ranks} tensor-parallel "
+            "ranks in equal parts"
+        )
 
 
 def _heads_first(x, layout):

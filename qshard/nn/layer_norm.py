@@ -10,13 +10,15 @@ from qshard.nn.autocast import autocast_dtype
 from qshard.nn.base import Initialized
 from qshard.nn.initial import gamma_init
 from qshard.nn.norms import normalize
+from qshard.nn.parallel import DeviceMeshes
 
 
-class Norm(Initialized, torch.nn.Module):
+class Norm(Initialized, DeviceMeshes, torch.nn.Module):
     """What LayerNorm and RMSNorm share."""
 
     normalization: str
     has_bias: bool
+    is_of_heads = False  # of queries or keys, whose heads tensor parallelism cuts
 
     def __init__(
         self,
@@ -54,6 +56,10 @@ class Norm(Initialized, torch.nn.Module):
             self.add_parameter("bias", self.normalized_shape, init.zeros_, **options)
         self.finish()
 
+    @property
+    def is_of_own_tokens(self) -> bool:
+        return bool(self.sequence_parallel) or self.is_of_heads
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init)
         if self.sequence_parallel is not None:
@@ -68,13 +74,15 @@ class Norm(Initialized, torch.nn.Module):
                 f"qshard.nn.{self.normalization}: input of shape {tuple(input.shape)} does not end "
                 f"in normalized_shape {shape}"
             )
-        bias = self.bias if self.has_bias else None
+        weight, bias = self.weight, self.bias if self.has_bias else None
+        if self.parallel is not None:
+            weight, bias = self.parallel.local(weight, bias)
         # As TransformerEngine's: the result is in the parameters' dtype.
-        dtype = autocast_dtype(input) or self.weight.dtype
+        dtype = autocast_dtype(input) or weight.dtype
         return normalize(
             input,
             self.normalization,
-            self.weight,
+            weight,
             bias,
             self.eps,
             self.zero_centered_gamma,

@@ -152,7 +152,8 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
             output, normed = self._mlp(inp, multiply)
         more = [normed] if self.return_layernorm_output else []
         if self.return_bias:
-            bias = local_part(self.fc2_bias) if self.use_bias else output.new_empty(0)
+            is_summed = self.parallel is not None and self.parallel.sequence_dim is not None
+            bias = local_part(self.fc2_bias, is_summed) if self.use_bias else output.new_empty(0)
             more = [bias.to(output.dtype), *more]
         return (output, *more) if more else output
 

@@ -8,23 +8,22 @@ from torch import Tensor, nn
 from qshard.nn import initial
 from qshard.nn.arguments import (
     NORMALIZATIONS,
-    NoTensorParallelism,
     check_choice,
     refuse,
-    refuse_parallelism,
 )
-from qshard.nn.dot_product_attention import DotProductAttention
+from qshard.nn.dot_product_attention import DotProductAttention, check_heads
 from qshard.nn.l2_normalization import L2Normalization
 from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_linear import LayerNormLinear
 from qshard.nn.linear import Linear
+from qshard.nn.parallel import DeviceMeshes, check_ranks
 from qshard.nn.rms_norm import RMSNorm
 from qshard.nn.rotary import apply_rotary_pos_emb
 
 QK_NORMS = (None, "L2Normalization", "RMSNorm", "LayerNorm")
 
 
-class MultiheadAttention(NoTensorParallelism, nn.Module):
+class MultiheadAttention(DeviceMeshes, nn.Module):
     """proj(attention(queries, keys, values)), all projected from the input; keys and values of
     attention_type="cross" from encoder_output.
 
@@ -45,8 +44,10 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
     attention_dropout, attn_mask_type, window_size, bottom_right_diagonal, softcap, softmax_type,
         qkv_format, get_rng_state_tracker: as of DotProductAttention.
     bias, return_bias, fuse_wgrad_accumulation, params_dtype: as of LayerNormLinear.
-    set_parallel_mode, sequence_parallel, seq_length, micro_batch_size, layer_number and name change
-        nothing; tp_group of more than one rank, and ub_*, raise NotImplementedError.
+    set_parallel_mode: over tp_group, or the mesh of set_device_mesh, the heads are cut over the ranks:
+        queries, keys and values are "column", proj is a "row"; without it all is whole on each rank.
+        Not of a fused weight that is not interleaved. sequence_parallel: as of Linear.
+    seq_length, micro_batch_size, layer_number and name change nothing; ub_* raise NotImplementedError.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
             ub_bulk_dgrad=ub_bulk_dgrad,
             ub_bulk_wgrad=ub_bulk_wgrad,
         )
-        refuse_parallelism("MultiheadAttention", tp_group, tp_size)
+        ranks = check_ranks("MultiheadAttention", tp_group, tp_size)
         check_choice("MultiheadAttention", "attention_type", attention_type, ("self", "cross"))
         check_choice("MultiheadAttention", "normalization", normalization, NORMALIZATIONS)
         check_choice("MultiheadAttention", "qk_norm_type", qk_norm_type, QK_NORMS)
@@ -118,15 +119,25 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.qk_norm_before_rope = qk_norm_before_rope
         self.layer_number, self.name = layer_number or 1, name
+        self.fuse_qkv_params, self.is_parallel = fuse_qkv_params, set_parallel_mode
+        self.sequence_parallel = sequence_parallel
+        self.check_parts(ranks)
 
         common = {
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": get_rng_state_tracker,
             "params_dtype": params_dtype,
             "device": device,
             "bias": bias,
         }
-        first = {"init_method": init_method or initial.default_init_method, **common}
+        first = {
+            "init_method": init_method or initial.default_init_method,
+            "parallel_mode": "column" if set_parallel_mode else None,
+            **common,
+        }
         normed = {
             "eps": layernorm_epsilon,
             "normalization": normalization,
@@ -148,6 +159,9 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
             norm = RMSNorm if qk_norm_type == "RMSNorm" else LayerNorm
             options = {"eps": qk_norm_eps, "params_dtype": params_dtype, "device": device}
             self.q_norm, self.k_norm = (norm(self.channels, **options) for _ in range(2))
+            for norm in (self.q_norm, self.k_norm):
+                norm.is_of_heads = set_parallel_mode
+                norm.parallelize(tp_group, tp_size, None, None)
         if attention_type == "self":
             rows = of_queries + 2 * of_keys
             parts = split(query=of_queries, key=of_keys, value=of_keys)
@@ -179,6 +193,8 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
             get_rng_state_tracker=get_rng_state_tracker,
             attention_type=attention_type,
             softmax_type=softmax_type,
+            tp_group=tp_group if set_parallel_mode else None,
+            tp_size=tp_size if set_parallel_mode else 1,
             device=device,
         )
         self.proj = Linear(
@@ -186,8 +202,35 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
             hidden_size,
             init_method=output_layer_init_method or initial.default_init_method,
             return_bias=return_bias,
+            parallel_mode="row" if set_parallel_mode else None,
             **common,
         )
+
+    def check_parts(self, ranks: int) -> None:
+        if ranks == 1:
+            return
+        if not self.is_parallel:
+            if self.sequence_parallel:
+                raise NotImplementedError(
+                    "qshard.nn.MultiheadAttention: sequence_parallel without set_parallel_mode is not "
+                    "supported: tokens would attend to those of their own rank only"
+                )
+            return
+        check_heads("MultiheadAttention", self.num_gqa_groups, ranks)
+        if self.fuse_qkv_params and not self.qkv_weight_interleaved:
+            raise NotImplementedError(
+                "qshard.nn.MultiheadAttention: tensor parallelism with fuse_qkv_params and "
+                "qkv_weight_interleaved=False is not supported: cutting the weight by rows would part "
+                "queries from their keys; interleave it, or use fuse_qkv_params=False"
+            )
+
+    def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
+        """As of LayerNormLinear, of all parts; the heads are cut with set_parallel_mode only."""
+        if tp_mesh is not None:
+            self.check_parts(tp_mesh.size())
+        for name, part in self.named_children():
+            if isinstance(part, DeviceMeshes) and (self.is_parallel or name != "core_attention"):
+                part.set_device_mesh(tp_mesh, weight_mesh)
 
     def forward(
         self,
@@ -272,15 +315,16 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
                 parts, normed = parts
         else:
             parts = self.qkv(x, is_first_microbatch, as_parts=True)
-        groups, channels = self.num_gqa_groups, self.channels
-        per_group = self.num_attention_heads // groups
+        ranks, channels = self.core_attention.ranks, self.channels
+        heads, groups = self.num_attention_heads // ranks, self.num_gqa_groups // ranks
+        per_group = heads // groups
         if self.qkv_weight_interleaved:
-            heads = parts[0].unflatten(-1, (groups, per_group + 2, channels))
-            query, key, value = heads.split([per_group, 1, 1], -2)
+            mixed = parts[0].unflatten(-1, (groups, per_group + 2, channels))
+            query, key, value = mixed.split([per_group, 1, 1], -2)
             return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normed
         parts = [part.unflatten(-1, (-1, channels)) for part in parts]
         if len(parts) == 1:
-            parts = parts[0].split([self.num_attention_heads, groups, groups], -2)
+            parts = parts[0].split([heads, groups, groups], -2)
         return *parts, normed
 
     def _project_query(self, x, is_first_microbatch):
@@ -291,16 +335,15 @@ class MultiheadAttention(NoTensorParallelism, nn.Module):
                 query, normed = query
         else:
             query = self.query_layer(x, is_first_microbatch)
-        return query.unflatten(-1, (self.num_attention_heads, self.channels)), normed
+        return query.unflatten(-1, (-1, self.channels)), normed
 
     def _project_keys(self, x, is_first_microbatch):
         parts = self.key_value(x, is_first_microbatch, as_parts=True)
         if len(parts) == 2:
-            return [part.unflatten(-1, (self.num_gqa_groups, self.channels)) for part in parts]
+            return [part.unflatten(-1, (-1, self.channels)) for part in parts]
         if self.qkv_weight_interleaved:
-            pairs = parts[0].unflatten(-1, (self.num_gqa_groups, 2, self.channels))
-            return pairs.unbind(-2)
-        return parts[0].unflatten(-1, (2, self.num_gqa_groups, self.channels)).unbind(-3)
+            return parts[0].unflatten(-1, (-1, 2, self.channels)).unbind(-2)
+        return parts[0].unflatten(-1, (2, -1, self.channels)).unbind(-3)
 
     def _position(self, query, key, rotary_pos_emb):
         if self.q_norm is not None and self.qk_norm_before_rope:

@@ -7,18 +7,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from qshard.nn.arguments import NoTensorParallelism
+from qshard.nn.arguments import refuse_context_parallelism
 from qshard.tensor_parallel.local import TensorParallel
 
 
-class DeviceMeshes(NoTensorParallelism):
-    """A module with sequence_parallel and fuse_wgrad_accumulation."""
+class DeviceMeshes:
+    """A module with parameters, over a mesh of tensor-parallel ranks."""
 
     parallel = None  # the TensorParallel of its first linear, once it has a mesh
+    sequence_parallel = False
+    fuse_wgrad_accumulation = False
 
     def parallel_modes(self) -> dict[str, str | None]:
         """By the names of weights and biases, the mode of their linear."""
-        raise NotImplementedError
+        return {}
+
+    @property
+    def is_of_own_tokens(self) -> bool:
+        """Whether activations around it are of tokens, or heads, that no other rank has."""
+        return bool(self.sequence_parallel)
 
     def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
         """Makes the parameters DTensors over the tensor-parallel ranks, by parallel_mode: "column" cuts
@@ -37,7 +44,7 @@ class DeviceMeshes(NoTensorParallelism):
             return
         modes = self.parallel_modes()
         parallel = TensorParallel.over(
-            tp_mesh, next(iter(modes.values())), 0 if self.sequence_parallel else None
+            tp_mesh, next(iter(modes.values()), None), 0 if self.is_of_own_tokens else None
         )
         placements = {
             name: parallel.in_mode(mode).placement_of(self._parameters[name])
@@ -63,33 +70,22 @@ class DeviceMeshes(NoTensorParallelism):
         with it use set_device_mesh."""
         if tp_group is None:
             return
-        device = next(self.parameters()).device.type
+        device = next((p.device.type for p in self.parameters()), "meta")
         if device == "meta":
             device = dist.distributed_c10d._get_pg_default_device(tp_group).type
         self.set_device_mesh(DeviceMesh.from_group(tp_group, device))
 
     def parallelize(self, tp_group, tp_size, tp_mesh, weight_mesh) -> None:
         """What the constructor was given."""
-        module = type(self).__name__
-        size = tp_size
+        ranks = check_ranks(type(self).__name__, tp_group, tp_size, tp_mesh)
         if tp_mesh is not None:
-            if tp_group is not None:
-                raise ValueError(f"qshard.nn.{module}: tp_mesh and tp_group: leave one of the two out")
             self.set_device_mesh(tp_mesh, weight_mesh)
-            size = tp_mesh.size()
-        elif tp_group is not None:
-            size = dist.get_world_size(tp_group)
-            if size > 1:
-                self.set_tensor_parallel_group(tp_group)
-        elif tp_size != 1:
-            raise NotImplementedError(
-                f"qshard.nn.{module}: tp_size={tp_size} without its ranks is not supported; give tp_mesh "
-                "or tp_group, or leave it at 1 and call set_device_mesh"
-            )
-        if tp_size not in (1, size):
-            raise ValueError(
-                f"qshard.nn.{module}: tp_size={tp_size}, and the mesh or group has {size} ranks"
-            )
+        elif ranks > 1:
+            self.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(self, cp_group, *args, **kwargs) -> None:
+        """Raises NotImplementedError for a group of more than one rank."""
+        refuse_context_parallelism(type(self).__name__, cp_group)
 
     @property
     def message_format(self) -> str | None:
@@ -136,3 +132,24 @@ class DeviceMeshes(NoTensorParallelism):
                         f"{module}: {ranks} ranks would leave some of them nothing of {name} of shape "
                         f"{tuple(shape)}, cut by {placement}"
                     )
+
+
+def check_ranks(module: str, tp_group=None, tp_size: int = 1, tp_mesh=None) -> int:
+    """The number of tensor-parallel ranks that a constructor was given."""
+    size = tp_size
+    if tp_mesh is not None:
+        if tp_group is not None:
+            raise ValueError(f"qshard.nn.{module}: tp_mesh and tp_group: leave one of the two out")
+        size = tp_mesh.size()
+    elif tp_group is not None:
+        size = dist.get_world_size(tp_group)
+    elif tp_size != 1:
+        raise NotImplementedError(
+            f"qshard.nn.{module}: tp_size={tp_size} without its ranks is not supported; give tp_mesh "
+            "or tp_group, or leave it at 1 and call set_device_mesh"
+        )
+    if tp_size not in (1, size):
+        raise ValueError(
+            f"qshard.nn.{module}: tp_size={tp_size}, and the mesh or group has {size} ranks"
+        )
+    return size

@@ -97,7 +97,13 @@ class Projection(Initialized, DeviceMeshes):
         module does not have is an empty tensor."""
         if self.return_bias:
             like = output[0] if isinstance(output, tuple) else output
-            biases = [local_part(getattr(self, name)) for name in self.bias_names if self.use_bias]
+            parallel = self.parallel
+            is_summed = parallel is not None and parallel.cuts_output_tokens
+            biases = [
+                local_part(getattr(self, name), is_summed)
+                for name in self.bias_names
+                if self.use_bias
+            ]
             bias = torch.cat(biases) if len(biases) > 1 else (biases or [like.new_empty(0)])[0]
             more = (bias.to(like.dtype), *more)
         return (output, *more) if more else output

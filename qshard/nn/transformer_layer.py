@@ -6,16 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qshard.nn.arguments import NoTensorParallelism, check_choice, refuse, refuse_parallelism
+from qshard.nn.arguments import check_choice, refuse
 from qshard.nn.attention_mask import mask_type_of
 from qshard.nn.autocast import activation_dtype
 from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_mlp import LayerNormMLP
 from qshard.nn.multihead_attention import MultiheadAttention
+from qshard.nn.parallel import DeviceMeshes, check_ranks
 from qshard.nn.rms_norm import RMSNorm
 
 
-class TransformerLayer(NoTensorParallelism, nn.Module):
+class TransformerLayer(DeviceMeshes, nn.Module):
     """Self attention, cross attention in a decoder, and an MLP, each added to its input.
 
     Modules: self_attention, inter_attention (layer_type "decoder"), layernorm_mlp, layernorm
@@ -98,7 +99,7 @@ class TransformerLayer(NoTensorParallelism, nn.Module):
             ub_tp_comm_overlap=ub_tp_comm_overlap,
             ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
         )
-        refuse_parallelism("TransformerLayer", tp_group, tp_size)
+        check_ranks("TransformerLayer", tp_group, tp_size)
         check_choice("TransformerLayer", "layer_type", layer_type, ("encoder", "decoder"))
         if parallel_attention_mlp:
             for argument, is_given in (
@@ -131,6 +132,10 @@ class TransformerLayer(NoTensorParallelism, nn.Module):
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
 
         common = {
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "set_parallel_mode": set_parallel_mode,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": get_rng_state_tracker,
             "init_method": init_method,
@@ -198,8 +203,24 @@ class TransformerLayer(NoTensorParallelism, nn.Module):
                 eps=layernorm_epsilon,
                 params_dtype=params_dtype,
                 zero_centered_gamma=zero_centered_gamma,
+                sequence_parallel=sequence_parallel or None,
                 device=device,
             )
+            self.layernorm.parallelize(tp_group, tp_size, None, None)
+
+    def check_parts(self, ranks: int) -> None:
+        self.self_attention.check_parts(ranks)
+        if self.layer_type == "decoder":
+            self.inter_attention.check_parts(ranks)
+        self.layernorm_mlp.parallel_modes()
+
+    def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
+        """As of LayerNormLinear, of all parts."""
+        if tp_mesh is not None:
+            self.check_parts(tp_mesh.size())
+        for part in self.children():
+            if isinstance(part, DeviceMeshes):
+                part.set_device_mesh(tp_mesh, weight_mesh)
 
     def forward(
         self,

@@ -43,6 +43,10 @@ class TensorParallel:
         (group,) = group_names(mesh)
         return cls(mesh, group, mesh.size(), mode, sequence_dim)
 
+    @property
+    def cuts_output_tokens(self):
+        return self.sequence_dim is not None and self.mode != "column"
+
     def __deepcopy__(self, memo):
         return self  # meshes and groups are those of the process
 
