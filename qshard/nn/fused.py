@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qshard.nn.activations import activate
-from qshard.nn.multiply import Multiply, multiply_parts
+from qshard.nn.multiply import Multiply, joined, multiply_parts
 from qshard.nn.norms import normalize
 
 
@@ -33,19 +33,22 @@ def mlp(
     activation: str,
     params: dict | None,
     multiply: Multiply,
-    first: tuple[Tensor, Tensor | None],
+    first: Sequence[tuple[Tensor, Tensor | None]],
     second: tuple[Tensor, Tensor | None],
 ) -> Tensor:
-    """linear(activation(linear(x))) of weights and biases; of a gated activation first has the rows of
-    both halves."""
+    """linear(activation(linear(x))) of weights and biases. first: of one weight, which for a gated
+    activation has the rows of both halves, or of one for each half."""
+    weights, biases = zip(*first)
     if activation == "swiglu" and multiply.runs_operators:
-        (gate, gate_bias), (down, down_bias) = first, second
+        down_bias = second[1]
 
-        def run(x, gate, down):
-            return swiglu_mlp(x, multiply, (gate, gate_bias), None, (down, down_bias))
+        def run(x, *weights):
+            *inner, down = weights
+            gate, *up = zip(inner, biases)
+            return swiglu_mlp(x, multiply, gate, up[0] if up else None, (down, down_bias))
 
-        return multiply.run(run, x, gate, down)
-    inner = multiply(x, *first)
+        return multiply.run(run, x, *weights, second[0])
+    inner = joined(multiply_parts(multiply, x, weights, biases))
     return activation_linear(inner, activation, params, multiply, *second)
 
 

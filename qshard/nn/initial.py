@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch.nn import init
@@ -25,3 +26,22 @@ def linear_bias(in_features: int) -> Callable:
     """nn.Linear's."""
     bound = 1 / math.sqrt(in_features) if in_features > 0 else 0
     return functools.partial(init.uniform_, a=-bound, b=bound)
+
+
+def halves(initialize: Callable, fork: Callable) -> tuple[tuple, tuple]:
+    """Of two parameters that are one's halves by rows: the values of the whole, drawn for the first."""
+    kept = []
+    first = functools.partial(_first_half, initialize, kept)
+    return (first, fork), (functools.partial(_second_half, kept), nullcontext)
+
+
+def _first_half(initialize, kept, tensor):
+    whole = tensor.new_empty((2 * tensor.shape[0], *tensor.shape[1:]))
+    initialize(whole)
+    first, second = whole.chunk(2)
+    tensor.copy_(first)
+    kept[:] = [second]
+
+
+def _second_half(kept, tensor):
+    tensor.copy_(kept.pop())

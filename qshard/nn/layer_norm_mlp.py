@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import Shard
 from torch.nn import init
 from torch.utils.checkpoint import checkpoint as recomputed
 
@@ -23,6 +24,9 @@ from qshard.nn.parallel import DeviceMeshes
 from qshard.tensor_parallel.local import local_part
 
 
+FC1_HALVES = ("fc1_gate_", "fc1_up_")
+
+
 class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
     """fc2(activation(fc1(norm(x)))). Parameters: layer_norm_weight, layer_norm_bias (not with RMSNorm),
     fc1_weight, fc1_bias, fc2_weight, fc2_bias; `quantize_` quantizes the two weights.
@@ -35,12 +39,15 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
     checkpoint: keep the input of the module only, and compute the rest again in backward.
     output_layer_init_method(fc2_weight), init_method(fc1_weight): initial values; normal with a
         deviation of 0.023 without.
-    set_parallel_mode: over tp_mesh or tp_group fc1 is a "column" and fc2 a "row", not with a gated
-        activation; without it both are whole on each rank. seq_length, micro_batch_size: change nothing.
+    set_parallel_mode: over tp_mesh or tp_group fc1 is a "column" and fc2 a "row"; without it both are
+        whole on each rank. A gated fc1 then is fc1_gate_weight and fc1_up_weight, with biases, cut and
+        quantized each by itself: no placement says which rows a rank has of both in one.
+        load_state_dict takes either for the other. seq_length, micro_batch_size: change nothing.
     Others: as of LayerNormLinear.
     """
 
     weight_names = ("fc1_weight", "fc2_weight")
+    fc1_names = ("fc1_",)  # of its weights and biases
 
     def __init__(
         self,
@@ -129,13 +136,51 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
 
     def parallel_modes(self) -> dict[str, str | None]:
         first, second = ("column", "row") if self.is_parallel else (None, None)
-        if first and is_gated(self.activation):
-            raise NotImplementedError(
-                f"qshard.nn.LayerNormMLP: tensor parallelism with activation={self.activation!r} is not "
-                "supported: cutting fc1_weight by rows would part the gate from what it multiplies; use "
-                'LayerNormLinear with parameters_split=("gate", "up") and Linear'
-            )
-        return {"fc1_weight": first, "fc1_bias": first, "fc2_weight": second, "fc2_bias": second}
+        modes = {f"{name}{kind}": first for name in self.fc1_names for kind in ("weight", "bias")}
+        return {**modes, "fc2_weight": second, "fc2_bias": second}
+
+    def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
+        if tp_mesh is not None and self.is_parallel and is_gated(self.activation):
+            if weight_mesh is not None:
+                self._check_weight_mesh(tp_mesh, weight_mesh)
+            self._check_device_mesh(tp_mesh.size(), {"fc2_weight": Shard(1)})  # as fc1's halves
+            self._split_fc1()
+        super().set_device_mesh(tp_mesh, weight_mesh)
+
+    def _split_fc1(self):
+        """Into parameters of the gate and of what it multiplies, with the values of the whole."""
+
+        def split(values, cut):
+            result = {}
+            for name, value in values.items():
+                if name.startswith("fc1_"):
+                    halves = (name.replace("fc1_", half) for half in FC1_HALVES)
+                    result.update(zip(halves, cut(value)))
+                else:
+                    result[name] = value
+            return result
+
+        def cut(parameter):
+            if parameter is None:
+                return None, None
+            halves = parameter.detach().chunk(2)
+            return [torch.nn.Parameter(h.clone(), parameter.requires_grad) for h in halves]
+
+        parameters = split(self._parameters, cut)
+        self._parameters.clear()
+        self._parameters.update(parameters)
+        self._initial = split(self._initial, lambda known: initial.halves(*known))
+        self.fc1_names = FC1_HALVES
+        self.weight_names = (*(f"{half}weight" for half in FC1_HALVES), "fc2_weight")
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        for kind in ("weight", "bias"):
+            whole, halves = f"{prefix}fc1_{kind}", [f"{prefix}{half}{kind}" for half in FC1_HALVES]
+            if len(self.fc1_names) > 1 and whole in state_dict:
+                state_dict.update(zip(halves, state_dict.pop(whole).chunk(2)))
+            elif len(self.fc1_names) == 1 and all(half in state_dict for half in halves):
+                state_dict[whole] = torch.cat([state_dict.pop(half) for half in halves])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None):
         """(..., hidden_size), the same shape out, or a tuple of it, fc2_bias (return_bias) and
@@ -159,14 +204,14 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
 
     def _mlp(self, inp, multiply):
         gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
-        first = self.fc1_weight, self.fc1_bias
+        first = [[getattr(self, f"{name}{kind}") for kind in ("weight", "bias")] for name in self.fc1_names]
         second = self.fc2_weight, None if self.return_bias else self.fc2_bias
         parallel, row = self.parallel, None
         if parallel is not None:
             gamma, beta = parallel.replicated(gamma), parallel.replicated(beta)
             enter = functools.partial(parallel.enter, format=self.message_format)
             row = parallel.in_mode("row" if self.is_parallel else None)
-            first, second = parallel.local(*first), row.local(*second)
+            first, second = [parallel.local(*pair) for pair in first], row.local(*second)
         normed = normalize(inp, self.normalization, gamma, beta, self.eps, self.zero_centered_gamma)
         entered = normed if enter is None else enter(normed)
         output = mlp(entered, self.activation, self.activation_params, multiply, first, second)

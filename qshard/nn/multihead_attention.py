@@ -228,7 +228,7 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
         """As of LayerNormLinear, of all parts; the heads are cut with set_parallel_mode only."""
         if tp_mesh is not None:
             self.check_parts(tp_mesh.size())
-        for name, part in self.named_children():
+        for name, part in reversed(list(self.named_children())):  # those that may refuse first
             if isinstance(part, DeviceMeshes) and (self.is_parallel or name != "core_attention"):
                 part.set_device_mesh(tp_mesh, weight_mesh)
 

@@ -212,7 +212,6 @@ class TransformerLayer(DeviceMeshes, nn.Module):
         self.self_attention.check_parts(ranks)
         if self.layer_type == "decoder":
             self.inter_attention.check_parts(ranks)
-        self.layernorm_mlp.parallel_modes()
 
     def set_device_mesh(self, tp_mesh=None, weight_mesh=None) -> None:
         """As of LayerNormLinear, of all parts."""

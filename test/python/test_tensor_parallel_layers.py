@@ -20,6 +20,9 @@ LAYERS = {
                 "normalization": "RMSNorm", "qk_norm_type": "RMSNorm"},
     "decoder": {"layer_type": "decoder", "fuse_qkv_params": True, "output_layernorm": True},
     "post": {"apply_residual_connection_post_layernorm": True, "softmax_type": "learnable"},
+    "llama": {"fuse_qkv_params": True, "num_gqa_groups": 2, "bias": False, "activation": "swiglu",
+              "normalization": "RMSNorm"},
+    "gated": {"activation": "geglu"},
     "beside": {"parallel_attention_mlp": True, "qk_norm_type": "LayerNorm"},
 }
 
@@ -36,11 +39,19 @@ def quantized(module, format, **kwargs):
         qshard.quantize_(module, RECIPES[format], filter_fn=lambda *_: True, **kwargs)
 
 
+def value_of(plain, name, of=lambda parameter: parameter):
+    """Of a parameter of the layer over a mesh."""
+    for i, half in enumerate(("fc1_gate_", "fc1_up_")):
+        if half in name:
+            return of(plain.get_parameter(name.replace(half, "fc1_"))).chunk(2)[i]
+    return of(plain.get_parameter(name))
+
+
 @torch.no_grad()
 def write(module, plain):
     """The values of a layer of one process."""
     for name, parameter in module.named_parameters():
-        value = plain.get_parameter(name)
+        value = value_of(plain, name)
         if isinstance(parameter, DTensor):
             value = torch.distributed.tensor.distribute_tensor(
                 value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -95,11 +106,11 @@ def run_equals_one_process(kind, format, sequence_parallel, how):
         return x.chunk(tp.size())[tp.get_local_rank()] if sequence_parallel else x
 
     y, x_grad, grads = step(module, kind, part)
-    expected, expected_x_grad, expected_grads = step(plain, kind)
+    expected, expected_x_grad, _ = step(plain, kind)
+    expected_grads = {name: value_of(plain, name, lambda p: p.grad) for name in grads}
     bound = 1e-5 if format is None or device().type == "cpu" else 6e-2
     assert relative_error(y, part(expected)) < bound
     assert relative_error(x_grad, part(expected_x_grad)) < bound
-    assert grads.keys() == expected_grads.keys()
     largest = max(g.norm().item() for g in expected_grads.values())
     for name, grad in grads.items():
         difference = (grad - expected_grads[name]).norm().item()
@@ -114,3 +125,93 @@ def run_equals_one_process(kind, format, sequence_parallel, how):
 @on_worlds(2)
 def test_equals_one_process(world, kind, format, sequence_parallel, how):
     world.run(run_equals_one_process, kind, format, sequence_parallel, how)
+
+
+# ------------------------------------------------------------------- initial values, checkpoints
+
+
+def run_initial_values(kind):
+    """Those of one process, drawn by the constructor, and after the meta device."""
+    mesh = full_mesh(1, dist.get_world_size(), names=("dp", "tp"))
+    plain, _ = build(kind, seed=3)
+    drawn, _ = build(kind, seed=3, tp_group=mesh["tp"].get_group())
+    with torch.device("meta"):
+        later = nn.TransformerLayer(HIDDEN, FFN, HEADS, set_parallel_mode=True, **LAYERS[kind])
+    later.set_device_mesh(mesh["tp"])
+    fully_shard(later, mesh=mesh["dp"]).to_empty(device=device())
+    torch.manual_seed(3)
+    for module in later.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for module in (drawn, later):
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter.full_tensor(), value_of(plain, name)), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "gated", "post"])
+@on_worlds(2)
+def test_initial_values(world, kind):
+    world.run(run_initial_values, kind)
+
+
+def run_checkpoint(format):
+    """Saved over two ranks of tensor parallelism, loaded over FSDP's."""
+    meshes = [full_mesh(*shape, names=("dp", "tp")) for shape in ((1, 2), (2, 1))]
+
+    def make(mesh, seed):
+        module, _ = build("llama", seed=seed)
+        module.set_device_mesh(mesh["tp"])
+        quantized(module, format)
+        return fully_shard(module, mesh=mesh["dp"])
+
+    saved, fresh = make(meshes[0], 0), make(meshes[1], 1)
+    with shared_folder() as folder:
+        dcp.save(get_model_state_dict(saved), checkpoint_id=folder / "model")
+        state = get_model_state_dict(fresh)
+        dcp.load(state, checkpoint_id=folder / "model")
+        set_model_state_dict(fresh, state)
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(parameter.full_tensor(), fresh.get_parameter(name).full_tensor()), name
+    # One process has one fc1, and takes the halves for it; and the other way round.
+    alone, _ = build("llama", seed=2)
+    whole = {name: p.full_tensor() for name, p in saved.state_dict().items()}
+    alone.load_state_dict(whole)
+    mlp = nn.LayerNormMLP(HIDDEN, FFN, activation="swiglu", bias=False, normalization="RMSNorm",
+                          set_parallel_mode=True, tp_mesh=meshes[0]["tp"])
+    given = {name: torch.distributed.tensor.distribute_tensor(p.detach(), meshes[0]["tp"])
+             for name, p in alone.layernorm_mlp.named_parameters()}
+    mlp.load_state_dict(given)
+    for name, parameter in mlp.named_parameters():
+        assert torch.equal(parameter.full_tensor(), whole[f"layernorm_mlp.{name}"]), name
+
+
+@pytest.mark.parametrize("format", [None, "float8_blockwise"])
+@on_worlds(2)
+def test_checkpoints(world, format):
+    world.run(run_checkpoint, format)
+
+
+# ----------------------------------------------------------------------------------- refusals
+
+
+def run_refusals():
+    tp = full_mesh(dist.get_world_size())
+    group = tp.get_group()
+    for arguments, error, message in (
+        ({"num_gqa_groups": 1}, ValueError, "num_gqa_groups=1 cannot be cut over 2"),
+        ({"fuse_qkv_params": True, "qkv_weight_interleaved": False}, NotImplementedError, "interleave it"),
+        ({"fuse_qkv_params": True, "fuse_wgrad_accumulation": True}, NotImplementedError, "fuse_wgrad_acc"),
+        ({"sequence_parallel": True, "set_parallel_mode": False}, NotImplementedError, "tokens would attend"),
+    ):
+        arguments = {"set_parallel_mode": True, **arguments}
+        for make in (lambda more: nn.TransformerLayer(HIDDEN, FFN, HEADS, tp_group=group, **more),
+                     lambda more: nn.TransformerLayer(HIDDEN, FFN, HEADS, **more).set_device_mesh(tp)):
+            with pytest.raises(error, match=message):
+                make(arguments)
+    with pytest.raises(ValueError, match="tp_size=4, and the mesh or group has 2"):
+        nn.MultiheadAttention(HIDDEN, HEADS, tp_group=group, tp_size=4)
+
+
+@on_worlds(2, devices=("cpu",))
+def test_refusals(world):
+    world.run(run_refusals)
