@@ -39,8 +39,8 @@ venv := $(VENV)/torch-$(TORCH)
 $(venv): pyproject.toml
 	$(if $(PYTHON),,$(error no Python 3.10 or newer with venv and ensurepip found; set PYTHON=…))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	python -m pip install --quiet torch==$(TORCH) numpy tqdm tabulate matplotlib pytest expecttest \
-	  scikit-build-core cmake ninja
+	python -m pip install --quiet torch==$(TORCH) numpy tqdm tabulate matplotlib pytest \
+	  pytest-xdist expecttest scikit-build-core cmake ninja
 	rm -f $(VENV)/torch-*
 	touch $@
 
@@ -102,8 +102,9 @@ $(more_clients): $(clients)
 test-clients: $(built) $(more_clients)
 	pytest -v --all-clients test/python/clients
 
+# Two processes, each with files of its own: tests wait for the ranks of their worlds, half of the time.
 python-test: $(built) $(clients)
-	pytest -v --durations=15 test/python
+	pytest -v -n 2 --dist loadfile --durations=15 test/python
 
 clean:
 	rm -rf build $(VENV) demo-out
