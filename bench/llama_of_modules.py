@@ -1,5 +1,8 @@
 """The Llama of examples/ with the blocks that TransformerEngine's users write, of one qkv weight, and one of
-gate and up: 6 parameters a block for 9. Values are those of the stock modules."""
+gate and up: 6 parameters a block for 9. Values are those of the stock modules.
+
+Under tensor parallelism tokens come first, which is the dimension that the modules cut; gate and up are two
+parameters, and the fused weight's rows are by group."""
 
 import sys
 from pathlib import Path
@@ -13,13 +16,13 @@ from llama import Block, Llama, LlamaConfig  # noqa: E402
 
 
 class LlamaOfModules(Llama):
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, is_tensor_parallel: bool = False):
         super().__init__(config)
+        self.is_tensor_parallel = is_tensor_parallel
         for i, block in enumerate(self.layers):
-            self.layers[i] = layer_of(block, config)
-        norm = nn.RMSNorm(config.dim, eps=self.norm.eps)
-        norm.load_state_dict(self.norm.state_dict())
-        self.norm = norm
+            self.layers[i] = layer_of(block, config, is_tensor_parallel)
+        if not is_tensor_parallel:  # else torch's SequenceParallel is about the norm
+            self.norm = nn.RMSNorm(config.dim, eps=self.norm.eps)
         self.rotary = nn.RotaryPositionEmbedding(
             config.dim // config.heads, rotary_base=config.rope_base
         )
@@ -27,13 +30,15 @@ class LlamaOfModules(Llama):
     def forward(self, tokens):
         angles = self.rotary(tokens.shape[1])
         x = self.embedding(tokens)
+        x = x.transpose(0, 1).contiguous() if self.is_tensor_parallel else x
         for layer in self.layers:
             x = layer(x, rotary_pos_emb=angles)
+        x = x.transpose(0, 1) if self.is_tensor_parallel else x
         return self.head(self.norm(x))
 
 
 @torch.no_grad()
-def layer_of(block: Block, config: LlamaConfig) -> nn.TransformerLayer:
+def layer_of(block: Block, config: LlamaConfig, is_tensor_parallel: bool) -> nn.TransformerLayer:
     layer = nn.TransformerLayer(
         config.dim,
         config.hidden,
@@ -43,21 +48,27 @@ def layer_of(block: Block, config: LlamaConfig) -> nn.TransformerLayer:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         fuse_qkv_params=True,
-        qkv_weight_interleaved=False,
+        qkv_weight_interleaved=is_tensor_parallel,
+        set_parallel_mode=is_tensor_parallel,
+        sequence_parallel=is_tensor_parallel,
         bias=False,
         normalization="RMSNorm",
         activation="swiglu",
-        attn_input_format="bshd",
+        attn_input_format="sbhd" if is_tensor_parallel else "bshd",
     )
     attention, ffn = block.attention, block.ffn
+    projected = [linear.weight for linear in (attention.wq, attention.wk, attention.wv)]
+    if is_tensor_parallel:
+        projected = [w.view(config.kv_heads, -1, config.dim) for w in projected]
+        projected = [torch.cat(projected, 1).flatten(0, 1)]
     qkv, mlp = layer.self_attention.layernorm_qkv, layer.layernorm_mlp
     for parameter, parts in (
-        (qkv.layer_norm_weight, [block.attention_norm]),
-        (qkv.weight, [attention.wq, attention.wk, attention.wv]),
-        (layer.self_attention.proj.weight, [attention.wo]),
-        (mlp.layer_norm_weight, [block.ffn_norm]),
-        (mlp.fc1_weight, [ffn.gate, ffn.up]),
-        (mlp.fc2_weight, [ffn.down]),
+        (qkv.layer_norm_weight, [block.attention_norm.weight]),
+        (qkv.weight, projected),
+        (layer.self_attention.proj.weight, [attention.wo.weight]),
+        (mlp.layer_norm_weight, [block.ffn_norm.weight]),
+        (mlp.fc1_weight, [ffn.gate.weight, ffn.up.weight]),
+        (mlp.fc2_weight, [ffn.down.weight]),
     ):
-        parameter.copy_(torch.cat([part.weight for part in parts]))
+        parameter.copy_(torch.cat(parts))
     return layer

@@ -120,7 +120,8 @@ class Trainer:
         configuration = self.configuration
         torch.manual_seed(1)  # the same on every rank and for every configuration
         with torch.device(self.device):
-            model = (LlamaOfModules if configuration.modules else Llama)(size)
+            model = (LlamaOfModules(size, self.is_tensor_parallel) if configuration.modules
+                     else Llama(size))
         if configuration.no_master:
             model.to(torch.bfloat16)
         if configuration.format in PEERS:
@@ -130,6 +131,10 @@ class Trainer:
         if self.is_tensor_parallel:
             styles = stock_styles if is_stock else qshard.tensor_parallel
             plan = tensor_parallel_plan(size.layers, styles, is_loss_parallel=True)
+            if configuration.modules:
+                plan = {name: style for name, style in plan.items() if not name.startswith("layers.")}
+                for layer in model.layers:
+                    layer.set_device_mesh(mesh["tp"])
             parallelize_module(model, mesh["tp"], plan)
         if configuration.format in RECIPES:
             qshard.quantize_(model, RECIPES[configuration.format],
@@ -354,8 +359,6 @@ def main():
         parser.error("--one-rank is about --tp")
     if args.tp == 1 and any(c.stock for c in args.configurations):
         parser.error("the option stock is about --tp")
-    if args.tp > 1 and any(c.modules for c in args.configurations):
-        parser.error("modules are not measured under --tp")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
