@@ -21,14 +21,25 @@ class RotaryAngles(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         # Modes that watch compiled graphs, which this may be an input of, take no subclass.
         modes = contextlib.nullcontext if torch.compiler.is_compiling() else _disable_current_modes
         with torch._C.DisableTorchFunctionSubclass(), modes():
-            result = func(*args, **(kwargs or {}))
-            if func is Tensor.to and result.dtype in SHORT and args[0].dtype not in SHORT:
-                result = func(args[0], result.device)
+            if func is Tensor.to and args[0].dtype not in SHORT:
+                args, kwargs = _moved_only(*args, **kwargs)
+            result = func(*args, **kwargs)
             stays = func in (Tensor.to, Tensor.cuda, Tensor.__getitem__, Tensor.clone)
             return result.as_subclass(cls) if stays and not isinstance(result, cls) else result
+
+
+def _moved_only(angles, *args, **kwargs):
+    """Arguments of Tensor.to, without a dtype of 16 bits."""
+    asked = (*args, *kwargs.values())
+    if not any(getattr(a, "dtype", a) in SHORT for a in asked):
+        return (angles, *args), kwargs
+    devices = [getattr(a, "device", a) for a in (*args[:1], kwargs.get("device"), kwargs.get("other"))]
+    devices = [d for d in devices if isinstance(d, (str, int, torch.device))]
+    return (angles, *(devices or [angles.device])[:1]), {}
 
 
 class RotaryPositionEmbedding(Moves, nn.Module):

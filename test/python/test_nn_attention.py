@@ -299,8 +299,10 @@ def test_rotary_interpolation():
 def test_angles_stay_float32():
     rotary = nn.RotaryPositionEmbedding(8)
     plain = rotary(4096)
-    for moved in (plain.to(torch.bfloat16), plain[:4096].to("cpu", torch.float16), plain.to(plain.bfloat16())):
+    for moved in (plain.to(torch.bfloat16), plain[:4096].to("cpu", torch.float16), plain.to(plain.bfloat16()),
+                  plain.to(device="cpu", dtype=torch.bfloat16), plain.to(dtype=torch.float16, copy=True)):
         assert_bits(moved, plain)
+    assert plain.to("meta", torch.bfloat16).device.type == "meta"
     assert plain.to(torch.float64).dtype == torch.float64
     assert type(plain.cos()) is type(plain * torch.ones(8)) is torch.Tensor
     assert_bits(copy.deepcopy(plain).to(torch.bfloat16), plain)
