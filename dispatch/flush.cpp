@@ -186,10 +186,11 @@ void require_shown(const BufferPtr& buffer, const char* op) {
     requantize(alone(buffer), {.pending = Pending::kKeep});
     return buffer->shown_alone();
   }
-  TORCH_CHECK(!layout.holds_all_rows(),
-              fmt::format("{}: this rank's part of a {} tensor was written, and its scale is agreed "
-                          "on with the other parts. Call qshard.flush(model) on all ranks first",
-                          op, layout.format->name));
+  TORCH_CHECK(
+      !layout.holds_all_rows(),
+      fmt::format("{}: this rank's part of a {} tensor was written, and its scale is agreed "
+                  "on with the other parts. Call qshard.flush(model) on all ranks first",
+                  op, layout.format->name));
   TORCH_CHECK(
       false,
       fmt::format("{}: rows [{}, {}) of a {} tensor of {} rows were written and share scales "

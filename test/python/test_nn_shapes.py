@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import fit
-from nn_helpers import RECIPES, assert_bits, gradients, on_devices, randomize, relative_error
+from nn_helpers import RECIPES, assert_bits, gradients, on_devices, randomize
 
 import qshard
 from qshard import nn
@@ -47,7 +47,8 @@ def normed_of(module, x):
 def assert_close(got, expected, bound):
     for a, b in zip(got, expected):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert relative_error(a, b) < bound
+        # Of one token no gradient reaches queries and keys: both are zeros.
+        assert (a.double() - b.double()).norm() <= bound * b.double().norm()
 
 
 @on_devices
