@@ -35,7 +35,7 @@ std::vector<int64_t> fields_of(const QuantizedBuffer& buffer) {
   fields[kMatrixRows] = layout.matrix_rows;
   fields[kRowOffset] = layout.row_offset;
   fields[kKeepsMaster] = buffer.keeps_master();
-  fields[kDirty] = buffer.is_written();
+  fields[kWritten] = buffer.is_written();
   fields[kImages] = static_cast<int64_t>(layout.images);
   fields[kIsAdopted] = buffer.placement().is_adopted();
   return fields;
@@ -68,7 +68,7 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
   const Layout layout = checked_layout(saved);
   auto buffer = QuantizedBuffer::unpack(bytes, pending.value_or(Tensor()),
                                         Placement(layout, is_adopted(saved, layout)), dtype,
-                                        fields[kKeepsMaster] != 0, fields[kDirty] != 0);
+                                        fields[kKeepsMaster] != 0, fields[kWritten] != 0);
   const auto tensors = buffer->scaling_state().tensors();
   for (size_t i = 0; i < state.size(); ++i) tensors[i].second.copy_(state[i]);
   const auto whole = make_tensor(buffer, {layout.rows, layout.cols});
@@ -104,7 +104,7 @@ Tensor over_shared_planes(const OptionalTensor& master, const Tensor& codes,
   const Layout layout = described_layout(fields, {format.data(), format.size()});
   auto buffer = QuantizedBuffer::over_planes(
       Placement(layout, fields[kIsAdopted] != 0), dtype, master.value_or(Tensor()), codes,
-      pending.value_or(Tensor()), ScalingState::of(layout, state), fields[kDirty] != 0);
+      pending.value_or(Tensor()), ScalingState::of(layout, state), fields[kWritten] != 0);
   return make_view(make_tensor(buffer, {layout.rows, layout.cols}), size, stride, storage_offset);
 }
 

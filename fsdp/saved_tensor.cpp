@@ -123,10 +123,11 @@ void check_planes(const Layout& layout, at::ScalarType dtype, bool keeps_master,
          bounded ? fmt::to_string(needed) : fmt::format("more than {}", kMaxBytes), held);
 }
 
-void check_pending(const SavedTensor& saved, const Layout& layout, bool keeps_master, bool dirty) {
+void check_pending(const SavedTensor& saved, const Layout& layout, bool keeps_master,
+                   bool written) {
   if (!saved.pending) return;
   const Tensor& pending = *saved.pending;
-  if (keeps_master || !dirty) refuse("has a pending update where none can be");
+  if (keeps_master || !written) refuse("has a pending update where none can be");
   check_plain(pending, "pending update");
   if (pending.sizes() != at::IntArrayRef({layout.rows, layout.cols}) ||
       pending.scalar_type() != saved.dtype || pending.device() != saved.bytes.device()) {
@@ -182,11 +183,11 @@ Layout checked_layout(const SavedTensor& saved) {
   check_plain(saved.bytes, "bytes");
   const Format format = format_of(saved.format);
   const bool keeps_master = flag_of(fields[kKeepsMaster], "keeps a master");
-  const bool dirty = flag_of(fields[kDirty], "was written");
+  const bool written = flag_of(fields[kWritten], "was written");
   if (fields.size() > kIsAdopted) flag_of(fields[kIsAdopted], "is a share of more rows");
   Layout layout = layout_of(fields, format);
   check_planes(layout, saved.dtype, keeps_master, saved.bytes);
-  check_pending(saved, layout, keeps_master, dirty);
+  check_pending(saved, layout, keeps_master, written);
   check_state(saved, layout);
   layout.format = &find_format(saved.format);
   return layout;

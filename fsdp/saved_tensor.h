@@ -19,7 +19,7 @@ enum LayoutField {
   kMatrixRows,
   kRowOffset,
   kKeepsMaster,
-  kDirty,
+  kWritten,
   kImages,     // files from before formats of two row images end before it
   kIsAdopted,  // files from before tensors of their own, before this
   kFields
