@@ -31,7 +31,7 @@ COLLECTIVE_TIMEOUT_S = 20
 START_S = 180
 NO_ANSWER = "no answer"
 ANSWERED = 3  # exit code of a process that has answered and takes no more jobs
-MANY_THREADS = 150  # a process of the CPU that has more takes no more jobs
+MANY_THREADS = 150  # a process of the CPU that has more is renewed
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h: who forked it takes it along
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -49,7 +49,7 @@ class Outcome:
     value: object = None
     error: str | None = None  # traceback, or how the process ended
     seconds: float = 0.0
-    last: bool = False  # the process takes no more jobs
+    is_worn: bool = False  # the process has many threads: another is to take the next job
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ class _Worker:
             return Outcome(error=f"{NO_ANSWER} after {wait_s:.0f} s")
         except (EOFError, ConnectionError):
             self.process.join(5)
-            return Outcome(error=f"the process ended with exit code {self.process.exitcode}", last=True)
+            return Outcome(error=f"the process ended with exit code {self.process.exitcode}")
 
     def renew(self, outcome):
         """Whether a new process takes the jobs, as the one that answered with `outcome` does not."""
         if (outcome.error or "").startswith(NO_ANSWER):
             return False
-        if not outcome.last:
+        if not outcome.error:
             with contextlib.suppress(ConnectionError):
                 self.pipe.send(None)
         return self.is_ready()
@@ -170,7 +170,7 @@ class _Pool:
                     deadline = min(deadline, time.monotonic() + self.GRACE_S)
             failed = any(outcome.error for outcome in outcomes)
             for rank, outcome in enumerate(outcomes):
-                if (failed or outcome.last) and not self.workers[rank].renew(outcome):
+                if (failed or outcome.is_worn) and not self.workers[rank].renew(outcome):
                     self.workers.pop(rank).stop()
         return outcomes
 
@@ -217,7 +217,7 @@ def _start(pipe, device, rank):
         if status == 0:  # nobody has jobs any more
             return
         if status != ANSWERED:
-            pipe.send(Outcome(error=f"the process ended with exit code {status}", last=True))
+            pipe.send(Outcome(error=f"the process ended with exit code {status}"))
 
 
 def _serve(pipe, device, rank):
@@ -242,10 +242,10 @@ def _serve(pipe, device, rank):
             _forget_meshes()
         except BaseException:  # CheckpointException derives from it
             value, error = None, traceback.format_exc()
-        # After an error as in a real job: the process goes, and its peers find out at their next collective.
-        last = error is not None or (device == "cpu" and _threads() > MANY_THREADS)
-        pipe.send(Outcome(value, error, time.monotonic() - start, last))
-        if last:
+        is_worn = device == "cpu" and _threads() > MANY_THREADS
+        pipe.send(Outcome(value, error, time.monotonic() - start, is_worn))
+        if error:
+            # As in a real job: the process goes, and its peers find out at their next collective.
             os._exit(ANSWERED)
 
 
