@@ -76,6 +76,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     dist_helpers.ranks_share_gpus = config.getoption("--ranks-share-gpus")
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # of pytest -n
+    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
