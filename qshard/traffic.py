@@ -37,7 +37,8 @@ def of_fsdp2(
     """By the parameters' ids, sharded and gathered. The dtypes stand for those of FSDP2's policy."""
     found = {}
     for group, is_gathered_again in _groups(model):
-        mesh, policy, params = group.mesh_info, group.mp_policy, group.fsdp_params
+        mesh, params = group.mesh_info, group.fsdp_params
+        policy = params[0].mp_policy  # those of a group have one
         shards = getattr(mesh, "shard_mesh_size", 1)  # replicate()'s have replicas only
         replicas = getattr(mesh, "replicate_mesh_size", 1)
         to, reduce_to = param_dtype or policy.param_dtype, reduce_dtype or policy.reduce_dtype
@@ -60,7 +61,12 @@ def of_fsdp2(
         trained = [(r, p, n) for r, p, n in zip(rows, params, numels) if p.sharded_param.requires_grad]
         if trained:
             _, param, _ = trained[0]  # all have the same dtype
-            dtype = reduce_to or to or local_of(param.sharded_param).dtype
+            own = local_of(param.sharded_param).dtype
+            # Later torch reduces in the dtype of accumulated gradients; the property is there after
+            # the first forward.
+            follows = hasattr(type(param), "unsharded_grad_dtype")
+            default = param.sharded_grad_dtype if follows else to
+            dtype = reduce_to or default or own
             _count_gradients(group, trained, shards, replicas, dtype)
         for row, param in zip(rows, params):
             for each in (param.sharded_param, getattr(param, "_unsharded_param", None)):

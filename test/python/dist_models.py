@@ -439,24 +439,24 @@ def bytes_sent():
     that is put into one but the rank's own part, and of an all-reduce, by a ring, twice that."""
     stock, sent = {}, []
 
-    def recorded(name, factor):
+    def recorded(name, at, factor):
         def call(*args, **kwargs):
             *_, tensor = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
             ranks = (kwargs.get("group") or dist.group.WORLD).size()
             sent.append((name, tensor.nbytes * (ranks - 1) * (factor or ranks) // ranks))
-            return stock[name](*args, **kwargs)
+            return stock[at](*args, **kwargs)
 
         return call
 
     for name, factor in _SENT.items():
-        at = single_or(name)
-        stock[name] = getattr(dist, at)
-        setattr(dist, at, recorded(name, factor))
+        for at in {name, single_or(name)}:
+            stock[at] = getattr(dist, at)
+            setattr(dist, at, recorded(name, at, factor))
     try:
         yield sent
     finally:
-        for name, function in stock.items():
-            setattr(dist, single_or(name), function)
+        for at, function in stock.items():
+            setattr(dist, at, function)
 
 
 def sent_by(calls, *names):
