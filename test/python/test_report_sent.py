@@ -80,7 +80,10 @@ def test_fsdp2(world, weights, policy, reshard, reduced):
 def run_dtypes():
     """The caller's dtypes stand for those of the policy."""
     model = shard(Model().to(device()))
-    fp32, bf16 = (qshard.report(model, param_dtype=dtype).sent() for dtype in (None, torch.bfloat16))
+    fp32, bf16 = (
+        qshard.report(model, param_dtype=dtype, reduce_dtype=dtype).sent()
+        for dtype in (None, torch.bfloat16)
+    )
     assert (fp32.weights, fp32.gradients) == (2 * bf16.weights, 2 * bf16.gradients)
     reduced = qshard.report(model, reduce_dtype=torch.bfloat16).sent()
     assert (reduced.weights, reduced.gradients) == (fp32.weights, bf16.gradients)
@@ -126,7 +129,7 @@ def test_other_groups_of_fsdp2(world):
 
 def run_hsdp(weights, reduced):
     mesh = full_mesh(2, 2, names=("replicate", "shard"))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     torch.manual_seed(0)
     model = Model().to(device())
     if weights:
