@@ -72,7 +72,8 @@ class JobConfig:
 class QShardConverter(QuantizationConverter):
     """Quantizes the weights of nn.Linear modules while the model is on the meta device, before
     torchtitan shards and initializes it. Experts, which torchtitan keeps as 3-D parameters of modules
-    of its own, stay plain, and a warning names them. Amax histories and rounding counts are checkpointed beside the model, as
+    of its own, stay plain, and a warning names them. Amax histories and rounding counts are
+    checkpointed beside the model, as
     "qshard", so that Hugging Face output and state-dict adapters see the model's own names.
 
     Raises NotImplementedError under tensor and pipeline parallelism.
