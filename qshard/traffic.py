@@ -43,30 +43,12 @@ def of_fsdp2(
         replicas = getattr(mesh, "replicate_mesh_size", 1)
         to, reduce_to = param_dtype or policy.param_dtype, reduce_dtype or policy.reduce_dtype
         rows = [Traffic(ranks=shards) for _ in params]
-        numels = [p.padded_sharded_param_size.numel() for p in params]
         if shards > 1:
-            for row, param, numel in zip(rows, params, numels):
-                local = local_of(param.sharded_param)
-                dtype = to or local.dtype
-                if is_quantized(local):
-                    row.gathered = shards * ops._storage_bytes(local)["sent"]
-                    row.gathered_as = "codes"
-                else:
-                    row.gathered = shards * numel * dtype.itemsize
-                    row.gathered_as = name_of(dtype)
-                row.weights_sent = row.gathered // shards * (shards - 1)
-                if is_gathered_again:
-                    ranks = group.post_forward_mesh_info.shard_mesh_size
-                    row.weights_sent += row.gathered // ranks * (ranks - 1)
-        trained = [(r, p, n) for r, p, n in zip(rows, params, numels) if p.sharded_param.requires_grad]
+            again = group.post_forward_mesh_info.shard_mesh_size if is_gathered_again else None
+            _count_weights(rows, params, shards, again, to)
+        trained = [(row, p) for row, p in zip(rows, params) if p.sharded_param.requires_grad]
         if trained:
-            _, param, _ = trained[0]  # all have the same dtype
-            own = local_of(param.sharded_param).dtype
-            # Later torch reduces in the dtype of accumulated gradients; the property is there after
-            # the first forward.
-            follows = hasattr(type(param), "unsharded_grad_dtype")
-            default = param.sharded_grad_dtype if follows else to
-            dtype = reduce_to or default or own
+            dtype = reduce_to or _gradient_dtype(trained[0][1], to)  # all have the same
             _count_gradients(group, trained, shards, replicas, dtype)
         for row, param in zip(rows, params):
             for each in (param.sharded_param, getattr(param, "_unsharded_param", None)):
@@ -74,8 +56,32 @@ def of_fsdp2(
     return found
 
 
+def _count_weights(rows, params, shards, ranks_again, dtype):
+    """`ranks_again`: over which backward gathers them once more, if it does."""
+    for row, param in zip(rows, params):
+        local = local_of(param.sharded_param)
+        if is_quantized(local):
+            row.gathered = shards * ops._storage_bytes(local)["sent"]
+            row.gathered_as = "codes"
+        else:
+            of = dtype or local.dtype
+            row.gathered = shards * param.padded_sharded_param_size.numel() * of.itemsize
+            row.gathered_as = name_of(of)
+        row.weights_sent = row.gathered // shards * (shards - 1)
+        if ranks_again is not None:
+            row.weights_sent += row.gathered // ranks_again * (ranks_again - 1)
+
+
+def _gradient_dtype(param, param_dtype):
+    # Later torch reduces in the dtype of accumulated gradients; the property is there after the first
+    # forward.
+    follows = hasattr(type(param), "unsharded_grad_dtype")
+    default = param.sharded_grad_dtype if follows else param_dtype
+    return default or local_of(param.sharded_param).dtype
+
+
 def _count_gradients(group, trained, shards, replicas, dtype):
-    numels = [numel for _, _, numel in trained]
+    numels = [param.padded_sharded_param_size.numel() for _, param in trained]
     shard = sum(numels) * dtype.itemsize
     comm = group._reduce_scatter_comm
     if shards == 1:
@@ -86,7 +92,7 @@ def _count_gradients(group, trained, shards, replicas, dtype):
     else:
         reduced, sent = shards * shard, (shards - 1) * shard
     sent += all_reduce_sent(shard, replicas)
-    for (row, _, _), of_reduced, of_sent in zip(trained, split(reduced, numels), split(sent, numels)):
+    for (row, _), of_reduced, of_sent in zip(trained, split(reduced, numels), split(sent, numels)):
         row.reduced, row.gradients_sent = of_reduced, of_sent
 
 
