@@ -251,7 +251,8 @@ class _Unit:
     def own_part(self, weight):
         """This rank's values of a weight, and where they lie in it."""
         begin, end = self.range_of(weight, self.rank)
-        return self.own_values(begin, end), weight.range_at(begin if begin < end else weight.start)
+        values = _quantizable(self.own_values(begin, end))
+        return values, weight.range_at(begin if begin < end else weight.start)
 
     # -------------------------------------------------------------------------- gathering
 
@@ -310,7 +311,7 @@ class _Unit:
             torch._foreach_copy_(plain, values)
         if codes:
             pieces = message.codes()
-            values = [self.own_values(p.begin, p.end) for p in pieces]
+            values = [_quantizable(self.own_values(p.begin, p.end)) for p in pieces]
             amaxes = [p.weight.amax.to(sent.device) for p in pieces]
             quantize_ranges(values, [p.weight.range_at(p.begin) for p in pieces], amaxes, codes)
 
@@ -339,6 +340,11 @@ def _is_same_when_quantized_again(dynamic):
     if dynamic.state:
         return True
     return dynamic.format.partition("[")[0] in ("float8_tensorwise", "float8_blockwise")
+
+
+def _quantizable(values):
+    """fp64, which units with a lower param_dtype may keep, as fp32."""
+    return values.float() if values.dtype == torch.float64 else values
 
 
 def _grid_numel(format, shape):
@@ -406,7 +412,8 @@ def _update_delayed(delayed, activations, stepped, found_inf):
     kinds = {}
     for i, (unit, weight) in enumerate(delayed):
         is_step = stepped is not None and unit.is_stepped(weight, stepped)
-        kinds.setdefault((is_step, unit.local_shard().dtype), []).append((i, weight))
+        dtype = _quantizable(unit.own_values(0, 0)).dtype
+        kinds.setdefault((is_step, dtype), []).append((i, weight))
     for (is_step, dtype), members in kinds.items():
         amax = torch.stack([torch.cat([weight.amax, activations[i]]) for i, weight in members])
         dynamics = [weight.dynamic for _, weight in members]

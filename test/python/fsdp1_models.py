@@ -175,7 +175,7 @@ def check_gathers(model):
             continue
         numel = unit.shard_numel * unit.handle.world_size
         dtype = unit.handle._fwd_bwd_param_dtype
-        stock = torch.zeros(numel, device=device())
+        stock = torch.zeros(numel, device=device(), dtype=unit.local_shard().dtype)
         out = torch.zeros(numel, device=device(), dtype=dtype)
         unit.all_gather(unit.handle, out)
         dist.all_gather_into_tensor(stock, unit.local_shard().detach().to(device()), group=unit.group)
@@ -191,5 +191,7 @@ def check_gathers(model):
 
 def shown_values(value, dynamic, dtype=torch.bfloat16):
     """What a whole weight's codes stand for, with the scales in use."""
+    if value.dtype == torch.float64:
+        value = value.float()
     whole = torch.ops.qshard._quantize_for_uses(value, dynamic.format, dynamic.state)
     return torch.ops.qshard.dequantize(whole, dtype=dtype)

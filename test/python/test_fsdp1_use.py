@@ -178,6 +178,27 @@ def test_units_of_two_dtypes(world, format):
     assert world.run(run_units_of_two_dtypes, format) == [2] * 3
 
 
+def run_double(format, use_orig_params):
+    """Parameters in fp64, with values of fp32: the same codes."""
+    kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
+    single = build_fsdp1(format, **kwargs)
+    torch.manual_seed(0)
+    model = make_dynamic(Model(format=format).to(device()), format).double()
+    model = qshard.prepare_for_fsdp1(wrap(model, **kwargs))
+    losses = train_fsdp1(model, steps=4)
+    assert losses[0] == train_fsdp1(single, steps=1)[0]
+    assert losses[-1] < losses[0]
+    assert check_gathers(model) == 5
+    assert {value.dtype for value in full_values(model).values()} == {torch.float64}
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_worlds(2)
+def test_parameters_in_double_precision(world, format, use_orig_params):
+    world.run(run_double, format, use_orig_params)
+
+
 # ---------------------------------------------------------------------------------- made on meta
 
 
