@@ -3,6 +3,7 @@
 #   TORCH=2.15.0     another torch      PYTHON=python3.12   another Python
 #   FORMATS="…"      formats of the demo                    JOBS=2   compile jobs
 #   CUDA=OFF         no CUDA kernels; ON: an error where they cannot be built
+#   ARCHITECTURES="90a-real;100"   machine code for these GPUs; else for this machine's, or all
 #
 # make docs: build/docs/index.html; warnings are errors.
 # make wheel: build/wheels/qshard-…+torch2.11.cu130-….whl, named after what it was built for.
@@ -12,6 +13,7 @@ PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3.10 py
             $(shell $(p) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(p))))
 JOBS ?= $(shell nproc)
 CUDA ?= AUTO
+ARCHITECTURES ?=
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 
@@ -51,7 +53,7 @@ built := $(venv)-cuda-$(CUDA)-built
 build: $(built)
 $(built): $(venv) $(sources)
 	cmake --preset ci -DQSHARD_BUILD_TESTS=OFF -DQSHARD_CUDA=$(CUDA) \
-	  -DPython_EXECUTABLE=$(BIN)/python
+	  "-DCMAKE_CUDA_ARCHITECTURES=$(ARCHITECTURES)" -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build --preset ci
 	python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall \
 	  --config-settings=build-dir=build/ci .
