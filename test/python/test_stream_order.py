@@ -6,9 +6,24 @@ codes, and compares with the same model stepped on one stream.
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist_helpers import device, on_worlds
-from dist_models import adamw, batch, build, local, loss_of, quantized_parameters
+from dist_models import (
+    RECIPES as KINDS,
+    WIDTH,
+    adamw,
+    batch,
+    build,
+    local,
+    loss_of,
+    quantized_parameters,
+    shard,
+)
 from helpers import ops
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+import qshard
 
 SLEEP = 50_000_000  # cycles: some 30 ms
 RECIPES = ("float8_blockwise", "mix-1")
@@ -44,7 +59,7 @@ def on_one_stream(model):
     return losses_of(model, step)
 
 
-def with_event_of_the_optimizers_own(model):
+def with_event_of_the_optimizers_own(model, before_step=lambda: None):
     """FSDP2 waits for that event and nothing else; torch runs global hooks, and so the flush, after
     the optimizer's own."""
     optimizer = adamw(model, fused=True)
@@ -58,10 +73,43 @@ def with_event_of_the_optimizers_own(model):
     optimizer.register_step_post_hook(hand_over)
 
     def step():
+        before_step()
         optimizer.step()
         optimizer.zero_grad()
 
     return losses_of(model, step)
+
+
+def with_custom_all_gather_streams(model):
+    """New ones at every step, in place of those that FSDP2 made at its first forward."""
+
+    def replace_streams():
+        context = model._get_fsdp_state()._comm_ctx
+        context.all_gather_copy_in_stream = torch.cuda.Stream()
+        context.all_gather_stream = torch.cuda.Stream()
+
+    return with_event_of_the_optimizers_own(model, replace_streams)
+
+
+class GatherOnAStreamOfItsOwn(AllGather):
+    def __init__(self):
+        self.stream = torch.cuda.Stream()
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        callers = torch.cuda.current_stream()
+        self.stream.wait_stream(callers)
+        with torch.cuda.stream(self.stream):
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        callers.wait_stream(self.stream)
+
+
+def with_a_custom_all_gather(model):
+    for module in (*model.blocks, model):
+        module.set_custom_all_gather(GatherOnAStreamOfItsOwn())
+    return with_event_of_the_optimizers_own(model)
 
 
 def with_a_side_stream(model):
@@ -93,6 +141,30 @@ def in_backward(model):
     for parameter in model.parameters():
         optimizers[parameter] = torch.optim.AdamW([parameter], lr=1e-2, fused=True)
         parameter.register_post_accumulate_grad_hook(step_now)
+    return losses_of(model, lambda: None)
+
+
+def in_backward_by_block(model):
+    """A block's optimizer steps when the last of the block's gradients has come."""
+
+    def step_when_all_have_come(parameters):
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+        missing = set(parameters)
+
+        def came(parameter):
+            missing.remove(parameter)
+            if missing:
+                return
+            sleep()
+            optimizer.step()
+            optimizer.zero_grad()
+            missing.update(parameters)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(came)
+
+    for block in (*model.blocks, model.head):
+        step_when_all_have_come(list(block.parameters()))
     return losses_of(model, lambda: None)
 
 
@@ -139,7 +211,10 @@ def written_on_one_stream(model):
 WAYS = {
     "post_optim_event": (with_event_of_the_optimizers_own, on_one_stream),
     "side stream": (with_a_side_stream, on_one_stream),
+    "custom all-gather streams": (with_custom_all_gather_streams, on_one_stream),
+    "custom all-gather": (with_a_custom_all_gather, on_one_stream),
     "optimizer in backward": (in_backward, on_one_stream),
+    "optimizer in backward by block": (in_backward_by_block, on_one_stream),
     "async unshard": (with_asynchronous_unshards, on_one_stream),
     "write on a side stream": (written_on_a_side_stream, written_on_one_stream),
 }
@@ -185,3 +260,47 @@ def run_graph_around_a_step():
 @on_worlds(1, devices=("cuda",))
 def test_graph_around_a_step(world):
     world.run(run_graph_around_a_step)
+
+
+def quantized_only(format):
+    """Nothing in it is plain: of plain weights FSDP2 would read those before the step."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+    return shard(qshard.quantize_(nn.Sequential(*layers).to(device()), KINDS[format]))
+
+
+def run_gather_after_a_replay(format):
+    """Neither FSDP2 nor its streams wait for the replay: the gather does."""
+    losses = []
+    for is_captured in (True, False):
+        model = quantized_only(format)
+        optimizer = adamw(model, fused=True, capturable=True)
+        loss_of(model, batch(0)).backward()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            optimizer.step()
+        torch.cuda.synchronize()
+        x, step, graph = batch(1), optimizer.step, torch.cuda.CUDAGraph()
+        if is_captured:
+            with torch.cuda.graph(graph):
+                sleep()
+                optimizer.step()
+            step = graph.replay
+        for _ in range(2):
+            before = torch.cuda.Event()
+            before.record()
+            step()
+            if is_captured:
+                model.set_post_optim_event(before)
+            with torch.no_grad():
+                losses.append(loss_of(model, x).item())
+            model.reshard()  # FSDP2 keeps the outermost module's weights gathered
+    assert losses[:2] == losses[2:], losses
+    assert losses[0] != losses[1], losses
+
+
+@pytest.mark.parametrize("format", ("float8_tensorwise", "float8_blockwise", "nvfp4"))
+@on_worlds(1, 2, devices=("cuda",))
+def test_a_gather_sees_the_flush_of_a_replay(world, format):
+    world.run(run_gather_after_a_replay, format)
