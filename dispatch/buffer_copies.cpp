@@ -92,12 +92,10 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
   // The same codes show another value in another dtype.
   if (dtype_ != from.dtype_ || (keeps_master() && !from.keeps_master())) return false;
 
-  Layout placed = layout();
-  placed.row_offset = place;
+  const int64_t live_rows = layout().placed(place).live_rows();
   const int64_t generation = from.generation();
   const bool is_same_generation = this->generation() == generation;
-  const bool is_whole =
-      placed.live_rows() == 0 || (to_rows.first == 0 && to_rows.count >= placed.live_rows());
+  const bool is_whole = live_rows == 0 || (to_rows.first == 0 && to_rows.count >= live_rows);
   if (!is_whole && (!is_same_generation || !is_shown())) return false;
 
   from.check_is_allocated();
@@ -128,10 +126,10 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
 BufferPtr QuantizedBuffer::concatenate(const std::vector<std::pair<Ptr, RowWindow>>& pieces) {
   PlainGuard guard;
   const auto& [first, first_rows] = pieces.front();
-  Layout layout = first->layout();
-  layout.row_offset += first_rows.first;
-  layout.rows = 0;
-  for (const auto& [piece, rows] : pieces) layout.rows += rows.count;
+  int64_t count = 0;
+  for (const auto& [piece, rows] : pieces) count += rows.count;
+  const int64_t place = first->layout().row_offset + first_rows.first;
+  const Layout layout = first->layout().holding(count).placed(place);
   auto whole = allocate_without_scales(layout, first->dtype_, first->keeps_master(),
                                        first->device(), Fill::kNothing);
   int64_t next = 0;

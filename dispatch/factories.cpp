@@ -46,20 +46,12 @@ bool same_inner_shape(const at::Tensor& self, at::IntArrayRef sizes) {
 /// shard of it, unplaced until a quantized copy_ says which. Other shapes are
 /// logical tensors of their own, and plain ones where the format has no such shape.
 Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
-  Layout layout = buffer_of(self).layout();
-  layout.rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
-  layout.images = Images::kAll;
-  if (same_inner_shape(self, sizes) && sizes.back() == layout.cols &&
-      layout.rows <= layout.logical_rows) {
-    layout.row_offset = Layout::kUnplaced;
-    return layout;
+  const int64_t rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  const Layout layout = buffer_of(self).layout().holding(rows).with_images(Images::kAll);
+  if (same_inner_shape(self, sizes) && sizes.back() == layout.cols && rows <= layout.logical_rows) {
+    return layout.placed(Layout::kUnplaced);
   }
-  layout.cols = sizes.back();
-  layout.logical_rows = layout.rows;
-  layout.matrix_rows = sizes[sizes.size() - 2];
-  layout.row_offset = 0;
-  layout.first_element = layout.full_cols = 0;
-  return layout;
+  return layout.with_cols(sizes.back()).own_tensor(sizes[sizes.size() - 2]);
 }
 
 /// Row padding and ranks without rows live by what new_zeros leaves: zeros, with the template's
@@ -74,7 +66,7 @@ at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const Ne
     return make_tensor(
         QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device), sizes);
   }
-  if (row_offset) layout.row_offset = *row_offset;
+  if (row_offset) layout = layout.placed(*row_offset);
   // FSDP2 makes padded shards like this of whole ones; rows out of a window are nobody's share.
   const bool is_shard = covers_live_rows(self) && layout.rows >= from.layout().live_rows();
   return make_tensor(

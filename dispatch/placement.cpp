@@ -10,13 +10,8 @@
 namespace qshard {
 
 void Placement::become_own_tensor() {
-  Layout own = layout_;
-  own.logical_rows = layout_.rows;
-  if (layout_.matrix_rows == 0 || layout_.rows % layout_.matrix_rows != 0) {
-    own.matrix_rows = layout_.rows;
-  }
-  own.row_offset = 0;
-  own.first_element = own.full_cols = 0;
+  const bool is_whole = layout_.matrix_rows != 0 && layout_.rows % layout_.matrix_rows == 0;
+  const Layout own = layout_.own_tensor(is_whole ? layout_.matrix_rows : layout_.rows);
   if (!own.fits()) {
     throw std::invalid_argument(fmt::format(
         "qshard: {} rows of plain values cannot be written into a new {} tensor, which has blocks "
@@ -37,7 +32,8 @@ const std::vector<RankGroupPtr>& Placement::groups_of_full_tensor() const {
 
 void Placement::resize(int64_t bytes, int64_t row_bytes) {
   if (is_placed() || row_bytes == 0 || bytes % row_bytes != 0) return;
-  if (const int64_t rows = bytes / row_bytes; rows <= layout_.logical_rows) layout_.rows = rows;
+  const int64_t rows = bytes / row_bytes;
+  if (rows <= layout_.logical_rows) layout_ = layout_.holding(rows);
 }
 
 void Placement::adopt(std::string_view group) {

@@ -67,7 +67,7 @@ class Placement {
   /// Row 0 is `row` of the logical tensor.
   void place(int64_t row) {
     was_placed_ |= !is_placed();
-    layout_.row_offset = row;
+    layout_ = layout_.placed(row);
   }
   /// The rows held become a logical tensor of their own, with blocks from its row 0.
   /// @throws std::invalid_argument if the format has no tensor of so many rows.
@@ -76,7 +76,7 @@ class Placement {
   /// has so many: the storage of an empty window may be that of a padded shard.
   void resize(int64_t bytes, int64_t row_bytes);
   /// The images that are held from now on (a gather of one of two).
-  void hold(Images images) { layout_.images = images; }
+  void hold(Images images) { layout_ = layout_.with_images(images); }
   /// The ranks of the group of this name hold the other rows.
   /// @throws c10::Error if there is no such group.
   void adopt(std::string_view group);

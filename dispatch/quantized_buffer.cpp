@@ -316,15 +316,13 @@ QuantizedBuffer::Gather QuantizedBuffer::end_gather() {
 BufferPtr QuantizedBuffer::gathered(QuantizedBuffer& shard, const at::Tensor& bytes,
                                     at::ScalarType dtype) {
   const auto [grid, generation, images] = shard.end_gather();
-  Layout layout = shard.layout();
-  layout.images = images;
+  const Layout layout = shard.layout().with_images(images);
   TORCH_CHECK(bytes.scalar_type() == at::kByte && bytes.numel() % layout.row_bytes() == 0,
               fmt::format("qshard: gathered {} {} elements are not rows of {} bytes", bytes.numel(),
                           c10::toString(bytes.scalar_type()), layout.row_bytes()));
-  layout.rows = bytes.numel() / layout.row_bytes();
-  layout.row_offset = 0;
+  const Layout whole = layout.holding(bytes.numel() / layout.row_bytes()).placed(0);
   auto buffer = c10::make_intrusive<QuantizedBuffer>(
-      Placement(layout), dtype, Planes::over_image(bytes.view(-1), grid, layout));
+      Placement(whole), dtype, Planes::over_image(bytes.view(-1), grid, whole));
   buffer->flush_state_.join(generation);
   buffer->scaling_state_ = shard.scaling_state_;
   return buffer;

@@ -114,7 +114,7 @@ Entry::Needs needs_of(const QuantizedBuffer& buffer, bool shares_scale) {
 /// tensor's value from then on, and the columnwise image must be made of the same: made of the
 /// values before, no load could make it again.
 at::Tensor shown_rowwise(QuantizeTask task, const at::Tensor& values, Stream stream) {
-  task.layout.images = Images::kRowwise;
+  task.layout = task.layout.with_images(Images::kRowwise);
   task.cuts = {};
   const auto image =
       at::empty({task.layout.rows, task.layout.row_bytes()}, values.options().dtype(at::kByte));
@@ -267,7 +267,7 @@ class Requantization {
       prepare_codes(entry);
     } else {
       vector_.zero(entry.words);
-      task.layout.rows = 0;  // no code is written
+      task.layout = layout.holding(0);  // no code is written
     }
   }
 

@@ -75,13 +75,12 @@ bool flag_of(int64_t field, const char* what) {
 
 /// @throws c10::Error unless the sizes can be those of a shard of `format`.
 Layout layout_of(at::IntArrayRef fields, const Format& format) {
-  Layout layout;
-  layout.format = &format;
-  layout.rows = fields[kRows];
-  layout.cols = fields[kCols];
-  layout.logical_rows = fields[kLogicalRows];
-  layout.matrix_rows = fields[kMatrixRows];
-  layout.row_offset = fields[kRowOffset];
+  const Layout layout{.format = &format,
+                      .rows = fields[kRows],
+                      .cols = fields[kCols],
+                      .logical_rows = fields[kLogicalRows],
+                      .matrix_rows = fields[kMatrixRows],
+                      .row_offset = fields[kRowOffset]};
   for (const auto size : {layout.rows, layout.cols, layout.logical_rows, layout.matrix_rows}) {
     if (size < 0 || size >= kMaxSize) {
       refuse("has an impossible size: {} x {} elements, of {} rows in matrices of {}", layout.rows,
@@ -101,8 +100,7 @@ Layout layout_of(at::IntArrayRef fields, const Format& format) {
   if (!layout.fits() || images < 0 || images > static_cast<int64_t>(most)) {
     refuse("has row images that its format does not have");
   }
-  layout.images = static_cast<Images>(images);
-  return layout;
+  return layout.with_images(static_cast<Images>(images));
 }
 
 /// @throws c10::Error unless the planes of `layout` fill `bytes`.
@@ -185,12 +183,11 @@ Layout checked_layout(const SavedTensor& saved) {
   const bool keeps_master = flag_of(fields[kKeepsMaster], "keeps a master");
   const bool written = flag_of(fields[kWritten], "was written");
   if (fields.size() > kIsAdopted) flag_of(fields[kIsAdopted], "is a share of more rows");
-  Layout layout = layout_of(fields, format);
+  const Layout layout = layout_of(fields, format);
   check_planes(layout, saved.dtype, keeps_master, saved.bytes);
   check_pending(saved, layout, keeps_master, written);
   check_state(saved, layout);
-  layout.format = &find_format(saved.format);
-  return layout;
+  return layout.with_format(find_format(saved.format));
 }
 
 Layout described_layout(at::IntArrayRef fields, std::string_view format) {

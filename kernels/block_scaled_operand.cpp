@@ -71,8 +71,7 @@ RowImage weight_rows(const QuantizedMatrix& weight) {
   const RowImage& window = weight.row_image();
   const Layout& held = window.layout;
   RowImage out;
-  out.layout = whole_layout(*held.format, weight.rows, held.cols);
-  out.layout.images = held.images;
+  out.layout = whole_layout(*held.format, weight.rows, held.cols).with_images(held.images);
   out.image =
       window.image.view({held.rows, held.row_bytes()}).narrow(0, window.first_row, weight.rows);
   if (held.format->has_tensor_scale()) {

@@ -34,6 +34,53 @@ struct Layout {
   int64_t first_element = 0;
   int64_t full_cols = 0;
 
+  // Layouts are made of one another by these; only kernels and their tests fill in fields.
+
+  /// `held` rows of the same logical tensor, padding included, from the same row on.
+  Layout holding(int64_t held) const {
+    Layout layout = *this;
+    layout.rows = held;
+    return layout;
+  }
+  /// Row 0 is `row` of the logical tensor, or is not known yet (kUnplaced).
+  Layout placed(int64_t row) const {
+    Layout layout = *this;
+    layout.row_offset = row;
+    return layout;
+  }
+  /// The rows held are all of a logical tensor of its own, in matrices of `rows_of_one`.
+  Layout own_tensor(int64_t rows_of_one) const {
+    Layout layout = placed(0).within_full_tensor(0, 0);
+    layout.logical_rows = rows;
+    layout.matrix_rows = rows_of_one;
+    return layout;
+  }
+  /// Rows of `width` elements.
+  Layout with_cols(int64_t width) const {
+    Layout layout = *this;
+    layout.cols = width;
+    return layout;
+  }
+  /// Of the row images these are held.
+  Layout with_images(Images held) const {
+    Layout layout = *this;
+    layout.images = held;
+    return layout;
+  }
+  /// The same format by the address of one that stays.
+  Layout with_format(const Format& same) const {
+    Layout layout = *this;
+    layout.format = &same;
+    return layout;
+  }
+  /// The logical tensor begins with element `first` of a full one of `width` columns.
+  Layout within_full_tensor(int64_t first, int64_t width) const {
+    Layout layout = *this;
+    layout.first_element = first;
+    layout.full_cols = width;
+    return layout;
+  }
+
   /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row; of two images
   /// `[rowwise row | columnwise row]`.
   int64_t code_bytes() const { return ceil_div(cols * format->code_bits, 8); }
@@ -55,16 +102,13 @@ struct Layout {
   int64_t columnwise_offset() const { return has_rowwise() ? image_row_bytes() : 0; }
   /// The layouts of single images; their rows keep their distance.
   Layout rowwise() const {
-    Layout layout = *this;
+    Layout layout = with_images(Images::kRowwise);
     layout.pitch = row_bytes();
-    layout.images = Images::kRowwise;
     return layout;
   }
   Layout columnwise() const {
-    Layout layout = *this;
+    Layout layout = with_images(Images::kAll).with_format(*format->columnwise);
     layout.pitch = row_bytes();
-    layout.images = Images::kAll;
-    layout.format = format->columnwise;
     return layout;
   }
   /// Whether matrices of `rows` rows can have this format: slices of scales need whole blocks.

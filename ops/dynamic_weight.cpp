@@ -100,7 +100,9 @@ LinearWeight quantize_for_use(const Tensor& weight, const Format& format, at::Te
   rows.layout = checked_layout(weight, format, op);
   const UseScaling scaling(rows.layout, state, weight.device(), op);
   // dgrad reads the columnwise image; both are written where one is.
-  if (format.columnwise && use == WeightUse::kForward) rows.layout.images = Images::kRowwise;
+  if (format.columnwise && use == WeightUse::kForward) {
+    rows.layout = rows.layout.with_images(Images::kRowwise);
+  }
   const Layout& layout = rows.layout;
   rows.image = at::empty({layout.rows, layout.row_bytes()}, weight.options().dtype(at::kByte));
   if (format.has_grid()) {

@@ -135,10 +135,7 @@ std::vector<Part> parts_of(const FlatRange& range, int64_t numel) {
 }
 
 Layout layout_of(const Layout& weight, const Part& part) {
-  Layout layout = weight;
-  layout.rows = part.rows;
-  layout.row_offset = part.first_row;
-  return layout;
+  return weight.holding(part.rows).placed(part.first_row);
 }
 
 /// A part's values as whole rows: themselves, or zeros around them.
@@ -265,8 +262,7 @@ Tensor scale_inv_of_ranges(const Tensor& amax, const std::vector<std::string>& f
   int64_t at = 0;
   for (const auto& range : ranges) {
     QuantizeTask task;
-    task.layout = range.weight;
-    task.layout.rows = 0;  // no code is written
+    task.layout = range.weight.holding(0);  // no code is written
     task.amax = amax.mutable_data_ptr<float>() + at;
     task.grid = scale_inv.mutable_data_ptr<float>() + at;
     tasks.push_back(task);

@@ -110,10 +110,9 @@ void check_row_scales(const Tensor& bytes, const Layout& layout) {
 /// The second image, of the values that the first one shows.
 void quantize_columnwise(const Layout& layout, const Tensor& image) {
   auto rowwise = QuantizedBuffer::of_codes(Placement(layout), at::kFloat, false, image, {});
-  Layout own = layout;  // whole blocks: nobody else's rows have a part in them
-  own.logical_rows = layout.rows;
-  own.row_offset = 0;
-  if (layout.matrix_rows == layout.logical_rows) own.matrix_rows = layout.rows;
+  // Whole blocks: nobody else's rows have a part in them.
+  const bool is_matrix = layout.matrix_rows == layout.logical_rows;
+  const Layout own = layout.own_tensor(is_matrix ? layout.rows : layout.matrix_rows);
   auto requantized = QuantizedBuffer::of_values(
       Placement(own), rowwise->dequantize_rows({0, layout.rows}, at::kFloat), false);
   flush_alone(requantized);

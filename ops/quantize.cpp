@@ -160,13 +160,14 @@ const Format& checked_format(c10::string_view name, const char* op) {
 
 Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,
                  int64_t row_offset, const char* op) {
-  Layout layout;
-  layout.format = &format;
-  layout.cols = sizes.back();
-  layout.rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
-  layout.logical_rows = logical_rows.value_or(layout.rows);
-  layout.matrix_rows = sizes.size() == 2 ? layout.logical_rows : sizes[sizes.size() - 2];
-  layout.row_offset = row_offset;
+  const int64_t rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  const int64_t whole = logical_rows.value_or(rows);
+  const Layout layout{.format = &format,
+                      .rows = rows,
+                      .cols = sizes.back(),
+                      .logical_rows = whole,
+                      .matrix_rows = sizes.size() == 2 ? whole : sizes[sizes.size() - 2],
+                      .row_offset = row_offset};
   TORCH_CHECK_VALUE(row_offset >= 0 && row_offset + layout.rows <= layout.logical_rows,
                     fmt::format("{}: rows [{}, {}) do not lie within logical_rows={}", op,
                                 row_offset, row_offset + layout.rows, layout.logical_rows));
@@ -195,15 +196,14 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
 Tensor quantize_placed(const Tensor& self, c10::string_view format_name, bool keep_master,
                        const Share& share, const Groups& groups) {
   const Format& format = checked_arguments(self, format_name, keep_master);
-  Layout layout = layout_of(self.sizes(), format, share.logical_rows, share.row_offset,
-                            "qshard::_quantize_share");
+  const Layout layout = layout_of(self.sizes(), format, share.logical_rows, share.row_offset,
+                                  "qshard::_quantize_share");
   TORCH_CHECK_VALUE(share.first_element >= 0 && share.full_cols >= layout.cols,
                     fmt::format("qshard::_quantize_share: {} columns from element {} do not lie "
                                 "within a tensor of {} columns",
                                 layout.cols, share.first_element, share.full_cols));
-  layout.first_element = share.first_element;
-  layout.full_cols = share.full_cols;
-  return quantize_rows(self, layout, keep_master, &groups);
+  return quantize_rows(self, layout.within_full_tensor(share.first_element, share.full_cols),
+                       keep_master, &groups);
 }
 
 Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {

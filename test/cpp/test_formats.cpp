@@ -131,5 +131,33 @@ TEST(Layout, RowScaledFormatsHaveAGridRowForAMatrixAndBlockRowsBesides) {
   EXPECT_EQ(layout.block_row(59), 5);
 }
 
+TEST(Layout, LayoutsMadeOfAnotherDifferInWhatTheyAreNamedFor) {
+  const Layout shard{.format = &find_format("mxfp8_1x32"),
+                     .rows = 64,
+                     .cols = 96,
+                     .logical_rows = 256,
+                     .matrix_rows = 128,
+                     .row_offset = 192,
+                     .first_element = 5,
+                     .full_cols = 200};
+  const Layout fewer = shard.holding(8);
+  EXPECT_EQ(fewer.live_rows(), 8);
+  EXPECT_EQ(fewer.element(1), shard.element(1));
+  const Layout unplaced = shard.placed(Layout::kUnplaced);
+  EXPECT_EQ(unplaced.live_rows(), 0);
+  EXPECT_EQ(unplaced.logical_rows, 256);
+  const Layout gathered = shard.holding(256).placed(0);
+  EXPECT_TRUE(gathered.holds_all_rows());
+  const Layout rowwise = shard.with_images(Images::kRowwise);
+  EXPECT_EQ(2 * rowwise.row_bytes(), shard.row_bytes());
+  EXPECT_EQ(shard.columnwise().row_bytes(), shard.row_bytes());
+
+  const Layout own = shard.own_tensor(32);
+  EXPECT_TRUE(own.holds_all_rows());
+  EXPECT_EQ(own.matrices(), 2);
+  EXPECT_EQ(own.element(1), 96);
+  EXPECT_EQ(own.with_cols(32).within_full_tensor(7, 40).element(1), 47);
+}
+
 }  // namespace
 }  // namespace qshard
