@@ -42,8 +42,8 @@ def prepare_roots_of_fsdp1():
 
     @functools.wraps(forward)
     def prepare_and_forward(self, *args, **kwargs):
-        # FSDP1 itself finds its root in the first forward.
-        is_new = self._is_root is None and "_qshard_fsdp1" not in self.__dict__
+        # FSDP1 itself finds its root in the first forward, or state dict.
+        is_new = self._is_root is not False and "_qshard_fsdp1" not in self.__dict__
         if is_new and any(getattr(m, "dynamic", None) is not None for m in self.modules()):
             qshard.prepare_for_fsdp1(self)
         return forward(self, *args, **kwargs)
