@@ -51,6 +51,12 @@ class FlushState {
   void watch(const c10::VariableVersion& counter, const c10::TensorImpl* owner) {
     watch_.add(counter, owner);
   }
+  /// The same of the buffer's first tensor, which nobody shares it with yet.
+  void watch_sole(const c10::TensorImpl& owner) { watch_.add_sole(owner); }
+  /// Before others share it; whether they are the first.
+  bool hold_counter() { return watch_.hold(); }
+  /// The tensor goes, or leaves the buffer; what was watched stays so.
+  void let_go(const c10::TensorImpl& owner) { watch_.let_go(owner); }
   bool is_watched() const { return !watch_.is_empty(); }
   const c10::VariableVersion& version_counter() const { return watch_.counter(); }
 

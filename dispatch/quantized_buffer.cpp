@@ -239,6 +239,7 @@ void QuantizedBuffer::requantized(at::Tensor snapshot, const FlushEvent& event, 
 }
 
 void QuantizedBuffer::note_codes() {
+  if (master().defined()) return;  // writes to codes are writes to the tensor then
   const c10::VariableVersion& counter = code_counter();
   codes_version_ = counter.enabled() ? counter.current_version() : 0;  // not in inference mode
 }
@@ -246,7 +247,7 @@ void QuantizedBuffer::note_codes() {
 void QuantizedBuffer::notice_written_codes() {
   const uint32_t noted = codes_version_;
   note_codes();
-  if (codes_version_ == noted || master().defined()) return;
+  if (codes_version_ == noted) return;
   grid_snapshot_.reset();
   flush_state_.start_generation();
 }
@@ -340,19 +341,27 @@ void QuantizedBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) 
 
 // ------------------------------------------------------------------------------------ counter
 
-const c10::VariableVersion& QuantizedBuffer::code_counter() const {
+const c10::VariableVersion& QuantizedBuffer::code_counter() {
+  share_counter();
   return (master().defined() ? master() : image()).unsafeGetTensorImpl()->version_counter();
 }
 
 void QuantizedBuffer::share_version(c10::TensorImpl& tensor) {
   if (!master().defined() || tensor.is_inference()) return;
-  if (flush_state_.is_watched()) return tensor.set_version_counter(flush_state_.version_counter());
-  watch(tensor);
+  if (!flush_state_.is_watched()) return flush_state_.watch_sole(tensor);
+  share_counter();
+  tensor.set_version_counter(flush_state_.version_counter());
+}
+
+void QuantizedBuffer::share_counter() {
+  if (!flush_state_.hold_counter()) return;
+  master().unsafeGetTensorImpl()->set_version_counter(flush_state_.version_counter());
 }
 
 void QuantizedBuffer::watch(const c10::TensorImpl& tensor) {
   const c10::VariableVersion& counter = tensor.version_counter();
   if (!master().defined() || !counter.enabled()) return;
+  share_counter();
   if (!flush_state_.is_watched()) master().unsafeGetTensorImpl()->set_version_counter(counter);
   flush_state_.watch(counter, &tensor);
 }

@@ -236,12 +236,16 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   /// Lets a new tensor, its alias of the master and other tensors of the buffer share one counter,
   /// which is watched for writes through the address.
   void share_version(c10::TensorImpl& tensor);
+  /// Before a view or an alias shares the counter of a tensor of the buffer.
+  void share_counter();
   /// Watches the counter of a tensor that took this buffer over and kept its own (x.data = q).
   void watch(const c10::TensorImpl& tensor);
+  /// The tensor goes or takes another buffer over.
+  void let_go(const c10::TensorImpl& tensor) { flush_state_.let_go(tensor); }
   /// The counter of tensors that show codes or scales. An in-place operator on them writes, beside
   /// a master, the tensor, whose codes are then made anew; else codes or scales, which are the
   /// value.
-  const c10::VariableVersion& code_counter() const;
+  const c10::VariableVersion& code_counter();
 
   void release_resources() override;
 

@@ -35,11 +35,22 @@ QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, c10::DispatchKeySet k
 
 void QuantizedTensorImpl::set_buffer(BufferPtr buffer, at::IntArrayRef sizes,
                                      at::IntArrayRef strides, int64_t offset) {
+  buffer_->let_go(*this);
   buffer_ = std::move(buffer);
   storage_ = buffer_->storage();
   data_type_ = c10::scalarTypeToTypeMeta(buffer_->dtype());
   set_sizes_and_strides(sizes, strides, offset);
   buffer_->watch(*this);
+}
+
+QuantizedTensorImpl::~QuantizedTensorImpl() {
+  if (buffer_) buffer_->let_go(*this);
+}
+
+void QuantizedTensorImpl::release_resources() {
+  buffer_->let_go(*this);
+  buffer_.reset();
+  c10::TensorImpl::release_resources();
 }
 
 bool QuantizedTensorImpl::has_storage() const {
@@ -62,6 +73,7 @@ bool QuantizedTensorImpl::has_storage() const {
 template <typename Version>
 c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::copy_and_detach(Version&& version_counter,
                                                                          bool allow_change) const {
+  buffer_->share_counter();
   auto copy = c10::make_intrusive<QuantizedTensorImpl>(buffer_, key_set_, sizes(), strides(),
                                                        storage_offset(), is_export_);
   if (!copy->is_inference()) copy->set_version_counter(std::forward<Version>(version_counter));
@@ -86,6 +98,7 @@ void QuantizedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::Tensor
       "or assign a new Parameter");
   auto* source = static_cast<QuantizedTensorImpl*>(other.get());
   copy_tensor_metadata(source, this, version_counter(), allow_tensor_metadata_change());
+  buffer_->let_go(*this);
   buffer_ = source->buffer_;
   is_export_ = source->is_export_;
   storage_ = buffer_->storage();
@@ -162,6 +175,7 @@ void check_within(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::In
 /// A view below autograd, which otherwise makes the views of a tensor share its version counter.
 at::Tensor view_of(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::IntArrayRef strides,
                    int64_t offset, bool is_export) {
+  self.buffer()->share_counter();
   auto view = at::detail::make_tensor<QuantizedTensorImpl>(self.buffer(), self.key_set(), sizes,
                                                            strides, offset, is_export);
   auto* impl = view.unsafeGetTensorImpl();

@@ -47,6 +47,9 @@ class QuantizedTensorImpl final : public c10::TensorImpl {
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const override;
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& other) override;
+  /// Weak references keep the tensor's own bytes of memory, not its planes.
+  void release_resources() override;
+  ~QuantizedTensorImpl() override;
 
  private:
   BufferPtr buffer_;

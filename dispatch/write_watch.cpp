@@ -13,9 +13,19 @@ void WriteWatch::add(const c10::VariableVersion& counter, const c10::TensorImpl*
   counters_.push_back(added);
 }
 
+void WriteWatch::add_sole(const c10::TensorImpl& owner) {
+  counters_.push_back({{}, &owner, owner.version_counter().current_version(), false});
+}
+
+bool WriteWatch::hold() {
+  if (is_empty() || counters_.front().counter.enabled()) return false;
+  counters_.front().counter = counters_.front().owner->version_counter();
+  return true;
+}
+
 void WriteWatch::note() {
   for (Watched& watched : counters_) {
-    watched.noted = watched.counter.current_version();
+    watched.noted = watched.version();
     watched.bump_follows = false;
   }
 }

@@ -15,14 +15,23 @@ class WriteWatch {
  public:
   /// Watches one more counter, that of `owner`, from now on; in place of another one it had.
   void add(const c10::VariableVersion& counter, const c10::TensorImpl* owner);
+  /// Watches the counter of a buffer's first tensor where it lies: torch's factories (empty_like)
+  /// go on with another tensor where somebody shares the counter of the one that they were given.
+  /// The tensor tells before it goes (let_go).
+  void add_sole(const c10::TensorImpl& owner);
+  /// Holds that counter from now on; others are about to. Whether it was not held before.
+  bool hold();
+  void let_go(const c10::TensorImpl& owner) {
+    if (!is_empty() && counters_.front().owner == &owner) hold();
+  }
   bool is_empty() const { return counters_.empty(); }
-  /// The counter that new tensors over the buffer share; of the tensor it was made with.
+  /// The counter, held, that new tensors over the buffer share; of the tensor it was made with.
   const c10::VariableVersion& counter() const { return counters_.front().counter; }
 
   /// Whether a counter moved since it was last noted.
   bool has_moved() const {
     for (const Watched& watched : counters_) {
-      const uint32_t version = watched.counter.current_version();
+      const uint32_t version = watched.version();
       if (version != watched.noted && !(watched.bump_follows && version == watched.noted + 1)) {
         return true;
       }
@@ -37,10 +46,14 @@ class WriteWatch {
 
  private:
   struct Watched {
-    c10::VariableVersion counter;
-    const c10::TensorImpl* owner;  // to tell them apart; it may be gone
+    c10::VariableVersion counter;  // disabled while the owner's is read where it lies
+    const c10::TensorImpl* owner;  // to tell them apart; it may be gone if the counter is held
     uint32_t noted;
     bool bump_follows;
+
+    uint32_t version() const {
+      return (counter.enabled() ? counter : owner->version_counter()).current_version();
+    }
   };
   c10::SmallVector<Watched, 1> counters_;
 };

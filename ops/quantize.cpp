@@ -314,8 +314,7 @@ OptionalTensor master(const Tensor& self) {
   PlainGuard guard;
   auto alias = window(buffer.value_plane(), self);
   // One counter for the plane and its aliases: in-place loads through an alias mark it written.
-  alias.unsafeGetTensorImpl()->set_version_counter(
-      buffer.master().unsafeGetTensorImpl()->version_counter());
+  alias.unsafeGetTensorImpl()->set_version_counter(buffer.code_counter());
   return alias;
 }
 

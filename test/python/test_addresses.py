@@ -2,11 +2,13 @@
 what writes there without a word is seen by its version counter, or by the gradient that its optimizer
 stepped with."""
 
+import copy
 import ctypes
 import gc
 
 import pytest
 import torch
+from dist_models import is_dirty
 from helpers import FORMATS, assert_same, bits, fit, is_quantized, ops, quantized_alike, value, weight
 from torch.nn import Parameter
 
@@ -65,6 +67,47 @@ def test_a_moved_version_counter_is_a_write(fmt):
         torch.autograd.graph.increment_version(of(q))
         assert_same(q, before * 2)
         assert_codes_are_of_the_value(q)
+
+
+NEW = {
+    "empty_like": torch.empty_like,  # of which torch's Python goes on with a tensor of its own
+    "new_empty": lambda q: q.new_empty(q.shape),
+    "new_zeros": lambda q: q.new_zeros(q.shape),
+    "clone": torch.clone,
+    "to": lambda q: q.to(torch.float32, copy=True),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("of", ["itself", "a view", "a view, alone", "an alias, alone"])
+@pytest.mark.parametrize("name", NEW)
+def test_a_moved_version_counter_of_a_new_tensor_is_a_write(name, of):
+    q = make()
+    new = NEW[name](q)
+    new.copy_(q)
+    ops.flush([new])
+    if of == "a view":
+        torch.autograd.graph.increment_version(new[2:5])
+    elif of == "an alias, alone":
+        alias, new = ops.master(new), new.detach()
+        gc.collect()
+        torch.autograd.graph.increment_version(alias)
+    else:
+        new = new if of == "itself" else new[:]
+        torch.autograd.graph.increment_version(new)
+    assert is_dirty(new)
+
+
+def test_a_counter_of_a_tensor_whose_memory_another_took():
+    """The buffer goes on without the tensor that it was made with."""
+    q, other = make(), make()
+    rest = q[3:]
+    q.set_(other)
+    ops.flush([q, rest])
+    assert not any(map(is_dirty, (q, rest, other)))
+    torch.autograd.graph.increment_version(q)
+    torch.autograd.graph.increment_version(rest)
+    assert all(map(is_dirty, (q, rest, other)))
 
 
 def test_a_counter_of_a_tensor_that_took_the_data_over():
