@@ -14,7 +14,7 @@
 // whether ranks meet in a flush may not depend on who sent.
 //
 // Schemas of _c10d_functional and _dtensor mark what they write. Those of c10d mark nothing, and
-// there names tell (is_received).
+// there names tell (is_received). _c10d_functional_autograd calls _c10d_functional.
 #include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>

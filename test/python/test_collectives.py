@@ -4,6 +4,7 @@ collective on quantized tensors does what it does on plain tensors of the same v
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from dist_helpers import device, on_worlds
 from dist_models import is_dirty
 from helpers import assert_same, assert_unchanged, is_quantized, rounded, state, value, weight
@@ -253,6 +254,31 @@ def functional_in_place(new, rank, size, a):
     check(c10d_functional.reduce_scatter_tensor_out(input, "sum", size, group, out=out), out)
 
 
+def functional_autograd(new, rank, size, a):
+    """_c10d_functional_autograd, by itself and by torch's functions: results and gradients."""
+    group, direct = dist.group.WORLD, torch.ops._c10d_functional_autograd
+    ones, name = [1] * size, group.group_name
+
+    def run(op, input, *args):
+        input.requires_grad_()
+        result = op(input, *args)
+        assert not is_quantized(result)
+        result = functional_collectives.wait_tensor(result)
+        (result * result.detach()).sum().backward()
+        assert not is_quantized(input.grad)
+        yield from (result.detach(), input.grad)
+        input.requires_grad_(False)
+
+    return [
+        *run(direct.all_gather_into_tensor, new(), size, name),
+        *run(direct.reduce_scatter_tensor, new(16 * size, 48), "sum", size, name),
+        *run(direct.all_to_all_single, new(size, 8), ones, ones, name),
+        *run(functional_collectives.all_gather_tensor_autograd, new(), 1, group),
+        *run(functional_collectives.reduce_scatter_tensor_autograd, new(3, 8 * size), "sum", 1, group),
+        *run(functional_collectives.all_to_all_single_autograd, new(size, 8), ones, ones, group),
+    ]
+
+
 def send_and_receive(new, rank, size, a):
     """Both directions at once, and blocking calls."""
     for peer in (peer for peer in range(size) if peer != rank):
@@ -294,7 +320,7 @@ COLLECTIVES = (
     *(scatter_quantized_list_into_plain, reduce_scatter, reduce_scatter_tensor),
     *(reduce_scatter_in_a_coalescing_manager, all_to_all, all_to_all_single),
 )
-FUNCTIONAL = (functional, functional_in_place)
+FUNCTIONAL = (functional, functional_in_place, functional_autograd)
 POINT_TO_POINT = (send_and_receive, batched_send_and_receive, receive_from_anyone)
 # What some torch's backends do not have: there the plain twins raise, and so must ours.
 MISSING = {
