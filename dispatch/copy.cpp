@@ -202,6 +202,10 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
               fmt::format("aten::set_: a {} and a {} tensor cannot share their memory; use copy_()",
                           is_quantized(self) ? "quantized" : "plain",
                           is_quantized(source) ? "quantized" : "plain"));
+  TORCH_CHECK(source.device() == self.device(),
+              fmt::format("aten::set_: the memory of a {} cannot become that of a {}; use "
+                          ".to(device)",
+                          describe(source), describe(self)));
   const auto& from = impl_of(source);
   impl_of(self).set_buffer(from.buffer(), from.sizes(), from.strides(), from.storage_offset());
   return self;

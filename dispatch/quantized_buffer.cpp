@@ -157,6 +157,11 @@ void QuantizedBuffer::check_is_allocated() const {
                   layout().format->name));
 }
 
+void QuantizedBuffer::check_has_value() {
+  if (is_image_only_) original();
+  if (!master().defined() && !pending().defined()) check_is_allocated();
+}
+
 void QuantizedBuffer::check_has_rowwise_image(const char* what) const {
   TORCH_CHECK(
       layout().has_rowwise(),

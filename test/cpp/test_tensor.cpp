@@ -1,6 +1,7 @@
 // The tensor from C++, without Python: operators, views, updates, storage.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/intrusive_ptr.h>
 #include <gtest/gtest.h>
 #include <torch/library.h>
 
@@ -130,6 +131,20 @@ TEST_P(TensorTest, MasterAliasMarksTheTensorWritten) {
   EXPECT_FALSE(buffer_of(q).is_shown());
   EXPECT_TRUE(at::equal(dequantize(q, std::nullopt),
                         dequantize(quantize(*alias, format(), false, std::nullopt, 0), {})));
+}
+
+TEST_P(TensorTest, WeakReferencesDoNotKeepPlanes) {
+  Tensor q = make({130, 40});
+  const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weak(
+      q.getIntrusivePtr());
+  const c10::weak_intrusive_ptr<QuantizedBuffer> buffer(impl_of(q).buffer());
+  const auto value = q.storage().getWeakStorageImpl();
+  const auto codes = buffer_of(q).image().storage().getWeakStorageImpl();
+  q.reset();
+  EXPECT_TRUE(weak.expired());
+  EXPECT_TRUE(value.expired());
+  EXPECT_TRUE(codes.expired());
+  EXPECT_TRUE(buffer.expired());
 }
 
 TEST(Shards, OfOneBlockNeedTheirGroup) {

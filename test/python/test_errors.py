@@ -95,6 +95,14 @@ CALLS = {
         lambda q: q.set_(torch.randn(3).untyped_storage(), 0, (200, 48), (48, 1)),
         "a storage of 12 bytes does not hold the (values|codes and scales) of a",
     ),
+    "set_ to a storage of another device": (
+        lambda q: q.set_(torch.empty(9600, device="meta").untyped_storage(), 0, (200, 48), (48, 1)),
+        "set_: a storage on meta cannot become that of a .* on cpu; use .to",
+    ),
+    "set_ to a tensor of another device": (
+        lambda q: q.set_(ops.quantize(torch.empty(200, 48, device="meta"), FORMAT)),
+        "set_: the memory of a .* on meta cannot become that of a .* on cpu; use .to",
+    ),
     "t_ of 3-D": (lambda q: q.view(2, 100, 48).t_(), "t_ expects a tensor with <= 2"),
     "squeeze_ dim": (lambda q: q.squeeze_(5), "aten::squeeze_"),
     "data = plain": (lambda q: setattr(q, "data", torch.randn(200, 48)), "x.data.copy_"),

@@ -90,6 +90,56 @@ def test_a_list_that_fails_half_way_is_written():
     assert is_dirty(q)
 
 
+def freed(q):
+    """What FSDP leaves of a gathered weight."""
+    gathered = ops._post_all_gather(q, ops._pre_all_gather(q, "").clone(), torch.float32)
+    gathered.untyped_storage().resize_(0)
+    return gathered
+
+
+def zeros(tensors):
+    return [torch.zeros(20, 32) for _ in tensors]
+
+
+def fused_adamw(tensors):
+    lists = [zeros(tensors) for _ in range(3)]
+    steps = [torch.ones(()) for _ in tensors]
+    flags = dict(weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
+    torch._fused_adamw_(tensors, *lists, [], steps, lr=0.1, beta1=0.9, beta2=0.99, **flags)
+
+
+LISTS = {
+    "_foreach_mul_": lambda ts: torch._foreach_mul_(ts, 2.0),
+    "_foreach_add_": lambda ts: torch._foreach_add_(ts, zeros(ts)),
+    "_foreach_copy_": lambda ts: torch._foreach_copy_(ts, zeros(ts)),
+    "_foreach_zero_": lambda ts: torch._foreach_zero_(ts),
+    "_foreach_norm": lambda ts: torch._foreach_norm(ts),
+    "_fused_adamw_": fused_adamw,
+    "stack out=": lambda ts: torch.stack(ts[1:], out=ts[0].view(1, 20, 32).expand(len(ts) - 1, -1, -1)),
+}
+
+
+@pytest.mark.parametrize("fmt", ["float8_blockwise", "mxfp8"])
+@pytest.mark.parametrize("position", [0, 3, 7])
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_which_one_was_freed_leaves_the_others_as_they_were(name, position, fmt):
+    codes, master = make(False, fmt=fmt), make(True, fmt=fmt)
+    gathered = ops._post_all_gather(codes, ops._pre_all_gather(codes, "").clone(), torch.float32)
+    written = [make(keep_master, fmt=fmt).mul_(2) for keep_master in (False, True)]
+    unplaced = [q.new_zeros(20, 32) for q in (codes, master)]
+    others = [codes, master, gathered, *written, *unplaced]
+
+    def memory():
+        return [(ops._storage_bytes(q), is_dirty(q), q._version) for q in others]
+
+    before, planes = memory(), [state(q) for q in others]
+    with pytest.raises(RuntimeError, match="was freed"):
+        LISTS[name]([*others[:position], freed(make(False, fmt=fmt)), *others[position:]])
+    assert memory() == before
+    for q, was in zip(others, planes):
+        assert_unchanged(q, was)
+
+
 # ------------------------------------------------------------------- copies that wait for a value
 
 
