@@ -301,6 +301,6 @@ def run_gather_after_a_replay(format):
 
 
 @pytest.mark.parametrize("format", ("float8_tensorwise", "float8_blockwise", "nvfp4"))
-@on_worlds(1, 2, devices=("cuda",))
+@on_worlds(1, devices=("cuda",))
 def test_a_gather_sees_the_flush_of_a_replay(world, format):
     world.run(run_gather_after_a_replay, format)
