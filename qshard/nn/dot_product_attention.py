@@ -53,7 +53,8 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
     tp_group, set_device_mesh: heads and groups are cut over the ranks in equal parts; forward takes a
         rank's own. Masks, biases and slopes may be of all heads.
     thd, return_max_logit, more than one rank of cp_group raise NotImplementedError.
-    attention_type: "self" or "cross". layer_number, name and what else says cp_ change nothing.
+    attention_type: "self" or "cross". layer_number, name and the other arguments of context parallelism
+        (`cp_...`) change nothing.
     """
 
     def __init__(
