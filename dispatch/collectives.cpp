@@ -14,7 +14,8 @@
 // whether ranks meet in a flush may not depend on who sent.
 //
 // Schemas of _c10d_functional and _dtensor mark what they write. Those of c10d mark nothing, and
-// there names tell (is_received). _c10d_functional_autograd calls _c10d_functional.
+// there names tell (is_received). _c10d_functional_autograd calls _c10d_functional, but for
+// all_to_all_single of later torch, which makes its result like its input.
 #include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -240,7 +241,8 @@ void for_each_collective(const char* name_space, const Visit& visit) {
 
 bool is_collective(const c10::OperatorHandle& op) {
   const std::string& name = op.operator_name().name;
-  for (const char* prefix : {"c10d::", "_c10d_functional::", "_dtensor::"}) {
+  for (const char* prefix :
+       {"c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "_dtensor::"}) {
     if (name.rfind(prefix, 0) == 0) return true;
   }
   return false;

@@ -217,6 +217,10 @@ TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse3, m) {
   if (key_is_ours()) register_collectives(m, "_c10d_functional");
 }
 
+TORCH_LIBRARY_IMPL(_c10d_functional_autograd, PrivateUse3, m) {
+  if (key_is_ours()) register_collectives(m, "_c10d_functional_autograd");
+}
+
 TORCH_LIBRARY_IMPL(_dtensor, PrivateUse3, m) {
   if (key_is_ours()) register_collectives(m, "_dtensor");
 }
