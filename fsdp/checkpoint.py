@@ -242,6 +242,11 @@ def wrap_method(name):
 
         method.__name__ = name
         method.__doc__ = stock.__doc__
+        # ShardedTensor finds what it does for deepcopy by the method that it found when it was imported.
+        api = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
+        known = getattr(api, "_SHARDED_OPS", {})
+        if stock in known:
+            known[method] = known[stock]
         setattr(torch.Tensor, name, method)
         return wrapped
 

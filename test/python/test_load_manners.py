@@ -142,3 +142,28 @@ def test_plain_tensors_have_no_attribute_of_ours():
         assert not hasattr(plain, name) and not hasattr(torch.nn.Parameter(plain), name)
         assert hasattr(ops.quantize(plain, "float8_blockwise"), name)
     assert not hasattr(torch.Tensor, "__create_chunk_list__")
+
+
+DEEPCOPY = """
+import copy, tempfile, torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+{first}
+{second}
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+shards = sharded_tensor.rand(spec, 4, 2)
+copied = copy.deepcopy({{"weight": shards}})["weight"]
+assert torch.equal(copied.local_tensor(), shards.local_tensor())
+assert copied.local_tensor().data_ptr() != shards.local_tensor().data_ptr()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
+def test_sharded_tensors_are_copied(is_first):
+    """Of FSDP1's SHARDED state dicts, wherever the library was loaded."""
+    lines = ["import torch.distributed._shard.sharded_tensor", "import qshard"]
+    first, second = lines[::-1] if is_first else lines
+    script = DEEPCOPY.format(first=first, second=second)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
