@@ -24,6 +24,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "dispatch/argument_tensors.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
@@ -50,18 +51,6 @@ bool is_received(const c10::OperatorHandle& op, const c10::Argument& argument) {
   const std::string& name = argument.name();
   return op.operator_name().name != "c10d::send" && name.rfind("input", 0) != 0 &&
          name != "sparse_indices" && name != "tensor";
-}
-
-/// Calls `visit(tensor)` for every tensor of an argument, in lists of lists too.
-template <typename Visit>
-void for_each_tensor(const c10::IValue& value, const Visit& visit) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) visit(value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) visit(tensor);
-  } else if (value.isList()) {
-    for (const c10::IValue& element : value.toListRef()) for_each_tensor(element, visit);
-  }
 }
 
 template <typename Convert>

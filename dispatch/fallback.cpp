@@ -7,6 +7,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "dispatch/argument_tensors.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/matmul.h"
 #include "dispatch/native_kernels.h"
@@ -167,18 +168,6 @@ void check_has_value(const at::Tensor& tensor) {
   if (has_key(tensor)) buffer_of(tensor).check_has_value();
 }
 
-/// Before any argument is prepared for a write, which may make an unplaced buffer a tensor of its
-/// own: a list of which one tensor was freed leaves the others as they were.
-void check_have_values(const c10::IValue& argument) {
-  if (argument.isTensor()) {
-    check_has_value(argument.toTensor());
-  } else if (argument.isTensorList() || argument.isOptionalTensorList()) {
-    for (const c10::IValue& element : argument.toListRef()) {
-      if (element.isTensor()) check_has_value(element.toTensor());
-    }
-  }
-}
-
 void refuse_what_cannot_fall_back(const c10::OperatorHandle& op, const std::string& name) {
   const auto traits = OpTraits::of(op);
   TORCH_CHECK(
@@ -220,8 +209,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   Substitution substitution(name, schema);
   PlainGuard guard;
   refuse_what_cannot_fall_back(op, name);
+  // Before any argument is prepared for a write, which may make an unplaced buffer a tensor of its
+  // own: a list of which one tensor was freed leaves the others as they were.
   for (const c10::IValue& argument : torch::jit::last(*stack, schema.arguments().size())) {
-    check_have_values(argument);
+    for_each_tensor(argument, check_has_value);
   }
   const auto as_codes = arguments_read_as_codes(schema.name());
 
