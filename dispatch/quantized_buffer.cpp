@@ -352,23 +352,29 @@ const c10::VariableVersion& QuantizedBuffer::code_counter() {
 }
 
 void QuantizedBuffer::share_version(c10::TensorImpl& tensor) {
-  if (!master().defined() || tensor.is_inference()) return;
+  if (!keeps_master() || tensor.is_inference()) return;
   if (!flush_state_.is_watched()) return flush_state_.watch_sole(tensor);
   share_counter();
   tensor.set_version_counter(flush_state_.version_counter());
 }
 
 void QuantizedBuffer::share_counter() {
-  if (!flush_state_.hold_counter()) return;
+  if (flush_state_.hold_counter()) bind_master_counter();
+}
+
+void QuantizedBuffer::bind_master_counter() {
+  if (!master().defined() || !flush_state_.is_watched()) return;
+  flush_state_.hold_counter();
   master().unsafeGetTensorImpl()->set_version_counter(flush_state_.version_counter());
 }
 
 void QuantizedBuffer::watch(const c10::TensorImpl& tensor) {
   const c10::VariableVersion& counter = tensor.version_counter();
-  if (!master().defined() || !counter.enabled()) return;
+  if (!keeps_master() || !counter.enabled()) return;
   share_counter();
-  if (!flush_state_.is_watched()) master().unsafeGetTensorImpl()->set_version_counter(counter);
+  const bool is_first = !flush_state_.is_watched();
   flush_state_.watch(counter, &tensor);
+  if (is_first) bind_master_counter();
 }
 
 }  // namespace qshard

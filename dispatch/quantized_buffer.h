@@ -282,6 +282,7 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void become_own_tensor();
   void notice_written_codes();
   void note_codes();
+  void bind_master_counter();
   void take_planes_of(QuantizedBuffer& original);
   void complete_image_copies();
   ImageLinks& links();

@@ -98,6 +98,20 @@ def test_a_moved_version_counter_of_a_new_tensor_is_a_write(name, of):
     assert is_dirty(new)
 
 
+@pytest.mark.parametrize("of", [lambda q: q, lambda q: q[2:5], ops.master], ids=["itself", "view", "master"])
+def test_a_counter_of_a_copy_that_was_given_codes_first(of):
+    shard = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=True, logical_rows=200)
+    copied = shard.to("cpu", non_blocking=True, copy=True)
+    assert not ops._storage_bytes(copied)["master"]
+    of(copied)
+    before = value(copied).clone()
+    ops.dequantize(copied)
+    write_behind(copied)
+    torch.autograd.graph.increment_version(of(copied))
+    assert_same(copied, before * 2)
+    assert_codes_are_of_the_value(copied)
+
+
 def test_a_counter_of_a_tensor_whose_memory_another_took():
     """The buffer goes on without the tensor that it was made with."""
     q, other = make(), make()
