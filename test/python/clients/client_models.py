@@ -51,7 +51,8 @@ def batch(number, size=4):
 
 @contextlib.contextmanager
 def compiling():
-    """Within it something is compiled."""
+    """Within it something is compiled, whatever was before."""
+    torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     try:
