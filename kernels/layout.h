@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/formats.h"
 
@@ -37,48 +38,25 @@ struct Layout {
   // Layouts are made of one another by these; only kernels and their tests fill in fields.
 
   /// `held` rows of the same logical tensor, padding included, from the same row on.
-  Layout holding(int64_t held) const {
-    Layout layout = *this;
-    layout.rows = held;
-    return layout;
-  }
+  Layout holding(int64_t held) const { return with(&Layout::rows, held); }
   /// Row 0 is `row` of the logical tensor, or is not known yet (kUnplaced).
-  Layout placed(int64_t row) const {
-    Layout layout = *this;
-    layout.row_offset = row;
-    return layout;
-  }
+  Layout placed(int64_t row) const { return with(&Layout::row_offset, row); }
   /// The rows held are all of a logical tensor of its own, in matrices of `rows_of_one`.
   Layout own_tensor(int64_t rows_of_one) const {
-    Layout layout = placed(0).within_full_tensor(0, 0);
-    layout.logical_rows = rows;
-    layout.matrix_rows = rows_of_one;
-    return layout;
+    return placed(0)
+        .within_full_tensor(0, 0)
+        .with(&Layout::logical_rows, rows)
+        .with(&Layout::matrix_rows, rows_of_one);
   }
   /// Rows of `width` elements.
-  Layout with_cols(int64_t width) const {
-    Layout layout = *this;
-    layout.cols = width;
-    return layout;
-  }
+  Layout with_cols(int64_t width) const { return with(&Layout::cols, width); }
   /// Of the row images these are held.
-  Layout with_images(Images held) const {
-    Layout layout = *this;
-    layout.images = held;
-    return layout;
-  }
+  Layout with_images(Images held) const { return with(&Layout::images, held); }
   /// The same format by the address of one that stays.
-  Layout with_format(const Format& same) const {
-    Layout layout = *this;
-    layout.format = &same;
-    return layout;
-  }
+  Layout with_format(const Format& same) const { return with(&Layout::format, &same); }
   /// The logical tensor begins with element `first` of a full one of `width` columns.
   Layout within_full_tensor(int64_t first, int64_t width) const {
-    Layout layout = *this;
-    layout.first_element = first;
-    layout.full_cols = width;
-    return layout;
+    return with(&Layout::first_element, first).with(&Layout::full_cols, width);
   }
 
   /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row; of two images
@@ -101,15 +79,11 @@ struct Layout {
   /// Where the columnwise image begins in a row.
   int64_t columnwise_offset() const { return has_rowwise() ? image_row_bytes() : 0; }
   /// The layouts of single images; their rows keep their distance.
-  Layout rowwise() const {
-    Layout layout = with_images(Images::kRowwise);
-    layout.pitch = row_bytes();
-    return layout;
-  }
+  Layout rowwise() const { return with_images(Images::kRowwise).with(&Layout::pitch, row_bytes()); }
   Layout columnwise() const {
-    Layout layout = with_images(Images::kAll).with_format(*format->columnwise);
-    layout.pitch = row_bytes();
-    return layout;
+    return with_images(Images::kAll)
+        .with_format(*format->columnwise)
+        .with(&Layout::pitch, row_bytes());
   }
   /// Whether matrices of `rows` rows can have this format: slices of scales need whole blocks.
   static bool fits(const Format& format, int64_t rows) {
@@ -175,6 +149,14 @@ struct Layout {
     const int64_t block = tallest().format->block_rows;
     const auto is_cut = [&](int64_t logical_row) { return logical_row % matrix_rows % block != 0; };
     return !is_cut(row_offset) && !is_cut(row_offset + live);
+  }
+
+ private:
+  template <typename Field>
+  Layout with(Field Layout::*field, std::type_identity_t<Field> value) const {
+    Layout layout = *this;
+    layout.*field = value;
+    return layout;
   }
 };
 
