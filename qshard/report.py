@@ -216,6 +216,8 @@ def _largest_part(param) -> list[int]:
         if placement.is_shard() and not is_fsdp:
             shape[placement.dim] = -(-shape[placement.dim] // size)
     return shape
+
+
 def backend_report() -> str:
     """What linears multiply on each device here, and then one line per GEMM path taken so far:
     format, direction, backend, count, and why if it is not a low-precision GEMM."""
