@@ -5,13 +5,13 @@
 // other formats, other windows), so nothing else could be understood on the other side.
 //
 //   read arguments      the value, contiguous
-//   received arguments  the window of the master (or `pending`) plane itself. It lives as long as
-//                       the tensor, so what an asynchronous work receives is the tensor's value. A
-//                       strided window, which c10d does not take, is received into a contiguous
-//                       copy that is written back when the work is done.
+//   received arguments  the window of the master (or `pending`) plane itself. A strided window,
+//                       which c10d does not take, is received into a contiguous copy that is
+//                       written back when the work is done.
 //
 // Received tensors count as written on every rank, the source and ranks without rows included:
-// whether ranks meet in a flush may not depend on who sent.
+// whether ranks meet in a flush may not depend on who sent. An asynchronous work says it a second
+// time when it is waited for (received_work.h): a flush in between showed what was there before.
 //
 // Schemas of _c10d_functional and _dtensor mark what they write. Those of c10d mark nothing, and
 // there names tell (is_received). _c10d_functional_autograd calls _c10d_functional, but for
@@ -19,15 +19,16 @@
 #include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
 #include <string_view>
 
 #include "dispatch/argument_tensors.h"
+#include "dispatch/handed_out_masters.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/received_work.h"
 #include "dispatch/registration.h"
 
 namespace qshard {
@@ -40,6 +41,17 @@ bool is_c10d(const c10::OperatorHandle& op) {
 /// send, recv_ and recv_any_source_: each pairs up with a call of one peer.
 bool is_point_to_point(std::string_view name) {
   return name == "c10d::send" || name.rfind("c10d::recv", 0) == 0;
+}
+
+/// Whether c10d returns a work that the caller waits for: as its flag says, and receives, which
+/// have none, always.
+bool is_asynchronous(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> values) {
+  if (!is_c10d(op)) return false;
+  for (const char* name : {"async_op", "asyncOp"}) {
+    const auto index = op.schema().argumentIndexWithName(name);
+    if (index) return values[*index].toBool();
+  }
+  return is_point_to_point(op.operator_name().name);
 }
 
 /// Whether `op` writes this argument. c10d calls what it only reads `input*`, `sparse_indices`, and
@@ -75,9 +87,26 @@ void convert_tensors(c10::IValue& value, const Convert& convert) {
   }
 }
 
+/// Has the work that c10d returned call `arrived` when it is done.
+void call_when_done(torch::jit::Stack& stack, std::function<void()> arrived) {
+  auto work = stack.back().toCustomClass<c10d::Work>();
+  if (!work) return;
+  stack.back() =
+      ReceivedWork::Ptr(c10::make_intrusive<ReceivedWork>(std::move(work), std::move(arrived)));
+}
+
+/// The master of this buffer was, or is about to be, written through a plain alias.
+void mark_master_written(QuantizedBuffer& buffer) {
+  buffer.write_plane();
+  buffer.written();
+  c10::VariableVersion counter = buffer.code_counter();
+  if (counter.enabled()) counter.bump();
+}
+
 /// The plain contiguous tensors that stand for quantized arguments during one collective.
 class StandIns {
  public:
+  /// is_async: the caller waits for the work that c10d returns.
   StandIns(const c10::OperatorHandle& op, bool is_async) : op_(op), is_async_(is_async) {}
 
   /// @throws c10::Error for what could not be received, before anything is changed.
@@ -124,10 +153,16 @@ class StandIns {
     }
   }
 
-  void mark_written() {
-    for (const Received& entry : received_) {
-      bump_and_mark_written(entry.quantized);
-    }
+  /// And, of c10d's asynchronous work, says it again when that is done.
+  void mark_written(torch::jit::Stack& stack) {
+    for (const Received& entry : received_) bump_and_mark_written(entry.quantized);
+    if (!is_async_ || received_.empty()) return;
+    call_when_done(stack, [received = received_] {
+      for (const Received& entry : received) {
+        entry.put_where_values_are();
+        bump_and_mark_written(entry.quantized);
+      }
+    });
   }
 
   /// After an error: planes made only for this call go. A master may hold part of what was sent,
@@ -164,6 +199,14 @@ class StandIns {
     at::Tensor plain;   // what the collective writes
     at::Tensor target;  // the same elements of the plane
     bool made_pending;
+
+    /// A flush in between dropped the pending write that was received into.
+    void put_where_values_are() const {
+      if (quantized.numel() == 0) return;
+      PlainGuard guard;
+      const at::Tensor now = window(buffer_of(quantized).write_plane(), quantized);
+      if (now.const_data_ptr() != target.const_data_ptr()) now.copy_(target);
+    }
   };
 
   const c10::OperatorHandle& op_;
@@ -189,27 +232,38 @@ class StandIns {
   }
 };
 
-/// Tensor[][] arguments do not take part in dispatch: with plain tensors beside them, quantized
-/// ones in such lists would reach the backend. So these ops look at their arguments before a
-/// backend is chosen.
-bool takes_lists_of_lists(const c10::OperatorHandle& op) {
+/// Before a backend is chosen, for what its key does not tell. Tensor[][] arguments do not take
+/// part in dispatch: with plain tensors beside them, quantized ones in such lists would reach the
+/// backend. And a plain tensor that is received into may be the alias of a master, a state_dict's
+/// value.
+void collective_of_any(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                       torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
-  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
-    return argument.type()->str().find("Tensor[][]") != std::string::npos;
-  });
-}
-
-void collective_of_lists(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                         torch::jit::Stack* stack) {
+  const auto values = torch::jit::last(*stack, arguments.size());
   bool any_quantized = false;
-  for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
-    for_each_tensor(value,
-                    [&](const at::Tensor& tensor) { any_quantized |= is_quantized(tensor); });
+  std::vector<BufferPtr> masters;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    for_each_tensor(values[i], [&](const at::Tensor& tensor) {
+      if (is_quantized(tensor)) {
+        any_quantized = true;
+      } else if (is_received(op, arguments[i])) {
+        if (auto owner = owner_of_master(tensor)) masters.push_back(std::move(owner));
+      }
+    });
   }
-  if (any_quantized) return collective(op, keys, stack);
-  constexpr auto kBelow =
-      c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  op.redispatchBoxed(keys & kBelow, stack);
+  const bool is_async = is_asynchronous(op, values);
+  for (const BufferPtr& buffer : masters) mark_master_written(*buffer);
+  if (any_quantized) {
+    collective(op, keys, stack);
+  } else {
+    constexpr auto kBelow =
+        c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    op.redispatchBoxed(keys & kBelow, stack);
+  }
+  if (masters.empty() || !is_async) return;
+  call_when_done(*stack, [masters = std::move(masters)] {
+    for (const BufferPtr& buffer : masters) mark_master_written(*buffer);
+  });
 }
 
 /// The lists differ between torch versions, so they are read from the dispatcher.
@@ -241,8 +295,7 @@ void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   PlainGuard guard;
   const auto& schema = op.schema();
   const size_t first_argument = stack->size() - schema.arguments().size();
-  const auto async = schema.argumentIndexWithName("asyncOp");
-  StandIns stand_ins(op, async && (*stack)[first_argument + *async].toBool());
+  StandIns stand_ins(op, is_asynchronous(op, torch::jit::last(*stack, schema.arguments().size())));
   const auto for_each_argument = [&](const auto& visit) {
     for (size_t i = 0; i < schema.arguments().size(); ++i) {
       visit((*stack)[first_argument + i], is_received(op, schema.arguments()[i]));
@@ -263,7 +316,7 @@ void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
     stand_ins.roll_back();
     throw;
   }
-  stand_ins.mark_written();
+  stand_ins.mark_written(*stack);
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     convert_tensors((*stack)[i],
                     [&](const at::Tensor& result) { return stand_ins.restore(result); });
@@ -276,10 +329,14 @@ void register_collectives(torch::Library& library, const char* name_space) {
   });
 }
 
-void register_collectives_of_lists(torch::Library& c10d) {
+void register_collectives_of_any(torch::Library& c10d) {
   for_each_collective("c10d", [&](const c10::OperatorHandle& op, const std::string& name) {
-    if (!takes_lists_of_lists(op)) return;
-    c10d.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&collective_of_lists>());
+    const auto& arguments = op.schema().arguments();
+    if (std::none_of(arguments.begin(), arguments.end(),
+                     [&](const c10::Argument& argument) { return is_received(op, argument); })) {
+      return;
+    }
+    c10d.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&collective_of_any>());
   });
 }
 

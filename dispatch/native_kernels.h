@@ -27,7 +27,8 @@ void inplace_view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys
 void collective(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 bool is_collective(const c10::OperatorHandle& op);
 void register_collectives(torch::Library& library, const char* name_space);
-/// On BackendSelect, which sees every call: the ops whose Tensor[][] arguments dispatch overlooks.
-void register_collectives_of_lists(torch::Library& c10d);
+/// On BackendSelect, which sees every call: ops whose Tensor[][] arguments dispatch overlooks, and
+/// what plain tensors receive that are aliases of masters.
+void register_collectives_of_any(torch::Library& c10d);
 
 }  // namespace qshard

@@ -210,7 +210,7 @@ TORCH_LIBRARY_IMPL(c10d, PrivateUse3, m) {
 }
 
 TORCH_LIBRARY_IMPL(c10d, BackendSelect, m) {
-  if (key_is_ours()) register_collectives_of_lists(m);
+  if (key_is_ours()) register_collectives_of_any(m);
 }
 
 TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse3, m) {

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "dispatch/flush.h"
+#include "dispatch/handed_out_masters.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
@@ -315,6 +316,7 @@ OptionalTensor master(const Tensor& self) {
   auto alias = window(buffer.value_plane(), self);
   // One counter for the plane and its aliases: in-place loads through an alias mark it written.
   alias.unsafeGetTensorImpl()->set_version_counter(buffer.code_counter());
+  hand_out_master(impl_of(self).buffer());
   return alias;
 }
 

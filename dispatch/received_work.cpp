@@ -1,0 +1,41 @@
+#include "dispatch/received_work.h"
+
+#include <utility>
+
+namespace qshard {
+
+ReceivedWork::ReceivedWork(Ptr work, std::function<void()> arrived)
+    : Work(-1, work->retrieveOpType()), work_(std::move(work)), arrived_(std::move(arrived)) {}
+
+bool ReceivedWork::wait(std::chrono::milliseconds timeout) {
+  const bool is_done = work_->wait(timeout);
+  if (is_done) arrive();
+  return is_done;
+}
+
+bool ReceivedWork::isCompleted() {
+  const bool is_done = work_->isCompleted();
+  if (is_done && work_->isSuccess()) arrive();
+  return is_done;
+}
+
+void ReceivedWork::synchronize() {
+  work_->synchronize();
+  arrive();
+}
+
+void ReceivedWork::blockCurrentStream() {
+  work_->blockCurrentStream();
+  arrive();
+}
+
+void ReceivedWork::arrive() {
+  std::function<void()> arrived;
+  {
+    const std::lock_guard lock(arrived_mutex_);
+    arrived.swap(arrived_);
+  }
+  if (arrived) arrived();
+}
+
+}  // namespace qshard
