@@ -46,6 +46,11 @@ std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {
       {"aten::_embedding_bag_forward_only", {"weight"}},
       {"aten::convolution", {"input", "weight"}},
       {"aten::convolution_backward", {"input", "weight"}},
+      {"aten::mm", {"self", "mat2"}},  // with out=, and of a sparse matrix
+      {"aten::addmm", {"mat1", "mat2"}},
+      {"aten::addmm_", {"mat1", "mat2"}},
+      {"aten::_sparse_addmm", {"mat1", "mat2"}},
+      {"aten::bmm", {"self", "mat2"}},
       {"aten::mv", {"self", "vec"}},
       {"aten::addmv", {"mat", "vec"}},
       {"aten::addbmm", {"batch1", "batch2"}},

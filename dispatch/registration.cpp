@@ -159,6 +159,24 @@ void register_remaining(torch::Library& aten) {
   }
 }
 
+/// Every op that has a kernel for the sparse tensors of another backend: some have composite ones,
+/// too, which come before a fallback and expect strided tensors.
+void register_sparse(torch::Library& aten, c10::DispatchKey of_cpu) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    const auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || !op->hasKernelForDispatchKey(of_cpu)) continue;
+    if (op->schema().arguments().size() < 2 || !OpTraits::of(*op).takes_tensor) continue;
+    // It asks its arguments whether they require a gradient, and their values do not.
+    if (name.name.rfind("aten::_sparse_mm_reduce_impl", 0) == 0) continue;
+    const std::string plain_name = name.name.substr(6);
+    const std::string full_name =
+        name.overload_name.empty() ? plain_name : plain_name + "." + name.overload_name;
+    aten.impl(full_name.c_str(), kBoxedFallback());
+  }
+}
+
 }  // namespace
 
 const std::string& foreign_owner_of_key() {
@@ -192,6 +210,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse3, aten) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse3, m) {
   if (key_is_ours()) m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// A sparse tensor beside a quantized one has these keys: quantized ones take part by their values.
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse3, m) {
+  if (key_is_ours()) register_sparse(m, c10::DispatchKey::SparseCPU);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse3, m) {
+  if (key_is_ours()) register_sparse(m, c10::DispatchKey::SparseCsrCPU);
 }
 
 // Core registers this fallthrough for its own backends only (VariableFallbackKernel.cpp).
