@@ -1,32 +1,81 @@
-"""Modules that move, and change their dtype, with quantized weights."""
+"""Modules that move, and change their dtype, with quantized parameters.
+
+nn.Module._apply, which `.to()`, `.float()`, `.to_empty()` and so on call, replaces parameters by what a
+function makes of them, and of a quantized one that may be plain: untied, in a Parameter of its own. Which
+modules have quantized parameters does not depend on their classes, so what is wrapped is the method itself.
+"""
 
 import copy
+import functools
 
 import torch
 from _qshard_hooks import is_quantized, local_of
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 ops = torch.ops.qshard
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_apply = nn.Module._apply
 
 
-def keep_quantized(fn):
-    """`fn` of nn.Module._apply, such that what it makes of a quantized tensor is quantized."""
+class _KeepQuantized:
+    """A function of nn.Module._apply, such that what it makes of a quantized tensor is quantized."""
 
-    def apply(tensor):
-        result = fn(tensor)
+    def __init__(self, fn):
+        self.fn = fn
+
+    def __call__(self, tensor):
+        result = self.fn(tensor)
         local, result_local = local_of(tensor), local_of(result)
         if not is_quantized(local) or is_quantized(result_local):
             return result
-        if result.dtype not in _DTYPES:
-            raise TypeError(
-                f"qshard.nn.Linear: a quantized weight cannot become {result.dtype}; it can be "
-                "float32, bfloat16 or float16, or plain, by qshard.dequantize_(model)"
-            )
+        _check_dtype("a parameter", result.dtype)
         copied = ops._copy_to(local.detach(), result.dtype, result.device)
         return copied if local is tensor else with_local(copied, tensor)
 
-    return apply
+
+@functools.wraps(_apply)
+def _apply_to_quantized(self, fn, recurse=True):
+    if not isinstance(fn, _KeepQuantized) and not torch.compiler.is_compiling():
+        quantized = _quantized_of(self, recurse)
+        if quantized:
+            _check(fn, quantized)
+            fn = _KeepQuantized(fn)
+    return _apply(self, fn, recurse)
+
+
+nn.Module._apply = _apply_to_quantized
+
+
+def _quantized_of(module, recurse):
+    """{(dtype, device): name of the first parameter that is quantized}."""
+    found = {}
+    for prefix, owner in module.named_modules() if recurse else [("", module)]:
+        for name, parameter in owner._parameters.items():
+            local = local_of(parameter)
+            if is_quantized(local):
+                found.setdefault((local.dtype, local.device), f"{prefix}.{name}".lstrip("."))
+    return found
+
+
+def _check(fn, quantized):
+    """Raises before anything is changed: modules are changed one after the other."""
+    for (dtype, device), name in quantized.items():
+        try:
+            with torch.no_grad():
+                result = fn(torch.empty(0, dtype=dtype, device=device))
+        except Exception:  # a function of certain tensors; what it does to these is seen then
+            continue
+        if isinstance(result, torch.Tensor):
+            _check_dtype(name, result.dtype)
+
+
+def _check_dtype(name, dtype):
+    if dtype not in _DTYPES:
+        raise TypeError(
+            f"torch.nn.Module: {name} is quantized and cannot become {dtype}; it can be float32, bfloat16 "
+            "or float16, or plain, by qshard.dequantize_(model)"
+        )
 
 
 def with_local(local: torch.Tensor, like: DTensor) -> DTensor:

@@ -1,5 +1,5 @@
-"""What the modules share: moves that leave weights quantized, initial values that do not depend on how
-parameters are sharded, and state dicts of TransformerEngine."""
+"""What the modules share: initial values that do not depend on how parameters are sharded, and state dicts
+of TransformerEngine."""
 
 import functools
 import warnings
@@ -11,18 +11,10 @@ from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from qshard.moves import keep_quantized
 from qshard.quantized_init import quantize_new
 
 
-class Moves:
-    """A module whose `.to()`, `.float()` and so on leave quantized weights quantized."""
-
-    def _apply(self, fn, recurse=True):
-        return super()._apply(keep_quantized(fn), recurse)
-
-
-class Initialized(Moves):
+class Initialized:
     """A module that knows how its parameters are initialized. After it has added them all, its
     constructor calls `finish`.
 

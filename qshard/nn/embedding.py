@@ -2,10 +2,8 @@
 
 import torch
 
-from qshard.nn.base import Moves
 
-
-class Embedding(Moves, torch.nn.Embedding):
+class Embedding(torch.nn.Embedding):
     """nn.Embedding whose weight is a quantized linear's, too; `quantize_` turns nn.Embedding into it.
     It looks up what the linear multiplies by: dequantized codes."""
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from qshard import ops
-from qshard.nn.base import Moves
 
 SHORT = (torch.bfloat16, torch.float16)
 
@@ -42,7 +41,7 @@ def _moved_only(angles, *args, **kwargs):
     return (angles, *(devices or [angles.device])[:1]), {}
 
 
-class RotaryPositionEmbedding(Moves, nn.Module):
+class RotaryPositionEmbedding(nn.Module):
     """Angles that `MultiheadAttention` and `TransformerLayer` take as rotary_pos_emb. They, and the
     frequencies, stay float32 when the model, or FSDP2, casts to 16 bits.
 

@@ -3,6 +3,7 @@ given, torch.func, tied embeddings."""
 
 import contextlib
 import copy
+import io
 
 import pytest
 import torch
@@ -76,6 +77,90 @@ def test_double_says_what_to_do():
     with pytest.raises(TypeError, match=r"cannot become torch.float64.*qshard.dequantize_\(model\)"):
         model.double()
     assert qshard.is_quantized(model[0].weight)
+
+
+def test_double_changes_nothing_of_the_model():
+    model = nn.Sequential(nn.Linear(32, 32), quantized()).eval()
+    model[0].requires_grad_(False)
+    for change in (nn.Module.double, lambda m: m.to(torch.float64), lambda m: m.type(torch.float64)):
+        with pytest.raises(TypeError, match="1.0.weight is quantized and cannot become torch.float64"):
+            change(model)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model[0].double().weight.dtype == torch.float64
+
+
+class Positions(nn.Embedding):
+    pass
+
+
+class Other(nn.Module):
+    """Neither a linear nor an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(40))
+        self.w = nn.Parameter(torch.randn(40, 32))
+
+
+def attention():
+    model = nn.MultiheadAttention(32, 4)
+    return qshard.quantize_(model, RECIPE, parameter_fn=lambda p, name: name == "in_proj_weight")
+
+
+def embedding_of_another_class():
+    model = Tied(Positions(40, 32))
+    return qshard.quantize_(model, RECIPE)
+
+
+def chosen_by_parameter_fn():
+    model = nn.Sequential(Other(), Other())
+    model[1].w = model[0].w
+    return qshard.quantize_(model, RECIPE, parameter_fn=lambda p, name: name.endswith("w"))
+
+
+def held_by_a_stock_module():
+    layer = nn.Linear(32, 40)
+    layer.weight = nn.Parameter(ops.quantize(layer.weight.detach(), RECIPE.format, keep_master=True))
+    return layer
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, saved_and_loaded],
+                         ids=["itself", "deepcopy", "torch.save"])
+@pytest.mark.parametrize(
+    "make",
+    [attention, embedding_of_another_class, chosen_by_parameter_fn, held_by_a_stock_module],
+    ids=lambda make: make.__name__,
+)
+def test_casts_leave_weights_of_any_module_quantized(make, copied):
+    model = copied(make())
+    named = dict(model.named_parameters(remove_duplicate=False))
+    weights = {name for name, p in named.items() if qshard.is_quantized(p)}
+    assert weights
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    for cast, dtype in (
+        (nn.Module.bfloat16, torch.bfloat16),
+        (nn.Module.float, torch.float32),
+        (lambda m: m.to(torch.float16), torch.float16),
+        (lambda m: m.to_empty(device="cpu"), torch.float16),
+    ):
+        cast(model)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert all(after[name] is named[name] for name in named)
+        assert {name for name, p in after.items() if qshard.is_quantized(p)} == weights
+        assert {p.dtype for p in after.values()} == {p.grad.dtype for p in after.values()} == {dtype}
+    with pytest.raises(TypeError, match="cannot become torch.float64"):
+        model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert qshard.dequantize_(model).double() is model
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
 def test_a_tied_embedding_stays_tied_through_casts():
@@ -217,9 +302,9 @@ def test_served_operators_read_codes_and_others_the_value(op, fmt):
 
 
 class Tied(nn.Module):
-    def __init__(self):
+    def __init__(self, embedding=None):
         super().__init__()
-        self.embedding = nn.Embedding(40, 32)
+        self.embedding = embedding or nn.Embedding(40, 32)
         self.head = nn.Linear(32, 40, bias=False)
         self.head.weight = self.embedding.weight
 
