@@ -7,23 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import dist_helpers
+import library_under_test  # noqa: F401
 import pytest
 import thinning
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # test/reference, the oracle
-
-
-def load_library():
-    """QSHARD_LIBRARY names a libqshard.so to test without the package; else the installed package."""
-    path = os.environ.get("QSHARD_LIBRARY")
-    if path:
-        torch.ops.load_library(path)
-    else:
-        import qshard  # noqa: F401
-
-
-load_library()
 
 
 # What the tests in clients/ run with (the Makefile's CLIENTS and MORE_CLIENTS). A file without an entry

@@ -195,9 +195,9 @@ def _start(pipe, device, rank):
     """A worker's process. On the CPU it only imports what the jobs need, and its forks take the jobs:
     the one after a failure is there at once. (CUDA's runtime does not survive a fork.) Every rank
     has a process of its own to fork, with its own order of sets and its own addresses."""
-    import conftest  # loads the library
+    # Not by conftest: there is one of that name beside the tests of clients, too.
+    import library_under_test  # noqa: F401
 
-    assert conftest.load_library
     if device == "cuda":
         gpus = torch.cuda.device_count()
         torch.cuda.set_device(rank % gpus)

@@ -349,7 +349,7 @@ def first_line(error):
 
 
 def main(log_path, first, step):
-    from conftest import load_library
+    from library_under_test import load_library
     from torch.testing._internal.common_methods_invocations import op_db
 
     load_library()
