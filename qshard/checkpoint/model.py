@@ -7,7 +7,8 @@ import torch
 from _qshard_hooks import local_of
 from torch import nn
 
-from qshard.quantize import is_quantized
+from qshard.quantize import is_quantized, weight_names
+from qshard.state import without_wrappers
 
 ops = torch.ops.qshard
 
@@ -56,9 +57,8 @@ def entries_of(model: nn.Module, names) -> list[Entry]:
             continue
         seen[id(tensor)] = key
         name = rename(key)
-        if not isinstance(name, str) or name in keys:
-            raise ValueError(f"names gives {name!r} for {key}" + (
-                f" and for {keys[name]}" if isinstance(name, str) else ", not a string"))
+        if name in keys:
+            raise ValueError(f"names gives {name!r} for {key} and for {keys[name]}")
         keys[name] = key
         if is_quantized(tensor) and (tensor.dim() != 2 or not name.endswith(".weight")):
             raise NotImplementedError(
@@ -69,17 +69,38 @@ def entries_of(model: nn.Module, names) -> list[Entry]:
     return entries
 
 
-def plain_linears(model: nn.Module, entries) -> list[str]:
-    """Names in files of linear modules that are left plain."""
-    weights = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    return sorted(e.module for e in entries if id(e.tensor) in weights and not e.is_quantized)
+def plain_linears(model: nn.Module, names) -> list[str]:
+    """Names in files of linear modules that are left plain, tied ones too, whose weight the files hold by
+    another name."""
+    rename, keys = _renaming(names), model.state_dict(keep_vars=True).keys()
+    found = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name in weight_names(module) if isinstance(module, nn.Linear) else ():
+            weight = getattr(module, name, None)
+            key = f"{prefix}.{name}".lstrip(".")
+            if key not in keys:
+                key = without_wrappers(key)
+            if weight is not None and key in keys and not is_quantized(weight):
+                found.add(rename(key).removesuffix(".weight"))
+    return sorted(found)
 
 
 def _renaming(names) -> Callable[[str], str]:
     if names is None:
         return lambda key: key
     if isinstance(names, Mapping):
-        return lambda key: names.get(key, key)
-    if callable(names):
-        return names
-    raise TypeError(f"names must be a mapping or a function of names, got {type(names).__name__}")
+        names = _of_mapping(names)
+    elif not callable(names):
+        raise TypeError(f"names must be a mapping or a function of names, got {type(names).__name__}")
+
+    def rename(key):
+        name = names(key)
+        if not isinstance(name, str):
+            raise ValueError(f"names gives {name!r} for {key}, not a string")
+        return name
+
+    return rename
+
+
+def _of_mapping(names):
+    return lambda key: names.get(key, key)

@@ -58,7 +58,8 @@ def save_quantized(
         entries = entries_of(model, names)
     boxes = boxes_of(entries, ranks)
     with ranks.agreeing():
-        plan = _Plan(model, entries, boxes, layout, max_file_bytes, scale_fmt)
+        ignore = plain_linears(model, names)
+        plan = _Plan(entries, boxes, ignore, layout, max_file_bytes, scale_fmt)
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.glob("*.safetensors")):
             raise FileExistsError(f"{directory} holds safetensors files; give an empty directory")
@@ -92,11 +93,10 @@ class _Unit:
 class _Plan:
     """Equal on all ranks."""
 
-    def __init__(self, model, entries, boxes, layout, max_file_bytes, scale_fmt):
+    def __init__(self, entries, boxes, ignore, layout, max_file_bytes, scale_fmt):
         family = "mxfp8" if layout == "modelopt" else "block"
         layouts.scheme_for(layout, family, scale_fmt)  # a known one
-        self.entries, self.boxes = entries, boxes
-        self.ignore = plain_linears(model, self.entries)
+        self.entries, self.boxes, self.ignore = entries, boxes, ignore
         self.max_file_bytes = max_file_bytes
         self.scheme, self.warnings = None, []
         for entry in self.entries:

@@ -15,6 +15,7 @@ from low_bit_models import (
     Model,
     build,
     code_values,
+    is_weight,
     load,
     load_wrong,
     memory_of_save,
@@ -24,6 +25,7 @@ from low_bit_models import (
     save_wrong,
 )
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import qshard
 from qshard.checkpoint import load_quantized, save_quantized
@@ -121,6 +123,53 @@ def test_names(tmp_path, names):
     assert ("counter" in weight_map) == isinstance(names, dict)
     assert ("model.layers.0.q_proj.weight_scale_2" in weight_map) == callable(names)
     assert_equal(load(row, tmp_path, sharded=False, names=names), code_values(model))
+
+
+def ignored(model, directory, **kwargs):
+    save_quantized(model, directory, layout="compressed-tensors", **kwargs)
+    return json.loads((directory / "config.json").read_text())["quantization_config"]["ignore"]
+
+
+def test_plain_linears_with_a_weight_of_another_name_are_ignored_by_readers(tmp_path):
+    """Tied to an embedding, tied to each other, within a wrapper."""
+    model = torch.nn.ModuleDict({
+        "embed_tokens": torch.nn.Embedding(64, 32),
+        "up_proj": torch.nn.Linear(32, 64),
+        "first": torch.nn.Linear(32, 64),
+        "second": torch.nn.Linear(32, 64),
+        "lm_head": torch.nn.Linear(32, 64, bias=False),
+    })
+    model["lm_head"].weight = model["embed_tokens"].weight
+    model["second"].weight = model["first"].weight
+    model["lm_head"] = checkpoint_wrapper(model["lm_head"])
+    qshard.quantize_(model, qshard.Float8BlockScaling(), filter_fn=is_weight)
+    assert ignored(model, tmp_path / "a") == ["first", "lm_head", "second"]
+    names = {"lm_head.weight": "output.weight"}
+    assert ignored(model, tmp_path / "b", names=names) == ["first", "output", "second"]
+    with pytest.raises(ValueError, match="names gives 3 for lm_head.weight, not a string"):
+        ignored(model, tmp_path / "c", names={"lm_head.weight": 3})
+    assert not list((tmp_path / "c").glob("*.safetensors"))
+
+
+def test_linears_of_several_parameters(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        split = qshard.nn.Linear(32, 64, parameters_split=("q_", "k_"), bias=False)
+        plain = qshard.nn.Linear(32, 64, parameters_split=("a_", "b_"), bias=False)
+        model = torch.nn.ModuleDict({"qk": split, "ab": plain})
+        return qshard.quantize_(model, qshard.Float8BlockScaling(), filter_fn=lambda m, name: name == "qk")
+
+    def names(key):
+        return re.sub(r"\.(\w)_weight", r".\1_proj.weight", key)
+
+    model = build()
+    assert ignored(model, tmp_path, names=names) == ["ab.a_proj", "ab.b_proj"]
+    with torch.no_grad():
+        other = build()
+        for parameter in other.parameters():
+            parameter.zero_()
+    load_quantized(other, tmp_path, names=names)
+    assert_equal(code_values(other), code_values(model))
 
 
 def test_foreign_directory_without_index_or_exact_scales(saved, tmp_path):
