@@ -107,8 +107,10 @@ def _blocks_around(window, matrix, block):
 class _PlainLoad:
     def __init__(self, entry, boxes, reader, layout, ranks):
         self.entry, self.reader, self.names = entry, reader, [entry.name]
-        dtype = files.dtype_name(entry.tensor.dtype)
-        dtypes = ("F32", "BF16", "F16") if entry.tensor.is_floating_point() else (dtype,)
+        files.check_dtype(entry.key, entry.tensor.dtype)
+        dtypes = ["F32", "BF16", "F16"] if entry.tensor.is_floating_point() else []
+        own = files.dtype_name(entry.tensor.dtype)
+        dtypes += [own] if own not in dtypes else []
         suffixes = "weight_packed", "weight_scale", "weight_scale_inv"
         low_bit = {f"{entry.module}.{suffix}" for suffix in suffixes}
         if low_bit & set(reader.names):

@@ -172,6 +172,20 @@ def test_linears_of_several_parameters(tmp_path):
     assert_equal(code_values(other), code_values(model))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_plain_tensors_of_any_dtype_come_back(tmp_path, dtype):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64))
+        model.register_buffer("table", torch.randn(8, 16).to(dtype))
+        return qshard.quantize_(model, qshard.Float8BlockScaling())
+
+    model, other = build(0), build(1)
+    save_quantized(model, tmp_path, layout="deepseek-fp8")
+    load_quantized(other, tmp_path)
+    assert other.table.dtype == dtype and torch.equal(other.table.double(), model.table.double())
+
+
 def test_foreign_directory_without_index_or_exact_scales(saved, tmp_path):
     """The reciprocal of the reciprocal: one ulp in the tensor scale at most."""
     directory, values = saved("compressed-tensors, nvfp4")
