@@ -30,10 +30,10 @@ def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
         replace.check(parameter, name, "qshard.dequantize_")
     modules = [m for m in model.modules() if any(is_quantized(p) for p in _own(m))]
     dynamic = [m for m in model.modules() if getattr(m, "dynamic", None) is not None]
-    for module in modules:
-        state.unlink(module)
     for _, parameter in weights:
         replace.replace(parameter, _plain(parameter))
+    for module in modules:
+        state.unlink(module)
     for module in modules + dynamic:
         forget_module(module)
     return model

@@ -150,6 +150,9 @@ def quantize_(
         module = in_group.get(id(parameter))
         quantized = _quantized(parameter, format, keep_master, name, tensor_groups, module)
         replace.replace(parameter, quantized)
+    stateful = state.linked_to(model, (parameter for _, parameter in weights))
+    for module in stateful:  # of the recipe before, tied ones too
+        state.unlink(module)
     for _, module, attribute in further:
         state.name_weight(module, attribute)
     for module in model.modules():
@@ -161,7 +164,7 @@ def quantize_(
                 module.__class__ = nn.Embedding
     for _, module in chosen:
         _prepare_module(module, weight_only, bool(tensor_groups) or tp_mesh is not None)
-    for module in (*(m for _, m in chosen), *(m for _, m, _ in further)):
+    for module in (*(m for _, m in chosen), *(m for _, m, _ in further), *stateful):
         module._qshard_persistent_state = persistent_state
         state.link(module)
         _pad_now(module)

@@ -39,8 +39,10 @@ def link(module: torch.nn.Module) -> None:
     for name, tensor in tensors.items():
         persistent = module.__dict__.get("_qshard_persistent_state", True)
         module.register_buffer(name, tensor, persistent=persistent)
-    if tensors and not hasattr(module, "_qshard_state_hook"):
-        module._qshard_state_hook = module.register_state_dict_pre_hook(_link_before)
+    if tensors:
+        module._qshard_state_names = tuple(dict.fromkeys((*_linked(module), *tensors)))
+        if not hasattr(module, "_qshard_state_hook"):
+            module._qshard_state_hook = module.register_state_dict_pre_hook(_link_before)
 
 
 def hand_out_masters(module: torch.nn.Module) -> None:
@@ -63,11 +65,24 @@ def _put_masters(module, state_dict, prefix, local_metadata):
 
 
 def unlink(module: torch.nn.Module) -> None:
-    """Takes the state out of a module whose weight is about to be plain."""
-    if "_qshard_state_hook" in module.__dict__:
-        for name in tensors_of(module):
+    """Takes out what `link` put into a module, whose weights may have no such state any more."""
+    for name in _linked(module):
+        if name in module._buffers:
             delattr(module, name)
-        module.__dict__.pop("_qshard_state_hook").remove()
+    module.__dict__.pop("_qshard_state_names", None)
+    hook = module.__dict__.pop("_qshard_state_hook", None)
+    if hook is not None:
+        hook.remove()
+
+
+def linked_to(model: torch.nn.Module, parameters) -> list[torch.nn.Module]:
+    """The modules with buffers that are state of one of these parameters."""
+    ids = {id(parameter) for parameter in parameters}
+    return [m for m in model.modules() if _linked(m) and any(id(w) in ids for _, w in weights(m))]
+
+
+def _linked(module):
+    return module.__dict__.get("_qshard_state_names", ())
 
 
 def _link_before(module, *_):

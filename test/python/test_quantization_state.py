@@ -33,6 +33,52 @@ def train(model, steps):
     return train_by_sgd(model, steps, features=48, growth=1)
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(2, 32, 32)) for _ in range(2))
+
+
+def mixed():
+    """Linears, two of them tied, and parameters of a module of another kind."""
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    model["experts"] = Experts()
+    return model
+
+
+@states
+@pytest.mark.parametrize("of", ["all", "one of the tied", "one expert", "nothing"])
+def test_another_recipe_leaves_no_state_of_the_one_before(state, of):
+    recipe, options = STATES[state]
+    model = qshard.quantize_(mixed(), recipe, parameter_fn=lambda p, name: True, **options)
+    before = set(model.state_dict())
+    parts = {"delayed": ("amax_history", "scaling_amax"), "stochastic": ("rounding",)}[state]
+    weights = ("a.weight", "b.weight", "c.weight", "experts.up", "experts.down")
+    assert before == {*mixed().state_dict(), *(f"{w}_{part}" for w in weights for part in parts)}
+    if of == "nothing":
+        with pytest.raises(ValueError, match="multiple of 32 rows"):
+            model["d"] = nn.Linear(32, 48)
+            qshard.quantize_(model, qshard.MXFP8BlockScaling(weight_block=(1, 32)))
+        assert set(model.state_dict()) == {*before, "d.weight", "d.bias"}
+        return
+    gone = {"all": weights, "one of the tied": weights[:2], "one expert": weights[3:4]}[of]
+    qshard.quantize_(
+        model,
+        qshard.Float8CurrentScaling(),
+        filter_fn=lambda module, name: of == "all" or of == "one of the tied" and name == "a",
+        parameter_fn=lambda p, name: of == "all" or of == "one expert" and name == "experts.up",
+    )
+    left = before - {f"{w}_{part}" for w in gone for part in parts}
+    assert set(model.state_dict()) == {name for name, _ in names_of(model)} == left
+    assert set(qshard.dequantize_(model).state_dict()) == set(mixed().state_dict())
+
+
+def names_of(model):
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 @states
 def test_state_dicts_have_the_names_of_plain_models(state):
     model = build(state)
