@@ -57,6 +57,10 @@ std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {
       {"aten::baddbmm", {"batch1", "batch2"}},
       {"aten::_addmm_activation", {"mat1", "mat2"}},
       {"aten::_grouped_mm", {"self", "mat2"}},
+      // nn.MultiheadAttention's and nn.TransformerEncoderLayer's in eval mode
+      {"aten::_native_multi_head_attention", {"qkv_weight", "proj_weight"}},
+      {"aten::_transformer_encoder_layer_fwd",
+       {"qkv_weight", "proj_weight", "ffn_weight_1", "ffn_weight_2"}},
   };
   const auto found = known.find(op);
   return found == known.end() ? std::span<const std::string_view>() : found->second;

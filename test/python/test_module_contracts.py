@@ -345,3 +345,23 @@ def tied_losses():
 @on_worlds(2, devices=("cpu",))
 def test_a_tied_embedding_is_the_same_in_one_process_ddp_and_fsdp2(world):
     world.run(tied_losses)
+
+
+@pytest.mark.parametrize("layer", [
+    torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True),
+    torch.nn.MultiheadAttention(64, 4, batch_first=True),
+], ids=lambda layer: type(layer).__name__)
+def test_operators_of_whole_layers_read_codes(layer):
+    """In eval mode without gradients torch calls one operator for all of it."""
+    x = torch.randn(3, 7, 64)
+    inputs = (x, x, x) if type(layer) is torch.nn.MultiheadAttention else (x,)
+    qshard.quantize_(layer.eval(), qshard.Float8BlockScaling(), parameter_fn=lambda p, name: p.dim() == 2)
+    outputs = []
+    with torch.no_grad():
+        for is_enabled in (True, False):
+            torch.backends.mha.set_fastpath_enabled(is_enabled)
+            try:
+                outputs.append(layer(*inputs))
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
