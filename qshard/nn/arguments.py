@@ -1,8 +1,10 @@
 """Arguments of TransformerEngine's modules: what is not there is refused by its name."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 PARALLEL_MODES = (None, "column", "row")
@@ -67,6 +69,37 @@ class RngFork:
 
     def __call__(self):
         return self.get_rng_state_tracker().fork(*([self.name] if self.name else []))
+
+    def contexts(self):
+        """context_fn of torch's checkpoint, which knows of the default generators alone: what is computed
+        again draws from the tracker's states of the first time."""
+        tracker = self.get_rng_state_tracker()
+        if not (hasattr(tracker, "get_states") and hasattr(tracker, "set_states")):
+            raise TypeError(
+                f"qshard.nn: the tracker of get_rng_state_tracker, a {type(tracker).__name__}, has no "
+                "get_states() and set_states(), by which a checkpoint drops the same again; compute without "
+                "checkpoint, or give one that has"
+            )
+        return nullcontext(), _WithStates(tracker, _copied(tracker.get_states()))
+
+
+class _WithStates:
+    """A context in which a tracker has the given states. Entered once for each backward of a graph."""
+
+    def __init__(self, tracker, states):
+        self.tracker, self.states = tracker, states
+
+    def __enter__(self):
+        self.later = self.tracker.get_states()
+        self.tracker.set_states(_copied(self.states))
+
+    def __exit__(self, *_):
+        self.tracker.set_states(self.later)
+
+
+def _copied(states):
+    """A tracker writes into its dict, and into states that are generators."""
+    return {n: s.clone_state() if isinstance(s, torch.Generator) else s for n, s in states.items()}
 
 
 def rng_fork(get_rng_state_tracker: Callable | None, name: str | None = None) -> RngFork | None:

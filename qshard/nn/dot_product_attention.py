@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qshard.nn.arguments import (
     check_choice,
@@ -27,6 +26,7 @@ from qshard.nn.attention_mask import (
 )
 from qshard.nn.base import Initialized
 from qshard.nn.parallel import DeviceMeshes
+from qshard.nn.recompute import checkpointed
 
 FORMATS = ("sbhd", "bshd")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -107,7 +107,7 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
         self.bottom_right_diagonal = bottom_right_diagonal
         self.softcap, self.softmax_type = _checked_softcap(softcap), softmax_type
         self.softmax_scale = softmax_scale or 1 / math.sqrt(self.kv_channels[0])
-        self.fork = rng_fork(get_rng_state_tracker) or nullcontext
+        self.fork = rng_fork(get_rng_state_tracker)
         self.layer_number, self.name = layer_number or 1, name
         if softmax_type == "learnable":
             shape = (num_attention_heads,)
@@ -187,7 +187,8 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
             alibi_slopes (heads,) or (batch, heads).
         qkv_layer: queries, keys and values in one tensor, whose dimension qkv_interleave_dim they
             are; kv_layer: keys and values.
-        checkpoint_core_attention: compute it again in backward, and keep the inputs only.
+        checkpoint_core_attention: compute it again in backward, and keep the inputs only; with dropout a
+            tracker of get_rng_state_tracker then has get_states() and set_states().
         max_seqlen_q, max_seqlen_kv, fast_zero_fill, num_splits: change nothing.
         """
         refuse(
@@ -244,8 +245,9 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
         )
         softcap = self.softcap if softcap is None else _checked_softcap(softcap)
         arguments = (query, key, value, mask, bias, core_attention_bias_type, softcap)
-        if checkpoint_core_attention and torch.is_grad_enabled():
-            output = checkpoint(self._attend, *arguments, use_reentrant=False)
+        if checkpoint_core_attention:
+            fork = self.fork if self.attention_dropout and self.training else None
+            output = checkpointed(self._attend, *arguments, fork=fork)
         else:
             output = self._attend(*arguments)
         order = (2, 0, 1, 3) if layout == "sbhd" else (0, 2, 1, 3)
@@ -261,7 +263,7 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
             repeats = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
             is_grouped = False
-        with self.fork() if dropout else nullcontext():
+        with self.fork() if dropout and self.fork is not None else nullcontext():
             if is_explicit:
                 output = self._by_scores(query, key, value, mask, bias, bias_type, softcap, dropout)
             else:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import Shard
 from torch.nn import init
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from qshard.nn import initial
 from qshard.nn.activations import ACTIVATIONS, check_params, is_gated
@@ -21,6 +20,7 @@ from qshard.nn.fused import mlp
 from qshard.nn.multiply import Multiply
 from qshard.nn.norms import normalize
 from qshard.nn.parallel import DeviceMeshes
+from qshard.nn.recompute import checkpointed
 from qshard.tensor_parallel.local import local_part
 
 
@@ -36,7 +36,8 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
         "sreglu", "swiglu", "clamped_swiglu". fc1_weight of a gated one has 2 x ffn_hidden_size rows,
         those of the gate first. Of an activation its input is kept for backward, nothing else.
     activation_params: of "clamped_swiglu": limit, alpha, glu_linear_offset.
-    checkpoint: keep the input of the module only, and compute the rest again in backward.
+    checkpoint: keep the input of the module only, and compute the rest again in backward; not under
+        torch.func's transforms.
     output_layer_init_method(fc2_weight), init_method(fc1_weight): initial values; normal with a
         deviation of 0.023 without.
     set_parallel_mode: over tp_mesh or tp_group fc1 is a "column" and fc2 a "row"; without it both are
@@ -191,8 +192,8 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
             self.fuse_wgrad_accumulation,
             overwrite=is_first_microbatch is True,
         )
-        if self.checkpoint and torch.is_grad_enabled():
-            output, normed = recomputed(self._mlp, inp, multiply, use_reentrant=False)
+        if self.checkpoint:
+            output, normed = checkpointed(self._mlp, inp, multiply)
         else:
             output, normed = self._mlp(inp, multiply)
         more = [normed] if self.return_layernorm_output else []

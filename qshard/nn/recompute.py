@@ -1,14 +1,29 @@
-"""Elementwise steps that keep their inputs alone, and compute in backward again what else they need."""
+"""Steps that keep their inputs alone, and compute in backward again what else they need."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from qshard.nn.arguments import RngFork
+
+
+def checkpointed(function: Callable, *args, fork: RngFork | None = None):
+    """function(*args), by torch's checkpoint. fork: what function draws random numbers in. Without a
+    graph, and under torch.func's transforms, which take no checkpoint, function as it is."""
+    is_compiling = torch.compiler.is_compiling()
+    transforms = not is_compiling and torch._C._are_functorch_transforms_active()
+    if transforms or not torch.is_grad_enabled():
+        return function(*args)
+    # Compiled checkpoints take no contexts of Python's.
+    options = {} if fork is None or is_compiling else {"context_fn": fork.contexts}
+    return checkpoint(function, *args, use_reentrant=False, **options)
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """function(*tensors). Compiled code and torch.func's transforms run it as it is: the compiler
-    decides by itself what to keep."""
+    """function(*tensors), of elementwise steps. Compiled code and torch.func's transforms run it as it is:
+    the compiler decides by itself what to keep."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function(*tensors)
     return _Recomputed.apply(function, *tensors)

@@ -1,5 +1,6 @@
 """DotProductAttention, MultiheadAttention and rotary embedding against their formulas in float64."""
 
+import contextlib
 import copy
 import math
 
@@ -217,6 +218,90 @@ def test_dropout():
     module.eval()
     assert_bits(module(*tensors), module(*tensors))
     assert module(*inputs("sbhd", 0, 3)).shape == (0, BATCH, HEADS * CHANNELS)
+
+
+class Tracker:
+    """Megatron-LM's, on CPU."""
+
+    def __init__(self):
+        self.states = {"model-parallel-rng": torch.Generator().manual_seed(3).get_state()}
+
+    def get_states(self):
+        return dict(self.states)
+
+    def set_states(self, states):
+        self.states = states
+
+    @contextlib.contextmanager
+    def fork(self, name="model-parallel-rng"):
+        with torch.random.fork_rng():
+            torch.set_rng_state(self.states[name])
+            try:
+                yield
+            finally:
+                self.states[name] = torch.get_rng_state()
+
+
+class GeneratorTracker(Tracker):
+    """As TransformerEngine's for CUDA graphs, which keeps generators."""
+
+    def __init__(self):
+        self.states = {"model-parallel-rng": torch.Generator().manual_seed(3)}
+
+    @contextlib.contextmanager
+    def fork(self, name="model-parallel-rng"):
+        with torch.random.fork_rng():
+            torch.set_rng_state(self.states[name].get_state())
+            try:
+                yield
+            finally:
+                self.states[name].set_state(torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", [Tracker, GeneratorTracker])
+def test_recomputed_dropout_of_a_tracker(kind):
+    def run(recompute):
+        tracker = kind()
+        module = nn.MultiheadAttention(HEADS * CHANNELS, HEADS, attention_dropout=0.5,
+                                       get_rng_state_tracker=lambda: tracker)
+        randomize(module)
+        x = made(7, BATCH, HEADS * CHANNELS, seed=1)
+        y = x
+        for _ in range(2):  # backward comes when the tracker is elsewhere
+            y = module(y, checkpoint_core_attention=recompute)
+        before = y.sum()
+        results = [y, *(torch.autograd.grad(before, x, retain_graph=True)[0] for _ in range(2))]
+        with tracker.fork():
+            results.append(torch.rand(4))
+        return results
+
+    assert_bits(run(True), run(False))
+
+
+def test_recomputed_dropout_needs_a_tracker_that_goes_back():
+    class ForksOnly:
+        def fork(self):
+            return contextlib.nullcontext()
+
+    module = nn.DotProductAttention(HEADS, CHANNELS, attention_dropout=0.5, get_rng_state_tracker=ForksOnly)
+    tensors = inputs("sbhd", 7, 7)
+    module(*tensors)
+    with pytest.raises(TypeError, match="a ForksOnly, has no get_states"):
+        module(*tensors, checkpoint_core_attention=True)
+    module.eval()
+    module(*tensors, checkpoint_core_attention=True)
+
+
+def test_recomputed_attention_under_transforms():
+    module = nn.DotProductAttention(HEADS, CHANNELS)
+    query, key, value = (t.detach() for t in inputs("sbhd", 7, 7))
+
+    def gradient(recompute):
+        return torch.func.grad(
+            lambda q: module(q, key, value, checkpoint_core_attention=recompute).square().sum()
+        )(query)
+
+    assert_bits(gradient(True), gradient(False))
 
 
 def test_attention_refuses_by_name():

@@ -337,6 +337,22 @@ def test_checkpoint_keeps_less():
     assert saved(True) <= 64 * 96 < saved(False)
 
 
+@pytest.mark.parametrize("format", [None, "float8_blockwise"])
+def test_checkpoint_under_transforms(format):
+    module = prepared(nn.LayerNormMLP(96, 104, checkpoint=True, activation="swiglu"), format)
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    x = input_of(7, 96)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(module, parameters, x).square().mean()
+
+    grads, x_grad = torch.func.grad(loss, (0, 1))(parameters, x.detach())
+    loss({}, x).backward()
+    torch.testing.assert_close(x_grad, x.grad)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
 # ------------------------------------------------------------------------------ autocast
 
 
