@@ -24,6 +24,7 @@ from qshard.nn.attention_mask import (
     padding_masks,
     window_of,
 )
+from qshard.nn.autocast import activation_dtype, autocast_dtype
 from qshard.nn.base import Initialized
 from qshard.nn.parallel import DeviceMeshes
 from qshard.nn.recompute import checkpointed
@@ -284,8 +285,7 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
         return output if mask.dead is None else output.masked_fill(mask.dead, 0)
 
     def _by_scores(self, query, key, value, mask, bias, bias_type, softcap, dropout):
-        scores = query @ key.transpose(-1, -2)
-        scores = scores.float()
+        scores = _products(query, key)
         if bias_type == "pre_scale_bias":
             scores = scores + bias
         scores = scores * self.softmax_scale
@@ -341,6 +341,15 @@ def check_heads(module, groups, ranks):
 def _heads_first(x, layout):
     """(batch, heads, length, channels)."""
     return x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(1, 2)
+
+
+def _products(query, key):
+    """query @ key^T in fp32. In fp16 they are computed in fp32: before they are scaled they exceed it."""
+    if activation_dtype(query) != torch.float16:
+        return (query @ key.transpose(-1, -2)).float()
+    is_autocast = autocast_dtype(query) is not None
+    with torch.autocast(query.device.type, enabled=False) if is_autocast else nullcontext():
+        return query.float() @ key.float().transpose(-1, -2)
 
 
 def _allowed(mask, query, key):

@@ -304,6 +304,23 @@ def test_recomputed_attention_under_transforms():
     assert_bits(gradient(True), gradient(False))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("softcap,softmax_type", [(0.0, "off-by-one"), (50.0, "vanilla")])
+def test_scores_beyond_fp16(softcap, softmax_type, autocast):
+    module = nn.DotProductAttention(HEADS, CHANNELS, softcap=softcap, softmax_type=softmax_type)
+    tensors = inputs("sbhd", 7, 7)
+    with torch.no_grad():
+        tensors[0].mul_(1000), tensors[1].mul_(100)
+    wide = module(*tensors)
+    given = tensors if autocast else [t.detach().half().requires_grad_() for t in tensors]
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+        y = module(*given)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.float(), wide, rtol=0.01, atol=0.01)
+    y.float().sum().backward()
+    assert all(t.grad.isfinite().all() for t in given)
+
+
 def test_attention_refuses_by_name():
     tensors = inputs("sbhd", 5, 5)
     module = nn.DotProductAttention(HEADS, CHANNELS)
