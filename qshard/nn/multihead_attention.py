@@ -280,7 +280,7 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
                 raise ValueError("qshard.nn.MultiheadAttention: cross attention needs encoder_output")
             query, normed = self._project_query(hidden_states, is_first_microbatch)
             key, value = self._project_keys(encoder_output, is_first_microbatch)
-        query, key = self._position(query, key, rotary_pos_emb)
+        query, key = self._position(query, key, rotary_pos_emb, value.dtype)
         context = self.core_attention(
             query,
             key,
@@ -345,9 +345,9 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
             return parts[0].unflatten(-1, (-1, 2, self.channels)).unbind(-2)
         return parts[0].unflatten(-1, (2, -1, self.channels)).unbind(-3)
 
-    def _position(self, query, key, rotary_pos_emb):
-        if self.q_norm is not None and self.qk_norm_before_rope:
-            query, key = self.q_norm(query), self.k_norm(key)
+    def _position(self, query, key, rotary_pos_emb, dtype):
+        if self.qk_norm_before_rope:
+            query, key = self._normalize(query, key, dtype)
         if rotary_pos_emb is not None:
             pair = isinstance(rotary_pos_emb, (tuple, list))
             angles = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
@@ -355,6 +355,12 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
                 apply_rotary_pos_emb(x, freqs, self.qkv_format, self.rotary_pos_interleaved)
                 for x, freqs in zip((query, key), angles)
             )
-        if self.q_norm is not None and not self.qk_norm_before_rope:
-            query, key = self.q_norm(query), self.k_norm(key)
+        if not self.qk_norm_before_rope:
+            query, key = self._normalize(query, key, dtype)
         return query, key
+
+    def _normalize(self, query, key, dtype):
+        """In the dtype of values: that of the norms' own results is their parameters'."""
+        if self.q_norm is None:
+            return query, key
+        return self.q_norm(query).to(dtype), self.k_norm(key).to(dtype)

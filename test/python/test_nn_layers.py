@@ -200,6 +200,27 @@ def test_parts_are_not_joined(attention_type):
     assert_bits(torch.cat(parts, -1), whole)
 
 
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm", "L2Normalization"])
+@pytest.mark.parametrize("first", [False, True])
+def test_norms_of_queries_and_keys_in_mixed_precision(kind, first):
+    """Parameters in fp32, activations in 16 bits, as of MixedPrecisionPolicy of some modules or autocast."""
+    module = randomize(
+        nn.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qk_norm_type=kind,
+                              qk_norm_before_rope=first)
+    )
+    angles = nn.RotaryPositionEmbedding(HIDDEN // HEADS)(LENGTH)
+    x = input_of()
+    expected = module(x, rotary_pos_emb=angles)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        by_autocast = module(x, rotary_pos_emb=angles)
+    y = module(x.bfloat16(), rotary_pos_emb=angles)
+    assert y.dtype == by_autocast.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(by_autocast.float(), expected, rtol=0.05, atol=0.05)
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+
+
 def test_dropouts():
     module = nn.TransformerLayer(HIDDEN, FFN, HEADS, hidden_dropout=0.3, drop_path_rate=0.5)
     x = input_of()
