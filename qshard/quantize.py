@@ -13,6 +13,7 @@ from _qshard_placement import group_names, place, roles
 from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from qshard import dynamic, nn, replace, scale_groups, state
 from qshard.moves import with_local
@@ -117,6 +118,7 @@ def quantize_(
     for name, module in model.named_modules():
         if weight_names(module) and (filter_fn is None or filter_fn(module, name)):
             chosen.append((name, module))
+            _refuse_lazy(module, name)
             if weight_only and type(module) not in _KNOWN:
                 raise TypeError(
                     f"qshard.quantize_: weight_only cannot change how {name}, a "
@@ -173,6 +175,14 @@ def quantize_(
             _flush_loads(module)
     flush(model)
     return _warned(model, chosen, filter_fn or parameter_fn)
+
+
+def _refuse_lazy(module, name):
+    if any(is_lazy(parameter) for parameter in module._parameters.values()):
+        raise ValueError(
+            f"qshard.quantize_: {name or 'the model'}, a {type(module).__name__}, has no shape yet; "
+            "materialize it by a forward first, or leave it out"
+        )
 
 
 def weight_names(module: torch_nn.Module) -> tuple[str, ...]:
@@ -251,7 +261,7 @@ def warn_of_what_is_left(model, hint):
         if kind.__module__.startswith("torch.nn.") and kind is not torch_nn.MultiheadAttention:
             continue  # convolutions, embeddings, norms
         for attribute, parameter in module._parameters.items():
-            if parameter is None or is_quantized(parameter) or parameter.dim() < 2:
+            if parameter is None or is_lazy(parameter) or is_quantized(parameter) or parameter.dim() < 2:
                 continue
             if getattr(module, "dynamic", None) is not None:
                 continue
@@ -279,6 +289,7 @@ def _further(model, parameter_fn):
             name = f"{prefix}.{attribute}".lstrip(".")
             if parameter is None or weight_names(module) or not parameter_fn(parameter, name):
                 continue
+            _refuse_lazy(module, prefix)
             if parameter.dim() < 2 or getattr(parameter, "_fsdp_flattened", False):
                 raise ValueError(
                     f"qshard.quantize_: parameter_fn chose {name} of shape {tuple(parameter.shape)}; it "

@@ -153,6 +153,26 @@ def test_a_weight_that_is_computed_is_refused():
     assert not any(qshard.is_quantized(p) for p in m.parameters())
 
 
+@pytest.mark.parametrize("options", [{}, {"weights": "dynamic"}, {"weight_only": True}], ids=str)
+def test_lazy_linears_are_materialized_first(options):
+    def lazy():
+        return nn.Sequential(nn.Linear(32, 48), nn.LazyLinear(8))
+
+    m, recipe = lazy(), qshard.Float8BlockScaling()
+    with pytest.raises(ValueError, match="1, a LazyLinear, has no shape yet; materialize it by a forward"):
+        qshard.quantize_(m, recipe, **options)
+    assert type(m[0]) is nn.Linear and not qshard.is_quantized(m[0].weight)
+    m(torch.ones(2, 32))
+    qshard.quantize_(m, recipe, **options)
+    qshard.quantize_(lazy(), recipe, filter_fn=lambda _, name: name == "0", **options)(torch.ones(2, 32))
+    if not options:
+        with pytest.raises(ValueError, match="1, a LazyConv2d, has no shape yet"):
+            qshard.quantize_(
+                nn.Sequential(nn.Linear(32, 48), nn.LazyConv2d(8, 3)), recipe,
+                parameter_fn=lambda _, name: name == "1.weight",
+            )
+
+
 @pytest.mark.parametrize("keep_master", [True, False])
 def test_plain_weights_are_freed_one_by_one(keep_master, monkeypatch):
     m = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
