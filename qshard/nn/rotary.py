@@ -13,7 +13,7 @@ SHORT = (torch.bfloat16, torch.float16)
 
 class RotaryAngles(Tensor):
     """Angles that `.to()` of 16 bits leaves as they are: FSDP2's MixedPrecisionPolicy, and FSDP1's, cast what
-    a module is given, and in bfloat16 an angle of position 4,096 is off by up to 8 rad."""
+    a module is given, and in bfloat16 angles of positions below 4,096 are off by up to 8 rad."""
 
     def __deepcopy__(self, memo):
         return self.clone()
@@ -42,14 +42,18 @@ def _moved_only(angles, *args, **kwargs):
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles that `MultiheadAttention` and `TransformerLayer` take as rotary_pos_emb. They, and the
-    frequencies, stay float32 when the model, or FSDP2, casts to 16 bits.
+    """Angles that `MultiheadAttention` and `TransformerLayer` take as rotary_pos_emb. `.to()` of 16 bits, of
+    FSDP2 and FSDP1 too, leaves them float32; no cast of the model changes the dtype of the frequencies.
 
-    dim: channels of a head. rotary_percent: which part of them is rotated.
-    rotary_base: of the angles' geometric series.
-    seq_len_interpolation_factor, pretrained_max_position_embeddings: positions are divided by the
-        factor (arXiv:2306.15595); with both, by what fits the sequence into the lengths seen.
-    interleaved: neighbouring channels make a pair, instead of those half a head apart.
+    dim: channels of a head. rotary_percent: the part of them that is rotated, at most 1: the first
+        int(dim * rotary_percent) channels, an even number.
+    rotary_base: pair i of n rotated channels turns by rotary_base^(-2i/n) radians from one position to
+        the next.
+    seq_len_interpolation_factor, pretrained_max_position_embeddings: with both, positions are divided by
+        the factor (arXiv:2306.15595), and where max_seq_len is more than factor * pretrained, by
+        max_seq_len / pretrained. One without the other changes nothing.
+    interleaved: neighbouring channels make a pair, instead of those half of the rotated channels apart;
+        rotary_pos_interleaved of the attention says the same.
     """
 
     def __init__(
@@ -86,8 +90,8 @@ class RotaryPositionEmbedding(nn.Module):
         self.inv_freq.copy_(self._frequencies(self.inv_freq.device))
 
     def forward(self, max_seq_len: int, offset: int = 0) -> RotaryAngles:
-        """(max_seq_len, 1, 1, rotated channels) float32 angles, which `.to()` moves, and does not cast
-        to 16 bits."""
+        """(max_seq_len, 1, 1, rotated channels) angles in radians, float32, of positions offset, offset + 1,
+        ...: both channels of a pair have its angle. `.to()` moves them, and does not cast to 16 bits."""
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
         positions = positions + offset
         factor = self.seq_len_interpolation_factor
