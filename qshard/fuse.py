@@ -63,7 +63,8 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
       another dtype than q, and in compiled code, the function itself.
 
     Call it before or after `quantize_`, and before fully_shard and torch.compile. Everything else is left
-    as it is, modules whose forward was replaced on the instance too.
+    as it is: modules whose forward was replaced on the instance, that compute something else in training
+    than in evaluation.
     """
     report = FusedReport()
     for name, module in list(model.named_modules()):
@@ -183,31 +184,44 @@ def _rebuild(mixin, kind):
 def _rms_norm(module):
     """eps, whether gamma is 1 + weight, and whether the result has the input's dtype."""
     if type(module) is torch_nn.RMSNorm:
-        is_usual = module.eps is not None and module.weight is not None and module.weight.dim() == 1
-        return {"eps": module.eps, "zero_centered": False, "keeps_dtype": True} if is_usual else None
+        if not isinstance(module.eps, float) or module.weight is None or module.weight.dim() != 1:
+            return None
+        return {"eps": module.eps, "zero_centered": False, "keeps_dtype": True}
     if _is_known(module):
         return None
     names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or module.weight.dim() != 1 or list(module.buffers()):
+    if names != ["weight"] or module.weight.dim() != 1:
         return None
-    epsilons = {v for v in module.__dict__.values() if isinstance(v, float) and 0 < v < 0.1}
+    if any(map(list, (module.buffers(), module.children()))):
+        return None
+    epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}
     if len(epsilons) != 1:
         return None
-    (eps,) = epsilons
+    return _in_both_modes(functools.partial(_rms_norm_by_values, module, *epsilons))
+
+
+def _rms_norm_by_values(module, eps, training):
     size = module.weight.shape[0]
     weight = torch.linspace(0.5, 1.5, size)
     # Rows to which eps means nothing, something, and everything.
     x = torch.linspace(-1, 2, size) * torch.tensor([[1.0], [eps**0.5], [1e-2 * eps**0.5]])
-    y = _probe(module, {"weight": weight}, x)
+    run = functools.partial(_probe, module, training, _parameters={"weight": weight})
+    y = run(x)
     if y is None or y.shape != x.shape or y.dtype != torch.float32:
         return None
     for zero_centered in (False, True):
         expected = normalize(x, "RMSNorm", weight, None, eps, zero_centered)
         if torch.allclose(y, expected, rtol=1e-5, atol=0):
-            low = _probe(module, {"weight": weight}, x.bfloat16())
+            low = run(x.bfloat16())
             keeps = low is not None and low.dtype == torch.bfloat16
             return {"eps": eps, "zero_centered": zero_centered, "keeps_dtype": keeps}
     return None
+
+
+def _in_both_modes(recognise):
+    """recognise(training), if it is the same of both."""
+    found = recognise(True)
+    return found if found is not None and found == recognise(False) else None
 
 
 def _is_known(module):
@@ -215,13 +229,20 @@ def _is_known(module):
     return type(module).__module__.startswith(("torch.nn.", "qshard.nn"))
 
 
+def _twin(module, training, **attributes):
+    """The module in a mode, and its parts, without a change of the module: with attributes of its own."""
+    twin = object.__new__(type(module))
+    parts = {name: None if m is None else _twin(m, training) for name, m in module._modules.items()}
+    twin.__dict__.update({**module.__dict__, "_modules": parts, "training": training, **attributes})
+    return twin
+
+
 @torch.no_grad()
-def _probe(module, parameters, *inputs):
-    """What a module computes with other parameters; without its hooks. None for an error."""
-    other = object.__new__(type(module))
-    other.__dict__.update(module.__dict__, _parameters=parameters)
+def _probe(module, training, *inputs, **attributes):
+    """What a module computes in a mode, with other attributes; without its hooks. None for an error."""
     try:
-        y = type(module).forward(other, *inputs)
+        with torch.random.fork_rng(devices=()):
+            y = type(module).forward(_twin(module, training, **attributes), *inputs)
     except Exception:  # it is something else
         return None
     return y if isinstance(y, torch.Tensor) else None
@@ -235,7 +256,8 @@ def _rotary(module):
     if list(arguments)[-2:] != ["cos", "sin"] or len(arguments) != 4:
         return None
     x, cos, sin = _rotary_example()
-    return {} if _is_turned(_probe(module, {}, x, cos, sin), x, cos, sin) else None
+    turned = (_probe(module, training, x, cos, sin) for training in (True, False))
+    return {} if all(_is_turned(y, x, cos, sin) for y in turned) else None
 
 
 def _rotary_function(module):
@@ -290,11 +312,16 @@ class _Tracer(fx.Tracer):
 
 
 def _gated_mlp(module):
-    """Names of the linears gate, up and down, and the activation."""
+    """Names of the linears gate, up and down, the activation."""
     linears = {n for n, m in module.named_children() if isinstance(m, torch_nn.Linear)}
     if len(linears) != 3 or len(list(module.parameters(recurse=False))):
         return None
+    return _in_both_modes(functools.partial(_traced_mlp, module, linears))
+
+
+def _traced_mlp(module, linears, training):
     try:
+        module = _twin(module, training)
         nodes = list(_Tracer().trace(module).nodes)
     except Exception:  # control flow, other arguments: it is something else
         return None
@@ -327,20 +354,21 @@ def _activation(module, node):
     """The gated activation that a node applies the function of, or None."""
     if not isinstance(node, fx.Node) or len(node.args) != 1:
         return None
+    t = torch.linspace(-8, 8, 97)
     if node.op == "call_module":
         function = module.get_submodule(node.target)
-        if list(function.parameters()) or isinstance(function, torch_nn.Linear):
+        if any(map(list, (function.parameters(), function.buffers(), function.children()))):
             return None
+        y = _probe(function, module.training, t)
     elif node.op == "call_function":
-        function = functools.partial(node.target, **node.kwargs)
+        try:
+            y = node.target(t, **node.kwargs)
+        except Exception:  # it is something else
+            return None
     else:
         return None
-    t = torch.linspace(-8, 8, 97)
-    try:
-        y = function(t)
-    except Exception:  # it is something else
-        return None
-    return next((name for name, f in _FUNCTIONS.items() if torch.equal(f(t), y)), None)
+    same = (n for n, f in _FUNCTIONS.items() if isinstance(y, torch.Tensor) and torch.equal(f(t), y))
+    return next(same, None)
 
 
 _PATTERNS = (

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -303,6 +304,44 @@ def test_replaced_forwards_and_hooks():
     assert len(qshard.fuse_(module)) == 1 and not seen
     module(input_of(2, 32))
     assert seen == ["Linear", "FusedMLP"]
+
+
+class Trains(nn.Module):
+    """A module whose forward has code for training alone."""
+
+    def forward(self, *args):
+        y = super().forward(*args)
+        return F.dropout(y, 0.5) if self.training else y
+
+
+class TrainedNorm(Trains, TwiceRounded):
+    pass
+
+
+class TrainedMLP(Trains, MLP):
+    pass
+
+
+class TrainedSiLU(Trains, nn.SiLU):
+    pass
+
+
+class ScaledOnce(MLP):
+    def forward(self, x):
+        return super().forward(x) if self.training else super().forward(x) * 2
+
+
+@pytest.mark.parametrize("make", [
+    lambda: TrainedNorm(32), TrainedMLP, ScaledOnce, lambda: MLP(act=TrainedSiLU())])
+@pytest.mark.parametrize("training", [True, False])
+def test_code_for_one_mode(make, training):
+    module = make().train(training)
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    assert not qshard.fuse_(module)
+    assert_bits(torch.rand(4), expected)  # probing draws no random numbers of the user's
+    assert all(m.training is training for m in module.modules())
 
 
 def test_compiles():
