@@ -4,6 +4,7 @@ import functools
 import inspect
 import operator
 import types
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,10 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
 
     Call it before or after `quantize_`, and before fully_shard and torch.compile. Everything else is left
     as it is: modules whose forward was replaced on the instance, that compute something else in training
-    than in evaluation.
+    than in evaluation, and, with a warning, whose activation has hooks.
+
+    A norm's eps is read in each forward. Of an MLP whose activation is replaced, changed or given hooks
+    later, its own forward runs again. Changes of what else a forward reads are not seen.
     """
     report = FusedReport()
     for name, module in list(model.named_modules()):
@@ -72,11 +76,20 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
             continue
         for recognise, mixin in _PATTERNS:
             found = recognise(module)
-            if found is not None:
-                report.append(Fused(name, type(module).__name__, mixin.pattern.format(**found)))
-                module._qshard_fused = found
-                module.__class__ = _fused_class(mixin, type(module))
+            if found is None:
+                continue
+            if _has_more(found.get("function")):
+                warnings.warn(
+                    f"qshard.fuse_: {name or 'the model'}, a {type(module).__name__}, is left as it is: its "
+                    f"{found['attribute']} has hooks, or a forward of its own, which a fused step would "
+                    "not call",
+                    stacklevel=2,
+                )
                 break
+            report.append(Fused(name, type(module).__name__, mixin.pattern.format(**found)))
+            module._qshard_fused = found
+            module.__class__ = _fused_class(mixin, type(module))
+            break
     return report
 
 
@@ -92,11 +105,14 @@ class _FusedNorm(_Rebuilt):
 
     def forward(self, x):
         known = self._qshard_fused
+        eps = getattr(self, known["eps_name"])
+        if not isinstance(eps, float):  # None of nn.RMSNorm's: that of the dtype
+            return super().forward(x)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         dtype = x.dtype if known["keeps_dtype"] else dtype
 
         def step(x, weight):
-            return normalize(x, "RMSNorm", weight, None, known["eps"], known["zero_centered"], dtype)
+            return normalize(x, "RMSNorm", weight, None, eps, known["zero_centered"], dtype)
 
         return norm_of_tokens(step, x, self.weight)
 
@@ -106,12 +122,40 @@ class _FusedMLP(_Rebuilt):
 
     def forward(self, x):
         known = self._qshard_fused
+        if not _is_as_it_was(self, known):
+            return super().forward(x)
         first, second, last = (getattr(self, known[part]) for part in ("gate", "up", "down"))
         if known["activation"] == "swiglu":
             y = swiglu_of_linears(x, first, second, last)
             if y is not None:
                 return y
         return last(gate(first(x), second(x), known["activation"]))
+
+
+def _is_as_it_was(module, known):
+    """Whether the activation of an MLP is the one that was recognised, and calling it does nothing else."""
+    attribute, function = known["attribute"], known["function"]
+    if attribute is None:  # the code's own
+        return True
+    now = module
+    for name in attribute.split("."):
+        now = getattr(now, name, None)
+    if now is not function or _has_more(function):
+        return False
+    return all(_is_same(getattr(function, n, None), v) for n, v in known["settings"].items())
+
+
+def _is_same(value, known):
+    return value == known if isinstance(known, (bool, int, float, str)) else value is known
+
+
+def _has_more(function):
+    """Whether calling a module does more than its class says."""
+    if not isinstance(function, torch_nn.Module):
+        return False
+    if "forward" in function.__dict__ or function._backward_hooks or function._backward_pre_hooks:
+        return True
+    return bool(function._forward_hooks or function._forward_pre_hooks)
 
 
 class _FusedRotary(_Rebuilt):
@@ -182,11 +226,12 @@ def _rebuild(mixin, kind):
 
 
 def _rms_norm(module):
-    """eps, whether gamma is 1 + weight, and whether the result has the input's dtype."""
+    """eps and the attribute that holds it, whether gamma is 1 + weight, and whether the result has the
+    input's dtype."""
     if type(module) is torch_nn.RMSNorm:
         if not isinstance(module.eps, float) or module.weight is None or module.weight.dim() != 1:
             return None
-        return {"eps": module.eps, "zero_centered": False, "keeps_dtype": True}
+        return {"eps": module.eps, "eps_name": "eps", "zero_centered": False, "keeps_dtype": True}
     if _is_known(module):
         return None
     names = [name for name, _ in module.named_parameters()]
@@ -194,14 +239,14 @@ def _rms_norm(module):
         return None
     if any(map(list, (module.buffers(), module.children()))):
         return None
-    epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1}
-    if len(epsilons) != 1:
+    epsilons = {n: v for n, v in vars(module).items() if isinstance(v, float) and 0 < v < 0.1}
+    if len(set(epsilons.values())) != 1:
         return None
-    return _in_both_modes(functools.partial(_rms_norm_by_values, module, *epsilons))
+    return _in_both_modes(functools.partial(_rms_norm_by_values, module, epsilons))
 
 
-def _rms_norm_by_values(module, eps, training):
-    size = module.weight.shape[0]
+def _rms_norm_by_values(module, epsilons, training):
+    eps, size = next(iter(epsilons.values())), module.weight.shape[0]
     weight = torch.linspace(0.5, 1.5, size)
     # Rows to which eps means nothing, something, and everything.
     x = torch.linspace(-1, 2, size) * torch.tensor([[1.0], [eps**0.5], [1e-2 * eps**0.5]])
@@ -209,12 +254,16 @@ def _rms_norm_by_values(module, eps, training):
     y = run(x)
     if y is None or y.shape != x.shape or y.dtype != torch.float32:
         return None
+    changed = {name: run(x, **{name: 4 * eps}) for name in epsilons}
+    read = [name for name, other in changed.items() if other is None or not torch.equal(other, y)]
+    if len(read) != 1:
+        return None
     for zero_centered in (False, True):
         expected = normalize(x, "RMSNorm", weight, None, eps, zero_centered)
         if torch.allclose(y, expected, rtol=1e-5, atol=0):
             low = run(x.bfloat16())
             keeps = low is not None and low.dtype == torch.bfloat16
-            return {"eps": eps, "zero_centered": zero_centered, "keeps_dtype": keeps}
+            return {"eps": eps, "eps_name": read[0], "zero_centered": zero_centered, "keeps_dtype": keeps}
     return None
 
 
@@ -312,11 +361,19 @@ class _Tracer(fx.Tracer):
 
 
 def _gated_mlp(module):
-    """Names of the linears gate, up and down, the activation."""
+    """Names of the linears gate, up and down, the activation, and what the MLP calls it by."""
     linears = {n for n, m in module.named_children() if isinstance(m, torch_nn.Linear)}
     if len(linears) != 3 or len(list(module.parameters(recurse=False))):
         return None
-    return _in_both_modes(functools.partial(_traced_mlp, module, linears))
+    found = _in_both_modes(functools.partial(_traced_mlp, module, linears))
+    if found is None:
+        return None
+    attribute = found["attribute"]
+    is_module = attribute is not None and attribute not in vars(module)
+    function = module.get_submodule(attribute) if is_module else vars(module).get(attribute)
+    settings = vars(function).items() if is_module else ()
+    settings = {n: v for n, v in settings if n[0] != "_" and n != "training"}
+    return {**found, "function": function, "settings": settings}
 
 
 def _traced_mlp(module, linears, training):
@@ -346,21 +403,25 @@ def _traced_mlp(module, linears, training):
         act = activated.args[0] if isinstance(activated, fx.Node) and activated.args else None
         first, activation = called(act, x), _activation(module, activated)
         if up in linears and first in linears and activation and len({up, first, down}) == 3:
-            return {"gate": first, "up": up, "down": down, "activation": activation}
+            return {"gate": first, "up": up, "down": down, **activation}
     return None
 
 
 def _activation(module, node):
-    """The gated activation that a node applies the function of, or None."""
+    """The gated activation that a node applies the function of, and the attribute of the module that holds
+    that, or None."""
     if not isinstance(node, fx.Node) or len(node.args) != 1:
         return None
     t = torch.linspace(-8, 8, 97)
     if node.op == "call_module":
-        function = module.get_submodule(node.target)
+        function, attribute = module.get_submodule(node.target), node.target
         if any(map(list, (function.parameters(), function.buffers(), function.children()))):
             return None
         y = _probe(function, module.training, t)
     elif node.op == "call_function":
+        # As it is, or as a functools.partial.
+        held = (n for n, f in vars(module).items() if getattr(f, "func", f) is node.target)
+        attribute = next(held, None)
         try:
             y = node.target(t, **node.kwargs)
         except Exception:  # it is something else
@@ -368,7 +429,8 @@ def _activation(module, node):
     else:
         return None
     same = (n for n, f in _FUNCTIONS.items() if isinstance(y, torch.Tensor) and torch.equal(f(t), y))
-    return next(same, None)
+    name = next(same, None)
+    return None if name is None else {"activation": name, "attribute": attribute}
 
 
 _PATTERNS = (

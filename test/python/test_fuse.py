@@ -306,6 +306,41 @@ def test_replaced_forwards_and_hooks():
     assert seen == ["Linear", "FusedMLP"]
 
 
+def forbidden(*_):
+    raise AssertionError("a hook of the user's was called")
+
+
+def of_activation(kind):
+    """Registers a hook on a module."""
+    return {
+        "forward": lambda m, hook: m.register_forward_hook(hook),
+        "forward pre": lambda m, hook: m.register_forward_pre_hook(hook),
+        "backward": lambda m, hook: m.register_full_backward_hook(hook),
+        "own forward": lambda m, hook: setattr(
+            m, "forward", lambda x: hook() or type(m).forward(m, x)),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward pre", "backward", "own forward"])
+def test_hooks_of_activations(kind):
+    register = of_activation(kind)
+    model = nn.Sequential(Block(), Block())
+    register(model[0].mlp.act_fn, forbidden)
+    with pytest.warns(UserWarning, match="0.mlp, a MLP, is left as it is: its act_fn has hooks"):
+        report = qshard.fuse_(model)
+    assert [row.name for row in report] == ["0.norm", "1.norm", "1.mlp"] and type(model[0].mlp) is MLP
+    # Those of later run, too, and as long as they are there.
+    seen, x = [], input_of(2, 32)
+    expected = results(model[1], x)
+    handle = register(model[1].mlp.act_fn, lambda *_: seen.append(1))
+    torch.testing.assert_close(results(model[1], x), expected)
+    assert seen == [1]
+    if handle is not None:
+        handle.remove()
+        assert_bits(results(model[1], x), expected)
+        assert seen == [1]
+
+
 class Trains(nn.Module):
     """A module whose forward has code for training alone."""
 
@@ -342,6 +377,75 @@ def test_code_for_one_mode(make, training):
     assert not qshard.fuse_(module)
     assert_bits(torch.rand(4), expected)  # probing draws no random numbers of the user's
     assert all(m.training is training for m in module.modules())
+
+
+class TwoEpsilons(TwiceRounded):
+    def __init__(self, size):
+        super().__init__(size)
+        self.eps = self.variance_epsilon
+
+
+@pytest.mark.parametrize("make,attribute", [
+    (TwiceRounded, "variance_epsilon"), (TwoEpsilons, "variance_epsilon"), (ZeroCentered, "eps"),
+    (lambda size: nn.RMSNorm(size, eps=1e-6), "eps")])
+def test_eps_is_read_in_each_forward(make, attribute):
+    plain = randomize(make(32))
+    module, x = copy.deepcopy(plain), input_of(7, 32)
+    assert len(qshard.fuse_(module)) == 1
+    for eps in (0.5, 2.0, None):
+        if eps is None and type(plain) is not nn.RMSNorm:
+            continue
+        for one in (plain, module):
+            setattr(one, attribute, eps)
+        torch.testing.assert_close(module(x), plain(x))
+        torch.testing.assert_close(copy.deepcopy(module)(x), plain(x))
+
+
+class Held(MLP):
+    """The activation is a function that an attribute holds."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act_fn = None
+        del self._modules["act_fn"]
+        self.act_fn = act
+
+
+class Clipped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.limit = 100.0
+
+    def forward(self, x):
+        return F.silu(x).clamp(max=self.limit)
+
+
+def replace(module):
+    module.act_fn = nn.Tanh()
+
+
+@pytest.mark.parametrize("make,change", [
+    (MLP, replace),
+    (lambda: MLP(act=nn.GELU(approximate="tanh")), lambda m: setattr(m.act_fn, "approximate", "none")),
+    (lambda: MLP(act=nn.GELU(approximate="tanh")), replace),
+    (lambda: MLP(act=Clipped()), lambda m: setattr(m.act_fn, "limit", 0.01)),
+    (lambda: Held(F.silu), lambda m: setattr(m, "act_fn", torch.tanh)),
+    (lambda: Held(partial(F.gelu, approximate="tanh")), lambda m: setattr(m, "act_fn", F.gelu)),
+])
+def test_activations_are_changed_later(make, change):
+    torch._dynamo.reset()
+    plain = make()
+    module, x = copy.deepcopy(plain), input_of(7, 32)
+    (row,) = qshard.fuse_(module)
+    assert row.pattern.startswith("down_proj(")
+    module = copy.deepcopy(module)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_bits(results(module, x), results(plain, x))
+    torch.testing.assert_close(compiled(x), plain(x))
+    for one in (plain, module):
+        change(one)
+    assert_bits(results(module, x), results(plain, x))
+    torch.testing.assert_close(compiled(x), plain(x))
 
 
 def test_compiles():
