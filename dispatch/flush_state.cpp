@@ -28,7 +28,9 @@ void FlushState::write_with_amax(at::Device device, at::Tensor amax, bool shown)
   watch_.note();
   known_amax_ = std::move(amax);
   shown_ = shown;
-  if (shown) start_generation();
+  if (!shown) return;
+  start_generation();
+  may_be_replayed_ |= is_capturing(device);
 }
 
 void FlushState::write_elsewhere() {
@@ -39,6 +41,7 @@ void FlushState::write_elsewhere() {
 
 void FlushState::requantize(FlushEvent flushed) {
   start_generation();
+  may_be_replayed_ |= flushed.is_captured();
   flushed_ = std::move(flushed);
   // Amaxes of a value that was not shown are those before it was rounded by scales of this rank
   // alone: with them the flush to come would take the codes for settled.

@@ -46,6 +46,9 @@ class FlushState {
   /// The stream of the last write that said so; none if one did not.
   std::optional<c10::Stream> write_stream() const;
   const FlushEvent& flushed() const { return flushed_; }
+  /// Whether a CUDA graph captured what made image or grid anew: its replays do that again, and no
+  /// transition says so.
+  bool may_be_replayed() const { return may_be_replayed_; }
 
   /// Watches a version counter of the master, that of `owner`.
   void watch(const c10::VariableVersion& counter, const c10::TensorImpl* owner) {
@@ -104,6 +107,7 @@ class FlushState {
   WriteWatch watch_;
   std::optional<c10::Stream> write_stream_;
   FlushEvent flushed_;
+  bool may_be_replayed_ = false;  // for good: graphs are replayed at any time
 };
 
 }  // namespace qshard

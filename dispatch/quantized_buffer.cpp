@@ -264,6 +264,8 @@ int64_t QuantizedBuffer::generation() {
 
 const at::Tensor& QuantizedBuffer::snapshot_grid() {
   notice_written_codes();
+  // A replay changes the grid, or a graph reads one that a later flush will have changed.
+  if (flush_state_.may_be_replayed() || is_capturing(device())) grid_snapshot_.reset();
   if (grid().defined() && !grid_snapshot_.defined()) {
     PlainGuard guard;
     grid_snapshot_ = grid().clone();
@@ -307,6 +309,8 @@ void QuantizedBuffer::become_own_tensor() {
 
 at::Tensor QuantizedBuffer::begin_gather(Images images) {
   flush_state_.flushed().wait();
+  // A replay is waited for by the stream that it runs on, or by the default one.
+  if (flush_state_.may_be_replayed()) wait_for_stream({}, device());
   const Ptr owner = original();
   owner->gather_ = {snapshot_grid(), generation(), images};
   if (images == Images::kAll) return planes_.flat_image();

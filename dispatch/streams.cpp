@@ -39,6 +39,10 @@ std::optional<c10::Stream> current_device_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).unwrap();
 }
 
+bool is_capturing(at::Device device) {
+  return device.is_cuda() && capture_of(c10::cuda::getCurrentCUDAStream(device.index())) != 0;
+}
+
 void wait_for_stream(std::optional<c10::Stream> stream, at::Device device) {
   if (!device.is_cuda()) return;
   wait_for(stream ? CUDAStream(*stream) : c10::cuda::getDefaultCUDAStream(device.index()),
@@ -83,19 +87,17 @@ void FlushEvent::wait() const {
   thread_local std::pair<std::weak_ptr<const Point>, c10::StreamId> last;
   if (last.second == current.id() && last.first.lock() == point_) return;
   const auto capture = capture_of(current);
-  if (capture == point_->capture) {
-    point_->event.block(current.unwrap());
-    if (capture == 0) last = {point_, current.id()};
-  } else if (capture == 0) {
-    // The point lies in a graph, whose replay leaves no event. It was replayed on some stream that
-    // the default stream or this one waits for.
-    wait_for(c10::cuda::getDefaultCUDAStream(current.device_index()), current);
-  }
+  if (capture != point_->capture) return;
+  point_->event.block(current.unwrap());
+  if (capture == 0) last = {point_, current.id()};
 }
+
+bool FlushEvent::is_captured() const { return point_ && point_->capture != 0; }
 
 #else
 
 std::optional<c10::Stream> current_device_stream(at::Device) { return std::nullopt; }
+bool is_capturing(at::Device) { return false; }
 void wait_for_stream(std::optional<c10::Stream>, at::Device) {}
 void record_on_current_stream(const at::Tensor&) {}
 void record_on_default_stream(const at::Tensor&) {}
@@ -103,6 +105,7 @@ void record_on_default_stream(const at::Tensor&) {}
 struct FlushEvent::Point {};
 FlushEvent FlushEvent::record(at::Device) { return {}; }
 void FlushEvent::wait() const {}
+bool FlushEvent::is_captured() const { return false; }
 
 #endif
 

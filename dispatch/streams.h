@@ -13,6 +13,9 @@ namespace qshard {
 /// The device's current stream, none on cpu and meta.
 std::optional<c10::Stream> current_device_stream(at::Device device);
 
+/// Whether the device's current stream is being captured into a CUDA graph.
+bool is_capturing(at::Device device);
+
 /// Makes the current stream wait for work queued on `stream`, or on the device's default stream.
 void wait_for_stream(std::optional<c10::Stream> stream, at::Device device);
 
@@ -22,13 +25,14 @@ void record_on_current_stream(const at::Tensor& tensor);
 void record_on_default_stream(const at::Tensor& tensor);
 
 /// A point in a stream that other streams can wait for. Copies are the same point; an empty one has
-/// nothing to wait for.
+/// nothing to wait for, and so has one within a graph, whose replays leave no event.
 class FlushEvent {
  public:
   /// Now, on the device's current stream.
   static FlushEvent record(at::Device device);
   /// Makes the device's current stream wait for it.
   void wait() const;
+  bool is_captured() const;
 
  private:
   struct Point;
