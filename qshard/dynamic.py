@@ -30,7 +30,7 @@ class DynamicWeight:
     """How the modules of one plain weight quantize it.
 
     state: delayed scaling's amax_history and scaling_amax, else empty.
-    group: c10d name of the group that agrees on amaxes, "" for none.
+    group: c10d name of the group that agrees on amaxes, "" for none. Copies agree with nobody.
     uses: modules that read the weight in a forward. Of several the first quantizes it, and its codes are
         kept until the backward of the last; alone, a weight is quantized again in backward.
     managed: somebody else, who knows the shards of the weight, keeps the state up to date.
@@ -57,6 +57,7 @@ class DynamicWeight:
 
     def __getstate__(self):
         of_copy = {"_seen": None, "_shared": None, "_is_told": False, "managed": False, "known_amax": []}
+        of_copy["group"] = ""  # one rank alone may use the copy
         return {**self.__dict__, **of_copy, "_steps": self._steps - _Steps.of_others}
 
     def __setstate__(self, state):

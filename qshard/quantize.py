@@ -67,7 +67,8 @@ def quantize_(
         buffers): each module quantizes its weight at each use, forward and backward, and computes what
         a quantized weight with a master would. Before or after wrapping; of FSDP1 see
         `prepare_for_fsdp1`.
-    group: for "dynamic" and DelayedScaling: the process group that agrees on amaxes after a step.
+    group: for "dynamic" and DelayedScaling: the process group that agrees on amaxes after a step. Copies of
+        the model (deepcopy, pickle) agree with nobody.
     persistent_state: amax histories and that count are in the model's state_dict. False leaves it the
         names of the plain model's, for code that knows only those; save
         qshard.QuantizationState(model) beside it to resume bit for bit.

@@ -305,3 +305,33 @@ def plain_values(model):
 def test_partitions_of_copies(world, format, is_flushed):
     for losses in world.run(run_partitions, format, is_flushed):
         assert losses[-1] < losses[0]
+
+
+# -------------------------------------------------------------------------- copies of a model
+
+
+def run_copy_on_one_rank():
+    """An average of weights, say, evaluated by one rank while others go on."""
+    kwargs = dict(weights="dynamic", group=dist.group.WORLD)
+    torch.manual_seed(0)
+    model = quantize_model(Model().to(device()), DELAYED, **kwargs)
+    ddp, other = DistributedDataParallel(model), nn.Linear(4, 4)
+    train(ddp, steps=2)
+    average = copy.deepcopy(model)
+    optimizer, x = adamw(other), batch(0, rank=0)
+    other(torch.ones(4)).sum().backward()
+    optimizer.step()
+    before = states(model)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            average(x)
+            average(x)
+        pickle.loads(pickle.dumps(average))(x)
+    assert all(torch.equal(before[name], table) for name, table in states(model).items())
+    assert agree_over_ranks(model)
+    return [int((h[:, 1:] > 0).sum()) for h in delayed_states(model)]
+
+
+@on_worlds(2)
+def test_a_copy_on_one_rank_waits_for_nobody(world):
+    assert world.run(run_copy_on_one_rank) == [[6] * 5] * 2
