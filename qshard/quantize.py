@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from qshard import dynamic, nn, replace, scale_groups, state
+from qshard import dynamic, dynamic_modules, nn, replace, scale_groups, state
 from qshard.moves import with_local
 from qshard.tensor_parallel.local import TensorParallel
 
@@ -102,7 +102,7 @@ def quantize_(
             "qshard.quantize_: stochastic_rounding is for weights without a master, which holds what "
             "rounding would lose; pass keep_master=False"
         )
-    is_dynamic = dynamic.check_arguments(
+    is_dynamic = dynamic_modules.check_arguments(
         weights, group, keep_master, stochastic_rounding, persistent_state
     )
     if is_dynamic and tp_mesh is not None:
@@ -134,11 +134,11 @@ def quantize_(
             f"chose {further[0][0]}; leave one of the two out"
         )
     if is_dynamic:
-        dynamic.quantize_at_each_use(model, chosen, format, weight_only, group)
+        dynamic_modules.quantize_at_each_use(model, chosen, format, weight_only, group)
         return _warned(model, chosen, filter_fn)
     sharing = scale_groups.find(chosen, share_tensor_scale, format) if share_tensor_scale else []
     replace.check_model(model, "qshard.quantize_")
-    dynamic.refuse_fsdp1(chosen)
+    dynamic_modules.refuse_fsdp1(chosen)
 
     tensor_groups = _tensor_groups(model, tp_mesh)
     weights = _named_weights(model, chosen, further)
@@ -404,7 +404,7 @@ def _placement_of(value, name, tensor_groups):
 
 
 def _prepare_module(module, weight_only, is_tensor_parallel):
-    dynamic.uninstall(module)
+    dynamic_modules.uninstall(module)
     if type(module) is torch_nn.Linear:
         module.__class__ = nn.Linear
     if isinstance(module, nn.base.Initialized):
@@ -439,7 +439,7 @@ def forget_module(module):
     plain = {nn.Linear: torch_nn.Linear, nn.Embedding: torch_nn.Embedding}
     if not getattr(module, "is_constructed", False):
         module.__class__ = plain.get(type(module), type(module))
-    dynamic.uninstall(module)
+    dynamic_modules.uninstall(module)
     for name in (
         "weight_only",
         "weight_format",

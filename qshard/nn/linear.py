@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
-from qshard.dynamic import NamedState
+from qshard.dynamic_modules import NamedState
 from qshard.functional import linear_under_transforms
 from qshard.nn import initial
 from qshard.nn.arguments import refuse

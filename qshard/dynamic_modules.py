@@ -1,0 +1,206 @@
+"""Modules whose weights stay plain: what quantize_(weights="dynamic") does to them, and their state dicts."""
+
+import torch
+from _qshard_hooks import is_quantized, local_of
+from torch import nn
+
+from qshard.dynamic import DynamicWeight, delayed_weights
+
+ops = torch.ops.qshard
+_STATE = ("weight_amax_history", "weight_scaling_amax")  # as quantized weights name them
+_HOOKS = "_qshard_dynamic_hooks"
+
+
+def check_arguments(weights, group, keep_master, stochastic_rounding, persistent_state) -> bool:
+    """Whether weights are to stay plain; raises for what does not go with it."""
+    if weights not in ("quantized", "dynamic"):
+        raise ValueError(
+            f'qshard.quantize_: weights is "quantized" or "dynamic", got {weights!r}'
+        )
+    if weights == "quantized":
+        if group is not None:
+            raise ValueError(
+                'qshard.quantize_: group is for weights="dynamic"; quantized parameters know theirs from '
+                "FSDP2"
+            )
+        return False
+    if stochastic_rounding:
+        raise ValueError(
+            'qshard.quantize_: stochastic_rounding with weights="dynamic": the weights stay plain, and '
+            "what optimizer steps make of them is not rounded; leave it out"
+        )
+    if not keep_master:
+        raise ValueError(
+            'qshard.quantize_: keep_master=False with weights="dynamic": the weights stay plain, and are '
+            "their own masters; leave it out"
+        )
+    if not persistent_state:
+        raise ValueError(
+            'qshard.quantize_: persistent_state=False with weights="dynamic": amax histories are in the '
+            "model's state_dict; leave it out"
+        )
+    return True
+
+
+def refuse_fsdp1(chosen) -> None:
+    """Raises if FSDP1 has flattened the weights of modules already."""
+    for name, module in chosen:
+        if is_flattened(module):
+            raise RuntimeError(
+                f"qshard.quantize_: FullyShardedDataParallel has flattened the weight of {name}; call "
+                'quantize_(model, recipe, weights="dynamic"), which leaves it as it is, then '
+                "qshard.prepare_for_fsdp1(model)"
+            )
+
+
+def is_flattened(module) -> bool:
+    """Whether FSDP1 has made a weight of the module a view of a flat parameter: it takes the parameter out,
+    or, with use_orig_params, marks it. FSDP2 marks modules like FSDP1."""
+    if not getattr(module, "_is_fsdp_managed_module", False):
+        return False
+    names = getattr(module, "weight_names", ("weight",))
+    weights = [module._parameters.get(name) for name in names]
+    return any(weight is None or getattr(weight, "_fsdp_flattened", False) for weight in weights)
+
+
+def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
+    """Makes chosen modules, and linears and embeddings that are tied to them, use their plain weights by
+    `DynamicWeight`s. Nothing is changed by what cannot be."""
+    from qshard import nn as qshard_nn  # which knows nothing of quantize_
+
+    identity = weight_identities(model)
+    weights = {}
+    for name, module in chosen:
+        is_constructed = getattr(module, "is_constructed", False)  # multiplies in ways of its own
+        if type(module) not in (nn.Linear, qshard_nn.Linear) or is_constructed:
+            raise TypeError(
+                f'qshard.quantize_: weights="dynamic" cannot change how {name}, a '
+                f"{type(module).__name__}, multiplies; it needs nn.Linear itself, made by torch"
+            )
+        weight = module.weight
+        if is_quantized(local_of(weight)):
+            raise TypeError(
+                f"qshard.quantize_: the weight of {name} is quantized already; call "
+                'qshard.dequantize_(model) before weights="dynamic"'
+            )
+        shape = module.out_features, module.in_features
+        ops.quantize(torch.empty(shape, dtype=weight.dtype, device="meta"), format)
+        weights.setdefault(identity(module), (shape, []))[1].append(module)
+    kinds = (nn.Linear, qshard_nn.Linear, nn.Embedding, qshard_nn.Embedding)
+    for module in model.modules():
+        if type(module) not in kinds or identity(module) not in weights:
+            continue
+        if all(module is not known for known in weights[identity(module)][1]):
+            if getattr(module, "max_norm", None) is not None:
+                raise NotImplementedError(
+                    'qshard.quantize_: weights="dynamic" with an embedding of max_norm, which rewrites '
+                    "the weight at each use, that is tied to a linear; leave the linear out by filter_fn"
+                )
+            weights[identity(module)][1].append(module)
+    group_name = "" if group is None else group.group_name
+    for shape, modules in weights.values():
+        dynamic = DynamicWeight(format, shape, group_name)
+        dynamic.uses = len(modules)
+        for module in modules:
+            uninstall(module)
+            if isinstance(module, nn.Embedding):
+                module.__class__ = qshard_nn.Embedding
+            else:
+                module.__class__ = qshard_nn.Linear
+                module.weight_only, module.weight_format = weight_only, format
+            install(module, dynamic)
+        dynamic.owner = modules[0]
+        if dynamic.state:
+            delayed_weights.add(dynamic)
+            dynamic.refresh_owner()
+
+
+def weight_identities(model):
+    """A function of a module that tells which have one weight. FSDP1 keeps views of a flat parameter in
+    place of parameters; it knows which are shared."""
+    shared = {}
+    for module in model.modules():
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        for info in getattr(flat, "_shared_param_infos", None) or ():
+            name, owner, _, prim_name, prim, _ = info
+            if name == prim_name == "weight":
+                shared[id(owner)] = id(prim)
+
+    def identity(module):
+        weight = module._parameters.get("weight")
+        if weight is None or is_flattened(module):
+            return "module", shared.get(id(module), id(module))
+        return "weight", id(weight)
+
+    return identity
+
+
+# ------------------------------------------------------------------------------- in modules
+
+
+def install(module: nn.Module, dynamic: DynamicWeight) -> None:
+    """Lets a module of qshard.nn use its plain weight by `dynamic`."""
+    module.dynamic = dynamic
+    if dynamic.state and isinstance(module, nn.Linear):
+        module.__dict__[_HOOKS] = [
+            module.register_state_dict_pre_hook(_show_latest_state),
+            module.register_state_dict_post_hook(_hide_state),
+            module.register_load_state_dict_pre_hook(_prepare_load),
+            module.register_load_state_dict_post_hook(_after_load),
+        ]
+
+
+def uninstall(module: nn.Module) -> None:
+    module.__dict__.pop("dynamic", None)
+    for hook in module.__dict__.pop(_HOOKS, ()):
+        hook.remove()
+
+
+# The state is the module's buffers only while a state_dict is made or loaded: wrappers cast, move and
+# broadcast buffers.
+
+
+class NamedState:
+    """A module whose state is found by the names that its state_dicts have of it, as DCP asks."""
+
+    weight_amax_history = property(lambda self: _state_of(self, 0))
+    weight_scaling_amax = property(lambda self: _state_of(self, 1))
+
+
+def _state_of(module, index):
+    dynamic = module.dynamic
+    if dynamic is None or not dynamic.state:
+        raise AttributeError(_STATE[index])  # nn.Module then looks for a buffer
+    return dynamic.state[index]
+
+
+def _show_latest_state(module, *_):
+    if not module.dynamic.group:  # whose ranks need not all make state_dicts
+        module.dynamic.refresh_owner()
+    _show_state(module)
+
+
+def _show_state(module, *_):
+    module._buffers.update(zip(_STATE, module.dynamic.state))
+
+
+def _hide_state(module, *_):
+    for name in _STATE:
+        module._buffers.pop(name, None)
+
+
+def _prepare_load(module, state_dict, prefix, *_):
+    _show_state(module)
+    for name, tensor in zip(_STATE, module.dynamic.state):
+        state_dict.setdefault(prefix + name, tensor)  # checkpoints without one load, too
+
+
+def _after_load(module, *_):
+    for name, tensor in zip(_STATE, module.dynamic.state):
+        loaded = module._buffers.get(name)
+        if loaded is not None and loaded is not tensor and not loaded.is_meta:  # assign=True
+            tensor.copy_(loaded)
+    _hide_state(module)
+    # Of one moment, values and state agree; else the values have another amax, and get its scale.
+    module.dynamic._seen = None
+    module.dynamic.refresh_owner()

@@ -1,0 +1,346 @@
+"""A unit of FSDP1 whose weights are quantized at each use: what its ranks agree on, and its all-gather of codes."""
+
+import types
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from qshard import flat_parameters
+from qshard.dynamic import DynamicWeight, all_reduce_max, update_state
+from qshard.ranges import (
+    Range,
+    amax_of_ranges,
+    dequantize_ranges,
+    quantize_ranges,
+    scale_inv_of_ranges,
+)
+
+_ALIGNMENT = 16
+
+
+@dataclass
+class _Weight:
+    """A weight within a flat parameter: elements [start, start + rows x cols)."""
+
+    dynamic: DynamicWeight
+    start: int
+    rows: int
+    cols: int
+    sends_codes: bool
+    grid_numel: int
+    index: int  # among the unit's parameters
+    amax: torch.Tensor | None = None  # agreed on; of delayed scaling, what codes are scaled by
+    scale_inv: torch.Tensor | None = None
+
+    @property
+    def end(self):
+        return self.start + self.rows * self.cols
+
+    def range_at(self, begin):
+        """Its elements from `begin` of the flat parameter on."""
+        return Range(self.dynamic.format, self.rows, self.cols, begin - self.start)
+
+
+@dataclass
+class _Piece:
+    """Elements [begin, end) of the flat parameter in one message: of a weight whose codes are sent, or
+    plain."""
+
+    weight: _Weight | None
+    begin: int
+    end: int
+
+
+@dataclass
+class _Message:
+    """What one rank sends: plain values, then codes from `codes` on."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def plain(self):
+        return [p for p in self.pieces if p.weight is None]
+
+    def codes(self):
+        return [p for p in self.pieces if p.weight is not None]
+
+    def numel(self, pieces):
+        return sum(p.end - p.begin for p in pieces)
+
+    def codes_at(self, itemsize):
+        return _round_up(self.numel(self.plain()) * itemsize, _ALIGNMENT)
+
+    def nbytes(self, itemsize):
+        return self.codes_at(itemsize) + self.numel(self.codes())
+
+    def places(self, sent, dtype):
+        """Of each plain piece and of each piece of codes, where it lies in the bytes that are sent."""
+        plain, at = [], 0
+        for piece in self.plain():
+            end = at + (piece.end - piece.begin) * dtype.itemsize
+            plain.append(sent[at:end].view(dtype))
+            at = end
+        codes, at = [], self.codes_at(dtype.itemsize)
+        for piece in self.codes():
+            end = at + piece.end - piece.begin
+            codes.append(sent[at:end])
+            at = end
+        return plain, codes
+
+
+class Unit:
+    """One flat parameter."""
+
+    def __init__(self, module, gather):
+        self.handle = handle = module._handle
+        self.flat = handle.flat_param
+        self.group = handle.process_group
+        # HYBRID_SHARD's replicas hold the same weights and see other activations.
+        self.replicas = getattr(module, "_inter_node_pg", None)
+        self.shard_numel = flat_parameters.shard_numel(handle)
+        self.is_sharded = flat_parameters.is_sharded(handle)
+        self.rank = handle.rank if handle.uses_sharded_strategy else 0
+        self.weights = self._find_weights(gather == "quantized" and self.has_buffer_of_its_own())
+        self.gathers_codes = any(w.sends_codes for w in self.weights)
+        if self.gathers_codes:
+            self.messages = [self._message(rank) for rank in range(handle.world_size)]
+            handle._all_gather_flat_param = types.MethodType(
+                lambda handle, out: self.all_gather(handle, out), handle
+            )
+        self.seen = None
+
+    def remove(self):
+        self.handle.__dict__.pop("_all_gather_flat_param", None)
+        for weight in self.weights:
+            weight.dynamic.managed, weight.dynamic.known_amax = False, []
+
+    def has_buffer_of_its_own(self):
+        return self.is_sharded and self.handle._uses_param_mixed_precision
+
+    def _find_weights(self, may_send_codes):
+        found = []
+        for place in flat_parameters.places(self.flat):
+            dynamic = flat_parameters.dynamic_of(self.flat, place)
+            if dynamic is None or place.numel == 0:
+                continue
+            sends_codes = may_send_codes and _is_same_when_quantized_again(dynamic)
+            if sends_codes or dynamic.state:
+                grid = _grid_numel(dynamic.format, place.shape)
+                weight = _Weight(dynamic, place.start, *place.shape, sends_codes, grid, place.index)
+                found.append(weight)
+        for weight in found:
+            weight.dynamic.managed = True
+        return found
+
+    # ------------------------------------------------------------------------- agreement
+
+    def parameters(self):
+        """What optimizers may hold of it."""
+        return (self.flat, *(getattr(self.flat, "_params", None) or ()))
+
+    def is_held(self, ids):
+        return any(id(param) in ids for param in self.parameters())
+
+    def is_stepped(self, weight, ids):
+        """Whether the optimizer holds the weight, or the flat parameter that it is in."""
+        if id(self.flat) in ids:
+            return True
+        params = getattr(self.flat, "_params", None) or ()
+        return weight.index < len(params) and id(params[weight.index]) in ids
+
+    def versions(self):
+        """Of everything that a write may go through: they change on all ranks alike."""
+        tensors = (*self.parameters(), *(getattr(self.flat, "_shared_params", None) or ()))
+        shard = getattr(self.flat, "_local_shard", None)  # FSDP1 makes it in the first forward
+        return (*(t._version for t in tensors), 0 if shard is None else shard._version)
+
+    def is_written(self):
+        return bool(self.weights) and self.seen != self.versions()
+
+    def local_shard(self):
+        return getattr(self.flat, "_local_shard", self.flat)
+
+    def range_of(self, weight, rank):
+        """The elements of a weight that a rank holds, counted in the flat parameter."""
+        return flat_parameters.range_on(rank, self.shard_numel, weight.start, weight.end)
+
+    def own_values(self, begin, end):
+        first = self.rank * self.shard_numel
+        return self.local_shard().detach()[begin - first : end - first]
+
+    def own_part(self, weight):
+        """This rank's values of a weight, and where they lie in it."""
+        begin, end = self.range_of(weight, self.rank)
+        values = _quantizable(self.own_values(begin, end))
+        return values, weight.range_at(begin if begin < end else weight.start)
+
+    # -------------------------------------------------------------------------- gathering
+
+    def _message(self, rank):
+        first = rank * self.shard_numel
+        message, position, end = _Message(), first, first + self.shard_numel
+        for weight in self.weights:
+            if not weight.sends_codes:
+                continue
+            begin, stop = self.range_of(weight, rank)
+            if begin == stop:
+                continue
+            if position < begin:
+                message.pieces.append(_Piece(None, position, begin))
+            message.pieces.append(_Piece(weight, begin, stop))
+            position = stop
+        if position < end:
+            message.pieces.append(_Piece(None, position, end))
+        return message
+
+    def message_bytes(self, itemsize):
+        """What each rank sends of codes, and of the rest in a dtype of that size."""
+        return _round_up(max(m.nbytes(itemsize) for m in self.messages), _ALIGNMENT)
+
+    @torch.no_grad()
+    def all_gather(self, handle, out):
+        """In place of FlatParamHandle._all_gather_flat_param: fills `out`, the padded unsharded flat
+        parameter in the dtype of forward and backward."""
+        sends_codes = not (handle._force_full_precision or getattr(handle, "_use_fake_all_gather", False))
+        if sends_codes and self.is_written():
+            agree([self])
+        # Of whole values somebody may write some before they are read.
+        for weight in self.weights:
+            is_known = sends_codes and weight.sends_codes and not weight.dynamic.state
+            weight.dynamic.known_amax = [weight.amax] if is_known else []
+        if not sends_codes:
+            return type(handle)._all_gather_flat_param(handle, out)
+        nbytes = self.message_bytes(out.element_size())
+        device = self.local_shard().device
+        sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._write(sent, out.dtype)
+        sent = sent.to(out.device)
+        received = torch.empty(nbytes * handle.world_size, dtype=torch.uint8, device=out.device)
+        dist.all_gather_into_tensor(received, sent, group=self.group)
+        del sent
+        self._read(received.view(handle.world_size, nbytes), out)
+        return out
+
+    def _write(self, sent, dtype):
+        message = self.messages[self.rank]
+        sent[message.nbytes(dtype.itemsize) :].zero_()
+        sent[message.numel(message.plain()) * dtype.itemsize : message.codes_at(dtype.itemsize)].zero_()
+        plain, codes = message.places(sent, dtype)
+        if plain:
+            values = [self.own_values(p.begin, p.end) for p in message.plain()]
+            torch._foreach_copy_(plain, values)
+        if codes:
+            pieces = message.codes()
+            values = [_quantizable(self.own_values(p.begin, p.end)) for p in pieces]
+            amaxes = [p.weight.amax.to(sent.device) for p in pieces]
+            quantize_ranges(values, [p.weight.range_at(p.begin) for p in pieces], amaxes, codes)
+
+    def _read(self, received, out):
+        plain, plain_out, pieces, codes = [], [], [], []
+        for message, row in zip(self.messages, received):
+            own_plain, own_codes = message.places(row, out.dtype)
+            plain += own_plain
+            plain_out += [out[p.begin : p.end] for p in message.plain()]
+            codes += own_codes
+            pieces += message.codes()
+        if plain:
+            torch._foreach_copy_(plain_out, plain)
+        if codes:
+            dequantize_ranges(
+                codes,
+                [p.weight.range_at(p.begin) for p in pieces],
+                [p.weight.scale_inv for p in pieces],
+                [out[p.begin : p.end] for p in pieces],
+            )
+
+
+def _is_same_when_quantized_again(dynamic):
+    """Whether the values that codes stand for, quantized once more, are the same: with scales that are
+    powers of two, and with those of earlier steps."""
+    if dynamic.state:
+        return True
+    return dynamic.format.partition("[")[0] in ("float8_tensorwise", "float8_blockwise")
+
+
+def _quantizable(values):
+    """fp64, which units with a lower param_dtype may keep, as fp32."""
+    return values.float() if values.dtype == torch.float64 else values
+
+
+def _grid_numel(format, shape):
+    rows, cols = shape
+    return -(-rows // 128) * -(-cols // 128) if format.startswith("float8_blockwise") else 1
+
+
+def _round_up(a, b):
+    return -(-a // b) * b
+
+
+@torch.no_grad()
+def agree(units, stepped=None, found_inf=None):
+    """One all-reduce over the units of a group. `stepped`: ids of the parameters that an optimizer step
+    made, whose histories roll; None: the values were written otherwise."""
+    by_group = {}
+    for unit in units:
+        if unit.weights:
+            key = unit.group, unit.replicas, unit.local_shard().device
+            by_group.setdefault(key, []).append(unit)
+    for (group, replicas, _), members in by_group.items():
+        device = members[0].handle.device
+        weights = [(unit, weight) for unit in members for weight in unit.weights]
+        delayed = [(unit, weight) for unit, weight in weights if weight.dynamic.state]
+        words = _words(weights, delayed, device)
+        all_reduce_max(words, group)
+        if replicas is not None and delayed:
+            all_reduce_max(words, replicas)
+        _take_amaxes(weights, words)
+        _update_delayed(delayed, words[words.numel() - 2 * len(delayed) :].view(-1, 2), stepped, found_inf)
+        _take_scales([weight for _, weight in weights if weight.sends_codes])
+    for unit in units:
+        unit.seen = unit.versions()
+
+
+def _words(weights, delayed, device):
+    """This rank's amaxes of the weights, then of those with a history, two each, of what their linears saw."""
+    values, ranges = zip(*(unit.own_part(weight) for unit, weight in weights))
+    amaxes = amax_of_ranges(values, ranges).to(device)
+    for _, weight in delayed:
+        _move_state(weight.dynamic, device)
+    return torch.cat([amaxes, *(weight.dynamic.state[0][1:, 0] for _, weight in delayed)])
+
+
+def _take_amaxes(weights, words):
+    """In place: a backward reads what holds for the codes that are gathered for it."""
+    sizes = [weight.grid_numel for _, weight in weights]
+    for _, weight in weights:
+        if weight.amax is None or weight.amax.device != words.device:
+            weight.amax = words.new_empty(weight.grid_numel)
+    torch._foreach_copy_([weight.amax for _, weight in weights], words[: sum(sizes)].split(sizes))
+
+
+def _take_scales(weights):
+    if not weights:
+        return
+    amaxes = torch.cat([weight.amax for weight in weights])
+    scales = scale_inv_of_ranges(amaxes, [weight.range_at(weight.start) for weight in weights])
+    for weight, scale_inv in zip(weights, scales.split([weight.grid_numel for weight in weights])):
+        weight.scale_inv = scale_inv
+
+
+def _update_delayed(delayed, activations, stepped, found_inf):
+    """`activations`: float32 (weights, 2), agreed on."""
+    kinds = {}
+    for i, (unit, weight) in enumerate(delayed):
+        is_step = stepped is not None and unit.is_stepped(weight, stepped)
+        dtype = _quantizable(unit.own_values(0, 0)).dtype
+        kinds.setdefault((is_step, dtype), []).append((i, weight))
+    for (is_step, dtype), members in kinds.items():
+        amax = torch.stack([torch.cat([weight.amax, activations[i]]) for i, weight in members])
+        dynamics = [weight.dynamic for _, weight in members]
+        update_state(dynamics, amax, dtype, is_step, found_inf if is_step else None)
+        torch._foreach_copy_([weight.amax for _, weight in members], list(amax[:, :1]))
+
+
+def _move_state(dynamic, device):
+    if dynamic.state[0].device != device:
+        dynamic.state = [t.to(device) for t in dynamic.state]
