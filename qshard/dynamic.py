@@ -24,6 +24,12 @@ class _Steps:
     all, of_others, found_inf = 0, 0, None
 
 
+class Installed:
+    """How often modules got or lost a DynamicWeight: what was found of them holds while it stays."""
+
+    count = 0
+
+
 class DynamicWeight:
     """How the modules of one plain weight quantize it.
 

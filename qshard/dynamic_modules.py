@@ -4,7 +4,7 @@ import torch
 from _qshard_hooks import is_quantized, local_of
 from torch import nn
 
-from qshard.dynamic import DynamicWeight, delayed_weights
+from qshard.dynamic import DynamicWeight, Installed, delayed_weights
 
 ops = torch.ops.qshard
 _STATE = ("weight_amax_history", "weight_scaling_amax")  # as quantized weights name them
@@ -141,6 +141,7 @@ def weight_identities(model):
 def install(module: nn.Module, dynamic: DynamicWeight) -> None:
     """Lets a module of qshard.nn use its plain weight by `dynamic`."""
     module.dynamic = dynamic
+    Installed.count += 1
     if dynamic.state and isinstance(module, nn.Linear):
         module.__dict__[_HOOKS] = [
             module.register_state_dict_pre_hook(_show_latest_state),
@@ -151,7 +152,8 @@ def install(module: nn.Module, dynamic: DynamicWeight) -> None:
 
 
 def uninstall(module: nn.Module) -> None:
-    module.__dict__.pop("dynamic", None)
+    if module.__dict__.pop("dynamic", None) is not None:
+        Installed.count += 1
     for hook in module.__dict__.pop(_HOOKS, ()):
         hook.remove()
 

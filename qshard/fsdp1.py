@@ -35,7 +35,9 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     Other formats and fp32 scales are gathered in full: what is quantized twice must be the same twice. A
     unit's ranks send messages of one size, that of the fullest. summon_full_params, state dicts and
     checkpoints see full precision. Written values are noticed by their version counters: optimizer steps,
-    loads, summon_full_params, in-place operators on all ranks alike; not `.data`.
+    loads, summon_full_params, in-place operators on all ranks alike; not `.data`. After
+    quantize_(..., weights="dynamic") with another recipe, or dequantize_, on all ranks alike, the formats
+    that modules then have are gathered.
 
     Collective: call it on all ranks. Raises TypeError if fsdp_root is not under FSDP1, ValueError for
     an unknown `gather` or a model without such weights; LOCAL state dicts are refused afterwards.
@@ -97,18 +99,18 @@ class _Preparation:
             if why:
                 _warn_once(f"gather='quantized' gathers everything in param_dtype: {why}")
         self.hooks = [
-            root.register_forward_pre_hook(self._agree_on_writes),
+            root.register_forward_pre_hook(self._agree_if_due),
             root.register_state_dict_pre_hook(_refuse_local),
             root.register_load_state_dict_pre_hook(_refuse_local),
         ]
         agree(self.units)
         _preparations.append(weakref.ref(self, _forget))
 
-    def _agree_on_writes(self, *_):
-        """Since the last step: by loads, summon_full_params, the user."""
-        written = [unit for unit in self.units if unit.is_written()]
-        if written:
-            agree(written)
+    def _agree_if_due(self, *_):
+        """After loads, summon_full_params, the user's writes, quantize_ and dequantize_."""
+        due = [unit for unit in self.units if unit.is_due()]
+        if due:
+            agree(due)
 
     def __deepcopy__(self, memo):
         raise NotImplementedError(
@@ -125,8 +127,12 @@ class _Preparation:
 
 def prepared_units(model: nn.Module) -> dict[int, Unit]:
     """By the id of its FSDP1 handle, each unit of a model that `prepare_for_fsdp1` prepared."""
-    found = (m.__dict__.get("_qshard_fsdp1") for m in model.modules())
-    return {id(u.handle): u for preparation in found if preparation for u in preparation.units}
+    handles = (_handle_of(m) for m in model.modules())
+    found = {id(handle): getattr(handle, "_qshard_unit", None) for handle in handles}
+    units = {key: unit for key, unit in found.items() if unit is not None}
+    for unit in units.values():
+        unit.follow()
+    return units
 
 
 def _why_nothing_is_gathered(units, root):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from qshard import flat_parameters
-from qshard.dynamic import DynamicWeight, all_reduce_max, update_state
+from qshard.dynamic import DynamicWeight, Installed, all_reduce_max, update_state
 from qshard.ranges import (
     Range,
     amax_of_ranges,
@@ -89,47 +89,71 @@ class _Message:
 
 
 class Unit:
-    """One flat parameter."""
+    """One flat parameter. Its handle keeps it, as `_qshard_unit`."""
 
     def __init__(self, module, gather):
-        self.handle = handle = module._handle
+        self.module, self.handle = module, module._handle
+        handle = self.handle
         self.flat = handle.flat_param
         self.group = handle.process_group
         # HYBRID_SHARD's replicas hold the same weights and see other activations.
         self.replicas = getattr(module, "_inter_node_pg", None)
+        self.gather = gather
         self.shard_numel = flat_parameters.shard_numel(handle)
         self.is_sharded = flat_parameters.is_sharded(handle)
         self.rank = handle.rank if handle.uses_sharded_strategy else 0
-        self.weights = self._find_weights(gather == "quantized" and self.has_buffer_of_its_own())
+        handle._qshard_unit = self
+        self._set_up(self._dynamics())
+
+    def _set_up(self, dynamics):
+        """For the formats that its modules have at present."""
+        self.dynamics, self._installed = dynamics, Installed.count
+        self.weights = self._weights_of(dynamics)
         self.gathers_codes = any(w.sends_codes for w in self.weights)
         if self.gathers_codes:
-            self.messages = [self._message(rank) for rank in range(handle.world_size)]
-            handle._all_gather_flat_param = types.MethodType(
-                lambda handle, out: self.all_gather(handle, out), handle
+            self.messages = [self._message(rank) for rank in range(self.handle.world_size)]
+            self.handle._all_gather_flat_param = types.MethodType(
+                lambda handle, out: self.all_gather(handle, out), self.handle
             )
         self.seen = None
 
-    def remove(self):
+    def follow(self):
+        """Sets it up anew if quantize_ or dequantize_ has given modules of it another format."""
+        if self._installed == Installed.count:
+            return
+        dynamics, self._installed = self._dynamics(), Installed.count
+        if [id(d) for _, d in dynamics] != [id(d) for _, d in self.dynamics]:
+            self._take_down()
+            self._set_up(dynamics)
+
+    def _take_down(self):
         self.handle.__dict__.pop("_all_gather_flat_param", None)
         for weight in self.weights:
             weight.dynamic.managed, weight.dynamic.known_amax = False, []
 
+    def remove(self):
+        self._take_down()
+        del self.handle._qshard_unit
+
     def has_buffer_of_its_own(self):
         return self.is_sharded and self.handle._uses_param_mixed_precision
 
-    def _find_weights(self, may_send_codes):
+    def _dynamics(self):
+        """(place, DynamicWeight) of the parameters that are quantized at each use."""
+        places = [place for place in flat_parameters.places(self.flat) if place.numel]
+        found = ((place, flat_parameters.dynamic_of(self.flat, place)) for place in places)
+        return [(place, dynamic) for place, dynamic in found if dynamic is not None]
+
+    def _weights_of(self, dynamics):
+        may_send_codes = self.gather == "quantized" and self.has_buffer_of_its_own()
         found = []
-        for place in flat_parameters.places(self.flat):
-            dynamic = flat_parameters.dynamic_of(self.flat, place)
-            if dynamic is None or place.numel == 0:
-                continue
+        for place, dynamic in dynamics:
             sends_codes = may_send_codes and _is_same_when_quantized_again(dynamic)
             if sends_codes or dynamic.state:
                 grid = _grid_numel(dynamic.format, place.shape)
                 weight = _Weight(dynamic, place.start, *place.shape, sends_codes, grid, place.index)
+                weight.dynamic.managed = True
                 found.append(weight)
-        for weight in found:
-            weight.dynamic.managed = True
         return found
 
     # ------------------------------------------------------------------------- agreement
@@ -154,7 +178,9 @@ class Unit:
         shard = getattr(self.flat, "_local_shard", None)  # FSDP1 makes it in the first forward
         return (*(t._version for t in tensors), 0 if shard is None else shard._version)
 
-    def is_written(self):
+    def is_due(self):
+        """Whether its ranks have to agree again: written, or of other formats, since they did."""
+        self.follow()
         return bool(self.weights) and self.seen != self.versions()
 
     def local_shard(self):
@@ -201,9 +227,10 @@ class Unit:
     def all_gather(self, handle, out):
         """In place of FlatParamHandle._all_gather_flat_param: fills `out`, the padded unsharded flat
         parameter in the dtype of forward and backward."""
-        sends_codes = not (handle._force_full_precision or getattr(handle, "_use_fake_all_gather", False))
-        if sends_codes and self.is_written():
+        is_full = handle._force_full_precision or getattr(handle, "_use_fake_all_gather", False)
+        if not is_full and self.is_due():
             agree([self])
+        sends_codes = self.gathers_codes and not is_full
         # Of whole values somebody may write some before they are read.
         for weight in self.weights:
             is_known = sends_codes and weight.sends_codes and not weight.dynamic.state
@@ -282,6 +309,7 @@ def agree(units, stepped=None, found_inf=None):
     made, whose histories roll; None: the values were written otherwise."""
     by_group = {}
     for unit in units:
+        unit.follow()
         if unit.weights:
             key = unit.group, unit.replicas, unit.local_shard().device
             by_group.setdefault(key, []).append(unit)

@@ -20,6 +20,7 @@ from dist_models import (
 from fsdp1_models import (
     BF16,
     BF16_POLICY,
+    FSDP,
     SENT_AS_CODES,
     build_fsdp1,
     build_fsdp2,
@@ -32,7 +33,7 @@ from fsdp1_models import (
     wrap,
 )
 from torch import nn
-from torch.distributed.fsdp import CPUOffload
+from torch.distributed.fsdp import CPUOffload, StateDictType
 
 import qshard
 
@@ -266,3 +267,43 @@ def run_plain_and_quantized():
 @on_worlds(2)
 def test_plain_and_quantized_weights_in_one_unit(world):
     world.run(run_plain_and_quantized)
+
+
+# -------------------------------------------------------------- what is done to modules afterwards
+
+
+def run_other_format(first, second, use_orig_params):
+    """What is gathered is of the format that the modules have; None: plain."""
+    kwargs = dict(use_orig_params=use_orig_params, mixed_precision=BF16)
+    model = build_fsdp1(first, **kwargs)
+    train_fsdp1(model, steps=1)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        values = {n: v for n, v in model.state_dict().items() if "amax" not in n}
+    if second is None:
+        qshard.dequantize_(model)
+        twin = wrap(Model().to(device()), **kwargs)
+    else:
+        make_dynamic(model, second)
+        twin = wrap(make_dynamic(Model().to(device()), second), **kwargs)
+    with FSDP.state_dict_type(twin, StateDictType.FULL_STATE_DICT):
+        twin.load_state_dict(values, strict=False)
+    if second is not None:
+        qshard.prepare_for_fsdp1(twin)
+    rows = [[r.gathered for r in qshard.report(m)] for m in (model, twin)]
+    with gathered_bytes() as sent:
+        losses = train_fsdp1(model)
+    with gathered_bytes() as wanted:
+        assert losses == train_fsdp1(twin)
+    assert not different_values(model, twin)
+    assert sent == wanted and rows[0] == rows[1]
+    if second is not None:
+        assert check_gathers(model) == check_gathers(twin)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("second", [*SENT_AS_CODES, "mxfp8", None])
+@pytest.mark.parametrize("first", [*SENT_AS_CODES, "mxfp8"])
+@on_worlds(2)
+def test_the_gather_follows_the_modules(world, first, second, use_orig_params):
+    world.run(run_other_format, first, second, use_orig_params)
