@@ -39,6 +39,9 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     quantize_(..., weights="dynamic") with another recipe, or dequantize_, on all ranks alike, the formats
     that modules then have are gathered.
 
+    A part of a prepared model that is prepared, too, gets its own `gather`; a model of which parts were
+    prepared takes them over.
+
     Collective: call it on all ranks. Raises TypeError if fsdp_root is not under FSDP1, ValueError for
     an unknown `gather` or a model without such weights; LOCAL state dicts are refused afterwards.
     """
@@ -71,14 +74,29 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
             "qshard.prepare_for_fsdp1: this torch's flat parameters do not say where weights lie in them "
             f"({', '.join(sorted(missing))}); without this call every recipe but DelayedScaling works"
         )
-    previous = getattr(fsdp_root, "_qshard_fsdp1", None)
-    if previous is not None:
-        previous.remove()
     if gather == "quantized" and not all(_can_gather_codes(_handle_of(m)) for m in modules):
         gather = "param_dtype"
         _warn_once("this torch's FSDP1 lacks what gather='quantized' replaces; param_dtype is gathered")
-    fsdp_root._qshard_fsdp1 = _Preparation(fsdp_root, modules, gather)
+    whole = _preparation_around(fsdp_root)
+    if whole is None:
+        fsdp_root._qshard_fsdp1 = _Preparation(fsdp_root, modules, gather)
+    else:
+        whole.renew(modules, gather)
     return fsdp_root
+
+
+def _preparation_around(fsdp_root):
+    """That of a model which this one is a part of, and which goes on to let its units agree. Preparations of
+    this one and of its parts are undone."""
+    parts, around = {id(module) for module in fsdp_root.modules()}, None
+    for preparation in [reference() for reference in _preparations]:
+        if preparation is None:
+            continue
+        if id(preparation.root) in parts:
+            preparation.remove()
+        elif any(id(unit.module) in parts for unit in preparation.units):
+            around = preparation
+    return around
 
 
 def _handle_of(module):
@@ -93,6 +111,7 @@ class _Preparation:
     """What a prepared root keeps. Not part of its modules, parameters or state."""
 
     def __init__(self, root, modules, gather):
+        self.root = root
         self.units = [Unit(module, gather) for module in modules]
         if gather == "quantized" and not any(unit.gathers_codes for unit in self.units):
             why = _why_nothing_is_gathered(self.units, root)
@@ -106,6 +125,16 @@ class _Preparation:
         agree(self.units)
         _preparations.append(weakref.ref(self, _forget))
 
+    def renew(self, modules, gather):
+        """Prepares some of the units anew."""
+        renewed = []
+        for i, unit in enumerate(self.units):
+            if any(unit.module is module for module in modules):
+                unit.remove()
+                self.units[i] = Unit(unit.module, gather)
+                renewed.append(self.units[i])
+        agree(renewed)
+
     def _agree_if_due(self, *_):
         """After loads, summon_full_params, the user's writes, quantize_ and dequantize_."""
         due = [unit for unit in self.units if unit.is_due()]
@@ -118,6 +147,7 @@ class _Preparation:
         )
 
     def remove(self):
+        del self.root._qshard_fsdp1
         _preparations[:] = [known for known in _preparations if known() is not self]
         for unit in self.units:
             unit.remove()

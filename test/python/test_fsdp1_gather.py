@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from dist_helpers import device, on_worlds
 from dist_models import (
+    DELAYED,
     Block,
     Model,
     adamw,
@@ -307,3 +308,31 @@ def run_other_format(first, second, use_orig_params):
 @on_worlds(2)
 def test_the_gather_follows_the_modules(world, first, second, use_orig_params):
     world.run(run_other_format, first, second, use_orig_params)
+
+
+def run_prepared_twice(root_is_first):
+    """A unit belongs to one preparation, the latest."""
+    model = build_fsdp1(DELAYED, mixed_precision=BF16)
+    twin = build_fsdp1(DELAYED, mixed_precision=BF16)
+    child = model.module.blocks[0]
+    qshard.prepare_for_fsdp1(child)
+    if not root_is_first:
+        qshard.prepare_for_fsdp1(model)
+    assert train_fsdp1(model) == train_fsdp1(twin)
+    assert not different_values(model, twin)
+    tables = [
+        [t for module in m.modules() if getattr(module, "dynamic", None) for t in module.dynamic.state]
+        for m in (model, twin)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*tables, strict=True))
+    with collectives() as calls:
+        adamw(model).step()
+    assert count(calls, "allreduce") == 1
+    qshard.prepare_for_fsdp1(child, gather="param_dtype")
+    return [unit.gathers_codes for unit in model._qshard_fsdp1.units]
+
+
+@pytest.mark.parametrize("root_is_first", [True, False])
+@on_worlds(2)
+def test_a_model_and_a_part_of_it_are_prepared(world, root_is_first):
+    assert world.run(run_prepared_twice, root_is_first) == [[True, False, True]] * 2
