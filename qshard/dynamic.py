@@ -30,6 +30,23 @@ class Installed:
     count = 0
 
 
+class GradientWatch:
+    """Whether backward reached a weight since its history rolled. In a flat parameter `.grad` does not tell: it
+    is zeros of weights that were not used."""
+
+    def __init__(self):
+        self.is_reached = False
+
+    def __call__(self, grad):
+        self.is_reached = True
+
+    def watch(self, weight):
+        if torch.compiler.is_compiling():
+            self.is_reached = True  # nearly always it will be
+        elif torch.is_grad_enabled() and weight.requires_grad and not weight.is_leaf:
+            weight.register_hook(self)
+
+
 class DynamicWeight:
     """How the modules of one plain weight quantize it.
 
@@ -38,6 +55,7 @@ class DynamicWeight:
     uses: modules that read the weight in a forward. Of several the first quantizes it, and its codes are
         kept until the backward of the last; alone, a weight is quantized again in backward.
     managed: somebody else, who knows the shards of the weight, keeps the state up to date.
+    gradient: of delayed scaling, what tells of a managed weight's.
     known_amax: of current scaling, [float32 (grid,)] while somebody knows the amaxes of the weight as it is
         read: uses look for none. Else empty.
 
@@ -54,6 +72,7 @@ class DynamicWeight:
         self.state = [torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in tables]
         self.owner = None  # a module that has the weight
         self.uses, self.managed, self.known_amax = 0, False, []
+        self.gradient = GradientWatch()
         self._seen = None  # version and address of the values that `state` is of
         self._is_told = False  # an optimizer has stepped the weight itself
         self._steps, self._is_used = _Steps.of_others, False  # as of the last roll, since it in training
@@ -141,8 +160,10 @@ class DynamicWeight:
                 'qshard: weights="dynamic" quantizes whole plain weights, and this one is a DTensor of '
                 f"placements {weight.placements}; call qshard.quantize_(model, recipe) without it"
             )
-        if not self.state or self.managed:
+        if not self.state:
             return
+        if self.managed:
+            return self.gradient.watch(weight)
         if getattr(module, "_is_fsdp_managed_module", False):
             raise RuntimeError(
                 f"qshard: {self.format} weights that FSDP shards need the amaxes of all ranks; call "

@@ -208,7 +208,7 @@ def _after_step(optimizer, taken):
         units = [u for u in (preparation.units if preparation else ()) if u.is_held(held)]
         if units:
             found_inf = getattr(optimizer, "found_inf", None)
-            agree(units, None if made_up_steps else held, found_inf)
+            agree(units, () if made_up_steps else held, found_inf)
 
 
 step_followers.append(_after_step)

@@ -304,9 +304,9 @@ def _round_up(a, b):
 
 
 @torch.no_grad()
-def agree(units, stepped=None, found_inf=None):
+def agree(units, stepped=(), found_inf=None):
     """One all-reduce over the units of a group. `stepped`: ids of the parameters that an optimizer step
-    made, whose histories roll; None: the values were written otherwise."""
+    was of; the others' values were written otherwise, if at all."""
     by_group = {}
     for unit in units:
         unit.follow()
@@ -322,19 +322,25 @@ def agree(units, stepped=None, found_inf=None):
         if replicas is not None and delayed:
             all_reduce_max(words, replicas)
         _take_amaxes(weights, words)
-        _update_delayed(delayed, words[words.numel() - 2 * len(delayed) :].view(-1, 2), stepped, found_inf)
+        _update_delayed(delayed, words[words.numel() - 3 * len(delayed) :].view(-1, 3), stepped, found_inf)
         _take_scales([weight for _, weight in weights if weight.sends_codes])
     for unit in units:
         unit.seen = unit.versions()
 
 
 def _words(weights, delayed, device):
-    """This rank's amaxes of the weights, then of those with a history, two each, of what their linears saw."""
+    """This rank's amaxes of the weights, then three words of each with a history: what its linear saw of inputs
+    and gradients, and whether backward reached it."""
     values, ranges = zip(*(unit.own_part(weight) for unit, weight in weights))
     amaxes = amax_of_ranges(values, ranges).to(device)
-    for _, weight in delayed:
-        _move_state(weight.dynamic, device)
-    return torch.cat([amaxes, *(weight.dynamic.state[0][1:, 0] for _, weight in delayed)])
+    if not delayed:
+        return amaxes
+    dynamics = [weight.dynamic for _, weight in delayed]
+    for dynamic in dynamics:
+        _move_state(dynamic, device)
+    activations = torch.stack([dynamic.state[0][1:, 0] for dynamic in dynamics])
+    is_reached = torch.tensor([[float(dynamic.gradient.is_reached)] for dynamic in dynamics], device=device)
+    return torch.cat([amaxes, torch.cat([activations, is_reached], 1).view(-1)])
 
 
 def _take_amaxes(weights, words):
@@ -355,15 +361,19 @@ def _take_scales(weights):
         weight.scale_inv = scale_inv
 
 
-def _update_delayed(delayed, activations, stepped, found_inf):
-    """`activations`: float32 (weights, 2), agreed on."""
+def _update_delayed(delayed, words, stepped, found_inf):
+    """`words`: float32 (weights, 3), agreed on. Histories roll of what an optimizer step was of and backward
+    had reached, on whatever rank. A rank that it reached need not wait for the answer of the others."""
     kinds = {}
     for i, (unit, weight) in enumerate(delayed):
-        is_step = stepped is not None and unit.is_stepped(weight, stepped)
+        gradient, is_step = weight.dynamic.gradient, unit.is_stepped(weight, stepped)
+        is_step = is_step and (gradient.is_reached or bool(words[i, 2]))
+        if is_step:
+            gradient.is_reached = False
         dtype = _quantizable(unit.own_values(0, 0)).dtype
         kinds.setdefault((is_step, dtype), []).append((i, weight))
     for (is_step, dtype), members in kinds.items():
-        amax = torch.stack([torch.cat([weight.amax, activations[i]]) for i, weight in members])
+        amax = torch.stack([torch.cat([weight.amax, words[i, :2]]) for i, weight in members])
         dynamics = [weight.dynamic for _, weight in members]
         update_state(dynamics, amax, dtype, is_step, found_inf if is_step else None)
         torch._foreach_copy_([weight.amax for _, weight in members], list(amax[:, :1]))

@@ -1,15 +1,28 @@
 """FSDP1 with weights quantized at each use, as loops use it between steps: evaluation, clipping, several
 forwards of one backward, models made on meta, loads, resuming on other ranks."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_worlds
-from dist_models import DELAYED, MIXES, Model, adamw, batch, loss_of, make_plain
+from dist_models import (
+    DELAYED,
+    MIXES,
+    WIDTH,
+    Model,
+    adamw,
+    batch,
+    loss_of,
+    make_plain,
+    quantize_model,
+    shard,
+)
 from fsdp1_models import (
     BF16,
+    BF16_POLICY,
     FSDP,
     SENT_AS_CODES,
     build_fsdp1,
@@ -337,3 +350,74 @@ def step(model, optimizer, number):
 @on_worlds(4)
 def test_resumed_on_other_ranks(world, format):
     world.run(run_on_other_ranks, format)
+
+
+# -------------------------------------------------------------------- weights without a gradient
+
+
+class Branches(Model):
+    """A block, and a linear in the root's unit, that not every step uses."""
+
+    def __init__(self, parts):
+        super().__init__(33)
+        self.other_head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.parts = parts
+
+    def forward(self, x):
+        part = self.parts.pop()
+        x = self.blocks[0](x)
+        x = self.blocks[1](x) if part > 0 else x
+        return (self.other_head if part > 1 else self.head)(x)
+
+
+def histories(model):
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, FSDP):
+            stack.enter_context(FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT))
+        return {n: v.clone() for n, v in model.state_dict().items() if "amax" in n}
+
+
+def run_branches(use_orig_params, mixed_precision):
+    torch.manual_seed(0)
+    model = Branches([1, 0, 2, 0, 1]).to(device())
+    twin = quantize_model(copy.deepcopy(model), DELAYED)
+    twin = shard(twin, **(dict(mp_policy=BF16_POLICY) if mixed_precision else {}))
+    kwargs = dict(use_orig_params=use_orig_params, mixed_precision=BF16 if mixed_precision else None)
+    model = qshard.prepare_for_fsdp1(wrap(make_dynamic(model, DELAYED), **kwargs))
+    for m in (model, twin):
+        m.losses = train_with(m, torch.optim.SGD(m.parameters(), lr=0.1), steps=5)
+    assert model.losses == twin.losses and not different_values(model, twin)
+    tables, wanted = histories(model), histories(twin)
+    assert tables.keys() == wanted.keys() and len(tables) == 12
+    return [name for name in tables if not torch.equal(tables[name], wanted[name])]
+
+
+def train_with(model, optimizer, steps):
+    return [step(model, optimizer, number) for number in range(steps)]
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("mixed_precision", [False, True], ids=["fp32", "bf16"])
+@on_worlds(2)
+def test_histories_roll_where_those_of_fsdp2_do(world, mixed_precision, use_orig_params):
+    assert world.run(run_branches, use_orig_params, mixed_precision) == [[], []]
+
+
+def run_branches_of_ranks(use_orig_params):
+    """A weight of which one rank has a gradient has one on all."""
+    torch.manual_seed(0)
+    parts = [2, 2, 2, 2] if dist.get_rank() else [2, 2, 2, 1]
+    model = wrap(make_dynamic(Branches(parts), DELAYED), use_orig_params=use_orig_params)
+    model = qshard.prepare_for_fsdp1(model.to(device()))
+    train_with(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+    return {name: table.tolist() for name, table in histories(model).items()}
+
+
+@ORIG_OR_FLAT
+@on_worlds(2)
+def test_branches_that_one_rank_takes(world, use_orig_params):
+    tables, others = world.run(run_branches_of_ranks, use_orig_params)
+    assert tables == others
+    for name, steps in (("head", 1), ("other_head", 2)):  # of two that are kept
+        for amaxes in tables[f"{name}.weight_amax_history"]:
+            assert [amax > 0 for amax in amaxes] == [False, *[False] * (2 - steps), *[True] * steps]
