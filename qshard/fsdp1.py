@@ -12,7 +12,7 @@ from _qshard_hooks import made_up_steps, step_followers
 from torch import nn
 
 from qshard import flat_parameters
-from qshard.fsdp1_units import Unit, agree
+from qshard.fsdp1_units import Unit, agree, optimizers_in_backward
 
 _GATHERS = ("quantized", "param_dtype")
 _HANDLE = ("_all_gather_flat_param", "_uses_param_mixed_precision", "_force_full_precision")
@@ -22,7 +22,8 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     """Prepares a model under FullyShardedDataParallel whose weights `quantize_(..., weights="dynamic")`
     left plain, and returns it.
 
-    Ranks agree on amaxes after each optimizer step, by one all-reduce over all units, and once here.
+    Ranks agree on amaxes after each optimizer step, by one all-reduce over all units, and once here. Of
+    optimizers in backward they do at the next forward or state dict.
     Histories of delayed scaling need this call; other weights compute the same without it, and gather
     more.
 
@@ -119,8 +120,8 @@ class _Preparation:
                 _warn_once(f"gather='quantized' gathers everything in param_dtype: {why}")
         self.hooks = [
             root.register_forward_pre_hook(self._agree_if_due),
-            root.register_state_dict_pre_hook(_refuse_local),
-            root.register_load_state_dict_pre_hook(_refuse_local),
+            root.register_state_dict_pre_hook(self._before_state_dict),
+            root.register_load_state_dict_pre_hook(self._before_state_dict),
         ]
         agree(self.units)
         _preparations.append(weakref.ref(self, _forget))
@@ -136,10 +137,13 @@ class _Preparation:
         agree(renewed)
 
     def _agree_if_due(self, *_):
-        """After loads, summon_full_params, the user's writes, quantize_ and dequantize_."""
-        due = [unit for unit in self.units if unit.is_due()]
-        if due:
-            agree(due)
+        """After steps in backward, loads, summon_full_params, the user's writes, quantize_ and dequantize_."""
+        agree([unit for unit in self.units if unit.is_due()])
+
+    def _before_state_dict(self, module, *_):
+        """Of sharded units all ranks call it."""
+        _refuse_local(module)
+        agree([unit for unit in self.units if unit.is_stepped_in_backward])
 
     def __deepcopy__(self, memo):
         raise NotImplementedError(
@@ -173,7 +177,7 @@ def _why_nothing_is_gathered(units, root):
     return "the recipes' scales lie in the rows, or are not powers of two"
 
 
-def _refuse_local(module, *_):
+def _refuse_local(module):
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
     kind = FullyShardedDataParallel.get_state_dict_type(module).state_dict_type
@@ -197,15 +201,14 @@ def _after_step(optimizer, taken):
     it writes after a step within its own is noticed as any write."""
     if not _preparations:
         return
-    held = {
-        id(param)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad and id(param) not in taken
-    }
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    held = {id(param) for param in params if param.requires_grad and id(param) not in taken}
+    is_in_backward = any(optimizer is other for p in params for other in optimizers_in_backward(p))
     for reference in list(_preparations):
         preparation = reference()
         units = [u for u in (preparation.units if preparation else ()) if u.is_held(held)]
+        if is_in_backward:  # not on all ranks: the next forward agrees
+            units = [u for u in units if not u.is_stepped_in_backward]
         if units:
             found_inf = getattr(optimizer, "found_inf", None)
             agree(units, () if made_up_steps else held, found_inf)

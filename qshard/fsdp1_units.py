@@ -17,6 +17,7 @@ from qshard.ranges import (
 )
 
 _ALIGNMENT = 16
+_BEFORE_STEPS = "prepare_gradient_for_optim"  # of a handle: called on all ranks, then those steps come
 
 
 @dataclass
@@ -102,7 +103,11 @@ class Unit:
         self.shard_numel = flat_parameters.shard_numel(handle)
         self.is_sharded = flat_parameters.is_sharded(handle)
         self.rank = handle.rank if handle.uses_sharded_strategy else 0
+        # FSDP1 has reduced its gradient, and steps the parameters that this rank has a part of.
+        self.is_stepped_in_backward = False
         handle._qshard_unit = self
+        if hasattr(type(handle), _BEFORE_STEPS):
+            setattr(handle, _BEFORE_STEPS, types.MethodType(lambda handle: self._before_steps(handle), handle))
         self._set_up(self._dynamics())
 
     def _set_up(self, dynamics):
@@ -133,6 +138,7 @@ class Unit:
 
     def remove(self):
         self._take_down()
+        self.handle.__dict__.pop(_BEFORE_STEPS, None)
         del self.handle._qshard_unit
 
     def has_buffer_of_its_own(self):
@@ -166,11 +172,21 @@ class Unit:
         return any(id(param) in ids for param in self.parameters())
 
     def is_stepped(self, weight, ids):
-        """Whether the optimizer holds the weight, or the flat parameter that it is in."""
+        """Whether the optimizer holds the weight, or the flat parameter that it is in, or the weight has
+        stepped in backward."""
         if id(self.flat) in ids:
             return True
         params = getattr(self.flat, "_params", None) or ()
-        return weight.index < len(params) and id(params[weight.index]) in ids
+        if weight.index >= len(params):
+            return False
+        param = params[weight.index]
+        return id(param) in ids or (self.is_stepped_in_backward and bool(optimizers_in_backward(param)))
+
+    def _before_steps(self, handle):
+        """Each rank steps other parameters, none perhaps: none of those steps is followed by a collective. Their
+        unit is due on all ranks."""
+        getattr(type(handle), _BEFORE_STEPS)(handle)
+        self.is_stepped_in_backward = self.is_sharded and getattr(handle, "_has_optim_in_backward", False)
 
     def versions(self):
         """Of everything that a write may go through: they change on all ranks alike."""
@@ -179,9 +195,10 @@ class Unit:
         return (*(t._version for t in tensors), 0 if shard is None else shard._version)
 
     def is_due(self):
-        """Whether its ranks have to agree again: written, or of other formats, since they did."""
+        """Whether its ranks have to agree again: stepped in backward, written, or of other formats, since they
+        did. After those steps versions tell what this rank has stepped, and are not asked."""
         self.follow()
-        return bool(self.weights) and self.seen != self.versions()
+        return bool(self.weights) and (self.is_stepped_in_backward or self.seen != self.versions())
 
     def local_shard(self):
         return getattr(self.flat, "_local_shard", self.flat)
@@ -281,6 +298,11 @@ class Unit:
             )
 
 
+def optimizers_in_backward(param):
+    """Those that FSDP1 steps as soon as the parameter's gradient is reduced."""
+    return getattr(param, "_in_backward_optimizers", ())
+
+
 def _is_same_when_quantized_again(dynamic):
     """Whether the values that codes stand for, quantized once more, are the same: with scales that are
     powers of two, and with those of earlier steps."""
@@ -325,7 +347,7 @@ def agree(units, stepped=(), found_inf=None):
         _update_delayed(delayed, words[words.numel() - 3 * len(delayed) :].view(-1, 3), stepped, found_inf)
         _take_scales([weight for _, weight in weights if weight.sends_codes])
     for unit in units:
-        unit.seen = unit.versions()
+        unit.is_stepped_in_backward, unit.seen = False, unit.versions()
 
 
 def _words(weights, delayed, device):

@@ -18,6 +18,7 @@ from dist_models import (
     count,
     different,
     local_values,
+    loss_of,
     quantize_model,
     train,
 )
@@ -35,7 +36,7 @@ from test_dynamic_weights import (
     steps,
 )
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard
@@ -124,6 +125,48 @@ def delayed_states(model):
 @on_worlds(2)
 def test_a_step_within_a_step_of_fsdp1_is_one_step(world, format, use_orig_params):
     world.run(run_container_of_fsdp1, format, use_orig_params)
+
+
+# -------------------------------------------------------------------- optimizers in backward
+
+
+def run_in_backward(format, strategy):
+    """FSDP1 steps a parameter on the ranks that have a part of it, as soon as its gradient is reduced."""
+    kwargs = dict(strategy=strategy, mixed_precision=BF16)
+    model, twin = build_fsdp1(format, **kwargs), build_fsdp1(format, **kwargs)
+    _apply_optimizer_in_backward(torch.optim.AdamW, list(model.parameters()), {"lr": 1e-2})
+    losses = []
+    for step in range(3):
+        losses.append(loss_of(model, batch(step)))
+        with collectives() as calls:
+            losses[-1].backward()
+        assert count(calls, "allreduce") == (0 if strategy == "FULL_SHARD" else 3)  # of gradients
+    assert [loss.item() for loss in losses] == train_fsdp1(twin)
+    for wanted in (1, 0):  # once for all units, whatever comes next
+        with torch.no_grad(), collectives() as calls:
+            loss = loss_of(model, batch(9))
+        assert count(calls, "allreduce") == wanted * (2 if strategy == "HYBRID_SHARD" else 1)
+    with torch.no_grad():
+        assert torch.equal(loss, loss_of(twin, batch(9)))
+    assert not different_values(model, twin) and same_delayed_states(model, twin)
+    for m in (model, twin):
+        loss_of(m, batch(3)).backward()
+    adamw(twin).step()  # of other moments
+    histories = [{n: t for n, t in m.state_dict().items() if "history" in n} for m in (model, twin)]
+    assert all(torch.equal(histories[0][n][1:], histories[1][n][1:]) for n in histories[0])
+
+
+def same_delayed_states(model, twin):
+    return all(torch.equal(a, b) for a, b in zip(delayed_states(model), delayed_states(twin), strict=True))
+
+
+@pytest.mark.parametrize("format,strategy", [
+    (DELAYED, "FULL_SHARD"), ("mix-1", "FULL_SHARD"), ("float8_blockwise", "FULL_SHARD"),
+    (DELAYED, "HYBRID_SHARD"),
+])
+@on_worlds(4)
+def test_optimizers_in_backward_of_fsdp1(world, format, strategy):
+    world.run(run_in_backward, format, strategy)
 
 
 # ------------------------------------------------------------------- optimizers over copies
