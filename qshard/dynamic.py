@@ -51,9 +51,10 @@ class DynamicWeight:
     """How the modules of one plain weight quantize it.
 
     state: delayed scaling's amax_history and scaling_amax, else empty.
-    group: c10d name of the group that agrees on amaxes, "" for none. Copies agree with nobody.
+    groups: c10d names of the groups that agree on amaxes, one after the other. Copies agree with nobody.
     uses: modules that read the weight in a forward. Of several the first quantizes it, and its codes are
         kept until the backward of the last; alone, a weight is quantized again in backward.
+    is_ignored: FSDP1 leaves the weight alone, as it was told to, in a module that it marks as its own.
     managed: somebody else, who knows the shards of the weight, keeps the state up to date.
     gradient: of delayed scaling, what tells of a managed weight's.
     known_amax: of current scaling, [float32 (grid,)] while somebody knows the amaxes of the weight as it is
@@ -64,14 +65,14 @@ class DynamicWeight:
     the first use after another optimizer's step is of what that one wrote.
     """
 
-    def __init__(self, format: str, shape: tuple[int, int], group: str = ""):
-        self.format, self.shape, self.group = format, shape, group
+    def __init__(self, format: str, shape: tuple[int, int], groups: tuple[str, ...] = ()):
+        self.format, self.shape, self.groups = format, shape, groups
         # The tables of a quantized tensor that was never flushed; real where the model is made on meta.
         values = torch.empty(shape, dtype=torch.float32, device="meta")
         tables = ops._state(ops.quantize(values, format)).values()
         self.state = [torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in tables]
         self.owner = None  # a module that has the weight
-        self.uses, self.managed, self.known_amax = 0, False, []
+        self.uses, self.managed, self.is_ignored, self.known_amax = 0, False, False, []
         self.gradient = GradientWatch()
         self._seen = None  # version and address of the values that `state` is of
         self._is_told = False  # an optimizer has stepped the weight itself
@@ -80,7 +81,7 @@ class DynamicWeight:
 
     def __getstate__(self):
         of_copy = {"_seen": None, "_shared": None, "_is_told": False, "managed": False, "known_amax": []}
-        of_copy["group"] = ""  # one rank alone may use the copy
+        of_copy["groups"] = ()  # one rank alone may use the copy
         return {**self.__dict__, **of_copy, "_steps": self._steps - _Steps.of_others}
 
     def __setstate__(self, state):
@@ -164,7 +165,7 @@ class DynamicWeight:
             return
         if self.managed:
             return self.gradient.watch(weight)
-        if getattr(module, "_is_fsdp_managed_module", False):
+        if getattr(module, "_is_fsdp_managed_module", False) and not self.is_ignored:
             raise RuntimeError(
                 f"qshard: {self.format} weights that FSDP shards need the amaxes of all ranks; call "
                 "qshard.prepare_for_fsdp1(model) after FullyShardedDataParallel(model), or, under "
@@ -216,7 +217,7 @@ def refresh_all(weights, rolls_unused=False):
             dynamic.state = [t.to(weight.device) for t in dynamic.state]
     due, stale = [], []
     for dynamic, weight in weights:
-        is_used = dynamic._is_used or dynamic.group or rolls_unused
+        is_used = dynamic._is_used or dynamic.groups or rolls_unused
         if is_used and dynamic.is_step_due(weight):
             due.append((dynamic, weight.detach()))
         elif dynamic.is_stale(weight):
@@ -235,12 +236,12 @@ def flush(model):
 def _update(weights, is_step, found_inf=None):
     """Brings the state of (DynamicWeight, its values) up to date, with one all-reduce a group after a
     step. Values written otherwise are the same on all ranks, and each finds their amax alone."""
-    groups = {}
+    kinds = {}
     for dynamic, values in weights:
-        groups.setdefault((dynamic.group, values.device, values.dtype), []).append((dynamic, values))
-    for (group, _, dtype), members in groups.items():
+        kinds.setdefault((dynamic.groups, values.device, values.dtype), []).append((dynamic, values))
+    for (groups, _, dtype), members in kinds.items():
         amax = own_amaxes(members)
-        if is_step and group:
+        for group in groups if is_step else ():
             all_reduce_max(amax, group)
         update_state([dynamic for dynamic, _ in members], amax, dtype, is_step, found_inf)
         for dynamic, values in members:
@@ -305,7 +306,7 @@ def _after_step(optimizer, taken):
                 continue
             holds_any = dynamic._is_told = True
             is_first = id(param) not in taken
-            is_written = is_first and (dynamic.group or param.grad is not None)
+            is_written = is_first and (dynamic.groups or param.grad is not None)
             if is_written or dynamic._seen != _seen(param):
                 is_step = is_first and not made_up_steps
                 stepped.setdefault(is_step, {})[id(dynamic)] = dynamic, param.detach()

@@ -97,9 +97,9 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
                     "the weight at each use, that is tied to a linear; leave the linear out by filter_fn"
                 )
             weights[identity(module)][1].append(module)
-    group_name = "" if group is None else group.group_name
+    groups = () if group is None else (group.group_name,)
     for shape, modules in weights.values():
-        dynamic = DynamicWeight(format, shape, group_name)
+        dynamic = DynamicWeight(format, shape, groups)
         dynamic.uses = len(modules)
         for module in modules:
             uninstall(module)
@@ -177,7 +177,7 @@ def _state_of(module, index):
 
 
 def _show_latest_state(module, *_):
-    if not module.dynamic.group:  # whose ranks need not all make state_dicts
+    if not module.dynamic.groups:  # whose ranks need not all make state_dicts
         module.dynamic.refresh_owner()
     _show_state(module)
 

@@ -12,6 +12,7 @@ from _qshard_hooks import made_up_steps, step_followers
 from torch import nn
 
 from qshard import flat_parameters
+from qshard.dynamic import Installed
 from qshard.fsdp1_units import Unit, agree, optimizers_in_backward
 
 _GATHERS = ("quantized", "param_dtype")
@@ -39,6 +40,9 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     loads, summon_full_params, in-place operators on all ranks alike; not `.data`. After
     quantize_(..., weights="dynamic") with another recipe, or dequantize_, on all ranks alike, the formats
     that modules then have are gathered.
+
+    Of weights in FSDP1's ignored_modules or ignored_states, with DelayedScaling, amaxes are agreed on over
+    the `group` of quantize_, or over FSDP1's.
 
     A part of a prepared model that is prepared, too, gets its own `gather`; a model of which parts were
     prepared takes them over.
@@ -123,6 +127,8 @@ class _Preparation:
             root.register_state_dict_pre_hook(self._before_state_dict),
             root.register_load_state_dict_pre_hook(self._before_state_dict),
         ]
+        self._ignored, self._installed = [], None
+        self._find_ignored()
         agree(self.units)
         _preparations.append(weakref.ref(self, _forget))
 
@@ -139,6 +145,26 @@ class _Preparation:
     def _agree_if_due(self, *_):
         """After steps in backward, loads, summon_full_params, the user's writes, quantize_ and dequantize_."""
         agree([unit for unit in self.units if unit.is_due()])
+        self._find_ignored()
+
+    def _find_ignored(self):
+        """Delayed scaling of whole weights, which FSDP1's ignored_modules or ignored_states name: their amaxes
+        are agreed on like those of the units, if not over a group that quantize_ was told."""
+        if self._installed == Installed.count:
+            return
+        self._installed = Installed.count
+        groups = (self.root.process_group, getattr(self.root, "_inter_node_pg", None))
+        names = tuple(group.group_name for group in groups if group is not None)
+        for dynamic in (getattr(module, "dynamic", None) for module in self.root.modules()):
+            if dynamic is None or not dynamic.state or dynamic.is_ignored:
+                continue
+            if dynamic.whole_weight() is not None:
+                self._ignored.append((dynamic, dynamic.groups))
+                dynamic.is_ignored, dynamic.groups = True, dynamic.groups or names
+
+    def _forget_ignored(self):
+        for dynamic, groups in self._ignored:
+            dynamic.is_ignored, dynamic.groups = False, groups
 
     def _before_state_dict(self, module, *_):
         """Of sharded units all ranks call it."""
@@ -155,6 +181,7 @@ class _Preparation:
         _preparations[:] = [known for known in _preparations if known() is not self]
         for unit in self.units:
             unit.remove()
+        self._forget_ignored()
         for hook in self.hooks:
             hook.remove()
 

@@ -352,7 +352,7 @@ def test_resumed_on_other_ranks(world, format):
     world.run(run_on_other_ranks, format)
 
 
-# -------------------------------------------------------------------- weights without a gradient
+# ------------------------------------------------------------- weights without a gradient, ignored
 
 
 class Branches(Model):
@@ -421,3 +421,33 @@ def test_branches_that_one_rank_takes(world, use_orig_params):
     for name, steps in (("head", 1), ("other_head", 2)):  # of two that are kept
         for amaxes in tables[f"{name}.weight_amax_history"]:
             assert [amax > 0 for amax in amaxes] == [False, *[False] * (2 - steps), *[True] * steps]
+
+
+def run_ignored(how, group_is_told, use_orig_params):
+    """FSDP1 leaves the head alone; whoever ignores it reduces its gradient."""
+    torch.manual_seed(0)
+    group = dist.group.WORLD if group_is_told else None
+    model = make_dynamic(Model().to(device()), DELAYED, group=group)
+    ignored = {"ignored_modules": [model.head], "ignored_states": [model.head.weight]}[how]
+    model = wrap(model, use_orig_params=use_orig_params, mixed_precision=BF16, **{how: ignored})
+    model = qshard.prepare_for_fsdp1(qshard.prepare_for_fsdp1(model))
+    optimizer, losses = adamw(model), []
+    for number in range(4):
+        loss = loss_of(model, batch(number))
+        loss.backward()
+        dist.all_reduce(model.module.head.weight.grad.div_(dist.get_world_size()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return check_gathers(model), model.module.head.dynamic.state[0].tolist()
+
+
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("group_is_told", [False, True])
+@pytest.mark.parametrize("how", ["ignored_modules", "ignored_states"])
+@on_worlds(2)
+def test_delayed_scaling_of_what_fsdp1_ignores(world, how, group_is_told, use_orig_params):
+    (gathers, history), (_, other) = world.run(run_ignored, how, group_is_told, use_orig_params)
+    assert gathers == 4 and history == other and all(max(row) > 0 for row in history)
