@@ -217,13 +217,13 @@ def refresh_all(weights, rolls_unused=False):
             dynamic.state = [t.to(weight.device) for t in dynamic.state]
     due, stale = [], []
     for dynamic, weight in weights:
-        is_used = dynamic._is_used or dynamic.groups or rolls_unused
-        if is_used and dynamic.is_step_due(weight):
-            due.append((dynamic, weight.detach()))
+        is_used = dynamic._is_used or rolls_unused
+        if (is_used or dynamic.groups) and dynamic.is_step_due(weight):
+            due.append((dynamic, weight.detach(), is_used))
         elif dynamic.is_stale(weight):
-            stale.append((dynamic, weight.detach()))
-    _update(due, True, _Steps.found_inf)
-    _update(stale, False)
+            stale.append((dynamic, weight.detach(), False))
+    _follow_step(due, _Steps.found_inf)
+    _update(stale)
 
 
 def flush(model):
@@ -233,30 +233,53 @@ def flush(model):
     refresh_all([(d, weight) for d, weight in weights if weight is not None], rolls_unused=True)
 
 
-def _update(weights, is_step, found_inf=None):
-    """Brings the state of (DynamicWeight, its values) up to date, with one all-reduce a group after a
-    step. Values written otherwise are the same on all ranks, and each finds their amax alone."""
-    kinds = {}
-    for dynamic, values in weights:
-        kinds.setdefault((dynamic.groups, values.device, values.dtype), []).append((dynamic, values))
-    for (groups, _, dtype), members in kinds.items():
+def _follow_step(weights, found_inf=None):
+    """Brings the state of (DynamicWeight, its values, whether the step was of it) up to date, with one all-reduce
+    a group: the step was of what it was of on any rank. A rank that knows need not wait for the answer."""
+    for groups, dtype, members in _alike(weights):
         amax = own_amaxes(members)
-        for group in groups if is_step else ():
-            all_reduce_max(amax, group)
-        update_state([dynamic for dynamic, _ in members], amax, dtype, is_step, found_inf)
-        for dynamic, values in members:
+        stepped = [is_stepped for _, _, is_stepped in members]
+        if groups:
+            flags = torch.tensor([[float(is_stepped)] for is_stepped in stepped], device=amax.device)
+            words = torch.cat([amax, flags], 1)
+            for group in groups:
+                all_reduce_max(words, group)
+            amax = words[:, :3].contiguous()
+            stepped = [is_stepped or bool(words[i, 3]) for i, is_stepped in enumerate(stepped)]
+        for is_step in (True, False):
+            chosen = [i for i, is_stepped in enumerate(stepped) if is_stepped == is_step]
+            if chosen:
+                dynamics, amaxes = [members[i][0] for i in chosen], torch.stack([amax[i] for i in chosen])
+                update_state(dynamics, amaxes, dtype, is_step, found_inf if is_step else None)
+        for dynamic, values, _ in members:
             dynamic._seen = _seen(values)
-            if is_step:
-                dynamic._steps, dynamic._is_used = _Steps.of_others, False
+            dynamic._steps, dynamic._is_used = _Steps.of_others, False
+
+
+def _update(weights):
+    """The same of values that no step made: they are the same on all ranks, and each finds their amax alone."""
+    for _, dtype, members in _alike(weights):
+        update_state([dynamic for dynamic, *_ in members], own_amaxes(members), dtype, is_step=False)
+        for dynamic, values, _ in members:
+            dynamic._seen = _seen(values)
+
+
+def _alike(weights):
+    """(groups, dtype, weights) of those that have these and the device in common."""
+    kinds = {}
+    for weight in weights:
+        dynamic, values, _ = weight
+        kinds.setdefault((dynamic.groups, values.dtype, values.device), []).append(weight)
+    return [(groups, dtype, members) for (groups, dtype, _), members in kinds.items()]
 
 
 def own_amaxes(weights):
-    """float32 (weights, 3) of (DynamicWeight, its whole values): this rank's amaxes of each, and of the input
+    """float32 (weights, 3) of (DynamicWeight, its whole values, ...): this rank's amaxes of each, and of the input
     and gradient that its linear saw in this step."""
-    flat = [values.detach().contiguous().view(-1) for _, values in weights]
-    ranges = [Range(dynamic.format, *dynamic.shape, 0) for dynamic, _ in weights]
+    flat = [values.detach().contiguous().view(-1) for _, values, _ in weights]
+    ranges = [Range(dynamic.format, *dynamic.shape, 0) for dynamic, *_ in weights]
     amax = amax_of_ranges(flat, ranges)  # of those that are elsewhere 0
-    activations = torch.stack([dynamic.state[0][1:, 0] for dynamic, _ in weights])
+    activations = torch.stack([dynamic.state[0][1:, 0] for dynamic, *_ in weights])
     return torch.cat([amax.view(-1, 1), activations], 1)
 
 
@@ -297,7 +320,7 @@ def _after_step(optimizer, taken):
     }
     if not known:
         return
-    stepped, holds_any = {}, False
+    stepped, written, holds_any = {}, {}, False
     for group in optimizer.param_groups:
         for param in group["params"]:
             dynamic = known.get(id(param))
@@ -306,13 +329,13 @@ def _after_step(optimizer, taken):
                 continue
             holds_any = dynamic._is_told = True
             is_first = id(param) not in taken
-            is_written = is_first and (dynamic.groups or param.grad is not None)
-            if is_written or dynamic._seen != _seen(param):
-                is_step = is_first and not made_up_steps
-                stepped.setdefault(is_step, {})[id(dynamic)] = dynamic, param.detach()
+            is_written = (is_first and param.grad is not None) or dynamic._seen != _seen(param)
+            if is_written or (is_first and dynamic.groups):
+                kind = stepped if is_first and not made_up_steps else written
+                kind[id(dynamic)] = dynamic, param.detach(), is_written
     found_inf = getattr(optimizer, "found_inf", None)
-    for is_step, weights in stepped.items():
-        _update(list(weights.values()), is_step, found_inf if is_step else None)
+    _follow_step(list(stepped.values()), found_inf)
+    _update(list(written.values()))
     if not holds_any and not made_up_steps:
         _Steps.of_others, _Steps.found_inf = _Steps.of_others + 1, found_inf
 

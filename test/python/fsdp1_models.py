@@ -8,6 +8,7 @@ import torch.distributed as dist
 from dist_helpers import device, full_mesh
 from dist_models import (
     DELAYED,
+    WIDTH,
     Block,
     Model,
     adamw,
@@ -17,6 +18,7 @@ from dist_models import (
     quantize_model,
     shard,
 )
+from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel as FSDP,
     MixedPrecision,
@@ -32,6 +34,21 @@ import qshard
 SENT_AS_CODES = ("float8_tensorwise", "float8_blockwise", DELAYED)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Branches(Model):
+    """A block, and a linear in the root's unit, that not every step uses."""
+
+    def __init__(self, parts):
+        super().__init__(33)
+        self.other_head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.parts = parts
+
+    def forward(self, x):
+        part = self.parts.pop()
+        x = self.blocks[0](x)
+        x = self.blocks[1](x) if part > 0 else x
+        return (self.other_head if part > 1 else self.head)(x)
 
 
 def make_dynamic(model, format, **kwargs):

@@ -22,7 +22,7 @@ from dist_models import (
     quantize_model,
     train,
 )
-from fsdp1_models import BF16, build_fsdp1, different_values, train_fsdp1
+from fsdp1_models import BF16, Branches, build_fsdp1, different_values, train_fsdp1
 from test_delayed_scaling import Container
 from test_dynamic_weights import (
     EXTRA,
@@ -167,6 +167,36 @@ def same_delayed_states(model, twin):
 @on_worlds(4)
 def test_optimizers_in_backward_of_fsdp1(world, format, strategy):
     world.run(run_in_backward, format, strategy)
+
+
+# ------------------------------------------------------------------- weights without a gradient
+
+
+def run_unused():
+    """DDP leaves a weight that no rank used without a gradient; alone, a rank may have one that others lack."""
+    models = []
+    for weights in ("quantized", "dynamic"):
+        torch.manual_seed(0)
+        group = dict(group=dist.group.WORLD) if weights == "dynamic" else {}
+        model = quantize_model(Branches([]).to(device()), DELAYED, weights=weights, **group)
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step, part in enumerate([1, 0, 2, 0, 1]):
+            model.parts = [part]
+            loss_of(ddp, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert same_states(*models)
+    model.parts = [2 if dist.get_rank() else 1]
+    loss_of(model, batch(9)).backward()
+    optimizer.step()
+    assert agree_over_ranks(model)
+
+
+@on_worlds(2)
+def test_histories_of_a_group_roll_where_there_is_a_gradient(world):
+    world.run(run_unused)
 
 
 # ------------------------------------------------------------------- optimizers over copies

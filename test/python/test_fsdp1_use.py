@@ -11,7 +11,6 @@ from dist_helpers import device, on_worlds
 from dist_models import (
     DELAYED,
     MIXES,
-    WIDTH,
     Model,
     adamw,
     batch,
@@ -25,6 +24,7 @@ from fsdp1_models import (
     BF16_POLICY,
     FSDP,
     SENT_AS_CODES,
+    Branches,
     build_fsdp1,
     build_fsdp2,
     check_as,
@@ -353,21 +353,6 @@ def test_resumed_on_other_ranks(world, format):
 
 
 # ------------------------------------------------------------- weights without a gradient, ignored
-
-
-class Branches(Model):
-    """A block, and a linear in the root's unit, that not every step uses."""
-
-    def __init__(self, parts):
-        super().__init__(33)
-        self.other_head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.parts = parts
-
-    def forward(self, x):
-        part = self.parts.pop()
-        x = self.blocks[0](x)
-        x = self.blocks[1](x) if part > 0 else x
-        return (self.other_head if part > 1 else self.head)(x)
 
 
 def histories(model):
