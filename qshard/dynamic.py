@@ -31,8 +31,8 @@ class Installed:
 
 
 class GradientWatch:
-    """Whether backward reached a weight since its history rolled. In a flat parameter `.grad` does not tell: it
-    is zeros of weights that were not used."""
+    """Whether backward reached a weight since its history rolled. In a flat parameter `.grad` does not tell:
+    of weights that were not used it is zeros."""
 
     def __init__(self):
         self.is_reached = False
@@ -234,8 +234,9 @@ def flush(model):
 
 
 def _follow_step(weights, found_inf=None):
-    """Brings the state of (DynamicWeight, its values, whether the step was of it) up to date, with one all-reduce
-    a group: the step was of what it was of on any rank. A rank that knows need not wait for the answer."""
+    """Brings the state of (DynamicWeight, its values, whether the step was of it) up to date, with one
+    all-reduce a group: the step was of what it was of on any rank. A rank that knows need not wait for the
+    answer."""
     for groups, dtype, members in _alike(weights):
         amax = own_amaxes(members)
         stepped = [is_stepped for _, _, is_stepped in members]
@@ -257,7 +258,7 @@ def _follow_step(weights, found_inf=None):
 
 
 def _update(weights):
-    """The same of values that no step made: they are the same on all ranks, and each finds their amax alone."""
+    """The same of values that no step made, which are the same on all ranks: each finds their amax alone."""
     for _, dtype, members in _alike(weights):
         update_state([dynamic for dynamic, *_ in members], own_amaxes(members), dtype, is_step=False)
         for dynamic, values, _ in members:
@@ -274,8 +275,8 @@ def _alike(weights):
 
 
 def own_amaxes(weights):
-    """float32 (weights, 3) of (DynamicWeight, its whole values, ...): this rank's amaxes of each, and of the input
-    and gradient that its linear saw in this step."""
+    """float32 (weights, 3) of (DynamicWeight, its whole values, ...): this rank's amaxes of each, and of the
+    input and gradient that its linear saw in this step."""
     flat = [values.detach().contiguous().view(-1) for _, values, _ in weights]
     ranges = [Range(dynamic.format, *dynamic.shape, 0) for dynamic, *_ in weights]
     amax = amax_of_ranges(flat, ranges)  # of those that are elsewhere 0

@@ -23,10 +23,9 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     """Prepares a model under FullyShardedDataParallel whose weights `quantize_(..., weights="dynamic")`
     left plain, and returns it.
 
-    Ranks agree on amaxes after each optimizer step, by one all-reduce over all units, and once here. Of
-    optimizers in backward they do at the next forward or state dict.
-    Histories of delayed scaling need this call; other weights compute the same without it, and gather
-    more.
+    Ranks agree on amaxes after each optimizer step, by one all-reduce over all units, and once here; of
+    optimizers in backward at the next forward or state dict. Histories of delayed scaling need this call;
+    other weights compute the same without it, and gather more.
 
     fsdp_root: any FullyShardedDataParallel module, with its units; every `use_orig_params` and sharding
         strategy.
@@ -143,13 +142,13 @@ class _Preparation:
         agree(renewed)
 
     def _agree_if_due(self, *_):
-        """After steps in backward, loads, summon_full_params, the user's writes, quantize_ and dequantize_."""
+        """After steps in backward, loads, summon_full_params, a user's writes, quantize_, dequantize_."""
         agree([unit for unit in self.units if unit.is_due()])
         self._find_ignored()
 
     def _find_ignored(self):
-        """Delayed scaling of whole weights, which FSDP1's ignored_modules or ignored_states name: their amaxes
-        are agreed on like those of the units, if not over a group that quantize_ was told."""
+        """Delayed scaling of whole weights, which FSDP1's ignored_modules or ignored_states name: their
+        amaxes are agreed on like those of the units, if not over a group that quantize_ was told."""
         if self._installed == Installed.count:
             return
         self._installed = Installed.count

@@ -1,4 +1,5 @@
-"""A unit of FSDP1 whose weights are quantized at each use: what its ranks agree on, and its all-gather of codes."""
+"""A unit of FSDP1 whose weights are quantized at each use: what its ranks agree on, and its all-gather of
+codes."""
 
 import types
 from dataclasses import dataclass, field
@@ -107,7 +108,8 @@ class Unit:
         self.is_stepped_in_backward = False
         handle._qshard_unit = self
         if hasattr(type(handle), _BEFORE_STEPS):
-            setattr(handle, _BEFORE_STEPS, types.MethodType(lambda handle: self._before_steps(handle), handle))
+            before_steps = types.MethodType(lambda handle: self._before_steps(handle), handle)
+            setattr(handle, _BEFORE_STEPS, before_steps)
         self._set_up(self._dynamics())
 
     def _set_up(self, dynamics):
@@ -183,8 +185,8 @@ class Unit:
         return id(param) in ids or (self.is_stepped_in_backward and bool(optimizers_in_backward(param)))
 
     def _before_steps(self, handle):
-        """Each rank steps other parameters, none perhaps: none of those steps is followed by a collective. Their
-        unit is due on all ranks."""
+        """Each rank steps other parameters, none perhaps: none of those steps is followed by a collective.
+        Their unit is due on all ranks."""
         getattr(type(handle), _BEFORE_STEPS)(handle)
         self.is_stepped_in_backward = self.is_sharded and getattr(handle, "_has_optim_in_backward", False)
 
@@ -195,8 +197,8 @@ class Unit:
         return (*(t._version for t in tensors), 0 if shard is None else shard._version)
 
     def is_due(self):
-        """Whether its ranks have to agree again: stepped in backward, written, or of other formats, since they
-        did. After those steps versions tell what this rank has stepped, and are not asked."""
+        """Whether its ranks have to agree again: stepped in backward, written, or of other formats, since
+        they did. After those steps versions tell what this rank has stepped, and are not asked."""
         self.follow()
         return bool(self.weights) and (self.is_stepped_in_backward or self.seen != self.versions())
 
@@ -351,8 +353,8 @@ def agree(units, stepped=(), found_inf=None):
 
 
 def _words(weights, delayed, device):
-    """This rank's amaxes of the weights, then three words of each with a history: what its linear saw of inputs
-    and gradients, and whether backward reached it."""
+    """This rank's amaxes of the weights, then three words of each with a history: what its linear saw of
+    inputs and gradients, and whether backward reached it."""
     values, ranges = zip(*(unit.own_part(weight) for unit, weight in weights))
     amaxes = amax_of_ranges(values, ranges).to(device)
     if not delayed:

@@ -173,7 +173,7 @@ def test_optimizers_in_backward_of_fsdp1(world, format, strategy):
 
 
 def run_unused():
-    """DDP leaves a weight that no rank used without a gradient; alone, a rank may have one that others lack."""
+    """DDP leaves a weight that no rank used without a gradient. Without DDP one rank may have one alone."""
     models = []
     for weights in ("quantized", "dynamic"):
         torch.manual_seed(0)
