@@ -250,7 +250,8 @@ def _follow_step(weights, found_inf=None):
         for is_step in (True, False):
             chosen = [i for i, is_stepped in enumerate(stepped) if is_stepped == is_step]
             if chosen:
-                dynamics, amaxes = [members[i][0] for i in chosen], torch.stack([amax[i] for i in chosen])
+                dynamics = [members[i][0] for i in chosen]
+                amaxes = amax if len(chosen) == len(amax) else torch.stack([amax[i] for i in chosen])
                 update_state(dynamics, amaxes, dtype, is_step, found_inf if is_step else None)
         for dynamic, values, _ in members:
             dynamic._seen = _seen(values)
