@@ -15,7 +15,7 @@ bool ReceivedWork::wait(std::chrono::milliseconds timeout) {
 
 bool ReceivedWork::isCompleted() {
   const bool is_done = work_->isCompleted();
-  if (is_done && work_->isSuccess()) arrive();
+  if (is_done && !work_->exception()) arrive();
   return is_done;
 }
 
