@@ -100,6 +100,7 @@ class DDPHook:
         self._quantize = Quantizer(format, None if self._state is None else self._on_device)
         self._device = torch.device("cpu")
         self._stream = None
+        self.numels: dict[int, int] = {}  # of buckets, in the last step
         self.__name__ = self.__qualname__ = f"qshard_{format}"  # DDP logs it
 
     def __call__(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket):
@@ -107,6 +108,7 @@ class DDPHook:
         group = group or dist.group.WORLD
         buffer = bucket.buffer()
         _check_dtype(buffer)
+        self.numels[bucket.index()] = buffer.numel()
         self._device = buffer.device
         future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         if group.size() == 1:
@@ -200,8 +202,14 @@ def reduce_gradients_(
     if format is not None and not any(map(_is_sharded, model.parameters())):
         _say_once("reduce_gradients_ does nothing: no parameter is sharded over several ranks")
         return model
+    states = set()
     for name, module in chosen:
         _undo(module)
+        # Modules of one fully_shard([a, b]) have one group of parameters, and one reduction.
+        state = id(module._get_fsdp_state())
+        if state in states:
+            continue
+        states.add(state)
         if format is not None:
             state = _ModuleRounding(module, name) if rounding == "stochastic" else None
             comm = QuantizedReduceScatter(format, state)

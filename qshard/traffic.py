@@ -126,19 +126,27 @@ def of_ddp(model: nn.Module) -> dict[int, Traffic]:
             continue
         hook = next((hook for hook, _ in ddp._comm_hooks if isinstance(hook, DDPHook)), None)
         known = ddp._get_ddp_logging_data()
-        buckets = map(int, (known.get("rebuilt_bucket_sizes") or known["bucket_sizes"]).split(","))
+        buckets = list(map(int, (known.get("rebuilt_bucket_sizes") or known["bucket_sizes"]).split(",")))
         if hook is not None:
-            itemsize = params[0].dtype.itemsize
-            buckets = [
-                ranks * ddp_message_bytes(hook.format, nbytes // itemsize, ranks) for nbytes in buckets
-            ]
-        buckets = list(buckets)
+            numels = _bucket_numels(hook, params, buckets)
+            buckets = [ranks * ddp_message_bytes(hook.format, numel, ranks) for numel in numels]
         reduced = sum(buckets)
         sent = sum(all_reduce_sent(nbytes, ranks) for nbytes in buckets)
         numels = [p.numel() for p in params]
         for param, *sizes in zip(params, split(reduced, numels), split(sent, numels)):
             found[id(param)] = Traffic(reduced=sizes[0], gradients_sent=sizes[1])
     return found
+
+
+def _bucket_numels(hook, params, buckets):
+    """Each bucket is of one dtype, and DDP says its bytes. Of several dtypes the hook knows after a
+    step; before, one bucket for each."""
+    dtypes = [param.dtype for param in params]
+    if len(set(dtypes)) == 1:
+        return [nbytes // dtypes[0].itemsize for nbytes in buckets]
+    if len(hook.numels) == len(buckets):
+        return list(hook.numels.values())
+    return [sum(p.numel() for p in params if p.dtype == dtype) for dtype in set(dtypes)]
 
 
 def of_unit(module: nn.Module, is_inner: bool, gathered: int, reduced: int) -> tuple[int, int]:

@@ -490,3 +490,20 @@ def run_resumed():
 @on_worlds(2)
 def test_the_count_is_saved_and_resumed(world):
     world.run(run_resumed)
+
+
+def run_shared_state():
+    layers = [torch.nn.Linear(32, 32, bias=False, device=device()) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    fully_shard(layers, mesh=full_mesh())
+    fully_shard(model, mesh=full_mesh())
+    qshard.reduce_gradients_(model, "nvfp4", rounding="stochastic")
+    model(torch.ones(2, 32, device=device())).sum().backward()
+    assert [b[2].item() for b in model.buffers()] == [1]
+    qshard.reduce_gradients_(model, None)
+    assert not list(model.buffers())
+
+
+@on_worlds(2)
+def test_modules_of_one_reduction_have_one_count(world):
+    world.run(run_shared_state)

@@ -228,3 +228,22 @@ def run_fsdp1(strategy):
 @on_worlds(4)
 def test_fsdp1(world, strategy):
     world.run(run_fsdp1, strategy)
+
+
+def run_ddp_of_two_dtypes():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 96), torch.nn.Linear(96, 64).bfloat16()
+    model = torch.nn.Sequential(*layers).to(device())
+    model = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    model.register_comm_hook(None, qshard.ddp_comm_hook("float8"))
+    x = torch.randn(8, 64, device=device())
+
+    model.module[0].register_forward_hook(lambda _, __, output: output.bfloat16())
+    for _ in range(3):
+        model(x).sum().backward()
+    observed(model, lambda: model(x).sum(), weights=())
+
+
+@on_worlds(2)
+def test_ddp_of_two_dtypes(world):
+    world.run(run_ddp_of_two_dtypes)
