@@ -9,45 +9,31 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/cuda/check_launch.h"
-#include "kernels/cuda/normalization_kernels.h"
+#include "kernels/cuda/normalization_task.h"
 #endif
 
 namespace qshard {
 
+bool has_norm_kernel(const at::Tensor& x, const Normalization& norm) {
+  const auto is_value = [&](const at::Tensor& t) {
+    return is_value_dtype(t.scalar_type()) && t.device() == x.device();
+  };
+  const auto is_parameter = [&](const at::Tensor& t) {
+    return is_value(t) && t.dim() == 1 && t.size(0) == x.size(-1) && t.is_contiguous() &&
+           reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  };
+  const at::Tensor& bias = norm.bias;
+  return x.is_cuda() && x.dim() >= 1 && is_value(x) && x.numel() > 0 && x.size(-1) % 8 == 0 &&
+         x.size(-1) * x.element_size() <= kMaxNormBytes && is_parameter(norm.weight) &&
+         (!bias.defined() ||
+          (is_parameter(bias) && bias.scalar_type() == norm.weight.scalar_type()));
+}
+
 #ifdef QSHARD_WITH_CUDA
-namespace {
-
-cuda::NormTask task_of(const at::Tensor& x, const at::Tensor& statistics,
-                       const Normalization& norm) {
-  cuda::NormTask task;
-  task.x = x.const_data_ptr();
-  task.gamma = norm.weight.const_data_ptr();
-  task.gamma_dtype = value_dtype(norm.weight.scalar_type());
-  if (norm.bias.defined()) task.beta = norm.bias.const_data_ptr();
-  task.cols = static_cast<int>(x.size(-1));
-  task.rows = x.numel() / task.cols;
-  task.rstd = static_cast<float*>(statistics.mutable_data_ptr());
-  if (!norm.rms) task.mean = task.rstd + task.rows;
-  task.eps = norm.eps;
-  task.zero_centered_gamma = norm.zero_centered_gamma;
-  task.dtype = value_dtype(x.scalar_type());
-  return task;
-}
-
-// In vectors from the first value on.
-at::Tensor in_vectors(const at::Tensor& x) {
-  const at::Tensor dense = x.contiguous();
-  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
-}
-
-}  // namespace
-
 std::tuple<at::Tensor, at::Tensor> normalized(const at::Tensor& x, const Normalization& norm) {
-  const at::Tensor values = in_vectors(x);
-  const int64_t rows = values.numel() / values.size(-1);
-  const at::Tensor statistics =
-      at::empty({norm.rms ? 1 : 2, rows}, values.options().dtype(at::kFloat));
-  cuda::NormTask task = task_of(values, statistics, norm);
+  const at::Tensor values = cuda::in_vectors(x);
+  const at::Tensor statistics = cuda::empty_statistics(values, norm);
+  cuda::NormTask task = cuda::norm_task(values, statistics, norm);
   const at::Tensor y = at::empty(x.sizes(), x.options());
   task.y = y.mutable_data_ptr();
   cuda::check_launch(cuda::launch_norm(task, c10::cuda::getCurrentCUDAStream()));
@@ -59,9 +45,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> normalization_gradients(const at:
                                                                        const at::Tensor& statistics,
                                                                        const Normalization& norm,
                                                                        bool needs_parameters) {
-  const at::Tensor values = in_vectors(x);
-  const at::Tensor grads = in_vectors(grad);
-  cuda::NormTask task = task_of(values, statistics, norm);
+  const at::Tensor values = cuda::in_vectors(x);
+  const at::Tensor grads = cuda::in_vectors(grad);
+  cuda::NormTask task = cuda::norm_task(values, statistics, norm);
   task.grad = grads.const_data_ptr();
   const at::Tensor grad_x = at::empty(x.sizes(), x.options());
   task.grad_x = grad_x.mutable_data_ptr();

@@ -12,12 +12,16 @@ namespace qshard {
 constexpr int64_t kMaxNormBytes = 32768;
 
 struct Normalization {
-  at::Tensor weight;  // (columns,), gamma
-  at::Tensor bias;    // (columns,), or undefined
+  at::Tensor weight = {};  // (columns,), gamma
+  at::Tensor bias = {};    // (columns,), or undefined
   float eps = 0.f;
   bool rms = false;
   bool zero_centered_gamma = false;  // gamma is 1 + weight
 };
+
+/// Whether the operators below take plain tensors: a CUDA x (..., columns), and parameters beside
+/// it that begin at multiples of 16 bytes.
+bool has_norm_kernel(const at::Tensor& x, const Normalization& norm);
 
 /// ((x - mean) * rstd * gamma + bias, statistics): in fp32, rounded once to the dtype of `x`.
 /// Statistics are float32 (1, rows) of RMSNorm: rstd; (2, rows) of LayerNorm: rstd, mean.

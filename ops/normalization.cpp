@@ -5,7 +5,6 @@
 
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/normalization.h"
-#include "kernels/value_dtype.h"
 
 namespace qshard {
 namespace {
@@ -23,18 +22,9 @@ void check(const char* op, bool fits, const Tensor& input, const Tensor& weight)
 }  // namespace
 
 bool can_normalize(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  const auto is_plain = [&](const Tensor& x) {
-    return is_value_dtype(x.scalar_type()) && !has_key(x) && x.device() == input.device();
-  };
-  const auto is_parameter = [&](const Tensor& x) {
-    return is_plain(x) && x.dim() == 1 && x.size(0) == input.size(-1) && x.is_contiguous() &&
-           reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-  };
-  const bool has_bias = bias && bias->defined();
-  return input.is_cuda() && input.dim() >= 1 && is_plain(input) && input.numel() > 0 &&
-         input.size(-1) % 8 == 0 && input.size(-1) * input.element_size() <= kMaxNormBytes &&
-         is_parameter(weight) &&
-         (!has_bias || (is_parameter(*bias) && bias->scalar_type() == weight.scalar_type()));
+  const Tensor beta = bias.value_or(Tensor());
+  const bool has_keys = has_key(input) || has_key(weight) || (beta.defined() && has_key(beta));
+  return !has_keys && has_norm_kernel(input, {.weight = weight, .bias = beta});
 }
 
 std::tuple<Tensor, Tensor> normalize(const Tensor& input, const Tensor& weight,
