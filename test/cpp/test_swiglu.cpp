@@ -5,6 +5,7 @@
 
 #include "gemm_cases.h"
 #include "kernels/swiglu.h"
+#include "packed_cases.h"
 
 namespace qshard::testing {
 namespace {
@@ -14,9 +15,6 @@ struct Shape {
 };
 constexpr Shape kShapes[] = {{1, 1},    {1, 96},     {127, 96},   {127, 4104}, {129, 100},
                              {300, 45}, {4097, 512}, {513, 4096}, {0, 128},    {130, 256}};
-constexpr const char* kPacked[] = {"float8_tensorwise", "float8_tensorwise_fp32_scale",
-                                   "float8_blockwise", "float8_blockwise_fp32_scale",
-                                   "float8_blockwise[x_block_scaling_dim=1]"};
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 
 /// gate, up and the gradient of their product.
@@ -55,53 +53,6 @@ Values random_values(const Shape& shape, at::ScalarType dtype, at::Device device
   out.grad = draw(shape.cols);
   return out;
 }
-
-/// Codes and scales that differ, among those compared.
-struct Differences {
-  int64_t codes = 0, scales = 0, all_codes = 0, all_scales = 0;
-
-  void add(const CodeImage& got, const CodeImage& expected) {
-    const auto* a = std::get_if<PackedCodes>(&got);
-    const auto* b = std::get_if<PackedCodes>(&expected);
-    ASSERT_EQ(a == nullptr, b == nullptr);
-    if (a == nullptr || a->code_bytes() == 0) return;
-    ASSERT_EQ(a->rows, b->rows);
-    ASSERT_EQ(a->ld, b->ld);
-    ASSERT_EQ(a->scale_mode, b->scale_mode);
-    const int64_t bytes = a->code_bytes();
-    codes +=
-        at::ne(a->buffer.narrow(0, 0, bytes), b->buffer.narrow(0, 0, bytes)).sum().item<int64_t>();
-    all_codes += bytes;
-    const int64_t blocks = ceil_div(a->ld, 128);
-    const int64_t count = a->scale_mode == ScaleMode::kTensor ? 1
-                          : a->scale_mode == ScaleMode::kBlock1x128
-                              ? a->rows * blocks
-                              : ceil_div(a->rows, 128) * round_up(blocks, 4);
-    const auto scales_of = [&](const PackedCodes& packed) {
-      return packed.buffer.narrow(0, bytes, 4 * count).view(at::kInt);
-    };
-    scales += at::ne(scales_of(*a), scales_of(*b)).sum().item<int64_t>();
-    all_scales += count;
-  }
-  void add(const QuantizedMatrix& got, const QuantizedMatrix& expected) {
-    EXPECT_EQ(got.code_dtype, expected.code_dtype);
-    EXPECT_EQ(got.rows, expected.rows);
-    EXPECT_EQ(got.cols, expected.cols);
-    add(got.rowwise, expected.rowwise);
-    add(got.columnwise, expected.columnwise);
-  }
-  // None, but where torch was built with another expf: that moves a value across a rounding
-  // boundary now and then, and a largest value with it, that scales in fp32 follow.
-  void expect_few(const char* what) const {
-    EXPECT_GT(all_codes, 0) << what;
-    EXPECT_LE(static_cast<double>(codes), 1e-5 * static_cast<double>(all_codes)) << what;
-    EXPECT_LE(static_cast<double>(scales), 1e-4 * static_cast<double>(all_scales)) << what;
-    std::cout << what << ": " << codes << " of " << all_codes << " codes, " << scales << " of "
-              << all_scales << " scales differ\n";
-  }
-};
-
-at::Device gpu() { return devices().back(); }
 
 template <typename Run>
 void for_all(const Run& run) {
