@@ -17,6 +17,7 @@ With v bytes per value and c per element of the image (codes and their row-local
     SwiGLU's gradients, bf16   2 + 2 + 2 + 4 x 1 + 1: both in both orientations, and the product's
                                columns; their amaxes 2 + 2 + 2
     norm, bf16                 2 + 2; its gradients 2 + 2 + 2
+    norm's codes, bf16         2 + 1 for one orientation, 2 + 1 + 1 for both; its statistics 2
     transpose                  1 + 1
     flush                      v + c in one pass over the master, 2 v + c in two
     AdamW and flush            28 + c in one pass, 28 + 4 + c where an all-reduce parts it in two:
@@ -24,6 +25,7 @@ With v bytes per value and c per element of the image (codes and their row-local
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +45,8 @@ IMAGE_BYTES = {  # c; a scale per tensor or per 128x128 block, in the grid, does
     "nvfp4": 1 / 2 + 1 / 16,
 }
 ONE_SCALE = ("float8_tensorwise", "nvfp4")  # with a scale that spans the tensor
-SECTIONS = ("weight", "activation", "message", "swiglu", "rotary", "norm", "transpose",
-            "flush", "adamw", "compiled")
+SECTIONS = ("weight", "activation", "message", "swiglu", "rotary", "norm", "norm_codes",
+            "transpose", "flush", "adamw", "compiled")
 FP8_GEMM = ("float8_tensorwise", "float8_blockwise")  # activations are quantized on Hopper
 # The linears of one of Llama-8B's 32 layers, sharded over 8 ranks.
 SHARDS = [(512, 4096), (128, 4096), (128, 4096), (512, 4096)]  # q, k, v, o
@@ -254,6 +256,28 @@ def norm(bench: Bench, kind: str, shape) -> Iterator[Row]:
     yield bench.share(f"torch's {kind}'s gradients", shape, 6 * n, time_of(torch_backward))
 
 
+def norm_codes(bench: Bench, kind: str, format: str, shape) -> Iterator[Row]:
+    """Of normalized rows as forward asks for them, and as backward makes its columns."""
+    bf16 = {"dtype": torch.bfloat16}
+    x, weight = bench.randn(*shape, **bf16), bench.randn(shape[1], **bf16)
+    is_rms, bias = kind == "RMSNorm", None if kind == "RMSNorm" else weight
+    if not ops._can_normalize(x, weight, bias):
+        return
+    norm = (x, weight, bias, 1e-5, is_rms, False, format)
+    forward, both, columns = bench.run(
+        lambda: ops._quantize_normalized(*norm, True, False),
+        lambda: ops._quantize_normalized(*norm, True, True),
+        lambda: ops._quantize_normalized(*norm, False, True),
+    )
+    n, goal = x.numel(), at_least(0.85)
+    name = f"{kind}'s {{}} " + ("1x128" if format == "float8_blockwise" else "per-tensor")
+    of_codes, of_statistics = ours("norm_quantize"), ours("norm_statistics")
+    yield bench.share(name.format("statistics"), shape, 2 * n, time_of(both, of_statistics), goal)
+    yield bench.share(name.format("rows"), shape, 3 * n, time_of(forward, of_codes), goal)
+    yield bench.share(name.format("columns"), shape, 3 * n, time_of(columns, of_codes), goal)
+    yield bench.share(name.format("rows + columns"), shape, 4 * n, time_of(both, of_codes), goal)
+
+
 def transpose(bench: Bench, shape) -> Iterator[Row]:
     """The bytes of a gathered weight, for dgrad; few tokens keep the GEMM small."""
     rows, cols = -(-shape[0] // 16) * 16, shape[1]
@@ -358,6 +382,9 @@ def sections(bench: Bench, args) -> Iterator[tuple[str, str, object]]:
         for shape in bench.activations:
             yield "activation", f"{format} {shape}", lambda: activation(bench, format, shape)
             yield "message", f"{format} {shape}", lambda: message(bench, format, shape)
+        for kind, shape in itertools.product(("RMSNorm", "LayerNorm"), bench.norms):
+            yield ("norm_codes", f"{kind} {format} {shape}",
+                   lambda: norm_codes(bench, kind, format, shape))
         for shape in bench.swiglus:
             yield "swiglu", f"{format} {shape}", lambda: swiglu(bench, format, shape)
     for shape in bench.heads:

@@ -4,7 +4,8 @@
 #include <fmt/ranges.h>
 
 #include "dispatch/quantized_tensor_impl.h"
-#include "kernels/normalization.h"
+#include "kernels/norm_operand.h"
+#include "ops/linear_operands.h"
 
 namespace qshard {
 namespace {
@@ -35,6 +36,22 @@ std::tuple<Tensor, Tensor> normalize(const Tensor& input, const Tensor& weight,
   const Normalization norm{weight, bias.value_or(Tensor()), static_cast<float>(eps), rms,
                            zero_centered_gamma};
   return normalized(input, norm);
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_normalized(const Tensor& input, const Tensor& weight,
+                                                       const OptionalTensor& bias, double eps,
+                                                       bool rms, bool zero_centered_gamma,
+                                                       c10::string_view format, bool rows,
+                                                       bool columns) {
+  const char* op = "qshard::_quantize_normalized";
+  check(op, input.dim() == 2 && can_normalize(input, weight, bias), input, weight);
+  const c10::OptionalDeviceGuard guard(input.device());
+  const NormOperand operand(
+      input, {weight, bias.value_or(Tensor()), static_cast<float>(eps), rms, zero_centered_gamma});
+  const QuantizedMatrix codes =
+      operand.codes({.format = &checked_format(format, op), .orientations = {rows, columns}});
+  return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input),
+          operand.statistics()};
 }
 
 std::tuple<Tensor, Tensor, Tensor> normalize_backward(const Tensor& grad, const Tensor& input,

@@ -100,6 +100,10 @@ TORCH_LIBRARY(qshard, m) {
       "_normalize(Tensor input, Tensor weight, Tensor? bias, float eps, bool rms, "
       "bool zero_centered_gamma) -> (Tensor output, Tensor statistics)");
   m.def(
+      "_quantize_normalized(Tensor input, Tensor weight, Tensor? bias, float eps, bool rms, "
+      "bool zero_centered_gamma, str format, bool rows, bool columns) "
+      "-> (Tensor rows, Tensor columns, Tensor statistics)");
+  m.def(
       "_normalize_backward(Tensor grad, Tensor input, Tensor weight, Tensor statistics, "
       "bool zero_centered_gamma, bool needs_parameters) -> (Tensor, Tensor, Tensor)");
   m.def("_shares_input_codes(Tensor input) -> bool");
@@ -222,6 +226,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("rotary_embedding", &rotary_embedding);
   m.impl("_can_normalize", &can_normalize);
   m.impl("_normalize", &normalize);
+  m.impl("_quantize_normalized", &quantize_normalized);
   m.impl("_normalize_backward", &normalize_backward);
   m.impl("_shares_input_codes", &shares_input_codes);
   m.impl("_saves_input_codes", &saves_input_codes);

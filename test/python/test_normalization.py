@@ -129,6 +129,8 @@ def test_left_to_torch():
     assert not ops._can_normalize(x, weight, None)
     with pytest.raises(RuntimeError, match="needs a CUDA input"):
         ops._normalize(x, weight, None, 1e-5, True, False)
+    with pytest.raises(RuntimeError, match="needs a CUDA input"):
+        ops._quantize_normalized(x, weight, None, 1e-5, True, False, "float8_blockwise", True, True)
     for device in ["cuda"] * torch.cuda.is_available():
         x, weight = x.to(device), weight.to(device)
         assert ops._can_normalize(x, weight, None)
