@@ -63,16 +63,21 @@ void for_norms(const at::Tensor& x, const Run& run) {
   }
 }
 
-/// Calls run(x).
+/// Calls run(x) for all sizes and dtypes.
 template <typename Run>
-void for_values(const Size& size, at::ScalarType dtype, const Run& run) {
-  const at::Tensor drawn =
-      at::randn({size.rows, size.cols}).mul_(at::randn({size.rows, 1}).exp_()).add_(0.5);
-  for (const bool odd : {false, true}) {
-    SCOPED_TRACE(::testing::Message() << size.rows << "x" << size.cols << " "
-                                      << c10::toString(dtype) << (odd ? " odd" : ""));
-    const at::Tensor x = drawn.to(gpu(), dtype, false, /*copy=*/true);
-    run(odd ? with_odd(x) : x);
+void for_all(const Run& run) {
+  at::manual_seed(3);
+  for (const Size& size : kSizes) {
+    const at::Tensor drawn =
+        at::randn({size.rows, size.cols}).mul_(at::randn({size.rows, 1}).exp_()).add_(0.5);
+    for (const at::ScalarType dtype : kDtypes) {
+      for (const bool odd : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << size.rows << "x" << size.cols << " "
+                                          << c10::toString(dtype) << (odd ? " odd" : ""));
+        const at::Tensor x = drawn.to(gpu(), dtype, false, /*copy=*/true);
+        run(odd ? with_odd(x) : x);
+      }
+    }
   }
 }
 
@@ -82,18 +87,10 @@ void expect_same(const at::Tensor& got, const at::Tensor& expected, const char* 
   EXPECT_TRUE(at::equal(got.view(at::kInt), expected.view(at::kInt))) << what;
 }
 
-/// Apart, so that compute-sanitizer can look at a part of them in its time.
-class NormOperandCodes : public ::testing::TestWithParam<std::tuple<Size, at::ScalarType>> {};
-INSTANTIATE_TEST_SUITE_P(NormOperand, NormOperandCodes,
-                         ::testing::Combine(::testing::ValuesIn(kSizes),
-                                            ::testing::ValuesIn(kDtypes)));
-
-TEST_P(NormOperandCodes, AreThoseOfTheValues) {
+TEST(NormOperand, CodesAreThoseOfTheValues) {
   if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
   Differences found;
-  at::manual_seed(3);
-  const auto [size, dtype] = GetParam();
-  for_values(size, dtype, [&](const at::Tensor& x) {
+  for_all([&](const at::Tensor& x) {
     for_norms(x, [&](const Normalization& norm) {
       const auto [y, statistics] = normalized(x, norm);
       const PlainOperand plain(y);
