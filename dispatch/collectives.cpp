@@ -266,20 +266,6 @@ void collective_of_any(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   });
 }
 
-/// The lists differ between torch versions, so they are read from the dispatcher.
-template <typename Visit>
-void for_each_collective(const char* name_space, const Visit& visit) {
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    const std::string prefix = std::string(name_space) + "::";
-    if (name.name.rfind(prefix, 0) != 0) continue;
-    const auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || !OpTraits::of(*op).takes_tensor) continue;
-    const std::string plain_name = name.name.substr(prefix.size());
-    visit(*op, name.overload_name.empty() ? plain_name : plain_name + "." + name.overload_name);
-  }
-}
-
 }  // namespace
 
 bool is_collective(const c10::OperatorHandle& op) {
@@ -324,13 +310,13 @@ void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
 }
 
 void register_collectives(torch::Library& library, const char* name_space) {
-  for_each_collective(name_space, [&](const c10::OperatorHandle&, const std::string& name) {
+  for_each_tensor_op(name_space, [&](const c10::OperatorHandle&, const std::string& name) {
     library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&collective>());
   });
 }
 
 void register_collectives_of_any(torch::Library& c10d) {
-  for_each_collective("c10d", [&](const c10::OperatorHandle& op, const std::string& name) {
+  for_each_tensor_op("c10d", [&](const c10::OperatorHandle& op, const std::string& name) {
     const auto& arguments = op.schema().arguments();
     if (std::none_of(arguments.begin(), arguments.end(),
                      [&](const c10::Argument& argument) { return is_received(op, argument); })) {

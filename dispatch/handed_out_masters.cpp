@@ -1,5 +1,6 @@
 #include "dispatch/handed_out_masters.h"
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <unordered_map>

@@ -129,55 +129,51 @@ constexpr auto kBoxedCompositeOnValues = [] {
   return torch::CppFunction::makeFromBoxedFunction<&composite_on_values_kernel>();
 };
 
-/// Every aten op that would otherwise run a composite kernel on raw storage, and every view op. The
-/// lists differ between torch versions, so they are read from the dispatcher.
+/// Every aten op that would otherwise run a composite kernel on raw storage, and every view op.
 void register_remaining(torch::Library& aten) {
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0) continue;
-    const auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(kKey)) continue;
-    const auto traits = OpTraits::of(*op);
-    if (!traits.takes_tensor) continue;
-
-    const std::string plain_name = name.name.substr(6);
-    const std::string full_name =
-        name.overload_name.empty() ? plain_name : plain_name + "." + name.overload_name;
-    if (decomposes(*op)) {
-      if (writes_out(*op)) {
-        aten.impl(full_name.c_str(), kBoxedCompositeOut());
-      } else if (runs_on_values(name.name)) {
-        aten.impl(full_name.c_str(), kBoxedCompositeOnValues());
+  for_each_tensor_op("aten", [&](const c10::OperatorHandle& op, const std::string& name) {
+    if (op.hasKernelForDispatchKey(kKey)) return;
+    if (decomposes(op)) {
+      if (writes_out(op)) {
+        aten.impl(name.c_str(), kBoxedCompositeOut());
+      } else if (runs_on_values(op.operator_name().name)) {
+        aten.impl(name.c_str(), kBoxedCompositeOnValues());
       }
-    } else if (op->hasTag(at::Tag::inplace_view) && !needs_other_storage(plain_name)) {
-      aten.impl(full_name.c_str(), kBoxedInplaceView());
-    } else if (traits.returns_view) {
-      aten.impl(full_name.c_str(), kBoxedView());
-    } else if (is_composite_explicit(*op)) {
-      aten.impl(full_name.c_str(), kBoxedFallback());
+    } else if (op.hasTag(at::Tag::inplace_view) && !needs_other_storage(name)) {
+      aten.impl(name.c_str(), kBoxedInplaceView());
+    } else if (OpTraits::of(op).returns_view) {
+      aten.impl(name.c_str(), kBoxedView());
+    } else if (is_composite_explicit(op)) {
+      aten.impl(name.c_str(), kBoxedFallback());
     }
-  }
+  });
 }
 
 /// Every op that has a kernel for the sparse tensors of another backend: some have composite ones,
 /// too, which come before a fallback and expect strided tensors.
 void register_sparse(torch::Library& aten, c10::DispatchKey of_cpu) {
-  auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0) continue;
-    const auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || !op->hasKernelForDispatchKey(of_cpu)) continue;
-    if (op->schema().arguments().size() < 2 || !OpTraits::of(*op).takes_tensor) continue;
+  for_each_tensor_op("aten", [&](const c10::OperatorHandle& op, const std::string& name) {
+    if (!op.hasKernelForDispatchKey(of_cpu) || op.schema().arguments().size() < 2) return;
     // It asks its arguments whether they require a gradient, and their values do not.
-    if (name.name.rfind("aten::_sparse_mm_reduce_impl", 0) == 0) continue;
-    const std::string plain_name = name.name.substr(6);
-    const std::string full_name =
-        name.overload_name.empty() ? plain_name : plain_name + "." + name.overload_name;
-    aten.impl(full_name.c_str(), kBoxedFallback());
-  }
+    if (name.rfind("_sparse_mm_reduce_impl", 0) == 0) return;
+    aten.impl(name.c_str(), kBoxedFallback());
+  });
 }
 
 }  // namespace
+
+void for_each_tensor_op(
+    const std::string& name_space,
+    const std::function<void(const c10::OperatorHandle& op, const std::string& name)>& visit) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const std::string prefix = name_space + "::";
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind(prefix, 0) != 0) continue;
+    const auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || !OpTraits::of(*op).takes_tensor) continue;
+    visit(*op, op_name(*op).substr(prefix.size()));
+  }
+}
 
 const std::string& foreign_owner_of_key() {
   static const std::string owner = find_foreign_owner();

@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <functional>
 #include <string>
 
 namespace qshard {
@@ -26,5 +27,11 @@ void check_key_is_ours(const char* op);
 
 /// "aten::add_.Tensor"
 std::string op_name(const c10::OperatorHandle& op);
+
+/// Calls visit(op, "add_.Tensor") for every operator of "aten" or another namespace that takes a
+/// tensor. The lists differ between torch versions, so they are read from the dispatcher.
+void for_each_tensor_op(
+    const std::string& name_space,
+    const std::function<void(const c10::OperatorHandle& op, const std::string& name)>& visit);
 
 }  // namespace qshard
