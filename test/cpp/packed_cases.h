@@ -64,4 +64,33 @@ struct Differences {
   }
 };
 
+/// Codes by the amaxes of earlier steps, and the history that this step's has gone into.
+struct DelayedCodes {
+  QuantizedMatrix codes;
+  at::Tensor history;
+};
+
+/// `earlier`: what is scaled by.
+inline DelayedCodes delayed_codes(const OperandProducer& operand, float earlier) {
+  const auto floats = at::TensorOptions().dtype(at::kFloat).device(operand.device());
+  const at::Tensor scaling = at::full({4}, earlier, floats);
+  const at::Tensor history = at::full({4}, 1e-3, floats);
+  const OperandRequest request{
+      .format = &find_format("float8_delayed[margin=1,history=4]"),
+      .orientations = {true, true},
+      .delayed = {history.mutable_data_ptr<float>(), scaling.const_data_ptr<float>(), 1}};
+  return {operand.codes(request), history};
+}
+
+inline void expect_row_images_of(const OperandProducer& operand, const at::Tensor& values,
+                                 const char* format) {
+  const OperandRequest request{.format = &find_format(format),
+                               .arrangement = Arrangement::kRowImage,
+                               .orientations = {true, true}};
+  const QuantizedMatrix got = operand.codes(request);
+  const QuantizedMatrix expected = PlainOperand(values).codes(request);
+  EXPECT_TRUE(at::equal(bytes_of(got.rowwise), bytes_of(expected.rowwise))) << format;
+  EXPECT_TRUE(at::equal(bytes_of(got.columnwise), bytes_of(expected.columnwise))) << format;
+}
+
 }  // namespace qshard::testing

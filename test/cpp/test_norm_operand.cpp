@@ -148,30 +148,19 @@ TEST(NormOperand, DelayedScalingCollectsTheValuesAmax) {
   if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
   at::manual_seed(6);
   Differences found;
-  const Format& format = find_format("float8_delayed[margin=1,history=4]");
-  const auto floats = at::TensorOptions().dtype(at::kFloat).device(gpu());
   for (const at::ScalarType dtype : kDtypes) {
     for (const float earlier : {0.f, 1.5f}) {
       for (const bool odd : {false, true}) {
         at::Tensor x = at::randn({129, 104}).to(gpu(), dtype);
         if (odd) x = with_odd(x);
         for_norms(x, [&](const Normalization& norm) {
-          const at::Tensor scaling = at::full({4}, earlier, floats);
-          at::Tensor history;
-          const auto codes_of = [&](const OperandProducer& operand) {
-            history = at::full({4}, 1e-3, floats);
-            return operand.codes({.format = &format,
-                                  .orientations = {true, true},
-                                  .delayed = {history.mutable_data_ptr<float>(),
-                                              scaling.const_data_ptr<float>(), 1}});
-          };
           const at::Tensor y = std::get<0>(normalized(x, norm));
-          const QuantizedMatrix expected = codes_of(PlainOperand(y));
-          const at::Tensor expected_history = history;
+          const DelayedCodes expected = delayed_codes(PlainOperand(y), earlier);
           const NormOperand operand(x, norm);
           for (int turn = 0; turn < 2; ++turn) {  // the second has an amax
-            found.add(codes_of(operand), expected);
-            EXPECT_TRUE(history.equal(expected_history));
+            const DelayedCodes got = delayed_codes(operand, earlier);
+            found.add(got.codes, expected.codes);
+            EXPECT_TRUE(got.history.equal(expected.history));
           }
           expect_same(operand.amax(), activation_amax(y), "amax");
         });
@@ -219,13 +208,7 @@ TEST(NormOperand, RowImagesAreThoseOfTheValues) {
       const at::Tensor x = at::randn({130, 72}).to(device, at::kBFloat16);
       for_norms(x, [&](const Normalization& norm) {
         const NormOperand operand(x, norm);
-        const OperandRequest request{.format = &find_format(name),
-                                     .arrangement = Arrangement::kRowImage,
-                                     .orientations = {true, true}};
-        const auto got = operand.codes(request);
-        const auto expected = PlainOperand(operand.values(at::kBFloat16)).codes(request);
-        EXPECT_TRUE(at::equal(bytes_of(got.rowwise), bytes_of(expected.rowwise))) << name;
-        EXPECT_TRUE(at::equal(bytes_of(got.columnwise), bytes_of(expected.columnwise))) << name;
+        expect_row_images_of(operand, operand.values(at::kBFloat16), name);
       });
     }
   }

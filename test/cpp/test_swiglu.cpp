@@ -95,25 +95,16 @@ TEST(Swiglu, DelayedScalingCollectsTheProductsAmax) {
   if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
   at::manual_seed(6);
   Differences found;
-  const Format& format = find_format("float8_delayed[margin=1,history=4]");
-  const auto floats = at::TensorOptions().dtype(at::kFloat).device(gpu());
   for (const at::ScalarType dtype : kDtypes) {
     for (const float earlier : {0.f, 1.5f}) {
       for (const bool odd : {false, true}) {
         const Values x = random_values({129, 100}, dtype, gpu(), /*joined=*/true, odd);
-        const at::Tensor scaling = at::full({4}, earlier, floats);
-        at::Tensor histories[2];
-        const auto codes_of = [&](const OperandProducer& operand, at::Tensor& history) {
-          history = at::full({4}, 1e-3, floats);
-          return operand.codes(
-              {.format = &format,
-               .orientations = {true, true},
-               .delayed = {history.mutable_data_ptr<float>(), scaling.const_data_ptr<float>(), 1}});
-        };
         const SwigluOperand operand(x.gate, x.up);
-        found.add(codes_of(operand, histories[0]),
-                  codes_of(PlainOperand(swiglu_values(x.gate, x.up)), histories[1]));
-        EXPECT_TRUE(histories[0].equal(histories[1]));
+        const DelayedCodes got = delayed_codes(operand, earlier);
+        const DelayedCodes expected =
+            delayed_codes(PlainOperand(swiglu_values(x.gate, x.up)), earlier);
+        found.add(got.codes, expected.codes);
+        EXPECT_TRUE(got.history.equal(expected.history));
         EXPECT_FALSE(operand.amax().defined());
       }
     }
@@ -157,13 +148,7 @@ TEST(Swiglu, RowImagesAreThoseOfTheValues) {
   for (const at::Device device : devices()) {
     for (const char* name : {"mxfp8", "nvfp4"}) {
       const Values x = random_values({130, 72}, at::kBFloat16, device, true, false);
-      const OperandRequest request{.format = &find_format(name),
-                                   .arrangement = Arrangement::kRowImage,
-                                   .orientations = {true, true}};
-      const auto got = SwigluOperand(x.gate, x.up).codes(request);
-      const auto expected = PlainOperand(at::silu(x.gate) * x.up).codes(request);
-      EXPECT_TRUE(at::equal(bytes_of(got.rowwise), bytes_of(expected.rowwise))) << name;
-      EXPECT_TRUE(at::equal(bytes_of(got.columnwise), bytes_of(expected.columnwise))) << name;
+      expect_row_images_of(SwigluOperand(x.gate, x.up), at::silu(x.gate) * x.up, name);
     }
   }
 }
