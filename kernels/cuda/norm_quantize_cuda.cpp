@@ -1,6 +1,5 @@
 #include "kernels/cuda/norm_quantize_cuda.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/cuda/check_launch.h"
@@ -21,13 +20,13 @@ QuantizedMatrix quantize_norm(const at::Tensor& x, const Normalization& norm,
   const NormTask task = norm_task(values, statistics, norm);
   const QuantizedMatrix out = empty_packed(x.size(0), x.size(1), request, x.device());
   const ActivationTask codes = activation_task(out);
-  const bool one_scale = packed_scale_mode(*request.format) == ScaleMode::kTensor;
+  const bool one_scale = has_one_scale(*request.format);
   if (!one_scale && !has_statistics && can_quantize_norm_rows(task, codes)) {
     check_launch(launch_norm_quantize_rows(task, codes, stream));
     return out;
   }
   const bool needs_amax = one_scale && !amax.defined();
-  if (needs_amax) amax = at::zeros({1}, statistics.options());
+  if (needs_amax) amax = no_amax(1, x.device());
   if (needs_amax || !has_statistics) {
     auto* raised = needs_amax ? amax.mutable_data_ptr<float>() : nullptr;
     check_launch(launch_norm_statistics(task, raised, stream));

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "kernels/cuda/activation_kernels.h"
 #include "kernels/operand_producer.h"
@@ -19,6 +20,15 @@ inline uint8_t* codes_in(const PackedCodes& packed) {
 
 inline float* scales_in(const PackedCodes& packed) {
   return reinterpret_cast<float*>(codes_in(packed) + packed.code_bytes());
+}
+
+inline bool has_one_scale(const Format& format) {
+  return packed_scale_mode(format) == ScaleMode::kTensor;
+}
+
+/// Before the kernel that finds amaxes: raise() takes the largest.
+inline at::Tensor no_amax(int64_t count, at::Device device) {
+  return at::zeros({count}, at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
 /// The codes of a matrix (M, K) that a request asks for, yet to be written.

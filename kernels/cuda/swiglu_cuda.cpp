@@ -1,6 +1,5 @@
 #include "kernels/cuda/swiglu_cuda.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/cuda/check_launch.h"
@@ -29,13 +28,6 @@ SwigluTask swiglu_task(const at::Tensor& gate, const at::Tensor& up) {
   task.ld_gate = gate.stride(0);
   task.ld_up = up.stride(0);
   return task;
-}
-
-bool has_one_scale(const Format& format) { return packed_scale_mode(format) == ScaleMode::kTensor; }
-
-// Before its kernel: raise() takes the largest.
-at::Tensor no_amax(int64_t count, at::Device device) {
-  return at::zeros({count}, at::TensorOptions().dtype(at::kFloat).device(device));
 }
 
 // Columns [first, first + k) of a joined matrix; both begin tiles.
