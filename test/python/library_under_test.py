@@ -1,17 +1,11 @@
-"""Loads the library under test when it is imported, in whatever process."""
+"""Loads the library under test when it is imported, in whatever process. QSHARD_LIBRARY names a libqshard.so
+to test without the package; else it is the installed package's."""
 
 import os
 
 import torch
 
-
-def load_library():
-    """QSHARD_LIBRARY names a libqshard.so to test without the package; else the installed package."""
-    path = os.environ.get("QSHARD_LIBRARY")
-    if path:
-        torch.ops.load_library(path)
-    else:
-        import qshard  # noqa: F401
-
-
-load_library()
+if path := os.environ.get("QSHARD_LIBRARY"):
+    torch.ops.load_library(path)
+else:
+    import qshard  # noqa: F401

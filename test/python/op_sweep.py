@@ -349,10 +349,9 @@ def first_line(error):
 
 
 def main(log_path, first, step):
-    from library_under_test import load_library
+    import library_under_test  # noqa: F401
     from torch.testing._internal.common_methods_invocations import op_db
 
-    load_library()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with Path(log_path).open("a") as log, torch.no_grad():
