@@ -50,11 +50,10 @@ nn.Module._apply = _apply_to_quantized
 def _quantized_of(module, recurse):
     """{(dtype, device): name of the first parameter that is quantized}."""
     found = {}
-    for prefix, owner in module.named_modules() if recurse else [("", module)]:
-        for name, parameter in owner._parameters.items():
-            local = local_of(parameter)
-            if is_quantized(local):
-                found.setdefault((local.dtype, local.device), f"{prefix}.{name}".lstrip("."))
+    for name, parameter in module.named_parameters(recurse=recurse):
+        local = local_of(parameter)
+        if is_quantized(local):
+            found.setdefault((local.dtype, local.device), name)
     return found
 
 

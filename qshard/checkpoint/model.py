@@ -86,21 +86,15 @@ def plain_linears(model: nn.Module, names) -> list[str]:
 
 
 def _renaming(names) -> Callable[[str], str]:
-    if names is None:
-        return lambda key: key
-    if isinstance(names, Mapping):
-        names = _of_mapping(names)
-    elif not callable(names):
+    names = {} if names is None else names
+    is_mapping = isinstance(names, Mapping)
+    if not is_mapping and not callable(names):
         raise TypeError(f"names must be a mapping or a function of names, got {type(names).__name__}")
 
     def rename(key):
-        name = names(key)
+        name = names.get(key, key) if is_mapping else names(key)
         if not isinstance(name, str):
             raise ValueError(f"names gives {name!r} for {key}, not a string")
         return name
 
     return rename
-
-
-def _of_mapping(names):
-    return lambda key: names.get(key, key)
