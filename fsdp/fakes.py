@@ -293,3 +293,10 @@ def register_swiglu_flops():
 
 
 register_swiglu_flops()
+
+
+@register_flop_formula(
+    [torch.ops.qshard.norm_linear, torch.ops.qshard._norm_linear_forward], get_raw=True
+)
+def norm_linear_flops(input, norm_weight, norm_bias, weights, *args, out_val=None, **kwargs):
+    return sum(2 * input.numel() * weight.shape[0] for weight in weights)

@@ -20,6 +20,19 @@ void check(const char* op, bool fits, const Tensor& input, const Tensor& weight)
                   input.device().str(), c10::toString(weight.scalar_type()), weight.sizes().vec()));
 }
 
+// What NormOperand's kernels read of earlier ones.
+void check_known(const char* op, const Tensor& input, bool rms, const OptionalTensor& statistics,
+                 const OptionalTensor& amax) {
+  const auto is_fp32 = [&](const OptionalTensor& tensor, at::IntArrayRef sizes) {
+    return !tensor || (tensor->scalar_type() == at::kFloat && tensor->sizes() == sizes &&
+                       tensor->is_contiguous() && tensor->device() == input.device());
+  };
+  TORCH_CHECK(is_fp32(statistics, {rms ? 1 : 2, input.size(0)}) && is_fp32(amax, {1}),
+              fmt::format("{}: statistics and amax must be float32 of shapes ({}, {}) and (1,) "
+                          "beside the input",
+                          op, rms ? 1 : 2, input.size(0)));
+}
+
 }  // namespace
 
 bool can_normalize(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -38,16 +51,17 @@ std::tuple<Tensor, Tensor> normalize(const Tensor& input, const Tensor& weight,
   return normalized(input, norm);
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_normalized(const Tensor& input, const Tensor& weight,
-                                                       const OptionalTensor& bias, double eps,
-                                                       bool rms, bool zero_centered_gamma,
-                                                       c10::string_view format, bool rows,
-                                                       bool columns) {
+std::tuple<Tensor, Tensor, Tensor> quantize_normalized(
+    const Tensor& input, const Tensor& weight, const OptionalTensor& bias, double eps, bool rms,
+    bool zero_centered_gamma, c10::string_view format, bool rows, bool columns,
+    const OptionalTensor& statistics, const OptionalTensor& amax) {
   const char* op = "qshard::_quantize_normalized";
   check(op, input.dim() == 2 && can_normalize(input, weight, bias), input, weight);
+  check_known(op, input, rms, statistics, amax);
   const c10::OptionalDeviceGuard guard(input.device());
   const NormOperand operand(
-      input, {weight, bias.value_or(Tensor()), static_cast<float>(eps), rms, zero_centered_gamma});
+      input, {weight, bias.value_or(Tensor()), static_cast<float>(eps), rms, zero_centered_gamma},
+      statistics.value_or(Tensor()), amax.value_or(Tensor()));
   const QuantizedMatrix codes =
       operand.codes({.format = &checked_format(format, op), .orientations = {rows, columns}});
   return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input),

@@ -10,6 +10,7 @@
 #include "ops/activations.h"
 #include "ops/dynamic_weight.h"
 #include "ops/flat_ranges.h"
+#include "ops/norm_linear.h"
 #include "ops/normalization.h"
 #include "ops/ops.h"
 #include "ops/rotary.h"
@@ -93,6 +94,17 @@ TORCH_LIBRARY(qshard, m) {
       "Tensor(b!)? input_sum=None) "
       "-> Tensor grad_input");
   m.def(
+      "norm_linear(Tensor input, Tensor norm_weight, Tensor? norm_bias, Tensor[] weights, "
+      "Tensor[]? biases=None, *, float eps, bool rms, bool zero_centered_gamma=False, "
+      "str? format=None) -> Tensor[]");
+  m.def(
+      "_norm_linear_reads_codes(Tensor input, Tensor norm_weight, Tensor? norm_bias, "
+      "Tensor[] weights) -> bool");
+  m.def(
+      "_norm_linear_forward(Tensor input, Tensor norm_weight, Tensor? norm_bias, "
+      "Tensor[] weights, Tensor[]? biases, float eps, bool rms, bool zero_centered_gamma) "
+      "-> (Tensor[] outputs, Tensor statistics, Tensor amax)");
+  m.def(
       "rotary_embedding(Tensor input, Tensor cos, Tensor sin, int dim=1, *, "
       "bool interleaved=False, bool inverse=False, SymInt[]? stride=None) -> Tensor");
   m.def("_can_normalize(Tensor input, Tensor weight, Tensor? bias) -> bool");
@@ -101,8 +113,8 @@ TORCH_LIBRARY(qshard, m) {
       "bool zero_centered_gamma) -> (Tensor output, Tensor statistics)");
   m.def(
       "_quantize_normalized(Tensor input, Tensor weight, Tensor? bias, float eps, bool rms, "
-      "bool zero_centered_gamma, str format, bool rows, bool columns) "
-      "-> (Tensor rows, Tensor columns, Tensor statistics)");
+      "bool zero_centered_gamma, str format, bool rows, bool columns, Tensor? statistics=None, "
+      "Tensor? amax=None) -> (Tensor rows, Tensor columns, Tensor statistics)");
   m.def(
       "_normalize_backward(Tensor grad, Tensor input, Tensor weight, Tensor statistics, "
       "bool zero_centered_gamma, bool needs_parameters) -> (Tensor, Tensor, Tensor)");
@@ -223,6 +235,9 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate);
   m.impl("linear_backward_codes", &linear_backward_codes);
   m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate);
+  m.impl("norm_linear", &norm_linear);
+  m.impl("_norm_linear_reads_codes", &norm_linear_reads_codes);
+  m.impl("_norm_linear_forward", &norm_linear_forward);
   m.impl("rotary_embedding", &rotary_embedding);
   m.impl("_can_normalize", &can_normalize);
   m.impl("_normalize", &normalize);
@@ -280,6 +295,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate_meta);
   m.impl("linear_backward_codes", &linear_backward_codes_meta);
   m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate_meta);
+  m.impl("norm_linear", &norm_linear_meta);
   m.impl("rotary_embedding", &rotary_embedding_meta);
   m.impl("quantize_gradients", &quantize_gradients_meta);
   m.impl("sum_gradients", &sum_gradients_meta);
@@ -296,6 +312,7 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   m.impl("master", &master_autograd);
   m.impl("linear", &linear_autograd);
   m.impl("swiglu_mlp", &swiglu_mlp_autograd);
+  m.impl("norm_linear", &norm_linear_autograd);
   m.impl("rotary_embedding", &rotary_embedding_autograd);
 }
 

@@ -64,19 +64,6 @@ struct Edges {
         down_bias(up_bias + (has_up_bias ? 1 : 0)) {}
 };
 
-/// Where a weight's gradient goes.
-struct WeightGrad {
-  LeafGrad leaf = {};
-  std::optional<at::ScalarType> dtype = {};
-
-  WeightGrad(torch::autograd::Node* node, size_t edge, const Tensor& weight, const Tensor& grad,
-             const Tensor& input) {
-    if (node == nullptr) return;
-    leaf = leaf_grad(*node, edge, grad, input);
-    if (!leaf.sum.defined()) dtype = converted_grad_dtype(*node, edge, weight);
-  }
-};
-
 struct SwigluMlpFunction : Function<SwigluMlpFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& gate,
                         const Tensor& down, const OptionalTensor& up,

@@ -12,6 +12,7 @@ import inspect
 import torch
 from torch import Tensor
 
+from qshard.norm_ops import norm_linear
 from qshard.swiglu_ops import (
     swiglu_linear_backward,
     swiglu_linear_backward_accumulate,
@@ -39,6 +40,7 @@ __all__ = [
     "linear_backward_codes_accumulate",
     "linear_forward",
     "master",
+    "norm_linear",
     "quantize",
     "quantize_gradients",
     "quantize_input",

@@ -5,20 +5,64 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from qshard.nn.activations import activate
+from qshard.nn.autocast import activation_dtype
 from qshard.nn.multiply import Multiply, joined, multiply_parts
 from qshard.nn.norms import normalize
 
+_ops = torch.ops.qshard
+
 
 def norm_linear(
-    x: Tensor, norm: tuple, multiply: Multiply, weights, biases, enter: Callable | None = None
-) -> tuple[list[Tensor], Tensor]:
-    """(linear(norm(x)) by each of the weights, norm(x)). norm: what `normalize` takes after x. enter: what becomes of norm(x) on
-    the way to the linear, a collective."""
+    x: Tensor,
+    norm: tuple,
+    multiply: Multiply,
+    weights,
+    biases,
+    enter: Callable | None = None,
+    *,
+    needs_normed: bool = True,
+) -> tuple[list[Tensor], Tensor | None]:
+    """(linear(norm(x)) by each of the weights, norm(x)). norm: what `normalize` takes after x. enter: what
+    becomes of norm(x) on the way to the linear, a collective. needs_normed: without, norm(x) may be None, as it is
+    where the operator makes its codes alone."""
+    x = x.to(activation_dtype(x))
+    if enter is None and not needs_normed and multiply.runs_operators:
+        parts = _norm_linear_in_codes(x, norm, multiply, weights, biases)
+        if parts is not None:
+            return parts, None
     normed = normalize(x, *norm)
     input = normed if enter is None else enter(normed)
     return multiply_parts(multiply, input, weights, biases), normed
+
+
+def _norm_linear_in_codes(x, norm, multiply, weights, biases):
+    """By the operator, of the same bits; None of what it does not take in codes. Compiled code has torch's
+    normalization, and main_grad the linear's operators."""
+    if not x.is_cuda or multiply.weight_only or multiply.into_main_grad or torch.compiler.is_compiling():
+        return None
+    kind, gamma, beta, eps, zero_centered_gamma = norm
+    biases = [bias for bias in biases if bias is not None]
+    plain = (x, gamma, *([] if beta is None else [beta]), *weights, *biases)
+    if len(biases) not in (0, len(weights)) or any(type(t) not in (Tensor, Parameter) for t in plain):
+        return None
+    is_rms = kind == "RMSNorm"
+    beta = None if is_rms else beta
+    if not _ops._norm_linear_reads_codes(x, gamma, beta, weights):
+        return None
+    return _ops.norm_linear(
+        x,
+        gamma,
+        beta,
+        weights,
+        biases or None,
+        eps=eps,
+        rms=is_rms,
+        zero_centered_gamma=zero_centered_gamma,
+        format=multiply.weight_format,
+    )
 
 
 def activation_linear(

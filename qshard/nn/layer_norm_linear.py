@@ -131,7 +131,10 @@ class LayerNormLinear(Projection, torch.nn.Module):
             enter = functools.partial(parallel.enter, format=self.message_format)
         norm = self.normalization, gamma, beta, self.eps, self.zero_centered_gamma
         multiply = self.multiply(is_first_microbatch)
-        parts, normed = norm_linear(inp, norm, multiply, *self.parameters_to_multiply(), enter)
+        weights, biases = self.parameters_to_multiply()
+        parts, normed = norm_linear(
+            inp, norm, multiply, weights, biases, enter, needs_normed=self.return_layernorm_output
+        )
         is_cut = parallel is not None and parallel.sequence_dim is not None
         if is_cut and self.return_layernorm_output and self.return_layernorm_output_gathered:
             normed = parallel.gather_values(normed)

@@ -121,6 +121,13 @@ SAMPLES = {
          quantized(fmt=fmt), plain(2, 32), False, False, False)
     ] if fmt.startswith("float8") else [],
     "linear_backward_codes_accumulate": lambda fmt: [],
+    "norm_linear": lambda fmt: [
+        (plain(4, 32, grad=True), plain(32, grad=True), None, [quantized(fmt=fmt, grad=True)],
+         dict(eps=1e-5, rms=True, zero_centered_gamma=True, format=fmt)),
+        (plain(2, 3, 32, grad=True, dtype=torch.bfloat16), plain(32), plain(32),
+         [quantized(fmt=fmt), quantized(32, fmt=fmt, keep_master=True, grad=True)],
+         [plain(64, grad=True), plain(32)], dict(eps=1e-5, rms=False)),
+    ],
     "rotary_embedding": lambda fmt: [
         (plain(2, 5, 3, 16, dtype=dtype), plain(7, channels), plain(7, channels))
         for dtype in (torch.float32, torch.bfloat16)
@@ -225,6 +232,19 @@ def test_opcheck_of_codes_between_linears(fmt):
     ops.linear_backward_codes(*gradient, False, None, None, None, total)
     assert total._version == 1
     torch.testing.assert_close(total, x + grad_input)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="codes of inputs need a GPU")
+@pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise"])
+def test_opcheck_of_codes_of_a_norm(fmt):
+    x, gamma = (plain(*size, grad=True, dtype=torch.bfloat16).cuda() for size in ((64, 128), (128,)))
+    weights = [quantized(rows, 128, fmt).cuda().requires_grad_() for rows in (256, 64)]
+    # Traced, it is the composition, whose normalization rounds elsewhere.
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    options = {"eps": 1e-5, "rms": True, "format": fmt}
+    torch.library.opcheck(ops.norm_linear.default, (x, gamma, None, weights), options, test_utils=utils)
+    below = (x.detach(), gamma.detach(), None, [w.detach() for w in weights], None, 1e-5, True, False)
+    torch.library.opcheck(ops._norm_linear_forward.default, below, test_utils=utils[:1])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
