@@ -13,18 +13,11 @@ namespace {
 struct Size {
   int64_t rows, cols;
 };
-// Parts of a block, blocks, several CUDA blocks of rows, rows of parts of a warp, the longest row.
-constexpr Size kSizes[] = {{1, 8},
-                           {129, 8},
-                           {1, 4104},
-                           {127, 96},
-                           {129, 136},
-                           {127, 4104},
-                           {4097, 96},
-                           {129, 4096},
-                           {513, 200},
-                           {200, 1024},
-                           {3, kMaxNormBytes / 4}};
+// Parts of a block, blocks, several CUDA blocks of rows, more rows than are taken at once, rows of
+// parts of a warp, the longest row.
+constexpr Size kSizes[] = {{1, 8},     {129, 8},    {1, 4104},   {127, 96},
+                           {129, 136}, {300, 4104}, {4097, 96},  {129, 4096},
+                           {513, 200}, {200, 1024}, {1700, 520}, {140, kMaxNormBytes / 2}};
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 constexpr Orientations kAsked[] = {{true, false}, {true, true}, {false, true}};
 
@@ -63,21 +56,17 @@ void for_norms(const at::Tensor& x, const Run& run) {
   }
 }
 
-/// Calls run(x) for all sizes and dtypes.
+/// Calls run(x) for values of a dtype and size, or of the longest rows that kernels take.
 template <typename Run>
-void for_all(const Run& run) {
-  at::manual_seed(3);
-  for (const Size& size : kSizes) {
-    const at::Tensor drawn =
-        at::randn({size.rows, size.cols}).mul_(at::randn({size.rows, 1}).exp_()).add_(0.5);
-    for (const at::ScalarType dtype : kDtypes) {
-      for (const bool odd : {false, true}) {
-        SCOPED_TRACE(::testing::Message() << size.rows << "x" << size.cols << " "
-                                          << c10::toString(dtype) << (odd ? " odd" : ""));
-        const at::Tensor x = drawn.to(gpu(), dtype, false, /*copy=*/true);
-        run(odd ? with_odd(x) : x);
-      }
-    }
+void for_values(const Size& size, at::ScalarType dtype, const Run& run) {
+  const auto longest = kMaxNormBytes / static_cast<int64_t>(c10::elementSize(dtype));
+  const int64_t cols = std::min(size.cols, longest);
+  const at::Tensor drawn =
+      at::randn({size.rows, cols}).mul_(at::randn({size.rows, 1}).exp_()).add_(0.5);
+  for (const bool odd : {false, true}) {
+    SCOPED_TRACE(odd ? "odd" : "");
+    const at::Tensor x = drawn.to(gpu(), dtype, false, /*copy=*/true);
+    run(odd ? with_odd(x) : x);
   }
 }
 
@@ -87,10 +76,21 @@ void expect_same(const at::Tensor& got, const at::Tensor& expected, const char* 
   EXPECT_TRUE(at::equal(got.view(at::kInt), expected.view(at::kInt))) << what;
 }
 
-TEST(NormOperand, CodesAreThoseOfTheValues) {
+// In parts, which compute-sanitizer runs one by one.
+using Part = std::tuple<Size, at::ScalarType>;
+class NormOperandCodes : public ::testing::TestWithParam<Part> {};
+
+std::string part_name(const ::testing::TestParamInfo<Part>& info) {
+  const auto& [size, dtype] = info.param;
+  return std::to_string(size.rows) + "x" + std::to_string(size.cols) + "_" + c10::toString(dtype);
+}
+
+TEST_P(NormOperandCodes, AreThoseOfTheValues) {
   if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  at::manual_seed(3);
+  const auto& [size, dtype] = GetParam();
   Differences found;
-  for_all([&](const at::Tensor& x) {
+  for_values(size, dtype, [&](const at::Tensor& x) {
     for_norms(x, [&](const Normalization& norm) {
       const auto [y, statistics] = normalized(x, norm);
       const PlainOperand plain(y);
@@ -117,6 +117,11 @@ TEST(NormOperand, CodesAreThoseOfTheValues) {
   });
   found.expect_none("norm");
 }
+
+INSTANTIATE_TEST_SUITE_P(All, NormOperandCodes,
+                         ::testing::Combine(::testing::ValuesIn(kSizes),
+                                            ::testing::ValuesIn(kDtypes)),
+                         part_name);
 
 TEST(NormOperand, OneServesRequestsInAnyOrder) {
   if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";

@@ -54,37 +54,42 @@ Values random_values(const Shape& shape, at::ScalarType dtype, at::Device device
   return out;
 }
 
+/// Calls run(values, joined) for all shapes.
 template <typename Run>
-void for_all(const Run& run) {
-  at::manual_seed(3);
-  for (const char* format : kPacked) {
-    for (const at::ScalarType dtype : kDtypes) {
-      for (const Shape& shape : kShapes) {
-        for (const bool joined : {false, true}) {
-          for (const bool odd : {false, true}) {
-            SCOPED_TRACE(::testing::Message()
-                         << format << " " << c10::toString(dtype) << " " << shape.rows << "x"
-                         << shape.cols << (joined ? " joined" : "") << (odd ? " odd" : ""));
-            run(find_format(format), random_values(shape, dtype, gpu(), joined, odd), joined);
-          }
-        }
+void for_shapes(at::ScalarType dtype, const Run& run) {
+  for (const Shape& shape : kShapes) {
+    for (const bool joined : {false, true}) {
+      for (const bool odd : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << shape.rows << "x" << shape.cols
+                                          << (joined ? " joined" : "") << (odd ? " odd" : ""));
+        run(random_values(shape, dtype, gpu(), joined, odd), joined);
       }
     }
   }
 }
 
-TEST(Swiglu, CodesAreThoseOfTheValues) {
-  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+// Of a format and dtype: in parts, which compute-sanitizer runs one by one.
+class SwigluCodes : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType>> {
+ protected:
+  void SetUp() override {
+    if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+    at::manual_seed(3);
+  }
+  static const Format& format() { return find_format(std::get<0>(GetParam())); }
+  static at::ScalarType dtype() { return std::get<1>(GetParam()); }
+};
+
+TEST_P(SwigluCodes, AreThoseOfTheValues) {
   Differences found;
-  for_all([&](const Format& format, const Values& x, bool) {
+  for_shapes(dtype(), [&](const Values& x, bool) {
     const PlainOperand plain(swiglu_values(x.gate, x.up));
     at::Tensor amax;
     for (const Orientations asked :
          {Orientations{true, false}, Orientations{true, true}, Orientations{false, true}}) {
       const SwigluOperand operand(x.gate, x.up, amax);
-      const OperandRequest request{.format = &format, .orientations = asked};
+      const OperandRequest request{.format = &format(), .orientations = asked};
       found.add(operand.codes(request), plain.codes(request));
-      EXPECT_EQ(operand.amax().defined(), packed_scale_mode(format) == ScaleMode::kTensor);
+      EXPECT_EQ(operand.amax().defined(), packed_scale_mode(format()) == ScaleMode::kTensor);
       amax = operand.amax();  // that of the first serves the others
     }
   });
@@ -112,18 +117,18 @@ TEST(Swiglu, DelayedScalingCollectsTheProductsAmax) {
   found.expect_few("SwiGLU, by earlier steps");
 }
 
-TEST(Swiglu, CodesOfItsGradientsAreThoseOfTheValues) {
-  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {
   Differences gradients, inputs;
-  for_all([&](const Format& format, const Values& x, bool joined) {
+  for_shapes(dtype(), [&](const Values& x, bool joined) {
     const auto [grad_gate, grad_up] = swiglu_gradients(x.grad, x.gate, x.up);
     const SwigluOperand product(x.gate, x.up);
     for (const char* input :
          {"", "float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]"}) {
       for (const Orientations asked : {Orientations{true, true}, Orientations{false, true}}) {
-        SwigluBackwardRequest request{
-            .gradients = {.format = &format, .role = PackedRole::kGradient, .orientations = asked},
-            .joined = joined};
+        SwigluBackwardRequest request{.gradients = {.format = &format(),
+                                                    .role = PackedRole::kGradient,
+                                                    .orientations = asked},
+                                      .joined = joined};
         if (*input != 0) request.input = &find_format(input);
         const SwigluBackward made = swiglu_backward(x.grad, x.gate, x.up, request);
         if (joined) {
@@ -142,6 +147,11 @@ TEST(Swiglu, CodesOfItsGradientsAreThoseOfTheValues) {
   gradients.expect_few("SwiGLU's gradients");
   inputs.expect_few("SwiGLU, made with its gradients");
 }
+
+INSTANTIATE_TEST_SUITE_P(All, SwigluCodes,
+                         ::testing::Combine(::testing::ValuesIn(kPacked),
+                                            ::testing::ValuesIn(kDtypes)),
+                         kernel_name);
 
 TEST(Swiglu, RowImagesAreThoseOfTheValues) {
   at::manual_seed(4);
