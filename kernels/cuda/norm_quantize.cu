@@ -25,19 +25,22 @@ __device__ __forceinline__ uint32_t max_of_rows(uint32_t bits) {
 }
 
 template <typename Value, bool kRms, int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads>)
     norm_statistics(const __grid_constant__ NormTask task, float* amax) {
-  __shared__ typename Lanes<kBlockThreads>::Shared shared;
-  const NormRow<Value, kRms, kBlockThreads> row(task, Lanes<kBlockThreads>(shared));
-  row.store_statistics(task);
-  if (amax == nullptr) return;
-  Vector<Value> y[kNormVectors] = {};
+  uint32_t largest = 0;  // magnitudes of a word
+  const auto look = [&](const auto& row, const auto& parameters) {
+    if (amax == nullptr || !row.exists) return;
 #pragma unroll
-  for (int i = 0; i < kNormVectors; ++i) {
-    const int at = column_of<Value>(i);
-    if (row.exists && at < task.cols) y[i] = row.vector(task, i, at);
-  }
-  const uint32_t largest = max_of_rows(largest_of<Value, kNormVectors>(y));
+    for (int i = 0; i < kNormVectors; ++i) {
+      if (column_of<Value>(i) >= task.cols) continue;
+      const Vector<Value> y = row.vector(i, parameters);
+#pragma unroll
+      for (uint32_t word : y.word) largest = Value::max(largest, Value::magnitudes(word));
+    }
+  };
+  for_rows<Value, kRms, kBlockThreads, /*kUnpacked=*/true>(task, task.rows, look);
+  if (amax == nullptr) return;
+  largest = max_of_rows(Value::amax_bits(largest));
   if (threadIdx.x == 0 && threadIdx.y == 0) raise(amax, largest);
 }
 
@@ -94,37 +97,58 @@ __global__ void __launch_bounds__(kThreads, kTilesAtOnce<Value>)
   }
 }
 
-/// Rows beyond the matrix have codes, too.
-template <typename Value, bool kRms, int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads)
-    norm_quantize_rows(const __grid_constant__ NormTask task,
-                       const __grid_constant__ ActivationTask out) {
+/// The scales of the blocks that a thread's vectors lie in, by which their codes are made; stores
+/// them. Of each block's lanes the even ones compute that of the first, the odd ones the other.
+template <typename Value>
+__device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kNormVectors], int64_t row,
+                                             const ActivationTask& out,
+                                             float (&scales)[kNormVectors]) {
+  static_assert(kNormVectors == 2);
   constexpr int kLanesOfBlock = kTile / Vector<Value>::kSize;
-  __shared__ typename Lanes<kBlockThreads>::Shared shared;
-  const NormRow<Value, kRms, kBlockThreads> row(task, Lanes<kBlockThreads>(shared));
-  row.store_statistics(task);
+  uint32_t amax[kNormVectors];
 #pragma unroll
   for (int i = 0; i < kNormVectors; ++i) {
-    const int at = column_of<Value>(i);
-    Vector<Value> y = {};
-    if (row.exists && at < task.cols) y = row.vector(task, i, at);
-    uint32_t amax = largest_of<Value, 1>(&y);
+    amax[i] = largest_of<Value, 1>(&y[i]);
 #pragma unroll
     for (int lane = kLanesOfBlock / 2; lane > 0; lane /= 2) {
-      amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, lane));
+      amax[i] = max(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], lane));
     }
-    if (row.index >= out.m_padded || at >= out.k_padded) continue;
-    const float scale = scale_from_amax(__uint_as_float(amax), kE4M3Max, out.power_of_two);
-    if (at % kTile == 0) {
-      out.scale_inv[at / kTile * out.m_padded + row.index] = inverse_scale(scale);
-    }
-    store_bytes(out.codes + row.index * out.k_padded + at, encode_vector<E4M3, false>(y, scale));
   }
+  const bool odd = threadIdx.x % 2 != 0;
+  const float amax_of_mine = __uint_as_float(odd ? amax[1] : amax[0]);
+  const float mine = scale_from_amax(amax_of_mine, kE4M3Max, out.power_of_two);
+  const int block = column_of<Value>(odd ? 1 : 0) / kTile;
+  if (threadIdx.x % kLanesOfBlock < 2 && row < out.m_padded && block * kTile < out.k_padded) {
+    out.scale_inv[block * out.m_padded + row] = inverse_scale(mine);
+  }
+  const float other = __shfl_xor_sync(0xffffffffu, mine, 1);
+  scales[0] = odd ? other : mine;
+  scales[1] = odd ? mine : other;
 }
 
-unsigned norm_blocks(const NormTask& task, int64_t rows) {
-  const unsigned at_once = norm_block(task).y;
-  return static_cast<unsigned>((rows + at_once - 1) / at_once);
+/// Rows beyond the matrix have codes, too.
+template <typename Value, bool kRms, int kBlockThreads>
+__global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads>)
+    norm_quantize_rows(const __grid_constant__ NormTask task,
+                       const __grid_constant__ ActivationTask out) {
+  const auto quantize = [&](const auto& row, const auto& parameters) {
+    Vector<Value> y[kNormVectors] = {};
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {
+      if (row.exists && column_of<Value>(i) < task.cols) y[i] = row.vector(i, parameters);
+    }
+    float scales[kNormVectors];
+    block_scales<Value>(y, row.index, out, scales);
+    if (row.index >= out.m_padded) return;
+    uint8_t* codes = out.codes + row.index * out.k_padded;
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {
+      const int at = column_of<Value>(i);
+      if (at >= out.k_padded) continue;
+      store_bytes(codes + at, encode_vector<E4M3, false>(y[i], scales[i]));
+    }
+  };
+  for_rows<Value, kRms, kBlockThreads>(task, out.m_padded, quantize);
 }
 
 }  // namespace

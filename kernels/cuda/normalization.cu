@@ -1,5 +1,5 @@
 // Normalization of rows: some lanes of a CUDA block hold a row in registers, read once and written
-// once. Backward's blocks take rows until none are left, and add up gamma's gradient on the way.
+// once. CUDA blocks take rows until none are left; backward's add up gamma's gradient on the way.
 #include <algorithm>
 
 #include "kernels/cuda/normalization.cuh"
@@ -17,16 +17,18 @@ __device__ __forceinline__ void store_vector(void* to, int64_t at, const Vector<
 }
 
 template <typename Value, bool kRms, int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads) norm(const __grid_constant__ NormTask task) {
-  __shared__ typename Lanes<kBlockThreads>::Shared shared;
-  const NormRow<Value, kRms, kBlockThreads> row(task, Lanes<kBlockThreads>(shared));
-  row.store_statistics(task);
-  if (!row.exists) return;
+__global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads>)
+    norm(const __grid_constant__ NormTask task) {
+  const auto store = [&](const auto& row, const auto& parameters) {
+    if (!row.exists) return;
 #pragma unroll
-  for (int i = 0; i < kNormVectors; ++i) {
-    const int at = column_of<Value>(i);
-    if (at < task.cols) store_vector(task.y, row.index * task.cols + at, row.vector(task, i, at));
-  }
+    for (int i = 0; i < kNormVectors; ++i) {
+      const int at = column_of<Value>(i);
+      if (at >= task.cols) continue;
+      store_vector(task.y, row.index * task.cols + at, row.vector(i, parameters));
+    }
+  };
+  for_rows<Value, kRms, kBlockThreads>(task, task.rows, store);
 }
 
 template <typename Value, bool kRms, int kBlockThreads>
@@ -44,8 +46,8 @@ __global__ void __launch_bounds__(kBlockThreads, kBlockThreads == kNormThreads ?
        first += step) {
     const int64_t row = first + threadIdx.y;
     const bool exists = row < task.rows;
-    const RowPart<Value> x(task.x, row, task, exists);
-    const RowPart<Value> grad(task.grad, row, task, exists);
+    const RowPart<Value> x(row_of<Value>(task.x, row, task), task.cols, exists);
+    const RowPart<Value> grad(row_of<Value>(task.grad, row, task), task.cols, exists);
     const float rstd = exists ? task.rstd[row] : 0.f;
     const float mean = !kRms && exists ? task.mean[row] : 0.f;
     float normed[kNormVectors][kSize];  // (x - mean) * rstd
@@ -116,10 +118,9 @@ int norm_partials(const NormTask& task) {
 
 cudaError_t launch_norm(const NormTask& task, cudaStream_t stream) {
   if (task.rows == 0 || task.cols == 0) return cudaSuccess;
-  const dim3 block = norm_block(task);
-  const auto blocks = static_cast<unsigned>((task.rows + block.y - 1) / block.y);
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
-    norm<decltype(value), rms(), threads()><<<blocks, block, 0, stream>>>(task);
+    norm<decltype(value), rms(), threads()>
+        <<<norm_blocks(task, task.rows), norm_block(task), 0, stream>>>(task);
     return cudaGetLastError();
   });
 }

@@ -11,40 +11,57 @@
 namespace qshard::cuda {
 
 constexpr int kNormThreads = 256;  // of a CUDA block, unless a row takes more
+constexpr int kLongNormThreads = 512;
 constexpr int kMaxNormThreads = 1024;
 constexpr int kNormVectors = 2;  // of a row, that a thread holds
 
 /// Threads of a row: a power of two of a warp's, or whole warps, which share memory.
 template <int kBlockThreads>
 class Lanes {
- public:
-  using Shared = float[2][2][kBlockThreads / 32];
+  static constexpr int kWarps = kBlockThreads / 32;
+  static constexpr int kRows = kBlockThreads == kNormThreads ? 4 : 1;  // of two warps, or one row
+  static constexpr int kAll = kRows * kWarps;
 
-  __device__ explicit Lanes(Shared& shared) : shared_(shared) {}
+ public:
+  struct Shared {
+    // Of warps that a row does not have, zeros, which change no sum that began at one.
+    alignas(16) float sums[2][2][kRows][kWarps];
+  };
+
+  /// Synchronises the block.
+  __device__ explicit Lanes(Shared& shared)
+      : of_row_(&shared.sums[0][0][threadIdx.y][0]), of_warp_(of_row_ + threadIdx.x / 32) {
+    const auto thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+    const auto threads = static_cast<int>(blockDim.x * blockDim.y);
+    float* all = &shared.sums[0][0][0][0];
+    for (int i = thread; i < 4 * kRows * kWarps; i += threads) all[i] = 0.f;
+    __syncthreads();
+  }
 
   /// Sums over a row's lanes, for each of them. All threads of the block take part.
   template <int kCount>
   __device__ void sum(float (&x)[kCount]) {
-#pragma unroll
-    for (float& of_lane : x) {
-      for (int lane = static_cast<int>(min(blockDim.x, 32u)) / 2; lane > 0; lane /= 2) {
-        of_lane += __shfl_xor_sync(0xffffffffu, of_lane, lane);
-      }
+    if (blockDim.x <= 32) {
+      for (int lane = static_cast<int>(blockDim.x) / 2; lane > 0; lane /= 2) add_lane(x, lane);
+      return;
     }
-    if (blockDim.x <= 32) return;
-    const int warps = static_cast<int>(blockDim.x / 32);
-    const int first = static_cast<int>(threadIdx.y) * warps;
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) add_lane(x, lane);
     // Two in turn: who writes to one has seen all threads leave it.
-    turn_ ^= 1;
+    turn_ ^= 2 * kAll;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (threadIdx.x % 32 == 0) shared_[turn_][i][first + threadIdx.x / 32] = x[i];
+      if (threadIdx.x % 32 == 0) of_warp_[turn_ + i * kAll] = x[i];
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       x[i] = 0.f;
-      for (int warp = 0; warp < warps; ++warp) x[i] += shared_[turn_][i][first + warp];
+#pragma unroll
+      for (int warp = 0; warp < kWarps; warp += 4) {
+        const auto four = *reinterpret_cast<const float4*>(of_row_ + turn_ + i * kAll + warp);
+        x[i] = x[i] + four.x + four.y + four.z + four.w;
+      }
     }
   }
   __device__ float sum(float x) {
@@ -54,7 +71,14 @@ class Lanes {
   }
 
  private:
-  Shared& shared_;
+  template <int kCount>
+  __device__ static void add_lane(float (&x)[kCount], int lane) {
+#pragma unroll
+    for (float& of_lane : x) of_lane += __shfl_xor_sync(0xffffffffu, of_lane, lane);
+  }
+
+  float* of_row_;
+  float* of_warp_;
   int turn_ = 0;
 };
 
@@ -65,18 +89,24 @@ __device__ __forceinline__ int column_of(int i) {
   return vector * Vector<Value>::kSize;
 }
 
+/// The first value of a row.
+template <typename Value>
+__device__ __forceinline__ const typename Value::Raw* row_of(const void* x, int64_t row,
+                                                             const NormTask& task) {
+  return static_cast<const typename Value::Raw*>(x) + row * task.cols;
+}
+
 /// A thread's vectors of a row; zeros where there are none.
 template <typename Value>
 struct RowPart {
   Vector<Value> v[kNormVectors];
 
-  __device__ RowPart(const void* from, int64_t row, const NormTask& task, bool exists) {
-    const auto* at = static_cast<const typename Value::Raw*>(from) + row * task.cols;
+  __device__ RowPart(const typename Value::Raw* row, int cols, bool exists) {
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
       v[i] = {};
       const int c = column_of<Value>(i);
-      if (exists && c < task.cols) v[i] = load_vector<Value>(at + c);
+      if (exists && c < cols) v[i] = load_vector<Value>(row + c);
     }
   }
   __device__ float value(int i, int k) const {
@@ -136,13 +166,44 @@ __device__ __forceinline__ void load_gamma(const NormTask& task, int at,
 /// What a vector of columns is multiplied by, and what is added to it.
 template <typename Value>
 struct NormParameters {
-  float gamma[Vector<Value>::kSize];
+  float gamma[Vector<Value>::kSize] = {};
   float beta[Vector<Value>::kSize] = {};
 
+  NormParameters() = default;
   __device__ NormParameters(const NormTask& task, int at) {
     load_gamma<Value>(task, at, gamma);
     if (task.beta != nullptr) load_parameters(task.beta, at, task.gamma_dtype, beta);
   }
+};
+
+/// The parameters of a thread's columns. Where its registers suffice they stay from row to row.
+template <typename Value, int kBlockThreads>
+class RowParameters {
+  static constexpr bool kStay = Value::kPerWord == 1 || kBlockThreads < kMaxNormThreads;
+
+ public:
+  __device__ explicit RowParameters(const NormTask& task) : task_(task) {
+    if constexpr (kStay) {
+#pragma unroll
+      for (int i = 0; i < kNormVectors; ++i) {
+        const int at = column_of<Value>(i);
+        if (at < task.cols) stay_[i] = NormParameters<Value>(task, at);
+      }
+    }
+  }
+
+  /// Of the thread's vector i, which is one of the row's.
+  __device__ NormParameters<Value> of(int i) const {
+    if constexpr (kStay) {
+      return stay_[i];
+    } else {
+      return NormParameters<Value>(task_, column_of<Value>(i));
+    }
+  }
+
+ private:
+  const NormTask& task_;
+  NormParameters<Value> stay_[kStay ? kNormVectors : 1];
 };
 
 /// A vector of x - mean, normalized and rounded. No NaN of these has a sign.
@@ -157,8 +218,10 @@ __device__ __forceinline__ Vector<Value> normed(const float (&x)[Vector<Value>::
   return vector_of<Value>(y);
 }
 
-/// A thread's part of a row of x, less the mean, and the row's statistics.
-template <typename Value, bool kRms, int kBlockThreads>
+/// A thread's part of a row of x, less the mean, and the row's statistics. `kUnpacked`: x stays in
+/// fp32 while the row is summed; without, it is made of its words again after each sum, which takes
+/// fewer registers.
+template <typename Value, bool kRms, int kBlockThreads, bool kUnpacked>
 struct NormRow {
   static constexpr int kSize = Vector<Value>::kSize;
 
@@ -168,29 +231,39 @@ struct NormRow {
   int64_t index;  // of the row
   bool exists;
 
-  /// All threads of the block take part.
-  __device__ NormRow(const NormTask& task, Lanes<kBlockThreads> lanes) {
-    index = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    exists = index < task.rows;
-    const RowPart<Value> part(task.x, index, task, exists);
-    const auto count = static_cast<float>(task.cols);
-    float sum = 0.f;
+  /// The statistics are yet to come.
+  __device__ NormRow(const NormTask& task, int64_t row, const RowPart<Value>& part)
+      : index(row), exists(row < task.rows) {
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         x[i][k] = part.value(i, k);
-        sum += x[i][k];
+        if constexpr (kUnpacked) asm volatile("" : "+f"(x[i][k]));
       }
     }
-    if constexpr (!kRms) mean = lanes.sum(sum) / count;
+  }
+
+  /// All threads of the block take part.
+  __device__ void reduce(const NormTask& task, Lanes<kBlockThreads>& lanes) {
+    const auto count = static_cast<float>(task.cols);
+    if constexpr (!kRms) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kNormVectors; ++i) {
+#pragma unroll
+        for (int k = 0; k < kSize; ++k) sum += x[i][k];
+      }
+      mean = lanes.sum(sum) / count;
+    }
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
-      if (column_of<Value>(i) >= task.cols) continue;
+      // Zeros stay beyond the last column.
+      const float less = column_of<Value>(i) < task.cols ? mean : 0.f;
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
-        if constexpr (!kRms) x[i][k] = __fsub_rn(x[i][k], mean);
+        if constexpr (!kRms) x[i][k] = __fsub_rn(x[i][k], less);
         squares = __fmaf_rn(x[i][k], x[i][k], squares);
       }
     }
@@ -203,11 +276,36 @@ struct NormRow {
     if constexpr (!kRms) task.mean[index] = mean;
   }
 
-  /// The thread's vector i, whose first column is `at`.
-  __device__ Vector<Value> vector(const NormTask& task, int i, int at) const {
-    return normed<Value>(x[i], rstd, NormParameters<Value>(task, at));
+  /// The thread's vector i.
+  __device__ Vector<Value> vector(int i,
+                                  const RowParameters<Value, kBlockThreads>& parameters) const {
+    return normed<Value>(x[i], rstd, parameters.of(i));
   }
 };
+
+/// Calls run(NormRow, RowParameters) for the rows that a CUDA block takes in turn, of `rows`, as
+/// often for each of its threads, and stores their statistics. The next row's values are on their
+/// way meanwhile.
+template <typename Value, bool kRms, int kBlockThreads, bool kUnpacked = false, typename Run>
+__device__ __forceinline__ void for_rows(const NormTask& task, int64_t rows, const Run& run) {
+  __shared__ typename Lanes<kBlockThreads>::Shared shared;
+  Lanes<kBlockThreads> lanes(shared);
+  const RowParameters<Value, kBlockThreads> parameters(task);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
+  int64_t index = first + threadIdx.y;
+  const auto* at = row_of<Value>(task.x, index, task);
+  RowPart<Value> part(at, task.cols, index < task.rows);
+  for (auto turns = static_cast<int>((rows - first + step - 1) / step); turns > 0; --turns) {
+    NormRow<Value, kRms, kBlockThreads, kUnpacked> row(task, index, part);
+    index += step;
+    at += step * task.cols;
+    part = RowPart<Value>(at, task.cols, index < task.rows);
+    row.reduce(task, lanes);
+    row.store_statistics(task);
+    run(row, parameters);
+  }
+}
 
 /// Lanes of a row, and rows of a CUDA block.
 inline dim3 norm_block(const NormTask& task) {
@@ -215,6 +313,26 @@ inline dim3 norm_block(const NormTask& task) {
   const auto wanted = static_cast<unsigned>((task.cols + in_turn - 1) / in_turn);
   const unsigned lanes = wanted > 32 ? (wanted + 31) / 32 * 32 : std::bit_ceil(wanted);
   return dim3(lanes, std::max(1u, kNormThreads / lanes));
+}
+
+/// Threads that for_rows() has on a multiprocessor at once, or a CUDA block's: registers for as
+/// many.
+constexpr int norm_threads_at_once(int64_t value_size) { return value_size == 2 ? 768 : 1024; }
+
+template <typename Value, int kBlockThreads>
+constexpr int kNormBlocksAtOnce = std::max(1, norm_threads_at_once(sizeof(typename Value::Raw)) /
+                                                  kBlockThreads);
+
+/// CUDA blocks for for_rows(): as many as there is room for at once.
+inline unsigned norm_blocks(const NormTask& task, int64_t rows) {
+  int device = 0, multiprocessors = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const dim3 block = norm_block(task);
+  const int threads = static_cast<int>(block.x * block.y);
+  const int at_once = std::max(1, norm_threads_at_once(value_size(task.dtype)) / threads);
+  return static_cast<unsigned>(
+      std::min<int64_t>((rows + block.y - 1) / block.y, at_once * multiprocessors));
 }
 
 /// Calls run(Value{}, kRms, kBlockThreads), the latter two as std::integral_constant.
@@ -225,9 +343,12 @@ cudaError_t with_norm_types(const NormTask& task, const Run& run) {
       return task.mean == nullptr ? run(value, std::true_type{}, threads)
                                   : run(value, std::false_type{}, threads);
     };
-    return norm_block(task).x <= kNormThreads
-               ? with_threads(std::integral_constant<int, kNormThreads>{})
-               : with_threads(std::integral_constant<int, kMaxNormThreads>{});
+    const unsigned lanes = norm_block(task).x;
+    if (lanes <= kNormThreads) return with_threads(std::integral_constant<int, kNormThreads>{});
+    if (lanes <= kLongNormThreads) {
+      return with_threads(std::integral_constant<int, kLongNormThreads>{});
+    }
+    return with_threads(std::integral_constant<int, kMaxNormThreads>{});
   });
 }
 

@@ -8,9 +8,11 @@ namespace {
 struct Size {
   int64_t rows, cols;
 };
-// Parts of a warp, a warp, idle lanes, several blocks of rows, the longest row of fp32.
-constexpr Size kSizes[] = {{1, 8},     {3, 96},   {33, 104},  {127, 1024},
-                           {513, 136}, {5, 4104}, {67, 4096}, {2, kMaxNormBytes / 4}};
+// Parts of a warp, a warp, idle lanes, several blocks of rows, more rows than are taken at once,
+// the longest row of fp32.
+constexpr Size kSizes[] = {{1, 8},      {3, 96},     {33, 104},
+                           {127, 1024}, {513, 136},  {300, 4104},
+                           {67, 4096},  {1700, 520}, {140, kMaxNormBytes / 4}};
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 
 struct Case {
