@@ -243,15 +243,18 @@ def norm(bench: Bench, kind: str, shape) -> Iterator[Row]:
         return torch.nn.functional.layer_norm(leaves[0], shape[1:], leaves[1], leaves[1], 1e-5)
 
     y = torchs()
-    forward, backward, torch_forward, torch_backward = bench.run(
+    forward, backward, with_residual, torch_forward, torch_backward = bench.run(
         lambda: ops._normalize(x, weight, bias, 1e-5, is_rms, False),
         lambda: ops._normalize_backward(grad, x, weight, statistics, False, True),
+        lambda: ops._normalize_backward(grad, x, weight, statistics, False, True, grad),
         torchs,
         lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True),
     )
     n = x.numel()
     yield bench.share(kind, shape, 4 * n, time_of(forward), at_least(0.85))
     yield bench.share(f"{kind}'s gradients", shape, 6 * n, time_of(backward), at_least(0.85))
+    yield bench.share(f"{kind}'s gradients + residual's", shape, 8 * n, time_of(with_residual),
+                      at_least(0.85))
     yield bench.share(f"torch's {kind}", shape, 4 * n, time_of(torch_forward))
     yield bench.share(f"torch's {kind}'s gradients", shape, 6 * n, time_of(torch_backward))
 
@@ -423,7 +426,7 @@ def main():
                       [(16384, 4096), (16384, 14336), (8191, 4097)],
                       [(16384, 14336), (8192, 14336), (4097, 4104)],
                       [(4, 4096, 32, 128), (4, 4096, 8, 128), (3, 4001, 17, 72)],
-                      [(16384, 4096), (524288, 128), (8191, 4104)], SHARDS * 32, 1 << 28)
+                      [(16384, 4096), (8192, 8192), (524288, 128), (8191, 4104)], SHARDS * 32, 1 << 28)
     results = Results("qshard kernels", args.seconds)
     results.add("copy", bench.measure_copy)
     for section, label, measure in sections(bench, args):

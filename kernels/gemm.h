@@ -28,7 +28,7 @@ struct ScaledOperand {
   const void* scale_inv = nullptr;  // device memory, 16-byte aligned
 };
 
-/// out (a.rows, b.rows) = alpha * a @ b^T, contiguous, summed in fp32.
+/// out (a.rows, b.rows) = alpha * a @ b^T + bias + added, contiguous, summed in fp32.
 struct ScaledGemm {
   ScaledOperand a;
   ScaledOperand b;
@@ -39,7 +39,7 @@ struct ScaledGemm {
   const void* bias = nullptr;         // (b.rows,) of out_dtype, added to every row, or null
   bool fast_accumulate = false;       // Hopper's tensor cores keep fewer bits between promotions
   const float* alpha_zero = nullptr;  // device memory: alpha, then a zero; null: alpha is 1
-  bool accumulate = false;            // out += instead of out =; without bias and alpha_zero
+  const void* added = nullptr;        // as out, or it; null, or without bias and alpha_zero
 };
 
 /// Runs on the current device and stream. Returns false, having launched nothing, if cuBLASLt has

@@ -61,7 +61,7 @@ class Fp8Gemms final : public CodeGemmBackend {
 #ifdef QSHARD_WITH_CUDA
     switch (task.direction) {
       case GemmDirection::kForward:
-        return cuda::fp8_forward(*task.a.codes, *task.b.codes, task.bias, task.out);
+        return cuda::fp8_forward(*task.a.codes, *task.b.codes, task.bias, task.out, task.added);
       case GemmDirection::kGradInput:
         return cuda::fp8_grad_input(*task.a.codes, *task.b.codes, task.out, task.sum);
       case GemmDirection::kGradWeight:
@@ -96,7 +96,8 @@ class BlockScaledGemms final : public CodeGemmBackend {
 #ifdef QSHARD_WITH_CUDA
     switch (task.direction) {
       case GemmDirection::kForward:
-        return cuda::block_scaled_forward(*task.a.codes, *task.b.codes, task.bias, task.out);
+        return cuda::block_scaled_forward(*task.a.codes, *task.b.codes, task.bias, task.out,
+                                          task.added);
       case GemmDirection::kGradInput:
         return cuda::block_scaled_grad_input(*task.a.codes, *task.b.codes, task.out);
       case GemmDirection::kGradWeight:
@@ -131,7 +132,9 @@ class DequantizedGemms final : public GemmBackend {
     const at::ScalarType dtype = a.scalar_type();
     if (task.direction == GemmDirection::kForward) {
       const at::Tensor weight = dequantized(*task.b.codes, dtype);
-      return task.bias ? at::addmm(task.bias->to(dtype), a, weight.t()) : at::mm(a, weight.t());
+      at::Tensor out =
+          task.bias ? at::addmm(task.bias->to(dtype), a, weight.t()) : at::mm(a, weight.t());
+      return task.added.defined() ? out.add_(task.added) : out;
     }
     // An input's gradient is no leaf's, and its sum has the bits of autograd's: the product apart.
     if (task.direction == GemmDirection::kGradInput) {

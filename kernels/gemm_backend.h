@@ -35,7 +35,8 @@ struct GemmTask {
   GemmOperand b = {};                   // the weight (N, K), of grad_weight the input (M, K)
   at::TensorOptions out = {};           // dtype and device of the product
   std::optional<at::Tensor> bias = {};  // (N,), of forward
-  at::Tensor sum = {};  // in the shape of a gradient's product: add to it, if one GEMM can
+  at::Tensor added = {};  // of forward: (M, N), contiguous, of the product's dtype, or undefined
+  at::Tensor sum = {};    // in the shape of a gradient's product: add to it, if one GEMM can
 };
 
 class GemmBackend {
@@ -44,7 +45,8 @@ class GemmBackend {
 
   /// kNone, or why it cannot run: from sizes, device and the weight's place in memory alone.
   virtual GemmFallback supports(const GemmProblem& problem) const = 0;
-  /// forward (M, N) = a @ b^T + bias, grad_input (M, K) = a @ b, grad_weight (N, K) = a^T @ b: a
+  /// forward (M, N) = a @ b^T + bias + added, where the product has its dtype before what is added;
+  /// grad_input (M, K) = a @ b, grad_weight (N, K) = a^T @ b: a
   /// new tensor, or `sum` if it was added to. Undefined if cuBLASLt has no kernel for it.
   virtual at::Tensor run(const GemmTask& task) const = 0;
 };

@@ -219,7 +219,7 @@ bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarT
 }
 
 QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
-                               Orientations orientations) {
+                               Orientations orientations, at::Tensor* amax) {
   TORCH_CHECK(
       input.dim() == 2 && is_value_dtype(input.scalar_type()),
       fmt::format("qshard::quantize_input: needs a float32, bfloat16 or float16 matrix, got "
@@ -238,12 +238,15 @@ QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
               fmt::format("qshard::quantize_input: {} has no FP8 GEMM for an input of shape {}",
                           input.device().str(), input.sizes()));
   const c10::OptionalDeviceGuard guard(input.device());
-  return PlainOperand(input).codes({.format = &format, .orientations = orientations});
+  const PlainOperand operand(input, amax != nullptr ? *amax : at::Tensor());
+  QuantizedMatrix codes = operand.codes({.format = &format, .orientations = orientations});
+  if (amax != nullptr) *amax = operand.amax();
+  return codes;
 }
 
 LinearForward linear_forward(const OperandProducer& input, const LinearWeight& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only) {
+                             bool weight_only, const at::Tensor& added) {
   const QuantizedMatrix& codes = weight.codes;
   check_weight(codes);
   check_forward_image(codes.row_image().layout);
@@ -254,6 +257,13 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
   const int64_t k = codes.cols;
   TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == n),
               fmt::format("qshard: linear's bias must be ({},), got {}", n, bias->sizes()));
+  TORCH_CHECK(
+      !added.defined() ||
+          (added.sizes() == at::IntArrayRef{m, n} && added.is_contiguous() &&
+           added.scalar_type() == input.dtype() && added.device() == input.device()),
+      fmt::format("qshard: a linear's product can only be added to a contiguous {} tensor of "
+                  "({}, {}) on {}",
+                  c10::toString(input.dtype()), m, n, input.device().str()));
   TORCH_CHECK(!save_quantized_input || can_save_quantized_input(input.device(), m, n, k),
               fmt::format("qshard: linear cannot save an FP8 input of {} x {} on {}", m, k,
                           input.device().str()));
@@ -261,6 +271,7 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
   if (m == 0 || n == 0 || k == 0) {
     result.output = at::zeros({m, n}, input.options());
     if (bias) result.output.add_(*bias);
+    if (added.defined()) result.output.add_(added);
     return result;
   }
   const Gemms gemms(weight, weight_only);
@@ -269,6 +280,7 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
   GemmTask task{
       .direction = GemmDirection::kForward, .b = {.codes = &codes}, .out = input.options()};
   task.bias = bias;
+  task.added = added;
   const bool on_codes = fallback == GemmFallback::kNone;
   const bool packed = on_codes && gemms.reads_packed();
   if (on_codes && !packed) {

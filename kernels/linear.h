@@ -28,17 +28,19 @@ bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarT
 /// An input (M, K) as operand of linears whose weights have `format`, which must not scale by
 /// earlier steps: packed E4M3 codes, rowwise for linear_forward, columnwise for linear_backward.
 /// For callers that know of several such linears: compiled code.
+/// `amax`: as of quantize_activation (kernels/cuda/linear_fp8.h).
 /// @throws c10::Error for a format of delayed scaling, an input that is no float32, bfloat16 or
 /// float16 matrix, or one that no FP8 GEMM of its device takes.
 QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
-                               Orientations orientations);
+                               Orientations orientations, at::Tensor* amax = nullptr);
 
 struct LinearForward {
   at::Tensor output;      // (M, N) in the input's dtype
   QuantizedMatrix saved;  // columnwise packed codes of the input, if asked for
 };
 
-/// output = input @ weight^T + bias; input (M, K) float32/bfloat16/float16, bias (N,). With
+/// output = input @ weight^T + bias + added; input (M, K) float32/bfloat16/float16, bias (N,),
+/// added (M, N), contiguous and of the input's dtype, to which the product is rounded before. With
 /// `weight_only` activations and gradients are not quantized: the weight is dequantized to their
 /// dtype.
 /// @throws c10::Error, before anything is computed, if shapes, dtypes or devices do not go
@@ -46,7 +48,7 @@ struct LinearForward {
 /// be.
 LinearForward linear_forward(const OperandProducer& input, const LinearWeight& weight,
                              const std::optional<at::Tensor>& bias, bool save_quantized_input,
-                             bool weight_only = false);
+                             bool weight_only = false, const at::Tensor& added = {});
 
 /// What linear_backward is to make, and of what.
 struct LinearBackwardTask {

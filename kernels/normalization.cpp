@@ -19,8 +19,7 @@ bool has_norm_kernel(const at::Tensor& x, const Normalization& norm) {
     return is_value_dtype(t.scalar_type()) && t.device() == x.device();
   };
   const auto is_parameter = [&](const at::Tensor& t) {
-    return is_value(t) && t.dim() == 1 && t.size(0) == x.size(-1) && t.is_contiguous() &&
-           reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+    return is_value(t) && t.dim() == 1 && t.size(0) == x.size(-1);
   };
   const at::Tensor& bias = norm.bias;
   return x.is_cuda() && x.dim() >= 1 && is_value(x) && x.numel() > 0 && x.size(-1) % 8 == 0 &&
@@ -30,8 +29,9 @@ bool has_norm_kernel(const at::Tensor& x, const Normalization& norm) {
 }
 
 #ifdef QSHARD_WITH_CUDA
-std::tuple<at::Tensor, at::Tensor> normalized(const at::Tensor& x, const Normalization& norm) {
+std::tuple<at::Tensor, at::Tensor> normalized(const at::Tensor& x, const Normalization& given) {
   const at::Tensor values = cuda::in_vectors(x);
+  const Normalization norm = cuda::in_vectors(given);
   const at::Tensor statistics = cuda::empty_statistics(values, norm);
   cuda::NormTask task = cuda::norm_task(values, statistics, norm);
   const at::Tensor y = at::empty(x.sizes(), x.options());
@@ -40,15 +40,16 @@ std::tuple<at::Tensor, at::Tensor> normalized(const at::Tensor& x, const Normali
   return {y, statistics};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> normalization_gradients(const at::Tensor& grad,
-                                                                       const at::Tensor& x,
-                                                                       const at::Tensor& statistics,
-                                                                       const Normalization& norm,
-                                                                       bool needs_parameters) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> normalization_gradients(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& statistics,
+    const Normalization& given, bool needs_parameters, const at::Tensor& added) {
   const at::Tensor values = cuda::in_vectors(x);
+  const Normalization norm = cuda::in_vectors(given);
   const at::Tensor grads = cuda::in_vectors(grad);
   cuda::NormTask task = cuda::norm_task(values, statistics, norm);
   task.grad = grads.const_data_ptr();
+  const at::Tensor others = added.defined() ? cuda::in_vectors(added) : added;
+  if (others.defined()) task.added = others.const_data_ptr();
   const at::Tensor grad_x = at::empty(x.sizes(), x.options());
   task.grad_x = grad_x.mutable_data_ptr();
   at::Tensor partials;  // (1 or 2, norm_partials, columns)
@@ -82,7 +83,8 @@ std::tuple<at::Tensor, at::Tensor> normalized(const at::Tensor&, const Normaliza
 std::tuple<at::Tensor, at::Tensor, at::Tensor> normalization_gradients(const at::Tensor&,
                                                                        const at::Tensor&,
                                                                        const at::Tensor&,
-                                                                       const Normalization&, bool) {
+                                                                       const Normalization&, bool,
+                                                                       const at::Tensor&) {
   no_cuda();
 }
 #endif

@@ -49,7 +49,7 @@ Orientations missing(const QuantizedMatrix& matrix, const OperandRequest& reques
 QuantizedMatrix PlainOperand::codes(const OperandRequest& request) const {
   if (request.arrangement == Arrangement::kPacked) {
 #ifdef QSHARD_WITH_CUDA
-    if (values_.is_cuda()) return cuda::quantize_activation(values_, request);
+    if (values_.is_cuda()) return cuda::quantize_activation(values_, request, amax_);
 #endif
     no_packed_codes(values_);
   }

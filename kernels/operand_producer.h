@@ -54,16 +54,23 @@ class OperandProducer {
 /// A plain tensor.
 class PlainOperand : public OperandProducer {
  public:
-  explicit PlainOperand(at::Tensor values)
-      : OperandProducer(values.options()), values_(std::move(values)) {}
+  /// `amax`, float32 (1,): of the values, if it is known.
+  explicit PlainOperand(at::Tensor values, at::Tensor amax = {})
+      : OperandProducer(values.options()), values_(std::move(values)), amax_(std::move(amax)) {}
 
   at::IntArrayRef sizes() const override { return values_.sizes(); }
   QuantizedMatrix codes(const OperandRequest& request) const override;
   at::Tensor values(at::ScalarType) const override { return values_; }
   void collect_amax(const DelayedAmax& delayed) const override;
 
+  /// The amax, if it was given or packed codes have been made by one.
+  const at::Tensor& amax() const { return amax_; }
+
  protected:
   at::Tensor values_;
+
+ private:
+  mutable at::Tensor amax_;
 };
 
 /// An input of several linears whose codes they may share (kernels/cuda/shared_activation.h).

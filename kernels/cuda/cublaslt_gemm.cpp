@@ -87,12 +87,15 @@ uint32_t alignment_of(const void* pointer) {
 }
 
 // What becomes of a product besides being written.
-enum class Epilogue : uint8_t { kNone, kBias, kAccumulate };
+enum class Epilogue : uint8_t { kNone, kBias, kAdded };
 
 Epilogue epilogue_of(const ScaledGemm& gemm) {
-  if (gemm.accumulate) return Epilogue::kAccumulate;
+  if (gemm.added != nullptr) return Epilogue::kAdded;
   return gemm.bias != nullptr ? Epilogue::kBias : Epilogue::kNone;
 }
+
+/// What cuBLASLt calls C; read if something is added.
+const void* c_of(const ScaledGemm& gemm) { return gemm.added != nullptr ? gemm.added : gemm.out; }
 
 // Everything the choice of an algorithm depends on; compared and hashed as bytes.
 struct PlanKey {
@@ -199,9 +202,9 @@ struct Launch {
   cublasStatus_t operator()(const cublasLtMatmulAlgo_t& algorithm) const {
     static constexpr float kOneZero[] = {1.f, 0.f};
     const float* alpha = gemm.alpha_zero != nullptr ? gemm.alpha_zero : kOneZero;
-    const float* beta = gemm.accumulate ? kOneZero : alpha + 1;
+    const float* beta = gemm.added != nullptr ? kOneZero : alpha + 1;
     return cublasLtMatmul(handle, &descriptors.matmul, alpha, gemm.b.codes, &descriptors.a,
-                          gemm.a.codes, &descriptors.b, beta, gemm.out, &descriptors.d, gemm.out,
+                          gemm.a.codes, &descriptors.b, beta, c_of(gemm), &descriptors.d, gemm.out,
                           &descriptors.d, &algorithm, workspace, kWorkspaceBytes, stream);
   }
 };
@@ -253,12 +256,13 @@ bool may_tune(const ScaledGemm& gemm) {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
 }
 
-// The same for a GEMM that adds to its output: there, each timed run would add once more.
+// The same for a GEMM that adds to its own output: there, each timed run would add once more.
 cublasLtMatmulAlgo_t fastest_on_scratch(const Algorithms& algorithms, const Launch& launch) {
   ScaledGemm gemm = launch.gemm;
   const auto scratch = c10::cuda::CUDACachingAllocator::get()->allocate(gemm.a.rows * gemm.b.rows *
                                                                         value_size(gemm.out_dtype));
   gemm.out = scratch.get();
+  gemm.added = gemm.out;
   return fastest(algorithms,
                  {launch.handle, gemm, launch.descriptors, launch.workspace, launch.stream});
 }
@@ -313,8 +317,8 @@ std::shared_ptr<const Algorithms> choose_algorithms(const PlanKey& key, const La
   });
   if (!tunes) return plan.algorithms;
   const auto tuned = std::make_shared<const Algorithms>(
-      1, launch.gemm.accumulate ? fastest_on_scratch(*plan.algorithms, launch)
-                                : fastest(*plan.algorithms, launch));
+      1, launch.gemm.added == launch.gemm.out ? fastest_on_scratch(*plan.algorithms, launch)
+                                              : fastest(*plan.algorithms, launch));
   cache.set_tuned(key, tuned);
   return tuned;
 }
@@ -323,8 +327,8 @@ std::shared_ptr<const Algorithms> choose_algorithms(const PlanKey& key, const La
 
 bool scaled_gemm(const ScaledGemm& gemm) {
   if (gemm.a.rows == 0 || gemm.b.rows == 0) return true;
-  TORCH_CHECK(!gemm.accumulate || (gemm.bias == nullptr && gemm.alpha_zero == nullptr),
-              "qshard: a GEMM that accumulates takes neither a bias nor an alpha");
+  TORCH_CHECK(gemm.added == nullptr || (gemm.bias == nullptr && gemm.alpha_zero == nullptr),
+              "qshard: a GEMM that adds something takes neither a bias nor an alpha");
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
   const PlanKey key{gemm.a.rows,
@@ -334,7 +338,7 @@ bool scaled_gemm(const ScaledGemm& gemm) {
                     gemm.b.ld,
                     alignment_of(gemm.a.codes),
                     alignment_of(gemm.b.codes),
-                    alignment_of(gemm.out),
+                    std::min(alignment_of(gemm.out), alignment_of(c_of(gemm))),
                     stream.device_index(),
                     gemm.a.dtype,
                     gemm.b.dtype,

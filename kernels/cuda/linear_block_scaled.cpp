@@ -50,9 +50,10 @@ at::Tensor alpha_zero(const RowImage& a, const RowImage& b) {
   return factors;
 }
 
-// (rows, cols) = a @ b^T + bias, of the first rows of each.
+// (rows, cols) = a @ b^T + bias + added, of the first rows of each.
 at::Tensor gemm(const RowImage& a, const RowImage& b, int64_t rows, int64_t cols,
-                const std::optional<at::Tensor>& bias, const at::TensorOptions& options) {
+                const std::optional<at::Tensor>& bias, const at::TensorOptions& options,
+                const at::Tensor& added = {}) {
   const SwizzledOperand swizzled_a = swizzled(a);
   const SwizzledOperand swizzled_b = swizzled(b);
   ScaledGemm gemm;
@@ -65,7 +66,7 @@ at::Tensor gemm(const RowImage& a, const RowImage& b, int64_t rows, int64_t cols
     factors = alpha_zero(a, b);
     gemm.alpha_zero = factors.const_data_ptr<float>();
   }
-  return scaled_mm(gemm, rows, cols, bias, options);
+  return scaled_mm(gemm, rows, cols, bias, options, added);
 }
 
 }  // namespace
@@ -78,8 +79,8 @@ bool has_block_scaled_gemm(at::Device device) {
 
 at::Tensor block_scaled_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
                                 const std::optional<at::Tensor>& bias,
-                                const at::TensorOptions& options) {
-  return gemm(x.row_image(), weight_rows(weight), x.rows, weight.rows, bias, options);
+                                const at::TensorOptions& options, const at::Tensor& added) {
+  return gemm(x.row_image(), weight_rows(weight), x.rows, weight.rows, bias, options, added);
 }
 
 at::Tensor block_scaled_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,

@@ -15,10 +15,10 @@ bool has_block_scaled_gemm(at::Device device);
 
 // The GEMMs, of row images. Each returns an undefined tensor if cuBLASLt has no kernel.
 
-/// (M, N) = x @ weight^T + bias; reads x rowwise.
+/// (M, N) = x @ weight^T + bias + added, if that is defined; reads x rowwise.
 at::Tensor block_scaled_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
                                 const std::optional<at::Tensor>& bias,
-                                const at::TensorOptions& options);
+                                const at::TensorOptions& options, const at::Tensor& added = {});
 /// (M, K) = grad @ weight; reads grad rowwise. The weight's format has square blocks.
 at::Tensor block_scaled_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,
                                    const at::TensorOptions& options);

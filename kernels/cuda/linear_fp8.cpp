@@ -97,7 +97,8 @@ bool has_fp8_gemm(at::Device device, const Format& format) {
 
 bool has_every_fp8_gemm(at::Device device) { return compute_capability(device) == 90; }
 
-QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request) {
+QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request,
+                                    at::Tensor& amax) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor values = x.contiguous();
   const QuantizedMatrix out = empty_packed(x.size(0), x.size(1), request, x.device());
@@ -114,7 +115,7 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
         task, request.delayed, own.mutable_data_ptr<float>(), dtype, out.code_dtype, stream));
     return out;
   }
-  const at::Tensor amax = activation_amax(values);
+  if (!amax.defined()) amax = activation_amax(values);
   check_launch(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
                                                      out.code_dtype, stream));
   return out;
@@ -132,14 +133,15 @@ ScaledOperand scaled_operand(const PackedCodes& packed, DType code_dtype) {
 }
 
 at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
-                       const std::optional<at::Tensor>& bias, const at::TensorOptions& options) {
+                       const std::optional<at::Tensor>& bias, const at::TensorOptions& options,
+                       const at::Tensor& added) {
   const WeightScales scales = weight_scales(weight, /*contract_rows=*/false);
   const int64_t k = round_up(weight.cols, 16);
   ScaledGemm gemm{rows_of(x), weight_rows(weight, scales), k};
   // As other FP8 recipes do: the sum is rounded to 16 bits anyway. An fp32 output would show it.
   gemm.fast_accumulate = gemm.b.scale_mode == ScaleMode::kTensor &&
                          c10::typeMetaToScalarType(options.dtype()) != at::kFloat;
-  return scaled_mm(gemm, x.rows, weight.rows, bias, options);
+  return scaled_mm(gemm, x.rows, weight.rows, bias, options, added);
 }
 
 at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,

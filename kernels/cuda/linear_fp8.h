@@ -18,17 +18,24 @@ bool has_fp8_gemm(at::Device device, const Format& format);
 bool has_every_fp8_gemm(at::Device device);
 
 /// Quantizes x (M, K) once, in the orientations asked for, as the format scales activations; by the
-/// amaxes of earlier steps where `delayed` is theirs.
-QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request);
+/// amaxes of earlier steps where `delayed` is theirs, else by `amax`, with one scale: it becomes
+/// that of x if it is undefined.
+QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request,
+                                    at::Tensor& amax);
+inline QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request) {
+  at::Tensor amax;
+  return quantize_activation(x, request, amax);
+}
 
 /// Packed codes as cuBLASLt takes them.
 ScaledOperand scaled_operand(const PackedCodes& codes, DType code_dtype);
 
 /// The GEMMs, of packed codes with a weight's row image. Each returns an undefined tensor if
 /// cuBLASLt has no kernel.
-/// (M, N) = x @ weight^T + bias; reads x rowwise.
+/// (M, N) = x @ weight^T + bias + added, if that is defined; reads x rowwise.
 at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
-                       const std::optional<at::Tensor>& bias, const at::TensorOptions& options);
+                       const std::optional<at::Tensor>& bias, const at::TensorOptions& options,
+                       const at::Tensor& added = {});
 /// (M, K) = grad @ weight; reads grad rowwise. `sum`, if it is defined and was added to within the
 /// GEMM: scaled_addmm.
 at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,

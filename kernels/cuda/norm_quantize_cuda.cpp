@@ -10,11 +10,12 @@
 
 namespace qshard::cuda {
 
-QuantizedMatrix quantize_norm(const at::Tensor& x, const Normalization& norm,
+QuantizedMatrix quantize_norm(const at::Tensor& x, const Normalization& given,
                               const OperandRequest& request, at::Tensor& statistics,
                               at::Tensor& amax) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor values = in_vectors(x);
+  const Normalization norm = in_vectors(given);
   const bool has_statistics = statistics.defined();
   if (!has_statistics) statistics = empty_statistics(values, norm);
   const NormTask task = norm_task(values, statistics, norm);

@@ -1,6 +1,7 @@
 // Normalization of rows: some lanes of a CUDA block hold a row in registers, read once and written
 // once. CUDA blocks take rows until none are left; backward's add up gamma's gradient on the way.
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/cuda/normalization.cuh"
 
@@ -31,8 +32,14 @@ __global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlock
   for_rows<Value, kRms, kBlockThreads>(task, task.rows, store);
 }
 
-template <typename Value, bool kRms, int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads, kBlockThreads == kNormThreads ? kBlocksAtOnce : 1)
+// As many as backward_blocks() starts, but of long rows of LayerNorm, which would spill.
+template <bool kRms, int kBlockThreads>
+constexpr int kBackwardBlocks = kBlockThreads == kNormThreads              ? kBlocksAtOnce
+                                : kBlockThreads == kLongNormThreads&& kRms ? 2
+                                                                           : 1;
+
+template <typename Value, bool kRms, int kBlockThreads, bool kAdds>
+__global__ void __launch_bounds__(kBlockThreads, kBackwardBlocks<kRms, kBlockThreads>)
     norm_backward(const __grid_constant__ NormTask task) {
   constexpr int kSize = Vector<Value>::kSize;
   __shared__ typename Lanes<kBlockThreads>::Shared shared;
@@ -71,6 +78,8 @@ __global__ void __launch_bounds__(kBlockThreads, kBlockThreads == kNormThreads ?
         }
       }
     }
+    // On its way while the sums are.
+    const RowPart<Value> added(row_of<Value>(task.added, row, task), task.cols, kAdds && exists);
     lanes.sum(sums);
     if (!exists) continue;
     const float along_x = sums[0] / count;
@@ -85,7 +94,9 @@ __global__ void __launch_bounds__(kBlockThreads, kBlockThreads == kNormThreads ?
         const float off = kRms ? inner[i][k] : inner[i][k] - along_one;
         grad_x[k] = rstd * (off - normed[i][k] * along_x);
       }
-      store_vector(task.grad_x, row * task.cols + at, vector_of<Value>(grad_x));
+      Vector<Value> rounded = vector_of<Value>(grad_x);
+      if constexpr (kAdds) rounded = sum_of(rounded, added.v[i]);
+      store_vector(task.grad_x, row * task.cols + at, rounded);
     }
   }
   if (task.grad_gamma == nullptr) return;
@@ -128,9 +139,12 @@ cudaError_t launch_norm(const NormTask& task, cudaStream_t stream) {
 cudaError_t launch_norm_backward(const NormTask& task, cudaStream_t stream) {
   if (task.rows == 0 || task.cols == 0) return cudaSuccess;
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
-    norm_backward<decltype(value), rms(), threads()>
-        <<<backward_blocks(task), norm_block(task), 0, stream>>>(task);
-    return cudaGetLastError();
+    const auto launch = [&](auto adds) {
+      norm_backward<decltype(value), rms(), threads(), adds()>
+          <<<backward_blocks(task), norm_block(task), 0, stream>>>(task);
+      return cudaGetLastError();
+    };
+    return task.added != nullptr ? launch(std::true_type{}) : launch(std::false_type{});
   });
 }
 

@@ -125,6 +125,18 @@ __device__ __forceinline__ Vector<Value> vector_of(const float (&x)[Vector<Value
   }
 }
 
+/// As torch adds two tensors.
+template <typename Value>
+__device__ __forceinline__ Vector<Value> sum_of(const Vector<Value>& a, const Vector<Value>& b) {
+  float x[Vector<Value>::kSize];
+#pragma unroll
+  for (int k = 0; k < Vector<Value>::kSize; ++k) {
+    x[k] = __fadd_rn(Value::load(a.word_of(k), k % Value::kPerWord),
+                     Value::load(b.word_of(k), k % Value::kPerWord));
+  }
+  return vector_of<Value>(x);
+}
+
 /// `kSize` parameters from `at` on, in fp32.
 template <int kSize>
 __device__ __forceinline__ void load_parameters(const void* from, int at, DType dtype,

@@ -21,6 +21,7 @@ struct NormTask {
   void* y = nullptr;            // forward's result
 
   const void* grad = nullptr;   // of y
+  const void* added = nullptr;  // to backward's result, once that is rounded; or null
   void* grad_x = nullptr;       // backward's result
   float* grad_gamma = nullptr;  // (norm_partials(), cols) of sums; or null
   float* grad_beta = nullptr;   // the same

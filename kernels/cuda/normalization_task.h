@@ -16,12 +16,19 @@ inline at::Tensor in_vectors(const at::Tensor& x) {
   return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
 }
 
+/// With its parameters so.
+inline Normalization in_vectors(Normalization norm) {
+  norm.weight = in_vectors(norm.weight);
+  if (norm.bias.defined()) norm.bias = in_vectors(norm.bias);
+  return norm;
+}
+
 /// Float32 (1, rows) of RMSNorm, (2, rows) of LayerNorm, yet to be written.
 inline at::Tensor empty_statistics(const at::Tensor& x, const Normalization& norm) {
   return at::empty({norm.rms ? 1 : 2, x.numel() / x.size(-1)}, x.options().dtype(at::kFloat));
 }
 
-/// Of x in vectors; neither the values nor gradients are set.
+/// Of x and parameters in vectors; neither the values nor gradients are set.
 inline NormTask norm_task(const at::Tensor& x, const at::Tensor& statistics,
                           const Normalization& norm) {
   NormTask task;
