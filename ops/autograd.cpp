@@ -5,6 +5,7 @@
 #include "dispatch/quantized_tensor_impl.h"
 #include "ops/autograd.h"
 #include "ops/leaf_grad.h"
+#include "ops/normed_input.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -42,33 +43,46 @@ struct DequantizeFunction : Function<DequantizeFunction> {
   }
 };
 
+std::tuple<Tensor, Tensor> quantize_kept(const Tensor& input, c10::string_view format, bool columns,
+                                         const OptionalTensor& amax) {
+  static const auto op = typed_op<decltype(quantize_kept_input)>("qshard::_quantize_kept_input");
+  return op.call(input, format, columns, amax);
+}
+
 struct LinearFunction : Function<LinearFunction> {
   static constexpr size_t kWeight = 1;  // among the tensors given to forward
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, bool weight_only, bool records_grad,
-                        std::optional<c10::string_view> format, WeightState weight_state) {
+                        std::optional<c10::string_view> format, WeightState weight_state,
+                        const OptionalTensor& residual, bool input_is_kept) {
     at::AutoDispatchBelowAutograd guard;
     static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
-    const InputUse use(input, weight, weight_only, format);
+    const Format* kept = input_is_kept && !weight_only && !weight_state
+                             ? input_codes_format(input, weight, format)
+                             : nullptr;
+    const InputUse use(input, weight, weight_only, format, input_is_kept);
     OptionalTensor rows;
-    Tensor columns;
-    if (use.quantizes_apart) {
+    Tensor columns, amax;
+    if (kept != nullptr) {
+      std::tie(rows, amax) = quantize_kept(input, kept->name, /*columns=*/false, std::nullopt);
+    } else if (use.quantizes_apart) {
       static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
       auto codes = quantize.call(input, *format, use.multiplies_codes, use.saves_codes);
       if (use.multiplies_codes) rows = std::get<0>(codes);
       columns = std::get<1>(codes);
     }
     std::optional<ShareInputCodes> share;
-    if (records_grad && input.is_cuda()) share.emplace(input);
+    if (records_grad && input.is_cuda() && !input_is_kept) share.emplace(input);
     const bool saves_by_itself = use.saves_codes && !use.quantizes_apart;
     // A plain weight is saved as it is, and quantized again in backward: its codes would stay.
     const bool is_dynamic = weight_state.has_value();
     auto [output, saved] =
         op.call(input, weight, bias, saves_by_itself, weight_only, rows,
-                use.quantizes_apart || is_dynamic ? format : std::nullopt, weight_state);
+                use.quantizes_apart || is_dynamic ? format : std::nullopt, weight_state, residual);
     if (saves_by_itself) columns = saved;
-    ctx->save_for_backward({use.saves_codes ? columns : input, weight});
+    ctx->save_for_backward({use.saves_codes ? columns : input, weight, amax});
+    if (kept != nullptr) ctx->saved_data["kept_format"] = std::string(kept->name);
     ctx->saved_data["saves_codes"] = use.saves_codes;
     ctx->saved_data["weight_only"] = weight_only;
     if (is_dynamic) {
@@ -76,18 +90,27 @@ struct LinearFunction : Function<LinearFunction> {
       ctx->saved_data["weight_state"] = *weight_state;
     }
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
+    ctx->saved_data["has_residual"] = residual.has_value() && residual->defined();
     if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
     return output;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(7);
+    if (!grad.defined()) return variable_list(9);
     refuse_double_backward(grad, "qshard::linear");
-    const auto saved = ctx->get_saved_variables();
+    auto saved = ctx->get_saved_variables();
     const bool needs_input = ctx->needs_input_grad(0);
     const bool needs_weight = ctx->needs_input_grad(1);
-    const bool saves_codes = ctx->saved_data["saves_codes"].toBool();
+    bool saves_codes = ctx->saved_data["saves_codes"].toBool();
+    if (const auto kept = ctx->saved_data.find("kept_format");
+        kept != ctx->saved_data.end() && needs_weight) {
+      at::AutoDispatchBelowAutograd guard;
+      const auto amax = saved[2].numel() == 1 ? OptionalTensor(saved[2]) : std::nullopt;
+      const std::string& name = kept->second.toStringRef();
+      saved[0] = std::get<0>(quantize_kept(saved[0], name, /*columns=*/true, amax));
+      saves_codes = true;
+    }
     const bool weight_only = ctx->saved_data["weight_only"].toBool();
     std::optional<std::string> format_name;
     std::optional<std::vector<Tensor>> weight_state;
@@ -116,12 +139,17 @@ struct LinearFunction : Function<LinearFunction> {
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
       grad_bias = bias_gradient(grad, ctx->saved_data["bias_dtype"].toScalarType());
     }
+    const size_t residual = ctx->saved_data["has_bias"].toBool() ? 3 : 2;
+    const bool has_residual = ctx->saved_data["has_residual"].toBool();
+    const Tensor grad_residual = has_residual && ctx->needs_input_grad(residual) ? grad : Tensor();
     return {needs_input ? grad_input : Tensor(),
             needs_weight ? grad_weight : Tensor(),
             grad_bias,
             Tensor(),
             Tensor(),
             Tensor(),
+            Tensor(),
+            grad_residual,
             Tensor()};
   }
 };
@@ -180,14 +208,15 @@ OptionalTensor master_autograd(const Tensor& self) {
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only, std::optional<c10::string_view> format,
-                       WeightState weight_state) {
+                       WeightState weight_state, const OptionalTensor& residual,
+                       bool input_is_kept) {
   TORCH_CHECK_VALUE(!weight_state || format,
                     "qshard::linear: weight_state is given, so format must name the weight's");
   const Tensor quantized = !weight_state && is_quantized_on_use(weight, format)
                                ? quantize_autograd(weight, *format, false, std::nullopt, 0)
                                : weight;
   return LinearFunction::apply(input, quantized, bias, weight_only, at::GradMode::is_enabled(),
-                               format, weight_state);
+                               format, weight_state, residual, input_is_kept);
 }
 
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -197,7 +226,8 @@ Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const Opt
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
   return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false,
-                               at::GradMode::is_enabled(), std::nullopt, std::nullopt);
+                               at::GradMode::is_enabled(), std::nullopt, std::nullopt, std::nullopt,
+                               /*input_is_kept=*/false);
 }
 
 }  // namespace qshard

@@ -45,7 +45,7 @@ struct InputUse {
   bool multiplies_codes = false;  // known only where it quantizes apart
 
   InputUse(const Tensor& input, const Tensor& weight, bool weight_only,
-           std::optional<c10::string_view> format_name) {
+           std::optional<c10::string_view> format_name, bool input_is_kept = false) {
     if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;
     for (const auto& size : {input.sym_numel(), weight.sym_size(0), weight.sym_size(1)}) {
       if (size.is_symbolic() && !size.maybe_as_int()) return;
@@ -54,7 +54,8 @@ struct InputUse {
     if (k == 0) return;
     const int64_t m = leading_numel(input);
     const int64_t n = weight.size(0);
-    saves_codes = weight.requires_grad() && can_save_quantized_input(input.device(), m, n, k);
+    saves_codes = !input_is_kept && weight.requires_grad() &&
+                  can_save_quantized_input(input.device(), m, n, k);
     if (!format_name || !input.key_set().has(c10::DispatchKey::Python)) return;
     const Format& format = find_format({format_name->data(), format_name->size()});
     if (format.amax_history.length > 0) return;  // each weight scales its input by its own history

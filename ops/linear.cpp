@@ -118,6 +118,21 @@ void check_linear_shapes(const Tensor& input, const Tensor& weight, const Option
                           input.device().str(), weight.device().str()));
 }
 
+Tensor residual_matrix(const OptionalTensor& residual, const Tensor& input, const Tensor& weight) {
+  if (!residual || !residual->defined()) return {};
+  auto sizes = input.sizes().vec();
+  sizes.back() = weight.size(0);
+  TORCH_CHECK(!has_key(*residual) && residual->sizes() == at::IntArrayRef(sizes) &&
+                  residual->scalar_type() == input.scalar_type() &&
+                  residual->device() == input.device(),
+              fmt::format("qshard::linear: a residual must be a plain {} tensor of shape {} on {}, "
+                          "as the output, got {} of shape {} on {}; add it to the output",
+                          c10::toString(input.scalar_type()), sizes, input.device().str(),
+                          c10::toString(residual->scalar_type()), residual->sizes().vec(),
+                          residual->device().str()));
+  return as_matrix(*residual).contiguous();
+}
+
 void check_expected_format(const LinearWeight& weight, std::optional<c10::string_view> format) {
   if (!format) return;
   const Format* actual = weight.codes.format;
@@ -171,7 +186,8 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
                                              const OptionalTensor& bias, bool save_quantized_input,
                                              bool weight_only, const OptionalTensor& input_rows,
                                              std::optional<c10::string_view> format,
-                                             WeightState weight_state) {
+                                             WeightState weight_state,
+                                             const OptionalTensor& residual) {
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(weight.device());
   const auto used =
@@ -180,7 +196,8 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
   check_linear_shapes(input, weight, bias);
   const auto operand = input_operand(input, as_matrix(has_key(input) ? value_of(input) : input),
                                      *used.codes.format, input_rows, save_quantized_input);
-  auto result = linear_forward(producer_of(operand), used, bias, save_quantized_input, weight_only);
+  auto result = linear_forward(producer_of(operand), used, bias, save_quantized_input, weight_only,
+                               residual_matrix(residual, input, weight));
   auto sizes = input.sizes().vec();
   sizes.back() = weight.size(0);
   // Detached from the 2-D result, so that N-D outputs are no views (FSDP2 warns about those).
@@ -257,6 +274,22 @@ std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_vi
   return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input)};
 }
 
+std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_view format,
+                                               bool columns, const OptionalTensor& amax) {
+  PlainGuard guard;
+  const char* op = "qshard::_quantize_kept_input";
+  TORCH_CHECK(
+      !has_key(input) && (!amax || (amax->numel() == 1 && amax->device() == input.device() &&
+                                    amax->scalar_type() == at::kFloat)),
+      fmt::format("{}: needs a plain input, and its amax as float32 (1,) or none", op));
+  Tensor known = amax.value_or(Tensor());
+  const auto codes = quantize_input(as_matrix(input), checked_format(format, op),
+                                    {.rowwise = !columns, .columnwise = columns}, &known);
+  const bool is_found = known.defined() && !amax;
+  return {bytes_or_none(columns ? codes.columnwise : codes.rowwise, input),
+          is_found ? known : at::empty({0}, input.options().dtype(at::kFloat))};
+}
+
 bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format) {
   if (!format || has_key(weight) || weight.is_meta()) return false;
   // Of what is traced, or a subclass, only its own kernels know what it is.
@@ -275,14 +308,15 @@ bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> f
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only, std::optional<c10::string_view> format, WeightState weight_state) {
+              bool weight_only, std::optional<c10::string_view> format, WeightState weight_state,
+              const OptionalTensor& residual, bool) {
   const bool is_dynamic = weight_state.has_value();
   const Tensor quantized = !is_dynamic && is_quantized_on_use(weight, format)
                                ? quantize(weight, *format, false, std::nullopt, 0)
                                : weight;
   return std::get<0>(linear_forward_op(input, quantized, bias, /*save_quantized_input=*/false,
                                        weight_only, std::nullopt,
-                                       is_dynamic ? format : std::nullopt, weight_state));
+                                       is_dynamic ? format : std::nullopt, weight_state, residual));
 }
 
 Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {

@@ -24,6 +24,10 @@ Tensor as_matrix(const Tensor& tensor);
 /// and for a bias that is not (rows of the weight,).
 void check_linear_shapes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
+/// What is added to the output of a linear, as a matrix, contiguous; undefined if there is nothing.
+/// @throws c10::Error if it is not a plain tensor of the output's shape, dtype and device.
+Tensor residual_matrix(const OptionalTensor& residual, const Tensor& input, const Tensor& weight);
+
 /// A module knows its weight's format from quantize_; the weight may have been replaced since.
 /// @throws c10::Error if the weight has another one.
 void check_expected_format(const LinearWeight& weight, std::optional<c10::string_view> format);

@@ -29,7 +29,7 @@ Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype) 
 void flush_meta(at::TensorList) {}
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, bool,
-                   std::optional<c10::string_view>, WeightState) {
+                   std::optional<c10::string_view>, WeightState, const OptionalTensor&, bool) {
   check_sizes("qshard::linear", "an input", input, weight, 1);
   if (bias && bias->defined()) check_sizes("qshard::linear", "a bias", *bias, weight, 0);
   auto sizes = input.sym_sizes().vec();
@@ -41,13 +41,14 @@ std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor
                                                const OptionalTensor& bias,
                                                bool save_quantized_input, bool,
                                                const OptionalTensor&,
-                                               std::optional<c10::string_view>, WeightState) {
+                                               std::optional<c10::string_view>, WeightState,
+                                               const OptionalTensor&) {
   c10::SymInt saved_bytes = 0;
   if (save_quantized_input) {
     // Only asked for when all sizes are known (ops/autograd.cpp).
     saved_bytes = packed_columnwise_bytes(leading_numel(input), input.size(-1));
   }
-  return {linear_meta(input, weight, bias, false, std::nullopt, std::nullopt),
+  return {linear_meta(input, weight, bias, false, std::nullopt, std::nullopt, std::nullopt, false),
           at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
 }
 
@@ -63,6 +64,17 @@ std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_
   }
   const auto bytes = input.options().dtype(at::kByte);
   return {at::empty({row_bytes}, bytes), at::empty({column_bytes}, bytes)};
+}
+
+std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::string_view format,
+                                                    bool columns, const OptionalTensor& amax) {
+  const int64_t m = leading_numel(input);
+  const int64_t k = input.size(-1);
+  const Format& own = checked_format(format, "qshard::_quantize_kept_input");
+  const bool is_found = packed_scale_mode(own) == ScaleMode::kTensor && !amax;
+  return {at::empty({columns ? packed_columnwise_bytes(m, k) : packed_rowwise_bytes(m, k)},
+                    input.options().dtype(at::kByte)),
+          at::empty({is_found ? 1 : 0}, input.options().dtype(at::kFloat))};
 }
 
 std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,

@@ -11,55 +11,33 @@
 namespace qshard {
 namespace {
 
-// Of what is traced, wrapped, or a subclass, nothing is known here.
-bool is_bare(const Tensor& tensor) {
-  const auto keys = tensor.key_set();
-  return !keys.has_any(c10::python_ks | c10::functorch_transforms_ks) &&
-         !keys.has(c10::DispatchKey::Functionalize);
+std::vector<Tensor> empty_outputs(const Tensor& input, at::TensorList weights) {
+  TORCH_CHECK(input.dim() >= 1, "qshard::norm_linear: needs an input of 1 or more dimensions");
+  std::vector<Tensor> outputs;
+  for (const Tensor& weight : weights) {
+    auto sizes = input.sym_sizes().vec();
+    sizes.back() = weight.sym_size(0);
+    outputs.push_back(at::empty_symint(sizes, input.options()));
+  }
+  return outputs;
 }
 
 }  // namespace
 
-bool norm_linear_reads_codes(const Tensor& input, const Tensor& norm_weight,
-                             const OptionalTensor& norm_bias, at::TensorList weights) {
-  const bool has_bias = norm_bias && norm_bias->defined();
-  if (!input.is_cuda() || input.dim() == 0 || weights.empty() || !is_bare(input) ||
-      !is_bare(norm_weight) || (has_bias && !is_bare(*norm_bias))) {
-    return false;
-  }
-  const at::Device device = input.device();
-  const int64_t m = leading_numel(input);
-  const int64_t k = input.size(-1);
-  const Format* format = nullptr;
-  for (const Tensor& weight : weights) {
-    if (!is_bare(weight) || !has_key(weight) || weight.dim() != 2 || weight.size(0) == 0 ||
-        weight.size(1) != k || weight.device() != device) {
-      return false;
-    }
-    const Format& own = *buffer_of(weight).layout().format;
-    const int64_t n = weight.size(0);
-    // Delayed scaling scales the input of each linear by a history of that linear's own.
-    const bool is_read = own.amax_history.length == 0 && (format == nullptr || format == &own) &&
-                         multiplies_input_codes(own, device, input.scalar_type(), m, n, k) &&
-                         (!weight.requires_grad() || can_save_quantized_input(device, m, n, k));
-    if (!is_read) return false;
-    format = &own;
-  }
-  return can_normalize(input, norm_weight, norm_bias);
-}
-
 std::tuple<std::vector<Tensor>, Tensor, Tensor> norm_linear_forward(
     const Tensor& input, const Tensor& norm_weight, const OptionalTensor& norm_bias,
     at::TensorList weights, const std::optional<std::vector<Tensor>>& biases, double eps, bool rms,
-    bool zero_centered_gamma) {
+    bool zero_centered_gamma, c10::string_view format) {
   PlainGuard guard;
   const char* op = "qshard::_norm_linear_forward";
-  TORCH_CHECK(norm_linear_reads_codes(input, norm_weight, norm_bias, weights) &&
+  const Format& own = checked_format(format, op);
+  TORCH_CHECK(norm_linear_reads_codes(input, norm_weight, norm_bias, weights, format) &&
                   (!biases || biases->size() == weights.size()),
-              fmt::format("{}: needs a CUDA input that _normalize takes, of quantized weights of "
-                          "one format whose GEMMs read its codes, and as many biases or none; call "
-                          "qshard::norm_linear",
-                          op));
+              fmt::format("{}: needs a CUDA input that _normalize takes, {} weights whose GEMMs "
+                          "read its codes, and as many biases or none; call qshard::norm_linear. A "
+                          "compiled module whose weight was replaced needs "
+                          "qshard.quantize_(module, recipe) for the new format",
+                          op, own.name));
   const c10::OptionalDeviceGuard device_guard(input.device());
   const NormOperand rows(as_matrix(input), {.weight = norm_weight,
                                             .bias = norm_bias.value_or(Tensor()),
@@ -80,24 +58,34 @@ std::tuple<std::vector<Tensor>, Tensor, Tensor> norm_linear_forward(
     // Detached from the 2-D result, as of qshard::linear.
     outputs.push_back(input.dim() == 2 ? output : at::_unsafe_view(output, sizes));
   }
-  // A weight whose codes cannot be multiplied where they lie takes values, and finds no amax.
-  const Tensor& amax = rows.amax();
-  return {std::move(outputs), rows.statistics(),
-          amax.defined() ? amax : at::empty({0}, input.options().dtype(at::kFloat))};
+  if (packed_scale_mode(own) != ScaleMode::kTensor) {
+    return {std::move(outputs), rows.statistics(),
+            at::empty({0}, input.options().dtype(at::kFloat))};
+  }
+  // Weights whose codes cannot be multiplied where they lie take values, and leave no amax.
+  if (!rows.amax().defined()) {
+    rows.codes({.format = &own, .orientations = {.rowwise = true}});
+  }
+  return {std::move(outputs), rows.statistics(), rows.amax()};
 }
 
 std::vector<Tensor> norm_linear_meta(const Tensor& input, const Tensor&, const OptionalTensor&,
                                      at::TensorList weights,
                                      const std::optional<std::vector<Tensor>>&, double, bool, bool,
-                                     std::optional<c10::string_view>) {
-  TORCH_CHECK(input.dim() >= 1, "qshard::norm_linear: needs an input of 1 or more dimensions");
-  std::vector<Tensor> outputs;
-  for (const Tensor& weight : weights) {
-    auto sizes = input.sym_sizes().vec();
-    sizes.back() = weight.sym_size(0);
-    outputs.push_back(at::empty_symint(sizes, input.options()));
-  }
+                                     std::optional<c10::string_view>, bool with_input) {
+  auto outputs = empty_outputs(input, weights);
+  if (with_input) outputs.push_back(at::empty_like(input));
   return outputs;
+}
+
+std::tuple<std::vector<Tensor>, Tensor, Tensor> norm_linear_forward_meta(
+    const Tensor& input, const Tensor&, const OptionalTensor&, at::TensorList weights,
+    const std::optional<std::vector<Tensor>>&, double, bool rms, bool, c10::string_view format) {
+  const Format& own = checked_format(format, "qshard::_norm_linear_forward");
+  const bool one_scale = packed_scale_mode(own) == ScaleMode::kTensor;
+  const auto fp32 = input.options().dtype(at::kFloat);
+  return {empty_outputs(input, weights), at::empty({rms ? 1 : 2, leading_numel(input)}, fp32),
+          at::empty({one_scale ? 1 : 0}, fp32)};
 }
 
 }  // namespace qshard

@@ -1,43 +1,43 @@
-// Linears of normalized rows: norm(x) multiplied by one or several quantized weights. On CUDA,
-// where their GEMMs read packed codes, norm(x) is quantized as it is made, in forward by rows and
-// in backward again by columns, and neither its values nor its columns are kept.
+// Linears of normalized rows: norm(x) multiplied by one or several quantized weights
+// (ops/normed_input.h).
 #pragma once
 
-#include "ops/ops.h"
+#include "ops/normed_input.h"
 
 namespace qshard {
 
-/// Whether norm(input) reaches GEMMs with all the weights in codes that NormOperand makes: decided
-/// from sizes, devices, dtypes and formats. Never of what is traced.
-bool norm_linear_reads_codes(const Tensor& input, const Tensor& norm_weight,
-                             const OptionalTensor& norm_bias, at::TensorList weights);
-
 /// ops/norm_linear_autograd.cpp. norm(input) @ weight^T + bias for each of the weights; `biases` of
-/// all or of none. `format`: as of `linear`.
+/// all or of none. `format`: as of `linear`. with_input: and, last, the input, for whoever adds it
+/// to something: that sum's gradient is added to the norm's as this is written.
 /// @throws c10::Error for shapes that do not go together, and for an RMSNorm with a bias.
 std::vector<Tensor> norm_linear(const Tensor& input, const Tensor& norm_weight,
                                 const OptionalTensor& norm_bias, at::TensorList weights,
                                 const std::optional<std::vector<Tensor>>& biases, double eps,
                                 bool rms, bool zero_centered_gamma,
-                                std::optional<c10::string_view> format);
+                                std::optional<c10::string_view> format, bool with_input);
 std::vector<Tensor> norm_linear_autograd(const Tensor& input, const Tensor& norm_weight,
                                          const OptionalTensor& norm_bias, at::TensorList weights,
                                          const std::optional<std::vector<Tensor>>& biases,
                                          double eps, bool rms, bool zero_centered_gamma,
-                                         std::optional<c10::string_view> format);
+                                         std::optional<c10::string_view> format, bool with_input);
 
 /// ops/norm_linear.cpp. (outputs, statistics, amax), the latter two as NormOperand takes them, to
-/// make columns: amax (0,) where there is none.
+/// make columns: amax (0,) of formats whose scales are not per tensor.
 /// @throws c10::Error for what norm_linear_reads_codes refuses.
 std::tuple<std::vector<Tensor>, Tensor, Tensor> norm_linear_forward(
     const Tensor& input, const Tensor& norm_weight, const OptionalTensor& norm_bias,
     at::TensorList weights, const std::optional<std::vector<Tensor>>& biases, double eps, bool rms,
-    bool zero_centered_gamma);
+    bool zero_centered_gamma, c10::string_view format);
 
+/// ops/norm_linear.cpp: shapes and dtypes.
 std::vector<Tensor> norm_linear_meta(const Tensor& input, const Tensor& norm_weight,
                                      const OptionalTensor& norm_bias, at::TensorList weights,
                                      const std::optional<std::vector<Tensor>>& biases, double eps,
                                      bool rms, bool zero_centered_gamma,
-                                     std::optional<c10::string_view> format);
+                                     std::optional<c10::string_view> format, bool with_input);
+std::tuple<std::vector<Tensor>, Tensor, Tensor> norm_linear_forward_meta(
+    const Tensor& input, const Tensor& norm_weight, const OptionalTensor& norm_bias,
+    at::TensorList weights, const std::optional<std::vector<Tensor>>& biases, double eps, bool rms,
+    bool zero_centered_gamma, c10::string_view format);
 
 }  // namespace qshard

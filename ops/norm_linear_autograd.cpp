@@ -15,40 +15,44 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-bool is_given(const OptionalTensor& tensor) { return tensor && tensor->defined(); }
-
 struct NormLinearFunction : Function<NormLinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& norm_weight,
                                const OptionalTensor& norm_bias, at::TensorList weights,
                                at::TensorList biases, double eps, bool rms,
-                               bool zero_centered_gamma) {
+                               bool zero_centered_gamma, const std::string& format,
+                               bool with_input) {
     at::AutoDispatchBelowAutograd guard;
-    static const auto op = typed_op<decltype(norm_linear_forward)>("qshard::_norm_linear_forward");
     const auto given_biases =
         biases.empty() ? std::nullopt : std::optional<std::vector<Tensor>>(biases.vec());
-    auto [outputs, statistics, amax] = op.call(input, norm_weight, norm_bias, weights, given_biases,
-                                               eps, rms, zero_centered_gamma);
-    variable_list saved{input, norm_weight, norm_bias.value_or(Tensor()), statistics, amax};
+    auto [outputs, kept] =
+        NormedInput::multiply(input, {norm_weight, norm_bias, eps, rms, zero_centered_gamma},
+                              weights, given_biases, format);
+    auto saved = kept.save(ctx);
     saved.insert(saved.end(), weights.begin(), weights.end());
     ctx->save_for_backward(std::move(saved));
     // An output that nobody used has no gradient, and its weight gets none.
     ctx->set_materialize_grads(false);
-    ctx->saved_data["eps"] = eps;
-    ctx->saved_data["rms"] = rms;
-    ctx->saved_data["zero_centered_gamma"] = zero_centered_gamma;
-    ctx->saved_data["format"] = std::string(buffer_of(weights[0]).layout().format->name);
     std::vector<int64_t> bias_dtypes;
     for (const Tensor& bias : biases) {
       bias_dtypes.push_back(static_cast<int64_t>(bias.scalar_type()));
     }
     ctx->saved_data["bias_dtypes"] = bias_dtypes;
+    ctx->saved_data["with_input"] = with_input;
+    if (with_input) outputs.push_back(input);
     return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    Tensor grad_input_itself;
+    if (ctx->saved_data["with_input"].toBool()) {
+      grad_input_itself = std::move(grads.back());
+      grads.pop_back();
+    }
     const size_t count = grads.size();
     const auto bias_dtypes = ctx->saved_data["bias_dtypes"].toIntVector();
     variable_list result(kWeights + count + bias_dtypes.size() + kOptions);
+    const bool needs_input = ctx->needs_input_grad(0);
+    if (needs_input) result[0] = grad_input_itself;
     bool is_reached = false;
     for (const Tensor& grad : grads) {
       if (!grad.defined()) continue;
@@ -57,17 +61,14 @@ struct NormLinearFunction : Function<NormLinearFunction> {
     }
     if (!is_reached) return result;
     const auto saved = ctx->get_saved_variables();
-    const Tensor& input = saved[0];
-    const Tensor& norm_weight = saved[1];
-    const Tensor& norm_bias = saved[2];
-    const Tensor& statistics = saved[3];
+    const NormedInput kept = NormedInput::restore(ctx, saved.data());
     const auto weight_of = [&](size_t i) -> const Tensor& { return saved[kSavedWeights + i]; };
     // Of the tensors given to forward, those that there are count.
-    const size_t first_weight = kWeights - (norm_bias.defined() ? 0 : 1);
+    const bool has_norm_bias = kept.norm().has_bias();
+    const size_t first_weight = kWeights - (has_norm_bias ? 0 : 1);
     const size_t first_bias = first_weight + count;
-    const bool needs_input = ctx->needs_input_grad(0);
     const bool needs_norm_weight = ctx->needs_input_grad(1);
-    const bool needs_norm_bias = norm_bias.defined() && ctx->needs_input_grad(2);
+    const bool needs_norm_bias = has_norm_bias && ctx->needs_input_grad(2);
     const bool needs_normed = needs_input || needs_norm_weight || needs_norm_bias;
     auto* node = evaluated_node<NormLinearFunction>(ctx);
 
@@ -75,7 +76,7 @@ struct NormLinearFunction : Function<NormLinearFunction> {
     Tensor columns;  // of norm(input), for all wgrads
     const auto needs_weight = [&](size_t i) { return ctx->needs_input_grad(first_weight + i); };
     for (size_t i = 0; i < count && !columns.defined(); ++i) {
-      if (grads[i].defined() && needs_weight(i)) columns = columns_again(ctx, saved);
+      if (grads[i].defined() && needs_weight(i)) columns = kept.columns();
     }
     // Of linears one by one autograd evaluates the last first, and adds their gradients in that
     // order.
@@ -84,9 +85,10 @@ struct NormLinearFunction : Function<NormLinearFunction> {
       const Tensor& grad = grads[i];
       if (!grad.defined()) continue;
       if (needs_weight(i) || needs_normed) {
-        const Tensor part = linear_gradients(needs_weight(i) ? node : nullptr, first_weight + i,
-                                             grad, weight_of(i), needs_weight(i) ? columns : input,
-                                             needs_normed, needs_weight(i), result[kWeights + i]);
+        const Tensor part =
+            linear_gradients(needs_weight(i) ? node : nullptr, first_weight + i, grad, weight_of(i),
+                             needs_weight(i) ? columns : kept.input(), needs_normed,
+                             needs_weight(i), result[kWeights + i]);
         if (needs_normed) grad_normed = grad_normed.defined() ? grad_normed.add_(part) : part;
       }
       if (!bias_dtypes.empty() && ctx->needs_input_grad(first_bias + i)) {
@@ -96,10 +98,8 @@ struct NormLinearFunction : Function<NormLinearFunction> {
     }
     columns.reset();
     if (needs_normed) {
-      static const auto op = typed_op<decltype(normalize_backward)>("qshard::_normalize_backward");
-      auto [grad_input, grad_norm_weight, grad_norm_bias] = op.call(
-          grad_normed, input, norm_weight, statistics,
-          ctx->saved_data["zero_centered_gamma"].toBool(), needs_norm_weight || needs_norm_bias);
+      auto [grad_input, grad_norm_weight, grad_norm_bias] =
+          kept.backward(grad_normed, grad_input_itself, needs_norm_weight || needs_norm_bias);
       if (needs_input) result[0] = grad_input;
       if (needs_norm_weight) result[1] = grad_norm_weight;
       if (needs_norm_bias) result[2] = grad_norm_bias;
@@ -109,19 +109,7 @@ struct NormLinearFunction : Function<NormLinearFunction> {
 
  private:
   // Arguments of forward: the weights and the biases follow the first of them, then come these.
-  enum : size_t { kWeights = 3, kOptions = 3, kSavedWeights = 5 };
-
-  static Tensor columns_again(AutogradContext* ctx, const variable_list& saved) {
-    static const auto op = typed_op<decltype(quantize_normalized)>("qshard::_quantize_normalized");
-    const auto given = [](const Tensor& tensor) {
-      return tensor.defined() && tensor.numel() > 0 ? OptionalTensor(tensor) : std::nullopt;
-    };
-    const std::string format = ctx->saved_data["format"].toStringRef();
-    return std::get<1>(op.call(as_matrix(saved[0]), saved[1], given(saved[2]),
-                               ctx->saved_data["eps"].toDouble(), ctx->saved_data["rms"].toBool(),
-                               ctx->saved_data["zero_centered_gamma"].toBool(), format,
-                               /*rows=*/false, /*columns=*/true, saved[3], given(saved[4])));
-  }
+  enum : size_t { kWeights = 3, kOptions = 5, kSavedWeights = NormedInput::kSaved };
 
   // What qshard::linear's backward does, of an input saved as codes. Returns grad_input.
   static Tensor linear_gradients(torch::autograd::Node* node, size_t edge, const Tensor& grad,
@@ -143,10 +131,17 @@ struct NormLinearFunction : Function<NormLinearFunction> {
   }
 };
 
-void check_norm_linear(const Tensor& input, const Tensor& norm_weight,
-                       const OptionalTensor& norm_bias, at::TensorList weights,
-                       const std::optional<std::vector<Tensor>>& biases, bool rms) {
-  const bool has_bias = is_given(norm_bias);
+/// The format of all of them, which nobody knows of traced ones.
+std::string name_of(at::TensorList weights, std::optional<c10::string_view> format) {
+  return format ? std::string(*format) : std::string(buffer_of(weights[0]).layout().format->name);
+}
+
+void check_norm_linear(const Tensor& input, const NormArguments& norm, at::TensorList weights,
+                       const std::optional<std::vector<Tensor>>& biases) {
+  const Tensor& norm_weight = norm.weight;
+  const OptionalTensor& norm_bias = norm.bias;
+  const bool rms = norm.rms;
+  const bool has_bias = norm.has_bias();
   bool fits = input.dim() >= 1 && norm_weight.dim() == 1 && !weights.empty() &&
               (!biases || biases->size() == weights.size()) &&
               input.sym_size(-1) == norm_weight.sym_size(0) &&
@@ -169,20 +164,6 @@ void check_norm_linear(const Tensor& input, const Tensor& norm_weight,
               "weights are (rows, columns), and all or none of them have a bias");
 }
 
-// As qshard/nn/norms.py.
-Tensor normalized_by_torch(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                           double eps, bool rms, bool zero_centered_gamma) {
-  const auto dtype = input.scalar_type();
-  const bool is_wide =
-      weight.scalar_type() != dtype || (zero_centered_gamma && dtype != at::kFloat);
-  const auto wide = [&](const Tensor& tensor) { return is_wide ? tensor.to(at::kFloat) : tensor; };
-  const Tensor gamma = zero_centered_gamma ? wide(weight) + 1 : wide(weight);
-  const auto shape = gamma.sym_sizes();
-  if (rms) return at::rms_norm_symint(wide(input), shape, gamma, eps).to(dtype);
-  const auto beta = is_given(bias) ? OptionalTensor(wide(*bias)) : std::nullopt;
-  return at::layer_norm_symint(wide(input), shape, gamma, beta, eps).to(dtype);
-}
-
 /// linear(normed, weight, bias) for each of the weights.
 template <typename Linear>
 std::vector<Tensor> for_each_weight(const Linear& linear, const Tensor& normed,
@@ -193,8 +174,8 @@ std::vector<Tensor> for_each_weight(const Linear& linear, const Tensor& normed,
   outputs.reserve(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto bias = biases ? OptionalTensor((*biases)[i]) : std::nullopt;
-    outputs.push_back(
-        linear(normed, weights[i], bias, /*weight_only=*/false, format, std::nullopt));
+    outputs.push_back(linear(normed, weights[i], bias, /*weight_only=*/false, format, std::nullopt,
+                             std::nullopt, /*input_is_kept=*/false));
   }
   return outputs;
 }
@@ -205,31 +186,36 @@ std::vector<Tensor> norm_linear(const Tensor& input, const Tensor& norm_weight,
                                 const OptionalTensor& norm_bias, at::TensorList weights,
                                 const std::optional<std::vector<Tensor>>& biases, double eps,
                                 bool rms, bool zero_centered_gamma,
-                                std::optional<c10::string_view> format) {
-  check_norm_linear(input, norm_weight, norm_bias, weights, biases, rms);
-  if (norm_linear_reads_codes(input, norm_weight, norm_bias, weights)) {
-    return std::get<0>(norm_linear_forward(input, norm_weight, norm_bias, weights, biases, eps, rms,
-                                           zero_centered_gamma));
+                                std::optional<c10::string_view> format, bool with_input) {
+  const NormArguments norm{norm_weight, norm_bias, eps, rms, zero_centered_gamma};
+  check_norm_linear(input, norm, weights, biases);
+  std::vector<Tensor> outputs;
+  if (norm_linear_reads_codes(input, norm_weight, norm_bias, weights, format)) {
+    outputs = std::get<0>(norm_linear_forward(input, norm_weight, norm_bias, weights, biases, eps,
+                                              rms, zero_centered_gamma, name_of(weights, format)));
+  } else {
+    outputs = for_each_weight(linear, normalized_by_torch(input, norm), weights, biases, format);
   }
-  const Tensor normed =
-      normalized_by_torch(input, norm_weight, norm_bias, eps, rms, zero_centered_gamma);
-  return for_each_weight(linear, normed, weights, biases, format);
+  if (with_input) outputs.push_back(input);
+  return outputs;
 }
 
 std::vector<Tensor> norm_linear_autograd(const Tensor& input, const Tensor& norm_weight,
                                          const OptionalTensor& norm_bias, at::TensorList weights,
                                          const std::optional<std::vector<Tensor>>& biases,
                                          double eps, bool rms, bool zero_centered_gamma,
-                                         std::optional<c10::string_view> format) {
-  check_norm_linear(input, norm_weight, norm_bias, weights, biases, rms);
-  if (norm_linear_reads_codes(input, norm_weight, norm_bias, weights)) {
+                                         std::optional<c10::string_view> format, bool with_input) {
+  const NormArguments norm{norm_weight, norm_bias, eps, rms, zero_centered_gamma};
+  check_norm_linear(input, norm, weights, biases);
+  if (norm_linear_reads_codes(input, norm_weight, norm_bias, weights, format)) {
     const at::TensorList given_biases = biases ? at::TensorList(*biases) : at::TensorList();
     return NormLinearFunction::apply(input, norm_weight, norm_bias, weights, given_biases, eps, rms,
-                                     zero_centered_gamma);
+                                     zero_centered_gamma, name_of(weights, format), with_input);
   }
-  const Tensor normed =
-      normalized_by_torch(input, norm_weight, norm_bias, eps, rms, zero_centered_gamma);
-  return for_each_weight(linear_autograd, normed, weights, biases, format);
+  auto outputs =
+      for_each_weight(linear_autograd, normalized_by_torch(input, norm), weights, biases, format);
+  if (with_input) outputs.push_back(input);
+  return outputs;
 }
 
 }  // namespace qshard

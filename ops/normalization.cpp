@@ -65,23 +65,55 @@ std::tuple<Tensor, Tensor, Tensor> quantize_normalized(
   const QuantizedMatrix codes =
       operand.codes({.format = &checked_format(format, op), .orientations = {rows, columns}});
   return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input),
-          operand.statistics()};
+          statistics ? at::empty({0}, statistics->options()) : operand.statistics()};
 }
 
 std::tuple<Tensor, Tensor, Tensor> normalize_backward(const Tensor& grad, const Tensor& input,
                                                       const Tensor& weight, const Tensor& stats,
                                                       bool zero_centered_gamma,
-                                                      bool needs_parameters) {
+                                                      bool needs_parameters,
+                                                      const OptionalTensor& added) {
   const int64_t rows = input.numel() / std::max<int64_t>(input.size(-1), 1);
   const bool fits = can_normalize(input, weight, {}) && grad.sizes() == input.sizes() &&
                     grad.scalar_type() == input.scalar_type() && grad.device() == input.device() &&
                     stats.is_contiguous() && stats.scalar_type() == at::kFloat &&
                     stats.device() == input.device() && stats.dim() == 2 && stats.size(1) == rows &&
-                    (stats.size(0) == 1 || stats.size(0) == 2);
+                    (stats.size(0) == 1 || stats.size(0) == 2) &&
+                    (!added || (added->sizes() == input.sizes() && !has_key(*added) &&
+                                added->scalar_type() == input.scalar_type() &&
+                                added->device() == input.device()));
   check("qshard::_normalize_backward", fits, input, weight);
   const c10::OptionalDeviceGuard guard(input.device());
   const Normalization norm{weight, {}, 0.f, stats.size(0) == 1, zero_centered_gamma};
-  return normalization_gradients(grad, input, stats, norm, needs_parameters);
+  return normalization_gradients(grad, input, stats, norm, needs_parameters,
+                                 added.value_or(Tensor()));
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_normalized_meta(const Tensor& input, const Tensor&,
+                                                            const OptionalTensor&, double, bool rms,
+                                                            bool, c10::string_view, bool rows,
+                                                            bool columns,
+                                                            const OptionalTensor& statistics,
+                                                            const OptionalTensor&) {
+  const int64_t m = leading_numel(input);
+  const int64_t k = input.size(-1);
+  const auto bytes = input.options().dtype(at::kByte);
+  return {at::empty({rows ? packed_rowwise_bytes(m, k) : 0}, bytes),
+          at::empty({columns ? packed_columnwise_bytes(m, k) : 0}, bytes),
+          statistics ? at::empty({0}, statistics->options())
+                     : at::empty({rms ? 1 : 2, m}, input.options().dtype(at::kFloat))};
+}
+
+std::tuple<Tensor, Tensor, Tensor> normalize_backward_meta(const Tensor&, const Tensor& input,
+                                                           const Tensor& weight,
+                                                           const Tensor& stats, bool,
+                                                           bool needs_parameters,
+                                                           const OptionalTensor&) {
+  const bool rms = stats.size(0) == 1;
+  const Tensor none = at::empty({0}, weight.options());
+  return {at::empty(input.sizes(), input.options()),
+          needs_parameters ? at::empty_like(weight) : none,
+          needs_parameters && !rms ? at::empty_like(weight) : at::empty({0}, weight.options())};
 }
 
 }  // namespace qshard

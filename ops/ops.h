@@ -83,9 +83,12 @@ class ShareInputCodes {
 };
 
 /// `format`: the weight's, where the caller knows it. Traced code cannot ask for it; knowing it, it
-/// quantizes the input by an operator of its own, once for all linears of one input.
+/// quantizes the input by an operator of its own, once for all linears of one input. `residual`:
+/// added to the output, of its shape and dtype, within the GEMM where that can. `input_is_kept`:
+/// somebody else keeps the input until backward, so wgrad's codes are made again there.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only, std::optional<c10::string_view> format, WeightState weight_state);
+              bool weight_only, std::optional<c10::string_view> format, WeightState weight_state,
+              const OptionalTensor& residual = {}, bool input_is_kept = false);
 /// Whether a module that knows its weight's format was given a plain weight, which it quantizes.
 bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format);
 /// aten::linear where autograd has no part: inference_mode.
@@ -94,9 +97,14 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
                                              const OptionalTensor& bias, bool save_quantized_input,
                                              bool weight_only, const OptionalTensor& input_rows,
                                              std::optional<c10::string_view> format,
-                                             WeightState weight_state);
+                                             WeightState weight_state,
+                                             const OptionalTensor& residual = {});
 std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
                                              bool rows, bool columns);
+/// quantize_input in one orientation, of an input that is there in backward, too: (codes, amax),
+/// amax float32 (1,) of formats with one scale. Backward knows it and gets (0,).
+std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_view format,
+                                               bool columns, const OptionalTensor& amax);
 /// `grad_dtype` is the weight gradient's, else the weight's own.
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
@@ -165,15 +173,18 @@ Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
 void flush_meta(at::TensorList self);
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    bool weight_only, std::optional<c10::string_view> format,
-                   WeightState weight_state);
+                   WeightState weight_state, const OptionalTensor& residual, bool input_is_kept);
 std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
                                                const OptionalTensor& bias,
                                                bool save_quantized_input, bool weight_only,
                                                const OptionalTensor& input_rows,
                                                std::optional<c10::string_view> format,
-                                               WeightState weight_state);
+                                               WeightState weight_state,
+                                               const OptionalTensor& residual);
 std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view format,
                                                bool rows, bool columns);
+std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::string_view format,
+                                                    bool columns, const OptionalTensor& amax);
 std::tuple<Tensor, Tensor> linear_backward_meta(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
@@ -196,7 +207,8 @@ Tensor columnwise_scale_inv_autograd(const Tensor& self);
 OptionalTensor master_autograd(const Tensor& self);
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only, std::optional<c10::string_view> format,
-                       WeightState weight_state);
+                       WeightState weight_state, const OptionalTensor& residual = {},
+                       bool input_is_kept = false);
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 
 }  // namespace qshard

@@ -41,15 +41,19 @@ TORCH_LIBRARY(qshard, m) {
   // Linear.
   m.def(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, *, bool weight_only=False, "
-      "str? format=None, Tensor[]? weight_state=None) -> Tensor");
+      "str? format=None, Tensor[]? weight_state=None, Tensor? residual=None, "
+      "bool input_is_kept=False) -> Tensor");
   m.def(
       "linear_forward(Tensor input, Tensor weight, Tensor? bias, bool save_quantized_input, "
       "bool weight_only=False, Tensor? input_rows=None, str? format=None, "
-      "Tensor[]? weight_state=None) "
+      "Tensor[]? weight_state=None, Tensor? residual=None) "
       "-> (Tensor output, Tensor saved_input)");
   m.def(
       "quantize_input(Tensor input, str format, bool rows, bool columns) "
       "-> (Tensor rows, Tensor columns)");
+  m.def(
+      "_quantize_kept_input(Tensor input, str format, bool columns, Tensor? amax=None) "
+      "-> (Tensor codes, Tensor amax)");
   m.def(
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
       "bool needs_input, bool needs_weight, bool weight_only=False, ScalarType? grad_dtype=None, "
@@ -64,10 +68,13 @@ TORCH_LIBRARY(qshard, m) {
       "swiglu_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias=None, "
       "Tensor? up_bias=None, Tensor? down_bias=None, *, bool weight_only=False, str format, "
       "str down_format, Tensor[]? gate_state=None, Tensor[]? up_state=None, "
-      "Tensor[]? down_state=None) -> Tensor");
+      "Tensor[]? down_state=None, Tensor? residual=None, Tensor? norm_weight=None, "
+      "Tensor? norm_bias=None, float eps=0.0, bool rms=False, bool zero_centered_gamma=False) "
+      "-> Tensor");
   m.def(
       "swiglu_linear_forward(Tensor gate, Tensor up, Tensor weight, Tensor? bias, bool keep_amax, "
-      "bool weight_only=False, str? format=None, Tensor[]? weight_state=None) "
+      "bool weight_only=False, str? format=None, Tensor[]? weight_state=None, "
+      "Tensor? residual=None) "
       "-> (Tensor output, Tensor amax)");
   m.def(
       "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor up, Tensor weight, Tensor amax, "
@@ -96,14 +103,14 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "norm_linear(Tensor input, Tensor norm_weight, Tensor? norm_bias, Tensor[] weights, "
       "Tensor[]? biases=None, *, float eps, bool rms, bool zero_centered_gamma=False, "
-      "str? format=None) -> Tensor[]");
+      "str? format=None, bool with_input=False) -> Tensor[]");
   m.def(
       "_norm_linear_reads_codes(Tensor input, Tensor norm_weight, Tensor? norm_bias, "
-      "Tensor[] weights) -> bool");
+      "Tensor[] weights, str? format=None) -> bool");
   m.def(
       "_norm_linear_forward(Tensor input, Tensor norm_weight, Tensor? norm_bias, "
-      "Tensor[] weights, Tensor[]? biases, float eps, bool rms, bool zero_centered_gamma) "
-      "-> (Tensor[] outputs, Tensor statistics, Tensor amax)");
+      "Tensor[] weights, Tensor[]? biases, float eps, bool rms, bool zero_centered_gamma, "
+      "str format) -> (Tensor[] outputs, Tensor statistics, Tensor amax)");
   m.def(
       "rotary_embedding(Tensor input, Tensor cos, Tensor sin, int dim=1, *, "
       "bool interleaved=False, bool inverse=False, SymInt[]? stride=None) -> Tensor");
@@ -117,7 +124,8 @@ TORCH_LIBRARY(qshard, m) {
       "Tensor? amax=None) -> (Tensor rows, Tensor columns, Tensor statistics)");
   m.def(
       "_normalize_backward(Tensor grad, Tensor input, Tensor weight, Tensor statistics, "
-      "bool zero_centered_gamma, bool needs_parameters) -> (Tensor, Tensor, Tensor)");
+      "bool zero_centered_gamma, bool needs_parameters, Tensor? added=None) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_saves_input_codes(Tensor input, Tensor weight, bool weight_only=False) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
@@ -227,6 +235,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("linear", &linear);
   m.impl("linear_forward", &linear_forward_op);
   m.impl("quantize_input", &quantize_input_op);
+  m.impl("_quantize_kept_input", &quantize_kept_input);
   m.impl("linear_backward", &linear_backward_op);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
   m.impl("swiglu_mlp", &swiglu_mlp);
@@ -287,6 +296,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("linear", &linear_meta);
   m.impl("linear_forward", &linear_forward_meta);
   m.impl("quantize_input", &quantize_input_meta);
+  m.impl("_quantize_kept_input", &quantize_kept_input_meta);
   m.impl("linear_backward", &linear_backward_meta);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_meta);
   m.impl("swiglu_mlp", &swiglu_mlp_meta);
@@ -296,6 +306,9 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("linear_backward_codes", &linear_backward_codes_meta);
   m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate_meta);
   m.impl("norm_linear", &norm_linear_meta);
+  m.impl("_norm_linear_forward", &norm_linear_forward_meta);
+  m.impl("_quantize_normalized", &quantize_normalized_meta);
+  m.impl("_normalize_backward", &normalize_backward_meta);
   m.impl("rotary_embedding", &rotary_embedding_meta);
   m.impl("quantize_gradients", &quantize_gradients_meta);
   m.impl("sum_gradients", &sum_gradients_meta);

@@ -226,14 +226,16 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
 std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
                                                  const Tensor& weight, const OptionalTensor& bias,
                                                  bool keep_amax, bool weight_only,
-                                                 OptionalFormat format, WeightState weight_state) {
+                                                 OptionalFormat format, WeightState weight_state,
+                                                 const OptionalTensor& residual) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_forward";
   c10::OptionalDeviceGuard device_guard(weight.device());
   const auto used = checked_weight(weight, format, weight_state, WeightUse::kForward, op);
   check_swiglu(op, gate, up, weight);
   const SwigluOperand operand(as_matrix(gate), as_matrix(up));
-  auto result = linear_forward(operand, used, bias, /*save_quantized_input=*/false, weight_only);
+  auto result = linear_forward(operand, used, bias, /*save_quantized_input=*/false, weight_only,
+                               residual_matrix(residual, gate, weight));
   auto sizes = gate.sizes().vec();
   sizes.back() = weight.size(0);
   if (gate.dim() != 2) result.output = at::_unsafe_view(result.output, sizes);

@@ -9,23 +9,31 @@ namespace qshard {
 using OptionalFormat = std::optional<c10::string_view>;
 
 /// ops/swiglu_mlp_autograd.cpp. `up` null: `gate` has the rows of both, those of gate first.
+/// `residual`: added to the output. norm_weight: the input is normalized first
+/// (ops/normed_input.h).
 Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                   const Tensor& down, const OptionalTensor& gate_bias,
                   const OptionalTensor& up_bias, const OptionalTensor& down_bias, bool weight_only,
                   c10::string_view format, c10::string_view down_format, WeightState gate_state,
-                  WeightState up_state, WeightState down_state);
+                  WeightState up_state, WeightState down_state, const OptionalTensor& residual,
+                  const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
+                  bool rms, bool zero_centered_gamma);
 Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                            const Tensor& down, const OptionalTensor& gate_bias,
                            const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                            bool weight_only, c10::string_view format, c10::string_view down_format,
-                           WeightState gate_state, WeightState up_state, WeightState down_state);
+                           WeightState gate_state, WeightState up_state, WeightState down_state,
+                           const OptionalTensor& residual, const OptionalTensor& norm_weight,
+                           const OptionalTensor& norm_bias, double eps, bool rms,
+                           bool zero_centered_gamma);
 
 /// ops/swiglu_mlp.cpp. `format`: checked against the weight's; of a plain weight that is quantized
 /// for this use, with `weight_state`.
 std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
                                                  const Tensor& weight, const OptionalTensor& bias,
                                                  bool keep_amax, bool weight_only,
-                                                 OptionalFormat format, WeightState weight_state);
+                                                 OptionalFormat format, WeightState weight_state,
+                                                 const OptionalTensor& residual = {});
 /// (grad_weight, gate, gate_columns, up, up_columns): of the gradients of gate and up the codes for
 /// linears whose weights have `grad_format`, or without one the values. (0,) what is not asked for;
 /// where they are joined, all of it is gate's.
@@ -59,12 +67,16 @@ Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTe
                        const Tensor& down, const OptionalTensor& gate_bias,
                        const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                        bool weight_only, c10::string_view format, c10::string_view down_format,
-                       WeightState gate_state, WeightState up_state, WeightState down_state);
+                       WeightState gate_state, WeightState up_state, WeightState down_state,
+                       const OptionalTensor& residual, const OptionalTensor& norm_weight,
+                       const OptionalTensor& norm_bias, double eps, bool rms,
+                       bool zero_centered_gamma);
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor& up,
                                                       const Tensor& weight,
                                                       const OptionalTensor& bias, bool keep_amax,
                                                       bool weight_only, OptionalFormat format,
-                                                      WeightState weight_state);
+                                                      WeightState weight_state,
+                                                      const OptionalTensor& residual);
 SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& gate,
                                               const Tensor& up, const Tensor& weight,
                                               const Tensor& amax, bool needs_weight, bool rows,

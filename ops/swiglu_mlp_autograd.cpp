@@ -4,6 +4,7 @@
 #include "dispatch/kernel_bridge.h"
 #include "ops/autograd.h"
 #include "ops/leaf_grad.h"
+#include "ops/normed_input.h"
 #include "ops/swiglu_mlp.h"
 
 namespace qshard {
@@ -56,24 +57,85 @@ struct SwigluUse {
 /// Of the tensors given to forward, those that there are count.
 struct Edges {
   size_t input = 0, gate = 1, down = 2, up = 3;
-  size_t gate_bias, up_bias, down_bias;
+  size_t gate_bias, up_bias, down_bias, residual, norm_weight, norm_bias;
 
-  Edges(bool has_up, bool has_gate_bias, bool has_up_bias)
+  Edges(bool has_up, bool has_gate_bias, bool has_up_bias, bool has_down_bias, bool has_residual)
       : gate_bias(has_up ? 4 : 3),
         up_bias(gate_bias + (has_gate_bias ? 1 : 0)),
-        down_bias(up_bias + (has_up_bias ? 1 : 0)) {}
+        down_bias(up_bias + (has_up_bias ? 1 : 0)),
+        residual(down_bias + (has_down_bias ? 1 : 0)),
+        norm_weight(residual + (has_residual ? 1 : 0)),
+        norm_bias(norm_weight + 1) {}
+};
+
+/// What gate and up make of the input, and what their gradients read of it.
+struct FirstLinears {
+  Tensor gate_values, up_values;
+  Tensor gate_input, up_input;
+  bool gate_saves_codes = true, up_saves_codes = true;
+  std::optional<NormedInput> normed;  // instead of gate_input and up_input
+
+  FirstLinears(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+               const OptionalTensor& gate_bias, const OptionalTensor& up_bias, bool weight_only,
+               bool records_grad, c10::string_view format, WeightState gate_state,
+               WeightState up_state) {
+    static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
+    static const auto linear = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
+    const InputUse of_gate(input, gate, weight_only, format);
+    const InputUse of_up(input, is_given(up) ? *up : gate, weight_only, format);
+    OptionalTensor rows;
+    Tensor columns;
+    const bool apart = of_gate.quantizes_apart || of_up.quantizes_apart;
+    if (apart) {
+      auto codes = quantize.call(input, format, of_gate.multiplies_codes,
+                                 of_gate.saves_codes || of_up.saves_codes);
+      if (of_gate.multiplies_codes) rows = std::get<0>(codes);
+      columns = std::get<1>(codes);
+    }
+    std::optional<ShareInputCodes> share;
+    if (records_grad && input.is_cuda()) share.emplace(input);
+    const bool needs_name = apart || gate_state.has_value();
+    const auto run = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of,
+                         WeightState state) {
+      auto [output, saved] =
+          linear.call(input, weight, bias, of.saves_codes && !apart, weight_only, rows,
+                      needs_name ? OptionalFormat(format) : std::nullopt, state, std::nullopt);
+      return std::pair{output, !of.saves_codes ? input : apart ? columns : saved};
+    };
+    std::tie(gate_values, gate_input) = run(gate, gate_bias, of_gate, gate_state);
+    if (is_given(up)) std::tie(up_values, up_input) = run(*up, up_bias, of_up, up_state);
+    gate_saves_codes = of_gate.saves_codes;
+    up_saves_codes = of_up.saves_codes;
+  }
+
+  /// Of norm(input), whose codes the weights read.
+  FirstLinears(const Tensor& input, const NormArguments& norm, const Tensor& gate,
+               const OptionalTensor& up, const OptionalTensor& gate_bias,
+               const OptionalTensor& up_bias, c10::string_view format) {
+    variable_list weights{gate};
+    variable_list biases;
+    if (is_given(up)) weights.push_back(*up);
+    for (const auto& bias : {gate_bias, up_bias}) {
+      if (is_given(bias)) biases.push_back(*bias);
+    }
+    const auto given = biases.empty() ? std::nullopt : std::optional(std::move(biases));
+    auto [values, kept] = NormedInput::multiply(input, norm, weights, given, std::string(format));
+    gate_values = values[0];
+    if (is_given(up)) up_values = values[1];
+    normed = std::move(kept);
+  }
 };
 
 struct SwigluMlpFunction : Function<SwigluMlpFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& gate,
                         const Tensor& down, const OptionalTensor& up,
                         const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
-                        const OptionalTensor& down_bias, bool weight_only, bool records_grad,
-                        c10::string_view gate_name, c10::string_view down_name,
+                        const OptionalTensor& down_bias, const OptionalTensor& residual,
+                        const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                        double eps, bool rms, bool zero_centered_gamma, bool weight_only,
+                        bool records_grad, c10::string_view gate_name, c10::string_view down_name,
                         WeightState gate_state, WeightState up_state, WeightState down_state) {
     at::AutoDispatchBelowAutograd guard;
-    static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
-    static const auto linear = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
     static const auto second =
         typed_op<decltype(swiglu_linear_forward)>("qshard::swiglu_linear_forward");
     const bool is_joined = !is_given(up);
@@ -88,39 +150,34 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                     format.name, is_joined ? "" : format_of(*up, gate_name).name));
     const SwigluUse use(input, gate, down, weight_only, format, format_of(down, down_name));
 
-    const InputUse of_gate(input, gate, weight_only, gate_name);
-    const InputUse of_up(input, is_joined ? gate : *up, weight_only, gate_name);
-    OptionalTensor rows;
-    Tensor columns;
-    const bool apart = of_gate.quantizes_apart || of_up.quantizes_apart;
-    if (apart) {
-      auto codes = quantize.call(input, gate_name, of_gate.multiplies_codes,
-                                 of_gate.saves_codes || of_up.saves_codes);
-      if (of_gate.multiplies_codes) rows = std::get<0>(codes);
-      columns = std::get<1>(codes);
-    }
-    std::optional<ShareInputCodes> share;
-    if (records_grad && input.is_cuda()) share.emplace(input);
-    const auto first = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of,
-                           WeightState state) {
-      auto [output, saved] =
-          linear.call(input, weight, bias, of.saves_codes && !apart, weight_only, rows,
-                      apart || is_dynamic ? OptionalFormat(gate_name) : std::nullopt, state);
-      return std::pair{output, !of.saves_codes ? input : apart ? columns : saved};
-    };
-    auto [gate_values, gate_input] = first(gate, gate_bias, of_gate, gate_state);
-    Tensor up_values, up_input;
-    if (!is_joined) std::tie(up_values, up_input) = first(*up, up_bias, of_up, up_state);
-    share.reset();
-    const auto halves =
-        is_joined ? gate_values.chunk(2, -1) : variable_list{gate_values, up_values};
+    const bool is_normed = is_given(norm_weight);
+    const FirstLinears first =
+        is_normed ? FirstLinears(input, {*norm_weight, norm_bias, eps, rms, zero_centered_gamma},
+                                 gate, up, gate_bias, up_bias, gate_name)
+                  : FirstLinears(input, gate, up, gate_bias, up_bias, weight_only, records_grad,
+                                 gate_name, gate_state, up_state);
+    const auto halves = is_joined ? first.gate_values.chunk(2, -1)
+                                  : variable_list{first.gate_values, first.up_values};
     auto [output, amax] =
         second.call(halves[0], halves[1], down, down_bias, use.keeps_amax, weight_only,
-                    needs_name ? OptionalFormat(down_name) : std::nullopt, down_state);
-    ctx->save_for_backward({gate, down, is_joined ? Tensor() : *up, gate_input, up_input,
-                            gate_values, up_values, amax});
-    ctx->saved_data["gate_saves_codes"] = of_gate.saves_codes;
-    ctx->saved_data["up_saves_codes"] = of_up.saves_codes;
+                    needs_name ? OptionalFormat(down_name) : std::nullopt, down_state, residual);
+    variable_list saved{gate,
+                        down,
+                        is_joined ? Tensor() : *up,
+                        first.gate_input,
+                        first.up_input,
+                        first.gate_values,
+                        first.up_values,
+                        amax};
+    if (is_normed) {
+      const auto kept = first.normed->save(ctx);
+      saved.insert(saved.end(), kept.begin(), kept.end());
+    }
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["is_normed"] = is_normed;
+    ctx->saved_data["adds_input"] = is_normed && is_given(residual) && residual->is_same(input);
+    ctx->saved_data["gate_saves_codes"] = first.gate_saves_codes;
+    ctx->saved_data["up_saves_codes"] = first.up_saves_codes;
     ctx->saved_data["weight_only"] = weight_only;
     ctx->saved_data["gives_codes"] = use.gives_codes;
     ctx->saved_data["grad_format"] = format.name;
@@ -138,6 +195,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     note("gate_bias", gate_bias);
     note("up_bias", up_bias);
     note("down_bias", down_bias);
+    ctx->saved_data["has_residual"] = is_given(residual);
     return output;
   }
 
@@ -164,8 +222,16 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const Tensor& gate_values = saved[5];
     const bool is_joined = !up.defined();
     const auto has = [&](const char* name) { return ctx->saved_data.count(name) > 0; };
-    const Edges edge(!is_joined, has("gate_bias"), has("up_bias"));
-    const bool needs_input = ctx->needs_input_grad(edge.input);
+    const bool has_residual = ctx->saved_data["has_residual"].toBool();
+    const Edges edge(!is_joined, has("gate_bias"), has("up_bias"), has("down_bias"), has_residual);
+    const bool is_normed = ctx->saved_data["is_normed"].toBool();
+    std::optional<NormedInput> normed;
+    if (is_normed) normed = NormedInput::restore(ctx, &saved[8]);
+    const bool needs_norm_weight = is_normed && ctx->needs_input_grad(edge.norm_weight);
+    const bool needs_norm_bias =
+        is_normed && normed->norm().has_bias() && ctx->needs_input_grad(edge.norm_bias);
+    const bool needs_norm = needs_norm_weight || needs_norm_bias;
+    const bool needs_input = ctx->needs_input_grad(edge.input) || needs_norm;
     const bool needs_gate = ctx->needs_input_grad(edge.gate);
     const bool needs_up = !is_joined && ctx->needs_input_grad(edge.up);
     const bool needs_down = ctx->needs_input_grad(edge.down);
@@ -182,6 +248,11 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     auto* node = evaluated_node<SwigluMlpFunction>(ctx);
 
     variable_list result(kArguments);
+    // That of an input which is the residual, too, is added to the norm's as this is written.
+    const bool adds_input = ctx->saved_data["adds_input"].toBool();
+    if (has_residual && !adds_input && ctx->needs_input_grad(edge.residual)) {
+      result[kResidual] = grad;
+    }
     at::AutoDispatchBelowAutograd guard;
     const auto halves = is_joined ? gate_values.chunk(2, -1) : variable_list{gate_values, saved[6]};
     std::array<Tensor, 4> inner;  // of gate and of up: values, or codes and columns of codes
@@ -209,8 +280,16 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     if (has("down_bias") && ctx->needs_input_grad(edge.down_bias)) {
       result[kDownBias] = bias_gradient(grad, ctx->saved_data["down_bias"].toScalarType());
     }
-    if (!inner[0].defined()) return result;
+    if (!inner[0].defined()) {
+      if (adds_input && ctx->needs_input_grad(edge.input)) result[kInput] = grad;
+      return result;
+    }
 
+    Tensor columns;  // of what is normalized
+    if (is_normed && (needs_gate || needs_up)) columns = normed->columns();
+    const auto input_of = [&](const Tensor& saved) -> const Tensor& {
+      return !is_normed ? saved : columns.defined() ? columns : normed->input();
+    };
     const auto first = [&](const Tensor& weight, const Tensor& input, bool is_quantized,
                            bool needs_weight, size_t weight_edge, size_t matrix, WeightState state,
                            Tensor& grad_weight, const OptionalTensor& input_sum) {
@@ -253,20 +332,27 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
       return grad_input;
     };
     Tensor grad_input =
-        first(gate, saved[3], ctx->saved_data["gate_saves_codes"].toBool(), needs_gate, edge.gate,
-              0, state_in(ctx, "gate_state"), result[kGate], std::nullopt);
+        first(gate, input_of(saved[3]), ctx->saved_data["gate_saves_codes"].toBool(), needs_gate,
+              edge.gate, 0, state_in(ctx, "gate_state"), result[kGate], std::nullopt);
     if (!is_joined) {
       // Nobody else has it yet. Traced code would copy it for an operator that writes it.
       const auto keys = grad_input.defined() ? grad_input.key_set() : c10::DispatchKeySet();
       const bool is_traced =
           keys.has_any(c10::python_ks) || keys.has(c10::DispatchKey::Functionalize);
       const bool is_added = needs_input && gives_codes && !is_traced;
-      const Tensor other = first(up, saved[4], ctx->saved_data["up_saves_codes"].toBool(), needs_up,
-                                 edge.up, 1, state_in(ctx, "up_state"), result[kUp],
+      const Tensor other = first(up, input_of(saved[4]), ctx->saved_data["up_saves_codes"].toBool(),
+                                 needs_up, edge.up, 1, state_in(ctx, "up_state"), result[kUp],
                                  is_added ? OptionalTensor(grad_input) : std::nullopt);
       if (needs_input && !is_added) grad_input = grad_input + other;
     }
-    if (needs_input) result[kInput] = grad_input;
+    columns.reset();
+    if (is_normed && needs_input) {
+      std::tie(grad_input, result[kNormWeight], result[kNormBias]) =
+          normed->backward(grad_input, adds_input ? grad : Tensor(), needs_norm);
+      if (!needs_norm_weight) result[kNormWeight].reset();
+      if (!needs_norm_bias) result[kNormBias].reset();
+    }
+    if (ctx->needs_input_grad(edge.input)) result[kInput] = grad_input;
     if (needs_gate_bias) {
       result[kGateBias] = bias_gradient(inner[0], ctx->saved_data["gate_bias"].toScalarType());
     }
@@ -278,7 +364,19 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
 
  private:
   // Arguments of forward.
-  enum : size_t { kInput, kGate, kDown, kUp, kGateBias, kUpBias, kDownBias, kArguments = 14 };
+  enum : size_t {
+    kInput,
+    kGate,
+    kDown,
+    kUp,
+    kGateBias,
+    kUpBias,
+    kDownBias,
+    kResidual,
+    kNormWeight,
+    kNormBias,
+    kArguments = 20
+  };
 };
 
 void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -312,15 +410,34 @@ bool are_dynamic(const OptionalTensor& up, WeightState gate_state, WeightState u
   return is_dynamic;
 }
 
+/// Whether gate and up multiply codes that are made of the input as it is normalized.
+bool reads_normed_codes(const Tensor& input, const OptionalTensor& norm_weight,
+                        const OptionalTensor& norm_bias, const Tensor& gate,
+                        const OptionalTensor& up, const OptionalTensor& gate_bias,
+                        const OptionalTensor& up_bias, bool weight_only, bool is_dynamic,
+                        c10::string_view format) {
+  if (!is_given(norm_weight) || weight_only || is_dynamic) return false;
+  if (is_given(up) && is_given(gate_bias) != is_given(up_bias)) return false;
+  std::vector<Tensor> weights{gate};
+  if (is_given(up)) weights.push_back(*up);
+  return norm_linear_reads_codes(input, *norm_weight, norm_bias, weights, format);
+}
+
 }  // namespace
 
 Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                   const Tensor& down, const OptionalTensor& gate_bias,
                   const OptionalTensor& up_bias, const OptionalTensor& down_bias, bool weight_only,
                   c10::string_view format, c10::string_view down_format, WeightState gate_state,
-                  WeightState up_state, WeightState down_state) {
+                  WeightState up_state, WeightState down_state, const OptionalTensor& residual,
+                  const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
+                  bool rms, bool zero_centered_gamma) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
   const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
+  const Tensor x =
+      is_given(norm_weight)
+          ? normalized_by_torch(input, {*norm_weight, norm_bias, eps, rms, zero_centered_gamma})
+          : input;
   const auto quantized = [&](const Tensor& weight, c10::string_view name) {
     return !is_dynamic && is_quantized_on_use(weight, name)
                ? quantize(weight, name, false, std::nullopt, 0)
@@ -330,7 +447,7 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
     return is_dynamic ? OptionalFormat(name) : std::nullopt;
   };
   const auto first = [&](const Tensor& weight, const OptionalTensor& bias, WeightState state) {
-    return std::get<0>(linear_forward_op(input, quantized(weight, format), bias, false, weight_only,
+    return std::get<0>(linear_forward_op(x, quantized(weight, format), bias, false, weight_only,
                                          std::nullopt, name_of_plain(format), state));
   };
   const Tensor gate_values = first(gate, gate_bias, gate_state);
@@ -338,14 +455,17 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
                                    : gate_values.chunk(2, -1);
   return std::get<0>(swiglu_linear_forward(halves[0], halves[1], quantized(down, down_format),
                                            down_bias, /*keep_amax=*/false, weight_only,
-                                           name_of_plain(down_format), down_state));
+                                           name_of_plain(down_format), down_state, residual));
 }
 
 Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                            const Tensor& down, const OptionalTensor& gate_bias,
                            const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                            bool weight_only, c10::string_view format, c10::string_view down_format,
-                           WeightState gate_state, WeightState up_state, WeightState down_state) {
+                           WeightState gate_state, WeightState up_state, WeightState down_state,
+                           const OptionalTensor& residual, const OptionalTensor& norm_weight,
+                           const OptionalTensor& norm_bias, double eps, bool rms,
+                           bool zero_centered_gamma) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
   const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
   const auto quantized = [&](const Tensor& weight, c10::string_view name) {
@@ -353,12 +473,22 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
                ? quantize_autograd(weight, name, false, std::nullopt, 0)
                : weight;
   };
+  const Tensor first = quantized(gate, format);
   const OptionalTensor second =
       is_given(up) ? OptionalTensor(quantized(*up, format)) : std::nullopt;
-  return SwigluMlpFunction::apply(input, quantized(gate, format), quantized(down, down_format),
-                                  second, gate_bias, up_bias, down_bias, weight_only,
-                                  at::GradMode::is_enabled(), format, down_format, gate_state,
-                                  up_state, down_state);
+  const bool in_codes = reads_normed_codes(input, norm_weight, norm_bias, first, second, gate_bias,
+                                           up_bias, weight_only, is_dynamic, format);
+  const Tensor x =
+      is_given(norm_weight) && !in_codes
+          ? normalized_by_torch(input, {*norm_weight, norm_bias, eps, rms, zero_centered_gamma})
+          : input;
+  const auto if_in_codes = [&](const OptionalTensor& tensor) {
+    return in_codes ? tensor : std::nullopt;
+  };
+  return SwigluMlpFunction::apply(
+      x, first, quantized(down, down_format), second, gate_bias, up_bias, down_bias, residual,
+      if_in_codes(norm_weight), if_in_codes(norm_bias), eps, rms, zero_centered_gamma, weight_only,
+      at::GradMode::is_enabled(), format, down_format, gate_state, up_state, down_state);
 }
 
 }  // namespace qshard

@@ -31,7 +31,8 @@ void check_features(const char* op, const Tensor& x, const Tensor& weight, int64
 Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTensor&,
                        const Tensor& down, const OptionalTensor&, const OptionalTensor&,
                        const OptionalTensor&, bool, c10::string_view, c10::string_view, WeightState,
-                       WeightState, WeightState) {
+                       WeightState, WeightState, const OptionalTensor&, const OptionalTensor&,
+                       const OptionalTensor&, double, bool, bool) {
   check_features("qshard::swiglu_mlp", input, gate, 1);
   return with_last(input, down.sym_size(0));
 }
@@ -39,7 +40,7 @@ Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTe
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor&,
                                                       const Tensor& weight, const OptionalTensor&,
                                                       bool keep_amax, bool, OptionalFormat,
-                                                      WeightState) {
+                                                      WeightState, const OptionalTensor&) {
   check_features("qshard::swiglu_linear_forward", gate, weight, 1);
   return {with_last(gate, weight.sym_size(0)),
           at::empty({keep_amax ? 1 : 0}, gate.options().dtype(at::kFloat))};

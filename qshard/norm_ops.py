@@ -17,6 +17,7 @@ def norm_linear(
     rms: bool,
     zero_centered_gamma: bool = False,
     format: str | None = None,
+    with_input: bool = False,
 ) -> list[Tensor]:
     """linear(norm(input), weight) by each of the weights: the values of these operators, one after the other,
     rounded where they round. On Hopper, with scales per tensor or in blocks of 128, norm(input) is quantized
@@ -28,6 +29,8 @@ def norm_linear(
     weights: (rows, columns) each, quantized. biases: (rows,) each, or None for no biases.
     eps, rms: RMSNorm, or else LayerNorm, over the last dimension, in fp32.
     format: as of `linear`.
+    with_input: and, last, `input`, to add something to: that sum's gradient is added to the normalization's as
+        this is written.
 
     Returns (..., rows) for each weight, in the dtype of `input`. No double backward. Raises RuntimeError for
     shapes or devices that do not go together.
@@ -42,4 +45,5 @@ def norm_linear(
         rms=rms,
         zero_centered_gamma=zero_centered_gamma,
         format=format,
+        with_input=with_input,
     )

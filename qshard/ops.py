@@ -210,6 +210,8 @@ def linear(
     weight_only: bool = False,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
+    residual: Tensor | None = None,
+    input_is_kept: bool = False,
 ) -> Tensor:
     """input @ weight^T + bias, as `torch.nn.functional.linear`: on the codes of input and weight where the
     device can, else on the dequantized weight; `backend_report` says which. The output is in the dtype of
@@ -223,12 +225,23 @@ def linear(
         float32 (grid entries,), if they are known; or of delayed scaling float32 (3, history), slot 0 of
         whose rows collects amaxes of input and gradient, and (3, 3), where [0, 0] is what the weight is
         scaled by: kernels/scaling_state.h.
+    residual: (..., rows) in the dtype of `input`: what the output, rounded, is added to; within the GEMM where
+        that can, which rounds once.
+    input_is_kept: something else keeps `input` until backward: autograd then keeps no codes of it for wgrad, which
+        are made again.
 
     Autograd: dgrad and wgrad are quantized in the same way; no double backward. Raises RuntimeError for
     shapes or devices that do not fit.
     """
     return _ops.linear(
-        input, weight, bias, weight_only=weight_only, format=format, weight_state=weight_state
+        input,
+        weight,
+        bias,
+        weight_only=weight_only,
+        format=format,
+        weight_state=weight_state,
+        residual=residual,
+        input_is_kept=input_is_kept,
     )
 
 
@@ -241,6 +254,7 @@ def linear_forward(
     input_rows: Tensor | None = None,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `linear` runs below autograd: (output, saved_input). To be named in the policies of selective
     activation checkpointing.
@@ -248,12 +262,20 @@ def linear_forward(
     save_quantized_input: give the input's codes for wgrad, transposed, as uint8 of one dimension; else
         saved_input is empty, (0,). Hopper only.
     input_rows: the first result of `quantize_input`, in place of quantizing here.
-    weight_state: as of `linear`, for a plain weight.
+    weight_state: as of `linear`, for a plain weight. residual: as of `linear`.
 
     Errors: as `linear`.
     """
     return _ops.linear_forward(
-        input, weight, bias, save_quantized_input, weight_only, input_rows, format, weight_state
+        input,
+        weight,
+        bias,
+        save_quantized_input,
+        weight_only,
+        input_rows,
+        format,
+        weight_state,
+        residual,
     )
 
 

@@ -21,6 +21,12 @@ def swiglu_mlp(
     gate_state: list[Tensor] | None = None,
     up_state: list[Tensor] | None = None,
     down_state: list[Tensor] | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 0.0,
+    rms: bool = False,
+    zero_centered_gamma: bool = False,
 ) -> Tensor:
     """linear(silu(linear(input, gate)) * linear(input, up), down): the values of these operators, one after
     the other, rounded where they round. Autograd keeps the results of gate and up, and nothing of what is
@@ -33,6 +39,9 @@ def swiglu_mlp(
     format, down_format: of gate and up, and of down. A plain weight is quantized for this use.
     gate_state, up_state, down_state: of all weights or of none: weight_state of `linear`, for plain ones.
     weight_only: as of `linear`.
+    residual: (..., outputs), as of `linear`.
+    norm_weight, norm_bias, eps, rms, zero_centered_gamma: as of `norm_linear`, whose codes gate and up read then. A
+        residual that is `input` itself costs no pass in backward.
 
     Returns (..., outputs) in the dtype of `input`. No double backward. Raises RuntimeError for shapes,
     devices or formats that do not go together.
@@ -51,6 +60,12 @@ def swiglu_mlp(
         gate_state=gate_state,
         up_state=up_state,
         down_state=down_state,
+        residual=residual,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        eps=eps,
+        rms=rms,
+        zero_centered_gamma=zero_centered_gamma,
     )
 
 
@@ -63,17 +78,18 @@ def swiglu_linear_forward(
     weight_only: bool = False,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """linear(silu(gate) * up), what `swiglu_mlp` runs below autograd: (output, amax), amax float32 (1,) of
     the product, or (0,) unless kept.
 
     gate, up: (..., columns), with any strides. format: of the weight, which is checked; weight_state: as
-        of `linear`, for a plain weight.
+        of `linear`, for a plain weight. residual: as of `linear`.
 
     Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """
     return _ops.swiglu_linear_forward(
-        gate, up, weight, bias, keep_amax, weight_only, format, weight_state
+        gate, up, weight, bias, keep_amax, weight_only, format, weight_state, residual
     )
 
 

@@ -24,76 +24,98 @@ def norm_linear(
     enter: Callable | None = None,
     *,
     needs_normed: bool = True,
-) -> tuple[list[Tensor], Tensor | None]:
-    """(linear(norm(x)) by each of the weights, norm(x)). norm: what `normalize` takes after x. enter: what
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """(linear(norm(x)) by each of the weights, norm(x), x). norm: what `normalize` takes after x. enter: what
     becomes of norm(x) on the way to the linear, a collective. needs_normed: without, norm(x) may be None, as it is
-    where the operator makes its codes alone."""
+    where the operator makes its codes alone. Of the x that is returned, the gradient is added to the norm's as
+    this is written."""
     x = x.to(activation_dtype(x))
-    if enter is None and not needs_normed and multiply.runs_operators:
-        parts = _norm_linear_in_codes(x, norm, multiply, weights, biases)
-        if parts is not None:
-            return parts, None
+    if enter is None and not needs_normed and _takes_norm(x, norm, multiply, weights, biases):
+        *parts, x = torch.ops.qshard.norm_linear(
+            x,
+            weights=weights,
+            biases=[bias for bias in biases if bias is not None] or None,
+            format=multiply.weight_format,
+            with_input=True,
+            **_norm_arguments(norm),
+        )
+        return parts, None, x
     normed = normalize(x, *norm)
     input = normed if enter is None else enter(normed)
-    return multiply_parts(multiply, input, weights, biases), normed
+    return multiply_parts(multiply, input, weights, biases), normed, x
 
 
-def _norm_linear_in_codes(x, norm, multiply, weights, biases):
-    """By the operator, of the same bits; None of what it does not take in codes. Compiled code has torch's
-    normalization, and main_grad the linear's operators."""
-    if not x.is_cuda or multiply.weight_only or multiply.into_main_grad or torch.compiler.is_compiling():
-        return None
+def _norm_arguments(norm: tuple) -> dict:
     kind, gamma, beta, eps, zero_centered_gamma = norm
-    biases = [bias for bias in biases if bias is not None]
-    plain = (x, gamma, *([] if beta is None else [beta]), *weights, *biases)
-    if len(biases) not in (0, len(weights)) or any(type(t) not in (Tensor, Parameter) for t in plain):
-        return None
     is_rms = kind == "RMSNorm"
-    beta = None if is_rms else beta
-    if not _ops._norm_linear_reads_codes(x, gamma, beta, weights):
-        return None
-    return _ops.norm_linear(
-        x,
-        gamma,
-        beta,
-        weights,
-        biases or None,
-        eps=eps,
-        rms=is_rms,
-        zero_centered_gamma=zero_centered_gamma,
-        format=multiply.weight_format,
-    )
+    return {
+        "norm_weight": gamma,
+        "norm_bias": None if is_rms else beta,
+        "eps": eps,
+        "rms": is_rms,
+        "zero_centered_gamma": zero_centered_gamma,
+    }
 
 
-def activation_linear(
-    x: Tensor, activation: str, params: dict | None, multiply: Multiply, weight: Tensor, bias
-) -> Tensor:
-    """linear(activation(x))."""
-    return multiply(activate(x, activation, params), weight, bias)
+def _takes_norm(x, norm, multiply, weights, biases):
+    """Whether the operators make the codes of norm(x) themselves. Compiled code leaves that to them; main_grad
+    has the linears' operators."""
+    if not x.is_cuda or not multiply.runs_operators or multiply.weight_only or multiply.into_main_grad:
+        return False
+    _, gamma, beta, *_ = norm
+    given = [bias for bias in biases if bias is not None]
+    plain = (x, gamma, *([] if beta is None else [beta]), *weights, *given)
+    if len(given) not in (0, len(weights)) or any(type(t) not in (Tensor, Parameter) for t in plain):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    beta = _norm_arguments(norm)["norm_bias"]
+    return _ops._norm_linear_reads_codes(x, gamma, beta, weights, multiply.weight_format)
 
 
-def mlp(
+def norm_mlp(
     x: Tensor,
+    norm: tuple,
     activation: str,
     params: dict | None,
     multiply: Multiply,
     first: Sequence[tuple[Tensor, Tensor | None]],
     second: tuple[Tensor, Tensor | None],
-) -> Tensor:
-    """linear(activation(linear(x))) of weights and biases. first: of one weight, which for a gated
-    activation has the rows of both halves, or of one for each half."""
+    enter: Callable | None = None,
+    *,
+    needs_normed: bool = True,
+    adds_input: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(linear(activation(linear(norm(x)))), norm(x)) of weights and biases, where adds_input x + the former. first:
+    of one weight, which for a gated activation has the rows of both halves, or of one for each half. Others: as of
+    norm_linear."""
     weights, biases = zip(*first)
-    if activation == "swiglu" and multiply.runs_operators:
-        down_bias = second[1]
+    if activation != "swiglu" or not multiply.runs_operators:
+        parts, normed, x = norm_linear(
+            x, norm, multiply, weights, biases, enter, needs_normed=needs_normed
+        )
+        inner = activate(joined(parts), activation, params)
+        return multiply(inner, *second, residual=x if adds_input else None), normed
+    x = x.to(activation_dtype(x))
+    normed, more = None, {}
+    if enter is None and not needs_normed and _takes_norm(x, norm, multiply, weights, biases):
+        entered, more = x, _norm_arguments(norm)
+    else:
+        normed = normalize(x, *norm)
+        entered = normed if enter is None else enter(normed)
+    residual = x if adds_input else None
+    if not multiply.into_main_grad:
+        gate, *up = first
+        more["residual"] = residual
+        return swiglu_mlp(entered, multiply, gate, up[0] if up else None, second, **more), normed
 
-        def run(x, *weights):
-            *inner, down = weights
-            gate, *up = zip(inner, biases)
-            return swiglu_mlp(x, multiply, gate, up[0] if up else None, (down, down_bias))
+    def run(x, *weights):
+        *inner, down = weights
+        gate, *up = zip(inner, biases)
+        return swiglu_mlp(x, multiply, gate, up[0] if up else None, (down, second[1]))
 
-        return multiply.run(run, x, *weights, second[0])
-    inner = joined(multiply_parts(multiply, x, weights, biases))
-    return activation_linear(inner, activation, params, multiply, *second)
+    output = multiply.run(run, entered, *weights, second[0])
+    return output if residual is None else residual + output, normed
 
 
 def swiglu_mlp(
@@ -103,9 +125,11 @@ def swiglu_mlp(
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
     states: Sequence[list[Tensor] | None] = (None, None, None),
+    **more,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) of weights and biases, by the operator; up None: gate has the rows of
-    both. states: of plain weights that are quantized for this use, weight_state of `qshard.ops.linear`."""
+    both. states: of plain weights that are quantized for this use, weight_state of `qshard.ops.linear`. more: the
+    operator's residual and normalization."""
     up_weight, up_bias = up or (None, None)
     format = multiply.weight_format
     gate_state, up_state, down_state = states
@@ -123,4 +147,5 @@ def swiglu_mlp(
         gate_state=gate_state,
         up_state=up_state,
         down_state=down_state,
+        **more,
     )

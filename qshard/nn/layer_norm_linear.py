@@ -119,10 +119,12 @@ class LayerNormLinear(Projection, torch.nn.Module):
         fp8_grad: bool = False,
         *,
         as_parts: bool = False,
+        with_input: bool = False,
     ):
         """(..., in_features) -> (..., out_features), or a tuple of it, the bias (return_bias) and
         (..., in_features) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's.
-        as_parts: a tuple of what each of the weights gives, in place of the first."""
+        as_parts: a tuple of what each of the weights gives, in place of the first. with_input: and, last,
+        inp, to add something to: that sum's gradient is added to the norm's as this is written."""
         refuse("LayerNormLinear", fp8_output=fp8_output, fp8_grad=fp8_grad)
         parallel = self.parallel
         gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
@@ -132,14 +134,15 @@ class LayerNormLinear(Projection, torch.nn.Module):
         norm = self.normalization, gamma, beta, self.eps, self.zero_centered_gamma
         multiply = self.multiply(is_first_microbatch)
         weights, biases = self.parameters_to_multiply()
-        parts, normed = norm_linear(
+        parts, normed, inp = norm_linear(
             inp, norm, multiply, weights, biases, enter, needs_normed=self.return_layernorm_output
         )
         is_cut = parallel is not None and parallel.sequence_dim is not None
         if is_cut and self.return_layernorm_output and self.return_layernorm_output_gathered:
             normed = parallel.gather_values(normed)
         output = tuple(parts) if as_parts else joined(parts)
-        return self.with_bias(output, *([normed] if self.return_layernorm_output else []))
+        more = [normed] if self.return_layernorm_output else []
+        return self.with_bias(output, *more, *([inp] if with_input else []))
 
     def extra_repr(self) -> str:
         return (

@@ -16,9 +16,8 @@ from qshard.nn.arguments import (
     rng_fork,
 )
 from qshard.nn.base import Initialized
-from qshard.nn.fused import mlp
+from qshard.nn.fused import norm_mlp
 from qshard.nn.multiply import Multiply
-from qshard.nn.norms import normalize
 from qshard.nn.parallel import DeviceMeshes
 from qshard.nn.recompute import checkpointed
 from qshard.tensor_parallel.local import local_part
@@ -183,9 +182,16 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
                 state_dict[whole] = torch.cat([state_dict.pop(half) for half in halves])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None):
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        adds_input: bool = False,
+    ):
         """(..., hidden_size), the same shape out, or a tuple of it, fc2_bias (return_bias) and
-        (..., hidden_size) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's."""
+        (..., hidden_size) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's. adds_input: out
+        is inp + that and fc2_bias, which is not returned."""
         multiply = Multiply(
             self.weight_only,
             self.weight_format,
@@ -193,31 +199,41 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
             overwrite=is_first_microbatch is True,
         )
         if self.checkpoint:
-            output, normed = checkpointed(self._mlp, inp, multiply)
+            output, normed = checkpointed(self._mlp, inp, multiply, adds_input)
         else:
-            output, normed = self._mlp(inp, multiply)
+            output, normed = self._mlp(inp, multiply, adds_input)
         more = [normed] if self.return_layernorm_output else []
-        if self.return_bias:
+        if self.return_bias and not adds_input:
             is_summed = self.parallel is not None and self.parallel.sequence_dim is not None
             bias = local_part(self.fc2_bias, is_summed) if self.use_bias else output.new_empty(0)
             more = [bias.to(output.dtype), *more]
         return (output, *more) if more else output
 
-    def _mlp(self, inp, multiply):
+    def _mlp(self, inp, multiply, adds_input):
         gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
         first = [[getattr(self, f"{name}{kind}") for kind in ("weight", "bias")] for name in self.fc1_names]
-        second = self.fc2_weight, None if self.return_bias else self.fc2_bias
+        second = self.fc2_weight, None if self.return_bias and not adds_input else self.fc2_bias
         parallel, row = self.parallel, None
         if parallel is not None:
             gamma, beta = parallel.replicated(gamma), parallel.replicated(beta)
             enter = functools.partial(parallel.enter, format=self.message_format)
             row = parallel.in_mode("row" if self.is_parallel else None)
             first, second = [parallel.local(*pair) for pair in first], row.local(*second)
-        normed = normalize(inp, self.normalization, gamma, beta, self.eps, self.zero_centered_gamma)
-        entered = normed if enter is None else enter(normed)
-        output = mlp(entered, self.activation, self.activation_params, multiply, first, second)
+        output, normed = norm_mlp(
+            inp,
+            (self.normalization, gamma, beta, self.eps, self.zero_centered_gamma),
+            self.activation,
+            self.activation_params,
+            multiply,
+            first,
+            second,
+            enter,
+            needs_normed=self.return_layernorm_output,
+            adds_input=adds_input and row is None,
+        )
         if row is not None:
             output = row.leave(output, self.message_format)
+            output = inp + output if adds_input else output
             is_cut = parallel.sequence_dim is not None and self.is_parallel
             if is_cut and self.return_layernorm_output and self.return_layernorm_output_gathered:
                 normed = parallel.gather_values(normed)

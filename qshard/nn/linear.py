@@ -134,14 +134,22 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         fp8_grad: bool = False,
         *,
         as_parts: bool = False,
+        residual: torch.Tensor | None = None,
+        input_is_kept: bool = False,
     ) -> torch.Tensor:
         """(..., in_features) -> (..., out_features) in the dtype of `input`; with return_bias
-        (output, bias). as_parts, made by the constructor: output is a tuple of what each of the weights
-        gives."""
+        (output, bias). residual, of the output's shape: output and bias are added to it, within the GEMM
+        where that can, and the sum is all that is returned. input_is_kept: something else keeps input until
+        backward, so its codes are not. as_parts, made by the constructor: output is a
+        tuple of what each of the weights gives."""
         if self.is_constructed:
             refuse("Linear", fp8_output=fp8_output, fp8_grad=fp8_grad)
-            parts = self.project(input, is_first_microbatch)
+            if residual is not None:
+                return self.project_and_add(input, is_first_microbatch, residual, input_is_kept)
+            parts = self.project(input, is_first_microbatch, input_is_kept)
             return self.with_bias(tuple(parts) if as_parts else joined(parts))
+        if residual is not None:
+            return residual + self(input)
         if self.dynamic is not None:
             return self.dynamic.linear(self, input)
         weight, bias = self.weight, self.bias

@@ -1,5 +1,6 @@
 """Attention with its projections."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ from qshard.nn.layer_norm_linear import LayerNormLinear
 from qshard.nn.linear import Linear
 from qshard.nn.parallel import DeviceMeshes, check_ranks
 from qshard.nn.rms_norm import RMSNorm
-from qshard.nn.rotary import apply_rotary_pos_emb
+from qshard.nn.rotary import rotate, tables_of
 
 QK_NORMS = (None, "L2Normalization", "RMSNorm", "LayerNorm")
 
@@ -258,10 +259,13 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
         thd_attention_policies=None,
         thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
+        *,
+        adds_input: bool = False,
     ):
         """hidden_states: (s, b, hidden_size) of qkv_format "sbhd", (b, s, hidden_size) of "bshd"; the
         same shape out, or a tuple of it, proj's bias (return_bias) and the normalized input
-        (return_layernorm_output).
+        (return_layernorm_output). adds_input: out is hidden_states + that and the bias, which is not
+        returned.
 
         encoder_output: of cross attention, as hidden_states. rotary_pos_emb: (s, 1, 1, channels or
         fewer) angles, or two of them, for queries and for keys. inference_params: refused. Others: as
@@ -274,13 +278,17 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
                 f"qkv_format={self.qkv_format!r}; got {tuple(hidden_states.shape)}"
             )
         if self.attention_type == "self":
-            query, key, value, normed = self._project_self(hidden_states, is_first_microbatch)
+            query, key, value, normed, hidden_states = self._project_self(hidden_states, is_first_microbatch)
         else:
             if encoder_output is None:
                 raise ValueError("qshard.nn.MultiheadAttention: cross attention needs encoder_output")
-            query, normed = self._project_query(hidden_states, is_first_microbatch)
+            query, normed, hidden_states = self._project_query(hidden_states, is_first_microbatch)
             key, value = self._project_keys(encoder_output, is_first_microbatch)
         query, key = self._position(query, key, rotary_pos_emb, value.dtype)
+        if rotary_pos_emb is not None and torch.is_grad_enabled():
+            # Attention keeps it for backward, and a view would keep the whole projection: queries and keys are
+            # tensors of their own by now.
+            value = value.contiguous()
         context = self.core_attention(
             query,
             key,
@@ -302,7 +310,14 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
             thd_attention_policies=thd_attention_policies,
             thd_attention_policy_dispatch=thd_attention_policy_dispatch,
         )
-        output = self.proj(context, is_first_microbatch)
+        # Attention's backward reads what it gave, unless it is computed again.
+        proj = functools.partial(
+            self.proj, context, is_first_microbatch, input_is_kept=not checkpoint_core_attention
+        )
+        if adds_input:
+            output = proj(residual=hidden_states)
+            return output if normed is None else (output, normed)
+        output = proj()
         if normed is None:
             return output
         return (*output, normed) if self.return_bias else (output, normed)
@@ -310,9 +325,8 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
     def _project_self(self, x, is_first_microbatch):
         normed = None
         if self.input_layernorm:
-            parts = self.layernorm_qkv(x, is_first_microbatch, as_parts=True)
-            if self.return_layernorm_output:
-                parts, normed = parts
+            parts, *more, x = self.layernorm_qkv(x, is_first_microbatch, as_parts=True, with_input=True)
+            normed = more[0] if more else None
         else:
             parts = self.qkv(x, is_first_microbatch, as_parts=True)
         ranks, channels = self.core_attention.ranks, self.channels
@@ -321,21 +335,20 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
         if self.qkv_weight_interleaved:
             mixed = parts[0].unflatten(-1, (groups, per_group + 2, channels))
             query, key, value = mixed.split([per_group, 1, 1], -2)
-            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normed
+            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normed, x
         parts = [part.unflatten(-1, (-1, channels)) for part in parts]
         if len(parts) == 1:
             parts = parts[0].split([heads, groups, groups], -2)
-        return *parts, normed
+        return *parts, normed, x
 
     def _project_query(self, x, is_first_microbatch):
         normed = None
         if self.input_layernorm:
-            query = self.layernorm_query(x, is_first_microbatch)
-            if self.return_layernorm_output:
-                query, normed = query
+            query, *more, x = self.layernorm_query(x, is_first_microbatch, with_input=True)
+            normed = more[0] if more else None
         else:
             query = self.query_layer(x, is_first_microbatch)
-        return query.unflatten(-1, (-1, self.channels)), normed
+        return query.unflatten(-1, (-1, self.channels)), normed, x
 
     def _project_keys(self, x, is_first_microbatch):
         parts = self.key_value(x, is_first_microbatch, as_parts=True)
@@ -349,11 +362,15 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
         if self.qk_norm_before_rope:
             query, key = self._normalize(query, key, dtype)
         if rotary_pos_emb is not None:
+            dim = 0 if self.qkv_format == "sbhd" else 1
             pair = isinstance(rotary_pos_emb, (tuple, list))
             angles = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
+            tables = [tables_of(query, angles[0], dim)]
+            is_one = angles[0] is angles[1] and query.shape[dim] == key.shape[dim]
+            tables.append(tables[0] if is_one else tables_of(key, angles[1], dim))
             query, key = (
-                apply_rotary_pos_emb(x, freqs, self.qkv_format, self.rotary_pos_interleaved)
-                for x, freqs in zip((query, key), angles)
+                rotate(x, *table, dim, self.rotary_pos_interleaved)
+                for x, table in zip((query, key), tables)
             )
         if not self.qk_norm_before_rope:
             query, key = self._normalize(query, key, dtype)

@@ -21,12 +21,14 @@ class Multiply:
     weight_only, weight_format: the module's; format None means that nothing is quantized.
     into_main_grad: wgrad is added to the weight's `main_grad`.
     overwrite: wgrad replaces what `main_grad` holds.
+    input_is_kept: as of `qshard.ops.linear`.
     """
 
     weight_only: bool = False
     weight_format: str | None = None
     into_main_grad: bool = False
     overwrite: bool = False
+    input_is_kept: bool = False
 
     @property
     def runs_operators(self) -> bool:
@@ -41,9 +43,18 @@ class Multiply:
             return into_main_grad(function, x, weights, self.overwrite)
         return function(x, *weights)
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
         """x: (..., columns); weight: (rows, columns); bias: (rows,) or None. (..., rows) in the dtype
-        of activations."""
+        of activations, added to `residual`, if that is given."""
+        if residual is None:
+            return self._multiply(x, weight, bias)
+        if self.runs_operators and not self.into_main_grad and residual.dtype == x.dtype:
+            return _linear(x, weight, bias, residual=residual, **self._options)
+        return residual + self._multiply(x, weight, bias)
+
+    def _multiply(self, x, weight, bias):
         format = self.weight_format
         if self.into_main_grad and format is None:
             return self.run(lambda x, weight: plain_linear(x, weight, bias), x, weight)
@@ -53,8 +64,12 @@ class Multiply:
             return F.linear(x.to(dtype), weight.to(dtype), bias)
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return linear_under_transforms(x, weight, bias, self.weight_only, format)
-        options = {"weight_only": self.weight_only, "format": format}
-        return self.run(lambda x, weight: _linear(x, weight, bias, **options), x, weight)
+        return self.run(lambda x, weight: _linear(x, weight, bias, **self._options), x, weight)
+
+    @property
+    def _options(self):
+        options = {"weight_only": self.weight_only, "format": self.weight_format}
+        return {**options, "input_is_kept": True} if self.input_is_kept else options
 
 
 def multiply_parts(multiply: Multiply, x: Tensor, weights, biases) -> list[Tensor]:

@@ -63,12 +63,13 @@ class Projection(Initialized, DeviceMeshes):
     def parallel_modes(self) -> dict[str, str | None]:
         return dict.fromkeys((*self.weight_names, *self.bias_names), self.parallel_mode)
 
-    def multiply(self, is_first_microbatch: bool | None) -> Multiply:
+    def multiply(self, is_first_microbatch: bool | None, input_is_kept: bool = False) -> Multiply:
         return Multiply(
             self.weight_only,
             self.weight_format,
             self.fuse_wgrad_accumulation,
             overwrite=is_first_microbatch is True,
+            input_is_kept=input_is_kept,
         )
 
     def parameters_to_multiply(self) -> tuple[list, list]:
@@ -80,9 +81,11 @@ class Projection(Initialized, DeviceMeshes):
             weights, biases = map(self.parallel.weight, weights), map(self.parallel.bias, biases)
         return list(weights), list(biases)
 
-    def project(self, x: torch.Tensor, is_first_microbatch: bool | None) -> list[torch.Tensor]:
+    def project(
+        self, x: torch.Tensor, is_first_microbatch: bool | None, input_is_kept: bool = False
+    ) -> list[torch.Tensor]:
         """(..., in_features) -> (..., rows) of each weight."""
-        multiply, parallel = self.multiply(is_first_microbatch), self.parallel
+        multiply, parallel = self.multiply(is_first_microbatch, input_is_kept), self.parallel
         if parallel is None:
             return multiply_parts(multiply, x, *self.parameters_to_multiply())
         parallel.check_output(x)
@@ -91,6 +94,24 @@ class Projection(Initialized, DeviceMeshes):
         if parallel.mode == "row":
             parts = [joined(parts)]  # one collective
         return [parallel.leave(part, self.message_format) for part in parts]
+
+    def project_and_add(
+        self,
+        x: torch.Tensor,
+        is_first_microbatch: bool | None,
+        residual: torch.Tensor,
+        input_is_kept: bool = False,
+    ) -> torch.Tensor:
+        """residual + (..., out_features), bias included."""
+        is_one = self.parallel is None and len(self.weight_names) == 1
+        if is_one and not (self.use_bias and self.return_bias):
+            (weight,), (bias,) = self.parameters_to_multiply()
+            multiply = self.multiply(is_first_microbatch, input_is_kept)
+            return multiply(x, weight, bias, residual)
+        output = self.with_bias(joined(self.project(x, is_first_microbatch, input_is_kept)))
+        if self.return_bias:
+            output = output[0] + output[1] if self.use_bias else output[0]
+        return residual + output
 
     def with_bias(self, output, *more: torch.Tensor):
         """output, or (output, bias) with return_bias, and what else is returned; a bias that the

@@ -1,5 +1,6 @@
 """A transformer layer: attention, and an MLP."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from qshard.nn.attention_mask import mask_type_of
 from qshard.nn.autocast import activation_dtype
 from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_mlp import LayerNormMLP
+from qshard.nn.linear import Linear
 from qshard.nn.multihead_attention import MultiheadAttention
 from qshard.nn.parallel import DeviceMeshes, check_ranks
 from qshard.nn.rms_norm import RMSNorm
@@ -274,8 +276,8 @@ class TransformerLayer(DeviceMeshes, nn.Module):
             "softcap": softcap,
         }
         hidden_states = hidden_states.to(activation_dtype(hidden_states))
-        attention = self.self_attention(
-            hidden_states,
+        self_attention = functools.partial(
+            self.self_attention,
             attention_mask=attention_mask,
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
@@ -285,12 +287,13 @@ class TransformerLayer(DeviceMeshes, nn.Module):
             **common,
         )
         if self.parallel_attention_mlp:
+            attention = self_attention(hidden_states)
             mlp = self.layernorm_mlp(hidden_states, is_first_microbatch)
             return self._add(attention, mlp, hidden_states, drops_path=True)
-        hidden_states = self._add_block(attention, hidden_states, drops_path=True)
+        hidden_states = self._with_block(self_attention, hidden_states, drops_path=True)
         if self.layer_type == "decoder":
-            attention = self.inter_attention(
-                hidden_states,
+            inter_attention = functools.partial(
+                self.inter_attention,
                 attention_mask=enc_dec_attn_mask,
                 attn_mask_type=enc_dec_attn_mask_type,
                 window_size=enc_dec_window_size,
@@ -300,15 +303,29 @@ class TransformerLayer(DeviceMeshes, nn.Module):
                 cu_seqlens_kv_padded=cu_seqlens_kv_padded,
                 **common,
             )
-            hidden_states = self._add_block(attention, hidden_states, drops_path=False)
-        mlp = self.layernorm_mlp(hidden_states, is_first_microbatch)
-        output = self._add_block(mlp, hidden_states, drops_path=True)
+            hidden_states = self._with_block(inter_attention, hidden_states, drops_path=False)
+        mlp = functools.partial(self.layernorm_mlp, is_first_microbatch=is_first_microbatch)
+        output = self._with_block(mlp, hidden_states, drops_path=True)
         return output if self.layernorm is None else self.layernorm(output)
 
-    def _add_block(self, outputs, residual, drops_path):
-        """outputs: a block's output, bias and, if it is the residual, normalized input."""
-        output, bias, *normed = outputs
-        return self._add(output, bias, normed[0] if normed else residual, drops_path)
+    def _with_block(self, block, x, drops_path):
+        """What block(x) gives, added to x or, if that is the residual, to its normalized input."""
+        if self._adds_as_it_is(block.func, drops_path):
+            return block(x, adds_input=True)
+        output, bias, *normed = block(x)
+        return self._add(output, bias, normed[0] if normed else x, drops_path)
+
+    def _adds_as_it_is(self, module, drops_path):
+        """Whether nothing becomes of a block's output before it is added, and nobody looks at it."""
+        is_dropped = self.hidden_dropout or (drops_path and self.drop_path_rate)
+        last = module if isinstance(module, LayerNormMLP) else getattr(module, "proj", None)
+        return (
+            isinstance(module, (MultiheadAttention, LayerNormMLP))
+            and isinstance(last, (LayerNormMLP, Linear))
+            and not (is_dropped and self.training)
+            and not (last.use_bias or self.apply_residual_connection_post_layernorm)
+            and not (module._forward_hooks or last._forward_hooks)
+        )
 
     def _add(self, x, bias, residual, drops_path):
         if bias.numel():

@@ -108,7 +108,7 @@ def attention_by_hand(attention, x, mixed, fused):
         parts = mixed.view(*shape, heads, 3, -1).unbind(3)
     else:
         parts = [part.view(*shape, heads, -1) for part in mixed.chunk(3, -1)]
-    return attention.proj(attention.core_attention(*parts))
+    return attention.proj(attention.core_attention(*parts), input_is_kept=True)
 
 
 def assert_same_steps(device, format, got, expected):

@@ -287,4 +287,4 @@ def test_errors(device):
         torch.autograd.grad((first.square() + second).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="norm_linear_forward: needs a CUDA input"):
         ops._norm_linear_forward(x.cpu(), gamma.cpu(), None, [w.detach().cpu() for w in weights], None, 1e-5,
-                                 True, False)
+                                 True, False, "float8_tensorwise")

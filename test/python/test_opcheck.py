@@ -6,6 +6,7 @@ from helpers import FORMATS, assert_same, has_two_images, is_quantized, ops, val
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.optests import generate_tests
+from torch.utils._pytree import tree_map_only
 
 TEST_UTILS = (
     "test_schema",
@@ -62,6 +63,8 @@ SAMPLES = {
         (plain(4, 32, grad=True), quantized(fmt=fmt, grad=True), plain(64, grad=True)),
         (plain(2, 3, 32, grad=True), quantized(fmt=fmt, keep_master=True, grad=True), None),
         (plain(32), quantized(fmt=fmt), plain(64)),
+        (plain(4, 32, grad=True), quantized(fmt=fmt, grad=True), plain(64),
+         dict(residual=plain(4, 64, grad=True), input_is_kept=True)),
         dynamic(fmt, plain(2, 3, 32, grad=True), plain(64, 32, grad=True), plain(64)),
     ],
     # Codes exist on CUDA only (test_cuda.py).
@@ -94,6 +97,11 @@ SAMPLES = {
             (*(quantized(fmt=fmt, grad=True) for _ in "gu"), quantized(32, 64, fmt, grad=True)),
             (quantized(128, fmt=fmt), None, quantized(32, 64, fmt, keep_master=True, grad=True)),
         )
+    ]
+    + [
+        (plain(4, 32, grad=True), quantized(128, fmt=fmt), None, quantized(32, 64, fmt, grad=True),
+         dict(format=fmt, down_format=fmt, residual=plain(4, 32, grad=True), norm_weight=plain(32, grad=True),
+              eps=1e-5, rms=True))
     ]
     + [
         (plain(4, 32, grad=True), plain(128, 32, grad=True), None, plain(32, 64, grad=True),
@@ -239,12 +247,25 @@ def test_opcheck_of_codes_between_linears(fmt):
 def test_opcheck_of_codes_of_a_norm(fmt):
     x, gamma = (plain(*size, grad=True, dtype=torch.bfloat16).cuda() for size in ((64, 128), (128,)))
     weights = [quantized(rows, 128, fmt).cuda().requires_grad_() for rows in (256, 64)]
-    # Traced, it is the composition, whose normalization rounds elsewhere.
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     options = {"eps": 1e-5, "rms": True, "format": fmt}
+    # With symbols for sizes it is the composition, whose normalization rounds elsewhere.
+    utils = [name for name in TEST_UTILS if name != "test_aot_dispatch_dynamic"]
     torch.library.opcheck(ops.norm_linear.default, (x, gamma, None, weights), options, test_utils=utils)
-    below = (x.detach(), gamma.detach(), None, [w.detach() for w in weights], None, 1e-5, True, False)
-    torch.library.opcheck(ops._norm_linear_forward.default, below, test_utils=utils[:1])
+
+    def check(op, *args):
+        utils = ("test_schema", "test_faketensor")  # bytes behind codes differ, which nobody writes or reads
+        args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        torch.library.opcheck(getattr(ops, op).default, args, test_utils=utils)
+        return getattr(ops, op)(*args)
+
+    below = [w.detach() for w in weights]
+    _, statistics, amax = check("_norm_linear_forward", x, gamma, None, below, None, 1e-5, True, False, fmt)
+    amax = amax if amax.numel() else None
+    check("_quantize_normalized", x, gamma, None, 1e-5, True, False, fmt, True, True, statistics, amax)
+    _, amax = check("_quantize_kept_input", x, fmt, False)
+    check("_quantize_kept_input", x, fmt, True, amax if amax.numel() else None)
+    for needs_parameters in (True, False):
+        check("_normalize_backward", x, x, gamma, statistics, False, needs_parameters, x)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -271,8 +292,8 @@ def test_fake_results_have_the_geometry_of_real_ones(name):
         args, kwargs = split(args)
         real = getattr(ops, name)(*args, **kwargs)
         with FakeTensorMode() as mode:
-            fake_args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-            fake = getattr(ops, name)(*fake_args, **kwargs)
+            fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+            fake = getattr(ops, name)(*fake_args, **fake_kwargs)
         for r, f in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (real, fake))):
             assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device)
             assert f.stride() == r.stride() and f.requires_grad == r.requires_grad

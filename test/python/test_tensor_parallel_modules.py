@@ -329,11 +329,11 @@ def run_sharing():
         for name in "qkv":
             enter = getattr(model, name).project
 
-            def project(x, first, linear=getattr(model, name), enter=enter):
+            def project(x, *args, linear=getattr(model, name), enter=enter):
                 entered = linear.parallel.enter(x, linear.message_format)
                 seen.append(entered)
                 made.append(ops._shares_input_codes(entered))
-                return enter(x, first)
+                return enter(x, *args)
 
             getattr(model, name).project = project
         x = batch(0, 0)

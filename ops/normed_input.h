@@ -1,0 +1,67 @@
+// An input of linears that is normalized on its way to them: what an autograd function keeps of it,
+// and what it makes of that. On CUDA, where the GEMMs of all weights read packed codes, norm(x) is
+// quantized as it is made, in forward by rows and in backward again by columns; neither its values
+// nor its columns are kept.
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "ops/ops.h"
+
+namespace qshard {
+
+/// The normalization, over the last dimension: gamma (columns,) and beta, or no beta.
+struct NormArguments {
+  Tensor weight;
+  OptionalTensor bias;
+  double eps;
+  bool rms;
+  bool zero_centered_gamma;
+
+  bool has_bias() const { return bias && bias->defined(); }
+};
+
+/// The format of all the weights, if their GEMMs, wgrads too, read packed codes of the input which
+/// is quantized once for all: decided from sizes, devices, dtypes and formats. Of traced tensors,
+/// whose formats nobody knows, by `format`; without it null.
+const Format* input_codes_format(const Tensor& input, at::TensorList weights,
+                                 std::optional<c10::string_view> format);
+/// Whether that is so of norm(input), and NormOperand makes the codes.
+bool norm_linear_reads_codes(const Tensor& input, const Tensor& norm_weight,
+                             const OptionalTensor& norm_bias, at::TensorList weights,
+                             std::optional<c10::string_view> format);
+
+/// norm(input), rounded once, by torch's operators, as qshard/nn/norms.py.
+Tensor normalized_by_torch(const Tensor& input, const NormArguments& norm);
+
+/// What is kept between forward and backward.
+class NormedInput {
+ public:
+  /// (norm(input) @ weight^T + bias for each of the weights, what to keep). `biases` of all or of
+  /// none; `format` is that of all weights.
+  static std::pair<std::vector<Tensor>, NormedInput> multiply(
+      const Tensor& input, const NormArguments& norm, at::TensorList weights,
+      const std::optional<std::vector<Tensor>>& biases, const std::string& format);
+
+  /// The tensors to save, kSaved of them, some undefined; the rest lies in saved_data.
+  enum : size_t { kSaved = 5 };
+  torch::autograd::variable_list save(torch::autograd::AutogradContext* ctx) const;
+  /// `saved`: the first of the kSaved.
+  static NormedInput restore(torch::autograd::AutogradContext* ctx, const Tensor* saved);
+
+  const Tensor& input() const { return input_; }
+  const NormArguments& norm() const { return norm_; }
+  /// Columnwise codes of norm(input), for wgrads.
+  Tensor columns() const;
+  /// Gradients of input (+ added, if defined), gamma and beta.
+  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& added,
+                                              bool needs_parameters) const;
+
+ private:
+  Tensor input_;
+  NormArguments norm_;
+  std::string format_;
+  Tensor statistics_, amax_;  // as NormOperand takes them; amax (0,) where there is none
+};
+
+}  // namespace qshard
