@@ -399,6 +399,19 @@ void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTen
               "(2 inner, columns), down is (outputs, inner), and biases have their rows");
 }
 
+void check_norm(const Tensor& input, const OptionalTensor& norm_weight,
+                const OptionalTensor& norm_bias, bool rms) {
+  if (!is_given(norm_weight) && !is_given(norm_bias)) return;
+  const auto is_of_columns = [&](const OptionalTensor& parameter) {
+    return !is_given(parameter) ||
+           (parameter->dim() == 1 && parameter->sym_size(0) == input.sym_size(-1));
+  };
+  TORCH_CHECK(is_given(norm_weight) && is_of_columns(norm_weight) && is_of_columns(norm_bias) &&
+                  !(rms && is_given(norm_bias)),
+              "qshard::swiglu_mlp: norm_weight and norm_bias are (", input.sym_size(-1),
+              ",), norm_bias only beside norm_weight and not of an RMSNorm");
+}
+
 /// Whether weights are plain ones that are quantized for each use.
 bool are_dynamic(const OptionalTensor& up, WeightState gate_state, WeightState up_state,
                  WeightState down_state) {
@@ -433,6 +446,7 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
                   const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
                   bool rms, bool zero_centered_gamma) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
+  check_norm(input, norm_weight, norm_bias, rms);
   const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
   const Tensor x =
       is_given(norm_weight)
@@ -467,6 +481,7 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
                            const OptionalTensor& norm_bias, double eps, bool rms,
                            bool zero_centered_gamma) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
+  check_norm(input, norm_weight, norm_bias, rms);
   const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
   const auto quantized = [&](const Tensor& weight, c10::string_view name) {
     return !is_dynamic && is_quantized_on_use(weight, name)

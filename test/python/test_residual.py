@@ -107,6 +107,17 @@ def test_residuals_that_do_not_fit(device):
 
 
 @on_devices
+def test_norms_that_do_not_fit(device):
+    x, gamma = draw(8, 64, seed=1, device=device), torch.ones(64, device=device)
+    gate, down = (ops.quantize(draw(64, 64, seed=s, device=device), "float8_tensorwise") for s in (2, 3))
+    names = {"format": "float8_tensorwise", "down_format": "float8_tensorwise"}
+    for wrong in ({"norm_weight": gamma[:32]}, {"norm_weight": gamma, "norm_bias": gamma, "rms": True},
+                  {"norm_bias": gamma}):
+        with pytest.raises(RuntimeError, match=r"swiglu_mlp: norm_weight and norm_bias are \(64,\)"):
+            ops.swiglu_mlp(x, gate, gate, down, **names, eps=1e-5, **wrong)
+
+
+@on_devices
 @pytest.mark.pairwise
 @pytest.mark.parametrize("fmt", FORMATS)
 @DTYPES
