@@ -45,9 +45,8 @@ class GemmBackend {
 
   /// kNone, or why it cannot run: from sizes, device and the weight's place in memory alone.
   virtual GemmFallback supports(const GemmProblem& problem) const = 0;
-  /// forward (M, N) = a @ b^T + bias + added, where the product has its dtype before what is added;
-  /// grad_input (M, K) = a @ b, grad_weight (N, K) = a^T @ b: a
-  /// new tensor, or `sum` if it was added to. Undefined if cuBLASLt has no kernel for it.
+  /// forward (M, N) = a @ b^T + bias + added, grad_input (M, K) = a @ b, grad_weight (N, K) =
+  /// a^T @ b: a new tensor, or `sum` if it was added to. Undefined if cuBLASLt has no kernel.
   virtual at::Tensor run(const GemmTask& task) const = 0;
 };
 

@@ -40,7 +40,8 @@ struct LinearForward {
 };
 
 /// output = input @ weight^T + bias + added; input (M, K) float32/bfloat16/float16, bias (N,),
-/// added (M, N), contiguous and of the input's dtype, to which the product is rounded before. With
+/// added (M, N), contiguous and of the input's dtype: a GEMM of codes without a bias adds it and
+/// rounds once, elsewhere the product has that dtype before. With
 /// `weight_only` activations and gradients are not quantized: the weight is dequantized to their
 /// dtype.
 /// @throws c10::Error, before anything is computed, if shapes, dtypes or devices do not go

@@ -103,19 +103,17 @@ def norm_mlp(
     else:
         normed = normalize(x, *norm)
         entered = normed if enter is None else enter(normed)
-    residual = x if adds_input else None
-    if not multiply.into_main_grad:
-        gate, *up = first
-        more["residual"] = residual
-        return swiglu_mlp(entered, multiply, gate, up[0] if up else None, second, **more), normed
+    adds_within = adds_input and multiply.adds_within(x, entered, *weights, second[0])
+    if adds_within:
+        more["residual"] = x
 
-    def run(x, *weights):
+    def run(entered, *weights):
         *inner, down = weights
         gate, *up = zip(inner, biases)
-        return swiglu_mlp(x, multiply, gate, up[0] if up else None, (down, second[1]))
+        return swiglu_mlp(entered, multiply, gate, up[0] if up else None, (down, second[1]), **more)
 
     output = multiply.run(run, entered, *weights, second[0])
-    return output if residual is None else residual + output, normed
+    return x + output if adds_input and not adds_within else output, normed
 
 
 def swiglu_mlp(

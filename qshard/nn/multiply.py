@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from qshard.functional import linear_under_transforms
 from qshard.nn.autocast import activation_dtype
@@ -50,9 +51,14 @@ class Multiply:
         of activations, added to `residual`, if that is given."""
         if residual is None:
             return self._multiply(x, weight, bias)
-        if self.runs_operators and not self.into_main_grad and residual.dtype == x.dtype:
-            return _linear(x, weight, bias, residual=residual, **self._options)
+        if self.adds_within(x, weight, residual):
+            return _linear(x, weight, bias, residual=residual, **self._options(x, weight))
         return residual + self._multiply(x, weight, bias)
+
+    def adds_within(self, x: Tensor, *others: Tensor) -> bool:
+        """Whether an operator adds x, or what is like it, to what it makes of x and weights. DTensors have
+        rules for what linears always did."""
+        return self.runs_operators and not self.into_main_grad and _are_plain(x, *others)
 
     def _multiply(self, x, weight, bias):
         format = self.weight_format
@@ -64,12 +70,18 @@ class Multiply:
             return F.linear(x.to(dtype), weight.to(dtype), bias)
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return linear_under_transforms(x, weight, bias, self.weight_only, format)
-        return self.run(lambda x, weight: _linear(x, weight, bias, **self._options), x, weight)
+        options = self._options(x, weight)
+        return self.run(lambda x, weight: _linear(x, weight, bias, **options), x, weight)
 
-    @property
-    def _options(self):
+    def _options(self, x, weight):
         options = {"weight_only": self.weight_only, "format": self.weight_format}
-        return {**options, "input_is_kept": True} if self.input_is_kept else options
+        if self.input_is_kept and _are_plain(x, weight):
+            options["input_is_kept"] = True
+        return options
+
+
+def _are_plain(*tensors):
+    return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
 
 
 def multiply_parts(multiply: Multiply, x: Tensor, weights, biases) -> list[Tensor]:
