@@ -37,7 +37,7 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     unit's ranks send messages of one size, that of the fullest. summon_full_params, state dicts and
     checkpoints see full precision. Written values are noticed by their version counters: optimizer steps,
     loads, summon_full_params, in-place operators on all ranks alike; not `.data`. After
-    quantize_(..., weights="dynamic") with another recipe, or dequantize_, on all ranks alike, the formats
+    quantize_(..., weights="dynamic") with another recipe, or `dequantize_`, on all ranks alike, the formats
     that modules then have are gathered.
 
     Of weights in FSDP1's ignored_modules or ignored_states, with DelayedScaling, amaxes are agreed on over
