@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from qshard.nn.activations import activate
 from qshard.nn.autocast import activation_dtype
-from qshard.nn.multiply import Multiply, joined, multiply_parts
+from qshard.nn.multiply import Multiply, are_plain, joined, multiply_parts
 from qshard.nn.norms import normalize
 
 _ops = torch.ops.qshard
@@ -31,7 +30,7 @@ def norm_linear(
     this is written."""
     x = x.to(activation_dtype(x))
     if enter is None and not needs_normed and _takes_norm(x, norm, multiply, weights, biases):
-        *parts, x = torch.ops.qshard.norm_linear(
+        *parts, x = _ops.norm_linear(
             x,
             weights=weights,
             biases=[bias for bias in biases if bias is not None] or None,
@@ -63,9 +62,8 @@ def _takes_norm(x, norm, multiply, weights, biases):
     if not x.is_cuda or not multiply.runs_operators or multiply.weight_only or multiply.into_main_grad:
         return False
     _, gamma, beta, *_ = norm
-    given = [bias for bias in biases if bias is not None]
-    plain = (x, gamma, *([] if beta is None else [beta]), *weights, *given)
-    if len(given) not in (0, len(weights)) or any(type(t) not in (Tensor, Parameter) for t in plain):
+    absent = sum(bias is None for bias in biases)
+    if absent not in (0, len(biases)) or not are_plain(x, gamma, beta, *weights, *biases):
         return False
     if torch.compiler.is_compiling():
         return True
@@ -131,7 +129,7 @@ def swiglu_mlp(
     up_weight, up_bias = up or (None, None)
     format = multiply.weight_format
     gate_state, up_state, down_state = states
-    return torch.ops.qshard.swiglu_mlp(
+    return _ops.swiglu_mlp(
         x,
         gate[0],
         up_weight,

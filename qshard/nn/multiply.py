@@ -51,14 +51,14 @@ class Multiply:
         of activations, added to `residual`, if that is given."""
         if residual is None:
             return self._multiply(x, weight, bias)
-        if self.adds_within(x, weight, residual):
+        if residual.dtype == x.dtype and self.adds_within(x, weight, residual):
             return _linear(x, weight, bias, residual=residual, **self._options(x, weight))
         return residual + self._multiply(x, weight, bias)
 
     def adds_within(self, x: Tensor, *others: Tensor) -> bool:
-        """Whether an operator adds x, or what is like it, to what it makes of x and weights. DTensors have
-        rules for what linears always did."""
-        return self.runs_operators and not self.into_main_grad and _are_plain(x, *others)
+        """Whether an operator of x and others, the weights and a residual of x's dtype, may add the
+        residual. DTensors have rules for what linears always did."""
+        return self.runs_operators and not self.into_main_grad and are_plain(x, *others)
 
     def _multiply(self, x, weight, bias):
         format = self.weight_format
@@ -75,13 +75,14 @@ class Multiply:
 
     def _options(self, x, weight):
         options = {"weight_only": self.weight_only, "format": self.weight_format}
-        if self.input_is_kept and _are_plain(x, weight):
+        if self.input_is_kept and are_plain(x, weight):
             options["input_is_kept"] = True
         return options
 
 
-def _are_plain(*tensors):
-    return all(type(tensor) in (Tensor, Parameter) for tensor in tensors)
+def are_plain(*tensors: Tensor | None) -> bool:
+    """No subclasses; None is none."""
+    return all(type(tensor) in (Tensor, Parameter) for tensor in tensors if tensor is not None)
 
 
 def multiply_parts(multiply: Multiply, x: Tensor, weights, biases) -> list[Tensor]:

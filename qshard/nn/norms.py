@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qshard.nn.autocast import activation_dtype
+from qshard.nn.multiply import are_plain
 from qshard.nn.recompute import gradients_of, recomputed
 
 _ops = torch.ops.qshard
@@ -47,7 +48,7 @@ def _takes_operator(x, weight, bias):
         x.is_cuda
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-        and all(type(t) in (Tensor, torch.nn.Parameter) for t in (x, weight, bias) if t is not None)
+        and are_plain(x, weight, bias)
         and _ops._can_normalize(x, weight, bias)
     )
 

@@ -107,6 +107,14 @@ def test_residuals_that_do_not_fit(device):
 
 
 @on_devices
+def test_modules_add_to_a_residual_of_another_dtype(device):
+    linear = nn.Linear(64, 64, bias=False, params_dtype=B16, device=device)
+    qshard.quantize_(randomize(linear), IN_CODES["tensorwise"], filter_fn=lambda *_: True)
+    x, residual = draw(8, 64, seed=1, device=device, dtype=B16), draw(8, 64, seed=2, device=device)
+    assert_bits(linear(x, residual=residual), residual + linear(x))
+
+
+@on_devices
 def test_norms_that_do_not_fit(device):
     x, gamma = draw(8, 64, seed=1, device=device), torch.ones(64, device=device)
     gate, down = (ops.quantize(draw(64, 64, seed=s, device=device), "float8_tensorwise") for s in (2, 3))
