@@ -4,7 +4,6 @@
 
 #include "dispatch/quantized_tensor_impl.h"
 #include "ops/autograd.h"
-#include "ops/leaf_grad.h"
 #include "ops/normed_input.h"
 #include "ops/ops.h"
 
@@ -121,20 +120,12 @@ struct LinearFunction : Function<LinearFunction> {
     const std::optional<c10::string_view> format(format_name);
     Tensor grad_input, grad_weight, grad_bias;
     auto* node = needs_weight ? evaluated_node<LinearFunction>(ctx) : nullptr;
-    const LeafGrad leaf = node ? leaf_grad(*node, kWeight, grad, saved[0]) : LeafGrad();
-    if (leaf.sum.defined()) {
+    const WeightGrad into(node, kWeight, saved[1], grad, saved[0]);
+    if (needs_input || needs_weight) {
       at::AutoDispatchBelowAutograd guard;
-      static const auto op =
-          typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
-      grad_input = op.call(grad, saved[1], saved[0], saves_codes, needs_input, leaf.sum,
-                           weight_only, format, weight_state);
-    } else if (needs_input || needs_weight) {
-      at::AutoDispatchBelowAutograd guard;
-      static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
-      const auto dtype = node ? converted_grad_dtype(*node, kWeight, saved[1]) : std::nullopt;
       std::tie(grad_input, grad_weight) =
-          op.call(grad, saved[1], saved[0], saves_codes, needs_input, needs_weight, weight_only,
-                  dtype, format, weight_state);
+          linear_gradients(into, grad, saved[1], saved[0], saves_codes, needs_input, needs_weight,
+                           weight_only, format, weight_state);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
       grad_bias = bias_gradient(grad, ctx->saved_data["bias_dtype"].toScalarType());
@@ -155,6 +146,24 @@ struct LinearFunction : Function<LinearFunction> {
 };
 
 }  // namespace
+
+std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
+                                            const Tensor& weight, const Tensor& input,
+                                            bool input_is_quantized, bool needs_input,
+                                            bool needs_weight, bool weight_only,
+                                            std::optional<c10::string_view> format,
+                                            WeightState weight_state) {
+  if (into.leaf.sum.defined()) {
+    static const auto op =
+        typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
+    return {op.call(grad, weight, input, input_is_quantized, needs_input, into.leaf.sum,
+                    weight_only, format, weight_state),
+            Tensor()};
+  }
+  static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
+  return op.call(grad, weight, input, input_is_quantized, needs_input, needs_weight, weight_only,
+                 into.dtype, format, weight_state);
+}
 
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,
                          std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {

@@ -7,6 +7,7 @@
 
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/linear.h"
+#include "ops/leaf_grad.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -37,6 +38,18 @@ inline Tensor bias_gradient(const Tensor& grad, at::ScalarType dtype) {
   return grad.reshape_symint({rows, features}).sum(0).to(dtype);
 }
 
+/// Whether a size is no symbol whose value is open.
+inline bool is_known(const c10::SymInt& size) { return !size.is_symbolic() || size.maybe_as_int(); }
+
+/// What qshard::linear's backward does with a gradient's values: (grad_input, grad_weight), (0,) or
+/// undefined what is not asked for or was added to `into.leaf.sum`.
+std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
+                                            const Tensor& weight, const Tensor& input,
+                                            bool input_is_quantized, bool needs_input,
+                                            bool needs_weight, bool weight_only,
+                                            std::optional<c10::string_view> format,
+                                            WeightState weight_state);
+
 /// How a linear treats its input, decided from sizes, device and the format that the caller names:
 /// a traced call must decide as the real one does.
 struct InputUse {
@@ -48,7 +61,7 @@ struct InputUse {
            std::optional<c10::string_view> format_name, bool input_is_kept = false) {
     if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;
     for (const auto& size : {input.sym_numel(), weight.sym_size(0), weight.sym_size(1)}) {
-      if (size.is_symbolic() && !size.maybe_as_int()) return;
+      if (!is_known(size)) return;
     }
     const int64_t k = input.size(-1);
     if (k == 0) return;

@@ -2,11 +2,7 @@
 // torch's normalization and a linear for each weight.
 #include "ops/norm_linear.h"
 
-#include "dispatch/kernel_bridge.h"
 #include "ops/autograd.h"
-#include "ops/leaf_grad.h"
-#include "ops/linear_operands.h"
-#include "ops/normalization.h"
 
 namespace qshard {
 namespace {
@@ -22,11 +18,8 @@ struct NormLinearFunction : Function<NormLinearFunction> {
                                bool zero_centered_gamma, const std::string& format,
                                bool with_input) {
     at::AutoDispatchBelowAutograd guard;
-    const auto given_biases =
-        biases.empty() ? std::nullopt : std::optional<std::vector<Tensor>>(biases.vec());
-    auto [outputs, kept] =
-        NormedInput::multiply(input, {norm_weight, norm_bias, eps, rms, zero_centered_gamma},
-                              weights, given_biases, format);
+    auto [outputs, kept] = NormedInput::multiply(
+        input, {norm_weight, norm_bias, eps, rms, zero_centered_gamma}, weights, biases, format);
     auto saved = kept.save(ctx);
     saved.insert(saved.end(), weights.begin(), weights.end());
     ctx->save_for_backward(std::move(saved));
@@ -85,10 +78,13 @@ struct NormLinearFunction : Function<NormLinearFunction> {
       const Tensor& grad = grads[i];
       if (!grad.defined()) continue;
       if (needs_weight(i) || needs_normed) {
-        const Tensor part =
-            linear_gradients(needs_weight(i) ? node : nullptr, first_weight + i, grad, weight_of(i),
-                             needs_weight(i) ? columns : kept.input(), needs_normed,
-                             needs_weight(i), result[kWeights + i]);
+        const Tensor& operand = needs_weight(i) ? columns : kept.input();
+        const WeightGrad into(needs_weight(i) ? node : nullptr, first_weight + i, weight_of(i),
+                              grad, operand);
+        auto [part, grad_weight] = linear_gradients(
+            into, grad, weight_of(i), operand, /*input_is_quantized=*/needs_weight(i), needs_normed,
+            needs_weight(i), /*weight_only=*/false, std::nullopt, std::nullopt);
+        if (needs_weight(i)) result[kWeights + i] = grad_weight;
         if (needs_normed) grad_normed = grad_normed.defined() ? grad_normed.add_(part) : part;
       }
       if (!bias_dtypes.empty() && ctx->needs_input_grad(first_bias + i)) {
@@ -110,25 +106,6 @@ struct NormLinearFunction : Function<NormLinearFunction> {
  private:
   // Arguments of forward: the weights and the biases follow the first of them, then come these.
   enum : size_t { kWeights = 3, kOptions = 5, kSavedWeights = NormedInput::kSaved };
-
-  // What qshard::linear's backward does, of an input saved as codes. Returns grad_input.
-  static Tensor linear_gradients(torch::autograd::Node* node, size_t edge, const Tensor& grad,
-                                 const Tensor& weight, const Tensor& input, bool needs_input,
-                                 bool needs_weight, Tensor& grad_weight) {
-    const WeightGrad into(node, edge, weight, grad, input);
-    if (into.leaf.sum.defined()) {
-      static const auto op =
-          typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
-      return op.call(grad, weight, input, /*input_is_quantized=*/true, needs_input, into.leaf.sum,
-                     /*weight_only=*/false, std::nullopt, std::nullopt);
-    }
-    static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
-    auto [grad_input, made] =
-        op.call(grad, weight, input, /*input_is_quantized=*/needs_weight, needs_input, needs_weight,
-                /*weight_only=*/false, into.dtype, std::nullopt, std::nullopt);
-    if (needs_weight) grad_weight = made;
-    return grad_input;
-  }
 };
 
 /// The format of all of them, which nobody knows of traced ones.
@@ -138,14 +115,8 @@ std::string name_of(at::TensorList weights, std::optional<c10::string_view> form
 
 void check_norm_linear(const Tensor& input, const NormArguments& norm, at::TensorList weights,
                        const std::optional<std::vector<Tensor>>& biases) {
-  const Tensor& norm_weight = norm.weight;
-  const OptionalTensor& norm_bias = norm.bias;
-  const bool rms = norm.rms;
-  const bool has_bias = norm.has_bias();
-  bool fits = input.dim() >= 1 && norm_weight.dim() == 1 && !weights.empty() &&
-              (!biases || biases->size() == weights.size()) &&
-              input.sym_size(-1) == norm_weight.sym_size(0) &&
-              (!has_bias || (!rms && norm_bias->sym_sizes() == norm_weight.sym_sizes()));
+  bool fits = input.dim() >= 1 && norm.fits(input) && !weights.empty() &&
+              (!biases || biases->size() == weights.size());
   for (const Tensor& weight : weights) {
     fits = fits && weight.dim() == 2 && weight.sym_size(1) == input.sym_size(-1);
   }
@@ -157,9 +128,10 @@ void check_norm_linear(const Tensor& input, const NormArguments& norm, at::Tenso
     return text;
   };
   TORCH_CHECK(fits, "qshard::norm_linear: input ", input.sym_sizes(), ", ",
-              rms ? "RMSNorm" : "LayerNorm", " of ", norm_weight.sym_sizes(), " and ",
-              has_bias ? c10::str(norm_bias->sym_sizes()) : std::string("no bias"), ", weights ",
-              shapes(), " and ", biases ? c10::str(biases->size()) : std::string("no"),
+              norm.rms ? "RMSNorm" : "LayerNorm", " of ", norm.weight.sym_sizes(), " and ",
+              norm.has_bias() ? c10::str(norm.bias->sym_sizes()) : std::string("no bias"),
+              ", weights ", shapes(), " and ",
+              biases ? c10::str(biases->size()) : std::string("no"),
               " biases do not go together: the normalization has (columns,), RMSNorm no bias, "
               "weights are (rows, columns), and all or none of them have a bias");
 }

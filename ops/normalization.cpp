@@ -110,10 +110,11 @@ std::tuple<Tensor, Tensor, Tensor> normalize_backward_meta(const Tensor&, const 
                                                            bool needs_parameters,
                                                            const OptionalTensor&) {
   const bool rms = stats.size(0) == 1;
-  const Tensor none = at::empty({0}, weight.options());
-  return {at::empty(input.sizes(), input.options()),
-          needs_parameters ? at::empty_like(weight) : none,
-          needs_parameters && !rms ? at::empty_like(weight) : at::empty({0}, weight.options())};
+  const auto parameter_if = [&](bool is_needed) {
+    return is_needed ? at::empty_like(weight) : at::empty({0}, weight.options());
+  };
+  return {at::empty(input.sizes(), input.options()), parameter_if(needs_parameters),
+          parameter_if(needs_parameters && !rms)};
 }
 
 }  // namespace qshard

@@ -1,5 +1,6 @@
 #include "ops/normed_input.h"
 
+#include <algorithm>
 #include <array>
 
 #include "dispatch/quantized_tensor_impl.h"
@@ -25,10 +26,8 @@ bool is_bare(const Tensor& tensor) {
 }
 
 bool has_known_sizes(const Tensor& tensor) {
-  for (const auto& size : tensor.sym_sizes()) {
-    if (size.is_symbolic() && !size.maybe_as_int()) return false;
-  }
-  return true;
+  const auto sizes = tensor.sym_sizes();
+  return std::all_of(sizes.begin(), sizes.end(), is_known);
 }
 
 OptionalTensor given(const Tensor& tensor) {
@@ -75,6 +74,13 @@ bool norm_linear_reads_codes(const Tensor& input, const Tensor& norm_weight,
          can_normalize(input, norm_weight, norm_bias);
 }
 
+bool NormArguments::fits(const Tensor& input) const {
+  const auto is_of_columns = [&](const Tensor& parameter) {
+    return parameter.dim() == 1 && parameter.sym_size(0) == input.sym_size(-1);
+  };
+  return is_of_columns(weight) && (!has_bias() || (!rms && is_of_columns(*bias)));
+}
+
 Tensor normalized_by_torch(const Tensor& input, const NormArguments& norm) {
   const auto dtype = input.scalar_type();
   const bool is_wide =
@@ -88,9 +94,11 @@ Tensor normalized_by_torch(const Tensor& input, const NormArguments& norm) {
   return at::layer_norm(wide(input), shape, gamma, beta, norm.eps).to(dtype);
 }
 
-std::pair<std::vector<Tensor>, NormedInput> NormedInput::multiply(
-    const Tensor& input, const NormArguments& norm, at::TensorList weights,
-    const std::optional<std::vector<Tensor>>& biases, const std::string& format) {
+std::pair<std::vector<Tensor>, NormedInput> NormedInput::multiply(const Tensor& input,
+                                                                  const NormArguments& norm,
+                                                                  at::TensorList weights,
+                                                                  at::TensorList biases,
+                                                                  const std::string& format) {
   static const auto op = typed_op<decltype(norm_linear_forward)>("qshard::_norm_linear_forward");
   NormedInput kept;
   kept.input_ = input;
@@ -98,7 +106,8 @@ std::pair<std::vector<Tensor>, NormedInput> NormedInput::multiply(
   kept.format_ = format;
   std::vector<Tensor> outputs;
   std::tie(outputs, kept.statistics_, kept.amax_) =
-      op.call(input, norm.weight, norm.bias, weights, biases, norm.eps, norm.rms,
+      op.call(input, norm.weight, norm.bias, weights,
+              biases.empty() ? std::nullopt : std::optional(biases.vec()), norm.eps, norm.rms,
               norm.zero_centered_gamma, format);
   return {std::move(outputs), std::move(kept)};
 }

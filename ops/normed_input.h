@@ -19,6 +19,8 @@ struct NormArguments {
   bool zero_centered_gamma;
 
   bool has_bias() const { return bias && bias->defined(); }
+  /// Whether an input, of one dimension at least, can be normalized so; RMSNorm has no beta.
+  bool fits(const Tensor& input) const;
 };
 
 /// The format of all the weights, if their GEMMs, wgrads too, read packed codes of the input which
@@ -37,11 +39,13 @@ Tensor normalized_by_torch(const Tensor& input, const NormArguments& norm);
 /// What is kept between forward and backward.
 class NormedInput {
  public:
-  /// (norm(input) @ weight^T + bias for each of the weights, what to keep). `biases` of all or of
-  /// none; `format` is that of all weights.
-  static std::pair<std::vector<Tensor>, NormedInput> multiply(
-      const Tensor& input, const NormArguments& norm, at::TensorList weights,
-      const std::optional<std::vector<Tensor>>& biases, const std::string& format);
+  /// (norm(input) @ weight^T + bias for each of the weights, what to keep). `biases` of all, or
+  /// empty; `format` is that of all weights.
+  static std::pair<std::vector<Tensor>, NormedInput> multiply(const Tensor& input,
+                                                              const NormArguments& norm,
+                                                              at::TensorList weights,
+                                                              at::TensorList biases,
+                                                              const std::string& format);
 
   /// The tensors to save, kSaved of them, some undefined; the rest lies in saved_data.
   enum : size_t { kSaved = 5 };

@@ -3,7 +3,6 @@
 // silu(gate) nor the product.
 #include "dispatch/kernel_bridge.h"
 #include "ops/autograd.h"
-#include "ops/leaf_grad.h"
 #include "ops/normed_input.h"
 #include "ops/swiglu_mlp.h"
 
@@ -36,7 +35,7 @@ struct SwigluUse {
             const Format& format, const Format& down_format) {
     if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;
     for (const auto& size : {input.sym_numel(), gate.sym_size(0), down.sym_size(0)}) {
-      if (size.is_symbolic() && !size.maybe_as_int()) return;
+      if (!is_known(size)) return;
     }
     const int64_t k = input.size(-1);
     if (k == 0 || !scales_by_itself(format) || !scales_by_itself(down_format)) return;
@@ -118,8 +117,7 @@ struct FirstLinears {
     for (const auto& bias : {gate_bias, up_bias}) {
       if (is_given(bias)) biases.push_back(*bias);
     }
-    const auto given = biases.empty() ? std::nullopt : std::optional(std::move(biases));
-    auto [values, kept] = NormedInput::multiply(input, norm, weights, given, std::string(format));
+    auto [values, kept] = NormedInput::multiply(input, norm, weights, biases, std::string(format));
     gate_values = values[0];
     if (is_given(up)) up_values = values[1];
     normed = std::move(kept);
@@ -300,22 +298,14 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
       const auto dtype = gate_values.scalar_type();
       const auto size = gate_values.sizes();
       const OptionalFormat name(gate_name);
-      const auto name_of_plain = state ? name : std::nullopt;
-      Tensor grad_input;
       if (gives_codes && sum.defined()) {
         static const auto op = typed_op<decltype(linear_backward_codes_accumulate)>(
             "qshard::linear_backward_codes_accumulate");
         return op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input, sum,
                        name, state, input_sum);
       }
-      if (sum.defined()) {
-        static const auto op =
-            typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
-        return op.call(rows, weight, input, is_quantized, needs_input, sum, weight_only,
-                       name_of_plain, state);
-      }
-      if (!needs_input && !needs_weight) return grad_input;
-      Tensor made;
+      if (!needs_input && !needs_weight) return Tensor();
+      Tensor grad_input, made;
       if (gives_codes) {
         static const auto op =
             typed_op<decltype(linear_backward_codes)>("qshard::linear_backward_codes");
@@ -323,10 +313,9 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
             op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input,
                     needs_weight, into.dtype, name, state, input_sum);
       } else {
-        static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
         std::tie(grad_input, made) =
-            op.call(rows, weight, input, is_quantized, needs_input, needs_weight, weight_only,
-                    into.dtype, name_of_plain, state);
+            linear_gradients(into, rows, weight, input, is_quantized, needs_input, needs_weight,
+                             weight_only, state ? name : std::nullopt, state);
       }
       if (needs_weight) grad_weight = made;
       return grad_input;
@@ -402,13 +391,9 @@ void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTen
 void check_norm(const Tensor& input, const OptionalTensor& norm_weight,
                 const OptionalTensor& norm_bias, bool rms) {
   if (!is_given(norm_weight) && !is_given(norm_bias)) return;
-  const auto is_of_columns = [&](const OptionalTensor& parameter) {
-    return !is_given(parameter) ||
-           (parameter->dim() == 1 && parameter->sym_size(0) == input.sym_size(-1));
-  };
-  TORCH_CHECK(is_given(norm_weight) && is_of_columns(norm_weight) && is_of_columns(norm_bias) &&
-                  !(rms && is_given(norm_bias)),
-              "qshard::swiglu_mlp: norm_weight and norm_bias are (", input.sym_size(-1),
+  const bool fits =
+      is_given(norm_weight) && NormArguments{*norm_weight, norm_bias, 0., rms, false}.fits(input);
+  TORCH_CHECK(fits, "qshard::swiglu_mlp: norm_weight and norm_bias are (", input.sym_size(-1),
               ",), norm_bias only beside norm_weight and not of an RMSNorm");
 }
 
