@@ -81,8 +81,8 @@ class FlushState {
   /// Rows of the value and their codes, of one generation with these, were replaced as bytes.
   void replace_rows(bool written, bool same_amax);
   /// The codes, or the grid beside them, are others, of no known origin.
-  void start_generation() {
-    generation_ = next_generation();
+  void replace_codes() {
+    start_generation();
     known_amax_.reset();
   }
   /// The codes are of `generation`, as those of a template's zeros are, or gathered ones.
@@ -99,6 +99,8 @@ class FlushState {
   static int64_t next_generation();
 
  private:
+  void start_generation() { generation_ = next_generation(); }
+
   bool written_ = false;
   bool shown_ = true;
   uint32_t writes_ = 0;

@@ -254,7 +254,7 @@ void QuantizedBuffer::notice_written_codes() {
   note_codes();
   if (codes_version_ == noted) return;
   grid_snapshot_.reset();
-  flush_state_.start_generation();
+  flush_state_.replace_codes();
 }
 
 int64_t QuantizedBuffer::generation() {
@@ -300,7 +300,7 @@ void QuantizedBuffer::become_own_tensor() {
   }
   planes_.reallocate_codes(layout());
   fill_unit_scales();
-  flush_state_.start_generation();
+  flush_state_.replace_codes();
   grid_snapshot_.reset();
   scaling_state_ = ScalingState::fresh(layout(), device());
 }

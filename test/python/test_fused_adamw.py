@@ -5,6 +5,7 @@ final: whatever happens to the parameter then, the flush must leave the image of
 """
 
 import copy
+import ctypes
 import io
 import pickle
 
@@ -24,6 +25,7 @@ import qshard
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(256, 384), (150, 140), (1, 16), (33, 129), (3, 40, 24), (0, 16), (7, 0), (160, 8)]
+FINAL = ["float8_blockwise", "mxfp8"]  # codes of a step, where no block is cut
 SERVED = [f for f in FORMATS if f != "mxfp8_1x32"]  # where no rank shares a block with another
 on_devices = pytest.mark.parametrize("device", DEVICES)
 formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -384,6 +386,22 @@ def stepped_like(linear, fmt):
     return steps.lists[0][0]
 
 
+def marked(q):
+    """Whether a flush leaves a code as it is that a raw write, unnoticed, has put there."""
+    codes = ops.codes(q).view(torch.uint8)
+    mark = int(codes.flatten()[0]) ^ 1
+    ctypes.memset(codes.data_ptr(), mark, 1)
+    return lambda: int(ops.codes(q).view(torch.uint8).flatten()[0]) == mark
+
+
+@pytest.mark.parametrize("fmt", FINAL)
+def test_codes_of_a_step_are_not_made_again(fmt):
+    q = stepped(fmt, "cpu")
+    stays = marked(q)
+    flush_step([q])
+    assert stays()
+
+
 # -------------------------------------------------------------------------------------- shards
 
 # Cut between blocks of every size, on 2 and 3 ranks or on 2; cut within; with ranks without rows.
@@ -420,6 +438,26 @@ def run_shards(fmt):
                 wrong = sum(mismatching_bytes(w, v) for w, v in zip(model.weights, values))
             counts[name, step] = wrong, sum(map(is_dirty, shards))
     return counts
+
+
+def run_marked(fmt):
+    model = Weights([weight(256, 96)])
+    qshard.quantize_(model, RECIPES[fmt])
+    fully_shard(model, mesh=full_mesh())
+    with unsharded(model):
+        pass  # the shards learn of their group
+    shards = [local(w).detach() for w in model.weights]
+    steps = Steps(shards)
+    steps.run()
+    stays = marked(shards[0])
+    flush_step(shards)
+    return stays()
+
+
+@pytest.mark.parametrize("fmt", FINAL)
+@on_worlds(2, devices=("cpu",))
+def test_codes_of_shards_are_not_made_again(world, fmt):
+    assert all(world.run(run_marked, fmt))
 
 
 @pytest.mark.parametrize("fmt", SHARDED_FORMATS)
