@@ -17,16 +17,18 @@ std::optional<c10::Stream> FlushState::write_stream() const {
 void FlushState::write(at::Device device) {
   written_ = true;
   shown_ = false;
-  known_amax_.reset();
+  forget_amax();
   ++writes_;
   write_stream_ = current_device_stream(device);
   watch_.note_before_bump();
 }
 
-void FlushState::write_with_amax(at::Device device, at::Tensor amax, bool shown) {
+void FlushState::write_with_amax(at::Device device, at::Tensor amax, at::Tensor provisional,
+                                 bool shown) {
   write(device);
   watch_.note();
   known_amax_ = std::move(amax);
+  provisional_ = std::move(provisional);
   shown_ = shown;
   if (!shown) return;
   start_generation();
@@ -45,7 +47,7 @@ void FlushState::requantize(FlushEvent flushed) {
   flushed_ = std::move(flushed);
   // Amaxes of a value that was not shown are those before it was rounded by scales of this rank
   // alone: with them the flush to come would take the codes for settled.
-  if (!is_shown()) known_amax_.reset();
+  if (!is_shown()) forget_amax();
 }
 
 void FlushState::show(at::Tensor amax) {
@@ -53,19 +55,21 @@ void FlushState::show(at::Tensor amax) {
   written_ = is_written();
   shown_ = true;
   if (amax.defined()) known_amax_ = std::move(amax);
+  provisional_.reset();
   watch_.note();
 }
 
 void FlushState::agree() {
   written_ = false;
   shown_ = true;
-  known_amax_.reset();
+  forget_amax();
   watch_.note();
 }
 
 void FlushState::replace_rows(bool written, bool same_amax) {
   written_ = is_written() || written;
   if (!same_amax) known_amax_.reset();
+  provisional_.reset();
   ++writes_;
 }
 
@@ -75,6 +79,7 @@ void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device dev
   ++writes_;
   generation_ = other.generation_;
   known_amax_ = other.knows_amax() && same_amax ? other.known_amax_.to(device) : at::Tensor();
+  provisional_.reset();
   write_stream_ = current_device_stream(device);
   watch_.note();
 }
@@ -82,12 +87,12 @@ void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device dev
 void FlushState::restore(bool written, bool shown) {
   written_ = written;
   shown_ = shown;
-  known_amax_.reset();
+  forget_amax();
   watch_.note();
 }
 
 void FlushState::release() {
-  known_amax_.reset();
+  forget_amax();
   flushed_ = {};
 }
 

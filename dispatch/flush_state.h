@@ -23,6 +23,9 @@ namespace qshard {
 //   amax known  the amaxes of the present values are at hand, left by what wrote or rounded them
 //   settled     written and shown with known amaxes: the codes are final, and of the flush to come
 //               only the exchange of amaxes is left
+//   provisional said of codes: of the present value with known amaxes, by the scales before it.
+//   They
+//               are final if the amaxes that ranks agree on give the same ones
 //   generation  which grid the codes belong to. Codes move as bytes within one generation only
 
 /// The part of a buffer that says what a flush has to do for it. Every transition is a member.
@@ -40,6 +43,8 @@ class FlushState {
   /// The amaxes that compute_amax would find of the present values (kernels/quantize.h), or as many
   /// of them, from the first, as can be above 0. Never written: copies share it.
   const at::Tensor& known_amax() const { return known_amax_; }
+  /// QuantizeTask::provisional of the present value; undefined where there are no such codes.
+  at::Tensor provisional() const { return knows_amax() ? provisional_ : at::Tensor(); }
   /// How often the value changed: what image-only copies compare.
   uint32_t writes() const { return writes_; }
   bool was_written_unseen() const { return watch_.has_moved(); }
@@ -65,8 +70,9 @@ class FlushState {
 
   /// The value was written on the device's current stream.
   void write(at::Device device);
-  /// The same by a kernel that left the amaxes of the new values, and, if `shown`, their image.
-  void write_with_amax(at::Device device, at::Tensor amax, bool shown);
+  /// The same by a kernel that left the amaxes of the new values, and, if `shown`, their image, or
+  /// else perhaps codes by `provisional` (QuantizeTask::provisional).
+  void write_with_amax(at::Device device, at::Tensor amax, at::Tensor provisional, bool shown);
   /// Some rank wrote, or may have: the image stands, and its scales are to be agreed on again.
   void write_elsewhere();
   /// The image is not to be read before a flush, though the value is the one that it was made of.
@@ -83,7 +89,7 @@ class FlushState {
   /// The codes, or the grid beside them, are others, of no known origin.
   void replace_codes() {
     start_generation();
-    known_amax_.reset();
+    forget_amax();
   }
   /// The codes are of `generation`, as those of a template's zeros are, or gathered ones.
   void join(int64_t generation) { generation_ = generation; }
@@ -99,13 +105,21 @@ class FlushState {
   static int64_t next_generation();
 
  private:
-  void start_generation() { generation_ = next_generation(); }
+  void start_generation() {
+    generation_ = next_generation();
+    provisional_.reset();
+  }
+  void forget_amax() {
+    known_amax_.reset();
+    provisional_.reset();
+  }
 
   bool written_ = false;
   bool shown_ = true;
   uint32_t writes_ = 0;
   int64_t generation_ = next_generation();
   at::Tensor known_amax_;
+  at::Tensor provisional_;  // undefined where codes are none
   WriteWatch watch_;
   std::optional<c10::Stream> write_stream_;
   FlushEvent flushed_;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dispatch/fallback.h"
@@ -13,6 +14,7 @@
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/requantize.h"
+#include "dispatch/storage.h"
 #include "kernels/optimizer.h"
 
 namespace qshard {
@@ -135,6 +137,10 @@ AdamWOptions options_of(const AdamWArguments& a, const at::IValue& lr, at::Devic
   return options;
 }
 
+int64_t provisional_numel(const AdamWTask& task) {
+  return task.quantizes == StepQuantizes::kProvisional ? task.layout.grid_numel() : 0;
+}
+
 /// Steps and quantizes the parameters with these indices; all of them are served.
 void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<size_t>& indices) {
   const at::Device device = a.parameters[0].device();
@@ -142,7 +148,7 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
   std::vector<AdamWTask> tasks;
   std::vector<QuantizedBuffer*> buffers;  // of the tasks
   tasks.reserve(indices.size());
-  int64_t amaxes = 0;
+  int64_t words = 0;
   for (const size_t i : indices) {
     const at::Tensor& parameter = a.parameters[i];
     QuantizedBuffer& buffer = buffer_of(parameter);
@@ -162,13 +168,15 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
     task.exp_avg_sq = a.exp_avg_sqs[i].mutable_data_ptr();
     task.step = a.steps[i].const_data_ptr<float>();
     buffers.push_back(&buffer);
-    amaxes += amax_numel(task.layout, task.cuts);
+    words += amax_numel(task.layout, task.cuts) + provisional_numel(task);
   }
-  const auto amax = at::zeros({amaxes}, at::TensorOptions().dtype(at::kFloat).device(device));
-  float* next_amax = amax.mutable_data_ptr<float>();
+  const auto left = at::zeros({words}, at::TensorOptions().dtype(at::kFloat).device(device));
+  float* next = left.mutable_data_ptr<float>();
   for (AdamWTask& task : tasks) {
-    task.amax = next_amax;
-    next_amax += amax_numel(task.layout, task.cuts);
+    task.amax = next;
+    next += amax_numel(task.layout, task.cuts);
+    if (provisional_numel(task) > 0) task.provisional = next;
+    next += provisional_numel(task);
   }
   fused_adamw(tasks, options_of(a, lr, device), current_stream(device));
 
@@ -178,11 +186,17 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
                                  : bump_version(a.parameters[i]);
   }
   // After the bumps: they are this write's.
+  const auto left_at = [&](const float* first, int64_t count) {
+    const int64_t offset = first - left.const_data_ptr<float>();
+    return tensor_at(left.storage(), at::kFloat, offset * static_cast<int64_t>(sizeof(float)),
+                     {count});
+  };
   for (size_t t = 0; t < tasks.size(); ++t) {
     const AdamWTask& task = tasks[t];
-    buffers[t]->written_with_amax(amax, task.amax - amax.const_data_ptr<float>(),
-                                  amax_numel(task.layout, task.cuts),
-                                  task.quantizes == StepQuantizes::kAll);
+    at::Tensor provisional;
+    if (task.provisional) provisional = left_at(task.provisional, provisional_numel(task));
+    buffers[t]->written_with_amax(left_at(task.amax, amax_numel(task.layout, task.cuts)),
+                                  std::move(provisional), task.quantizes == StepQuantizes::kAll);
   }
 }
 

@@ -220,12 +220,8 @@ void QuantizedBuffer::written_nothing() {
   note_before_bump();
 }
 
-void QuantizedBuffer::written_with_amax(const at::Tensor& amax, int64_t first, int64_t count,
-                                        bool shown) {
-  flush_state_.write_with_amax(
-      device(),
-      tensor_at(amax.storage(), at::kFloat, first * static_cast<int64_t>(sizeof(float)), {count}),
-      shown);
+void QuantizedBuffer::written_with_amax(at::Tensor amax, at::Tensor provisional, bool shown) {
+  flush_state_.write_with_amax(device(), std::move(amax), std::move(provisional), shown);
   if (shown) grid_snapshot_.reset();
 }
 

@@ -138,9 +138,9 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   /// and made anew it would be rounded twice. Beside a master it waits for the flush, as on the
   /// ranks whose rows were written.
   void written_nothing();
-  /// The same of a kernel that left the amaxes of the new values in entries [first, first + count)
-  /// of the flat `amax`, and if `shown` their codes and scales in the image.
-  void written_with_amax(const at::Tensor& amax, int64_t first, int64_t count, bool shown);
+  /// The same of a kernel that left the amaxes of the new values, and if `shown` their codes and
+  /// scales in the image, or else perhaps codes by `provisional` (QuantizeTask::provisional).
+  void written_with_amax(at::Tensor amax, at::Tensor provisional, bool shown);
   /// Some rank wrote this parameter, as its peers know.
   void written_elsewhere() { flush_state_.write_elsewhere(); }
   /// An in-place kernel said all that it did; the bump of the version that follows is part of it.

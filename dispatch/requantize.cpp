@@ -277,6 +277,9 @@ class Requantization {
     entry.values = buffer.value_plane();
     task.values = entry.values.const_data_ptr();
     task.image = buffer.image().mutable_data_ptr<uint8_t>();
+    if (const at::Tensor made_by = buffer.flush_state().provisional(); made_by.defined()) {
+      task.provisional = made_by.mutable_data_ptr<float>();
+    }
     if (!entry.words.empty()) {
       entry.state.emplace(buffer, entry.amax.data(), entry.words.data(),
                           options_.pending == QuantizedBuffer::Pending::kDrop);

@@ -11,8 +11,10 @@ namespace qshard {
 /// What of quantizing its result a step can do in its own pass.
 enum class StepQuantizes : uint8_t {
   kNothing,
-  kAmaxes,  // what ranks agree on: codes wait for it
-  kAll,     // codes and their scales too: no scale depends on rows of other ranks
+  kAmaxes,       // what ranks agree on: codes wait for it
+  kProvisional,  // the same, and on CUDA devices codes by the scales that the grid has: a weight's
+                 // amax seldom crosses a power of two, and then they are final
+  kAll,          // codes and their scales: no scale depends on rows of other ranks
 };
 StepQuantizes step_quantizes(const Layout& layout);
 
@@ -42,8 +44,8 @@ struct AdamWOptions {
 
 /// Steps as torch.optim.AdamW(fused=True) does, bit for bit, then, of the new values and in the
 /// same pass, what `quantizes` says: compute_amax() and the rows' part of quantize(), whose grid
-/// entries of rows held elsewhere are left open. Every amax entry must be 0 before. No task
-/// quantizes nothing.
+/// entries of rows held elsewhere are left open. Every entry of `amax` and `provisional` must be 0
+/// before. No task quantizes nothing.
 /// @throws c10::Error for device memory, as kernels/quantize.h says.
 void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, Stream stream);
 

@@ -31,6 +31,9 @@ struct QuantizeTask {
   const int32_t* rounding = nullptr;
   /// Not empty: what compute_amax would find, but for zeros after it. It looks at no values then.
   std::span<const float> known_amax = {};
+  /// Null, or (grid_rows, grid_cols): scale_inv that fused_adamw() made the image's codes by, 0
+  /// where it made none. On CUDA devices quantize() leaves those codes whose scale that still is.
+  float* provisional = nullptr;
 };
 
 /// Sets every entry of `amax`: the largest |x| of the task's live rows in each grid entry or cut

@@ -1,5 +1,7 @@
 #include "kernels/cuda/fused_adamw.h"
 
+#include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "kernels/cuda/batcher.h"
@@ -35,34 +37,35 @@ Described with_memory(const Base& base, const AdamWTask& task) {
   return out;
 }
 
-// Steps to amaxes or, if `to_codes`, to codes.
-void step(std::span<const AdamWTask> tasks, bool to_codes, const AdamWParameters& parameters,
-          cudaStream_t stream) {
+// Steps those that quantize so much.
+void step(std::span<const AdamWTask> all_tasks, StepQuantizes quantizes,
+          const AdamWParameters& parameters, cudaStream_t stream) {
+  std::vector<AdamWTask> alike;
+  std::ranges::copy_if(all_tasks, std::back_inserter(alike),
+                       [&](const AdamWTask& task) { return task.quantizes == quantizes; });
+  const std::span<const AdamWTask> tasks = alike;
   const auto has_scales_in_grid = [](const Layout& layout) {
     return layout.format->scales_in_grid();
   };
   launch_by_type<AdamWRowImageBatch>(
       tasks, has_scales_in_grid,
       [&](const AdamWRowImageBatch& batch, DType dtype) {
-        return to_codes ? launch_adamw_quantize(batch, parameters, dtype, stream)
-                        : launch_adamw_amax(batch, parameters, dtype, stream);
+        return launch_adamw(batch, quantizes, parameters, dtype, stream);
       },
       [&](auto& batcher, const AdamWTask& task) {
         const auto described = with_memory<AdamWRowImageTask>(describe_row_image(task), task);
-        batcher.add(described,
-                    to_codes ? adamw_quantize_blocks(described) : adamw_amax_blocks(described));
+        batcher.add(described, adamw_blocks(described, quantizes));
       });
   launch_by_kind<AdamWRowScaledBatch>(
       tasks,
       [&](const AdamWRowScaledBatch& batch, const Format& format, DType dtype) {
-        return to_codes ? launch_adamw_quantize(batch, parameters, format, dtype, stream)
-                        : launch_adamw_amax(batch, parameters, format, dtype, stream);
+        return launch_adamw(batch, quantizes, parameters, format, dtype, stream);
       },
       [&](auto& batcher, const AdamWTask& task) {
+        const bool to_codes = quantizes == StepQuantizes::kAll;
         const auto described = with_memory<AdamWRowScaledTask>(
             describe_row_scaled(task, to_codes ? kCodeTileRows : kAmaxTileRows), task);
-        batcher.add(described,
-                    to_codes ? adamw_quantize_blocks(described) : adamw_amax_blocks(described));
+        batcher.add(described, adamw_blocks(described, quantizes));
       });
 }
 
@@ -71,12 +74,10 @@ void step(std::span<const AdamWTask> tasks, bool to_codes, const AdamWParameters
 void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const AdamWParameters parameters = parameters_of(options);
-  std::vector<AdamWTask> to_amaxes, to_codes;
-  for (const AdamWTask& task : tasks) {
-    (task.quantizes == StepQuantizes::kAll ? to_codes : to_amaxes).push_back(task);
+  for (const StepQuantizes quantizes :
+       {StepQuantizes::kAmaxes, StepQuantizes::kProvisional, StepQuantizes::kAll}) {
+    step(tasks, quantizes, parameters, cuda_stream);
   }
-  step(to_amaxes, /*to_codes=*/false, parameters, cuda_stream);
-  step(to_codes, /*to_codes=*/true, parameters, cuda_stream);
 }
 
 }  // namespace qshard::cuda

@@ -3,7 +3,8 @@
 // A tile's new values stay in shared memory between the amax of its scale block and the codes, so
 // nothing is read twice. The floor, in bytes per element with fp32 values, moments and gradient:
 //   scale of the tile    reads 16, writes 12 + 1: 29
-//   wider scale          reads 16, writes 12: 28; the flush's quantize pass then reads 4, writes 1
+//   wider scale          reads 16, writes 12 + 1: 29, the codes by the scale before. Where that is
+//                        no power of two, 28; the flush's quantize pass then reads 4, writes 1
 // A bf16 gradient, where torch allows one beside fp32 values, is left to torch's own kernel.
 #include "kernels/cuda/adamw.cuh"
 #include "kernels/cuda/amax.cuh"
@@ -21,7 +22,7 @@ constexpr int tile_bytes() {
 
 constexpr int kSharedBytes = 48 * 1024;  // what a kernel may have without asking
 
-template <typename Value, bool kQuantizes>
+template <typename Value, StepQuantizes kQuantizes>
 __global__ void __launch_bounds__(kThreads)
     fused_adamw(const __grid_constant__ AdamWRowImageBatch batch,
                 const __grid_constant__ AdamWParameters parameters) {
@@ -31,12 +32,22 @@ __global__ void __launch_bounds__(kThreads)
   const AdamWRowImageTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
   if (tile.grid_index < 0) {
-    if constexpr (kQuantizes) write_zeros(task, tile);
+    if constexpr (kQuantizes == StepQuantizes::kAll) write_zeros(task, tile);
     return;
   }
   const AdamW adamw(parameters, task.memory.step);
   const Rows rows(tile);
   const int thread = static_cast<int>(threadIdx.x);
+  const auto store_codes = [&](int row, const Vector<Value>& x, float scale) {
+    store_bytes(task.image + static_cast<int64_t>(row) * task.row_bytes + rows.col,
+                encode_vector<E4M3>(x, scale));
+  };
+  float scale_before = 0.f;
+  if constexpr (kQuantizes == StepQuantizes::kProvisional) {
+    const float scale_inv = task.grid[tile.grid_index];
+    scale_before = inverse_scale(scale_inv);
+    if (thread == 0) task.provisional[tile.grid_index] = scale_inv;  // the same of all tiles
+  }
 
   uint32_t largest = 0;
 #pragma unroll 1
@@ -52,7 +63,15 @@ __global__ void __launch_bounds__(kThreads)
     }
     step_vectors(adamw, task, at, count, x);
     largest = max(largest, largest_of<Value, kInFlight>(x));
-    if constexpr (kQuantizes) {
+    if constexpr (kQuantizes == StepQuantizes::kProvisional) {
+      if (rows.col >= task.row_bytes) continue;
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int row = rows.row(begin + i);
+        if (row < tile.row_end) store_codes(row, x[i], scale_before);
+      }
+    }
+    if constexpr (kQuantizes == StepQuantizes::kAll) {
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         kept[(begin + i) * kThreads + thread] =
@@ -61,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   largest = max_of_block<kThreads>(largest);
-  if constexpr (!kQuantizes) {
+  if constexpr (kQuantizes != StepQuantizes::kAll) {
     if (thread == 0) raise(task.amax + tile.grid_index, largest);
     return;
   }
@@ -77,19 +96,18 @@ __global__ void __launch_bounds__(kThreads)
     const int row = rows.row(i);
     if (row >= tile.row_end) return;
     const uint4 words = kept[i * kThreads + thread];
-    store_bytes(task.image + static_cast<int64_t>(row) * task.row_bytes + rows.col,
-                encode_vector<E4M3>(Vector<Value>{{words.x, words.y, words.z, words.w}}, scale));
+    store_codes(row, {{words.x, words.y, words.z, words.w}}, scale);
   }
 }
 
-template <bool kQuantizes>
+template <StepQuantizes kQuantizes>
 cudaError_t launch(const AdamWRowImageBatch& batch, const AdamWParameters& parameters,
                    DType value_dtype, cudaStream_t stream) {
   const int blocks = batch.first_block[batch.count];
   if (blocks == 0) return cudaSuccess;
   return with_value_type(value_dtype, [&](auto value) {
     const auto kernel = fused_adamw<decltype(value), kQuantizes>;
-    const int shared = kQuantizes ? tile_bytes<decltype(value)>() : 0;
+    const int shared = kQuantizes == StepQuantizes::kAll ? tile_bytes<decltype(value)>() : 0;
     if (shared > kSharedBytes) {
       const cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -102,19 +120,24 @@ cudaError_t launch(const AdamWRowImageBatch& batch, const AdamWParameters& param
 
 }  // namespace
 
-int adamw_amax_blocks(const AdamWRowImageTask& task) { return amax_blocks(task); }
-
-int adamw_quantize_blocks(const AdamWRowImageTask& task) { return tile_count(task); }
-
-cudaError_t launch_adamw_amax(const AdamWRowImageBatch& batch, const AdamWParameters& parameters,
-                              DType value_dtype, cudaStream_t stream) {
-  return launch<false>(batch, parameters, value_dtype, stream);
+int adamw_blocks(const AdamWRowImageTask& task, StepQuantizes quantizes) {
+  return quantizes == StepQuantizes::kAll ? tile_count(task) : amax_blocks(task);
 }
 
-cudaError_t launch_adamw_quantize(const AdamWRowImageBatch& batch,
-                                  const AdamWParameters& parameters, DType value_dtype,
-                                  cudaStream_t stream) {
-  return launch<true>(batch, parameters, value_dtype, stream);
+cudaError_t launch_adamw(const AdamWRowImageBatch& batch, StepQuantizes quantizes,
+                         const AdamWParameters& parameters, DType value_dtype,
+                         cudaStream_t stream) {
+  switch (quantizes) {
+    case StepQuantizes::kAmaxes:
+      return launch<StepQuantizes::kAmaxes>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kProvisional:
+      return launch<StepQuantizes::kProvisional>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kAll:
+      return launch<StepQuantizes::kAll>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kNothing:
+      break;
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace qshard::cuda

@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/row_image_kernels.h"
 #include "kernels/cuda/row_scaled_kernels.h"
+#include "kernels/optimizer.h"
 
 namespace qshard::cuda {
 
@@ -41,27 +42,19 @@ using AdamWRowScaledBatch = TaskBatch<AdamWRowScaledTask, 64>;
 static_assert(sizeof(AdamWRowImageBatch) + sizeof(AdamWParameters) <= kMaxParameterBytes &&
               sizeof(AdamWRowScaledBatch) + sizeof(AdamWParameters) <= kMaxParameterBytes);
 
-// All tasks of a batch have one format and one value type. Those of a `kAmaxes` launch raise amax
-// entries; those of a `kAll` launch set the entries of their blocks, and write the rest of them.
+// All tasks of a batch quantize as much, and have one format and one value type. Amaxes are raised;
+// those of `kAll` are set, of their blocks, and the rest of the blocks is written.
 
-int adamw_amax_blocks(const AdamWRowImageTask& task);
-int adamw_quantize_blocks(const AdamWRowImageTask& task);
-cudaError_t launch_adamw_amax(const AdamWRowImageBatch& batch, const AdamWParameters& parameters,
-                              DType value_dtype, cudaStream_t stream);
-/// One scale per tile.
-cudaError_t launch_adamw_quantize(const AdamWRowImageBatch& batch,
-                                  const AdamWParameters& parameters, DType value_dtype,
-                                  cudaStream_t stream);
+int adamw_blocks(const AdamWRowImageTask& task, StepQuantizes quantizes);
+/// `kAll`: of one scale per tile.
+cudaError_t launch_adamw(const AdamWRowImageBatch& batch, StepQuantizes quantizes,
+                         const AdamWParameters& parameters, DType value_dtype, cudaStream_t stream);
 
-// Tiles have kAmaxTileRows rows for the amax, else kCodeTileRows.
-int adamw_amax_blocks(const AdamWRowScaledTask& task);
-int adamw_quantize_blocks(const AdamWRowScaledTask& task);
-/// Formats with an fp32 scale per matrix.
-cudaError_t launch_adamw_amax(const AdamWRowScaledBatch& batch, const AdamWParameters& parameters,
-                              const Format& format, DType value_dtype, cudaStream_t stream);
-/// Formats without one.
-cudaError_t launch_adamw_quantize(const AdamWRowScaledBatch& batch,
-                                  const AdamWParameters& parameters, const Format& format,
-                                  DType value_dtype, cudaStream_t stream);
+/// Tiles have kAmaxTileRows rows for the amax, else kCodeTileRows.
+int adamw_blocks(const AdamWRowScaledTask& task, StepQuantizes quantizes);
+/// `kAmaxes`: of formats with an fp32 scale per matrix; `kAll`: of formats without one.
+cudaError_t launch_adamw(const AdamWRowScaledBatch& batch, StepQuantizes quantizes,
+                         const AdamWParameters& parameters, const Format& format, DType value_dtype,
+                         cudaStream_t stream);
 
 }  // namespace qshard::cuda

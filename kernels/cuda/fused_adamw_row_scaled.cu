@@ -108,32 +108,24 @@ cudaError_t launch(Kernel kernel, const AdamWRowScaledBatch& batch,
 
 }  // namespace
 
-int adamw_amax_blocks(const AdamWRowScaledTask& task) { return tile_count(task); }
+int adamw_blocks(const AdamWRowScaledTask& task, StepQuantizes quantizes) {
+  return quantizes == StepQuantizes::kAll ? quantize_blocks(task) : tile_count(task);
+}
 
-int adamw_quantize_blocks(const AdamWRowScaledTask& task) { return quantize_blocks(task); }
-
-cudaError_t launch_adamw_amax(const AdamWRowScaledBatch& batch, const AdamWParameters& parameters,
-                              const Format& format, DType value_dtype, cudaStream_t stream) {
+cudaError_t launch_adamw(const AdamWRowScaledBatch& batch, StepQuantizes quantizes,
+                         const AdamWParameters& parameters, const Format& format, DType value_dtype,
+                         cudaStream_t stream) {
+  const bool to_codes = quantizes == StepQuantizes::kAll;
   return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
     using Kind = decltype(kind);
     if constexpr (Kind::kRowScale == RowScale::kE4M3) {
-      return launch(adamw_amax<Kind::kBlockCols, decltype(value)>, batch, parameters, stream);
+      const auto kernel = adamw_amax<Kind::kBlockCols, decltype(value)>;
+      return to_codes ? cudaErrorInvalidValue : launch(kernel, batch, parameters, stream);
+    } else if constexpr (Kind::kBlockRows > 1) {
+      const auto kernel = adamw_quantize<Kind, decltype(value)>;
+      return to_codes ? launch(kernel, batch, parameters, stream) : cudaErrorInvalidValue;
     } else {
-      return cudaErrorInvalidValue;
-    }
-  });
-}
-
-cudaError_t launch_adamw_quantize(const AdamWRowScaledBatch& batch,
-                                  const AdamWParameters& parameters, const Format& format,
-                                  DType value_dtype, cudaStream_t stream) {
-  return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
-    using Kind = decltype(kind);
-    // Weights in blocks of one row have a second image.
-    if constexpr (Kind::kRowScale == RowScale::kE8M0 && Kind::kBlockRows > 1) {
-      return launch(adamw_quantize<Kind, decltype(value)>, batch, parameters, stream);
-    } else {
-      return cudaErrorInvalidValue;
+      return cudaErrorInvalidValue;  // these weights have a second image
     }
   });
 }

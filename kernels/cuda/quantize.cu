@@ -54,6 +54,10 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Bat
   const auto find_scale = [&] {
     return scale_from_amax(task.amax[tile.grid_index], task.code_max, task.power_of_two);
   };
+  if (task.provisional != nullptr &&
+      inverse_scale(find_scale()) == task.provisional[tile.grid_index]) {
+    return;
+  }
   if constexpr (std::is_same_v<Batch, StochasticRowImageBatch>) {
     encode_tile_stochastic<Value>(task, tile, find_scale());
     return;

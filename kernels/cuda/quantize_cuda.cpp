@@ -97,6 +97,7 @@ RowImageTask describe_row_image(const QuantizeTask& task) {
   out.amax = task.amax;
   out.grid = task.grid;
   out.grid_copy = task.grid_copy;
+  out.provisional = task.provisional;
   return out;
 }
 

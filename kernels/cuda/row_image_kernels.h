@@ -22,6 +22,7 @@ struct RowImageTask {
   float* amax;             // (grid_rows, grid_cols)
   float* grid;             // (grid_rows, grid_cols)
   float* grid_copy;        // null, or a second place for them
+  float* provisional;      // QuantizeTask::provisional
   int64_t row_offset;      // logical row of row 0
   int64_t matrix_rows;     // rows per matrix, > 0 where live_rows > 0
   int64_t first_tile_row;  // tile row of row 0
@@ -49,7 +50,7 @@ struct StochasticRowImageTask : RowImageTask {
 
 using RowImageBatch = TaskBatch<RowImageTask, 30>;        // of what a linear needs
 using RowImageFlushBatch = TaskBatch<RowImageTask, 256>;  // of the shards of a model
-using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 224>;
+using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 216>;
 static_assert(sizeof(RowImageFlushBatch) <= kMaxParameterBytes &&
               sizeof(StochasticRowImageBatch) <= kMaxParameterBytes);
 

@@ -12,6 +12,7 @@ struct Parameter {
   Cuts cuts = {};
   at::Tensor values = {}, grad = {}, exp_avg = {}, exp_avg_sq = {}, step = {};
   Quantized out = {};
+  at::Tensor provisional = {};
 
   int64_t live() const { return layout.live_rows(); }
 };
@@ -34,6 +35,8 @@ Parameter make_parameter(const Layout& layout, const Cuts& cuts, at::ScalarType 
   p.exp_avg_sq = (at::rand({live, layout.cols}) * 0.01).to(dtype).to(device);
   p.step = at::full({}, 3.f).to(device);
   p.out = outputs_for(p.values, layout, cuts);
+  // The scale of codes is that of the values before.
+  if (layout.grid_numel() == 1) p.out.grid.copy_(quantized(p.values, layout).grid);
   return p;
 }
 
@@ -98,6 +101,8 @@ void step_by_library(std::vector<Parameter>& all, const Options& options, at::De
     AdamWTask& task = tasks.emplace_back();
     static_cast<QuantizeTask&>(task) = task_of(p.values, p.layout, p.cuts, p.out);
     task.quantizes = step_quantizes(p.layout);
+    p.provisional = at::zeros_like(p.out.grid);
+    task.provisional = p.provisional.mutable_data_ptr<float>();
     task.parameter = p.values.mutable_data_ptr();
     task.grad = p.grad.mutable_data_ptr();
     task.exp_avg = p.exp_avg.mutable_data_ptr();
@@ -127,6 +132,28 @@ at::Tensor own_entries(const Parameter& p, const at::Tensor& grid) {
   return grid.narrow(0, first, last - first + 1);
 }
 
+/// Codes of the live rows by the scales before, and after the flush by those of the amaxes.
+void check_provisional(Parameter& p, at::Device device) {
+  const auto live = [&](const at::Tensor& image) { return image.narrow(0, 0, p.live()); };
+  const Quantized expected = quantized(p.values, p.layout, p.out.amax, p.cuts);
+  if (device.is_cpu()) {
+    ASSERT_TRUE(at::all(p.out.image == 255).item<bool>());
+    ASSERT_TRUE(at::all(p.provisional == 0).item<bool>());
+  } else if (same_bits(p.provisional, expected.grid)) {
+    ASSERT_TRUE(same_bits(live(p.out.image), live(expected.image)));
+    live(p.out.image).fill_(17);
+  }
+  QuantizeTask task = task_of(p.values, p.layout, p.cuts, p.out);
+  task.provisional = p.provisional.mutable_data_ptr<float>();
+  quantize({&task, 1}, stream_of(device));
+  if (device.is_cuda() && same_bits(p.provisional, expected.grid)) {
+    ASSERT_TRUE(at::all(live(p.out.image) == 17).item<bool>());  // not made again
+    live(p.out.image).copy_(live(expected.image));
+  }
+  ASSERT_TRUE(same_bits(p.out.image, expected.image));
+  ASSERT_TRUE(same_bits(p.out.grid, expected.grid));
+}
+
 /// Steps both ways and compares every byte.
 void check(std::vector<Parameter>& ours, const Options& options, at::Device device) {
   std::vector<Parameter> theirs;
@@ -144,6 +171,10 @@ void check(std::vector<Parameter>& ours, const Options& options, at::Device devi
     ASSERT_TRUE(same_bits(p.exp_avg, want.exp_avg));
     ASSERT_TRUE(same_bits(p.exp_avg_sq, want.exp_avg_sq));
     ASSERT_TRUE(same_bits(p.out.amax, amax_of(want.values, p.layout, p.cuts)));
+    if (step_quantizes(p.layout) == StepQuantizes::kProvisional) {
+      check_provisional(p, device);
+      continue;
+    }
     if (step_quantizes(p.layout) != StepQuantizes::kAll) {
       ASSERT_TRUE(at::all(p.out.image == 255).item<bool>());  // untouched
       continue;
@@ -269,7 +300,10 @@ TEST(StepQuantizes, WhatNoOtherRankHasAPartIn) {
   EXPECT_EQ(of("mxfp8", 32, 300, 32), StepQuantizes::kAll);
   EXPECT_EQ(of("mxfp8", 30, 300, 30), StepQuantizes::kNothing);
   EXPECT_EQ(of("mxfp8_1x32", 64, 64, 0), StepQuantizes::kNothing);
-  for (const char* format : {"float8_tensorwise", "float8_delayed", "nvfp4", "nvfp4_1x16"}) {
+  EXPECT_EQ(of("float8_tensorwise", 300, 300, 0), StepQuantizes::kProvisional);
+  EXPECT_EQ(of("float8_tensorwise[stochastic]", 300, 300, 0), StepQuantizes::kAmaxes);
+  EXPECT_EQ(of("float8_tensorwise_fp32_scale", 300, 300, 0), StepQuantizes::kAmaxes);
+  for (const char* format : {"float8_delayed", "nvfp4", "nvfp4_1x16"}) {
     EXPECT_EQ(of(format, 300, 300, 0), StepQuantizes::kAmaxes) << format;
   }
 }
