@@ -267,12 +267,12 @@ def register_swiglu_flops():
         return 2 * gate.numel() * weight.shape[0]
 
     @register_flop_formula(torch.ops.qshard.swiglu_linear_backward, get_raw=True)
-    def backward_flops(grad, gate, up, weight, amax, needs_weight, rows, columns, *args, **kwargs):
+    def backward_flops(grad, gate, up, weight, maxima, needs_weight, rows, columns, *args, **kwargs):
         return 2 * gate.numel() * weight.shape[0] * (bool(needs_weight) + bool(rows or columns))
 
     @register_flop_formula(torch.ops.qshard.swiglu_linear_backward_accumulate, get_raw=True)
-    def backward_accumulate_flops(grad, gate, up, weight, amax, sum, rows, columns, *args, **kwargs):
-        return backward_flops(grad, gate, up, weight, amax, True, rows, columns)
+    def backward_accumulate_flops(grad, gate, up, weight, maxima, sum, rows, columns, *args, **kwargs):
+        return backward_flops(grad, gate, up, weight, maxima, True, rows, columns)
 
     @register_flop_formula(torch.ops.qshard.linear_backward_codes, get_raw=True)
     def codes_flops(

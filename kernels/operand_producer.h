@@ -101,6 +101,8 @@ class CachedOperand final : public OperandProducer {
 
   at::IntArrayRef sizes() const override { return source_.sizes(); }
   QuantizedMatrix codes(const OperandRequest& request) const override;
+  /// Rowwise codes are not read any more.
+  void release_rows() { made_.rowwise = {}; }
   at::Tensor values(at::ScalarType dtype) const override { return source_.values(dtype); }
   void collect_amax(const DelayedAmax& delayed) const override;
 

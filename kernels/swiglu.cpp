@@ -1,9 +1,12 @@
 #include "kernels/swiglu.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
+
+#include <limits>
 
 #include "kernels/linear_amax.h"
 #ifdef QSHARD_WITH_CUDA
@@ -21,11 +24,18 @@ std::pair<at::Tensor, at::Tensor> swiglu_gradients(const at::Tensor& grad, const
   return {at::silu_backward(at::mul(grad, up), gate), at::mul(grad, at::silu(gate))};
 }
 
+at::Tensor swiglu_maxima(const at::Tensor& amax, int64_t m, int64_t k) {
+  at::Tensor maxima =
+      at::full({swiglu_maxima_numel(m, k)}, std::numeric_limits<float>::infinity(), amax.options());
+  maxima.narrow(0, 0, 1).copy_(amax);
+  return maxima;
+}
+
 QuantizedMatrix SwigluOperand::codes(const OperandRequest& request) const {
 #ifdef QSHARD_WITH_CUDA
   const bool is_fused = gate_.is_cuda() && request.arrangement == Arrangement::kPacked &&
                         request.role == PackedRole::kInput;
-  if (is_fused) return cuda::quantize_swiglu(gate_, up_, request, amax_);
+  if (is_fused) return cuda::quantize_swiglu(gate_, up_, request, maxima_);
 #endif
   return PlainOperand(values(dtype())).codes(request);
 }
@@ -52,7 +62,7 @@ SwigluBackward swiglu_backward(const at::Tensor& grad, const at::Tensor& gate, c
     result.up = PlainOperand(grad_up).codes(request.gradients);
   }
   if (request.input != nullptr) {
-    result.input = SwigluOperand(gate, up, request.input_amax)
+    result.input = SwigluOperand(gate, up, request.maxima)
                        .codes({.format = request.input, .orientations = {.columnwise = true}});
   }
   return result;

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "kernels/layout.h"
 #include "kernels/operand_producer.h"
 
 namespace qshard {
@@ -17,28 +18,40 @@ at::Tensor swiglu_values(const at::Tensor& gate, const at::Tensor& up);
 std::pair<at::Tensor, at::Tensor> swiglu_gradients(const at::Tensor& grad, const at::Tensor& gate,
                                                    const at::Tensor& up);
 
+/// What is remembered of matrices (M, K) of gate and up, float32: the amax of silu(gate) * up, by
+/// which codes have one scale, then of each strip of 8x128 the largest |silu(gate)| and the largest
+/// |up|; strips of a tile of 128x128 one after the other, and tiles row by row. With those backward
+/// finds the amaxes of the gradients of gate and up without reading most strips of either: where
+/// the largest factors multiply to less than the amax so far, no product can raise it. Infinities
+/// stand for what is not known.
+inline int64_t swiglu_maxima_numel(int64_t m, int64_t k) {
+  return 1 + 2 * 16 * ceil_div(m, 128) * ceil_div(k, 128);
+}
+/// The same of an amax alone, float32 (1,).
+at::Tensor swiglu_maxima(const at::Tensor& amax, int64_t m, int64_t k);
+
 /// silu(gate) * up of matrices (M, K), whose rows may be parts of longer ones.
 class SwigluOperand final : public OperandProducer {
  public:
-  /// amax: float32 (1,), of the values, if it is known: what their codes have one scale by.
-  SwigluOperand(at::Tensor gate, at::Tensor up, at::Tensor amax = {})
+  /// maxima: those of swiglu_maxima_numel(), if they are known.
+  SwigluOperand(at::Tensor gate, at::Tensor up, at::Tensor maxima = {})
       : OperandProducer(gate.options()),
         gate_(std::move(gate)),
         up_(std::move(up)),
-        amax_(std::move(amax)) {}
+        maxima_(std::move(maxima)) {}
 
   at::IntArrayRef sizes() const override { return gate_.sizes(); }
   QuantizedMatrix codes(const OperandRequest& request) const override;
   at::Tensor values(at::ScalarType dtype) const override;
   void collect_amax(const DelayedAmax& delayed) const override;
 
-  /// The amax, if it was given or codes have been made by one.
-  const at::Tensor& amax() const { return amax_; }
+  /// The maxima, if they were given or codes have been made by them.
+  const at::Tensor& maxima() const { return maxima_; }
 
  private:
   at::Tensor gate_;
   at::Tensor up_;
-  mutable at::Tensor amax_;
+  mutable at::Tensor maxima_;
 };
 
 /// What is made of the gradient of silu(gate) * up.
@@ -46,7 +59,7 @@ struct SwigluBackwardRequest {
   OperandRequest gradients = {};  // packed codes of both gradients, not by earlier steps
   bool joined = false;            // as of one matrix (M, 2 K): that of gate, then that of up
   const Format* input = nullptr;  // columnwise codes of silu(gate) * up to meet a weight of it
-  at::Tensor input_amax = {};     // what forward scaled them by, if by one scale
+  at::Tensor maxima = {};         // what forward knew of gate and up, if it scaled by one scale
 };
 
 struct SwigluBackward {

@@ -72,19 +72,20 @@ TORCH_LIBRARY(qshard, m) {
       "Tensor? norm_bias=None, float eps=0.0, bool rms=False, bool zero_centered_gamma=False) "
       "-> Tensor");
   m.def(
-      "swiglu_linear_forward(Tensor gate, Tensor up, Tensor weight, Tensor? bias, bool keep_amax, "
+      "swiglu_linear_forward(Tensor gate, Tensor up, Tensor weight, Tensor? bias, bool "
+      "keep_maxima, "
       "bool weight_only=False, str? format=None, Tensor[]? weight_state=None, "
       "Tensor? residual=None) "
-      "-> (Tensor output, Tensor amax)");
+      "-> (Tensor output, Tensor maxima)");
   m.def(
-      "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor up, Tensor weight, Tensor amax, "
+      "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor up, Tensor weight, Tensor maxima, "
       "bool needs_weight, bool rows, bool columns, bool joined, str? grad_format=None, "
       "bool weight_only=False, ScalarType? grad_dtype=None, str? format=None, "
       "Tensor[]? weight_state=None) "
       "-> (Tensor grad_weight, Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
   m.def(
       "swiglu_linear_backward_accumulate(Tensor grad, Tensor gate, Tensor up, Tensor weight, "
-      "Tensor amax, Tensor(a!) weight_grad, bool rows, bool columns, bool joined, "
+      "Tensor maxima, Tensor(a!) weight_grad, bool rows, bool columns, bool joined, "
       "str? grad_format=None, bool weight_only=False, str? format=None, "
       "Tensor[]? weight_state=None) "
       "-> (Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");

@@ -67,11 +67,23 @@ struct WeightGradient {
 /// gate and up as matrices, and what forward knew of silu(gate) * up.
 struct SavedSwiglu {
   Tensor gate, up;
-  Tensor amax;  // undefined if it is not known
+  Tensor maxima;  // undefined if they are not known
 
-  SavedSwiglu(const Tensor& gate, const Tensor& up, const Tensor& amax)
-      : gate(as_matrix(gate)), up(as_matrix(up)), amax(amax.numel() == 1 ? amax : Tensor()) {}
-  SwigluOperand product() const { return {gate, up, amax}; }
+  SavedSwiglu(const char* op, const Tensor& gate, const Tensor& up, const Tensor& maxima)
+      : gate(as_matrix(gate)), up(as_matrix(up)) {
+    if (maxima.numel() == 0) return;
+    const int64_t numel = swiglu_maxima_numel(this->gate.size(0), this->gate.size(1));
+    TORCH_CHECK(
+        maxima.dim() == 1 && maxima.numel() == numel && maxima.is_contiguous() &&
+            maxima.scalar_type() == at::kFloat && maxima.device() == gate.device() &&
+            !has_key(maxima),
+        fmt::format("{}: maxima must be ({},) float32 on {}, as forward kept them for gate "
+                    "of shape {}, or (0,), got {} of {} on {}",
+                    op, numel, gate.device().str(), gate.sizes().vec(), maxima.sizes().vec(),
+                    c10::toString(maxima.scalar_type()), maxima.device().str()));
+    this->maxima = maxima;
+  }
+  SwigluOperand product() const { return {gate, up, maxima}; }
 };
 
 /// Which gradients of gate and up an operator is asked for.
@@ -100,7 +112,7 @@ void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& s
 
 SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const Tensor& gate,
                                      const Tensor& up, const LinearWeight& weight,
-                                     const Tensor& amax, const WeightGradient& wgrad,
+                                     const Tensor& maxima, const WeightGradient& wgrad,
                                      const InnerGradients& inner, bool weight_only) {
   const QuantizedMatrix& codes = weight.codes;
   TORCH_CHECK(grad.dim() == gate.dim() && grad.size(-1) == codes.rows &&
@@ -108,10 +120,10 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
               fmt::format("{}: a gradient of shape {} does not fit gate of shape {} and a weight "
                           "of ({}, {})",
                           op, grad.sizes().vec(), gate.sizes().vec(), codes.rows, codes.cols));
-  const SavedSwiglu saved(gate, up, amax);
+  const SavedSwiglu saved(op, gate, up, maxima);
   const Format& own = *codes.format;
   const PlainOperand plain(as_matrix(grad));
-  const CachedOperand gradient(plain, {.rowwise = inner.any(), .columnwise = wgrad.is_needed});
+  CachedOperand gradient(plain, {.rowwise = inner.any(), .columnwise = wgrad.is_needed});
   const SwigluOperand product = saved.product();
   std::optional<QuantizedOperand> product_codes;
   const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
@@ -121,6 +133,7 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
         linear_backward({.grad = &gradient, .needs_input = true, .weight_only = weight_only},
                         weight)
             .grad_input;
+    gradient.release_rows();  // before what takes more memory than anything else in an MLP
     if (inner.format == nullptr) {
       set_values(out, grad_product, saved, inner.joined, gate);
     } else {
@@ -128,11 +141,11 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
           .gradients = {.format = inner.format,
                         .role = PackedRole::kGradient,
                         .orientations = {.rowwise = inner.rows, .columnwise = inner.columns}},
-          .joined = inner.joined};
+          .joined = inner.joined,
+          .maxima = saved.maxima};
       if (wgrad.is_needed && !weight_only && own.scales_in_grid() && own.amax_history.length == 0 &&
           can_save_quantized_input(gate.device(), saved.gate.size(0), codes.rows, codes.cols)) {
         request.input = &own;
-        request.input_amax = saved.amax;
       }
       auto made = swiglu_backward(grad_product, saved.gate, saved.up, request);
       std::get<1>(out) = bytes_or_none(made.gate.rowwise, gate);
@@ -225,7 +238,7 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
 
 std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
                                                  const Tensor& weight, const OptionalTensor& bias,
-                                                 bool keep_amax, bool weight_only,
+                                                 bool keep_maxima, bool weight_only,
                                                  OptionalFormat format, WeightState weight_state,
                                                  const OptionalTensor& residual) {
   PlainGuard guard;
@@ -240,15 +253,19 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tenso
   sizes.back() = weight.size(0);
   if (gate.dim() != 2) result.output = at::_unsafe_view(result.output, sizes);
   const auto fp32 = gate.options().dtype(at::kFloat);
-  if (!keep_amax) return {result.output, none_of(fp32)};
-  // A weight whose codes cannot be multiplied where they lie has left the values' amax unknown.
-  Tensor amax = operand.amax();
-  if (!amax.defined()) amax = activation_amax(operand.values(operand.dtype()));
-  return {result.output, amax};
+  if (!keep_maxima) return {result.output, none_of(fp32)};
+  // A weight whose codes cannot be multiplied where they lie has left them unknown.
+  Tensor maxima = operand.maxima();
+  if (!maxima.defined()) {
+    const auto sizes = operand.sizes();
+    const Tensor amax = activation_amax(operand.values(operand.dtype()));
+    maxima = swiglu_maxima(amax, sizes[0], sizes[1]);
+  }
+  return {result.output, maxima};
 }
 
 SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
-                                         const Tensor& weight, const Tensor& amax,
+                                         const Tensor& weight, const Tensor& maxima,
                                          bool needs_weight, bool rows, bool columns, bool joined,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
@@ -259,13 +276,14 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
   const auto use = backward_use(rows || columns);
   const auto used = checked_weight(weight, format, weight_state, use, op);
   check_swiglu(op, gate, up, weight);
-  return swiglu_backward_of(op, grad, gate, up, used, amax, {needs_weight, grad_dtype, weight, op},
+  return swiglu_backward_of(op, grad, gate, up, used, maxima,
+                            {needs_weight, grad_dtype, weight, op},
                             inner_gradients(op, rows, columns, joined, grad_format), weight_only);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
-    const Tensor& amax, const Tensor& weight_grad, bool rows, bool columns, bool joined,
+    const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_backward_accumulate";
@@ -274,7 +292,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
   const auto used = checked_weight(weight, format, weight_state, use, op);
   check_swiglu(op, gate, up, weight);
   auto [sum, first, second, third, fourth] =
-      swiglu_backward_of(op, grad, gate, up, used, amax, {weight_grad, op},
+      swiglu_backward_of(op, grad, gate, up, used, maxima, {weight_grad, op},
                          inner_gradients(op, rows, columns, joined, grad_format), weight_only);
   return {first, second, third, fourth};
 }

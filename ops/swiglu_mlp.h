@@ -31,7 +31,7 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
 /// for this use, with `weight_state`.
 std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
                                                  const Tensor& weight, const OptionalTensor& bias,
-                                                 bool keep_amax, bool weight_only,
+                                                 bool keep_maxima, bool weight_only,
                                                  OptionalFormat format, WeightState weight_state,
                                                  const OptionalTensor& residual = {});
 /// (grad_weight, gate, gate_columns, up, up_columns): of the gradients of gate and up the codes for
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tenso
 /// where they are joined, all of it is gate's.
 using SwigluLinearGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
-                                         const Tensor& weight, const Tensor& amax,
+                                         const Tensor& weight, const Tensor& maxima,
                                          bool needs_weight, bool rows, bool columns, bool joined,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor> linear_backward_codes(
 /// The same with the weight's gradient added to `weight_grad`.
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
-    const Tensor& amax, const Tensor& weight_grad, bool rows, bool columns, bool joined,
+    const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state);
 Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
                                         at::IntArrayRef size, at::ScalarType dtype,
@@ -73,13 +73,13 @@ Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTe
                        bool zero_centered_gamma);
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor& up,
                                                       const Tensor& weight,
-                                                      const OptionalTensor& bias, bool keep_amax,
+                                                      const OptionalTensor& bias, bool keep_maxima,
                                                       bool weight_only, OptionalFormat format,
                                                       WeightState weight_state,
                                                       const OptionalTensor& residual);
 SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& gate,
                                               const Tensor& up, const Tensor& weight,
-                                              const Tensor& amax, bool needs_weight, bool rows,
+                                              const Tensor& maxima, bool needs_weight, bool rows,
                                               bool columns, bool joined, OptionalFormat grad_format,
                                               bool weight_only,
                                               std::optional<at::ScalarType> grad_dtype,
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor> linear_backward_codes_meta(
     WeightState weight_state, const OptionalTensor& input_sum);
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate_meta(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
-    const Tensor& amax, const Tensor& weight_grad, bool rows, bool columns, bool joined,
+    const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state);
 Tensor linear_backward_codes_accumulate_meta(const Tensor& rows, const Tensor& columns,
                                              at::IntArrayRef size, at::ScalarType dtype,

@@ -28,8 +28,8 @@ bool scales_by_itself(const Format& format) {
 /// What is decided from sizes, device, dtype and formats: a traced call must decide as the real one
 /// does.
 struct SwigluUse {
-  bool gives_codes = false;  // the gradients of gate and up reach their linears in codes
-  bool keeps_amax = false;   // of the product, for backward
+  bool gives_codes = false;   // the gradients of gate and up reach their linears in codes
+  bool keeps_maxima = false;  // of gate, up and their product, for backward
 
   SwigluUse(const Tensor& input, const Tensor& gate, const Tensor& down, bool weight_only,
             const Format& format, const Format& down_format) {
@@ -49,7 +49,7 @@ struct SwigluUse {
     };
     if (!runs_on_codes(format, gate) || !runs_on_codes(down_format, down)) return;
     gives_codes = true;
-    keeps_amax = down.requires_grad() && packed_scale_mode(down_format) == ScaleMode::kTensor;
+    keeps_maxima = packed_scale_mode(down_format) == ScaleMode::kTensor;
   }
 };
 
@@ -156,8 +156,8 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                                  gate_name, gate_state, up_state);
     const auto halves = is_joined ? first.gate_values.chunk(2, -1)
                                   : variable_list{first.gate_values, first.up_values};
-    auto [output, amax] =
-        second.call(halves[0], halves[1], down, down_bias, use.keeps_amax, weight_only,
+    auto [output, maxima] =
+        second.call(halves[0], halves[1], down, down_bias, use.keeps_maxima, weight_only,
                     needs_name ? OptionalFormat(down_name) : std::nullopt, down_state, residual);
     variable_list saved{gate,
                         down,
@@ -166,7 +166,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                         first.up_input,
                         first.gate_values,
                         first.up_values,
-                        amax};
+                        maxima};
     if (is_normed) {
       const auto kept = first.normed->save(ctx);
       saved.insert(saved.end(), kept.begin(), kept.end());
@@ -453,7 +453,7 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
   const auto halves = is_given(up) ? std::vector<Tensor>{gate_values, first(*up, up_bias, up_state)}
                                    : gate_values.chunk(2, -1);
   return std::get<0>(swiglu_linear_forward(halves[0], halves[1], quantized(down, down_format),
-                                           down_bias, /*keep_amax=*/false, weight_only,
+                                           down_bias, /*keep_maxima=*/false, weight_only,
                                            name_of_plain(down_format), down_state, residual));
 }
 

@@ -39,11 +39,17 @@ Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTe
 
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor&,
                                                       const Tensor& weight, const OptionalTensor&,
-                                                      bool keep_amax, bool, OptionalFormat,
+                                                      bool keep_maxima, bool, OptionalFormat,
                                                       WeightState, const OptionalTensor&) {
   check_features("qshard::swiglu_linear_forward", gate, weight, 1);
+  c10::SymInt numel = 0;
+  if (keep_maxima) {
+    const auto k = gate.sym_size(-1);
+    const auto m = gate.sym_numel() / k.max(1);
+    numel = (m + 127) / 128 * ((k + 127) / 128) * 32 + 1;
+  }
   return {with_last(gate, weight.sym_size(0)),
-          at::empty({keep_amax ? 1 : 0}, gate.options().dtype(at::kFloat))};
+          at::empty_symint({numel}, gate.options().dtype(at::kFloat))};
 }
 
 SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& gate, const Tensor&,
@@ -74,10 +80,10 @@ SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate_meta(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
-    const Tensor& amax, const Tensor&, bool rows, bool columns, bool joined,
+    const Tensor& maxima, const Tensor&, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState state) {
   auto [none, first, second, third, fourth] = swiglu_linear_backward_meta(
-      grad, gate, up, weight, amax, /*needs_weight=*/false, rows, columns, joined, grad_format,
+      grad, gate, up, weight, maxima, /*needs_weight=*/false, rows, columns, joined, grad_format,
       weight_only, std::nullopt, format, state);
   return {first, second, third, fourth};
 }

@@ -74,14 +74,15 @@ def swiglu_linear_forward(
     up: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    keep_amax: bool,
+    keep_maxima: bool,
     weight_only: bool = False,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """linear(silu(gate) * up), what `swiglu_mlp` runs below autograd: (output, amax), amax float32 (1,) of
-    the product, or (0,) unless kept.
+    """linear(silu(gate) * up), what `swiglu_mlp` runs below autograd: (output, maxima). Maxima, float32
+    (1 + 32 x tiles,), are the amax of the product, then of each 8 rows of each tile of 128x128 of gate and up
+    as matrices the largest |silu(gate)| and |up|; (0,) unless kept.
 
     gate, up: (..., columns), with any strides. format: of the weight, which is checked; weight_state: as
         of `linear`, for a plain weight. residual: as of `linear`.
@@ -89,7 +90,7 @@ def swiglu_linear_forward(
     Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """
     return _ops.swiglu_linear_forward(
-        gate, up, weight, bias, keep_amax, weight_only, format, weight_state, residual
+        gate, up, weight, bias, keep_maxima, weight_only, format, weight_state, residual
     )
 
 
@@ -98,7 +99,7 @@ def swiglu_linear_backward(
     gate: Tensor,
     up: Tensor,
     weight: Tensor,
-    amax: Tensor,
+    maxima: Tensor,
     needs_weight: bool,
     rows: bool,
     columns: bool,
@@ -115,7 +116,7 @@ def swiglu_linear_backward(
         for the codes that `linear_backward_codes` takes: for dgrad if `rows`, for wgrad if `columns`. Without
         either no gradients are made.
     joined: as of one tensor (..., 2 x columns), which is gate's; up's are (0,).
-    amax: what forward kept. grad_dtype, format, weight_state: as of `linear_backward`.
+    maxima: what forward kept. grad_dtype, format, weight_state: as of `linear_backward`.
 
     Raises RuntimeError for shapes that do not fit, and for codes where the device has no FP8 GEMM.
     """
@@ -124,7 +125,7 @@ def swiglu_linear_backward(
         gate,
         up,
         weight,
-        amax,
+        maxima,
         needs_weight,
         rows,
         columns,
@@ -142,7 +143,7 @@ def swiglu_linear_backward_accumulate(
     gate: Tensor,
     up: Tensor,
     weight: Tensor,
-    amax: Tensor,
+    maxima: Tensor,
     weight_grad: Tensor,
     rows: bool,
     columns: bool,
@@ -159,7 +160,7 @@ def swiglu_linear_backward_accumulate(
         gate,
         up,
         weight,
-        amax,
+        maxima,
         weight_grad,
         rows,
         columns,

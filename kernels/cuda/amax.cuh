@@ -6,6 +6,8 @@
 
 namespace qshard::cuda {
 
+constexpr uint32_t kWholeWarp = 0xffffffffu;
+
 /// The largest magnitude of a thread's vectors.
 template <typename Value, int kCount>
 __device__ __forceinline__ uint32_t largest_of(const Vector<Value>* x) {
@@ -22,7 +24,7 @@ __device__ __forceinline__ uint32_t largest_of(const Vector<Value>* x) {
 template <int kBlockThreads>
 __device__ __forceinline__ uint32_t max_of_block(uint32_t bits) {
   __shared__ uint32_t of_warp[kBlockThreads / 32];
-  bits = __reduce_max_sync(0xffffffffu, bits);
+  bits = __reduce_max_sync(kWholeWarp, bits);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
   __syncthreads();
 #pragma unroll

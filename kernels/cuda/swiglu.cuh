@@ -59,10 +59,12 @@ __device__ __forceinline__ uint32_t map_word(const F& f) {
   return word_of_values<Value>(x);
 }
 
-/// gate becomes silu(gate) * up. silu(gate) is rounded as a tensor of its own would be.
-template <typename Value, int kThreads>
+/// gate becomes silu(gate) * up. silu(gate) is rounded as a tensor of its own would be; seen(word)
+/// is called with each word of it.
+template <typename Value, int kThreads, typename Seen>
 __device__ __forceinline__ void swiglu(ActivationTile<Value, kThreads>& gate,
-                                       const ActivationTile<Value, kThreads>& up) {
+                                       const ActivationTile<Value, kThreads>& up,
+                                       const Seen& seen) {
   constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
   with_gates<kRows>(gate.values, [&](auto ordinary) {
 #pragma unroll
@@ -73,6 +75,7 @@ __device__ __forceinline__ void swiglu(ActivationTile<Value, kThreads>& gate,
       const uint32_t u = up.values[r].word[w];
       const uint32_t silu = map_word<Value>(
           [&](int i) { return silu_of<decltype(ordinary)::value>(Value::load(g, i)).value; });
+      seen(silu);
       gate.values[r].word[w] = map_word<Value>(
           [&](int i) { return __fmul_rn(Value::load(silu, i), Value::load(u, i)); });
     }
@@ -110,6 +113,48 @@ __device__ __forceinline__ void swiglu_backward(Vector<Value>* grad, Vector<Valu
     }
   });
 }
+
+/// The largest |silu(gate)| and |up| of a warp's rows of its tile, as fp32 bits: what
+/// swiglu_maxima_numel (kernels/swiglu.h) counts after the product's amax.
+struct StripMaxima {
+  uint32_t silu;
+  uint32_t up;
+
+  template <int kThreads>
+  __device__ static int64_t index() {
+    static_assert(kThreads == 16 * 32, "a warp's rows are 8 of 128");
+    const int64_t tile = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+    return 1 + 2 * (tile * 16 + threadIdx.x / 32);
+  }
+  template <int kThreads>
+  __device__ void store(float* maxima) const {
+    maxima[index<kThreads>()] = __uint_as_float(silu);
+    maxima[index<kThreads>() + 1] = __uint_as_float(up);
+  }
+  template <int kThreads>
+  __device__ static StripMaxima load(const float* maxima) {
+    return {__float_as_uint(maxima[index<kThreads>()]),
+            __float_as_uint(maxima[index<kThreads>() + 1])};
+  }
+
+  /// Whether no gradient of the strip is above these amaxes, nor NaN, if no grad is above `grad`.
+  template <typename Value>
+  __device__ bool cannot_raise(uint32_t grad, uint32_t gate_amax, uint32_t up_amax) const {
+    const float d = __uint_as_float(grad);
+    // Rounding is monotonic. silu' is below 1.09984.
+    const uint32_t of_up = rounded<Value>(d * __uint_as_float(silu));
+    const uint32_t of_silu = rounded<Value>(d * __uint_as_float(up));
+    const uint32_t of_gate = rounded<Value>(__uint_as_float(of_silu) * 1.1f);
+    // Infinities may have been multiplied by zeros.
+    return of_up < kInfBits && of_gate < kInfBits && of_up <= up_amax && of_gate <= gate_amax;
+  }
+
+ private:
+  template <typename Value>
+  __device__ static uint32_t rounded(float x) {
+    return Value::amax_bits(Value::store(x), 0);
+  }
+};
 
 inline dim3 swiglu_grid(const SwigluTask& task) {
   return dim3(static_cast<unsigned>((task.k + kTile - 1) / kTile),

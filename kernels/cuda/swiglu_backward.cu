@@ -23,10 +23,15 @@ struct BackwardTiles {
   Tile grad_gate, grad_up, product;
 
   template <bool kVectorized>
-  __device__ __forceinline__ void load(const SwigluTask& task, int64_t tile_row, int64_t tile_col) {
+  __device__ __forceinline__ void load_grad(const SwigluTask& task, int64_t tile_row,
+                                            int64_t tile_col) {
+    grad_gate.load(task.grad, task.m, task.k, task.k, tile_row, tile_col, kVectorized);
+  }
+  template <bool kVectorized>
+  __device__ __forceinline__ void load_rest(const SwigluTask& task, int64_t tile_row,
+                                            int64_t tile_col) {
     grad_up.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, kVectorized);
     product.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, kVectorized);
-    grad_gate.load(task.grad, task.m, task.k, task.k, tile_row, tile_col, kVectorized);
     swiglu_backward<Tile::kRows>(grad_gate.values, grad_up.values, product.values);
   }
 
@@ -35,9 +40,9 @@ struct BackwardTiles {
   __device__ __forceinline__ void load_by_rows(const SwigluTask& task, int64_t tile_row,
                                                int64_t tile_col, const Done& done) {
     if constexpr (!kVectorized) {
+      load_grad<false>(task, tile_row, tile_col);
       grad_up.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, false);
       product.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, false);
-      grad_gate.load(task.grad, task.m, task.k, task.k, tile_row, tile_col, false);
     }
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
@@ -65,24 +70,37 @@ struct BackwardTiles {
   }
 };
 
+/// A warp whose gradients cannot be above the amaxes so far is done once it has read `grad`.
 template <typename Value, bool kVectorized>
 __global__ void __launch_bounds__(kThreads, kAmaxBlocksAtOnce<Value>)
-    swiglu_backward_amax(const __grid_constant__ SwigluTask task, float* gate_amax,
-                         float* up_amax) {
+    swiglu_backward_amax(const __grid_constant__ SwigluTask task, const float* maxima,
+                         float* gate_amax, float* up_amax) {
+  constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   BackwardTiles<Value> tiles;
-  tiles.template load<kVectorized>(task, static_cast<int64_t>(blockIdx.y) * kTile,
-                                   static_cast<int64_t>(blockIdx.x) * kTile);
-  const auto amax_of = [](const auto& tile) {
-    constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
-    return max_of_block<kThreads>(largest_of<Value, kRows>(tile.values));
-  };
-  const uint32_t gate = amax_of(tiles.grad_gate);
-  __syncthreads();  // of max_of_block's memory
-  const uint32_t up = amax_of(tiles.grad_up);
-  if (threadIdx.x == 0) {
-    raise(gate_amax, gate);
-    raise(up_amax, up);
+  tiles.template load_grad<kVectorized>(task, tile_row, tile_col);
+  // So far: the same for all threads, while others raise them.
+  __shared__ uint32_t raised[2];
+  if (threadIdx.x < 2) {
+    const volatile float* amax = threadIdx.x == 0 ? gate_amax : up_amax;
+    raised[threadIdx.x] = __float_as_uint(*amax);
   }
+  __syncthreads();
+  const auto amax_of = [](const auto& tile) {
+    return __reduce_max_sync(kWholeWarp, largest_of<Value, kRows>(tile.values));
+  };
+  if (maxima != nullptr) {
+    const auto strip = StripMaxima::load<kThreads>(maxima);
+    const uint32_t grad = amax_of(tiles.grad_gate);
+    if (strip.template cannot_raise<Value>(grad, raised[0], raised[1])) return;
+  }
+  tiles.template load_rest<kVectorized>(task, tile_row, tile_col);
+  const uint32_t gate = amax_of(tiles.grad_gate);
+  const uint32_t up = amax_of(tiles.grad_up);
+  if (threadIdx.x % 32 != 0) return;
+  if (gate > raised[0]) raise(gate_amax, gate);
+  if (up > raised[1]) raise(up_amax, up);
 }
 
 template <typename Value, bool kVectorized, bool kBlocks>
@@ -130,12 +148,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
 
 }  // namespace
 
-cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, float* gate_amax, float* up_amax,
-                                        DType value_dtype, cudaStream_t stream) {
+cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* maxima,
+                                        float* gate_amax, float* up_amax, DType value_dtype,
+                                        cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;
   return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
     swiglu_backward_amax<decltype(value), vectorized()>
-        <<<swiglu_grid(task), kThreads, 0, stream>>>(task, gate_amax, up_amax);
+        <<<swiglu_grid(task), kThreads, 0, stream>>>(task, maxima, gate_amax, up_amax);
     return cudaGetLastError();
   });
 }

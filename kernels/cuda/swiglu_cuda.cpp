@@ -30,6 +30,15 @@ SwigluTask swiglu_task(const at::Tensor& gate, const at::Tensor& up) {
   return task;
 }
 
+at::Tensor maxima_of(const SwigluTask& task, const at::TensorOptions& values, cudaStream_t stream) {
+  const at::Tensor maxima =
+      at::empty({swiglu_maxima_numel(task.m, task.k)}, values.dtype(at::kFloat));
+  check_launch(launch_swiglu_maxima(task, maxima.mutable_data_ptr<float>(),
+                                    value_dtype(c10::typeMetaToScalarType(values.dtype())),
+                                    stream));
+  return maxima;
+}
+
 // Columns [first, first + k) of a joined matrix; both begin tiles.
 ActivationTask columns_of(ActivationTask whole, int64_t first, int64_t k, bool one_scale) {
   whole.k = k;
@@ -47,7 +56,7 @@ ActivationTask columns_of(ActivationTask whole, int64_t first, int64_t k, bool o
 }  // namespace
 
 QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
-                                const OperandRequest& request, at::Tensor& amax) {
+                                const OperandRequest& request, at::Tensor& maxima) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor gate_rows = with_dense_rows(gate);
   const at::Tensor up_rows = with_dense_rows(up);
@@ -56,18 +65,13 @@ QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
   const QuantizedMatrix out = empty_packed(task.m, task.k, request, gate.device());
   SwigluImage image{activation_task(out)};
   at::Tensor delayed;
-  const auto own_amax = [&] {
-    const at::Tensor own = no_amax(1, gate.device());
-    check_launch(launch_swiglu_amax(task, own.mutable_data_ptr<float>(), dtype, stream));
-    return own;
-  };
   if (request.delayed) {
-    delayed = own_amax();
+    delayed = maxima_of(task, gate.options(), stream);
     delay_amax(delayed.mutable_data_ptr<float>(), request.delayed, stream.stream());
     image.amax = delayed.const_data_ptr<float>();
   } else if (has_one_scale(*request.format)) {
-    if (!amax.defined()) amax = own_amax();
-    image.amax = amax.const_data_ptr<float>();
+    if (!maxima.defined()) maxima = maxima_of(task, gate.options(), stream);
+    image.amax = maxima.const_data_ptr<float>();
   }
   check_launch(launch_swiglu_quantize(task, image, dtype, stream));
   return out;
@@ -108,28 +112,26 @@ SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor
     out.up.task = activation_task(result.up);
   }
   at::Tensor amaxes;
+  at::Tensor maxima = request.maxima;
   if (one_scale) {
     amaxes = no_amax(request.joined ? 1 : 2, device);
     auto* first = amaxes.mutable_data_ptr<float>();
     auto* second = first + (request.joined ? 0 : 1);
-    check_launch(launch_swiglu_backward_amax(task, first, second, dtype, stream));
+    const float* known = maxima.defined() ? maxima.const_data_ptr<float>() : nullptr;
+    check_launch(launch_swiglu_backward_amax(task, known, first, second, dtype, stream));
     out.gate.amax = first;
     out.up.amax = second;
   }
-  at::Tensor input_amax = request.input_amax;
   if (request.input != nullptr) {
     const OperandRequest columns{.format = request.input, .orientations = {.columnwise = true}};
     if (has_one_scale(*request.input) != one_scale) {
       // The kernel scales all that it makes in one way.
-      result.input = quantize_swiglu(gate_rows, up_rows, columns, input_amax);
+      result.input = quantize_swiglu(gate_rows, up_rows, columns, maxima);
     } else {
       result.input = empty_packed(task.m, task.k, columns, device);
       out.input.task = activation_task(result.input);
-      if (one_scale && !input_amax.defined()) {
-        input_amax = no_amax(1, device);
-        check_launch(launch_swiglu_amax(task, input_amax.mutable_data_ptr<float>(), dtype, stream));
-      }
-      if (one_scale) out.input.amax = input_amax.const_data_ptr<float>();
+      if (one_scale && !maxima.defined()) maxima = maxima_of(task, gate.options(), stream);
+      if (one_scale) out.input.amax = maxima.const_data_ptr<float>();
     }
   }
   check_launch(launch_swiglu_backward_quantize(task, out, dtype, stream));

@@ -6,11 +6,11 @@
 
 namespace qshard::cuda {
 
-/// As quantize_activation(silu(gate) * up, request). `amax`, float32 (1,), is what one scale goes
-/// by; undefined, it is computed, and left there. Delayed scaling collects the values' own, and
-/// leaves `amax` alone.
+/// As quantize_activation(silu(gate) * up, request). `maxima` (swiglu_maxima_numel) has the amax
+/// that one scale goes by; undefined, they are computed, and left there. Delayed scaling collects
+/// the values' own, and leaves `maxima` alone.
 QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
-                                const OperandRequest& request, at::Tensor& amax);
+                                const OperandRequest& request, at::Tensor& maxima);
 
 /// Whether the kernel below makes what is asked for.
 bool can_quantize_swiglu_backward(const at::Tensor& gate, const SwigluBackwardRequest& request);

@@ -33,17 +33,19 @@ struct SwigluGradients {
   SwigluImage input;  // columns of silu(gate) * up, in E4M3; or none
 };
 
-/// Raises `amax` (1) to the largest |silu(gate) * up|.
-cudaError_t launch_swiglu_amax(const SwigluTask& task, float* amax, DType value_dtype,
-                               cudaStream_t stream);
+/// Sets `maxima` (swiglu_maxima_numel(m, k)).
+cudaError_t launch_swiglu_maxima(const SwigluTask& task, float* maxima, DType value_dtype,
+                                 cudaStream_t stream);
 
 /// E4M3 codes of silu(gate) * up.
 cudaError_t launch_swiglu_quantize(const SwigluTask& task, const SwigluImage& out,
                                    DType value_dtype, cudaStream_t stream);
 
-/// Raises the amaxes (1) of both gradients; they may be one.
-cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, float* gate_amax, float* up_amax,
-                                        DType value_dtype, cudaStream_t stream);
+/// Raises the amaxes (1) of both gradients; they may be one. `maxima`: of launch_swiglu_maxima, or
+/// null. With them most of gate and up need not be read.
+cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* maxima,
+                                        float* gate_amax, float* up_amax, DType value_dtype,
+                                        cudaStream_t stream);
 
 cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
                                             DType value_dtype, cudaStream_t stream);

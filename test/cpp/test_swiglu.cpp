@@ -83,14 +83,14 @@ TEST_P(SwigluCodes, AreThoseOfTheValues) {
   Differences found;
   for_shapes(dtype(), [&](const Values& x, bool) {
     const PlainOperand plain(swiglu_values(x.gate, x.up));
-    at::Tensor amax;
+    at::Tensor maxima;
     for (const Orientations asked :
          {Orientations{true, false}, Orientations{true, true}, Orientations{false, true}}) {
-      const SwigluOperand operand(x.gate, x.up, amax);
+      const SwigluOperand operand(x.gate, x.up, maxima);
       const OperandRequest request{.format = &format(), .orientations = asked};
       found.add(operand.codes(request), plain.codes(request));
-      EXPECT_EQ(operand.amax().defined(), packed_scale_mode(format()) == ScaleMode::kTensor);
-      amax = operand.amax();  // that of the first serves the others
+      EXPECT_EQ(operand.maxima().defined(), packed_scale_mode(format()) == ScaleMode::kTensor);
+      maxima = operand.maxima();  // those of the first serve the others
     }
   });
   found.expect_few("SwiGLU");
@@ -110,11 +110,71 @@ TEST(Swiglu, DelayedScalingCollectsTheProductsAmax) {
             delayed_codes(PlainOperand(swiglu_values(x.gate, x.up)), earlier);
         found.add(got.codes, expected.codes);
         EXPECT_TRUE(got.history.equal(expected.history));
-        EXPECT_FALSE(operand.amax().defined());
+        EXPECT_FALSE(operand.maxima().defined());
       }
     }
   }
   found.expect_few("SwiGLU, by earlier steps");
+}
+
+/// By plain torch: the largest magnitudes of the strips that swiglu_maxima_numel counts.
+at::Tensor largest_of_strips(const at::Tensor& x) {
+  const auto padded = at::constant_pad_nd(
+      x.abs().to(at::kFloat),
+      {0, round_up(x.size(1), 128) - x.size(1), 0, round_up(x.size(0), 128) - x.size(0)});
+  const auto strips = padded.view({padded.size(0) / 128, 16, 8, padded.size(1) / 128, 128});
+  return strips.amax({2, 4}).transpose(1, 2).flatten();
+}
+
+TEST(Swiglu, MaximaAreThoseOfTheValues) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  at::manual_seed(8);
+  for (const at::ScalarType dtype : kDtypes) {
+    for_shapes(dtype, [&](const Values& x, bool) {
+      const SwigluOperand operand(x.gate, x.up);
+      operand.codes({.format = &find_format("float8_tensorwise"), .orientations = {true, false}});
+      const at::Tensor maxima = operand.maxima();
+      ASSERT_EQ(maxima.numel(), swiglu_maxima_numel(x.gate.size(0), x.gate.size(1)));
+      if (x.gate.numel() == 0) return;
+      const auto same = [](const at::Tensor& got, const at::Tensor& expected) {
+        // CUDA's exponential and torch's may differ in the last bit of silu.
+        return at::allclose(got, expected, 0.02, 1e-6, /*equal_nan=*/true);
+      };
+      const at::Tensor of_strips = maxima.narrow(0, 1, maxima.numel() - 1).view({-1, 2});
+      EXPECT_TRUE(same(of_strips.select(1, 0), largest_of_strips(at::silu(x.gate))));
+      EXPECT_TRUE(at::equal(of_strips.select(1, 1).nan_to_num(-1.),
+                            largest_of_strips(x.up).nan_to_num(-1.)));
+      EXPECT_TRUE(same(maxima.narrow(0, 0, 1), activation_amax(swiglu_values(x.gate, x.up))));
+    });
+  }
+}
+
+// What is not looked at changes no scale.
+TEST_P(SwigluCodes, OfGradientsAreTheSameWithMaxima) {
+  Differences found;
+  for_shapes(dtype(), [&](const Values& x, bool joined) {
+    const int64_t m = x.gate.size(0);
+    const int64_t k = x.gate.size(1);
+    // A few rows and columns far above the rest, as gradients and activations have them.
+    at::Tensor grad = x.grad.clone();
+    if (m > 200) grad.narrow(0, m / 2, 1).mul_(300);
+    SwigluBackwardRequest request{.gradients = {.format = &format(),
+                                                .role = PackedRole::kGradient,
+                                                .orientations = {true, true}},
+                                  .joined = joined,
+                                  .input = &format()};
+    const SwigluBackward without = swiglu_backward(grad, x.gate, x.up, request);
+    const SwigluOperand product(x.gate, x.up);
+    product.codes({.format = &format(), .orientations = {true, false}});
+    const auto amax = activation_amax(product.values(dtype()));
+    for (const at::Tensor& maxima : {product.maxima(), swiglu_maxima(amax, m, k)}) {
+      request.maxima = maxima;
+      const SwigluBackward with = swiglu_backward(grad, x.gate, x.up, request);
+      found.add(with.gate, without.gate);
+      if (!joined) found.add(with.up, without.up);
+    }
+  });
+  found.expect_none("SwiGLU's gradients, with maxima");
 }
 
 TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {

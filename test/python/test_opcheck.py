@@ -113,8 +113,8 @@ SAMPLES = {
     ]
     + [dynamic(fmt, plain(4, 64), plain(4, 64), plain(32, 64), None, False)],
     "swiglu_linear_backward": lambda fmt: [
-        (plain(2, 3, 32), *(plain(2, 3, 64) for _ in "gu"), quantized(32, 64, fmt), amax, *needs)
-        for amax in (torch.empty(0), torch.ones(1))
+        (plain(2, 3, 32), *(plain(2, 3, 64) for _ in "gu"), quantized(32, 64, fmt), maxima, *needs)
+        for maxima in (torch.empty(0), torch.ones(33))
         for needs in ((True, True, True, True), (False, True, False, False), (True, False, False, True))
     ]
     + [dynamic(fmt, plain(4, 32), plain(4, 64), plain(4, 64), plain(32, 64), torch.empty(0), *[True] * 4)],
@@ -228,8 +228,8 @@ def test_opcheck_of_codes_between_linears(fmt):
     gate, down = quantized(256, 128, fmt).cuda(), quantized(128, 256, fmt).cuda()
     x, grad = (plain(64, 128, dtype=torch.bfloat16).cuda() for _ in "xg")
     inner = [plain(64, 256, dtype=torch.bfloat16).cuda() for _ in "gu"]
-    _, amax = check("swiglu_linear_forward", *inner, down, None, True)
-    _, *codes = check("swiglu_linear_backward", grad, *inner, down, amax, *[True] * 3, False, fmt)
+    _, maxima = check("swiglu_linear_forward", *inner, down, None, True)
+    _, *codes = check("swiglu_linear_backward", grad, *inner, down, maxima, *[True] * 3, False, fmt)
     rows, columns = codes[:2]
     gradient = (rows, columns, [64, 256], x.dtype, gate, x, False, True)
     grad_input, _ = check("linear_backward_codes", *gradient, True)

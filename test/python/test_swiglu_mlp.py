@@ -138,6 +138,10 @@ def test_errors_name_shapes_and_formats():
         ops.linear_backward_codes(bytes, bytes, [4, 64], x.dtype, gate, x, False, True, True)
     with pytest.raises(RuntimeError, match="gate and up must be"):
         ops.swiglu_linear_forward(x, x, down, None, False)
+    halves = draw(4, 64, seed=1), draw(4, 64, seed=2)
+    for maxima in (torch.zeros(1), torch.zeros(33, dtype=torch.float64), torch.zeros(1, 33)):
+        with pytest.raises(RuntimeError, match=r"maxima must be \(33,\) float32"):
+            ops.swiglu_linear_backward(draw(4, 32, seed=3), *halves, down, maxima, *[True] * 3, False)
     with pytest.raises(RuntimeError, match="does not fit"):
         ops.swiglu_linear_backward(x[:2], draw(4, 64, seed=1), draw(4, 64, seed=2), down, empty, True,
                                    True, True, False)
