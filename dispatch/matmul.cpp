@@ -28,7 +28,8 @@ LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
   require_shown(buffer, op);
   return {
       matrix_of({buffer->layout(), buffer->image(), buffer->grid(), rows->first}, weight.size(0)),
-      buffer->scaling_state().amax_history, buffer->scaling_state().scaling_amax};
+      buffer->scaling_state().amax_history, buffer->scaling_state().scaling_amax,
+      &buffer->last_input()};
 }
 
 at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {

@@ -15,6 +15,7 @@
 #include "dispatch/placement.h"
 #include "dispatch/planes.h"
 #include "dispatch/scaling_state.h"
+#include "kernels/last_input_amax.h"
 
 namespace qshard {
 
@@ -102,6 +103,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   int64_t generation();
   const FlushState& flush_state() const { return flush_state_; }
   const ScalingState& scaling_state() const { return scaling_state_; }
+  /// No state: what the codes of a linear's input are guessed by, whose weight this is.
+  LastInputAmax& last_input() { return last_input_; }
   bool keeps_master() const { return planes_.master().defined() || original_keeps_master_; }
   /// Whether its tensors have an address: the bytes there are values.
   bool has_address() const { return planes_.master().defined(); }
@@ -258,6 +261,7 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   Planes planes_;
   FlushState flush_state_;
   ScalingState scaling_state_;
+  LastInputAmax last_input_;
   /// What gathered tensors are given; replaced, never written.
   at::Tensor grid_snapshot_;
   uint32_t codes_version_ = 0;  // of code_counter(), when last looked at

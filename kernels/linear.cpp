@@ -136,7 +136,11 @@ struct Gemms {
 
   OperandRequest packed(PackedRole role, Orientations orientations,
                         const DelayedAmax& delayed) const {
-    return {&format, Arrangement::kPacked, role, orientations, nullptr, delayed};
+    return {.format = &format,
+            .role = role,
+            .orientations = orientations,
+            .delayed = delayed,
+            .last_input = role == PackedRole::kInput ? weight.last_input : nullptr};
   }
   OperandRequest row_image(Orientations orientations, const at::Tensor& rounding = {}) const {
     return {.format = &format,

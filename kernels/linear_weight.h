@@ -1,6 +1,7 @@
 // A linear's weight.
 #pragma once
 
+#include "kernels/last_input_amax.h"
 #include "kernels/quantized_matrix.h"
 
 namespace qshard {
@@ -11,6 +12,7 @@ struct LinearWeight {
   // Of delayed scaling (kernels/scaling_state.h), undefined without it.
   at::Tensor amax_history = {};
   at::Tensor scaling_amax = {};
+  LastInputAmax* last_input = nullptr;  // null of a weight that is quantized for one use
 };
 
 }  // namespace qshard

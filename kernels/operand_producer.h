@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kernels/graph_record.h"
+#include "kernels/last_input_amax.h"
 #include "kernels/linear_amax.h"
 #include "kernels/quantized_matrix.h"
 
@@ -21,6 +22,7 @@ struct OperandRequest {
   Orientations orientations = {};
   const int32_t* rounding = nullptr;  // of a row image, as in QuantizeTask; null: to nearest
   DelayedAmax delayed = {};           // the linear's amaxes of earlier steps, if it scales by them
+  LastInputAmax* last_input = nullptr;  // of the linear, to guess the scale by; or null
 };
 
 /// An activation or gradient (M, K): its values, its codes, or what makes them.

@@ -42,12 +42,19 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
                                                   DType value_dtype, DType code_dtype,
                                                   cudaStream_t stream);
 
-/// The same by the amax of earlier steps, in one pass that collects the values' own; in two where
-/// there is none yet. `amax` (1): device memory, left with the values' own.
-cudaError_t launch_quantize_activation_delayed(const ActivationTask& task,
-                                               const DelayedAmax& delayed, float* amax,
-                                               DType value_dtype, DType code_dtype,
-                                               cudaStream_t stream);
+/// An amax from before: by it codes are made in the pass that finds the values' own.
+struct EarlierAmax {
+  const float* amax = nullptr;  // on the device; 0: there is none
+  DelayedAmax delayed = {};  // it is this one's: codes by it are final, and the own is collected.
+  float* next = nullptr;     // Else it is a guess, and the own is left here for the next one
+};
+
+/// The same by `earlier`, in one pass; in two where there is none, or where the own amax gives
+/// another scale than the guess. `amax` (1): device memory, left with the values' own.
+cudaError_t launch_quantize_activation_by_earlier(const ActivationTask& task,
+                                                  const EarlierAmax& earlier, float* amax,
+                                                  DType value_dtype, DType code_dtype,
+                                                  cudaStream_t stream);
 
 /// out (cols, ld_out)[c][r] = in (rows, ld_in)[r][c]. rows, cols, ld_in, ld_out are multiples of 16
 /// and both pointers 16-byte aligned.

@@ -19,7 +19,7 @@ bool has_every_fp8_gemm(at::Device device);
 
 /// Quantizes x (M, K) once, in the orientations asked for, as the format scales activations; by the
 /// amaxes of earlier steps where `delayed` is theirs, else by `amax`, with one scale: it becomes
-/// that of x if it is undefined.
+/// that of x if it is undefined, which takes one pass where `last_input` guesses the scale.
 QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request,
                                     at::Tensor& amax);
 inline QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request) {

@@ -41,6 +41,19 @@ inline QuantizedMatrix empty_packed(int64_t m, int64_t k, const OperandRequest& 
   return packed_matrix(*request.format, request.role, m, k, rowwise, columnwise);
 }
 
+/// What codes asked for are made by in one pass with finding their amax; none if `amax` is null.
+inline EarlierAmax earlier_amax(const OperandRequest& request, at::Device device) {
+  const DelayedAmax& delayed = request.delayed;
+  if (delayed) return {.amax = delayed.scaling + kInUse, .delayed = delayed};
+  const Format& format = *request.format;
+  // Scales in fp32 are other ones each time.
+  if (request.last_input == nullptr || !has_one_scale(format) || !format.power_of_two_scales) {
+    return {};
+  }
+  const LastInputAmax::Use use = request.last_input->use(device);
+  return {.amax = use.last, .next = use.next};
+}
+
 /// The task that writes them; its values are not set.
 inline ActivationTask activation_task(const QuantizedMatrix& out) {
   ActivationTask task;

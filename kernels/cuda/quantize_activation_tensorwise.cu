@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/activation_codes.cuh"
-#include "kernels/delayed_scaling.h"
+#include "kernels/cuda/earlier_amax.cuh"
 
 namespace qshard::cuda {
 namespace {
@@ -22,11 +22,11 @@ __global__ void __launch_bounds__(kTileThreads)
   tile.template store_both<Code>(task, tile_row, tile_col, shared, isnan(*amax), scale);
 }
 
-/// Codes by the amax of earlier steps, if there is one; collects the values' own.
+/// Codes by the earlier amax, if there is one; collects the values' own.
 template <typename Value, typename Code>
 __global__ void __launch_bounds__(kTileThreads)
-    quantize_delayed(const __grid_constant__ ActivationTask task, const float* scaling, float* amax,
-                     bool vectorized) {
+    quantize_by_earlier(const __grid_constant__ ActivationTask task,
+                        const __grid_constant__ EarlierAmax earlier, float* amax, bool vectorized) {
   using Tile = ActivationTile<Value>;
   __shared__ typename Tile::Shared shared;
   const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
@@ -36,26 +36,24 @@ __global__ void __launch_bounds__(kTileThreads)
   tile.load(task, tile_row, tile_col, vectorized);
   const uint32_t largest = max_of_block<kTileThreads>(largest_of<Value, Tile::kRows>(tile.values));
   if (threadIdx.x == 0) raise(amax, largest);
-  const float earlier = scaling[kInUse];
-  if (!(earlier > 0.f)) return;
-  const float scale = scale_from_amax(earlier, Code::kMax, task.power_of_two);
+  if (!is_known(earlier)) return;
+  const float scale = scale_from_amax(*earlier.amax, Code::kMax, task.power_of_two);
   if (is_first) store_tensor_scale(task, scale);
   tile.template store_both<Code>(task, tile_row, tile_col, shared, is_nan(largest), scale);
 }
 
-/// Notes the amax in the history; where no earlier one gave a scale, makes the codes by it.
+/// Notes the amax for later steps; makes the codes by it unless those by the earlier one stand.
 template <typename Value, typename Code>
 __global__ void __launch_bounds__(kTileThreads)
-    finish_delayed(const __grid_constant__ ActivationTask task,
-                   const __grid_constant__ DelayedAmax delayed, const float* amax, dim3 tiles,
-                   bool vectorized) {
+    finish_by_earlier(const __grid_constant__ ActivationTask task,
+                      const __grid_constant__ EarlierAmax earlier, const float* amax, dim3 tiles,
+                      bool vectorized) {
   using Tile = ActivationTile<Value>;
   __shared__ typename Tile::Shared shared;
   const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
-  if (is_first) delayed_amax(*amax, delayed.history, delayed.scaling, delayed.margin);
-  if (delayed.scaling[kInUse] > 0.f) return;
-  const float scale =
-      scale_from_amax(with_margin(*amax, delayed.margin), Code::kMax, task.power_of_two);
+  if (is_first) note(earlier, *amax);
+  if (stands(earlier, *amax, Code::kMax, task.power_of_two)) return;
+  const float scale = scale_from_amax(amax_in_use(earlier, *amax), Code::kMax, task.power_of_two);
   if (is_first) store_tensor_scale(task, scale);
   for (uint32_t i = blockIdx.x; i < tiles.x * tiles.y; i += gridDim.x) {
     const int64_t tile_row = static_cast<int64_t>(i / tiles.x) * kTile;
@@ -88,27 +86,25 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
   });
 }
 
-cudaError_t launch_quantize_activation_delayed(const ActivationTask& task,
-                                               const DelayedAmax& delayed, float* amax,
-                                               DType value_dtype, DType code_dtype,
-                                               cudaStream_t stream) {
+cudaError_t launch_quantize_activation_by_earlier(const ActivationTask& task,
+                                                  const EarlierAmax& earlier, float* amax,
+                                                  DType value_dtype, DType code_dtype,
+                                                  cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;
   const bool vectorized = activation_is_vectorized(task, value_dtype);
   const dim3 tiles = activation_grid(task);
-  // Two for each multiprocessor of an H200: nearly always they return at once.
-  constexpr unsigned kFinishingBlocks = 264;
   const cudaError_t zeroed = cudaMemsetAsync(amax, 0, sizeof(float), stream);
   if (zeroed != cudaSuccess) return zeroed;
   return with_types(value_dtype, code_dtype, [&](auto value, auto code) {
     using Value = decltype(value);
     using Code = decltype(code);
-    quantize_delayed<Value, Code>
-        <<<tiles, kTileThreads, 0, stream>>>(task, delayed.scaling, amax, vectorized);
+    quantize_by_earlier<Value, Code>
+        <<<tiles, kTileThreads, 0, stream>>>(task, earlier, amax, vectorized);
     const cudaError_t launched = cudaGetLastError();
     if (launched != cudaSuccess) return launched;
-    finish_delayed<Value, Code>
+    finish_by_earlier<Value, Code>
         <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kTileThreads, 0, stream>>>(
-            task, delayed, amax, tiles, vectorized);
+            task, earlier, amax, tiles, vectorized);
     return cudaGetLastError();
   });
 }

@@ -4,7 +4,6 @@
 
 #include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/packed_activation.h"
-#include "kernels/cuda/scaling_state.h"
 #include "kernels/cuda/swiglu_kernels.h"
 #include "kernels/value_dtype.h"
 
@@ -30,9 +29,13 @@ SwigluTask swiglu_task(const at::Tensor& gate, const at::Tensor& up) {
   return task;
 }
 
+at::Tensor empty_maxima(const SwigluTask& task, at::Device device) {
+  return at::empty({swiglu_maxima_numel(task.m, task.k)},
+                   at::TensorOptions().dtype(at::kFloat).device(device));
+}
+
 at::Tensor maxima_of(const SwigluTask& task, const at::TensorOptions& values, cudaStream_t stream) {
-  const at::Tensor maxima =
-      at::empty({swiglu_maxima_numel(task.m, task.k)}, values.dtype(at::kFloat));
+  const at::Tensor maxima = empty_maxima(task, values.device());
   check_launch(launch_swiglu_maxima(task, maxima.mutable_data_ptr<float>(),
                                     value_dtype(c10::typeMetaToScalarType(values.dtype())),
                                     stream));
@@ -64,12 +67,16 @@ QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
   const DType dtype = value_dtype(gate.scalar_type());
   const QuantizedMatrix out = empty_packed(task.m, task.k, request, gate.device());
   SwigluImage image{activation_task(out)};
-  at::Tensor delayed;
-  if (request.delayed) {
-    delayed = maxima_of(task, gate.options(), stream);
-    delay_amax(delayed.mutable_data_ptr<float>(), request.delayed, stream.stream());
-    image.amax = delayed.const_data_ptr<float>();
-  } else if (has_one_scale(*request.format)) {
+  const bool is_known = !request.delayed && maxima.defined();
+  if (const EarlierAmax earlier = is_known ? EarlierAmax() : earlier_amax(request, gate.device());
+      earlier.amax != nullptr) {
+    const at::Tensor own = empty_maxima(task, gate.device());
+    check_launch(launch_swiglu_quantize_by_earlier(task, image.task, earlier,
+                                                   own.mutable_data_ptr<float>(), dtype, stream));
+    if (!request.delayed) maxima = own;
+    return out;
+  }
+  if (has_one_scale(*request.format)) {
     if (!maxima.defined()) maxima = maxima_of(task, gate.options(), stream);
     image.amax = maxima.const_data_ptr<float>();
   }

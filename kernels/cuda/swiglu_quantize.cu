@@ -1,5 +1,8 @@
+#include <algorithm>
+
 #include "kernels/cuda/activation_codes.cuh"
 #include "kernels/cuda/amax.cuh"
+#include "kernels/cuda/earlier_amax.cuh"
 #include "kernels/cuda/swiglu.cuh"
 
 namespace qshard::cuda {
@@ -24,6 +27,18 @@ struct SwigluTile {
   __device__ __forceinline__ void multiply() {
     multiply([](uint32_t) {});
   }
+  /// Returns the amax of the product, of the CUDA block's tile.
+  __device__ __forceinline__ uint32_t multiply_and_note(float* maxima) {
+    const auto of_warp = [](uint32_t bits) { return __reduce_max_sync(kWholeWarp, bits); };
+    const uint32_t of_up = of_warp(largest_of<Value, Tile::kRows>(up.values));
+    uint32_t silu = 0;
+    multiply([&](uint32_t word) { silu = Value::max(silu, Value::magnitudes(word)); });
+    const StripMaxima strip = {of_warp(Value::amax_bits(silu)), of_up};
+    if (threadIdx.x % 32 == 0) strip.template store<kThreads>(maxima);
+    const uint32_t amax = max_of_block<kThreads>(largest_of<Value, Tile::kRows>(product.values));
+    if (threadIdx.x == 0) raise(maxima, amax);
+    return amax;
+  }
 };
 
 template <typename Value, bool kVectorized>
@@ -31,14 +46,48 @@ __global__ void __launch_bounds__(kThreads)
     swiglu_amax(const __grid_constant__ SwigluTask task, float* maxima) {
   SwigluTile<Value, kVectorized> tile(task, static_cast<int64_t>(blockIdx.y) * kTile,
                                       static_cast<int64_t>(blockIdx.x) * kTile);
-  constexpr int kRows = decltype(tile)::Tile::kRows;
-  const uint32_t up = __reduce_max_sync(kWholeWarp, largest_of<Value, kRows>(tile.up.values));
-  uint32_t largest = 0;
-  tile.multiply([&](uint32_t word) { largest = Value::max(largest, Value::magnitudes(word)); });
-  const StripMaxima strip = {__reduce_max_sync(kWholeWarp, Value::amax_bits(largest)), up};
-  if (threadIdx.x % 32 == 0) strip.store<kThreads>(maxima);
-  const uint32_t amax = max_of_block<kThreads>(largest_of<Value, kRows>(tile.product.values));
-  if (threadIdx.x == 0) raise(maxima, amax);
+  tile.multiply_and_note(maxima);
+}
+
+/// Codes by the earlier amax, if there is one, and the maxima.
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_quantize_by_earlier(const __grid_constant__ SwigluTask task,
+                               const __grid_constant__ ActivationTask out,
+                               const __grid_constant__ EarlierAmax earlier, float* maxima) {
+  __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
+  const uint32_t amax = tile.multiply_and_note(maxima);
+  if (!is_known(earlier)) return;
+  const float scale = scale_from_amax(*earlier.amax, kE4M3Max, out.power_of_two);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out, scale);
+  tile.product.template store_both<E4M3>(out, tile_row, tile_col, shared, is_nan(amax), scale);
+}
+
+/// Notes the amax for later steps; makes the codes by it unless those by the earlier one stand.
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_finish_by_earlier(const __grid_constant__ SwigluTask task,
+                             const __grid_constant__ ActivationTask out,
+                             const __grid_constant__ EarlierAmax earlier, const float* maxima,
+                             dim3 tiles) {
+  __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
+  const float amax = *maxima;
+  const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
+  if (is_first) note(earlier, amax);
+  if (stands(earlier, amax, kE4M3Max, out.power_of_two)) return;
+  const float scale = scale_from_amax(amax_in_use(earlier, amax), kE4M3Max, out.power_of_two);
+  if (is_first) store_tensor_scale(out, scale);
+  for (uint32_t i = blockIdx.x; i < tiles.x * tiles.y; i += gridDim.x) {
+    const int64_t tile_row = static_cast<int64_t>(i / tiles.x) * kTile;
+    const int64_t tile_col = static_cast<int64_t>(i % tiles.x) * kTile;
+    SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
+    tile.multiply();
+    tile.product.template store_both<E4M3>(out, tile_row, tile_col, shared, isnan(amax), scale);
+    __syncthreads();  // of `shared`
+  }
 }
 
 template <typename Value, bool kVectorized, bool kBlocks>
@@ -70,6 +119,25 @@ cudaError_t launch_swiglu_maxima(const SwigluTask& task, float* maxima, DType va
   return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
     swiglu_amax<decltype(value), vectorized()>
         <<<swiglu_grid(task), kThreads, 0, stream>>>(task, maxima);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_swiglu_quantize_by_earlier(const SwigluTask& task, const ActivationTask& out,
+                                              const EarlierAmax& earlier, float* maxima,
+                                              DType value_dtype, cudaStream_t stream) {
+  const cudaError_t zeroed = cudaMemsetAsync(maxima, 0, sizeof(float), stream);
+  if (zeroed != cudaSuccess || task.m == 0 || task.k == 0) return zeroed;
+  const dim3 tiles = swiglu_grid(task);
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    using Value = decltype(value);
+    swiglu_quantize_by_earlier<Value, vectorized()>
+        <<<tiles, kThreads, 0, stream>>>(task, out, earlier, maxima);
+    const cudaError_t launched = cudaGetLastError();
+    if (launched != cudaSuccess) return launched;
+    swiglu_finish_by_earlier<Value, vectorized()>
+        <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kThreads, 0, stream>>>(task, out, earlier,
+                                                                                 maxima, tiles);
     return cudaGetLastError();
   });
 }

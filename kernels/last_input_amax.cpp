@@ -1,0 +1,33 @@
+#include "kernels/last_input_amax.h"
+
+#ifdef QSHARD_WITH_CUDA
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace qshard {
+
+LastInputAmax::Use LastInputAmax::use([[maybe_unused]] at::Device device) {
+#ifdef QSHARD_WITH_CUDA
+  if (!device.is_cuda()) return {};
+  const std::lock_guard lock(mutex_);
+  void* stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+    return {};
+  }
+  if (!words_.defined() || words_.device() != device) {
+    words_ = at::zeros({2}, at::TensorOptions().dtype(at::kFloat).device(device));
+    stream_ = stream;
+  }
+  if (stream != stream_) return {};
+  auto* words = words_.mutable_data_ptr<float>();
+  const Use use{words + last_, words + (1 - last_)};
+  last_ = 1 - last_;
+  return use;
+#else
+  return {};
+#endif
+}
+
+}  // namespace qshard
