@@ -24,24 +24,36 @@ __device__ __forceinline__ uint32_t max_of_rows(uint32_t bits) {
   return largest;
 }
 
-template <typename Value, bool kRms, int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads>)
+// Statistics alone need no parameters.
+template <typename Value, bool kRms, int kBlockThreads, bool kAmax>
+constexpr RowCosts kStatisticsCosts = {
+    .parameters_stay = kAmax&& kParametersStay<Value, kRms, kBlockThreads>,
+    .ahead_in_registers = true,
+    .unpacked = true};
+
+template <typename Value, bool kRms, int kBlockThreads, bool kAmax>
+__global__ void __launch_bounds__(
+    kBlockThreads,
+    kNormBlocksAtOnce<Value, kBlockThreads, kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>>)
     norm_statistics(const __grid_constant__ NormTask task, float* amax) {
   uint32_t largest = 0;  // magnitudes of a word
   const auto look = [&](const auto& row, const auto& parameters) {
-    if (amax == nullptr || !row.exists) return;
+    if constexpr (kAmax) {
 #pragma unroll
-    for (int i = 0; i < kNormVectors; ++i) {
-      if (column_of<Value>(i) >= task.cols) continue;
-      const Vector<Value> y = row.vector(i, parameters);
+      for (int i = 0; i < kNormVectors; ++i) {
+        if (!row.exists || column_of<Value>(i) >= task.cols) continue;
+        const Vector<Value> y = row.vector(i, parameters);
 #pragma unroll
-      for (uint32_t word : y.word) largest = Value::max(largest, Value::magnitudes(word));
+        for (uint32_t word : y.word) largest = Value::max(largest, Value::magnitudes(word));
+      }
     }
   };
-  for_rows<Value, kRms, kBlockThreads, /*kUnpacked=*/true>(task, task.rows, look);
-  if (amax == nullptr) return;
-  largest = max_of_rows(Value::amax_bits(largest));
-  if (threadIdx.x == 0 && threadIdx.y == 0) raise(amax, largest);
+  for_rows<Value, kRms, kBlockThreads, kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>>(
+      task, task.rows, look);
+  if constexpr (kAmax) {
+    largest = max_of_rows(Value::amax_bits(largest));
+    if (threadIdx.x == 0 && threadIdx.y == 0) raise(amax, largest);
+  }
 }
 
 /// The values x of a tile become y; those outside of the matrix stay 0.
@@ -126,9 +138,15 @@ __device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kNormVecto
   scales[1] = odd ? mine : other;
 }
 
+template <typename Value, bool kRms, int kBlockThreads>
+constexpr RowCosts kQuantizeCosts = {.parameters_stay = kParametersStay<Value, kRms, kBlockThreads>,
+                                     .ahead_in_registers = false};
+
 /// Rows beyond the matrix have codes, too.
 template <typename Value, bool kRms, int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads>)
+__global__ void __launch_bounds__(
+    kBlockThreads,
+    kNormBlocksAtOnce<Value, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>)
     norm_quantize_rows(const __grid_constant__ NormTask task,
                        const __grid_constant__ ActivationTask out) {
   const auto quantize = [&](const auto& row, const auto& parameters) {
@@ -148,7 +166,8 @@ __global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlock
       store_bytes(codes + at, encode_vector<E4M3, false>(y[i], scales[i]));
     }
   };
-  for_rows<Value, kRms, kBlockThreads>(task, out.m_padded, quantize);
+  for_rows<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>(
+      task, out.m_padded, quantize);
 }
 
 }  // namespace
@@ -156,9 +175,15 @@ __global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlock
 cudaError_t launch_norm_statistics(const NormTask& task, float* amax, cudaStream_t stream) {
   if (task.rows == 0 || task.cols == 0) return cudaSuccess;
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
-    norm_statistics<decltype(value), rms(), threads()>
-        <<<norm_blocks(task, task.rows), norm_block(task), 0, stream>>>(task, amax);
-    return cudaGetLastError();
+    using Value = decltype(value);
+    const auto launch = [&](auto of_amax) {
+      constexpr RowCosts kCosts = kStatisticsCosts<Value, rms(), threads(), of_amax()>;
+      norm_statistics<Value, rms(), threads(), of_amax()>
+          <<<norm_blocks(task, task.rows, kNormThreadsAtOnce<Value, kCosts>), norm_block(task), 0,
+             stream>>>(task, amax);
+      return cudaGetLastError();
+    };
+    return amax != nullptr ? launch(std::true_type{}) : launch(std::false_type{});
   });
 }
 
@@ -187,8 +212,11 @@ cudaError_t launch_norm_quantize_rows(const NormTask& task, const ActivationTask
                                       cudaStream_t stream) {
   if (out.m == 0 || out.k == 0) return cudaSuccess;
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
-    norm_quantize_rows<decltype(value), rms(), threads()>
-        <<<norm_blocks(task, out.m_padded), norm_block(task), 0, stream>>>(task, out);
+    using Value = decltype(value);
+    constexpr RowCosts kCosts = kQuantizeCosts<Value, rms(), threads()>;
+    norm_quantize_rows<Value, rms(), threads()>
+        <<<norm_blocks(task, out.m_padded, kNormThreadsAtOnce<Value, kCosts>), norm_block(task), 0,
+           stream>>>(task, out);
     return cudaGetLastError();
   });
 }

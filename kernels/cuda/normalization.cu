@@ -17,8 +17,14 @@ __device__ __forceinline__ void store_vector(void* to, int64_t at, const Vector<
               make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
 }
 
+template <typename Value, int kBlockThreads>
+constexpr RowCosts kValueCosts = {
+    .parameters_stay = Value::kPerWord == 1 || kBlockThreads == kNormThreads,
+    .ahead_in_registers = true};
+
 template <typename Value, bool kRms, int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads>)
+__global__ void __launch_bounds__(
+    kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads, kValueCosts<Value, kBlockThreads>>)
     norm(const __grid_constant__ NormTask task) {
   const auto store = [&](const auto& row, const auto& parameters) {
     if (!row.exists) return;
@@ -29,7 +35,7 @@ __global__ void __launch_bounds__(kBlockThreads, kNormBlocksAtOnce<Value, kBlock
       store_vector(task.y, row.index * task.cols + at, row.vector(i, parameters));
     }
   };
-  for_rows<Value, kRms, kBlockThreads>(task, task.rows, store);
+  for_rows<Value, kRms, kBlockThreads, kValueCosts<Value, kBlockThreads>>(task, task.rows, store);
 }
 
 // As many as backward_blocks() starts, but of long rows of LayerNorm, which would spill.
@@ -48,13 +54,31 @@ __global__ void __launch_bounds__(kBlockThreads, kBackwardBlocks<kRms, kBlockThr
   float grad_gamma[kNormVectors][kSize] = {};
   float grad_beta[kRms ? 1 : kNormVectors][kSize] = {};
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  // Where one block is on a multiprocessor at once, which waits for its rows alone.
+  constexpr bool kAhead =
+      kBackwardBlocks<kRms, kBlockThreads> == 1 && kBlockThreads < kMaxNormThreads;
+  using Ahead = RowsAhead<Value, 2, kAhead ? kBlockThreads : 1>;
+  __shared__ typename Ahead::Shared on_their_way;
+  Ahead ahead(on_their_way);
+  const auto ask = [&](int64_t row) {
+    ahead.ask(0, row_of<Value>(task.x, row, task), task.cols, row < task.rows);
+    ahead.ask(1, row_of<Value>(task.grad, row, task), task.cols, row < task.rows);
+  };
+  if constexpr (kAhead) ask(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y);
   // As many turns for all threads of a block.
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < task.rows;
        first += step) {
     const int64_t row = first + threadIdx.y;
     const bool exists = row < task.rows;
-    const RowPart<Value> x(row_of<Value>(task.x, row, task), task.cols, exists);
-    const RowPart<Value> grad(row_of<Value>(task.grad, row, task), task.cols, exists);
+    RowPart<Value> parts[2];
+    if constexpr (kAhead) {
+      ahead.get(parts);
+      ask(row + step);
+    } else {
+      parts[0] = RowPart<Value>(row_of<Value>(task.x, row, task), task.cols, exists);
+      parts[1] = RowPart<Value>(row_of<Value>(task.grad, row, task), task.cols, exists);
+    }
+    const auto& [x, grad] = parts;
     const float rstd = exists ? task.rstd[row] : 0.f;
     const float mean = !kRms && exists ? task.mean[row] : 0.f;
     float normed[kNormVectors][kSize];  // (x - mean) * rstd
@@ -130,8 +154,10 @@ int norm_partials(const NormTask& task) {
 cudaError_t launch_norm(const NormTask& task, cudaStream_t stream) {
   if (task.rows == 0 || task.cols == 0) return cudaSuccess;
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
-    norm<decltype(value), rms(), threads()>
-        <<<norm_blocks(task, task.rows), norm_block(task), 0, stream>>>(task);
+    using Value = decltype(value);
+    constexpr int kAtOnce = kNormThreadsAtOnce<Value, kValueCosts<Value, threads()>>;
+    norm<Value, rms(), threads()>
+        <<<norm_blocks(task, task.rows, kAtOnce), norm_block(task), 0, stream>>>(task);
     return cudaGetLastError();
   });
 }

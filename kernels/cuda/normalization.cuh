@@ -101,6 +101,7 @@ template <typename Value>
 struct RowPart {
   Vector<Value> v[kNormVectors];
 
+  RowPart() = default;
   __device__ RowPart(const typename Value::Raw* row, int cols, bool exists) {
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
@@ -112,6 +113,49 @@ struct RowPart {
   __device__ float value(int i, int k) const {
     return Value::load(v[i].word_of(k), k % Value::kPerWord);
   }
+};
+
+/// Rows that are on their way into shared memory while others are worked on, which takes no
+/// registers. A thread reads what it has asked for itself: nothing is to synchronise.
+template <typename Value, int kRows, int kBlockThreads>
+class RowsAhead {
+ public:
+  struct Shared {
+    uint4 words[kRows][kNormVectors][kBlockThreads];
+  };
+
+  __device__ explicit RowsAhead(Shared& shared)
+      : shared_(shared), thread_(threadIdx.y * blockDim.x + threadIdx.x) {}
+
+  /// The thread's vectors of row i; no longer those before.
+  __device__ void ask(int i, const typename Value::Raw* row, int cols, bool exists) {
+#pragma unroll
+    for (int k = 0; k < kNormVectors; ++k) {
+      const int c = column_of<Value>(k);
+      const bool is_there = exists && c < cols;
+      const auto to =
+          static_cast<uint32_t>(__cvta_generic_to_shared(&shared_.words[i][k][thread_]));
+      const auto* from = is_there ? row + c : nullptr;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                   "r"(is_there ? 16 : 0));
+    }
+  }
+  /// Once all that was asked for is there.
+  __device__ void get(RowPart<Value> (&parts)[kRows]) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int k = 0; k < kNormVectors; ++k) {
+        const uint4 words = shared_.words[i][k][thread_];
+        parts[i].v[k] = {{words.x, words.y, words.z, words.w}};
+      }
+    }
+  }
+
+ private:
+  Shared& shared_;
+  uint32_t thread_;
 };
 
 /// A vector of values, rounded.
@@ -188,11 +232,22 @@ struct NormParameters {
   }
 };
 
-/// The parameters of a thread's columns. Where its registers suffice they stay from row to row.
-template <typename Value, int kBlockThreads>
-class RowParameters {
-  static constexpr bool kStay = Value::kPerWord == 1 || kBlockThreads < kMaxNormThreads;
+/// What a kernel has its rows cost in registers, and with them in threads at once.
+struct RowCosts {
+  bool parameters_stay;     // in registers from row to row; else they are read for each
+  bool ahead_in_registers;  // the next row is; else in shared memory
+  bool unpacked = false;    // NormRow
+};
 
+/// Parameters stay where rows are short, and of LayerNorm, which has two a column, where its rows
+/// are not the longest: measured (bench/results/2026-11-25-h100.md).
+template <typename Value, bool kRms, int kBlockThreads>
+constexpr bool kParametersStay = Value::kPerWord == 1 || kBlockThreads == kNormThreads ||
+                                 (!kRms && kBlockThreads == kLongNormThreads);
+
+/// The parameters of a thread's columns.
+template <typename Value, bool kStay>
+class RowParameters {
  public:
   __device__ explicit RowParameters(const NormTask& task) : task_(task) {
     if constexpr (kStay) {
@@ -230,10 +285,10 @@ __device__ __forceinline__ Vector<Value> normed(const float (&x)[Vector<Value>::
   return vector_of<Value>(y);
 }
 
-/// A thread's part of a row of x, less the mean, and the row's statistics. `kUnpacked`: x stays in
-/// fp32 while the row is summed; without, it is made of its words again after each sum, which takes
+/// A thread's part of a row of x, less the mean, and the row's statistics. Unpacked, x stays in
+/// fp32 while the row is summed; else it is made of its words again after each sum, which takes
 /// fewer registers.
-template <typename Value, bool kRms, int kBlockThreads, bool kUnpacked>
+template <typename Value, bool kRms, int kBlockThreads, RowCosts kCosts>
 struct NormRow {
   static constexpr int kSize = Vector<Value>::kSize;
 
@@ -251,7 +306,7 @@ struct NormRow {
 #pragma unroll
       for (int k = 0; k < kSize; ++k) {
         x[i][k] = part.value(i, k);
-        if constexpr (kUnpacked) asm volatile("" : "+f"(x[i][k]));
+        if constexpr (kCosts.unpacked) asm volatile("" : "+f"(x[i][k]));
       }
     }
   }
@@ -289,8 +344,8 @@ struct NormRow {
   }
 
   /// The thread's vector i.
-  __device__ Vector<Value> vector(int i,
-                                  const RowParameters<Value, kBlockThreads>& parameters) const {
+  template <typename Parameters>
+  __device__ Vector<Value> vector(int i, const Parameters& parameters) const {
     return normed<Value>(x[i], rstd, parameters.of(i));
   }
 };
@@ -298,21 +353,34 @@ struct NormRow {
 /// Calls run(NormRow, RowParameters) for the rows that a CUDA block takes in turn, of `rows`, as
 /// often for each of its threads, and stores their statistics. The next row's values are on their
 /// way meanwhile.
-template <typename Value, bool kRms, int kBlockThreads, bool kUnpacked = false, typename Run>
+template <typename Value, bool kRms, int kBlockThreads, RowCosts kCosts, typename Run>
 __device__ __forceinline__ void for_rows(const NormTask& task, int64_t rows, const Run& run) {
   __shared__ typename Lanes<kBlockThreads>::Shared shared;
   Lanes<kBlockThreads> lanes(shared);
-  const RowParameters<Value, kBlockThreads> parameters(task);
+  const RowParameters<Value, kCosts.parameters_stay> parameters(task);
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
   int64_t index = first + threadIdx.y;
   const auto* at = row_of<Value>(task.x, index, task);
-  RowPart<Value> part(at, task.cols, index < task.rows);
+  constexpr bool kInShared = !kCosts.ahead_in_registers;
+  using Ahead = RowsAhead<Value, 1, kInShared ? kBlockThreads : 1>;
+  __shared__ typename Ahead::Shared on_their_way;
+  Ahead ahead(on_their_way);
+  RowPart<Value> part[1];
+  const auto ask = [&] {
+    if constexpr (kInShared) {
+      ahead.ask(0, at, task.cols, index < task.rows);
+    } else {
+      part[0] = RowPart<Value>(at, task.cols, index < task.rows);
+    }
+  };
+  ask();
   for (auto turns = static_cast<int>((rows - first + step - 1) / step); turns > 0; --turns) {
-    NormRow<Value, kRms, kBlockThreads, kUnpacked> row(task, index, part);
+    if constexpr (kInShared) ahead.get(part);
+    NormRow<Value, kRms, kBlockThreads, kCosts> row(task, index, part[0]);
     index += step;
     at += step * task.cols;
-    part = RowPart<Value>(at, task.cols, index < task.rows);
+    ask();
     row.reduce(task, lanes);
     row.store_statistics(task);
     run(row, parameters);
@@ -329,20 +397,20 @@ inline dim3 norm_block(const NormTask& task) {
 
 /// Threads that for_rows() has on a multiprocessor at once, or a CUDA block's: registers for as
 /// many.
-constexpr int norm_threads_at_once(int64_t value_size) { return value_size == 2 ? 768 : 1024; }
+template <typename Value, RowCosts kCosts>
+constexpr int kNormThreadsAtOnce = Value::kPerWord == 2 && kCosts.parameters_stay ? 768 : 1024;
 
-template <typename Value, int kBlockThreads>
-constexpr int kNormBlocksAtOnce = std::max(1, norm_threads_at_once(sizeof(typename Value::Raw)) /
-                                                  kBlockThreads);
+template <typename Value, int kBlockThreads, RowCosts kCosts>
+constexpr int kNormBlocksAtOnce = std::max(1, kNormThreadsAtOnce<Value, kCosts> / kBlockThreads);
 
 /// CUDA blocks for for_rows(): as many as there is room for at once.
-inline unsigned norm_blocks(const NormTask& task, int64_t rows) {
+inline unsigned norm_blocks(const NormTask& task, int64_t rows, int threads_at_once) {
   int device = 0, multiprocessors = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   const dim3 block = norm_block(task);
   const int threads = static_cast<int>(block.x * block.y);
-  const int at_once = std::max(1, norm_threads_at_once(value_size(task.dtype)) / threads);
+  const int at_once = std::max(1, threads_at_once / threads);
   return static_cast<unsigned>(
       std::min<int64_t>((rows + block.y - 1) / block.y, at_once * multiprocessors));
 }

@@ -34,12 +34,15 @@ __global__ void __launch_bounds__(kTileThreads)
   const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
   Tile tile;
   tile.load(task, tile_row, tile_col, vectorized);
-  const uint32_t largest = max_of_block<kTileThreads>(largest_of<Value, Tile::kRows>(tile.values));
+  const uint32_t own = largest_of<Value, Tile::kRows>(tile.values);
+  if (is_known(earlier)) {
+    const float scale = scale_from_amax(*earlier.amax, Code::kMax, task.power_of_two);
+    if (is_first) store_tensor_scale(task, scale);
+    tile.template store_both<Code>(task, tile_row, tile_col, shared, is_nan(own), scale);
+  }
+  // Last: threads meet here.
+  const uint32_t largest = max_of_block<kTileThreads>(own);
   if (threadIdx.x == 0) raise(amax, largest);
-  if (!is_known(earlier)) return;
-  const float scale = scale_from_amax(*earlier.amax, Code::kMax, task.power_of_two);
-  if (is_first) store_tensor_scale(task, scale);
-  tile.template store_both<Code>(task, tile_row, tile_col, shared, is_nan(largest), scale);
 }
 
 /// Notes the amax for later steps; makes the codes by it unless those by the earlier one stand.

@@ -27,7 +27,7 @@ struct SwigluTile {
   __device__ __forceinline__ void multiply() {
     multiply([](uint32_t) {});
   }
-  /// Returns the amax of the product, of the CUDA block's tile.
+  /// Returns the amax of the thread's products.
   __device__ __forceinline__ uint32_t multiply_and_note(float* maxima) {
     const auto of_warp = [](uint32_t bits) { return __reduce_max_sync(kWholeWarp, bits); };
     const uint32_t of_up = of_warp(largest_of<Value, Tile::kRows>(up.values));
@@ -35,9 +35,7 @@ struct SwigluTile {
     multiply([&](uint32_t word) { silu = Value::max(silu, Value::magnitudes(word)); });
     const StripMaxima strip = {of_warp(Value::amax_bits(silu)), of_up};
     if (threadIdx.x % 32 == 0) strip.template store<kThreads>(maxima);
-    const uint32_t amax = max_of_block<kThreads>(largest_of<Value, Tile::kRows>(product.values));
-    if (threadIdx.x == 0) raise(maxima, amax);
-    return amax;
+    return largest_of<Value, Tile::kRows>(product.values);
   }
 };
 
@@ -46,7 +44,8 @@ __global__ void __launch_bounds__(kThreads)
     swiglu_amax(const __grid_constant__ SwigluTask task, float* maxima) {
   SwigluTile<Value, kVectorized> tile(task, static_cast<int64_t>(blockIdx.y) * kTile,
                                       static_cast<int64_t>(blockIdx.x) * kTile);
-  tile.multiply_and_note(maxima);
+  const uint32_t amax = max_of_block<kThreads>(tile.multiply_and_note(maxima));
+  if (threadIdx.x == 0) raise(maxima, amax);
 }
 
 /// Codes by the earlier amax, if there is one, and the maxima.
@@ -59,11 +58,15 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
-  const uint32_t amax = tile.multiply_and_note(maxima);
-  if (!is_known(earlier)) return;
-  const float scale = scale_from_amax(*earlier.amax, kE4M3Max, out.power_of_two);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out, scale);
-  tile.product.template store_both<E4M3>(out, tile_row, tile_col, shared, is_nan(amax), scale);
+  const uint32_t own = tile.multiply_and_note(maxima);
+  if (is_known(earlier)) {
+    const float scale = scale_from_amax(*earlier.amax, kE4M3Max, out.power_of_two);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out, scale);
+    tile.product.template store_both<E4M3>(out, tile_row, tile_col, shared, is_nan(own), scale);
+  }
+  // Last: threads meet here.
+  const uint32_t amax = max_of_block<kThreads>(own);
+  if (threadIdx.x == 0) raise(maxima, amax);
 }
 
 /// Notes the amax for later steps; makes the codes by it unless those by the earlier one stand.
