@@ -16,11 +16,12 @@ LastInputAmax::Use LastInputAmax::use([[maybe_unused]] at::Device device) {
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
     return {};
   }
-  if (!words_.defined() || words_.device() != device) {
+  if (!words_.defined() || words_.device() != device || stream_ != stream) {
+    const bool is_first = !words_.defined();
     words_ = at::zeros({2}, at::TensorOptions().dtype(at::kFloat).device(device));
     stream_ = stream;
+    if (!is_first) return {};
   }
-  if (stream != stream_) return {};
   auto* words = words_.mutable_data_ptr<float>();
   const Use use{words + last_, words + (1 - last_)};
   last_ = 1 - last_;

@@ -21,14 +21,13 @@ class LastInputAmax {
     explicit operator bool() const { return last != nullptr; }
   };
 
-  /// Of the current CUDA stream. There is none on another stream than that of the first use, where
-  /// one would read what another writes, nor while a graph is captured, whose replays would outlive
-  /// the words.
+  /// Of the current CUDA stream. There is none where the use before was on another stream, which
+  /// may yet write, nor while a graph is captured, whose replays would outlive the words.
   Use use(at::Device device);
 
  private:
   std::mutex mutex_;
-  at::Tensor words_;  // of the last use, and of the one before
+  at::Tensor words_;  // of the last use, and of the one before; on its stream
   void* stream_ = nullptr;
   int last_ = 0;
 };

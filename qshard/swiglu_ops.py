@@ -82,7 +82,7 @@ def swiglu_linear_forward(
 ) -> tuple[Tensor, Tensor]:
     """linear(silu(gate) * up), what `swiglu_mlp` runs below autograd: (output, maxima). Maxima, float32
     (1 + 32 x tiles,), are the amax of the product, then of each 8 rows of each tile of 128x128 of gate and up
-    as matrices the largest |silu(gate)| and |up|; (0,) unless kept.
+    as matrices the largest magnitudes of silu(gate) and of up; (0,) unless kept.
 
     gate, up: (..., columns), with any strides. format: of the weight, which is checked; weight_state: as
         of `linear`, for a plain weight. residual: as of `linear`.

@@ -25,16 +25,16 @@ __device__ __forceinline__ uint32_t max_of_rows(uint32_t bits) {
 }
 
 // Statistics alone need no parameters.
-template <typename Value, bool kRms, int kBlockThreads, bool kAmax>
+template <typename Value, int kBlockThreads, bool kAmax>
 constexpr RowCosts kStatisticsCosts = {
-    .parameters_stay = kAmax&& kParametersStay<Value, kRms, kBlockThreads>,
+    .parameters_stay = (kAmax && kParametersStay<Value, kBlockThreads>),
     .ahead_in_registers = true,
     .unpacked = true};
 
 template <typename Value, bool kRms, int kBlockThreads, bool kAmax>
 __global__ void __launch_bounds__(
     kBlockThreads,
-    kNormBlocksAtOnce<Value, kBlockThreads, kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>>)
+    kNormBlocksAtOnce<Value, kBlockThreads, kStatisticsCosts<Value, kBlockThreads, kAmax>>)
     norm_statistics(const __grid_constant__ NormTask task, float* amax) {
   uint32_t largest = 0;  // magnitudes of a word
   const auto look = [&](const auto& row, const auto& parameters) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(
       }
     }
   };
-  for_rows<Value, kRms, kBlockThreads, kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>>(
+  for_rows<Value, kRms, kBlockThreads, kStatisticsCosts<Value, kBlockThreads, kAmax>>(
       task, task.rows, look);
   if constexpr (kAmax) {
     largest = max_of_rows(Value::amax_bits(largest));
@@ -138,15 +138,14 @@ __device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kNormVecto
   scales[1] = odd ? mine : other;
 }
 
-template <typename Value, bool kRms, int kBlockThreads>
-constexpr RowCosts kQuantizeCosts = {.parameters_stay = kParametersStay<Value, kRms, kBlockThreads>,
+template <typename Value, int kBlockThreads>
+constexpr RowCosts kQuantizeCosts = {.parameters_stay = kParametersStay<Value, kBlockThreads>,
                                      .ahead_in_registers = false};
 
 /// Rows beyond the matrix have codes, too.
 template <typename Value, bool kRms, int kBlockThreads>
 __global__ void __launch_bounds__(
-    kBlockThreads,
-    kNormBlocksAtOnce<Value, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>)
+    kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads, kQuantizeCosts<Value, kBlockThreads>>)
     norm_quantize_rows(const __grid_constant__ NormTask task,
                        const __grid_constant__ ActivationTask out) {
   const auto quantize = [&](const auto& row, const auto& parameters) {
@@ -166,8 +165,8 @@ __global__ void __launch_bounds__(
       store_bytes(codes + at, encode_vector<E4M3, false>(y[i], scales[i]));
     }
   };
-  for_rows<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>(
-      task, out.m_padded, quantize);
+  for_rows<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kBlockThreads>>(task, out.m_padded,
+                                                                             quantize);
 }
 
 }  // namespace
@@ -177,7 +176,7 @@ cudaError_t launch_norm_statistics(const NormTask& task, float* amax, cudaStream
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
     using Value = decltype(value);
     const auto launch = [&](auto of_amax) {
-      constexpr RowCosts kCosts = kStatisticsCosts<Value, rms(), threads(), of_amax()>;
+      constexpr RowCosts kCosts = kStatisticsCosts<Value, threads(), of_amax()>;
       norm_statistics<Value, rms(), threads(), of_amax()>
           <<<norm_blocks(task, task.rows, kNormThreadsAtOnce<Value, kCosts>), norm_block(task), 0,
              stream>>>(task, amax);
@@ -213,7 +212,7 @@ cudaError_t launch_norm_quantize_rows(const NormTask& task, const ActivationTask
   if (out.m == 0 || out.k == 0) return cudaSuccess;
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
     using Value = decltype(value);
-    constexpr RowCosts kCosts = kQuantizeCosts<Value, rms(), threads()>;
+    constexpr RowCosts kCosts = kQuantizeCosts<Value, threads()>;
     norm_quantize_rows<Value, rms(), threads()>
         <<<norm_blocks(task, out.m_padded, kNormThreadsAtOnce<Value, kCosts>), norm_block(task), 0,
            stream>>>(task, out);

@@ -239,11 +239,9 @@ struct RowCosts {
   bool unpacked = false;    // NormRow
 };
 
-/// Parameters stay where rows are short, and of LayerNorm, which has two a column, where its rows
-/// are not the longest: measured (bench/results/2026-11-25-h100.md).
-template <typename Value, bool kRms, int kBlockThreads>
-constexpr bool kParametersStay = Value::kPerWord == 1 || kBlockThreads == kNormThreads ||
-                                 (!kRms && kBlockThreads == kLongNormThreads);
+/// Whether parameters stay where each value is worked on more than once.
+template <typename Value, int kBlockThreads>
+constexpr bool kParametersStay = Value::kPerWord == 1 || kBlockThreads < kMaxNormThreads;
 
 /// The parameters of a thread's columns.
 template <typename Value, bool kStay>

@@ -96,6 +96,9 @@ TEST(LastInputAmax, IsOfOneStream) {
   EXPECT_EQ(second.next, first.last);
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
   EXPECT_FALSE(last.use(gpu()));
+  const auto there = last.use(gpu());  // it has moved
+  EXPECT_TRUE(there);
+  EXPECT_NE(there.last, first.last);
 }
 #endif
 
