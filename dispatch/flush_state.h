@@ -23,9 +23,8 @@ namespace qshard {
 //   amax known  the amaxes of the present values are at hand, left by what wrote or rounded them
 //   settled     written and shown with known amaxes: the codes are final, and of the flush to come
 //               only the exchange of amaxes is left
-//   provisional said of codes: of the present value with known amaxes, by the scales before it.
-//   They
-//               are final if the amaxes that ranks agree on give the same ones
+//   provisional said of codes: of the present value with known amaxes, by the scales before it;
+//               final if the amaxes that ranks agree on give the same ones
 //   generation  which grid the codes belong to. Codes move as bytes within one generation only
 
 /// The part of a buffer that says what a flush has to do for it. Every transition is a member.

@@ -45,8 +45,8 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
 /// An amax from before: by it codes are made in the pass that finds the values' own.
 struct EarlierAmax {
   const float* amax = nullptr;  // on the device; 0: there is none
-  DelayedAmax delayed = {};  // it is this one's: codes by it are final, and the own is collected.
-  float* next = nullptr;     // Else it is a guess, and the own is left here for the next one
+  DelayedAmax delayed = {};     // whose it is: codes by it are final, and the own is collected
+  float* next = nullptr;        // without `delayed` it is a guess; the next one's is left here
 };
 
 /// The same by `earlier`, in one pass; in two where there is none, or where the own amax gives
