@@ -13,7 +13,7 @@ With v bytes per value and c per element of the image (codes and their row-local
     dequantize to bf16         c + 2
     activation, bf16           2 + 1 for one orientation, 2 + 1 + 1 for both
     message, bf16              2 + 1 of a rank's tokens; 1 + 2 of those of all ranks
-    SwiGLU, bf16               2 + 2 + 1; its amax 2 + 2
+    SwiGLU, bf16               2 + 2 + 1; its amax 2 + 2, where no earlier call lets guess the scale
     SwiGLU's gradients, bf16   2 + 2 + 2 + 4 x 1 + 1: both in both orientations, and the product's
                                columns; their amaxes 2, with what forward's maxima leave of gate and up
     norm, bf16                 2 + 2; its gradients 2 + 2 + 2

@@ -6,7 +6,6 @@
 
 #include <utility>
 
-#include "kernels/layout.h"
 #include "kernels/operand_producer.h"
 
 namespace qshard {
@@ -23,9 +22,10 @@ std::pair<at::Tensor, at::Tensor> swiglu_gradients(const at::Tensor& grad, const
 /// |up|; strips of a tile of 128x128 one after the other, and tiles row by row. With those backward
 /// finds the amaxes of the gradients of gate and up without reading most strips of either: where
 /// the largest factors multiply to less than the amax so far, no product can raise it. Infinities
-/// stand for what is not known.
-inline int64_t swiglu_maxima_numel(int64_t m, int64_t k) {
-  return 1 + 2 * 16 * ceil_div(m, 128) * ceil_div(k, 128);
+/// stand for what is not known. Int: int64_t, or c10::SymInt of what is traced.
+template <typename Int>
+Int swiglu_maxima_numel(const Int& m, const Int& k) {
+  return (m + 127) / 128 * ((k + 127) / 128) * (2 * 16) + 1;
 }
 /// The same of an amax alone, float32 (1,).
 at::Tensor swiglu_maxima(const at::Tensor& amax, int64_t m, int64_t k);

@@ -1,5 +1,6 @@
 // Shapes of swiglu_mlp and of what it is made of. Codes are asked for only where all sizes are
 // known (ops/swiglu_mlp_autograd.cpp).
+#include "kernels/swiglu.h"
 #include "ops/swiglu_mlp.h"
 
 namespace qshard {
@@ -45,8 +46,7 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const 
   c10::SymInt numel = 0;
   if (keep_maxima) {
     const auto k = gate.sym_size(-1);
-    const auto m = gate.sym_numel() / k.max(1);
-    numel = (m + 127) / 128 * ((k + 127) / 128) * 32 + 1;
+    numel = swiglu_maxima_numel(gate.sym_numel() / k.max(1), k);
   }
   return {with_last(gate, weight.sym_size(0)),
           at::empty_symint({numel}, gate.options().dtype(at::kFloat))};

@@ -1,6 +1,4 @@
 // Codes by the scale of the last input: those of two passes, whatever that was.
-#include <ATen/ops/silu.h>
-
 #include "gemm_cases.h"
 #include "kernels/swiglu.h"
 #include "packed_cases.h"

@@ -414,17 +414,21 @@ AFTER_THE_STEP = {
 }
 
 
+def sharded(fmt, shapes):
+    """A model of such weights, and the shards of this rank, which know their group."""
+    model = Weights([weight(*shape, seed=i).to(rank_device()) for i, shape in enumerate(shapes)])
+    qshard.quantize_(model, RECIPES[fmt])
+    fully_shard(model, mesh=full_mesh())
+    with unsharded(model):
+        pass
+    return model, [local(w).detach() for w in model.weights]
+
+
 def run_shards(fmt):
     """Mismatching bytes of weights that were stepped, and then written, flushed or just gathered."""
     counts = {}
     for name, then in AFTER_THE_STEP.items():
-        shapes = [fitted(fmt, shape) for shape in SHARDED_SHAPES]
-        model = Weights([weight(*shape, seed=i).to(rank_device()) for i, shape in enumerate(shapes)])
-        qshard.quantize_(model, RECIPES[fmt])
-        fully_shard(model, mesh=full_mesh())
-        with unsharded(model):
-            pass  # the shards learn of their group
-        shards = [local(w).detach() for w in model.weights]
+        model, shards = sharded(fmt, [fitted(fmt, shape) for shape in SHARDED_SHAPES])
         steps = Steps(shards)
         for step in range(2):
             with torch.no_grad():
@@ -441,14 +445,8 @@ def run_shards(fmt):
 
 
 def run_marked(fmt):
-    model = Weights([weight(256, 96)])
-    qshard.quantize_(model, RECIPES[fmt])
-    fully_shard(model, mesh=full_mesh())
-    with unsharded(model):
-        pass  # the shards learn of their group
-    shards = [local(w).detach() for w in model.weights]
-    steps = Steps(shards)
-    steps.run()
+    _, shards = sharded(fmt, [(256, 96)])
+    Steps(shards).run()
     stays = marked(shards[0])
     flush_step(shards)
     return stays()
