@@ -2,8 +2,8 @@
 
 #include <ATen/ops/mul.h>
 
-#include <array>
 #include <utility>
+#include <vector>
 #ifdef QSHARD_WITH_CUDA
 #include "kernels/cuda/rotary_cuda.h"
 #endif
@@ -24,7 +24,9 @@ void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor
 #ifdef QSHARD_WITH_CUDA
   if (values.is_cuda()) return cuda::rotate(values, rotation, out);
 #endif
-  std::array<int64_t, 4> shape{1, 1, 1, rotation.cos.size(1)};
+  const int64_t rotated = rotation.cos.size(1);
+  std::vector<int64_t> shape(values.dim(), 1);
+  shape.back() = rotated;
   shape[rotation.dim] = values.size(rotation.dim);
   const auto angles = [&](const at::Tensor& table) {
     return pairs_of(table.narrow(0, 0, shape[rotation.dim]).view(shape), rotation);
@@ -36,7 +38,6 @@ void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor
   const auto [out_a, out_b] = pairs_of(out, rotation);
   out_a.copy_(at::mul(a, cos_a).sub_(at::mul(b, sin_a)));
   out_b.copy_(at::mul(b, cos_b).add_(at::mul(a, sin_b)));
-  const int64_t rotated = shape[3];
   out.narrow(-1, rotated, out.size(-1) - rotated)
       .copy_(values.narrow(-1, rotated, out.size(-1) - rotated));
 }

@@ -6,7 +6,7 @@
 
 namespace qshard {
 
-/// A tensor (..., positions, ..., channels) of four dimensions, and how its pairs turn.
+/// A tensor (..., positions, ..., channels) of at most five dimensions, and how its pairs turn.
 struct Rotation {
   at::Tensor cos;  // float32 (positions or more, rotated channels), contiguous, beside the tensor
   at::Tensor sin;

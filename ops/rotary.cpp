@@ -14,27 +14,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-void check_rotary(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t dim) {
-  const auto is_table = [&](const Tensor& table) {
-    return table.dim() == 2 && table.scalar_type() == at::kFloat && table.is_contiguous() &&
-           table.device() == input.device() && !has_key(table);
-  };
-  const bool fits = input.dim() == 4 && dim >= 0 && dim < 3 &&
-                    is_value_dtype(input.scalar_type()) && !has_key(input) && is_table(cos) &&
-                    is_table(sin) && cos.sym_sizes() == sin.sym_sizes() &&
-                    cos.sym_size(0) >= input.sym_size(dim) &&
-                    cos.sym_size(1) <= input.sym_size(3) && cos.sym_size(1) % 2 == 0;
-  TORCH_CHECK(
-      fits,
-      "qshard::rotary_embedding: needs a float32, bfloat16 or float16 input of four "
-      "dimensions, the last its channels, and contiguous float32 tables of cos and sin (",
-      "positions, an even number of its channels) beside it, positions being dimension 0, 1 "
-      "or 2; got an input of ",
-      input.sym_sizes(), " in ", input.scalar_type(), " on ", input.device(),
-      ", positions in dimension ", dim, ", cos ", cos.sym_sizes(), " and sin ", sin.sym_sizes(),
-      " in ", cos.scalar_type(), " on ", cos.device());
-}
-
 Tensor empty_result(const Tensor& input, at::OptionalSymIntArrayRef stride) {
   if (!stride) return at::empty_like(input);
   TORCH_CHECK(stride->size() == 4 && (*stride)[3] == 1,
@@ -84,9 +63,31 @@ struct RotaryFunction : Function<RotaryFunction> {
 
 }  // namespace
 
+void check_rotary(const char* op, const Tensor& input, const Tensor& cos, const Tensor& sin,
+                  int64_t dim) {
+  const auto is_table = [&](const Tensor& table) {
+    return table.dim() == 2 && table.scalar_type() == at::kFloat && table.is_contiguous() &&
+           table.device() == input.device() && !has_key(table);
+  };
+  const bool fits = input.dim() == 4 && dim >= 0 && dim < 3 &&
+                    is_value_dtype(input.scalar_type()) && !has_key(input) && is_table(cos) &&
+                    is_table(sin) && cos.sym_sizes() == sin.sym_sizes() &&
+                    cos.sym_size(0) >= input.sym_size(dim) &&
+                    cos.sym_size(1) <= input.sym_size(3) && cos.sym_size(1) % 2 == 0;
+  TORCH_CHECK(
+      fits, op,
+      ": needs a float32, bfloat16 or float16 input of four "
+      "dimensions, the last its channels, and contiguous float32 tables of cos and sin (",
+      "positions, an even number of its channels) beside it, positions being dimension 0, 1 "
+      "or 2; got an input of ",
+      input.sym_sizes(), " in ", input.scalar_type(), " on ", input.device(),
+      ", positions in dimension ", dim, ", cos ", cos.sym_sizes(), " and sin ", sin.sym_sizes(),
+      " in ", cos.scalar_type(), " on ", cos.device());
+}
+
 Tensor rotary_embedding(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t dim,
                         bool interleaved, bool inverse, at::OptionalSymIntArrayRef stride) {
-  check_rotary(input, cos, sin, dim);
+  check_rotary("qshard::rotary_embedding", input, cos, sin, dim);
   const c10::OptionalDeviceGuard guard(input.device());
   Tensor out = empty_result(input, stride);
   if (out.numel() > 0) rotate(input, {cos, sin, dim, interleaved, inverse}, out);
@@ -95,7 +96,7 @@ Tensor rotary_embedding(const Tensor& input, const Tensor& cos, const Tensor& si
 
 Tensor rotary_embedding_meta(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t dim,
                              bool, bool, at::OptionalSymIntArrayRef stride) {
-  check_rotary(input, cos, sin, dim);
+  check_rotary("qshard::rotary_embedding", input, cos, sin, dim);
   return empty_result(input, stride);
 }
 

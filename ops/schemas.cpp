@@ -14,6 +14,7 @@
 #include "ops/normalization.h"
 #include "ops/ops.h"
 #include "ops/rotary.h"
+#include "ops/rotary_heads.h"
 #include "ops/swiglu_mlp.h"
 
 namespace qshard {
@@ -52,7 +53,8 @@ TORCH_LIBRARY(qshard, m) {
       "quantize_input(Tensor input, str format, bool rows, bool columns) "
       "-> (Tensor rows, Tensor columns)");
   m.def(
-      "_quantize_kept_input(Tensor input, str format, bool columns, Tensor? amax=None) "
+      "_quantize_kept_input(Tensor input, str format, bool columns, Tensor? amax=None, "
+      "Tensor? weight=None) "
       "-> (Tensor codes, Tensor amax)");
   m.def(
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
@@ -115,6 +117,12 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "rotary_embedding(Tensor input, Tensor cos, Tensor sin, int dim=1, *, "
       "bool interleaved=False, bool inverse=False, SymInt[]? stride=None) -> Tensor");
+  m.def(
+      "split_rotary_embedding(Tensor input, Tensor cos, Tensor sin, int[] heads, int dim=1, *, "
+      "bool interleaved=False, bool inverse=False) -> (Tensor query, Tensor key, Tensor value)");
+  m.def(
+      "join_rotary_embedding(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, "
+      "int[] heads, int dim=1, *, bool interleaved=False, bool inverse=False) -> Tensor");
   m.def("_can_normalize(Tensor input, Tensor weight, Tensor? bias) -> bool");
   m.def(
       "_normalize(Tensor input, Tensor weight, Tensor? bias, float eps, bool rms, "
@@ -249,6 +257,8 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_norm_linear_reads_codes", &norm_linear_reads_codes);
   m.impl("_norm_linear_forward", &norm_linear_forward);
   m.impl("rotary_embedding", &rotary_embedding);
+  m.impl("split_rotary_embedding", &split_rotary_embedding);
+  m.impl("join_rotary_embedding", &join_rotary_embedding);
   m.impl("_can_normalize", &can_normalize);
   m.impl("_normalize", &normalize);
   m.impl("_quantize_normalized", &quantize_normalized);
@@ -311,6 +321,8 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("_quantize_normalized", &quantize_normalized_meta);
   m.impl("_normalize_backward", &normalize_backward_meta);
   m.impl("rotary_embedding", &rotary_embedding_meta);
+  m.impl("split_rotary_embedding", &split_rotary_embedding_meta);
+  m.impl("join_rotary_embedding", &join_rotary_embedding_meta);
   m.impl("quantize_gradients", &quantize_gradients_meta);
   m.impl("sum_gradients", &sum_gradients_meta);
 }
@@ -328,6 +340,8 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   m.impl("swiglu_mlp", &swiglu_mlp_autograd);
   m.impl("norm_linear", &norm_linear_autograd);
   m.impl("rotary_embedding", &rotary_embedding_autograd);
+  m.impl("split_rotary_embedding", &split_rotary_embedding_autograd);
+  m.impl("join_rotary_embedding", &join_rotary_embedding_autograd);
 }
 
 // F.linear must not decompose into matmul before it gets here (DTensor never does: it acts above).

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qshard.norm_ops import norm_linear
+from qshard.rotary_ops import join_rotary_embedding, rotary_embedding, split_rotary_embedding
 from qshard.swiglu_ops import (
     swiglu_linear_backward,
     swiglu_linear_backward_accumulate,
@@ -33,6 +34,7 @@ __all__ = [
     "formats",
     "from_planes",
     "is_quantized",
+    "join_rotary_embedding",
     "linear",
     "linear_backward",
     "linear_backward_accumulate",
@@ -46,6 +48,7 @@ __all__ = [
     "quantize_input",
     "rotary_embedding",
     "scale_inv",
+    "split_rotary_embedding",
     "sum_gradients",
     "swiglu_linear_backward",
     "swiglu_linear_backward_accumulate",
@@ -427,34 +430,6 @@ def linear_backward_codes_accumulate(
         format,
         weight_state,
         input_sum,
-    )
-
-
-def rotary_embedding(
-    input: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    dim: int = 1,
-    *,
-    interleaved: bool = False,
-    inverse: bool = False,
-    stride: list[int] | None = None,
-) -> Tensor:
-    """Rotary position embedding (arXiv:2104.09864) in one pass: of each pair (a, b) of the first channels
-    a cos_a - b sin_a and b cos_b + a sin_b, in float32, each operation rounded, and then to the dtype.
-    The same bits on every device. The other channels stay.
-
-    input: float32, bfloat16 or float16, of four dimensions, the last its channels; any strides.
-    cos, sin: contiguous float32 (positions or more, rotated channels), without gradients.
-    dim: of the positions, 0, 1 or 2. interleaved: neighbouring channels are a pair, instead of those half
-    of the rotated ones apart. inverse: by the transposed matrices. stride: of the result; else the input's
-    where that is dense.
-
-    Autograd keeps cos and sin alone; the gradient has the memory layout of the result. RuntimeError for
-    what does not fit.
-    """
-    return _ops.rotary_embedding(
-        input, cos, sin, dim, interleaved=interleaved, inverse=inverse, stride=stride
     )
 
 

@@ -86,14 +86,19 @@ __global__ void __launch_bounds__(kThreads) rotary(const __grid_constant__ Rotar
   using Values = Part<Value, kVectorized>;
   using Raw = typename Value::Raw;
   constexpr int kSize = Values::kSize;
-  const uint32_t row = blockIdx.x * blockDim.y + threadIdx.y;
-  const uint32_t outer = row / task.size[2];
-  const uint32_t index[3] = {outer / task.size[1], outer % task.size[1], row % task.size[2]};
+  constexpr int kDims = RotaryTask::kDims;
+  uint32_t index[kDims];
+  index[0] = blockIdx.x * blockDim.y + threadIdx.y;
+#pragma unroll
+  for (int i = kDims - 1; i > 0; --i) {
+    index[i] = index[0] % task.size[i];
+    index[0] /= task.size[i];
+  }
   if (index[0] >= task.size[0]) return;
   const auto* values = static_cast<const Raw*>(task.values);
   auto* out = static_cast<Raw*>(task.out);
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < kDims; ++i) {
     values += index[i] * task.stride[i];
     out += index[i] * task.out_stride[i];
   }
@@ -140,7 +145,8 @@ __global__ void __launch_bounds__(kThreads) rotary(const __grid_constant__ Rotar
 
 cudaError_t launch_rotary(const RotaryTask& task, DType dtype, bool interleaved, bool vectorized,
                           cudaStream_t stream) {
-  const uint32_t rows = task.size[0] * task.size[1] * task.size[2];
+  uint32_t rows = 1;
+  for (const uint32_t size : task.size) rows *= size;
   if (rows == 0 || task.channels == 0) return cudaSuccess;
   const auto launch = [&](auto kernel, int size) {
     const int turns = interleaved && vectorized ? task.rotated : task.rotated / 2;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <span>
 
 #include "kernels/cuda/check_launch.h"
 #include "kernels/cuda/rotary_kernel.h"
@@ -19,35 +20,43 @@ namespace {
 bool is_aligned(const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; }
 
 bool begins_vectors(const at::Tensor& x, int64_t vector) {
-  const auto is_multiple = [&](int64_t i) { return x.size(i) <= 1 || x.stride(i) % vector == 0; };
-  return is_aligned(x.const_data_ptr()) && is_multiple(0) && is_multiple(1) && is_multiple(2);
+  if (!is_aligned(x.const_data_ptr())) return false;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
+    if (x.size(i) > 1 && x.stride(i) % vector != 0) return false;
+  }
+  return true;
 }
 
 }  // namespace
 
 void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor& out) {
-  const at::Tensor x = values.stride(3) == 1 || values.size(3) <= 1 ? values : values.contiguous();
-  const int64_t rows = x.size(0) * x.size(1) * x.size(2);
+  const int64_t channels = values.size(-1);
+  const int64_t rows = channels == 0 ? 0 : values.numel() / channels;
   TORCH_CHECK(rows <= std::numeric_limits<int32_t>::max() &&
-                  x.size(3) <= std::numeric_limits<int32_t>::max() / 2,
+                  channels <= std::numeric_limits<int32_t>::max() / 2,
               fmt::format("qshard::rotary_embedding: {} rows of {} channels are too many for the "
                           "CUDA kernel; call it on parts",
-                          rows, x.size(3)));
+                          rows, channels));
+  const at::Tensor x = values.stride(-1) == 1 || channels <= 1 ? values : values.contiguous();
   // Neighbouring threads take neighbouring memory, and share angles where heads are neighbours.
-  std::array<int, 3> order{0, 1, 2};
+  const auto dims = static_cast<int>(x.dim()) - 1;
+  std::array<int, RotaryTask::kDims> memory_order{0, 1, 2, 3};
+  const std::span order(memory_order.data(), dims);
   std::ranges::stable_sort(order, [&](int a, int b) { return x.stride(a) > x.stride(b); });
   RotaryTask task;
   task.values = x.const_data_ptr();
   task.out = out.mutable_data_ptr();
   task.cos = rotation.cos.const_data_ptr<float>();
   task.sin = rotation.sin.const_data_ptr<float>();
-  for (int i = 0; i < 3; ++i) {
-    task.size[i] = static_cast<uint32_t>(x.size(order[i]));
-    task.stride[i] = x.stride(order[i]);
-    task.out_stride[i] = out.stride(order[i]);
-    if (order[i] == rotation.dim) task.position = i;
+  std::ranges::fill(task.size, 1);
+  for (int i = 0; i < dims; ++i) {
+    const int at = RotaryTask::kDims - dims + i;
+    task.size[at] = static_cast<uint32_t>(x.size(order[i]));
+    task.stride[at] = x.stride(order[i]);
+    task.out_stride[at] = out.stride(order[i]);
+    if (order[i] == rotation.dim) task.position = at;
   }
-  task.channels = static_cast<int>(x.size(3));
+  task.channels = static_cast<int>(channels);
   task.rotated = static_cast<int>(rotation.cos.size(1));
   task.inverse = rotation.inverse;
   const DType dtype = value_dtype(x.scalar_type());

@@ -9,16 +9,17 @@
 
 namespace qshard::cuda {
 
-/// Rows of channels, in three dimensions; strides in elements.
+/// Rows of channels, in four dimensions; strides in elements.
 struct RotaryTask {
+  static constexpr int kDims = 4;
   const void* values = nullptr;
   void* out = nullptr;
   const float* cos = nullptr;  // (positions or more, rotated)
   const float* sin = nullptr;
-  uint32_t size[3] = {};  // the last one runs fastest over the threads
-  int64_t stride[3] = {};
-  int64_t out_stride[3] = {};
-  int position = 0;  // which of the three counts positions
+  uint32_t size[kDims] = {};  // the last one runs fastest over the threads
+  int64_t stride[kDims] = {};
+  int64_t out_stride[kDims] = {};
+  int position = 0;  // which of them counts positions
   int channels = 0;
   int rotated = 0;  // of them, even
   bool inverse = false;

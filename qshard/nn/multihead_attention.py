@@ -19,7 +19,7 @@ from qshard.nn.layer_norm_linear import LayerNormLinear
 from qshard.nn.linear import Linear
 from qshard.nn.parallel import DeviceMeshes, check_ranks
 from qshard.nn.rms_norm import RMSNorm
-from qshard.nn.rotary import rotate, tables_of
+from qshard.nn.rotary import rotate, split_and_rotate, split_heads, tables_of
 
 QK_NORMS = (None, "L2Normalization", "RMSNorm", "LayerNorm")
 
@@ -278,17 +278,13 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
                 f"qkv_format={self.qkv_format!r}; got {tuple(hidden_states.shape)}"
             )
         if self.attention_type == "self":
-            query, key, value, normed, hidden_states = self._project_self(hidden_states, is_first_microbatch)
+            projected, normed, hidden_states = self._project_self(hidden_states, is_first_microbatch)
         else:
             if encoder_output is None:
                 raise ValueError("qshard.nn.MultiheadAttention: cross attention needs encoder_output")
             query, normed, hidden_states = self._project_query(hidden_states, is_first_microbatch)
-            key, value = self._project_keys(encoder_output, is_first_microbatch)
-        query, key = self._position(query, key, rotary_pos_emb, value.dtype)
-        if rotary_pos_emb is not None and torch.is_grad_enabled():
-            # Attention keeps it for backward, and a view would keep the whole projection: queries and keys are
-            # tensors of their own by now.
-            value = value.contiguous()
+            projected = [query, *self._project_keys(encoder_output, is_first_microbatch)]
+        query, key, value = self._position(projected, rotary_pos_emb)
         context = self.core_attention(
             query,
             key,
@@ -323,23 +319,15 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
         return (*output, normed) if self.return_bias else (output, normed)
 
     def _project_self(self, x, is_first_microbatch):
+        """Queries, keys and values in one tensor (., ., heads of all, channels), or in three."""
         normed = None
         if self.input_layernorm:
             parts, *more, x = self.layernorm_qkv(x, is_first_microbatch, as_parts=True, with_input=True)
             normed = more[0] if more else None
         else:
             parts = self.qkv(x, is_first_microbatch, as_parts=True)
-        ranks, channels = self.core_attention.ranks, self.channels
-        heads, groups = self.num_attention_heads // ranks, self.num_gqa_groups // ranks
-        per_group = heads // groups
-        if self.qkv_weight_interleaved:
-            mixed = parts[0].unflatten(-1, (groups, per_group + 2, channels))
-            query, key, value = mixed.split([per_group, 1, 1], -2)
-            return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2), normed, x
-        parts = [part.unflatten(-1, (-1, channels)) for part in parts]
-        if len(parts) == 1:
-            parts = parts[0].split([heads, groups, groups], -2)
-        return *parts, normed, x
+        parts = [part.unflatten(-1, (-1, self.channels)) for part in parts]
+        return parts[0] if len(parts) == 1 else parts, normed, x
 
     def _project_query(self, x, is_first_microbatch):
         normed = None
@@ -358,23 +346,44 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
             return parts[0].unflatten(-1, (-1, 2, self.channels)).unbind(-2)
         return parts[0].unflatten(-1, (2, -1, self.channels)).unbind(-3)
 
-    def _position(self, query, key, rotary_pos_emb, dtype):
-        if self.qk_norm_before_rope:
-            query, key = self._normalize(query, key, dtype)
+    def _position(self, projected, rotary_pos_emb):
+        """Queries, keys and values, of one tensor or of three, normalized and rotated."""
+        dim = 0 if self.qkv_format == "sbhd" else 1
+        pair = isinstance(rotary_pos_emb, (tuple, list))
+        angles = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
+        is_one = isinstance(projected, Tensor)
+        rotates_first = self.q_norm is None or not self.qk_norm_before_rope
+        if is_one and rotary_pos_emb is not None and rotates_first and angles[0] is angles[1]:
+            tables = tables_of(projected, angles[0], dim)
+            query, key, value = split_and_rotate(
+                projected, *tables, self._heads_of_group(), dim, self.rotary_pos_interleaved
+            )
+            return *self._normalize(query, key, value.dtype), value
+        query, key, value = split_heads(projected, self._heads_of_group()) if is_one else projected
+        if not rotates_first:
+            query, key = self._normalize(query, key, value.dtype)
         if rotary_pos_emb is not None:
-            dim = 0 if self.qkv_format == "sbhd" else 1
-            pair = isinstance(rotary_pos_emb, (tuple, list))
-            angles = rotary_pos_emb if pair else (rotary_pos_emb, rotary_pos_emb)
             tables = [tables_of(query, angles[0], dim)]
-            is_one = angles[0] is angles[1] and query.shape[dim] == key.shape[dim]
-            tables.append(tables[0] if is_one else tables_of(key, angles[1], dim))
+            is_same = angles[0] is angles[1] and query.shape[dim] == key.shape[dim]
+            tables.append(tables[0] if is_same else tables_of(key, angles[1], dim))
             query, key = (
                 rotate(x, *table, dim, self.rotary_pos_interleaved)
                 for x, table in zip((query, key), tables)
             )
-        if not self.qk_norm_before_rope:
-            query, key = self._normalize(query, key, dtype)
-        return query, key
+            if torch.is_grad_enabled():
+                # Attention keeps it for backward, and a view would keep the whole projection: queries and keys
+                # are tensors of their own by now.
+                value = value.contiguous()
+        if rotates_first:
+            query, key = self._normalize(query, key, value.dtype)
+        return query, key, value
+
+    def _heads_of_group(self):
+        """Of queries, keys and values, of a fused projection: of each group by itself where its weight is
+        interleaved."""
+        ranks = self.core_attention.ranks
+        heads, groups = self.num_attention_heads // ranks, self.num_gqa_groups // ranks
+        return [heads // groups, 1, 1] if self.qkv_weight_interleaved else [heads, groups, groups]
 
     def _normalize(self, query, key, dtype):
         """In the dtype of values: that of the norms' own results is their parameters'."""

@@ -141,6 +141,16 @@ SAMPLES = {
         for dtype in (torch.float32, torch.bfloat16)
         for channels in (16, 6)
     ] if fmt == "float8_blockwise" else [],
+    "split_rotary_embedding": lambda fmt: [
+        (plain(2, 5, 6, 16, grad=grad, dtype=dtype), plain(7, channels), plain(7, channels), heads)
+        for dtype, grad in ((torch.float32, True), (torch.bfloat16, False))
+        for channels in (16, 6)
+        for heads in ([3, 2, 1], [1, 1, 1])
+    ] if fmt == "float8_blockwise" else [],
+    "join_rotary_embedding": lambda fmt: [
+        (plain(2, 5, 3, 16, grad=True), plain(2, 5, 2, 16, grad=True), plain(2, 5, 1, 16), plain(7, 16),
+         plain(7, 16), [3, 2, 1])
+    ] if fmt == "float8_blockwise" else [],
     # Formats of messages are their own: of each, once.
     "quantize_gradients": lambda fmt: [
         (plain(10, 10, dtype=dtype), of, 2, 50)
