@@ -223,7 +223,8 @@ bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarT
 }
 
 QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
-                               Orientations orientations, at::Tensor* amax) {
+                               Orientations orientations, at::Tensor* amax,
+                               LastInputAmax* last_input) {
   TORCH_CHECK(
       input.dim() == 2 && is_value_dtype(input.scalar_type()),
       fmt::format("qshard::quantize_input: needs a float32, bfloat16 or float16 matrix, got "
@@ -243,7 +244,8 @@ QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
                           input.device().str(), input.sizes()));
   const c10::OptionalDeviceGuard guard(input.device());
   const PlainOperand operand(input, amax != nullptr ? *amax : at::Tensor());
-  QuantizedMatrix codes = operand.codes({.format = &format, .orientations = orientations});
+  QuantizedMatrix codes =
+      operand.codes({.format = &format, .orientations = orientations, .last_input = last_input});
   if (amax != nullptr) *amax = operand.amax();
   return codes;
 }

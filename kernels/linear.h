@@ -28,11 +28,12 @@ bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarT
 /// An input (M, K) as operand of linears whose weights have `format`, which must not scale by
 /// earlier steps: packed E4M3 codes, rowwise for linear_forward, columnwise for linear_backward.
 /// For callers that know of several such linears: compiled code.
-/// `amax`: as of quantize_activation (kernels/cuda/linear_fp8.h).
+/// `amax`, `last_input`: as of quantize_activation (kernels/cuda/linear_fp8.h).
 /// @throws c10::Error for a format of delayed scaling, an input that is no float32, bfloat16 or
 /// float16 matrix, or one that no FP8 GEMM of its device takes.
 QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
-                               Orientations orientations, at::Tensor* amax = nullptr);
+                               Orientations orientations, at::Tensor* amax = nullptr,
+                               LastInputAmax* last_input = nullptr);
 
 struct LinearForward {
   at::Tensor output;      // (M, N) in the input's dtype

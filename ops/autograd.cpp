@@ -43,9 +43,9 @@ struct DequantizeFunction : Function<DequantizeFunction> {
 };
 
 std::tuple<Tensor, Tensor> quantize_kept(const Tensor& input, c10::string_view format, bool columns,
-                                         const OptionalTensor& amax) {
+                                         const OptionalTensor& amax, const OptionalTensor& weight) {
   static const auto op = typed_op<decltype(quantize_kept_input)>("qshard::_quantize_kept_input");
-  return op.call(input, format, columns, amax);
+  return op.call(input, format, columns, amax, weight);
 }
 
 struct LinearFunction : Function<LinearFunction> {
@@ -64,7 +64,8 @@ struct LinearFunction : Function<LinearFunction> {
     OptionalTensor rows;
     Tensor columns, amax;
     if (kept != nullptr) {
-      std::tie(rows, amax) = quantize_kept(input, kept->name, /*columns=*/false, std::nullopt);
+      std::tie(rows, amax) =
+          quantize_kept(input, kept->name, /*columns=*/false, std::nullopt, weight);
     } else if (use.quantizes_apart) {
       static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
       auto codes = quantize.call(input, *format, use.multiplies_codes, use.saves_codes);
@@ -107,7 +108,7 @@ struct LinearFunction : Function<LinearFunction> {
       at::AutoDispatchBelowAutograd guard;
       const auto amax = saved[2].numel() == 1 ? OptionalTensor(saved[2]) : std::nullopt;
       const std::string& name = kept->second.toStringRef();
-      saved[0] = std::get<0>(quantize_kept(saved[0], name, /*columns=*/true, amax));
+      saved[0] = std::get<0>(quantize_kept(saved[0], name, /*columns=*/true, amax, std::nullopt));
       saves_codes = true;
     }
     const bool weight_only = ctx->saved_data["weight_only"].toBool();

@@ -275,7 +275,8 @@ std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_vi
 }
 
 std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_view format,
-                                               bool columns, const OptionalTensor& amax) {
+                                               bool columns, const OptionalTensor& amax,
+                                               const OptionalTensor& weight) {
   PlainGuard guard;
   const char* op = "qshard::_quantize_kept_input";
   TORCH_CHECK(
@@ -283,8 +284,9 @@ std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_
                                     amax->scalar_type() == at::kFloat)),
       fmt::format("{}: needs a plain input, and its amax as float32 (1,) or none", op));
   Tensor known = amax.value_or(Tensor());
+  LastInputAmax* last = weight && has_key(*weight) ? &buffer_of(*weight).last_input() : nullptr;
   const auto codes = quantize_input(as_matrix(input), checked_format(format, op),
-                                    {.rowwise = !columns, .columnwise = columns}, &known);
+                                    {.rowwise = !columns, .columnwise = columns}, &known, last);
   const bool is_found = known.defined() && !amax;
   return {bytes_or_none(columns ? codes.columnwise : codes.rowwise, input),
           is_found ? known : at::empty({0}, input.options().dtype(at::kFloat))};

@@ -67,7 +67,8 @@ std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_
 }
 
 std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::string_view format,
-                                                    bool columns, const OptionalTensor& amax) {
+                                                    bool columns, const OptionalTensor& amax,
+                                                    const OptionalTensor&) {
   const int64_t m = leading_numel(input);
   const int64_t k = input.size(-1);
   const Format& own = checked_format(format, "qshard::_quantize_kept_input");

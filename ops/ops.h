@@ -102,9 +102,11 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
 std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
                                              bool rows, bool columns);
 /// quantize_input in one orientation, of an input that is there in backward, too: (codes, amax),
-/// amax float32 (1,) of formats with one scale. Backward knows it and gets (0,).
+/// amax float32 (1,) of formats with one scale. Backward knows it and gets (0,). `weight`: the
+/// linear's, whose last input guesses the scale.
 std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_view format,
-                                               bool columns, const OptionalTensor& amax);
+                                               bool columns, const OptionalTensor& amax,
+                                               const OptionalTensor& weight);
 /// `grad_dtype` is the weight gradient's, else the weight's own.
 std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
                                               const Tensor& input, bool input_is_quantized,
@@ -184,7 +186,8 @@ std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor
 std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view format,
                                                bool rows, bool columns);
 std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::string_view format,
-                                                    bool columns, const OptionalTensor& amax);
+                                                    bool columns, const OptionalTensor& amax,
+                                                    const OptionalTensor& weight);
 std::tuple<Tensor, Tensor> linear_backward_meta(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,

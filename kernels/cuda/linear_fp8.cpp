@@ -109,8 +109,7 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
     check_launch(launch_quantize_activation_in_blocks(task, dtype, stream));
     return out;
   }
-  const bool is_known = !request.delayed && amax.defined();
-  if (const EarlierAmax earlier = is_known ? EarlierAmax() : earlier_amax(request, x.device());
+  if (const EarlierAmax earlier = earlier_amax(request, amax, x.device());
       earlier.amax != nullptr) {
     const at::Tensor own = at::empty({1}, values.options().dtype(at::kFloat));
     check_launch(launch_quantize_activation_by_earlier(task, earlier, own.mutable_data_ptr<float>(),

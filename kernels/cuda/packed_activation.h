@@ -41,15 +41,15 @@ inline QuantizedMatrix empty_packed(int64_t m, int64_t k, const OperandRequest& 
   return packed_matrix(*request.format, request.role, m, k, rowwise, columnwise);
 }
 
-/// What codes asked for are made by in one pass with finding their amax; none if `amax` is null.
-inline EarlierAmax earlier_amax(const OperandRequest& request, at::Device device) {
+/// What codes asked for are made by in one pass with finding their amax; none if its `amax` is
+/// null. `known`: that of the values, or undefined; delayed scaling does not go by it.
+inline EarlierAmax earlier_amax(const OperandRequest& request, const at::Tensor& known,
+                                at::Device device) {
   const DelayedAmax& delayed = request.delayed;
   if (delayed) return {.amax = delayed.scaling + kInUse, .delayed = delayed};
   const Format& format = *request.format;
-  // Scales in fp32 are other ones each time.
-  if (request.last_input == nullptr || !has_one_scale(format) || !format.power_of_two_scales) {
-    return {};
-  }
+  if (known.defined() || request.last_input == nullptr || !has_one_scale(format)) return {};
+  if (!format.power_of_two_scales) return {};  // in fp32 they are other ones each time
   const LastInputAmax::Use use = request.last_input->use(device);
   return {.amax = use.last, .next = use.next};
 }
