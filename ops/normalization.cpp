@@ -20,6 +20,10 @@ void check(const char* op, bool fits, const Tensor& input, const Tensor& weight)
                   input.device().str(), c10::toString(weight.scalar_type()), weight.sizes().vec()));
 }
 
+void check_bias(const char* op, bool rms, const OptionalTensor& bias) {
+  TORCH_CHECK(!rms || !bias || !bias->defined(), op, ": an RMSNorm has no bias");
+}
+
 // What NormOperand's kernels read of earlier ones.
 void check_known(const char* op, const Tensor& input, bool rms, const OptionalTensor& statistics,
                  const OptionalTensor& amax) {
@@ -44,7 +48,9 @@ bool can_normalize(const Tensor& input, const Tensor& weight, const OptionalTens
 std::tuple<Tensor, Tensor> normalize(const Tensor& input, const Tensor& weight,
                                      const OptionalTensor& bias, double eps, bool rms,
                                      bool zero_centered_gamma) {
-  check("qshard::_normalize", can_normalize(input, weight, bias), input, weight);
+  const char* op = "qshard::_normalize";
+  check(op, can_normalize(input, weight, bias), input, weight);
+  check_bias(op, rms, bias);
   const c10::OptionalDeviceGuard guard(input.device());
   const Normalization norm{weight, bias.value_or(Tensor()), static_cast<float>(eps), rms,
                            zero_centered_gamma};
@@ -58,6 +64,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_normalized(
   const char* op = "qshard::_quantize_normalized";
   check(op, input.dim() == 2 && can_normalize(input, weight, bias), input, weight);
   check_known(op, input, rms, statistics, amax);
+  check_bias(op, rms, bias);
   const c10::OptionalDeviceGuard guard(input.device());
   const NormOperand operand(
       input, {weight, bias.value_or(Tensor()), static_cast<float>(eps), rms, zero_centered_gamma},

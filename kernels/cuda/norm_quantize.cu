@@ -18,37 +18,38 @@ __device__ __forceinline__ uint32_t max_of_rows(uint32_t bits) {
   __shared__ uint32_t largest;
   if (threadIdx.x == 0 && threadIdx.y == 0) largest = 0;
   __syncthreads();
-  bits = __reduce_max_sync(0xffffffffu, bits);
+  bits = __reduce_max_sync(kWholeWarp, bits);
   if (threadIdx.x % min(blockDim.x, 32u) == 0) atomicMax(&largest, bits);
   __syncthreads();
   return largest;
 }
 
 // Statistics alone need no parameters.
-template <typename Value, int kBlockThreads, bool kAmax>
+template <typename Value, bool kRms, int kBlockThreads, bool kAmax>
 constexpr RowCosts kStatisticsCosts = {
-    .parameters_stay = (kAmax && kParametersStay<Value, kBlockThreads>),
+    .parameters = kAmax ? kParametersIn<Value, kRms, kBlockThreads> : ParametersIn::kMemory,
     .ahead_in_registers = true,
     .unpacked = true};
 
 template <typename Value, bool kRms, int kBlockThreads, bool kAmax>
 __global__ void __launch_bounds__(
-    kBlockThreads,
-    kNormBlocksAtOnce<Value, kBlockThreads, kStatisticsCosts<Value, kBlockThreads, kAmax>>)
+    kBlockThreads, kNormBlocksAtOnce<Value, kRms, kBlockThreads,
+                                     kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>>)
     norm_statistics(const __grid_constant__ NormTask task, float* amax) {
   uint32_t largest = 0;  // magnitudes of a word
   const auto look = [&](const auto& row, const auto& parameters) {
     if constexpr (kAmax) {
+      if (!row.exists) return;
 #pragma unroll
       for (int i = 0; i < kNormVectors; ++i) {
-        if (!row.exists || column_of<Value>(i) >= task.cols) continue;
+        if (column_of<Value>(i) >= task.cols) continue;
         const Vector<Value> y = row.vector(i, parameters);
 #pragma unroll
         for (uint32_t word : y.word) largest = Value::max(largest, Value::magnitudes(word));
       }
     }
   };
-  for_rows<Value, kRms, kBlockThreads, kStatisticsCosts<Value, kBlockThreads, kAmax>>(
+  for_rows<Value, kRms, kBlockThreads, kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>>(
       task, task.rows, look);
   if constexpr (kAmax) {
     largest = max_of_rows(Value::amax_bits(largest));
@@ -74,7 +75,7 @@ __device__ __forceinline__ void normalize(ActivationTile<Value, kThreads>& tile,
     rstd[i] = __ldg(task.rstd + first + i);
     if constexpr (!kRms) mean[i] = __ldg(task.mean + first + i);
   }
-  const NormParameters<Value> parameters(task, static_cast<int>(at));
+  const NormParameters<Value, kRms> parameters(task, static_cast<int>(at));
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     float x[kCols];
@@ -109,50 +110,78 @@ __global__ void __launch_bounds__(kThreads, kTilesAtOnce<Value>)
   }
 }
 
+/// The amax of a block that each of a thread's vectors lies in: even lanes have the first one's,
+/// odd ones the other's.
+template <typename Value>
+__device__ __forceinline__ float block_amax(const Vector<Value> (&y)[kNormVectors]) {
+  static_assert(kNormVectors == 2);
+  constexpr int kLanes = kTile / Vector<Value>::kSize;  // of a block
+  const bool odd = threadIdx.x % 2 != 0;
+  if constexpr (Value::kPerWord == 2) {
+    // Both in a word.
+    uint32_t of[kNormVectors] = {};
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {
+#pragma unroll
+      for (uint32_t word : y[i].word) of[i] = Value::max(of[i], Value::magnitudes(word));
+    }
+    uint32_t both =
+        Value::max(__byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632));
+#pragma unroll
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) {
+      both = Value::max(both, __shfl_xor_sync(kWholeWarp, both, lane));
+    }
+    return __uint_as_float(Value::amax_bits(__byte_perm(both, 0, odd ? 0x3232 : 0x1010)));
+  } else {
+    uint32_t amax[kNormVectors];
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {
+      amax[i] = largest_of<Value, 1>(&y[i]);
+#pragma unroll
+      for (int lane = kLanes / 2; lane > 0; lane /= 2) {
+        amax[i] = max(amax[i], __shfl_xor_sync(kWholeWarp, amax[i], lane));
+      }
+    }
+    return __uint_as_float(odd ? amax[1] : amax[0]);
+  }
+}
+
 /// The scales of the blocks that a thread's vectors lie in, by which their codes are made; stores
 /// them. Of each block's lanes the even ones compute that of the first, the odd ones the other.
 template <typename Value>
-__device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kNormVectors], int64_t row,
+__device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kNormVectors], int row,
                                              const ActivationTask& out,
                                              float (&scales)[kNormVectors]) {
-  static_assert(kNormVectors == 2);
   constexpr int kLanesOfBlock = kTile / Vector<Value>::kSize;
-  uint32_t amax[kNormVectors];
-#pragma unroll
-  for (int i = 0; i < kNormVectors; ++i) {
-    amax[i] = largest_of<Value, 1>(&y[i]);
-#pragma unroll
-    for (int lane = kLanesOfBlock / 2; lane > 0; lane /= 2) {
-      amax[i] = max(amax[i], __shfl_xor_sync(0xffffffffu, amax[i], lane));
-    }
-  }
   const bool odd = threadIdx.x % 2 != 0;
-  const float amax_of_mine = __uint_as_float(odd ? amax[1] : amax[0]);
-  const float mine = scale_from_amax(amax_of_mine, kE4M3Max, out.power_of_two);
+  const float mine = scale_from_amax(block_amax<Value>(y), kE4M3Max, out.power_of_two);
   const int block = column_of<Value>(odd ? 1 : 0) / kTile;
   if (threadIdx.x % kLanesOfBlock < 2 && row < out.m_padded && block * kTile < out.k_padded) {
-    out.scale_inv[block * out.m_padded + row] = inverse_scale(mine);
+    out.scale_inv[block * static_cast<int64_t>(out.m_padded) + row] = inverse_scale(mine);
   }
-  const float other = __shfl_xor_sync(0xffffffffu, mine, 1);
+  const float other = __shfl_xor_sync(kWholeWarp, mine, 1);
   scales[0] = odd ? other : mine;
   scales[1] = odd ? mine : other;
 }
 
-template <typename Value, int kBlockThreads>
-constexpr RowCosts kQuantizeCosts = {.parameters_stay = kParametersStay<Value, kBlockThreads>,
+template <typename Value, bool kRms, int kBlockThreads>
+constexpr RowCosts kQuantizeCosts = {.parameters = kParametersIn<Value, kRms, kBlockThreads>,
                                      .ahead_in_registers = false};
 
 /// Rows beyond the matrix have codes, too.
 template <typename Value, bool kRms, int kBlockThreads>
 __global__ void __launch_bounds__(
-    kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads, kQuantizeCosts<Value, kBlockThreads>>)
+    kBlockThreads,
+    kNormBlocksAtOnce<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>)
     norm_quantize_rows(const __grid_constant__ NormTask task,
                        const __grid_constant__ ActivationTask out) {
   const auto quantize = [&](const auto& row, const auto& parameters) {
     Vector<Value> y[kNormVectors] = {};
+    if (row.exists) {
 #pragma unroll
-    for (int i = 0; i < kNormVectors; ++i) {
-      if (row.exists && column_of<Value>(i) < task.cols) y[i] = row.vector(i, parameters);
+      for (int i = 0; i < kNormVectors; ++i) {
+        if (column_of<Value>(i) < task.cols) y[i] = row.vector(i, parameters);
+      }
     }
     float scales[kNormVectors];
     block_scales<Value>(y, row.index, out, scales);
@@ -165,8 +194,23 @@ __global__ void __launch_bounds__(
       store_bytes(codes + at, encode_vector<E4M3, false>(y[i], scales[i]));
     }
   };
-  for_rows<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kBlockThreads>>(task, out.m_padded,
-                                                                             quantize);
+  for_rows<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>(
+      task, static_cast<int>(out.m_padded), quantize);
+}
+
+/// Launches a kernel of for_rows(): as many threads at once, and what they need.
+template <int kThreadsAtOnce, RowCosts kCosts, typename Kernel, typename... Arguments>
+cudaError_t launch_rows(Kernel kernel, const NormTask& task, int rows, cudaStream_t stream,
+                        Arguments... arguments) {
+  const int bytes = kCosts.parameters == ParametersIn::kShared ? parameter_bytes(task) : 0;
+  if (bytes > 0) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<norm_blocks(task, rows, kThreadsAtOnce), norm_block(task), bytes, stream>>>(
+      task, arguments...);
+  return cudaGetLastError();
 }
 
 }  // namespace
@@ -176,11 +220,9 @@ cudaError_t launch_norm_statistics(const NormTask& task, float* amax, cudaStream
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
     using Value = decltype(value);
     const auto launch = [&](auto of_amax) {
-      constexpr RowCosts kCosts = kStatisticsCosts<Value, threads(), of_amax()>;
-      norm_statistics<Value, rms(), threads(), of_amax()>
-          <<<norm_blocks(task, task.rows, kNormThreadsAtOnce<Value, kCosts>), norm_block(task), 0,
-             stream>>>(task, amax);
-      return cudaGetLastError();
+      constexpr RowCosts kCosts = kStatisticsCosts<Value, rms(), threads(), of_amax()>;
+      return launch_rows<kNormThreadsAtOnce<Value, rms(), kCosts>, kCosts>(
+          norm_statistics<Value, rms(), threads(), of_amax()>, task, task.rows, stream, amax);
     };
     return amax != nullptr ? launch(std::true_type{}) : launch(std::false_type{});
   });
@@ -212,11 +254,10 @@ cudaError_t launch_norm_quantize_rows(const NormTask& task, const ActivationTask
   if (out.m == 0 || out.k == 0) return cudaSuccess;
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
     using Value = decltype(value);
-    constexpr RowCosts kCosts = kQuantizeCosts<Value, threads()>;
-    norm_quantize_rows<Value, rms(), threads()>
-        <<<norm_blocks(task, out.m_padded, kNormThreadsAtOnce<Value, kCosts>), norm_block(task), 0,
-           stream>>>(task, out);
-    return cudaGetLastError();
+    constexpr RowCosts kCosts = kQuantizeCosts<Value, rms(), threads()>;
+    return launch_rows<kNormThreadsAtOnce<Value, rms(), kCosts>, kCosts>(
+        norm_quantize_rows<Value, rms(), threads()>, task, static_cast<int>(out.m_padded), stream,
+        out);
   });
 }
 

@@ -19,12 +19,13 @@ __device__ __forceinline__ void store_vector(void* to, int64_t at, const Vector<
 
 template <typename Value, int kBlockThreads>
 constexpr RowCosts kValueCosts = {
-    .parameters_stay = Value::kPerWord == 1 || kBlockThreads == kNormThreads,
+    .parameters = Value::kPerWord == 1 || kBlockThreads == kNormThreads ? ParametersIn::kRegisters
+                                                                        : ParametersIn::kMemory,
     .ahead_in_registers = true};
 
 template <typename Value, bool kRms, int kBlockThreads>
 __global__ void __launch_bounds__(
-    kBlockThreads, kNormBlocksAtOnce<Value, kBlockThreads, kValueCosts<Value, kBlockThreads>>)
+    kBlockThreads, kNormBlocksAtOnce<Value, kRms, kBlockThreads, kValueCosts<Value, kBlockThreads>>)
     norm(const __grid_constant__ NormTask task) {
   const auto store = [&](const auto& row, const auto& parameters) {
     if (!row.exists) return;
@@ -32,7 +33,8 @@ __global__ void __launch_bounds__(
     for (int i = 0; i < kNormVectors; ++i) {
       const int at = column_of<Value>(i);
       if (at >= task.cols) continue;
-      store_vector(task.y, row.index * task.cols + at, row.vector(i, parameters));
+      store_vector(task.y, static_cast<int64_t>(row.index) * task.cols + at,
+                   row.vector(i, parameters));
     }
   };
   for_rows<Value, kRms, kBlockThreads, kValueCosts<Value, kBlockThreads>>(task, task.rows, store);
@@ -155,7 +157,7 @@ cudaError_t launch_norm(const NormTask& task, cudaStream_t stream) {
   if (task.rows == 0 || task.cols == 0) return cudaSuccess;
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
     using Value = decltype(value);
-    constexpr int kAtOnce = kNormThreadsAtOnce<Value, kValueCosts<Value, threads()>>;
+    constexpr int kAtOnce = kNormThreadsAtOnce<Value, rms(), kValueCosts<Value, threads()>>;
     norm<Value, rms(), threads()>
         <<<norm_blocks(task, task.rows, kAtOnce), norm_block(task), 0, stream>>>(task);
     return cudaGetLastError();

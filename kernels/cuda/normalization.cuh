@@ -219,66 +219,112 @@ __device__ __forceinline__ void load_gamma(const NormTask& task, int at,
   for (float& x : gamma) x += 1.f;
 }
 
-/// What a vector of columns is multiplied by, and what is added to it.
-template <typename Value>
+/// What a vector of columns is multiplied by, and what is added to it: by RMSNorm nothing.
+template <typename Value, bool kRms>
 struct NormParameters {
   float gamma[Vector<Value>::kSize] = {};
-  float beta[Vector<Value>::kSize] = {};
+  float beta[kRms ? 1 : Vector<Value>::kSize] = {};
 
   NormParameters() = default;
   __device__ NormParameters(const NormTask& task, int at) {
     load_gamma<Value>(task, at, gamma);
-    if (task.beta != nullptr) load_parameters(task.beta, at, task.gamma_dtype, beta);
+    if constexpr (!kRms) {
+      if (task.beta != nullptr) load_parameters(task.beta, at, task.gamma_dtype, beta);
+    }
   }
+  __device__ float beta_of(int k) const { return kRms ? 0.f : beta[kRms ? 0 : k]; }
+};
+
+/// Where the parameters of a thread's columns are from row to row.
+enum class ParametersIn {
+  kMemory,  // as they came
+  kRegisters,
+  kShared,  // in fp32: dynamic shared memory of parameter_bytes()
 };
 
 /// What a kernel has its rows cost in registers, and with them in threads at once.
 struct RowCosts {
-  bool parameters_stay;     // in registers from row to row; else they are read for each
+  ParametersIn parameters;
   bool ahead_in_registers;  // the next row is; else in shared memory
   bool unpacked = false;    // NormRow
 };
 
-/// Whether parameters stay where each value is worked on more than once.
-template <typename Value, int kBlockThreads>
-constexpr bool kParametersStay = Value::kPerWord == 1 || kBlockThreads < kMaxNormThreads;
+/// Where they are for kernels that make something of each value: both parameters of 16-bit values
+/// take the registers of a quarter of the threads, which long rows cannot do without.
+template <typename Value, bool kRms, int kBlockThreads>
+constexpr ParametersIn kParametersIn =
+    kRms || Value::kPerWord == 1 || kBlockThreads == kNormThreads ? ParametersIn::kRegisters
+                                                                  : ParametersIn::kShared;
 
 /// The parameters of a thread's columns.
-template <typename Value, bool kStay>
+template <typename Value, bool kRms, ParametersIn kWhere>
 class RowParameters {
+  using Parameters = NormParameters<Value, kRms>;
+  static constexpr int kFours = Vector<Value>::kSize / 4;
+
  public:
   __device__ explicit RowParameters(const NormTask& task) : task_(task) {
-    if constexpr (kStay) {
 #pragma unroll
-      for (int i = 0; i < kNormVectors; ++i) {
-        const int at = column_of<Value>(i);
-        if (at < task.cols) stay_[i] = NormParameters<Value>(task, at);
+    for (int i = 0; kWhere != ParametersIn::kMemory && i < kNormVectors; ++i) {
+      const int at = column_of<Value>(i);
+      if (at >= task.cols) continue;
+      if constexpr (kWhere == ParametersIn::kRegisters) {
+        stay_[i] = Parameters(task, at);
+      } else {
+        put(i, Parameters(task, at));
       }
     }
   }
 
   /// Of the thread's vector i, which is one of the row's.
-  __device__ NormParameters<Value> of(int i) const {
-    if constexpr (kStay) {
-      return stay_[i];
-    } else {
-      return NormParameters<Value>(task_, column_of<Value>(i));
+  __device__ Parameters of(int i) const {
+    if constexpr (kWhere == ParametersIn::kRegisters) return stay_[i];
+    if constexpr (kWhere == ParametersIn::kMemory) return Parameters(task_, column_of<Value>(i));
+    Parameters parameters;
+#pragma unroll
+    for (int four = 0; four < kFours; ++four) {
+      take(*shared(i, four), parameters.gamma + 4 * four);
+      if constexpr (!kRms) take(*shared(i, kFours + four), parameters.beta + 4 * four);
     }
+    return parameters;
   }
 
  private:
+  /// What a thread has put there itself: nothing is to synchronise. Neighbours' lie side by side.
+  __device__ static float4* shared(int i, int four) {
+    extern __shared__ float4 of_threads[];
+    constexpr int kOfVector = kRms ? kFours : 2 * kFours;
+    const auto threads = static_cast<int>(blockDim.x * blockDim.y);
+    const auto thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+    return of_threads + (i * kOfVector + four) * threads + thread;
+  }
+  __device__ static void put(int i, const Parameters& parameters) {
+#pragma unroll
+    for (int four = 0; four < kFours; ++four) {
+      *shared(i, four) = of(parameters.gamma + 4 * four);
+      if constexpr (!kRms) *shared(i, kFours + four) = of(parameters.beta + 4 * four);
+    }
+  }
+  __device__ static float4 of(const float* x) { return {x[0], x[1], x[2], x[3]}; }
+  __device__ static void take(const float4& four, float* x) {
+    x[0] = four.x;
+    x[1] = four.y;
+    x[2] = four.z;
+    x[3] = four.w;
+  }
+
   const NormTask& task_;
-  NormParameters<Value> stay_[kStay ? kNormVectors : 1];
+  Parameters stay_[kWhere == ParametersIn::kRegisters ? kNormVectors : 1];
 };
 
 /// A vector of x - mean, normalized and rounded. No NaN of these has a sign.
-template <typename Value>
+template <typename Value, bool kRms>
 __device__ __forceinline__ Vector<Value> normed(const float (&x)[Vector<Value>::kSize], float rstd,
-                                                const NormParameters<Value>& parameters) {
+                                                const NormParameters<Value, kRms>& parameters) {
   float y[Vector<Value>::kSize];
 #pragma unroll
   for (int k = 0; k < Vector<Value>::kSize; ++k) {
-    y[k] = __fmaf_rn(__fmul_rn(x[k], rstd), parameters.gamma[k], parameters.beta[k]);
+    y[k] = __fmaf_rn(__fmul_rn(x[k], rstd), parameters.gamma[k], parameters.beta_of(k));
   }
   return vector_of<Value>(y);
 }
@@ -293,11 +339,11 @@ struct NormRow {
   float x[kNormVectors][kSize];
   float mean = 0.f;
   float rstd;
-  int64_t index;  // of the row
+  int index;  // of the row
   bool exists;
 
   /// The statistics are yet to come.
-  __device__ NormRow(const NormTask& task, int64_t row, const RowPart<Value>& part)
+  __device__ NormRow(const NormTask& task, int row, const RowPart<Value>& part)
       : index(row), exists(row < task.rows) {
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
@@ -352,13 +398,14 @@ struct NormRow {
 /// often for each of its threads, and stores their statistics. The next row's values are on their
 /// way meanwhile.
 template <typename Value, bool kRms, int kBlockThreads, RowCosts kCosts, typename Run>
-__device__ __forceinline__ void for_rows(const NormTask& task, int64_t rows, const Run& run) {
+__device__ __forceinline__ void for_rows(const NormTask& task, int rows, const Run& run) {
   __shared__ typename Lanes<kBlockThreads>::Shared shared;
   Lanes<kBlockThreads> lanes(shared);
-  const RowParameters<Value, kCosts.parameters_stay> parameters(task);
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
-  int64_t index = first + threadIdx.y;
+  const RowParameters<Value, kRms, kCosts.parameters> parameters(task);
+  const auto step = static_cast<int>(gridDim.x * blockDim.y);
+  const auto first = static_cast<int>(blockIdx.x * blockDim.y);
+  int index = first + static_cast<int>(threadIdx.y);
+  const int64_t step_values = static_cast<int64_t>(step) * task.cols;
   const auto* at = row_of<Value>(task.x, index, task);
   constexpr bool kInShared = !kCosts.ahead_in_registers;
   using Ahead = RowsAhead<Value, 1, kInShared ? kBlockThreads : 1>;
@@ -373,11 +420,11 @@ __device__ __forceinline__ void for_rows(const NormTask& task, int64_t rows, con
     }
   };
   ask();
-  for (auto turns = static_cast<int>((rows - first + step - 1) / step); turns > 0; --turns) {
+  for (int turns = (rows - first + step - 1) / step; turns > 0; --turns) {
     if constexpr (kInShared) ahead.get(part);
     NormRow<Value, kRms, kBlockThreads, kCosts> row(task, index, part[0]);
     index += step;
-    at += step * task.cols;
+    at += step_values;
     ask();
     row.reduce(task, lanes);
     row.store_statistics(task);
@@ -395,22 +442,33 @@ inline dim3 norm_block(const NormTask& task) {
 
 /// Threads that for_rows() has on a multiprocessor at once, or a CUDA block's: registers for as
 /// many.
-template <typename Value, RowCosts kCosts>
-constexpr int kNormThreadsAtOnce = Value::kPerWord == 2 && kCosts.parameters_stay ? 768 : 1024;
+template <typename Value, bool kRms, RowCosts kCosts>
+constexpr int kNormThreadsAtOnce =
+    Value::kPerWord == 2 && kCosts.parameters == ParametersIn::kRegisters && !kRms ? 768 : 1024;
 
-template <typename Value, int kBlockThreads, RowCosts kCosts>
-constexpr int kNormBlocksAtOnce = std::max(1, kNormThreadsAtOnce<Value, kCosts> / kBlockThreads);
+template <typename Value, bool kRms, int kBlockThreads, RowCosts kCosts>
+constexpr int kNormBlocksAtOnce = std::max(1,
+                                           kNormThreadsAtOnce<Value, kRms, kCosts> / kBlockThreads);
+
+/// Dynamic shared memory of a kernel whose parameters lie there.
+inline int parameter_bytes(const NormTask& task) {
+  const dim3 block = norm_block(task);
+  const int of_thread = kNormVectors * 16 / static_cast<int>(value_size(task.dtype));
+  const int parameters = task.mean == nullptr ? 1 : 2;
+  return static_cast<int>(block.x * block.y) * of_thread * parameters *
+         static_cast<int>(sizeof(float));
+}
 
 /// CUDA blocks for for_rows(): as many as there is room for at once.
-inline unsigned norm_blocks(const NormTask& task, int64_t rows, int threads_at_once) {
+inline unsigned norm_blocks(const NormTask& task, int rows, int threads_at_once) {
   int device = 0, multiprocessors = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   const dim3 block = norm_block(task);
   const int threads = static_cast<int>(block.x * block.y);
   const int at_once = std::max(1, threads_at_once / threads);
-  return static_cast<unsigned>(
-      std::min<int64_t>((rows + block.y - 1) / block.y, at_once * multiprocessors));
+  return std::min((static_cast<unsigned>(rows) + block.y - 1) / block.y,
+                  static_cast<unsigned>(at_once * multiprocessors));
 }
 
 /// Calls run(Value{}, kRms, kBlockThreads), the latter two as std::integral_constant.

@@ -25,7 +25,7 @@ struct NormTask {
   void* grad_x = nullptr;       // backward's result
   float* grad_gamma = nullptr;  // (norm_partials(), cols) of sums; or null
   float* grad_beta = nullptr;   // the same
-  int64_t rows = 0;
+  int rows = 0;
   int cols = 0;  // a multiple of 8, at most kMaxNormBytes of them (kernels/normalization.h)
   float eps = 0.f;
   bool zero_centered_gamma = false;
