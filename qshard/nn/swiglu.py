@@ -1,6 +1,7 @@
 """Three linears of a SwiGLU MLP as one operator, where nothing stands between them."""
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,12 +16,8 @@ def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tens
     different ways, have hooks or a forward of their own, a weight that other modules use, or parts on
     other ranks that no style of qshard.tensor_parallel put there."""
     linears = (gate, up, down)
-    if not all(map(_is_usual, linears)):
-        return None
-    multiply = Multiply(gate.weight_only, gate.weight_format)
-    if any((l.weight_only, l.weight_format) != (gate.weight_only, gate.weight_format) for l in linears):
-        return None
-    if not multiply.runs_operators:
+    multiply = multiply_of(linears)
+    if multiply is None:
         return None
     if all(linear.dynamic is not None for linear in linears):
         for linear in linears:
@@ -39,6 +36,17 @@ def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tens
     down.parallel.check_output(x)
     y = swiglu_mlp(x, multiply, *(l.parallel.local(l.weight, l.bias) for l in linears))
     return down.style.leave(down, y)
+
+
+def multiply_of(linears: Sequence[Linear]) -> Multiply | None:
+    """How linears multiply that run by operators, in one way, with nothing around them but styles."""
+    if not all(map(_is_usual, linears)):
+        return None
+    ways = [(linear.weight_only, linear.weight_format) for linear in linears]
+    if any(way != ways[0] for way in ways):
+        return None
+    multiply = Multiply(*ways[0])
+    return multiply if multiply.runs_operators else None
 
 
 def _is_usual(linear):

@@ -107,9 +107,10 @@ def test_recognised(mlp, norm, format):
     x = input_of(7, 32)
     expected = results(model, x)
     report = qshard.fuse_(model)
-    assert [row.name for row in report] == ["0.norm", "0.mlp", "1.norm", "1.mlp"]
-    assert report[0].pattern == "RMSNorm, eps=1e-06" and report[0].module == norm.__name__
-    assert "swiglu of" in report[1].pattern and "0.mlp" in str(report)
+    assert [row.name for row in report] == ["0", "0.norm", "0.mlp", "1", "1.norm", "1.mlp"]
+    assert report[0].pattern.startswith("norm into mlp.") and report[0].module == "Block"
+    assert report[1].pattern == "RMSNorm, eps=1e-06" and report[1].module == norm.__name__
+    assert "swiglu of" in report[2].pattern and "0.mlp" in str(report)
     assert list(model.state_dict()) == names
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert isinstance(model[0].mlp, mlp) and isinstance(model[0].norm, norm)
@@ -203,7 +204,7 @@ def test_functions_of_rotary_embeddings(monkeypatch):
     (row,) = qshard.fuse_(model)
     assert row.pattern == "rotary embedding, by rotary" and not qshard.fuse_(model)
     assert not qshard.fuse_(OtherAttention())
-    monkeypatch.setattr("qshard.fuse.rotate", lambda *args: seen.append(args) or qshard.nn.rotary.rotate(*args))
+    monkeypatch.setattr("qshard.fuse.rotary.rotate", lambda *args: seen.append(args) or qshard.nn.rotary.rotate(*args))
 
     def run(one, x, *args, **kwargs):
         one.zero_grad()
@@ -245,7 +246,7 @@ def test_functions_of_rotary_embeddings_compiled():
 def test_on_the_meta_device():
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())
-    assert len(qshard.fuse_(model)) == 4
+    assert len(qshard.fuse_(model)) == 6
     assert model(torch.randn(7, 32, device="meta")).shape == (7, 32)
 
 
@@ -328,7 +329,7 @@ def test_hooks_of_activations(kind):
     register(model[0].mlp.act_fn, forbidden)
     with pytest.warns(UserWarning, match="0.mlp, a MLP, is left as it is: its act_fn has hooks"):
         report = qshard.fuse_(model)
-    assert [row.name for row in report] == ["0.norm", "1.norm", "1.mlp"] and type(model[0].mlp) is MLP
+    assert [row.name for row in report] == ["0.norm", "1", "1.norm", "1.mlp"] and type(model[0].mlp) is MLP
     # Those of later run, too, and as long as they are there.
     seen, x = [], input_of(2, 32)
     expected = results(model[1], x)
@@ -465,7 +466,7 @@ def run_sharded():
         torch.manual_seed(0)
         model = nn.Sequential(Block(), Block(ZeroCentered, OtherNames)).to(device())
         qshard.quantize_(model, RECIPES["float8_blockwise"])
-        assert len(qshard.fuse_(model) if fuses else range(4)) == 4
+        assert len(qshard.fuse_(model) if fuses else range(6)) == 6
         for module in (model[0].mlp, *model, model):
             fully_shard(module, mesh=full_mesh())
         model(input_of(7, 32).to(device())).square().sum().backward()
