@@ -1,6 +1,8 @@
 """Classes of fused modules: made at run time, subclasses of what the modules were."""
 
 import functools
+import inspect
+import types
 
 from torch import nn as torch_nn
 
@@ -19,9 +21,27 @@ def _rebuild(make, *of):
 
 @functools.cache
 def mixed(mixin, kind):
-    """Of a module whose forward is the mixin's."""
-    members = {"_qshard_made_of": (mixed, mixin, kind), "__module__": kind.__module__}
+    """Of a module whose forward is the mixin's, and takes what the class's takes by the same names."""
+    members = {
+        "forward": _with_names_of(mixin.forward, kind.forward),
+        "_qshard_made_of": (mixed, mixin, kind),
+        "__module__": kind.__module__,
+    }
     return type(f"Fused{kind.__name__}", (mixin, kind), members)
+
+
+def _with_names_of(forward, plain):
+    """`forward`, with its parameters named as the first of `plain`'s."""
+    code = forward.__code__
+    count = code.co_argcount
+    names = tuple(inspect.signature(plain).parameters)[:count]
+    others = {*code.co_varnames[count:], *code.co_cellvars, *code.co_freevars}
+    if len(names) < count or others.intersection(names):
+        return forward
+    code = code.replace(co_varnames=(*names, *code.co_varnames[count:]))
+    return types.FunctionType(
+        code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
 
 
 def has_more(function):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nn_helpers import RECIPES, assert_bits, randomize
-from test_fuse import TwiceRounded
+from test_fuse import MLP, TwiceRounded
 from test_fuse_norms import SIZE, Counted, input_of
 from torch import nn
 
@@ -236,3 +236,19 @@ def test_without_source():
     known = {}
     exec("def forward(self, x): return x + self.reads(self.norm(x))", known)
     assert found_in(made(known["forward"])) == ([], 0)
+
+
+def test_arguments_have_the_names_that_they_had():
+    torch.manual_seed(0)
+    norm, mlp = TwiceRounded(32), MLP()
+    x = torch.randn(7, 32)
+    expected = mlp(norm(hidden_states=x))
+    for module in (norm, mlp):
+        qshard.fuse_(module)
+    assert_bits(mlp(x=norm(hidden_states=x)), mlp(norm(x)))
+    torch.testing.assert_close(mlp(norm(x)), expected, rtol=1e-5, atol=1e-5)
+    for module in (norm, mlp):
+        with pytest.raises(TypeError):
+            module(other=x)
+    compiled = torch.compile(lambda x: mlp(x=norm(hidden_states=x)), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
