@@ -216,7 +216,8 @@ def swiglu(bench: Bench, format: str, shape) -> Iterator[Row]:
 
 
 def rotary(bench: Bench, shape) -> Iterator[Row]:
-    """Of what linears give, as attention reads it: (batch, heads, positions, channels)."""
+    """Of what linears give, as attention reads it: (batch, heads, positions, channels). And of one projection, whose
+    keys and values have a quarter of the heads: of what it gives, and into its gradient."""
     batch, positions, heads, channels = shape
     x = bench.randn(*shape, dtype=torch.bfloat16).transpose(1, 2)
     angles = bench.randn(positions, channels)
@@ -225,6 +226,16 @@ def rotary(bench: Bench, shape) -> Iterator[Row]:
     size = "x".join(map(str, shape))
     yield bench.share("rotary embedding", size, 4 * x.numel(), time_of(calls, ours("rotary")),
                       at_least(0.85))
+    heads = [heads, max(1, heads // 4), max(1, heads // 4)]
+    projected = bench.randn(batch, positions, sum(heads), channels, dtype=torch.bfloat16)
+    grads = ops.split_rotary_embedding(projected, cos, sin, heads)
+    split, join = bench.run(
+        lambda: ops.split_rotary_embedding(projected, cos, sin, heads),
+        lambda: ops.join_rotary_embedding(*grads, cos, sin, heads, inverse=True),
+    )
+    for name, calls in (("parted", split), ("joined", join)):
+        yield bench.share(f"rotary embedding, {name}", size, 4 * projected.numel(),
+                          time_of(calls, ours("rotary")), at_least(0.85))
 
 
 def norm(bench: Bench, kind: str, shape) -> Iterator[Row]:

@@ -77,7 +77,7 @@ struct ActivationTile {
       for (uint32_t word : values[i].word) largest = Value::max(largest, Value::magnitudes(word));
 #pragma unroll
       for (int lane = kLanesPerRow / 2; lane > 0; lane /= 2) {
-        largest = Value::max(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+        largest = Value::max(largest, __shfl_xor_sync(kWholeWarp, largest, lane));
       }
       amax[i] = Value::amax_bits(largest);
     }
@@ -97,7 +97,7 @@ struct ActivationTile {
       // A warp holds 32 / kLanesPerRow groups of rows.
 #pragma unroll
       for (int lane = kLanesPerRow; lane < 32; lane *= 2) {
-        largest = Value::max(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+        largest = Value::max(largest, __shfl_xor_sync(kWholeWarp, largest, lane));
       }
       if (threadIdx.x % 32 < kLanesPerRow) {
         shared.column_amax[threadIdx.x / 32][col / Value::kPerWord + w] = largest;

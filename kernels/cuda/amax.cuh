@@ -6,8 +6,6 @@
 
 namespace qshard::cuda {
 
-constexpr uint32_t kWholeWarp = 0xffffffffu;
-
 /// The largest magnitude of a thread's vectors.
 template <typename Value, int kCount>
 __device__ __forceinline__ uint32_t largest_of(const Vector<Value>* x) {

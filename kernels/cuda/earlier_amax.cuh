@@ -1,6 +1,7 @@
 // Codes by an amax that was known before the pass which finds the values' own.
 #pragma once
 
+#include "kernels/cuda/activation_codes.cuh"
 #include "kernels/cuda/activation_kernels.h"
 #include "kernels/delayed_scaling.h"
 
@@ -32,6 +33,27 @@ __device__ __forceinline__ void note(const EarlierAmax& earlier, float own) {
     delayed_amax(own, delayed.history, delayed.scaling, delayed.margin);
   } else {
     *earlier.next = own;
+  }
+}
+
+/// Notes the values' own amax; makes codes by it unless those by the earlier one stand. A CUDA
+/// block takes `tiles`, those of the matrix, in turn; values_of(tile_row, tile_col): an
+/// ActivationTile.
+template <typename Code, typename Shared, typename Values>
+__device__ __forceinline__ void finish_codes(const ActivationTask& task, const EarlierAmax& earlier,
+                                             float own, dim3 tiles, Shared& shared,
+                                             const Values& values_of) {
+  const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
+  if (is_first) note(earlier, own);
+  if (stands(earlier, own, Code::kMax, task.power_of_two)) return;
+  const float scale = scale_from_amax(amax_in_use(earlier, own), Code::kMax, task.power_of_two);
+  if (is_first) store_tensor_scale(task, scale);
+  for (uint32_t i = blockIdx.x; i < tiles.x * tiles.y; i += gridDim.x) {
+    const int64_t tile_row = static_cast<int64_t>(i / tiles.x) * kTile;
+    const int64_t tile_col = static_cast<int64_t>(i % tiles.x) * kTile;
+    const auto tile = values_of(tile_row, tile_col);
+    tile.template store_both<Code>(task, tile_row, tile_col, shared, isnan(own), scale);
+    __syncthreads();  // of `shared`
   }
 }
 

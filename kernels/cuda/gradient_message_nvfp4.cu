@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
     amax[b] = amax_of(x[b]);
     if (amax[b] < kInfBits) largest = max(largest, amax[b]);
   }
-  largest = __reduce_max_sync(0xffffffffu, largest);
+  largest = __reduce_max_sync(kWholeWarp, largest);
   if (thread % 32 == 0) warp_amax[thread / 32] = largest;
   __syncthreads();
 #pragma unroll

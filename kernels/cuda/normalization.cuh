@@ -74,7 +74,7 @@ class Lanes {
   template <int kCount>
   __device__ static void add_lane(float (&x)[kCount], int lane) {
 #pragma unroll
-    for (float& of_lane : x) of_lane += __shfl_xor_sync(0xffffffffu, of_lane, lane);
+    for (float& of_lane : x) of_lane += __shfl_xor_sync(kWholeWarp, of_lane, lane);
   }
 
   float* of_row_;

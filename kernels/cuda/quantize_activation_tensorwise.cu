@@ -45,7 +45,6 @@ __global__ void __launch_bounds__(kTileThreads)
   if (threadIdx.x == 0) raise(amax, largest);
 }
 
-/// Notes the amax for later steps; makes the codes by it unless those by the earlier one stand.
 template <typename Value, typename Code>
 __global__ void __launch_bounds__(kTileThreads)
     finish_by_earlier(const __grid_constant__ ActivationTask task,
@@ -53,19 +52,11 @@ __global__ void __launch_bounds__(kTileThreads)
                       bool vectorized) {
   using Tile = ActivationTile<Value>;
   __shared__ typename Tile::Shared shared;
-  const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
-  if (is_first) note(earlier, *amax);
-  if (stands(earlier, *amax, Code::kMax, task.power_of_two)) return;
-  const float scale = scale_from_amax(amax_in_use(earlier, *amax), Code::kMax, task.power_of_two);
-  if (is_first) store_tensor_scale(task, scale);
-  for (uint32_t i = blockIdx.x; i < tiles.x * tiles.y; i += gridDim.x) {
-    const int64_t tile_row = static_cast<int64_t>(i / tiles.x) * kTile;
-    const int64_t tile_col = static_cast<int64_t>(i % tiles.x) * kTile;
+  finish_codes<Code>(task, earlier, *amax, tiles, shared, [&](int64_t tile_row, int64_t tile_col) {
     Tile tile;
     tile.load(task, tile_row, tile_col, vectorized);
-    tile.template store_both<Code>(task, tile_row, tile_col, shared, isnan(*amax), scale);
-    __syncthreads();  // of `shared`
-  }
+    return tile;
+  });
 }
 
 template <typename Run>

@@ -94,7 +94,7 @@ template <int kLanes>
 __device__ __forceinline__ uint32_t max_over_lanes(uint32_t bits) {
 #pragma unroll
   for (int distance = 1; distance < kLanes; distance *= 2) {
-    bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, distance));
+    bits = max(bits, __shfl_xor_sync(kWholeWarp, bits, distance));
   }
   return bits;
 }

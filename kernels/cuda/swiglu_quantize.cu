@@ -69,7 +69,6 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) raise(maxima, amax);
 }
 
-/// Notes the amax for later steps; makes the codes by it unless those by the earlier one stand.
 template <typename Value, bool kVectorized>
 __global__ void __launch_bounds__(kThreads)
     swiglu_finish_by_earlier(const __grid_constant__ SwigluTask task,
@@ -77,20 +76,11 @@ __global__ void __launch_bounds__(kThreads)
                              const __grid_constant__ EarlierAmax earlier, const float* maxima,
                              dim3 tiles) {
   __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
-  const float amax = *maxima;
-  const bool is_first = blockIdx.x == 0 && threadIdx.x == 0;
-  if (is_first) note(earlier, amax);
-  if (stands(earlier, amax, kE4M3Max, out.power_of_two)) return;
-  const float scale = scale_from_amax(amax_in_use(earlier, amax), kE4M3Max, out.power_of_two);
-  if (is_first) store_tensor_scale(out, scale);
-  for (uint32_t i = blockIdx.x; i < tiles.x * tiles.y; i += gridDim.x) {
-    const int64_t tile_row = static_cast<int64_t>(i / tiles.x) * kTile;
-    const int64_t tile_col = static_cast<int64_t>(i % tiles.x) * kTile;
+  finish_codes<E4M3>(out, earlier, *maxima, tiles, shared, [&](int64_t tile_row, int64_t tile_col) {
     SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
     tile.multiply();
-    tile.product.template store_both<E4M3>(out, tile_row, tile_col, shared, isnan(amax), scale);
-    __syncthreads();  // of `shared`
-  }
+    return tile.product;
+  });
 }
 
 template <typename Value, bool kVectorized, bool kBlocks>

@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_unaligned(typename Value::Raw* to, int cou
   constexpr int kSize = Vector<Value>::kSize;
   const bool is_first = threadIdx.x % kLanes == 0;
   const bool is_last = threadIdx.x % kLanes == kLanes - 1;
-  const auto next = [](auto x) { return __shfl_down_sync(0xffffffffu, x, 1, kLanes); };
+  const auto next = [](auto x) { return __shfl_down_sync(kWholeWarp, x, 1, kLanes); };
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};
   uint32_t both[8] = {v.x, v.y, v.z, v.w, next(v.x), next(v.y), next(v.z), next(v.w)};
   const int next_count = next(count);

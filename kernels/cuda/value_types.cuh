@@ -12,6 +12,8 @@
 
 namespace qshard::cuda {
 
+constexpr uint32_t kWholeWarp = 0xffffffffu;  // of shuffles, votes and reductions
+
 /// A 32-bit word holds kPerWord values, the first in its low bits. `i` is a compile-time constant
 /// wherever it matters: loops over it are unrolled.
 struct Float32 {
