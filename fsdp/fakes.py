@@ -253,6 +253,11 @@ def accumulate_flops(grad, weight, input, quantized, needs_input, weight_grad, *
     return linear_backward_flops(grad, weight, input, quantized, needs_input, True)
 
 
+@register_flop_formula(torch.ops.qshard._linear_backward_into, get_raw=True)
+def backward_into_flops(grad, weight, input, quantized, needs_weight, *args, **kwargs):
+    return linear_backward_flops(grad, weight, input, quantized, True, needs_weight)
+
+
 def register_swiglu_flops():
     """2 x tokens x inner x outputs a GEMM; gate is (..., inner) of the parts, (rows, ...) of the MLP."""
 

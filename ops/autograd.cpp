@@ -153,7 +153,24 @@ std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,
                                             std::optional<c10::string_view> format,
-                                            WeightState weight_state) {
+                                            WeightState weight_state, const Tensor& added) {
+  if (added.defined() && needs_input && !weight_only && !weight_state &&
+      !copied_if_written(added)) {
+    static const auto op =
+        typed_op<decltype(linear_backward_into)>("qshard::_linear_backward_into");
+    const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
+    const Tensor grad_weight = op.call(grad, weight, input, input_is_quantized, needs_weight, added,
+                                       sum, sum ? std::nullopt : into.dtype);
+    return {added, sum ? Tensor() : grad_weight};
+  }
+  if (added.defined()) {
+    auto [grad_input, grad_weight] =
+        linear_gradients(into, grad, weight, input, input_is_quantized, needs_input, needs_weight,
+                         weight_only, format, weight_state);
+    if (needs_input)
+      grad_input = copied_if_written(added) ? added + grad_input : added.add_(grad_input);
+    return {grad_input, grad_weight};
+  }
   if (into.leaf.sum.defined()) {
     static const auto op =
         typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");

@@ -41,14 +41,20 @@ inline Tensor bias_gradient(const Tensor& grad, at::ScalarType dtype) {
 /// Whether a size is no symbol whose value is open.
 inline bool is_known(const c10::SymInt& size) { return !size.is_symbolic() || size.maybe_as_int(); }
 
+/// Whether an operator that writes it would be given a copy, as in code that is being compiled.
+inline bool copied_if_written(const Tensor& x) {
+  return x.key_set().has_any(c10::python_ks) || x.key_set().has(c10::DispatchKey::Functionalize);
+}
+
 /// What qshard::linear's backward does with a gradient's values: (grad_input, grad_weight), (0,) or
-/// undefined what is not asked for or was added to `into.leaf.sum`.
+/// undefined what is not asked for or was added to `into.leaf.sum`. Where that is `added`, which
+/// nobody else has, grad_input is it and what it was; not of weight_only.
 std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
                                             const Tensor& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,
                                             std::optional<c10::string_view> format,
-                                            WeightState weight_state);
+                                            WeightState weight_state, const Tensor& added = {});
 
 /// How a linear treats its input, decided from sizes, device and the format that the caller names:
 /// a traced call must decide as the real one does.

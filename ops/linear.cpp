@@ -51,6 +51,7 @@ struct BackwardOptions {
   at::ScalarType weight_grad_dtype = at::kFloat;
   bool weight_only = false;
   Tensor sum = {};
+  Tensor input_sum = {};  // of the gradient's leading dimensions
 };
 
 // linear_backward of inputs and gradients of any dimensions; grad_input (0,) if not needed.
@@ -63,14 +64,18 @@ LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const
                           weight.codes);
   }
   const PlainOperand gradient(as_matrix(grad));
-  auto result = linear_backward({.grad = &gradient,
-                                 .needs_input = options.needs_input,
-                                 .input = saved ? &producer_of(*saved) : nullptr,
-                                 .weight_grad_dtype = options.weight_grad_dtype,
-                                 .sum = options.sum,
-                                 .weight_only = options.weight_only},
-                                weight);
-  if (options.needs_input) {
+  auto result = linear_backward(
+      {.grad = &gradient,
+       .needs_input = options.needs_input,
+       .input_sum = options.input_sum.defined() ? as_matrix(options.input_sum) : Tensor(),
+       .input = saved ? &producer_of(*saved) : nullptr,
+       .weight_grad_dtype = options.weight_grad_dtype,
+       .sum = options.sum,
+       .weight_only = options.weight_only},
+      weight);
+  if (options.input_sum.defined()) {
+    result.grad_input = options.input_sum;
+  } else if (options.needs_input) {
     auto sizes = grad.sizes().vec();
     sizes.back() = weight.codes.cols;
     if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
@@ -253,6 +258,37 @@ Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, c
                       .weight_only = weight_only,
                       .sum = weight_grad})
       .grad_input;
+}
+
+Tensor linear_backward_into(const Tensor& grad, const Tensor& weight, const Tensor& input,
+                            bool input_is_quantized, bool needs_weight, const Tensor& grad_input,
+                            const OptionalTensor& weight_grad,
+                            std::optional<at::ScalarType> grad_dtype) {
+  PlainGuard guard;
+  const char* op = "qshard::_linear_backward_into";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto dtype =
+      weight_grad ? weight_grad->scalar_type() : grad_dtype.value_or(weight.scalar_type());
+  const bool adds = weight_grad.has_value() && weight_grad->defined();
+  auto sizes = grad.sizes().vec();
+  if (!sizes.empty()) sizes.back() = weight.size(-1);
+  TORCH_CHECK(!has_key(grad_input) && grad_input.is_contiguous() &&
+                  grad_input.sizes() == at::IntArrayRef(sizes) && is_value_dtype(dtype) &&
+                  (!adds || (needs_weight && !has_key(*weight_grad))),
+              fmt::format("{}: needs a plain contiguous grad_input of {}, and, if at all, a plain "
+                          "float32, bfloat16 or float16 weight_grad that is needed; got {} and {}",
+                          op, sizes, grad_input.sizes().vec(), c10::toString(dtype)));
+  const auto used = linear_weight(weight, op);
+  bump_version(grad_input);
+  if (adds) bump_version(*weight_grad);
+  auto result = backward_of(grad, used, input,
+                            {.input_is_quantized = input_is_quantized,
+                             .needs_input = true,
+                             .needs_weight = needs_weight,
+                             .weight_grad_dtype = dtype,
+                             .sum = adds ? *weight_grad : Tensor(),
+                             .input_sum = grad_input});
+  return needs_weight && !adds ? result.grad_weight : at::empty({0}, grad.options().dtype(dtype));
 }
 
 Tensor transposed_operand(const Tensor& x, bool hadamard) {

@@ -92,6 +92,16 @@ std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor
                            weight.options().dtype(grad_dtype.value_or(weight.scalar_type())))};
 }
 
+Tensor linear_backward_into_meta(const Tensor& grad, const Tensor& weight, const Tensor&, bool,
+                                 bool needs_weight, const Tensor&,
+                                 const OptionalTensor& weight_grad,
+                                 std::optional<at::ScalarType> grad_dtype) {
+  check_sizes("qshard::_linear_backward_into", "a gradient", grad, weight, 0);
+  const std::vector<c10::SymInt> none{0};
+  return at::empty_symint(needs_weight && !weight_grad ? weight.sym_sizes().vec() : none,
+                          weight.options().dtype(grad_dtype.value_or(weight.scalar_type())));
+}
+
 Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
                                        const Tensor& input, bool input_is_quantized,
                                        bool needs_input, const Tensor&, bool weight_only,

@@ -83,9 +83,9 @@ struct NormLinearFunction : Function<NormLinearFunction> {
                               grad, operand);
         auto [part, grad_weight] = linear_gradients(
             into, grad, weight_of(i), operand, /*input_is_quantized=*/needs_weight(i), needs_normed,
-            needs_weight(i), /*weight_only=*/false, std::nullopt, std::nullopt);
+            needs_weight(i), /*weight_only=*/false, std::nullopt, std::nullopt, grad_normed);
         if (needs_weight(i)) result[kWeights + i] = grad_weight;
-        if (needs_normed) grad_normed = grad_normed.defined() ? grad_normed.add_(part) : part;
+        if (needs_normed) grad_normed = part;
       }
       if (!bias_dtypes.empty() && ctx->needs_input_grad(first_bias + i)) {
         result[kWeights + count + i] =

@@ -121,6 +121,13 @@ Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, c
                                      const Tensor& weight_grad, bool weight_only,
                                      std::optional<c10::string_view> format,
                                      WeightState weight_state);
+/// Either of them for a quantized weight, which adds the input's gradient to `grad_input`, plain,
+/// contiguous and of grad's dtype. Returns grad_weight, (0,) if it is added to `weight_grad` or
+/// not needed.
+Tensor linear_backward_into(const Tensor& grad, const Tensor& weight, const Tensor& input,
+                            bool input_is_quantized, bool needs_weight, const Tensor& grad_input,
+                            const OptionalTensor& weight_grad,
+                            std::optional<at::ScalarType> grad_dtype);
 
 /// Whether eager linears that autograd records share the codes of `input`, on a device that has
 /// FP8 GEMMs.
@@ -192,6 +199,10 @@ std::tuple<Tensor, Tensor> linear_backward_meta(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
     std::optional<c10::string_view> format, WeightState weight_state);
+Tensor linear_backward_into_meta(const Tensor& grad, const Tensor& weight, const Tensor& input,
+                                 bool input_is_quantized, bool needs_weight,
+                                 const Tensor& grad_input, const OptionalTensor& weight_grad,
+                                 std::optional<at::ScalarType> grad_dtype);
 Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
                                        const Tensor& input, bool input_is_quantized,
                                        bool needs_input, const Tensor& weight_grad,

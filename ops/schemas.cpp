@@ -67,6 +67,10 @@ TORCH_LIBRARY(qshard, m) {
       "str? format=None, Tensor[]? weight_state=None) "
       "-> Tensor grad_input");
   m.def(
+      "_linear_backward_into(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
+      "bool needs_weight, Tensor(a!) grad_input, Tensor(b!)? weight_grad=None, "
+      "ScalarType? grad_dtype=None) -> Tensor grad_weight");
+  m.def(
       "swiglu_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias=None, "
       "Tensor? up_bias=None, Tensor? down_bias=None, *, bool weight_only=False, str format, "
       "str down_format, Tensor[]? gate_state=None, Tensor[]? up_state=None, "
@@ -247,6 +251,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_quantize_kept_input", &quantize_kept_input);
   m.impl("linear_backward", &linear_backward_op);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
+  m.impl("_linear_backward_into", &linear_backward_into);
   m.impl("swiglu_mlp", &swiglu_mlp);
   m.impl("swiglu_linear_forward", &swiglu_linear_forward);
   m.impl("swiglu_linear_backward", &swiglu_linear_backward);
@@ -310,6 +315,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("_quantize_kept_input", &quantize_kept_input_meta);
   m.impl("linear_backward", &linear_backward_meta);
   m.impl("linear_backward_accumulate", &linear_backward_accumulate_meta);
+  m.impl("_linear_backward_into", &linear_backward_into_meta);
   m.impl("swiglu_mlp", &swiglu_mlp_meta);
   m.impl("swiglu_linear_forward", &swiglu_linear_forward_meta);
   m.impl("swiglu_linear_backward", &swiglu_linear_backward_meta);

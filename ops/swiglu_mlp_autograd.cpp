@@ -324,11 +324,8 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
         first(gate, input_of(saved[3]), ctx->saved_data["gate_saves_codes"].toBool(), needs_gate,
               edge.gate, 0, state_in(ctx, "gate_state"), result[kGate], std::nullopt);
     if (!is_joined) {
-      // Nobody else has it yet. Traced code would copy it for an operator that writes it.
-      const auto keys = grad_input.defined() ? grad_input.key_set() : c10::DispatchKeySet();
-      const bool is_traced =
-          keys.has_any(c10::python_ks) || keys.has(c10::DispatchKey::Functionalize);
-      const bool is_added = needs_input && gives_codes && !is_traced;
+      // Nobody else has it yet.
+      const bool is_added = needs_input && gives_codes && !copied_if_written(grad_input);
       const Tensor other = first(up, input_of(saved[4]), ctx->saved_data["up_saves_codes"].toBool(),
                                  needs_up, edge.up, 1, state_in(ctx, "up_state"), result[kUp],
                                  is_added ? OptionalTensor(grad_input) : std::nullopt);

@@ -98,6 +98,30 @@ def test_is_the_composition(device, recipe, kind, parts, bias, dtype, params, sh
 
 
 @on_devices
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "float8_delayed"])  # each call is another
+@pytest.mark.parametrize("dtype", [B16, F32], ids=str)
+def test_gradients_of_one_input_are_added_where_they_are_made(device, format, dtype):
+    """In place: the bits of a sum of two, of the weight's gradient too."""
+    w = ops.quantize(draw(64, 128, seed=1), format).to(device)
+    grad, x, before = (draw(2, 24, n, seed=i, device=device, dtype=dtype) for i, n in enumerate((64, 128, 128)))
+    of_input, of_weight = ops.linear_backward(grad, w, x, False, True, True)
+    expected, total = before + of_input, torch.zeros_like(of_weight)
+    for needs_weight, weight_grad in ((True, None), (False, None), (True, total)):
+        into = before.clone()
+        made = ops._linear_backward_into(grad, w, x, False, needs_weight, into, weight_grad)
+        assert_bits(into, expected)
+        assert into._version == 1
+        if needs_weight and weight_grad is None:
+            assert_bits(made, of_weight)
+        else:
+            assert made.numel() == 0
+    assert_bits(total, of_weight)
+    for wrong in (before[..., :127], before.transpose(0, 1), before.flatten()):
+        with pytest.raises(RuntimeError, match="_linear_backward_into: needs a plain contiguous grad_input"):
+            ops._linear_backward_into(grad, w, x, False, True, wrong)
+
+
+@on_devices
 @every_recipe
 def test_strided_and_special_inputs(device, recipe):
     module = make(IN_CODES[recipe], "LayerNorm", parts=PARTS, bias=True, device=device)
