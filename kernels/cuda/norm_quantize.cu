@@ -195,12 +195,12 @@ __global__ void __launch_bounds__(
     }
   };
   for_rows<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>(
-      task, static_cast<int>(out.m_padded), quantize);
+      task, out.m_padded, quantize);
 }
 
 /// Launches a kernel of for_rows(): as many threads at once, and what they need.
 template <int kThreadsAtOnce, RowCosts kCosts, typename Kernel, typename... Arguments>
-cudaError_t launch_rows(Kernel kernel, const NormTask& task, int rows, cudaStream_t stream,
+cudaError_t launch_rows(Kernel kernel, const NormTask& task, int64_t rows, cudaStream_t stream,
                         Arguments... arguments) {
   const int bytes = kCosts.parameters == ParametersIn::kShared ? parameter_bytes(task) : 0;
   if (bytes > 0) {
@@ -256,8 +256,7 @@ cudaError_t launch_norm_quantize_rows(const NormTask& task, const ActivationTask
     using Value = decltype(value);
     constexpr RowCosts kCosts = kQuantizeCosts<Value, rms(), threads()>;
     return launch_rows<kNormThreadsAtOnce<Value, rms(), kCosts>, kCosts>(
-        norm_quantize_rows<Value, rms(), threads()>, task, static_cast<int>(out.m_padded), stream,
-        out);
+        norm_quantize_rows<Value, rms(), threads()>, task, out.m_padded, stream, out);
   });
 }
 

@@ -344,7 +344,7 @@ struct NormRow {
 
   /// The statistics are yet to come.
   __device__ NormRow(const NormTask& task, int row, const RowPart<Value>& part)
-      : index(row), exists(row < task.rows) {
+      : index(row), exists(row < static_cast<int>(task.rows)) {
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
 #pragma unroll
@@ -398,7 +398,7 @@ struct NormRow {
 /// often for each of its threads, and stores their statistics. The next row's values are on their
 /// way meanwhile.
 template <typename Value, bool kRms, int kBlockThreads, RowCosts kCosts, typename Run>
-__device__ __forceinline__ void for_rows(const NormTask& task, int rows, const Run& run) {
+__device__ __forceinline__ void for_rows(const NormTask& task, int64_t rows, const Run& run) {
   __shared__ typename Lanes<kBlockThreads>::Shared shared;
   Lanes<kBlockThreads> lanes(shared);
   const RowParameters<Value, kRms, kCosts.parameters> parameters(task);
@@ -414,13 +414,14 @@ __device__ __forceinline__ void for_rows(const NormTask& task, int rows, const R
   RowPart<Value> part[1];
   const auto ask = [&] {
     if constexpr (kInShared) {
-      ahead.ask(0, at, task.cols, index < task.rows);
+      ahead.ask(0, at, task.cols, index < static_cast<int>(task.rows));
     } else {
-      part[0] = RowPart<Value>(at, task.cols, index < task.rows);
+      part[0] = RowPart<Value>(at, task.cols, index < static_cast<int>(task.rows));
     }
   };
   ask();
-  for (int turns = (rows - first + step - 1) / step; turns > 0; --turns) {
+  int turns = (static_cast<int>(rows) - first + step - 1) / step;
+  for (; turns > 0; --turns) {
     if constexpr (kInShared) ahead.get(part);
     NormRow<Value, kRms, kBlockThreads, kCosts> row(task, index, part[0]);
     index += step;
@@ -460,15 +461,15 @@ inline int parameter_bytes(const NormTask& task) {
 }
 
 /// CUDA blocks for for_rows(): as many as there is room for at once.
-inline unsigned norm_blocks(const NormTask& task, int rows, int threads_at_once) {
+inline unsigned norm_blocks(const NormTask& task, int64_t rows, int threads_at_once) {
   int device = 0, multiprocessors = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   const dim3 block = norm_block(task);
   const int threads = static_cast<int>(block.x * block.y);
   const int at_once = std::max(1, threads_at_once / threads);
-  return std::min((static_cast<unsigned>(rows) + block.y - 1) / block.y,
-                  static_cast<unsigned>(at_once * multiprocessors));
+  return static_cast<unsigned>(
+      std::min<int64_t>((rows + block.y - 1) / block.y, at_once * multiprocessors));
 }
 
 /// Calls run(Value{}, kRms, kBlockThreads), the latter two as std::integral_constant.

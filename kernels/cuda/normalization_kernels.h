@@ -9,6 +9,9 @@
 
 namespace qshard::cuda {
 
+/// Of these, and of those that CUDA blocks take in one turn, an int holds the sum.
+constexpr int64_t kMaxNormRows = 1 << 30;
+
 /// Rows of x (rows, cols), normalized in fp32 and rounded once: (x - mean) * rstd * gamma + beta,
 /// of RMSNorm without mean and beta. All but the statistics and partial sums are of one dtype,
 /// contiguous, and begin at multiples of 16 bytes; so do gamma and beta, of a dtype of their own.
@@ -25,7 +28,7 @@ struct NormTask {
   void* grad_x = nullptr;       // backward's result
   float* grad_gamma = nullptr;  // (norm_partials(), cols) of sums; or null
   float* grad_beta = nullptr;   // the same
-  int rows = 0;
+  int64_t rows = 0;             // at most kMaxNormRows
   int cols = 0;  // a multiple of 8, at most kMaxNormBytes of them (kernels/normalization.h)
   float eps = 0.f;
   bool zero_centered_gamma = false;

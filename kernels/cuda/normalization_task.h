@@ -10,9 +10,6 @@
 
 namespace qshard::cuda {
 
-/// Of these, and of those that CUDA blocks take in one turn, an int holds the sum.
-constexpr int64_t kMaxNormRows = 1 << 30;
-
 /// x, contiguous, in vectors from the first value on.
 inline at::Tensor in_vectors(const at::Tensor& x) {
   const at::Tensor dense = x.contiguous();
@@ -40,10 +37,9 @@ inline NormTask norm_task(const at::Tensor& x, const at::Tensor& statistics,
   task.gamma_dtype = value_dtype(norm.weight.scalar_type());
   if (norm.bias.defined()) task.beta = norm.bias.const_data_ptr();
   task.cols = static_cast<int>(x.size(-1));
-  const int64_t rows = x.numel() / task.cols;
-  TORCH_CHECK(rows <= kMaxNormRows, "qshard: a normalization of ", rows,
+  task.rows = x.numel() / task.cols;
+  TORCH_CHECK(task.rows <= kMaxNormRows, "qshard: a normalization of ", task.rows,
               " rows is too large for the CUDA kernels; call it on parts");
-  task.rows = static_cast<int>(rows);
   task.rstd = static_cast<float*>(statistics.mutable_data_ptr());
   if (!norm.rms) task.mean = task.rstd + task.rows;
   task.eps = norm.eps;
