@@ -154,33 +154,27 @@ std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor
                                             bool needs_weight, bool weight_only,
                                             std::optional<c10::string_view> format,
                                             WeightState weight_state, const Tensor& added) {
-  if (added.defined() && needs_input && !weight_only && !weight_state &&
-      !copied_if_written(added)) {
+  if (added.defined() && !copied_if_written(added)) {
     static const auto op =
         typed_op<decltype(linear_backward_into)>("qshard::_linear_backward_into");
     const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
-    const Tensor grad_weight = op.call(grad, weight, input, input_is_quantized, needs_weight, added,
-                                       sum, sum ? std::nullopt : into.dtype);
-    return {added, sum ? Tensor() : grad_weight};
+    const Tensor made = op.call(grad, weight, input, input_is_quantized, needs_weight, added, sum,
+                                sum ? std::nullopt : into.dtype);
+    return {added, sum ? Tensor() : made};
   }
-  if (added.defined()) {
-    auto [grad_input, grad_weight] =
-        linear_gradients(into, grad, weight, input, input_is_quantized, needs_input, needs_weight,
-                         weight_only, format, weight_state);
-    if (needs_input)
-      grad_input = copied_if_written(added) ? added + grad_input : added.add_(grad_input);
-    return {grad_input, grad_weight};
-  }
+  Tensor grad_input, grad_weight;
   if (into.leaf.sum.defined()) {
     static const auto op =
         typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
-    return {op.call(grad, weight, input, input_is_quantized, needs_input, into.leaf.sum,
-                    weight_only, format, weight_state),
-            Tensor()};
+    grad_input = op.call(grad, weight, input, input_is_quantized, needs_input, into.leaf.sum,
+                         weight_only, format, weight_state);
+  } else {
+    static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
+    std::tie(grad_input, grad_weight) =
+        op.call(grad, weight, input, input_is_quantized, needs_input, needs_weight, weight_only,
+                into.dtype, format, weight_state);
   }
-  static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
-  return op.call(grad, weight, input, input_is_quantized, needs_input, needs_weight, weight_only,
-                 into.dtype, format, weight_state);
+  return {added.defined() ? added + grad_input : grad_input, grad_weight};
 }
 
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,

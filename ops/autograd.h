@@ -47,8 +47,8 @@ inline bool copied_if_written(const Tensor& x) {
 }
 
 /// What qshard::linear's backward does with a gradient's values: (grad_input, grad_weight), (0,) or
-/// undefined what is not asked for or was added to `into.leaf.sum`. Where that is `added`, which
-/// nobody else has, grad_input is it and what it was; not of weight_only.
+/// undefined what is not asked for or was added to `into.leaf.sum`. `added`, for a quantized weight
+/// whose grad_input is needed: an earlier grad_input, which nobody else has, to add this one to.
 std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
                                             const Tensor& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
