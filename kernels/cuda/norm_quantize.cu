@@ -157,7 +157,7 @@ __device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kNormVecto
   const float mine = scale_from_amax(block_amax<Value>(y), kE4M3Max, out.power_of_two);
   const int block = column_of<Value>(odd ? 1 : 0) / kTile;
   if (threadIdx.x % kLanesOfBlock < 2 && row < out.m_padded && block * kTile < out.k_padded) {
-    out.scale_inv[block * static_cast<int64_t>(out.m_padded) + row] = inverse_scale(mine);
+    out.scale_inv[block * out.m_padded + row] = inverse_scale(mine);
   }
   const float other = __shfl_xor_sync(kWholeWarp, mine, 1);
   scales[0] = odd ? other : mine;
