@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor
                                             bool needs_weight, bool weight_only,
                                             std::optional<c10::string_view> format,
                                             WeightState weight_state, const Tensor& added) {
-  if (added.defined() && !copied_if_written(added)) {
+  if (added.defined() && !is_traced_or_subclass(added)) {
     static const auto op =
         typed_op<decltype(linear_backward_into)>("qshard::_linear_backward_into");
     const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;

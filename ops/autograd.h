@@ -41,11 +41,6 @@ inline Tensor bias_gradient(const Tensor& grad, at::ScalarType dtype) {
 /// Whether a size is no symbol whose value is open.
 inline bool is_known(const c10::SymInt& size) { return !size.is_symbolic() || size.maybe_as_int(); }
 
-/// Whether an operator that writes it would be given a copy, as in code that is being compiled.
-inline bool copied_if_written(const Tensor& x) {
-  return x.key_set().has_any(c10::python_ks) || x.key_set().has(c10::DispatchKey::Functionalize);
-}
-
 /// What qshard::linear's backward does with a gradient's values: (grad_input, grad_weight), (0,) or
 /// undefined what is not asked for or was added to `into.leaf.sum`. `added`, for a quantized weight
 /// whose grad_input is needed: an earlier grad_input, which nobody else has, to add this one to.

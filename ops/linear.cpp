@@ -51,7 +51,7 @@ struct BackwardOptions {
   at::ScalarType weight_grad_dtype = at::kFloat;
   bool weight_only = false;
   Tensor sum = {};
-  Tensor input_sum = {};  // of the gradient's leading dimensions
+  Tensor input_sum = {};  // a matrix
 };
 
 // linear_backward of inputs and gradients of any dimensions; grad_input (0,) if not needed.
@@ -64,18 +64,15 @@ LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const
                           weight.codes);
   }
   const PlainOperand gradient(as_matrix(grad));
-  auto result = linear_backward(
-      {.grad = &gradient,
-       .needs_input = options.needs_input,
-       .input_sum = options.input_sum.defined() ? as_matrix(options.input_sum) : Tensor(),
-       .input = saved ? &producer_of(*saved) : nullptr,
-       .weight_grad_dtype = options.weight_grad_dtype,
-       .sum = options.sum,
-       .weight_only = options.weight_only},
-      weight);
-  if (options.input_sum.defined()) {
-    result.grad_input = options.input_sum;
-  } else if (options.needs_input) {
+  auto result = linear_backward({.grad = &gradient,
+                                 .needs_input = options.needs_input,
+                                 .input_sum = options.input_sum,
+                                 .input = saved ? &producer_of(*saved) : nullptr,
+                                 .weight_grad_dtype = options.weight_grad_dtype,
+                                 .sum = options.sum,
+                                 .weight_only = options.weight_only},
+                                weight);
+  if (options.needs_input) {
     auto sizes = grad.sizes().vec();
     sizes.back() = weight.codes.cols;
     if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
@@ -155,6 +152,17 @@ bool is_packed_buffer(const Tensor& bytes, int64_t numel, const Tensor& beside) 
          bytes.device() == beside.device();
 }
 
+Tensor input_gradient_to_add_to(const char* op, const char* name, const Tensor& gradient,
+                                bool is_needed, at::IntArrayRef sizes) {
+  TORCH_CHECK(
+      is_needed && !has_key(gradient) && gradient.is_contiguous() && gradient.sizes() == sizes,
+      fmt::format("{}: needs a plain contiguous {} of {}, where the gradient of inputs is "
+                  "asked for; got {}",
+                  op, name, sizes, gradient.sizes().vec()));
+  bump_version(gradient);
+  return as_matrix(gradient);
+}
+
 WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
                            const at::TensorOptions& options, const QuantizedMatrix& weight) {
   if (!is_quantized) return PlainOperand(as_matrix(input));
@@ -231,7 +239,7 @@ std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& 
                              .needs_weight = needs_weight,
                              .weight_grad_dtype = dtype,
                              .weight_only = weight_only});
-  if (!needs_weight) result.grad_weight = at::empty({0}, grad.options().dtype(dtype));
+  if (!needs_weight) result.grad_weight = none_of(grad.options().dtype(dtype));
   return {result.grad_input, result.grad_weight};
 }
 
@@ -267,28 +275,23 @@ Tensor linear_backward_into(const Tensor& grad, const Tensor& weight, const Tens
   PlainGuard guard;
   const char* op = "qshard::_linear_backward_into";
   c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto dtype =
-      weight_grad ? weight_grad->scalar_type() : grad_dtype.value_or(weight.scalar_type());
   const bool adds = weight_grad.has_value() && weight_grad->defined();
+  TORCH_CHECK(needs_weight || !adds, op, ": weight_grad is given, and needs_weight is false");
+  const auto used = linear_weight(weight, op);
+  const WeightGradient wgrad = adds ? WeightGradient(*weight_grad, op)
+                                    : WeightGradient(needs_weight, grad_dtype, weight, op);
   auto sizes = grad.sizes().vec();
   if (!sizes.empty()) sizes.back() = weight.size(-1);
-  TORCH_CHECK(!has_key(grad_input) && grad_input.is_contiguous() &&
-                  grad_input.sizes() == at::IntArrayRef(sizes) && is_value_dtype(dtype) &&
-                  (!adds || (needs_weight && !has_key(*weight_grad))),
-              fmt::format("{}: needs a plain contiguous grad_input of {}, and, if at all, a plain "
-                          "float32, bfloat16 or float16 weight_grad that is needed; got {} and {}",
-                          op, sizes, grad_input.sizes().vec(), c10::toString(dtype)));
-  const auto used = linear_weight(weight, op);
-  bump_version(grad_input);
-  if (adds) bump_version(*weight_grad);
-  auto result = backward_of(grad, used, input,
-                            {.input_is_quantized = input_is_quantized,
-                             .needs_input = true,
-                             .needs_weight = needs_weight,
-                             .weight_grad_dtype = dtype,
-                             .sum = adds ? *weight_grad : Tensor(),
-                             .input_sum = grad_input});
-  return needs_weight && !adds ? result.grad_weight : at::empty({0}, grad.options().dtype(dtype));
+  const auto result =
+      backward_of(grad, used, input,
+                  {.input_is_quantized = input_is_quantized,
+                   .needs_input = true,
+                   .needs_weight = wgrad.is_needed,
+                   .weight_grad_dtype = wgrad.dtype,
+                   .sum = wgrad.sum,
+                   .input_sum = input_gradient_to_add_to(op, "grad_input", grad_input,
+                                                         /*is_needed=*/true, sizes)});
+  return adds ? none_of(grad.options().dtype(wgrad.dtype)) : wgrad.result(result, grad.options());
 }
 
 Tensor transposed_operand(const Tensor& x, bool hadamard) {
@@ -330,11 +333,7 @@ std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_
 
 bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format) {
   if (!format || has_key(weight) || weight.is_meta()) return false;
-  // Of what is traced, or a subclass, only its own kernels know what it is.
-  if (weight.key_set().has_any(c10::python_ks) ||
-      weight.key_set().has(c10::DispatchKey::Functionalize)) {
-    return false;
-  }
+  if (is_traced_or_subclass(weight)) return false;
   if (weight.is_leaf() && weight.requires_grad()) {
     TORCH_WARN_ONCE(fmt::format(
         "qshard::linear: the weight of a quantized module is a plain parameter, which is quantized "

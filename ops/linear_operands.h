@@ -2,8 +2,12 @@
 // make of tensors.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <variant>
 
+#include "dispatch/kernel_bridge.h"
+#include "dispatch/quantized_tensor_impl.h"
 #include "kernels/linear.h"
 #include "ops/dynamic_weight.h"
 #include "ops/ops.h"
@@ -46,6 +50,45 @@ const OperandProducer& producer_of(const Operand& operand) {
 /// The input of wgrad (M, K): as forward saved it, or itself. `m` rows, values of `options`.
 WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
                            const at::TensorOptions& options, const QuantizedMatrix& weight);
+
+/// What an operator returns where nothing is asked for.
+inline Tensor none_of(const at::TensorOptions& options) { return at::empty({0}, options); }
+
+/// What becomes of a weight's gradient.
+struct WeightGradient {
+  bool is_needed = false;
+  at::ScalarType dtype = at::kFloat;
+  Tensor sum = {};  // it is added to this, if defined
+
+  WeightGradient(bool is_needed, std::optional<at::ScalarType> grad_dtype, const Tensor& weight,
+                 const char* op)
+      : is_needed(is_needed), dtype(grad_dtype.value_or(weight.scalar_type())) {
+    check(op);
+  }
+  WeightGradient(const Tensor& sum, const char* op)
+      : is_needed(true), dtype(sum.scalar_type()), sum(sum) {
+    check(op);
+    bump_version(sum);
+  }
+
+  /// What an operator returns of it.
+  Tensor result(const LinearBackward& made, const at::TensorOptions& options) const {
+    return is_needed ? made.grad_weight : none_of(options.dtype(dtype));
+  }
+
+ private:
+  void check(const char* op) const {
+    TORCH_CHECK(is_value_dtype(dtype) && !(sum.defined() && has_key(sum)),
+                fmt::format("{}: the weight's gradient must be a plain float32, bfloat16 or "
+                            "float16 tensor, not {}",
+                            op, c10::toString(dtype)));
+  }
+};
+
+/// The gradient of inputs, of `sizes`, that a GEMM adds to, as a matrix. Counts as written.
+/// @throws c10::Error naming `op` and the argument unless it is needed, plain and contiguous.
+Tensor input_gradient_to_add_to(const char* op, const char* name, const Tensor& gradient,
+                                bool is_needed, at::IntArrayRef sizes);
 
 /// The bytes of one orientation for an operator to return: (0,) if it is not there.
 Tensor bytes_or_none(const CodeImage& codes, const Tensor& beside);

@@ -129,6 +129,12 @@ Tensor linear_backward_into(const Tensor& grad, const Tensor& weight, const Tens
                             const OptionalTensor& weight_grad,
                             std::optional<at::ScalarType> grad_dtype);
 
+/// Whether it is traced, or a subclass: only its own kernels know what it is, and an operator that
+/// writes it may be given a copy.
+inline bool is_traced_or_subclass(const Tensor& x) {
+  return x.key_set().has_any(c10::python_ks) || x.key_set().has(c10::DispatchKey::Functionalize);
+}
+
 /// Whether eager linears that autograd records share the codes of `input`, on a device that has
 /// FP8 GEMMs.
 bool shares_input_codes(const Tensor& input);

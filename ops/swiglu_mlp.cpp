@@ -31,39 +31,6 @@ LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, WeightS
   return used;
 }
 
-Tensor none_of(const at::TensorOptions& options) { return at::empty({0}, options); }
-
-/// What becomes of a weight's gradient.
-struct WeightGradient {
-  bool is_needed = false;
-  at::ScalarType dtype = at::kFloat;
-  Tensor sum = {};  // it is added to this, if defined
-
-  WeightGradient(bool is_needed, std::optional<at::ScalarType> grad_dtype, const Tensor& weight,
-                 const char* op)
-      : is_needed(is_needed), dtype(grad_dtype.value_or(weight.scalar_type())) {
-    check(op);
-  }
-  WeightGradient(const Tensor& sum, const char* op)
-      : is_needed(true), dtype(sum.scalar_type()), sum(sum) {
-    check(op);
-    bump_version(sum);
-  }
-
-  // What an operator returns of it.
-  Tensor result(const LinearBackward& made, const at::TensorOptions& options) const {
-    return is_needed ? made.grad_weight : none_of(options.dtype(dtype));
-  }
-
- private:
-  void check(const char* op) const {
-    TORCH_CHECK(is_value_dtype(dtype) && !(sum.defined() && has_key(sum)),
-                fmt::format("{}: the weight's gradient must be a plain float32, bfloat16 or "
-                            "float16 tensor, not {}",
-                            op, c10::toString(dtype)));
-  }
-};
-
 /// gate and up as matrices, and what forward knew of silu(gate) * up.
 struct SavedSwiglu {
   Tensor gate, up;
@@ -209,14 +176,7 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
   if (input_sum && input_sum->defined()) {
     auto sizes = size.vec();
     sizes.back() = codes.cols;
-    TORCH_CHECK(
-        needs_input && !has_key(*input_sum) && input_sum->is_contiguous() &&
-            input_sum->sizes() == at::IntArrayRef(sizes),
-        fmt::format("{}: input_sum must be a plain contiguous tensor of {}, where grad_input "
-                    "is needed, got {}",
-                    op, sizes, input_sum->sizes().vec()));
-    bump_version(*input_sum);
-    sum = as_matrix(*input_sum);
+    sum = input_gradient_to_add_to(op, "input_sum", *input_sum, needs_input, sizes);
   }
   const LinearBackward result = linear_backward({.grad = &gradient,
                                                  .needs_input = needs_input,

@@ -325,7 +325,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
               edge.gate, 0, state_in(ctx, "gate_state"), result[kGate], std::nullopt);
     if (!is_joined) {
       // Nobody else has it yet.
-      const bool is_added = needs_input && gives_codes && !copied_if_written(grad_input);
+      const bool is_added = needs_input && gives_codes && !is_traced_or_subclass(grad_input);
       const Tensor other = first(up, input_of(saved[4]), ctx->saved_data["up_saves_codes"].toBool(),
                                  needs_up, edge.up, 1, state_in(ctx, "up_state"), result[kUp],
                                  is_added ? OptionalTensor(grad_input) : std::nullopt);
