@@ -1,7 +1,6 @@
 #include "kernels/normalization.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
 
 #include "kernels/value_dtype.h"
@@ -59,10 +58,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> normalization_gradients(
     task.grad_gamma = partials.mutable_data_ptr<float>();
     if (!norm.rms) task.grad_beta = task.grad_gamma + count * task.cols;
   }
-  cuda::check_launch(cuda::launch_norm_backward(task, c10::cuda::getCurrentCUDAStream()));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  cuda::check_launch(cuda::launch_norm_backward(task, stream));
   const auto options = norm.weight.options();
   if (!needs_parameters) return {grad_x, at::empty({0}, options), at::empty({0}, options)};
-  const at::Tensor sums = at::sum(partials, {1}).to(options.dtype());
+  const at::Tensor sums = at::empty({norm.rms ? 1 : 2, task.cols}, options);
+  cuda::check_launch(cuda::launch_norm_parameter_gradients(task, sums.mutable_data_ptr(), stream));
   return {grad_x, sums.select(0, 0), norm.rms ? at::empty({0}, options) : sums.select(0, 1)};
 }
 #else

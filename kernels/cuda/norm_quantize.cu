@@ -4,7 +4,7 @@
 // holds a row has its statistics.
 #include "kernels/cuda/activation_codes.cuh"
 #include "kernels/cuda/norm_quantize_kernels.h"
-#include "kernels/cuda/normalization.cuh"
+#include "kernels/cuda/norm_rows.cuh"
 
 namespace qshard::cuda {
 namespace {
@@ -24,33 +24,46 @@ __device__ __forceinline__ uint32_t max_of_rows(uint32_t bits) {
   return largest;
 }
 
-// Statistics alone need no parameters.
+// Statistics alone need no parameters. Those of RMSNorm with an amax want the registers of two
+// blocks.
 template <typename Value, bool kRms, int kBlockThreads, bool kAmax>
 constexpr RowCosts kStatisticsCosts = {
-    .parameters = kAmax ? kParametersIn<Value, kRms, kBlockThreads> : ParametersIn::kMemory,
+    .rows = kRowsAtOnce<kBlockThreads>,
+    .parameters = !kAmax ? ParametersIn::kMemory
+                  : kRms ? ParametersIn::kRegisters
+                         : ParametersIn::kShared,
     .ahead_in_registers = true,
-    .unpacked = true};
+    .unpacked = true,
+    .threads_at_once = kAmax&& kRms ? kThreadsAtOnce<kBlockThreads>
+                                    : std::max(kThreadsAtOnce<kBlockThreads>, 768)};
 
 template <typename Value, bool kRms, int kBlockThreads, bool kAmax>
 __global__ void __launch_bounds__(
-    kBlockThreads, kNormBlocksAtOnce<Value, kRms, kBlockThreads,
-                                     kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>>)
+    kBlockThreads,
+    norm_blocks_at_once<kBlockThreads>(kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>))
     norm_statistics(const __grid_constant__ NormTask task, float* amax) {
+  constexpr RowCosts kCosts = kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>;
   uint32_t largest = 0;  // magnitudes of a word
-  const auto look = [&](const auto& row, const auto& parameters) {
+  const auto look = [&](const auto& rows, const auto& parameters, const auto&) {
     if constexpr (kAmax) {
-      if (!row.exists) return;
+      uint32_t magnitudes[kCosts.rows];  // of a word; of rows that are not there none
+#pragma unroll
+      for (int row = 0; row < kCosts.rows; ++row) {
+        magnitudes[row] = rows.exists(row) ? Value::magnitudes(~0u) : 0;
+      }
 #pragma unroll
       for (int i = 0; i < kNormVectors; ++i) {
-        if (column_of<Value>(i) >= task.cols) continue;
-        const Vector<Value> y = row.vector(i, parameters);
+        const auto of_columns = parameters.of(i);
 #pragma unroll
-        for (uint32_t word : y.word) largest = Value::max(largest, Value::magnitudes(word));
+        for (int row = 0; row < kCosts.rows; ++row) {
+          const Vector<Value> y = rows.vector(row, i, of_columns);
+#pragma unroll
+          for (uint32_t word : y.word) largest = Value::max(largest, word & magnitudes[row]);
+        }
       }
     }
   };
-  for_rows<Value, kRms, kBlockThreads, kStatisticsCosts<Value, kRms, kBlockThreads, kAmax>>(
-      task, task.rows, look);
+  for_rows<Value, kRms, kBlockThreads, kCosts>(task, task.rows, look);
   if constexpr (kAmax) {
     largest = max_of_rows(Value::amax_bits(largest));
     if (threadIdx.x == 0 && threadIdx.y == 0) raise(amax, largest);
@@ -110,107 +123,113 @@ __global__ void __launch_bounds__(kThreads, kTilesAtOnce<Value>)
   }
 }
 
-/// The amax of a block that each of a thread's vectors lies in: even lanes have the first one's,
-/// odd ones the other's.
-template <typename Value>
-__device__ __forceinline__ float block_amax(const Vector<Value> (&y)[kNormVectors]) {
+/// Which of a block's lanes knows what: a word has a vector of fp32, or both vectors of 16-bit
+/// values.
+template <typename Value, int kRows>
+struct BlockLanes {
   static_assert(kNormVectors == 2);
-  constexpr int kLanes = kTile / Vector<Value>::kSize;  // of a block
-  const bool odd = threadIdx.x % 2 != 0;
-  if constexpr (Value::kPerWord == 2) {
-    // Both in a word.
+  static constexpr bool kPairs = Value::kPerWord == 2;
+  static constexpr int kCount = kTile / Vector<Value>::kSize;
+  static constexpr int kWords = kPairs ? kRows : 2 * kRows;
+  static constexpr int kOfWord = kCount / kWords;
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kCount; }
+  __device__ static int row() { return lane() / kOfWord / (kPairs ? 1 : 2); }
+  __device__ static int vector() { return (kPairs ? lane() : lane() / kOfWord) % 2; }
+  /// The lane that stands for a row's vector.
+  __device__ static int of(int row, int vector) {
+    return kPairs ? row * kOfWord + vector : (2 * row + vector) * kOfWord;
+  }
+};
+
+/// The amax of the block that the lane's vector of its row lies in.
+template <typename Value, int kRows>
+__device__ __forceinline__ float block_amax(const Vector<Value> (&y)[kRows][kNormVectors]) {
+  using Block = BlockLanes<Value, kRows>;
+  uint32_t words[Block::kWords];
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
     uint32_t of[kNormVectors] = {};
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
 #pragma unroll
-      for (uint32_t word : y[i].word) of[i] = Value::max(of[i], Value::magnitudes(word));
+      for (uint32_t word : y[row][i].word) of[i] = Value::max(of[i], Value::magnitudes(word));
+      if constexpr (!Block::kPairs) words[2 * row + i] = of[i];
     }
-    uint32_t both =
-        Value::max(__byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632));
-#pragma unroll
-    for (int lane = kLanes / 2; lane > 0; lane /= 2) {
-      both = Value::max(both, __shfl_xor_sync(kWholeWarp, both, lane));
+    if constexpr (Block::kPairs) {
+      words[row] = Value::max(__byte_perm(of[0], of[1], 0x5410), __byte_perm(of[0], of[1], 0x7632));
     }
-    return __uint_as_float(Value::amax_bits(__byte_perm(both, 0, odd ? 0x3232 : 0x1010)));
-  } else {
-    uint32_t amax[kNormVectors];
-#pragma unroll
-    for (int i = 0; i < kNormVectors; ++i) {
-      amax[i] = largest_of<Value, 1>(&y[i]);
-#pragma unroll
-      for (int lane = kLanes / 2; lane > 0; lane /= 2) {
-        amax[i] = max(amax[i], __shfl_xor_sync(kWholeWarp, amax[i], lane));
-      }
-    }
-    return __uint_as_float(odd ? amax[1] : amax[0]);
   }
+  uint32_t mine =
+      over_lanes<Block::kCount>(words, [](uint32_t a, uint32_t b) { return Value::max(a, b); });
+  if constexpr (Block::kPairs) mine = __byte_perm(mine, 0, Block::vector() == 1 ? 0x3232 : 0x1010);
+  return __uint_as_float(Value::amax_bits(mine));
 }
 
 /// The scales of the blocks that a thread's vectors lie in, by which their codes are made; stores
-/// them. Of each block's lanes the even ones compute that of the first, the odd ones the other.
-template <typename Value>
-__device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kNormVectors], int row,
-                                             const ActivationTask& out,
-                                             float (&scales)[kNormVectors]) {
-  constexpr int kLanesOfBlock = kTile / Vector<Value>::kSize;
-  const bool odd = threadIdx.x % 2 != 0;
+/// them. Of a block's lanes each computes one.
+template <typename Value, typename Rows, int kRows>
+__device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kRows][kNormVectors],
+                                             const Rows& rows, const ActivationTask& out,
+                                             float (&scales)[kRows][kNormVectors]) {
+  using Block = BlockLanes<Value, kRows>;
   const float mine = scale_from_amax(block_amax<Value>(y), kE4M3Max, out.power_of_two);
-  const int block = column_of<Value>(odd ? 1 : 0) / kTile;
-  if (threadIdx.x % kLanesOfBlock < 2 && row < out.m_padded && block * kTile < out.k_padded) {
+  const int row = rows.index(Block::row());
+  const int block = Columns<Value>::first(Block::vector()) / kTile;
+  if (Block::lane() == Block::of(Block::row(), Block::vector()) && row < out.m_padded &&
+      block * kTile < out.k_padded) {
     out.scale_inv[block * out.m_padded + row] = inverse_scale(mine);
   }
-  const float other = __shfl_xor_sync(kWholeWarp, mine, 1);
-  scales[0] = odd ? other : mine;
-  scales[1] = odd ? mine : other;
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {
+      scales[row][i] = __shfl_sync(kWholeWarp, mine, Block::of(row, i), Block::kCount);
+    }
+  }
 }
 
 template <typename Value, bool kRms, int kBlockThreads>
-constexpr RowCosts kQuantizeCosts = {.parameters = kParametersIn<Value, kRms, kBlockThreads>,
-                                     .ahead_in_registers = false};
+constexpr RowCosts kQuantizeCosts = {
+    .rows = kRowsAtOnce<kBlockThreads>,
+    .parameters = kRms ? ParametersIn::kRegisters : ParametersIn::kShared,
+    .ahead_in_registers = false,
+    .unpacked = false,
+    .threads_at_once = kThreadsAtOnce<kBlockThreads>};
 
 /// Rows beyond the matrix have codes, too.
 template <typename Value, bool kRms, int kBlockThreads>
 __global__ void __launch_bounds__(
-    kBlockThreads,
-    kNormBlocksAtOnce<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>)
+    kBlockThreads, norm_blocks_at_once<kBlockThreads>(kQuantizeCosts<Value, kRms, kBlockThreads>))
     norm_quantize_rows(const __grid_constant__ NormTask task,
                        const __grid_constant__ ActivationTask out) {
-  const auto quantize = [&](const auto& row, const auto& parameters) {
-    Vector<Value> y[kNormVectors] = {};
-    if (row.exists) {
-#pragma unroll
-      for (int i = 0; i < kNormVectors; ++i) {
-        if (column_of<Value>(i) < task.cols) y[i] = row.vector(i, parameters);
-      }
-    }
-    float scales[kNormVectors];
-    block_scales<Value>(y, row.index, out, scales);
-    if (row.index >= out.m_padded) return;
-    uint8_t* codes = out.codes + row.index * out.k_padded;
+  constexpr RowCosts kCosts = kQuantizeCosts<Value, kRms, kBlockThreads>;
+  constexpr int kRows = kCosts.rows;
+  const auto quantize = [&](const auto& rows, const auto& parameters, const auto& columns) {
+    Vector<Value> y[kRows][kNormVectors] = {};
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
-      const int at = column_of<Value>(i);
-      if (at >= out.k_padded) continue;
-      store_bytes(codes + at, encode_vector<E4M3, false>(y[i], scales[i]));
+      const auto of_columns = parameters.of(i);
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        if (columns.has(i, rows.index(row))) y[row][i] = rows.vector(row, i, of_columns);
+      }
+    }
+    float scales[kRows][kNormVectors];
+    block_scales<Value>(y, rows, out, scales);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      if (rows.index(row) >= out.m_padded) continue;
+      uint8_t* codes = out.codes + rows.index(row) * out.k_padded;
+#pragma unroll
+      for (int i = 0; i < kNormVectors; ++i) {
+        const int at = Columns<Value>::first(i);
+        if (at >= out.k_padded) continue;
+        store_bytes(codes + at, encode_vector<E4M3, false>(y[row][i], scales[row][i]));
+      }
     }
   };
-  for_rows<Value, kRms, kBlockThreads, kQuantizeCosts<Value, kRms, kBlockThreads>>(
-      task, out.m_padded, quantize);
-}
-
-/// Launches a kernel of for_rows(): as many threads at once, and what they need.
-template <int kThreadsAtOnce, RowCosts kCosts, typename Kernel, typename... Arguments>
-cudaError_t launch_rows(Kernel kernel, const NormTask& task, int64_t rows, cudaStream_t stream,
-                        Arguments... arguments) {
-  const int bytes = kCosts.parameters == ParametersIn::kShared ? parameter_bytes(task) : 0;
-  if (bytes > 0) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-  }
-  kernel<<<norm_blocks(task, rows, kThreadsAtOnce), norm_block(task), bytes, stream>>>(
-      task, arguments...);
-  return cudaGetLastError();
+  for_rows<Value, kRms, kBlockThreads, kCosts>(task, out.m_padded, quantize);
 }
 
 }  // namespace
@@ -221,7 +240,7 @@ cudaError_t launch_norm_statistics(const NormTask& task, float* amax, cudaStream
     using Value = decltype(value);
     const auto launch = [&](auto of_amax) {
       constexpr RowCosts kCosts = kStatisticsCosts<Value, rms(), threads(), of_amax()>;
-      return launch_rows<kNormThreadsAtOnce<Value, rms(), kCosts>, kCosts>(
+      return launch_for_rows<Value, rms(), threads(), kCosts>(
           norm_statistics<Value, rms(), threads(), of_amax()>, task, task.rows, stream, amax);
     };
     return amax != nullptr ? launch(std::true_type{}) : launch(std::false_type{});
@@ -255,7 +274,7 @@ cudaError_t launch_norm_quantize_rows(const NormTask& task, const ActivationTask
   return with_norm_types(task, [&](auto value, auto rms, auto threads) {
     using Value = decltype(value);
     constexpr RowCosts kCosts = kQuantizeCosts<Value, rms(), threads()>;
-    return launch_rows<kNormThreadsAtOnce<Value, rms(), kCosts>, kCosts>(
+    return launch_for_rows<Value, rms(), threads(), kCosts>(
         norm_quantize_rows<Value, rms(), threads()>, task, out.m_padded, stream, out);
   });
 }

@@ -26,8 +26,8 @@ struct NormTask {
   const void* grad = nullptr;   // of y
   const void* added = nullptr;  // to backward's result, once that is rounded; or null
   void* grad_x = nullptr;       // backward's result
-  float* grad_gamma = nullptr;  // (norm_partials(), cols) of sums; or null
-  float* grad_beta = nullptr;   // the same
+  float* grad_gamma = nullptr;  // (norm_partials(), cols), a CUDA block's sums each; or null
+  float* grad_beta = nullptr;   // the same, behind them; RMSNorm has none
   int64_t rows = 0;             // at most kMaxNormRows
   int cols = 0;  // a multiple of 8, at most kMaxNormBytes of them (kernels/normalization.h)
   float eps = 0.f;
@@ -36,10 +36,13 @@ struct NormTask {
   DType gamma_dtype = DType::kFloat32;
 };
 
-/// How many sums of rows backward leaves for whoever adds them up.
+/// How many sums of rows backward leaves for launch_norm_parameter_gradients().
 int norm_partials(const NormTask& task);
 
 cudaError_t launch_norm(const NormTask& task, cudaStream_t stream);
 cudaError_t launch_norm_backward(const NormTask& task, cudaStream_t stream);
+
+/// Adds up what backward has left: `grads` (1 or 2, cols) of gamma's dtype, gamma's and beta's.
+cudaError_t launch_norm_parameter_gradients(const NormTask& task, void* grads, cudaStream_t stream);
 
 }  // namespace qshard::cuda
