@@ -72,6 +72,16 @@ QSHARD_HOST_DEVICE float scale_from_amax(float amax, float code_max, bool power_
   return float_bits(scale) == kInfBits ? bits_float(kInfBits - 1) : scale;
 }
 
+/// The largest amax that has the scale of this one: whatever lies below need not raise it.
+QSHARD_HOST_DEVICE float largest_of_same_scale(float amax, float code_max, bool power_of_two) {
+  const uint32_t bits = float_bits(amax);
+  if (!power_of_two || !(amax > 0.f) || bits <= kMantissaMask || bits >= kInfBits) return amax;
+  const uint32_t max_mantissa = float_bits(code_max) & kMantissaMask;
+  const bool carries = (bits & kMantissaMask) > max_mantissa;
+  const uint32_t largest = (((bits >> 23) + static_cast<uint32_t>(carries)) << 23) | max_mantissa;
+  return bits_float(largest < kInfBits ? largest : kInfBits - 1);
+}
+
 /// Correctly rounded 1 / scale; subnormal results are kept.
 QSHARD_HOST_DEVICE float inverse_scale(float scale) {
   const uint32_t bits = float_bits(scale);

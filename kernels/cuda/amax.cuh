@@ -6,16 +6,22 @@
 
 namespace qshard::cuda {
 
-/// The largest magnitude of a thread's vectors.
+/// A word of the largest magnitudes of a thread's vectors: of those in each of its places.
 template <typename Value, int kCount>
-__device__ __forceinline__ uint32_t largest_of(const Vector<Value>* x) {
+__device__ __forceinline__ uint32_t largest_word_of(const Vector<Value>* x) {
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
 #pragma unroll
     for (uint32_t word : x[i].word) largest = Value::max(largest, Value::magnitudes(word));
   }
-  return Value::amax_bits(largest);
+  return largest;
+}
+
+/// The largest magnitude of a thread's vectors.
+template <typename Value, int kCount>
+__device__ __forceinline__ uint32_t largest_of(const Vector<Value>* x) {
+  return Value::amax_bits(largest_word_of<Value, kCount>(x));
 }
 
 /// The largest of the bits of a CUDA block's threads, for all of them. Synchronises the block.

@@ -3,6 +3,7 @@
 // which finds the amax of one scale on the way. Rowwise codes in blocks need no such pass: whoever
 // holds a row has its statistics.
 #include "kernels/cuda/activation_codes.cuh"
+#include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/norm_quantize_kernels.h"
 #include "kernels/cuda/norm_rows.cuh"
 
@@ -149,11 +150,10 @@ __device__ __forceinline__ float block_amax(const Vector<Value> (&y)[kRows][kNor
   uint32_t words[Block::kWords];
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
-    uint32_t of[kNormVectors] = {};
+    uint32_t of[kNormVectors];
 #pragma unroll
     for (int i = 0; i < kNormVectors; ++i) {
-#pragma unroll
-      for (uint32_t word : y[row][i].word) of[i] = Value::max(of[i], Value::magnitudes(word));
+      of[i] = largest_word_of<Value, 1>(&y[row][i]);
       if constexpr (!Block::kPairs) words[2 * row + i] = of[i];
     }
     if constexpr (Block::kPairs) {

@@ -70,11 +70,12 @@ struct BackwardTiles {
   }
 };
 
-/// A warp whose gradients cannot be above the amaxes so far is done once it has read `grad`.
+/// A warp whose gradients cannot change the scales of the amaxes so far is done once it has read
+/// `grad`.
 template <typename Value, bool kVectorized>
 __global__ void __launch_bounds__(kThreads, kAmaxBlocksAtOnce<Value>)
     swiglu_backward_amax(const __grid_constant__ SwigluTask task, const float* maxima,
-                         float* gate_amax, float* up_amax) {
+                         float* gate_amax, float* up_amax, bool power_of_two) {
   constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
   const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksAtOnce<Value>)
   __shared__ uint32_t raised[2];
   if (threadIdx.x < 2) {
     const volatile float* amax = threadIdx.x == 0 ? gate_amax : up_amax;
-    raised[threadIdx.x] = __float_as_uint(*amax);
+    raised[threadIdx.x] = __float_as_uint(largest_of_same_scale(*amax, kE5M2Max, power_of_two));
   }
   __syncthreads();
   const auto amax_of = [](const auto& tile) {
@@ -149,12 +150,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
 }  // namespace
 
 cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* maxima,
-                                        float* gate_amax, float* up_amax, DType value_dtype,
-                                        cudaStream_t stream) {
+                                        float* gate_amax, float* up_amax, bool power_of_two,
+                                        DType value_dtype, cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;
   return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
-    swiglu_backward_amax<decltype(value), vectorized()>
-        <<<swiglu_grid(task), kThreads, 0, stream>>>(task, maxima, gate_amax, up_amax);
+    swiglu_backward_amax<decltype(value), vectorized()><<<swiglu_grid(task), kThreads, 0, stream>>>(
+        task, maxima, gate_amax, up_amax, power_of_two);
     return cudaGetLastError();
   });
 }

@@ -124,7 +124,8 @@ SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor
     auto* first = amaxes.mutable_data_ptr<float>();
     auto* second = first + (request.joined ? 0 : 1);
     const float* known = maxima.defined() ? maxima.const_data_ptr<float>() : nullptr;
-    check_launch(launch_swiglu_backward_amax(task, known, first, second, dtype, stream));
+    check_launch(launch_swiglu_backward_amax(task, known, first, second, out.gate.task.power_of_two,
+                                             dtype, stream));
     out.gate.amax = first;
     out.up.amax = second;
   }

@@ -46,11 +46,12 @@ cudaError_t launch_swiglu_quantize_by_earlier(const SwigluTask& task, const Acti
 cudaError_t launch_swiglu_quantize(const SwigluTask& task, const SwigluImage& out,
                                    DType value_dtype, cudaStream_t stream);
 
-/// Raises the amaxes (1) of both gradients; they may be one. `maxima`: of launch_swiglu_maxima, or
+/// Raises the amaxes (1) of both gradients; they may be one. With `power_of_two` they may be less
+/// than the largest gradient, if its scale of E5M2 is theirs. `maxima`: of launch_swiglu_maxima, or
 /// null. With them most of gate and up need not be read.
 cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* maxima,
-                                        float* gate_amax, float* up_amax, DType value_dtype,
-                                        cudaStream_t stream);
+                                        float* gate_amax, float* up_amax, bool power_of_two,
+                                        DType value_dtype, cudaStream_t stream);
 
 cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
                                             DType value_dtype, cudaStream_t stream);

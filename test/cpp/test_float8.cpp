@@ -130,6 +130,30 @@ TEST(Float8, PowerOfTwoScaleIsTheQuotientWithItsMantissaCleared) {
   }
 }
 
+TEST(Float8, LargestOfSameScale) {
+  for (const float code_max : {kE4M3Max, kE5M2Max}) {
+    for (const uint32_t exponent : {1u, 7u, 8u, 14u, 15u, 127u, 253u, 254u}) {
+      for (uint32_t mantissa = 0; mantissa < (1u << 23); mantissa += 61) {
+        const float amax = bits_float((exponent << 23) | mantissa);
+        const float largest = largest_of_same_scale(amax, code_max, true);
+        const float above = std::nextafter(largest, kInf);
+        const float scale = scale_from_amax(amax, code_max, true);
+        ASSERT_GE(largest, amax);
+        ASSERT_EQ(scale_from_amax(largest, code_max, true), scale) << amax;
+        // The smallest ones share the largest scale that there is.
+        if (scale < 0x1p127f) {
+          ASSERT_NE(scale_from_amax(above, code_max, true), scale) << amax;
+        }
+        ASSERT_EQ(largest_of_same_scale(amax, code_max, false), amax);
+      }
+    }
+    for (const float amax : {0.f, kInf, std::numeric_limits<float>::denorm_min()}) {
+      EXPECT_EQ(largest_of_same_scale(amax, code_max, true), amax);
+    }
+    EXPECT_TRUE(std::isnan(largest_of_same_scale(std::nanf(""), code_max, true)));
+  }
+}
+
 // Values of one type, as raw storage.
 std::vector<std::vector<uint8_t>> storages() {
   std::vector<std::vector<uint8_t>> out(3);

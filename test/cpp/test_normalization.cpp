@@ -9,10 +9,18 @@ struct Size {
   int64_t rows, cols;
 };
 // Parts of a warp, a warp, idle lanes, several blocks of rows, more rows than are taken at once,
-// the longest row of fp32.
-constexpr Size kSizes[] = {{1, 8},      {3, 96},     {33, 104},
-                           {127, 1024}, {513, 136},  {300, 4104},
-                           {67, 4096},  {1700, 520}, {140, kMaxNormBytes / 4}};
+// the longest rows of fp32 and of 16 bits.
+constexpr Size kSizes[] = {{1, 8},
+                           {3, 96},
+                           {33, 104},
+                           {127, 1024},
+                           {513, 136},
+                           {300, 4104},
+                           {67, 4096},
+                           {1700, 520},
+                           {140000, 16},
+                           {140, kMaxNormBytes / 4},
+                           {140, kMaxNormBytes / 2}};
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 
 struct Case {
@@ -107,6 +115,7 @@ TEST(Normalization, IsTheFormula) {
   at::manual_seed(3);
   for (const Size& size : kSizes) {
     for (const at::ScalarType dtype : kDtypes) {
+      if (size.cols * c10::elementSize(dtype) > kMaxNormBytes) continue;
       for (const at::ScalarType weight_dtype : {dtype, at::kFloat}) {
         for (const bool rms : {false, true}) {
           for (const bool zero_centered : {false, true}) {
