@@ -10,12 +10,15 @@ namespace {
 
 constexpr int kMultiprocessors = 132;  // an H200's; elsewhere some wait, or a turn is shorter
 
+/// Beside the sums of the parameters' gradients two rows want the registers of 512 threads.
+template <int kBlockThreads>
+constexpr int kBackwardRows = kThreadsAtOnce<kBlockThreads> == 512 ? 2 : 1;
 template <int kBlockThreads>
 constexpr int kBackwardBlocks = kThreadsAtOnce<kBlockThreads> / kBlockThreads;
 
 /// What is read of the rows in shared memory, for the next turn, and `added` for this one.
 template <typename Value, int kBlockThreads, bool kAdds>
-using BackwardAhead = RowsAhead<Value, kRowsAtOnce<kBlockThreads>*(kAdds ? 3 : 2), kBlockThreads>;
+using BackwardAhead = RowsAhead<Value, kBackwardRows<kBlockThreads>*(kAdds ? 3 : 2), kBlockThreads>;
 
 /// A vector's contribution to a row's sums and to its columns', and what becomes of it.
 template <typename Value, bool kRms>
@@ -80,7 +83,7 @@ template <typename Value, bool kRms, int kBlockThreads, bool kAdds>
 __global__ void __launch_bounds__(kBlockThreads, kBackwardBlocks<kBlockThreads>)
     norm_backward(const __grid_constant__ NormTask task) {
   constexpr int kSize = Vector<Value>::kSize;
-  constexpr int kRows = kRowsAtOnce<kBlockThreads>;
+  constexpr int kRows = kBackwardRows<kBlockThreads>;
   constexpr int kSums = kRms ? 1 : 2;  // of a row
   using RowLanes = Lanes<kBlockThreads, kRows * kSums>;
   __shared__ typename RowLanes::Shared shared;
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(32 * kSumWarps)
 
 template <int kBlockThreads>
 int backward_blocks(const NormTask& task) {
-  const int64_t in_turn = static_cast<int64_t>(norm_block(task).y) * kRowsAtOnce<kBlockThreads>;
+  const int64_t in_turn = static_cast<int64_t>(norm_block(task).y) * kBackwardRows<kBlockThreads>;
   const int64_t wanted = (task.rows + in_turn - 1) / in_turn;
   return static_cast<int>(
       std::min<int64_t>(wanted, kMultiprocessors * kBackwardBlocks<kBlockThreads>));

@@ -1,12 +1,15 @@
 // How a row's threads of a CUDA block hold and sum it.
 #pragma once
 
+#include <bit>
+
 #include "kernels/cuda/normalization_kernels.h"
 #include "kernels/cuda/vector_codes.cuh"
 
 namespace qshard::cuda {
 
 constexpr int kNormThreads = 256;  // of a CUDA block, unless a row takes more
+constexpr int kMiddleNormThreads = 320;
 constexpr int kLongNormThreads = 512;
 constexpr int kMaxNormThreads = 1024;
 constexpr int kNormVectors = 2;  // of a row, that a thread holds
@@ -79,7 +82,7 @@ __device__ __forceinline__ void store_shared(uint32_t address, float x) {
 /// kCount numbers at once.
 template <int kBlockThreads, int kCount>
 class Lanes {
-  static constexpr int kWarps = kBlockThreads / 32;
+  static constexpr int kWarps = std::bit_ceil(kBlockThreads / 32u);
   static constexpr int kRows = kBlockThreads == kNormThreads ? 4 : 1;  // of two warps, or one row
   static constexpr int kGroup = 32 / kCount;  // lanes of a warp that end with one of the sums
   static constexpr uint32_t kBytes = sizeof(float[kCount][kRows][kWarps]);

@@ -96,7 +96,9 @@ struct RowCosts {
 template <int kBlockThreads>
 constexpr int kRowsAtOnce = kBlockThreads == kMaxNormThreads ? 1 : 2;
 template <int kBlockThreads>
-constexpr int kThreadsAtOnce = kBlockThreads == kMaxNormThreads ? 1024 : 512;
+constexpr int kThreadsAtOnce = kBlockThreads == kMaxNormThreads      ? 1024
+                               : kBlockThreads == kMiddleNormThreads ? 640
+                                                                     : 512;
 
 /// A thread's parts of some rows of x, less the mean, and the rows' statistics. Unpacked, x stays
 /// in fp32 while the rows are summed; else it is made of its words again after each sum, which
@@ -317,6 +319,9 @@ cudaError_t with_norm_types(const NormTask& task, const Run& run) {
     };
     const unsigned lanes = norm_block(task).x;
     if (lanes <= kNormThreads) return with_threads(std::integral_constant<int, kNormThreads>{});
+    if (lanes <= kMiddleNormThreads) {
+      return with_threads(std::integral_constant<int, kMiddleNormThreads>{});
+    }
     if (lanes <= kLongNormThreads) {
       return with_threads(std::integral_constant<int, kLongNormThreads>{});
     }

@@ -1,5 +1,6 @@
 // Pairs of channels turned by the angles of their positions: each value read and written once.
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/cuda/rotary_kernel.h"
 #include "kernels/cuda/vector_codes.cuh"
@@ -9,36 +10,38 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// A vector, or a value alone in its place.
-template <typename Value, bool kVectorized>
+/// Neighbouring values, in one access: at most 16 bytes, or one value in a word of its own.
+template <typename Value, int kSize>
 struct Part {
   using Raw = typename Value::Raw;
-  static constexpr int kSize = kVectorized ? Vector<Value>::kSize : 1;
+  using Whole = Bytes<kSize * sizeof(Raw)>;
+  static constexpr int kWords = (kSize + Value::kPerWord - 1) / Value::kPerWord;
   float x[kSize];
 
+  __device__ static Whole whole(const Raw* from) {
+    return __ldg(reinterpret_cast<const Whole*>(from));
+  }
   __device__ void load(const Raw* from) {
-    if constexpr (kVectorized) {
-      const Vector<Value> v = load_vector<Value>(from);
+    const Whole bytes = whole(from);
+    uint32_t words[kWords] = {};
+    memcpy(words, &bytes, sizeof(bytes));
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) x[i] = Value::load(v.word_of(i), i % Value::kPerWord);
-    } else {
-      x[0] = Value::load(*from, 0);
-    }
+    for (int i = 0; i < kSize; ++i)
+      x[i] = Value::load(words[i / Value::kPerWord], i % Value::kPerWord);
   }
   __device__ void store(Raw* to) const {
-    if constexpr (kVectorized) {
-      uint4 words;
-      if constexpr (Value::kPerWord == 2) {
-        words = make_uint4(store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]),
-                           store2(Value{}, x[4], x[5]), store2(Value{}, x[6], x[7]));
+    uint32_t words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (kSize == kWords) {
+        words[i] = Value::store(x[i]);
       } else {
-        words = make_uint4(Value::store(x[0]), Value::store(x[1]), Value::store(x[2]),
-                           Value::store(x[3]));
+        words[i] = store2(Value{}, x[2 * i], x[2 * i + 1]);
       }
-      *reinterpret_cast<uint4*>(to) = words;
-    } else {
-      *to = Value::store(x[0]);
     }
+    Whole bytes;
+    memcpy(&bytes, words, sizeof(bytes));
+    store_bytes(to, bytes);
   }
 };
 
@@ -63,6 +66,10 @@ struct Angles {
         to[i + 2] = four.z;
         to[i + 3] = four.w;
       }
+    } else if constexpr (kCount == 2) {
+      const float2 two = __ldg(reinterpret_cast<const float2*>(from));
+      to[0] = two.x;
+      to[1] = two.y;
     } else {
       to[0] = __ldg(from);
     }
@@ -80,12 +87,11 @@ __device__ __forceinline__ void turn(float& a, float& b, const Angles<kCount>& o
   a = turned;
 }
 
-/// A row of threads takes a row of channels.
-template <typename Value, bool kInterleaved, bool kVectorized>
+/// A row of threads takes a row of channels, a thread kSize of them at once.
+template <typename Value, bool kInterleaved, int kSize>
 __global__ void __launch_bounds__(kThreads) rotary(const __grid_constant__ RotaryTask task) {
-  using Values = Part<Value, kVectorized>;
+  using Values = Part<Value, kSize>;
   using Raw = typename Value::Raw;
-  constexpr int kSize = Values::kSize;
   constexpr int kDims = RotaryTask::kDims;
   uint32_t index[kDims];
   index[0] = blockIdx.x * blockDim.y + threadIdx.y;
@@ -106,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) rotary(const __grid_constant__ Rotar
   const int half = task.rotated / 2;
   const int step = static_cast<int>(blockDim.x);
   Values first, second;
-  if constexpr (kInterleaved && kVectorized) {
+  if constexpr (kInterleaved && kSize > 1) {
     for (int at = threadIdx.x * kSize; at < task.rotated; at += step * kSize) {
       first.load(values + at);
       const Angles<kSize> of(task, angles + at);
@@ -133,41 +139,40 @@ __global__ void __launch_bounds__(kThreads) rotary(const __grid_constant__ Rotar
     }
   }
   for (int at = task.rotated + threadIdx.x * kSize; at < task.channels; at += step * kSize) {
-    if constexpr (kVectorized) {
-      *reinterpret_cast<uint4*>(out + at) = __ldg(reinterpret_cast<const uint4*>(values + at));
-    } else {
-      out[at] = values[at];
-    }
+    store_bytes(out + at, Values::whole(values + at));
   }
 }
 
 }  // namespace
 
-cudaError_t launch_rotary(const RotaryTask& task, DType dtype, bool interleaved, bool vectorized,
+cudaError_t launch_rotary(const RotaryTask& task, DType dtype, bool interleaved, int at_once,
                           cudaStream_t stream) {
   uint32_t rows = 1;
   for (const uint32_t size : task.size) rows *= size;
   if (rows == 0 || task.channels == 0) return cudaSuccess;
-  const auto launch = [&](auto kernel, int size) {
-    const int turns = interleaved && vectorized ? task.rotated : task.rotated / 2;
-    const int wanted = std::max({turns, task.channels - task.rotated, 1}) / size;
-    dim3 block(1, kThreads);
-    while (static_cast<int>(block.x) < wanted && block.y > 1) {
-      block.x *= 2;
-      block.y /= 2;
-    }
+  const auto launch = [&](auto kernel) {
+    const int turns = interleaved && at_once > 1 ? task.rotated : task.rotated / 2;
+    const int wanted = std::max({turns, task.channels - task.rotated, 1}) / at_once;
+    const dim3 block(std::clamp(wanted, 1, kThreads), std::max(1, kThreads / std::max(wanted, 1)));
     kernel<<<(rows + block.y - 1) / block.y, block, 0, stream>>>(task);
     return cudaGetLastError();
   };
   return with_value_type(dtype, [&](auto value) {
     using Value = decltype(value);
-    constexpr int kSize = Vector<Value>::kSize;
-    if (interleaved) {
-      return vectorized ? launch(rotary<Value, true, true>, kSize)
-                        : launch(rotary<Value, true, false>, 1);
+    const auto launch_of = [&](auto size) {
+      return interleaved ? launch(rotary<Value, true, size()>)
+                         : launch(rotary<Value, false, size()>);
+    };
+    switch (at_once) {
+      case 1:
+        return launch_of(std::integral_constant<int, 1>{});
+      case 2:
+        return launch_of(std::integral_constant<int, 2>{});
+      case 4:
+        return launch_of(std::integral_constant<int, 4>{});
+      default:
+        return launch_of(std::integral_constant<int, Vector<Value>::kSize>{});
     }
-    return vectorized ? launch(rotary<Value, false, true>, kSize)
-                      : launch(rotary<Value, false, false>, 1);
   });
 }
 

@@ -17,14 +17,32 @@
 namespace qshard::cuda {
 namespace {
 
-bool is_aligned(const void* x) { return reinterpret_cast<uintptr_t>(x) % 16 == 0; }
+bool is_aligned(const void* x, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(x) % bytes == 0;
+}
 
-bool begins_vectors(const at::Tensor& x, int64_t vector) {
-  if (!is_aligned(x.const_data_ptr())) return false;
+/// Whether each row begins at a multiple of `count` values.
+bool rows_begin_at(const at::Tensor& x, int64_t count) {
+  if (!is_aligned(x.const_data_ptr(), count * x.element_size())) return false;
   for (int64_t i = 0; i + 1 < x.dim(); ++i) {
-    if (x.size(i) > 1 && x.stride(i) % vector != 0) return false;
+    if (x.size(i) > 1 && x.stride(i) % count != 0) return false;
   }
   return true;
+}
+
+/// How many values a thread may take in one access.
+int values_at_once(const at::Tensor& x, const at::Tensor& out, const Rotation& rotation,
+                   const RotaryTask& task) {
+  const auto fits = [&](int64_t count) {
+    const int64_t unit = rotation.interleaved ? count : 2 * count;
+    const int64_t of_table = std::min<int64_t>(count * sizeof(float), 16);
+    return task.rotated % unit == 0 && task.channels % count == 0 && rows_begin_at(x, count) &&
+           rows_begin_at(out, count) && is_aligned(task.cos, of_table) &&
+           is_aligned(task.sin, of_table);
+  };
+  auto count = static_cast<int>(16 / x.element_size());
+  while (count > 1 && !fits(count)) count /= 2;
+  return count;
 }
 
 }  // namespace
@@ -60,12 +78,8 @@ void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor
   task.rotated = static_cast<int>(rotation.cos.size(1));
   task.inverse = rotation.inverse;
   const DType dtype = value_dtype(x.scalar_type());
-  const int64_t vector = 16 / value_size(dtype);
-  const int64_t unit = rotation.interleaved ? vector : 2 * vector;
-  const bool vectorized = begins_vectors(x, vector) && begins_vectors(out, vector) &&
-                          task.rotated % unit == 0 && task.channels % vector == 0 &&
-                          is_aligned(task.cos) && is_aligned(task.sin);
-  check_launch(launch_rotary(task, dtype, rotation.interleaved, vectorized,
+  check_launch(launch_rotary(task, dtype, rotation.interleaved,
+                             values_at_once(x, out, rotation, task),
                              c10::cuda::getCurrentCUDAStream()));
 }
 

@@ -25,9 +25,9 @@ struct RotaryTask {
   bool inverse = false;
 };
 
-/// `vectorized`: rows and tables begin at multiples of 16 bytes, and vectors of them hold pairs, or
-/// a half of pairs, alone.
-cudaError_t launch_rotary(const RotaryTask& task, DType dtype, bool interleaved, bool vectorized,
+/// `at_once`: 1, 2 or 4 values, or 16 bytes of them. Rows and tables begin at multiples of as many,
+/// and as many hold pairs, or a half of pairs, alone.
+cudaError_t launch_rotary(const RotaryTask& task, DType dtype, bool interleaved, int at_once,
                           cudaStream_t stream);
 
 }  // namespace qshard::cuda

@@ -12,9 +12,10 @@ struct Size {
   int64_t rotated;
 };
 // Vectors of both halves, of one value, a part of the channels, none.
-constexpr Size kSizes[] = {{{2, 17, 4, 128}, 128}, {{1, 300, 8, 64}, 64}, {{3, 5, 2, 96}, 48},
-                           {{2, 7, 3, 36}, 36},    {{2, 7, 3, 18}, 10},   {{2, 3, 1, 8}, 0},
-                           {{1, 1, 1, 2}, 2},      {{2, 0, 3, 16}, 16},   {{2, 9, 3, 1024}, 1024}};
+constexpr Size kSizes[] = {{{2, 17, 4, 128}, 128}, {{1, 300, 8, 64}, 64},  {{3, 5, 2, 96}, 48},
+                           {{2, 7, 3, 36}, 36},    {{2, 5, 3, 72}, 72},    {{2, 5, 2, 72}, 20},
+                           {{2, 7, 3, 18}, 10},    {{2, 3, 1, 8}, 0},      {{1, 1, 1, 2}, 2},
+                           {{2, 0, 3, 16}, 16},    {{2, 9, 3, 1024}, 1024}};
 constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
 
 /// Where the channel is that makes a pair with each of the rotated ones, and the sign of its sine.
