@@ -174,11 +174,11 @@ __device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kRows][kNo
                                              float (&scales)[kRows][kNormVectors]) {
   using Block = BlockLanes<Value, kRows>;
   const float mine = scale_from_amax(block_amax<Value>(y), kE4M3Max, out.power_of_two);
-  const int row = rows.index(Block::row());
+  const int of_row = rows.index(Block::row());
   const int block = Columns<Value>::first(Block::vector()) / kTile;
-  if (Block::lane() == Block::of(Block::row(), Block::vector()) && row < out.m_padded &&
+  if (Block::lane() == Block::of(Block::row(), Block::vector()) && of_row < out.m_padded &&
       block * kTile < out.k_padded) {
-    out.scale_inv[block * out.m_padded + row] = inverse_scale(mine);
+    out.scale_inv[block * out.m_padded + of_row] = inverse_scale(mine);
   }
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
