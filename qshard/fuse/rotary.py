@@ -18,7 +18,6 @@ class FusedRotary(Rebuilt):
     def forward(self, x, cos, sin):
         tables = (cos, sin)
         fits = x.dim() == 4 and all(t.dim() == 2 and t.dtype == torch.float32 for t in tables)
-        fits = fits and not torch.compiler.is_compiling()  # which fuses the formula
         if fits and all(t.shape == (x.shape[2], x.shape[3]) for t in tables):
             return rotate(x, cos, sin, 2)
         return super().forward(x, cos, sin)
