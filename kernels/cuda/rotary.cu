@@ -26,8 +26,9 @@ struct Part {
     uint32_t words[kWords] = {};
     memcpy(words, &bytes, sizeof(bytes));
 #pragma unroll
-    for (int i = 0; i < kSize; ++i)
+    for (int i = 0; i < kSize; ++i) {
       x[i] = Value::load(words[i / Value::kPerWord], i % Value::kPerWord);
+    }
   }
   __device__ void store(Raw* to) const {
     uint32_t words[kWords];
@@ -152,8 +153,9 @@ cudaError_t launch_rotary(const RotaryTask& task, DType dtype, bool interleaved,
   if (rows == 0 || task.channels == 0) return cudaSuccess;
   const auto launch = [&](auto kernel) {
     const int turns = interleaved && at_once > 1 ? task.rotated : task.rotated / 2;
-    const int wanted = std::max({turns, task.channels - task.rotated, 1}) / at_once;
-    const dim3 block(std::clamp(wanted, 1, kThreads), std::max(1, kThreads / std::max(wanted, 1)));
+    const int wanted = std::max(turns, task.channels - task.rotated) / at_once;
+    const int lanes = std::clamp(wanted, 1, kThreads);
+    const dim3 block(lanes, kThreads / lanes);
     kernel<<<(rows + block.y - 1) / block.y, block, 0, stream>>>(task);
     return cudaGetLastError();
   };
