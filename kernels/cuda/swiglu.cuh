@@ -1,30 +1,56 @@
 // silu(gate) * up and its gradients, of tiles in registers.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/activation_tile.cuh"
 #include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/swiglu_kernels.h"
 
 namespace qshard::cuda {
 
-struct Silu {
-  float value;
-  float sigmoid;
-};
-
-/// x and 1 over 1 + exp(-x), rounded as divisions are. `kOrdinary`: |x| < kOrdinaryGate.
-template <bool kOrdinary>
-__device__ __forceinline__ Silu silu_of(float x) {
-  const float divisor = 1.f + expf(-x);
-  if constexpr (!kOrdinary) return {__fdiv_rn(x, divisor), __frcp_rn(divisor)};
-  // The divisor is from 1 to 2^126: the steps of __frcp_rn and __fdiv_rn, without their checks of
-  // exponents. Zeros keep their sign.
+/// 1 over a divisor from 1 to 2^126, rounded to nearest: the steps of __frcp_rn, without its checks
+/// of exponents.
+__device__ __forceinline__ float ordinary_reciprocal(float divisor) {
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(divisor));
-  reciprocal = __fmaf_rn(reciprocal, __fmaf_rn(-divisor, reciprocal, 1.f), reciprocal);
+  return __fmaf_rn(reciprocal, __fmaf_rn(-divisor, reciprocal, 1.f), reciprocal);
+}
+
+/// 1 over 1 + exp(-x). `kOrdinary`: |x| < kOrdinaryGate.
+template <bool kOrdinary>
+__device__ __forceinline__ float sigmoid_of(float x) {
+  const float divisor = 1.f + expf(-x);
+  return kOrdinary ? ordinary_reciprocal(divisor) : __frcp_rn(divisor);
+}
+
+/// Whether fewer instructions give the silu that a division does, once it is rounded: for each
+/// ordinary bfloat16 on Hopper, whose approximate instructions were tried.
+template <typename Value>
+__device__ constexpr bool has_short_silu() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+  return std::is_same_v<Value, BFloat16>;
+#else
+  return false;
+#endif
+}
+
+/// x over 1 + exp(-x), yet to be rounded to `Value`.
+template <typename Value, bool kOrdinary>
+__device__ __forceinline__ float silu_of(float x) {
+  if constexpr (!kOrdinary) return __fdiv_rn(x, 1.f + expf(-x));
+  if constexpr (has_short_silu<Value>()) {
+    float power, reciprocal;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(x, -1.44269504f)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + power));
+    return __fmul_rn(x, reciprocal);
+  }
+  // The steps of __fdiv_rn, without its checks. Zeros keep their sign.
+  const float divisor = 1.f + expf(-x);
+  const float reciprocal = ordinary_reciprocal(divisor);
   const float quotient = __fmul_rn(x, reciprocal);
   const float error = __fmaf_rn(divisor, quotient, -x);
-  return {__fmaf_rn(error, -reciprocal, quotient), reciprocal};
+  return __fmaf_rn(error, -reciprocal, quotient);
 }
 
 /// Beyond it, or at a NaN, a step of the short division may leave fp32's range.
@@ -59,6 +85,17 @@ __device__ __forceinline__ uint32_t map_word(const F& f) {
   return word_of_values<Value>(x);
 }
 
+/// The products of two words' values.
+template <typename Value>
+__device__ __forceinline__ uint32_t product_of(uint32_t a, uint32_t b) {
+  if constexpr (std::is_same_v<Value, BFloat16>) {
+    // Rounded once, as fp32's product is: that has all bits.
+    return word_bits(__hmul2_rn(word_as<__nv_bfloat162>(a), word_as<__nv_bfloat162>(b)));
+  } else {
+    return map_word<Value>([&](int i) { return __fmul_rn(Value::load(a, i), Value::load(b, i)); });
+  }
+}
+
 /// gate becomes silu(gate) * up. silu(gate) is rounded as a tensor of its own would be; seen(word)
 /// is called with each word of it.
 template <typename Value, int kThreads, typename Seen>
@@ -74,10 +111,9 @@ __device__ __forceinline__ void swiglu(ActivationTile<Value, kThreads>& gate,
       const uint32_t g = gate.values[r].word[w];
       const uint32_t u = up.values[r].word[w];
       const uint32_t silu = map_word<Value>(
-          [&](int i) { return silu_of<decltype(ordinary)::value>(Value::load(g, i)).value; });
+          [&](int i) { return silu_of<Value, decltype(ordinary)::value>(Value::load(g, i)); });
       seen(silu);
-      gate.values[r].word[w] = map_word<Value>(
-          [&](int i) { return __fmul_rn(Value::load(silu, i), Value::load(u, i)); });
+      gate.values[r].word[w] = product_of<Value>(silu, u);
     }
   });
 }
@@ -94,22 +130,21 @@ __device__ __forceinline__ void swiglu_backward(Vector<Value>* grad, Vector<Valu
       const uint32_t d = grad[r].word[w];
       const uint32_t g = gate[r].word[w];
       const uint32_t u = up[r].word[w];
+      constexpr bool kOrdinary = decltype(ordinary)::value;
       float s[Value::kPerWord];
       const uint32_t silu = map_word<Value>([&](int i) {
-        const Silu of = silu_of<decltype(ordinary)::value>(Value::load(g, i));
-        s[i] = of.sigmoid;
-        return of.value;
+        const float x = Value::load(g, i);
+        s[i] = sigmoid_of<kOrdinary>(x);
+        if constexpr (kOrdinary && has_short_silu<Value>()) return __fmul_rn(x, s[i]);
+        return silu_of<Value, kOrdinary>(x);
       });
-      const uint32_t grad_silu =
-          map_word<Value>([&](int i) { return __fmul_rn(Value::load(d, i), Value::load(u, i)); });
+      const uint32_t grad_silu = product_of<Value>(d, u);
       grad[r].word[w] = map_word<Value>([&](int i) {
         const float x = Value::load(g, i);
         return Value::load(grad_silu, i) * s[i] * (1.f + x * (1.f - s[i]));
       });
-      gate[r].word[w] = map_word<Value>(
-          [&](int i) { return __fmul_rn(Value::load(d, i), Value::load(silu, i)); });
-      up[r].word[w] = map_word<Value>(
-          [&](int i) { return __fmul_rn(Value::load(silu, i), Value::load(u, i)); });
+      gate[r].word[w] = product_of<Value>(d, silu);
+      up[r].word[w] = product_of<Value>(silu, u);
     }
   });
 }

@@ -149,6 +149,25 @@ TEST(Swiglu, MaximaAreThoseOfTheValues) {
   }
 }
 
+// Of each strip one gate is not zero, whose silu the maxima give.
+TEST(Swiglu, SiluOfEveryBFloat16) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  const at::Tensor every = at::arange(-32768, 32768, at::kShort).view(at::kBFloat16).to(gpu());
+  const at::Tensor gate = at::zeros({8 * every.numel(), 128}, every.options());
+  gate.view({every.numel(), 8, 128}).select(1, 3).select(1, 77).copy_(every);
+  const SwigluOperand operand(gate, gate);
+  operand.codes({.format = &find_format("float8_tensorwise"), .orientations = {true, false}});
+  const at::Tensor maxima = operand.maxima();
+  const at::Tensor got = maxima.narrow(0, 1, maxima.numel() - 1).view({-1, 2}).select(1, 0);
+  const at::Tensor exact = at::silu(every.to(at::kDouble)).to(at::kBFloat16);
+  for (const at::Tensor& silu : {exact, at::silu(every)}) {
+    const at::Tensor expected = silu.abs().to(at::kFloat);
+    EXPECT_TRUE(at::equal(got.isnan(), expected.isnan()));
+    const at::Tensor differ = got.nan_to_num(-1.).ne(expected.nan_to_num(-1.));
+    EXPECT_LE(differ.sum().item<int64_t>(), 2);  // ties, as near as fp32 is to them
+  }
+}
+
 // What is not looked at changes no scale.
 TEST_P(SwigluCodes, OfGradientsAreTheSameWithMaxima) {
   Differences found;
