@@ -220,18 +220,6 @@ struct SumArguments {
   int64_t numel;
 };
 
-/// A vector of values, rounded; NaN is any NaN.
-template <typename Value>
-__device__ __forceinline__ uint4 round_values(const float (&x)[Vector<Value>::kSize]) {
-  if constexpr (Value::kPerWord == 1) {
-    return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-                      __float_as_uint(x[3]));
-  } else {
-    return make_uint4(store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]),
-                      store2(Value{}, x[4], x[5]), store2(Value{}, x[6], x[7]));
-  }
-}
-
 /// `zeros` plus zero times the values of a word: zeros, unless one is not finite. (Comparisons take
 /// twice the time of products, and one for each value.)
 __device__ __forceinline__ uint32_t add_zero_times(Float32, uint32_t zeros, uint32_t word) {

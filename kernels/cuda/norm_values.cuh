@@ -9,12 +9,8 @@ namespace qshard::cuda {
 /// A vector of values, rounded.
 template <typename Value>
 __device__ __forceinline__ Vector<Value> vector_of(const float (&x)[Vector<Value>::kSize]) {
-  if constexpr (Value::kPerWord == 2) {
-    return {{store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]), store2(Value{}, x[4], x[5]),
-             store2(Value{}, x[6], x[7])}};
-  } else {
-    return {{Value::store(x[0]), Value::store(x[1]), Value::store(x[2]), Value::store(x[3])}};
-  }
+  const uint4 words = round_values<Value>(x);
+  return {{words.x, words.y, words.z, words.w}};
 }
 
 template <typename Value>

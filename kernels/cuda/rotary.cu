@@ -34,10 +34,10 @@ struct Part {
     uint32_t words[kWords];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      if constexpr (kSize == kWords) {
+      if constexpr (kSize < Value::kPerWord) {
         words[i] = Value::store(x[i]);
       } else {
-        words[i] = store2(Value{}, x[2 * i], x[2 * i + 1]);
+        words[i] = word_of_values<Value>(x + i * Value::kPerWord);
       }
     }
     Whole bytes;

@@ -66,16 +66,6 @@ __device__ __forceinline__ void with_gates(const Vector<Value>* gates, const Run
   }
 }
 
-/// The values of a word, as torch rounds them.
-template <typename Value>
-__device__ __forceinline__ uint32_t word_of_values(const float (&x)[Value::kPerWord]) {
-  if constexpr (Value::kPerWord == 2) {
-    return store2(Value{}, x[0], x[1]);
-  } else {
-    return __float_as_uint(x[0]);
-  }
-}
-
 /// A word of f(i), i of each of its values.
 template <typename Value, typename F>
 __device__ __forceinline__ uint32_t map_word(const F& f) {

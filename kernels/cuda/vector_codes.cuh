@@ -212,6 +212,25 @@ __device__ __forceinline__ uint32_t store2(Float16, float x, float y) {
   return word_bits(__floats2half2_rn(x, y));
 }
 
+/// A word of values, rounded; NaN is any NaN.
+template <typename Value>
+__device__ __forceinline__ uint32_t word_of_values(const float* x) {
+  if constexpr (Value::kPerWord == 2) {
+    return store2(Value{}, x[0], x[1]);
+  } else {
+    return Value::store(x[0]);
+  }
+}
+
+/// A vector of them.
+template <typename Value>
+__device__ __forceinline__ uint4 round_values(const float (&x)[Vector<Value>::kSize]) {
+  constexpr int kPerWord = Value::kPerWord;
+  return make_uint4(word_of_values<Value>(x), word_of_values<Value>(x + kPerWord),
+                    word_of_values<Value>(x + 2 * kPerWord),
+                    word_of_values<Value>(x + 3 * kPerWord));
+}
+
 /// Values of a vector's codes, none of them NaN.
 template <typename Code, typename Value>
 __device__ __forceinline__ uint4 decode_vector(VectorBytes<Code, Value> codes, float scale_inv) {
@@ -220,13 +239,7 @@ __device__ __forceinline__ uint4 decode_vector(VectorBytes<Code, Value> codes, f
   decode_codes<Code, Value>(codes, x);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) x[i] = __fmul_rn(x[i], scale_inv);
-  if constexpr (Value::kPerWord == 2) {
-    return make_uint4(store2(Value{}, x[0], x[1]), store2(Value{}, x[2], x[3]),
-                      store2(Value{}, x[4], x[5]), store2(Value{}, x[6], x[7]));
-  } else {
-    return make_uint4(Value::store(x[0]), Value::store(x[1]), Value::store(x[2]),
-                      Value::store(x[3]));
-  }
+  return round_values<Value>(x);
 }
 
 /// Value i of a vector's codes: a NaN scale's is positive, a NaN code's keeps its sign.
