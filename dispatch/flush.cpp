@@ -218,4 +218,31 @@ void flush_any_written(const std::vector<BufferPtr>& buffers) {
   }
 }
 
+at::Tensor written_by_rank(const std::vector<BufferPtr>& buffers,
+                           const std::vector<bool>& is_written, int64_t rank, int64_t world) {
+  PlainGuard guard;
+  auto all = at::zeros({static_cast<int64_t>(buffers.size()), world}, at::kInt);
+  const auto groups_of = [&](size_t i) -> const Groups& {
+    return buffers[i]->placement().groups();
+  };
+  for (size_t begin = 0, end = 0; begin < buffers.size(); begin = end) {
+    const Groups& groups = groups_of(begin);
+    const at::Device device = buffers[begin]->device();
+    while (end < buffers.size() && buffers[end]->device() == device && groups_of(end) == groups)
+      ++end;
+    auto rows = all.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
+    for (size_t i = begin; i < end; ++i) {
+      rows[static_cast<int64_t>(i - begin)][rank] = is_written[i] ? 2 : 1;
+    }
+    if (buffers[begin]->is_meta()) continue;
+    // One group after another, so that all ranks of the mesh see the same and fail together.
+    auto words = rows.to(device);
+    if (groups.shard) groups.shard->all_reduce_max(words);
+    for (const RankGroupPtr& group : groups.tensor) group->all_reduce_max(words);
+    for (const RankGroupPtr& group : groups.replicas) group->all_reduce_max(words);
+    rows.copy_(words);
+  }
+  return all;
+}
+
 }  // namespace qshard

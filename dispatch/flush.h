@@ -27,4 +27,15 @@ void flush(const std::vector<BufferPtr>& buffers, FlushKind kind = FlushKind::kO
 /// some ranks made.
 void flush_any_written(const std::vector<BufferPtr>& buffers);
 
+/// Compares, over the ranks that hold parts and replicas of each buffer's parameter, who counts it
+/// as written: the diagnosis of a write that some ranks made and others did not, which the ranks
+/// cannot know otherwise (qshard.debug). Changes nothing.
+///
+/// A collective over those ranks; the list must be the same on all of them. `is_written[i]` is what
+/// this rank knows of buffers[i]; `rank` is this process's among the `world` of all processes.
+/// Returns int32 on the CPU, (buffers, world): 2 where a rank counts the parameter as written, 1
+/// where it does not, 0 for ranks that have no part in it.
+at::Tensor written_by_rank(const std::vector<BufferPtr>& buffers,
+                           const std::vector<bool>& is_written, int64_t rank, int64_t world);
+
 }  // namespace qshard

@@ -13,6 +13,7 @@
 #include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/streams.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -192,6 +193,25 @@ void set_rounding_key(const Tensor& self, int64_t key) {
 
 void mark_written(const Tensor& self) { buffer_of(self).written(); }
 
+/// written_by_rank() of shards, and of the originals of offloaded ones. Those with a gradient count
+/// as written, as in flush_after_step(). Empty where a CUDA graph is captured, which cannot wait
+/// for an answer.
+Tensor written_by_rank_op(at::TensorList self, const c10::List<bool>& has_grad, int64_t rank,
+                          int64_t world) {
+  TORCH_CHECK_VALUE(
+      has_grad.size() == self.size() && rank >= 0 && rank < world,
+      fmt::format("qshard::_written_by_rank: {} tensors, has_grad of {}, rank {} of {}",
+                  self.size(), has_grad.size(), rank, world));
+  std::vector<BufferPtr> buffers;
+  std::vector<bool> is_written;
+  for (size_t i = 0; i < self.size(); ++i) {
+    buffers.push_back(impl_of(self[i]).buffer()->original());
+    is_written.push_back(has_grad[i] || buffers.back()->is_written());
+    if (is_capturing(buffers.back()->device())) return at::empty({0, world}, at::kInt);
+  }
+  return written_by_rank(buffers, is_written, rank, world);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
@@ -211,6 +231,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_state", &state);
   m.impl("_set_rounding_key", &set_rounding_key);
   m.impl("_mark_written", &mark_written);
+  m.impl("_written_by_rank", &written_by_rank_op);
 }
 
 }  // namespace qshard

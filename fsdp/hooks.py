@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 
+import _qshard_debug as debug
 import torch
 from _qshard_placement import groups_of
 from torch.optim.optimizer import (
@@ -127,6 +128,11 @@ class PreAllGather:
         if mesh is not self.mesh:
             is_cut = not is_replicated(sys._getframe(1).f_locals.get("self"))
             self.mesh, self.group = mesh, mesh_group(mesh) if is_cut else ""
+        if debug.is_on:
+            shard = self.shard()
+            ops._set_reduction_group(shard, self.group)
+            fsdp_param = sys._getframe(1).f_locals.get("self")
+            debug.check_written([shard], [debug.name_of_gathered(fsdp_param, shard)], [False])
         return (pre_all_gather(self.shard(), self.group),), None
 
 
@@ -229,6 +235,8 @@ def flush_after_step(optimizer, taken):
     has a gradient was written: optimizers that write through addresses tell nobody. A parameter whose
     step was taken within this one makes no other; if it was written since, it is quantized."""
     first, again = ([], [], []), ([], [], [])
+    if debug.is_on:
+        check_written_in_step(optimizer)
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             local = local_of(param)
@@ -244,6 +252,22 @@ def flush_after_step(optimizer, taken):
         ops._flush_after_step(*first, found_inf, not made_up_steps)
     if again[0]:
         ops._flush_after_step(*again, None, False)
+
+
+def check_written_in_step(optimizer):
+    """Compares all parameters, whatever gradients this rank has: as flush_after_step() does."""
+    shards, names, has_grad = [], [], []
+    for number, param_group in enumerate(optimizer.param_groups):
+        named = debug.names_in_optimizer(param_group, number)
+        for param, name in zip(param_group["params"], named):
+            local = local_of(param)
+            if is_quantized(local):
+                if local is not param:
+                    ops._set_groups(local, dtensor_groups(param))
+                shards.append(local)
+                names.append(name)
+                has_grad.append(param.grad is not None)
+    debug.check_written(shards, names, has_grad)
 
 
 # Called with an optimizer after its step, and the ids of the parameters whose step was taken within it.

@@ -27,6 +27,7 @@ QSHARD_WEAK void Py_DecRef(PyObject*);
 namespace qshard {
 
 extern const char* const kPlacementSource;
+extern const char* const kDebugSource;
 extern const char* const kHooksSource;
 extern const char* const kReplicasSource;
 extern const char* const kSerializationSource;
@@ -58,8 +59,8 @@ const bool kLoaded = [] {
   const int gil = PyGILState_Ensure();
   bool ok = true;
   for (const auto& [name, source] :
-       {std::pair{"_qshard_placement", kPlacementSource}, std::pair{"_qshard_hooks", kHooksSource},
-        std::pair{"_qshard_replicas", kReplicasSource},
+       {std::pair{"_qshard_placement", kPlacementSource}, std::pair{"_qshard_debug", kDebugSource},
+        std::pair{"_qshard_hooks", kHooksSource}, std::pair{"_qshard_replicas", kReplicasSource},
         std::pair{"qshard.serialization", kSerializationSource},
         std::pair{"_qshard_checkpoint", kCheckpointSource},
         std::pair{"_qshard_fakes", kFakesSource}}) {

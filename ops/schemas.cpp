@@ -210,6 +210,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_state(Tensor self) -> Dict(str, Tensor)");
   m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");
+  m.def("_written_by_rank(Tensor[] self, bool[] has_grad, int rank, int world) -> Tensor");
   m.def("_copy_buffer(Tensor self) -> Tensor");
   m.def("_copy_to(Tensor self, ScalarType dtype, Device device) -> Tensor");
   m.def("_export_view(Tensor(a) self) -> Tensor(a)");

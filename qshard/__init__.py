@@ -20,7 +20,7 @@ from qshard.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from qshard.report import backend_report, report, trace_fallbacks
+from qshard.report import backend_report, debug, report, trace_fallbacks
 
 try:
     __version__ = importlib.metadata.version("qshard")
@@ -37,6 +37,7 @@ __all__ = [
     "backend_report",
     "checkpoint",
     "ddp_comm_hook",
+    "debug",
     "dequantize_",
     "flush",
     "from_planes",

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
+import _qshard_debug
 import torch
 from _qshard_hooks import is_quantized, local_of
 from _qshard_placement import group_names, in_groups, is_strided
@@ -246,6 +247,19 @@ def _device_lines(device: torch.device) -> list[str]:
         + (f"dequantized GEMM: {reason}" if reason else f"low-precision GEMM{note}")
         for reason, formats in formats_by_reason.items()
     ]
+
+
+def debug(enabled: bool = True) -> None:
+    """Makes every gather and every optimizer step compare, over the ranks, which parameters were
+    written, and raise one RuntimeError on all ranks that names the parameters and the ranks which
+    differ. Without it the ranks that wrote wait in a flush for those that did not, until the process
+    group's timeout.
+
+    Call it on all ranks, before a forward or a step: the comparison is a collective, one small
+    all-reduce per parameter and gather, and waits for the GPU. It is on from the start under
+    TORCH_DISTRIBUTED_DEBUG=DETAIL. Gathers in a CUDA graph that is being captured are not compared.
+    """
+    _qshard_debug.is_on = bool(enabled)
 
 
 @contextmanager
