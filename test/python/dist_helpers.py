@@ -239,7 +239,7 @@ def _serve(pipe, device, rank):
             collect_garbage()
             dist.barrier()
             dist.destroy_process_group()
-            _forget_meshes()
+            forget_meshes()
         except BaseException:  # CheckpointException derives from it
             value, error = None, traceback.format_exc()
         is_worn = device == "cpu" and _threads() > MANY_THREADS
@@ -255,7 +255,7 @@ def _threads():
     return len(os.listdir("/proc/self/task"))
 
 
-def _forget_meshes():
+def forget_meshes():
     """DTensor's caches hand specs with the meshes of earlier jobs, and so names of their groups, to
     meshes over the same ranks. On GPUs its state of random numbers is agreed over all ranks when the
     first of them draws: by those that have none yet."""

@@ -1,5 +1,6 @@
 """Runs one random program (random_programs.py) on this rank, and compares after each step."""
 
+import hashlib
 import inspect
 import re
 import traceback
@@ -14,6 +15,7 @@ from dist_helpers import device, gather_objects
 from dist_models import local
 from helpers import is_quantized, ops
 from program_model_steps import Gradients
+from program_isolation import before_step
 from program_models import (
     TwinLinear,
     check_gathered,
@@ -58,8 +60,8 @@ class Difference:
 class Run:
     """One program on this rank."""
 
-    def __init__(self, program, folder, gloo_group, begin=lambda text: None):
-        self.program = program
+    def __init__(self, program, folder, gloo_group, begin=lambda text: None, delays=True):
+        self.program, self.delays = program, delays
         self.ours, self.twin = self.subjects = make_pair(
             program.setup, program.seed % 1000, program.ranks
         )
@@ -77,6 +79,7 @@ class Run:
         self.after_step()
         for at, step in enumerate(self.program.steps):
             self.begin(f"{at} {step}")
+            before_step([s.model for s in self.subjects], self.program.seed, at, self.delays)
             self.endings[step.name, self.execute(step)] += 1
             found = self.after_step()
             if found:
@@ -90,6 +93,21 @@ class Run:
             self.wrong.append(wrong)
         found = self.after_step() or self.after_step()
         return Difference(len(self.program.steps), found) if found else None
+
+    def digest(self):
+        """Of the values that the quantized subject ends with, and of how its steps ended."""
+        tensors = {**self.ours.registers, **{n: local(p) for n, p in self.ours.params.items()}}
+        digest = hashlib.sha256()
+        for name, tensor in sorted(tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            try:
+                value = plain_value(tensor.detach())
+            except RuntimeError as error:  # a register that a step left unreadable
+                digest.update(str(error).encode())
+                continue
+            digest.update(value.cpu().double().numpy().tobytes())
+        digest.update(repr(sorted(self.endings.items())).encode())
+        return digest.hexdigest()
 
     def names_exist(self, step):
         """Whether what a step works on was made, and not dropped with the step that makes it."""

@@ -8,13 +8,14 @@ or be one of REFUSALS (program_run.py). A difference is shrunk to the shortest p
 one.
 
     python random_programs.py --programs 10000 --seed 0 --ranks 2 --jobs 4
-    python random_programs.py --programs 1 --seed 17 --ranks 2 --verbose
+    python random_programs.py --programs 1 --seed 17 --ranks 2 --verbose --save 17.json
+    python random_programs.py --program programs/910940.json --repeat 5
 """
 
 import argparse
+import contextlib
 import json
 import pickle
-import random
 import re
 import sys
 import tempfile
@@ -27,39 +28,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 from dist_helpers import World
-from program_models import Setup, draw_setup
+from program_files import Program, load_program, make_program, save_program
+from program_isolation import isolated
 from program_run import Difference, Run
-from program_steps import KINDS, Draw
+from program_steps import KINDS
+
+import qshard
 
 SHRINK_RUNS, SHRINK_STOP_RUNS = 80, 10
 PROGRAMS_PER_CALL = 100
 CALL_S = 280  # of one call to the workers
-
-# --------------------------------------------------------------------------------- programs
-
-
-@dataclass(frozen=True)
-class Program:
-    seed: int
-    ranks: int
-    setup: Setup
-    steps: tuple
-
-    def __str__(self):
-        lines = [f"program of seed {self.seed} on {self.ranks} ranks: {self.setup}"]
-        return "\n".join(lines + [f"  {i}: {step}" for i, step in enumerate(self.steps)])
-
-
-def make_program(seed, ranks, device_type="cpu", without=None):
-    """`without`: a regular expression of steps to leave out."""
-    rng = random.Random(f"{seed} {ranks}")
-    setup = draw_setup(rng, ranks, device_type)
-    draw = Draw(rng, setup, ranks)
-    steps = tuple(draw.step() for _ in range(rng.randint(5, 30)))
-    if without:
-        steps = tuple(step for step in steps if not re.search(without, str(step)))
-    return Program(seed, ranks, setup, steps)
-
 
 # -------------------------------------------------------------------------------- many
 
@@ -80,20 +58,43 @@ class Finding:
         )
 
 
+@dataclass(frozen=True)
+class Result:
+    """Of a program that came to its end."""
+
+    finding: Finding | None
+    endings: Counter  # of its steps
+    digest: str  # of all final values on this rank
+
+
 class Runner:
     """Runs programs on this rank, each with a folder of its own that all ranks know the name of."""
 
-    def __init__(self, folder):
-        self.folder, self.count = Path(folder), 0
+    def __init__(self, folder, delays):
+        self.folder, self.count, self.delays = Path(folder), 0, delays
         self.gloo_group = dist.new_group(backend="gloo")
 
     def __call__(self, program, begin):
-        """(the Difference or None, the endings of its steps)"""
+        """(the Difference or None, the Run)"""
         self.count += 1
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), isolated(program.seed), debugged(program.ranks):
             warnings.simplefilter("ignore")
-            run = Run(program, self.folder / str(self.count), self.gloo_group, begin)
-            return run.difference(), run.endings
+            folder = self.folder / str(self.count)
+            run = Run(program, folder, self.gloo_group, begin, self.delays)
+            return run.difference(), run
+
+
+@contextlib.contextmanager
+def debugged(ranks):
+    """Worlds of several ranks compare what they think is written, where qshard can do that."""
+    if ranks == 1 or not hasattr(qshard, "debug"):
+        yield
+        return
+    qshard.debug(True)
+    try:
+        yield
+    finally:
+        qshard.debug(False)
 
 
 def shrink(program, found, run, budget=SHRINK_RUNS):
@@ -119,11 +120,11 @@ def some_steps(program, kept):
     return replace(program, steps=tuple(program.steps[i] for i in kept))
 
 
-def run_programs(programs, folder, shrinks=True, seconds=CALL_S):
+def run_programs(programs, folder, shrinks=True, delays=True, seconds=CALL_S):
     """On every rank: runs the programs, as many as there is time for, and returns how many that were.
     Notes in `folder` what is under way on each rank, and for each program that is done what was found,
     so that both are known of ranks that do not come back."""
-    start, rank, run = time.monotonic(), dist.get_rank(), Runner(folder)
+    start, rank, run = time.monotonic(), dist.get_rank(), Runner(folder, delays)
     log = (Path(folder) / f"rank{rank}.log").open("a")
     results = (Path(folder) / f"rank{rank}.results").open("ab")
     with log, results:
@@ -140,11 +141,13 @@ def run_programs(programs, folder, shrinks=True, seconds=CALL_S):
             def run_some(kept, program=program, begin=begin):
                 return run(some_steps(program, kept), lambda text: begin(text, kept))[0]
 
-            found, endings = run(program, begin)
+            found, done = run(program, begin)
+            digest = done.digest()
             if found:
                 best = shrink(program, found, run_some) if shrinks else (program, found)
                 found = Finding(program.seed, found, program, *best)
-            pickle.dump((found, endings), results)
+            pickle.dump(Result(found, done.endings, digest), results)
+            del done
             results.flush()
     return len(programs)
 
@@ -168,26 +171,28 @@ class Stop:
         return f"{kind} at {self.step}\n{self.program}\n{self.text}"
 
 
-def run_on(world, programs, shrinks=True, progress=lambda count, wrong: None):
+def run_on(world, programs, shrinks=True, progress=lambda count, wrong: None, delays=True):
     """Runs programs on a world; returns (findings, stops, endings of steps)."""
     findings, stops, endings, left = [], [], Counter(), list(programs)
     while left:
-        results, stop = call(world, left[:PROGRAMS_PER_CALL], shrinks)
-        found = [finding for finding, _ in results if finding]
+        results, stop = call(world, left[:PROGRAMS_PER_CALL], shrinks, delays)
+        found = [result.finding for result in results if result.finding]
         stopped = [shrink_stop(world, stop) if shrinks else stop] if stop else []
         findings += found
         stops += stopped
-        endings += sum((ended for _, ended in results), Counter())
+        endings += sum((result.endings for result in results), Counter())
         done = len(results) + len(stopped)
         left = left[done:]
         progress(done, found + stopped)
     return findings, stops, endings
 
 
-def call(world, programs, shrinks):
-    """What was found in the programs that came to their end, and a Stop or None."""
+def call(world, programs, shrinks, delays=True):
+    """The Results of the programs that came to their end, and a Stop or None."""
     with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
-        outcomes = world.outcomes(run_programs, programs, folder, shrinks, wait_s=2 * CALL_S)
+        outcomes = world.outcomes(
+            run_programs, programs, folder, shrinks, delays, wait_s=2 * CALL_S
+        )
         errors = [outcome.error for outcome in outcomes if outcome.error]
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world.size)]
         lines = [log.read_text().splitlines() for log in logs if log.exists()]
@@ -233,47 +238,80 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--program", nargs="+", metavar="FILE", help="saved ones, of as many ranks")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each program")
+    parser.add_argument("--save", metavar="FILE", help="write the first program to a file, run none")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="worlds at a time")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the files', or cpu")
     parser.add_argument("--without", help="a regular expression of steps to leave out")
     parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--no-delays", action="store_true", help="of the streams of a GPU")
     parser.add_argument("--verbose", action="store_true", help="print the programs")
     args = parser.parse_args()
-    from tqdm import tqdm
-
-    seeds = range(args.seed, args.seed + args.programs)
-    programs = [make_program(seed, args.ranks, args.device, args.without) for seed in seeds]
+    if args.program:
+        saved = [load_program(file) for file in args.program]
+        programs, devices = zip(*saved)
+        device = args.device or devices[0]
+        ranks = programs[0].ranks
+        assert all(program.ranks == ranks for program in programs), "files of other numbers of ranks"
+    else:
+        seeds, ranks = range(args.seed, args.seed + args.programs), args.ranks
+        device = args.device or "cpu"
+        programs = [make_program(seed, ranks, device, args.without) for seed in seeds]
     if args.verbose:
         print(*programs, sep="\n")
-    differences = hangs = crashes = 0
-    endings = Counter()
-    with ThreadPoolExecutor(args.jobs) as jobs, tqdm(total=len(seeds), file=sys.stderr) as bar:
+    if args.save:
+        save_program(programs[0], args.save, device)
+        return False
+    worlds = [World(device, ranks, lane) for lane in range(args.jobs)]
+    findings, stops, endings = run_on_worlds(
+        worlds, [p for p in programs for _ in range(args.repeat)], not args.no_shrink, not args.no_delays
+    )
+    for name in sorted(KINDS):
+        counts = {end: count for (kind, end), count in endings.items() if kind == name}
+        if counts or not args.program:
+            print(f"  {name}: " + ", ".join(f"{counts[end]} {end}" for end in sorted(counts)))
+    if args.repeat > 1:
+        for program in programs:
+            wrong = [f.difference.step for f in findings if f.seed == program.seed]
+            stopped = [stop for stop in stops if stop.program.seed == program.seed]
+            print(
+                f"seed {program.seed}: {len(wrong)} of {args.repeat} runs differ, "
+                f"after steps {sorted(set(wrong))}; {len(stopped)} stop"
+            )
+    hangs = sum(stop.is_hang() for stop in stops)
+    print(
+        f"{len(programs)} programs on {worlds[0]}, {len(findings)} differences, {hangs} hangs, "
+        f"{len(stops) - hangs} crashes, seeds {programs[0].seed}..{programs[-1].seed}"
+    )
+    return bool(findings or stops)
+
+
+def run_on_worlds(worlds, programs, shrinks, delays):
+    """As run_on, at the same time; prints what is found, the same of a program once."""
+    from tqdm import tqdm
+
+    findings, stops, endings, printed = [], [], Counter(), set()
+    with ThreadPoolExecutor(len(worlds)) as jobs, tqdm(total=len(programs), file=sys.stderr) as bar:
 
         def progress(count, wrong):
             bar.update(count)
-            for found in wrong:
-                bar.write(f"{found}\n", file=sys.stdout)
+            for text in map(str, wrong):
+                if text not in printed:
+                    bar.write(f"{text}\n", file=sys.stdout)
+                    printed.add(text)
 
-        worlds = [World(args.device, args.ranks, lane) for lane in range(args.jobs)]
         parts = [
-            jobs.submit(run_on, world, programs[lane :: args.jobs], not args.no_shrink, progress)
-            for lane, world in enumerate(worlds)
+            jobs.submit(run_on, world, programs[i :: len(worlds)], shrinks, progress, delays)
+            for i, world in enumerate(worlds)
         ]
         for part in parts:
-            findings, stops, ended = part.result()
+            found, stopped, ended = part.result()
+            findings += found
+            stops += stopped
             endings += ended
-            differences += len(findings)
-            hangs += sum(stop.is_hang() for stop in stops)
-            crashes += sum(not stop.is_hang() for stop in stops)
-    for name in sorted(KINDS):
-        counts = {end: count for (kind, end), count in endings.items() if kind == name}
-        print(f"  {name}: " + ", ".join(f"{counts[end]} {end}" for end in sorted(counts)))
-    print(
-        f"{args.programs} programs on {args.device}-{args.ranks}, {differences} differences, "
-        f"{hangs} hangs, {crashes} crashes, seeds {seeds[0]}..{seeds[-1]}"
-    )
-    return bool(differences or hangs or crashes)
+    return findings, stops, endings
 
 
 if __name__ == "__main__":

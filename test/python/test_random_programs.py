@@ -3,14 +3,16 @@
 Here a few hundred of them; `python random_programs.py --programs 10000` runs more.
 """
 
+import random
 import time
 
 import pytest
 import torch
 from dist_helpers import World, on_worlds
+from program_files import SAVED, Program, load_program, make_program, save_program
 from program_steps import KINDS, Step, step
 from program_tensor_steps import window
-from random_programs import Program, make_program, run_on
+from random_programs import call, run_on
 
 PROGRAMS = {1: 200, 2: 100, 3: 40}  # by ranks
 
@@ -33,7 +35,74 @@ def test_programs_depend_on_seed_and_world_alone():
     assert str(make_program(7, 2)) == str(make_program(7, 2))
     assert len({str(make_program(seed, size)) for seed in range(5) for size in (1, 2)}) == 10
     drawn = {s.name for seed in range(300) for s in make_program(seed, 1).steps}
-    assert drawn >= set(KINDS) - {"write_ours_alone", "hang"}
+    assert drawn >= {name for name, kind in KINDS.items() if kind.weight > 0}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_programs_are_the_same_in_files(size, tmp_path):
+    for seed in range(50):
+        program = make_program(seed, size, "cuda")
+        save_program(program, tmp_path / "program.json", "cuda")
+        assert load_program(tmp_path / "program.json") == (program, "cuda")
+
+
+def test_saved_programs_can_be_read():
+    for file in SAVED.glob("*.json"):
+        program, device = load_program(file)
+        assert str(program.seed) == file.stem and device in ("cpu", "cuda")
+        assert {step.name for step in program.steps} <= KINDS.keys()
+
+
+@step(0)
+def leave_traces(subject):
+    """What a program must not see of those before it."""
+    torch.full((1 << 20,), 3.0)
+    torch.manual_seed(7)
+    random.seed(7)
+
+
+@step(0)
+def see_traces(subject):
+    """The twin is given what ours saw: it is no difference, but in the digest."""
+    if subject.quantized:
+        memory = torch.empty(1 << 20).nan_to_num(-1.0)[64:1000]
+        numbers = torch.tensor([random.random(), torch.rand(()).item()])
+        subject.seen = subject.twin.seen = torch.cat([memory, numbers])
+    subject.keep("r1", subject.seen.clone())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_program_is_the_same_alone_and_after_others(size):
+    world = World("cpu", size)
+    programs = [
+        *(make_program(seed, size) for seed in range(1000, 1008)),
+        of_steps(1, size, "leave_traces"),
+        of_steps(2, size, "see_traces"),
+    ]
+    together = digests(world, programs)
+    assert len(set(together)) == len(programs)
+    alone = []
+    for program in programs[-3:] + programs[:1]:
+        world.outcomes(end_process)
+        alone += digests(world, [program])
+    assert alone == together[-3:] + together[:1]
+
+
+def of_steps(seed, size, *names):
+    setup = make_program(seed, size).setup
+    return Program(seed, size, setup, tuple(Step(name, {}) for name in names))
+
+
+def digests(world, programs):
+    world.run(import_this_module)
+    results, stop = call(world, programs, shrinks=False)
+    assert not stop and not any(result.finding for result in results), (results, stop)
+    return [result.digest for result in results]
+
+
+def end_process():
+    """The next job runs in a new one."""
+    raise SystemExit
 
 
 @step(0)
