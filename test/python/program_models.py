@@ -150,6 +150,9 @@ def quantized_with(values, format, state, keep_master):
     return whole.copy_(values) if state else whole
 
 
+STATE_OF_ACTIVATIONS = {"amax_history", "scaling_amax"}  # rows of a weight, its input and gradient
+
+
 class TwinLinear(nn.Linear):
     """A plain linear that multiplies by what a quantized one would show of its weight."""
 
@@ -159,8 +162,14 @@ class TwinLinear(nn.Linear):
         self.__dict__.setdefault("largest_sum", 0.0)  # of magnitudes, in any weight gradient so far
 
     def state(self):
-        """That of the peer's present gather: FSDP2 keeps a gathered weight until it reshards it."""
-        return self.gathered_state or self.last_state
+        """Of the weight that of the peer's present gather, which FSDP2 keeps until it reshards it; of
+        activations, in the last rows, what the peer has now."""
+        if self.gathered_state is None:
+            return self.last_state
+        merged = {name: state.clone() for name, state in self.gathered_state.items()}
+        for name in STATE_OF_ACTIVATIONS & merged.keys():
+            merged[name][-2:] = self.last_state[name][-2:]
+        return merged
 
     def note_state(self):
         """To be called after what may have flushed, gathered or resharded the peer's weight."""

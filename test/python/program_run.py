@@ -181,6 +181,10 @@ class Run:
         for name in self.ours.registers:
             if name in self.twin.registers:  # else ours was made by the step under way
                 self.settle_register(name)
+        # After a forward that failed, FSDP2's unshard() gathers on a stream that waits for no write: of a
+        # plain twin it would gather older values.
+        if device().type == "cuda":
+            torch.cuda.synchronize()
         return is_wrong
 
     def settle_parameters(self):

@@ -115,6 +115,17 @@ def set_by_mask(tensor, number, seed):
     tensor[mask_like(tensor, seed)] = number
 
 
+def index_fill(tensor, number, seed):
+    """An index outside ends a process that has a GPU; elsewhere it is an error."""
+    if not tensor.is_cuda or tensor.size(-1) > 0:
+        tensor.index_fill_(-1, zero_index(tensor), number)
+
+
+def foreach_mul(tensor, number, seed):
+    """One row twice; not on GPUs, whose kernel writes all of a list at once."""
+    torch._foreach_mul_([tensor[1:] if tensor.is_cuda else tensor, tensor[:1]], number)
+
+
 WRITES = {
     "mul_": lambda t, number, seed: t.mul_(number),
     "add_": lambda t, number, seed: t.add_(number),
@@ -128,11 +139,11 @@ WRITES = {
     "clamp_": lambda t, number, seed: t.clamp_(-abs(number), abs(number)),
     "lerp_": lambda t, number, seed: t.lerp_(random_like(t, seed), 0.25),
     "addcmul_": lambda t, number, seed: t.addcmul_(random_like(t, seed), random_like(t, seed + 1)),
-    "index_fill_": lambda t, number, seed: t.index_fill_(-1, zero_index(t), number),
+    "index_fill_": index_fill,
     "normal_": fill_at_random,
     "out=": lambda t, number, seed: torch.mul(t, number, out=t),
     "+=": lambda t, number, seed: t.__iadd__(number),
-    "foreach": lambda t, number, seed: torch._foreach_mul_([t, t[:1]], number),
+    "foreach": foreach_mul,
 }
 
 
