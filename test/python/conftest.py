@@ -150,7 +150,7 @@ BUDGETS_S = {
     "test_op_sweep": 60,
     "test_opcheck": 60,
     "test_optimizers": 45,
-    "test_random_programs": 180,
+    "test_random_programs": 210,
     "test_tensor_parallel": 120,
     "test_tensor_parallel_checkpoint": 60,
     "test_tensor_parallel_combined": 75,

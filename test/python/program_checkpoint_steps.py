@@ -8,8 +8,8 @@ import torch.distributed.checkpoint as dcp
 from dist_helpers import device
 from dist_models import local
 from helpers import is_quantized
-from program_models import plain_value, state_of
 from program_steps import step
+from program_values import plain_value, state_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FULL_EVERYWHERE = StateDictOptions(full_state_dict=True)
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-STATE = ("weight_amax_history", "weight_scaling_amax")
+STATE = ("weight_amax_history", "weight_scaling_amax", "weight_rounding")
 
 
 def detached(state_dict):
@@ -205,7 +205,8 @@ def histories(subject):
     if not subject.quantized:
         return {}
     weights = {n: local(p).detach() for n, p in subject.params.items() if is_quantized(local(p))}
-    return {n: t["amax_history"] for n, w in weights.items() if (t := state_of(w))}
+    states = {n: state_of(w) for n, w in weights.items()}
+    return {n: state["amax_history"] for n, state in states.items() if "amax_history" in state}
 
 
 def moved_histories(subject, before):

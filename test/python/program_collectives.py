@@ -5,8 +5,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from dist_helpers import device, full_mesh, gather_objects
+from program_meshes import part_count
 from program_steps import step
+from program_tensor_steps import Codes
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import qshard
 
 
 def gathered(tensor):
@@ -31,7 +35,8 @@ def gathered_into_quantized(tensor):
 
 def scattered(tensor):
     rank, size = dist.get_rank(), dist.get_world_size()
-    pieces = [torch.full_like(tensor, i + 0.5) for i in range(size)] if rank == 0 else None
+    # Replicas get the same.
+    pieces = [torch.full_like(tensor, i % part_count() + 0.5) for i in range(size)] if rank == 0 else None
     dist.scatter(tensor, pieces, src=0)
 
 
@@ -68,10 +73,23 @@ COLLECTIVES = {
 }
 
 
+# Started, and waited for by their future; with what they work on between the two.
+FUTURES = {
+    "broadcast": lambda t: (dist.broadcast(t, src=0, async_op=True), t),
+    "all_reduce": lambda t: (dist.all_reduce(t, async_op=True), t),
+    "all_reduce of a copy": lambda t: started(dist.all_reduce, t.clone()),
+    "broadcast of a copy": lambda t: started(dist.broadcast, t.clone(), 0),
+}
+
+
+def started(collective, tensor, *args):
+    return collective(tensor, *args, async_op=True), tensor
+
+
 def common_rows(setup, ranks, layer):
     """How many rows of a weight every rank has."""
-    rows = setup.layers[layer].rows
-    return max(0, rows - (ranks - 1) * -(-rows // ranks)) if setup.sharded else rows
+    rows, shards = setup.layers[layer].rows, setup.shards(ranks)
+    return max(0, rows - (shards - 1) * -(-rows // shards)) if setup.sharded else rows
 
 
 def draw_collective(d):
@@ -92,6 +110,33 @@ def draw_collective(d):
 def collective(subject, layer, rows, kind):
     result = COLLECTIVES[kind](subject.tensor(f"w{layer}")[rows[0] : rows[1]])
     return result if isinstance(result, torch.Tensor) else None
+
+
+def draw_future(d):
+    drawn = draw_collective(d)
+    if drawn is None:
+        return None
+    between = d.choice(("nothing", "flush", "write", "wait"))
+    return {**drawn, "kind": d.choice(FUTURES), "between": between}
+
+
+@step(2, draw_future)
+@torch.no_grad()
+def future(subject, layer, rows, kind, between):
+    """Another parameter may be written, and all be flushed, before what was sent is there."""
+    work, tensor = FUTURES[kind](subject.tensor(f"w{layer}")[rows[0] : rows[1]])
+    if between == "flush" and subject.quantized:
+        qshard.flush(subject.model)
+    if between == "write":
+        subject.tensor(f"w{(layer + 1) % len(subject.setup.layers)}").mul_(0.5)
+    if between == "wait":
+        work.wait()
+    work.get_future().wait()
+    own = subject.setup.layers[layer]
+    if between == "flush" and own.format and not own.keep_master:
+        # The flush may have come before or after what was sent.
+        return Codes(tensor * 1, tensor * 1 if subject.quantized else None)
+    return tensor * 1
 
 
 def draw_distribute(d):

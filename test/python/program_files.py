@@ -28,11 +28,12 @@ class Program:
         return "\n".join(lines + [f"  {i}: {step}" for i, step in enumerate(self.steps)])
 
 
-def make_program(seed, ranks, device_type="cpu", without=None):
-    """`without`: a regular expression of steps to leave out."""
+def make_program(seed, ranks, device_type="cpu", without=None, only=None):
+    """`without`: a regular expression of steps to leave out, after they were drawn; `only`: of names of
+    steps to draw."""
     rng = random.Random(f"{seed} {ranks}")
     setup = draw_setup(rng, ranks, device_type)
-    draw = Draw(rng, setup, ranks)
+    draw = Draw(rng, setup, ranks, device_type, only)
     steps = tuple(draw.step() for _ in range(rng.randint(5, 30)))
     if without:
         steps = tuple(step for step in steps if not re.search(without, str(step)))

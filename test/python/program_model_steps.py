@@ -7,14 +7,10 @@ import torch
 import torch.distributed as dist
 from dist_helpers import device
 from dist_models import local
-from program_models import (
-    Interrupted,
-    TwinLinear,
-    check_gathered,
-    difference,
-    optimizers_for,
-)
+from program_meshes import own_part
+from program_models import Interrupted, TwinLinear, optimizers_for
 from program_steps import step
+from program_values import check_gathered, difference
 from torch.distributed.tensor import DTensor
 
 import qshard
@@ -119,7 +115,7 @@ def train(subject, seed, microbatches, synced, clip, steps):
 def optimize(subject, seed, zero_after):
     """A step with gradients of its own; ranks have different ones. Sometimes they stay."""
     for i, param in enumerate(subject.params.values()):
-        generator = torch.Generator().manual_seed(1000 * (seed + i) + dist.get_rank())
+        generator = torch.Generator().manual_seed(1000 * (seed + i) + own_part())
         own = torch.randn(local(param).shape, generator=generator)
         param.grad = torch.zeros_like(param)
         local(param.grad).copy_(own)

@@ -8,12 +8,16 @@ and gradients must be equal bit for bit.
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh
-from dist_models import FORMATS, RECIPES, local, mismatching_bytes
-from helpers import fit, has_two_images, is_quantized, ops, shown_to_dgrad, value, weight
+from dist_helpers import device
+from dist_models import FORMATS, RECIPES, local
+from helpers import fit, has_two_images, ops, shown_to_dgrad, weight
+from program_meshes import lay_out, mesh_of
+from program_values import quantized_with, state_of
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import qshard
@@ -52,9 +56,11 @@ class Layer:
     format: str | None
     keep_master: bool
     bias: bool
+    stochastic: bool = False  # rounding of what optimizer steps make; without a master
 
     def __str__(self):
         kind = f"{self.format}, {'master' if self.keep_master else 'no master'}"
+        kind += ", stochastic" if self.stochastic else ""
         bias = ", bias" if self.bias else ""
         return f"{self.rows}x{self.cols} {kind if self.format else 'plain'}{bias}"
 
@@ -70,10 +76,16 @@ class Setup:
     quantize_first: bool  # before it is sharded
     optimizer: str
     offload: bool = False
+    mesh: str = "shards"  # or "hsdp", two replicas of as many shards, or "replicate", by replicate()
+    seed_per_rank: bool = False  # of torch's generators when weights are quantized
 
     @property
     def sharded(self):
         return self.sharding != "none"
+
+    def shards(self, ranks):
+        """How many ranks hold different rows of a weight, where it is sharded."""
+        return {"shards": ranks, "hsdp": ranks // 2, "replicate": 1}[self.mesh]
 
     def __str__(self):
         layers = "; ".join(map(str, self.layers))
@@ -81,6 +93,8 @@ class Setup:
         how = f"{order} by {self.sharding}" if self.sharded else "not sharded"
         how += ", reshard after forward" if self.sharded and self.reshard else ""
         how += ", offloaded" if self.offload else ""
+        how += f", {self.mesh}" if self.mesh != "shards" else ""
+        how += ", a seed per rank" if self.seed_per_rank else ""
         return f"{str(self.dtype)[6:]}; {layers}; {how}; {self.optimizer}"
 
 
@@ -98,9 +112,10 @@ def draw_setup(rng, ranks, device_type):
         format = rng.choice(FORMATS) if i == 0 or rng.random() < 0.8 else None
         if format and fit(format, sizes[i + 1]) != sizes[i + 1]:
             sizes[i + 1] = rng.choice((32, 64))
-        layers.append(
-            Layer(sizes[i + 1], sizes[i], format, rng.random() < 0.6, bias=rng.random() < 0.3)
-        )
+        keep_master, bias = rng.random() < 0.6, rng.random() < 0.3
+        plain = keep_master or not format or has_two_images(format)
+        stochastic = not plain and rng.random() < 0.2
+        layers.append(Layer(sizes[i + 1], sizes[i], format, keep_master, bias, stochastic))
     sharding = rng.choice(("layers", "layers", "root", "none" if ranks > 1 else "root"))
     if ranks == 1 and rng.random() < 0.6:
         sharding = "none"
@@ -112,7 +127,15 @@ def draw_setup(rng, ranks, device_type):
         quantize_first=rng.random() < 0.7,
         optimizer=rng.choice(optimizers_for(sharding != "none")),
         offload=device_type == "cuda" and sharding != "none" and rng.random() < 0.2,
+        mesh=draw_mesh(rng, ranks) if sharding != "none" else "shards",
+        seed_per_rank=ranks > 1 and rng.random() < 0.3,
     )
+
+
+def draw_mesh(rng, ranks):
+    if ranks == 1 or rng.random() < 0.7:
+        return "shards"
+    return rng.choice(("hsdp", "replicate")) if ranks % 2 == 0 else "replicate"
 
 
 # -------------------------------------------------------------------------------- the models
@@ -135,19 +158,6 @@ class Net(nn.Module):
                 raise Interrupted(f"before layer {i}")
             x = F.gelu(layer(x))
         return x
-
-
-def state_of(tensor):
-    """Copies of what a quantized tensor remembers from step to step (delayed scaling)."""
-    return {name: t.clone() for name, t in ops._state(tensor.detach()).items()}
-
-
-def quantized_with(values, format, state, keep_master):
-    """A whole value quantized on one device, by the given state where a format has one."""
-    whole = ops.quantize(values, format, keep_master=keep_master and has_two_images(format))
-    for name, tensor in ops._state(whole).items():
-        tensor.copy_(state[name])
-    return whole.copy_(values) if state else whole
 
 
 STATE_OF_ACTIVATIONS = {"amax_history", "scaling_amax"}  # rows of a weight, its input and gradient
@@ -275,26 +285,32 @@ class Subject:
         if self.setup.quantize_first:
             self.quantize(model)
         if self.setup.sharded:
-            offload = CPUOffloadPolicy(pin_memory=False) if self.setup.offload else OffloadPolicy()
-            kwargs = {
-                "mesh": full_mesh(),
-                "reshard_after_forward": self.setup.reshard,
-                "offload_policy": offload,
-            }
-            for layer in model.layers if self.setup.sharding == "layers" else ():
-                fully_shard(layer, **kwargs)
-            fully_shard(model, **kwargs)
+            self.shard(model)
         if not self.setup.quantize_first:
             self.quantize(model)
         return model
 
+    def shard(self, model):
+        wrap, kwargs = fully_shard, {"reshard_after_forward": self.setup.reshard}
+        if self.setup.offload:
+            kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        if self.setup.mesh == "replicate":
+            wrap = replicate
+            del kwargs["reshard_after_forward"]
+        for layer in model.layers if self.setup.sharding == "layers" else ():
+            wrap(layer, mesh=mesh_of(self.setup, self.ranks), **kwargs)
+        wrap(model, mesh=mesh_of(self.setup, self.ranks), **kwargs)
+
     def quantize(self, model):
+        if self.setup.seed_per_rank:
+            torch.manual_seed(dist.get_rank())
         for i, layer in enumerate(self.setup.layers):
             if layer.format and self.quantized:
                 qshard.quantize_(
                     model,
                     RECIPES[layer.format],
                     keep_master=layer.keep_master,
+                    stochastic_rounding=layer.stochastic,
                     filter_fn=lambda _, name, i=i: name == f"layers.{i}",
                 )
 
@@ -312,10 +328,13 @@ class Subject:
 
     def tensor(self, name):
         """The local tensor of a parameter (w0: layers.0.weight, b0: its bias), or a register."""
+        return self.registers[name] if name in self.registers else self.variable(name).detach()
+
+    def variable(self, name):
+        """The same, and not detached."""
         if name in self.registers:
             return self.registers[name]
-        kind = {"w": "weight", "b": "bias"}[name[0]]
-        return local(self.params[f"layers.{name[1:]}.{kind}"]).detach()
+        return local(self.params[f"layers.{name[1:]}.{'weight' if name[0] == 'w' else 'bias'}"])
 
     def keep(self, name, tensor, home=None):
         """Makes `tensor` a register. `home`: whose memory it shares."""
@@ -337,6 +356,7 @@ class Subject:
 
 def make_pair(setup, seed, ranks):
     """(the quantized subject, its plain twin)."""
+    lay_out(setup, ranks)
     ours, twin = (Subject(setup, seed, ranks, quantized) for quantized in (True, False))
     link(ours, twin)
     return ours, twin
@@ -348,113 +368,3 @@ def link(ours, twin):
         if layer.format:
             own.belong_to(peer, layer)
             own.note_state()
-
-
-# ---------------------------------------------------------------------- looking at the values
-
-
-def difference(actual, expected):
-    """What is different between two plain tensors, or None; NaNs are alike."""
-    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-        return (
-            f"{actual.dtype} of shape {tuple(actual.shape)}, expected {expected.dtype} of shape "
-            f"{tuple(expected.shape)}"
-        )
-    same = (actual == expected) & (actual.signbit() == expected.signbit())
-    same |= actual.isnan() & expected.isnan()
-    if same.all():
-        return None
-    where = (~same).nonzero()[0].tolist()
-    got, want = actual[tuple(where)].item(), expected[tuple(where)].item()
-    return f"{(~same).sum()} of {same.numel()} values differ, first at {where}: {got}, expected {want}"
-
-
-def has_pending(tensor):
-    return ops._storage_bytes(tensor)["pending"] > 0
-
-
-def implausible(shown, values):
-    """What is wrong with `shown` as codes of `values`, whatever other rows share their scales; or None.
-    Zero is a code of every format: rounding, and clipping too, is off by the value itself at most."""
-    bad = ((shown.double() - values.double()).abs() > values.double().abs()) & values.isfinite()
-    if not bad.any():
-        return None
-    where = tuple(bad.nonzero()[0].tolist())
-    got, want = shown[where].item(), values[where].item()
-    return f"{bad.sum()} of {bad.numel()} codes are far off, first at {where}: {got} for {want}"
-
-
-def rounded_like(values, tensor):
-    """What a flush of `tensor` leaves of the whole `values`, or its codes show of them."""
-    if values.numel() == 0:
-        return values
-    format, keep_master = ops.format(tensor), ops._keeps_master(tensor)
-    matrix = values.reshape(-1, values.shape[-1]).contiguous()
-    quantized = quantized_with(matrix, format, state_of(tensor), keep_master)
-    return ops.dequantize(quantized, dtype=values.dtype).view(values.shape)
-
-
-def whole_buffer(tensor):
-    """The matrix that a quantized tensor is a window of, or None where other rows share its scales."""
-    rows, cols, logical_rows, *_ = ops._pack(tensor)[2]
-    return tensor.as_strided((rows, cols), (cols, 1), 0) if rows == logical_rows else None
-
-
-def shares_no_scales(tensor):
-    """Whether a quantized tensor is all of one matrix."""
-    matrix = whole_buffer(tensor)
-    return matrix is not None and matrix.shape == tensor.shape and tensor.is_contiguous()
-
-
-def whole(param):
-    """The whole value of a plain parameter."""
-    param = param.detach()
-    return param.to(device()).full_tensor() if isinstance(param, DTensor) else param
-
-
-def local_rows(values, param):
-    """The rows of this rank among those of a whole value, on the parameter's device."""
-    if not isinstance(param, DTensor):
-        return values
-    mesh = param.device_mesh
-    chunk = -(-values.shape[0] // mesh.size())
-    rows = local(param).shape[0]
-    first = min(chunk * mesh.get_local_rank(), values.shape[0])
-    return values[first : first + rows].to(local(param).device)
-
-
-def check_gathered(ours, twin):
-    """I2: every gathered weight is the quantization of the twin's whole value. Returns what is not."""
-    for module in ours.fsdp_modules():
-        module.unshard()
-    weights = {
-        i: ours.model.layers[i].weight.detach()
-        for i, layer in enumerate(ours.setup.layers)
-        if layer.format
-    }
-    shown = {i: ops.dequantize(w) for i, w in weights.items() if is_quantized(w)}  # may flush
-    twin.catch_up()
-    for module in twin.fsdp_modules():
-        module.unshard()  # it may have been gathered before, as ours, and show an older value
-    wrong = []
-    for i, gathered in weights.items():
-        plain, name = twin.model.layers[i], f"layers.{i}.weight, gathered"
-        if i not in shown:
-            wrong.append(f"{name}, is plain")
-            continue
-        # Without a master values are made from codes. Quantized again they would have other bytes
-        # where a block's largest code had been rounded up to 224 * 2^k.
-        if plain.layer.keep_master:
-            count = mismatching_bytes(gathered, plain.quantized(plain.weight))
-            if count:
-                wrong.append(f"{name}: {count} bytes differ")
-        text = difference(shown[i], plain.shown(plain.weight))
-        if text:
-            wrong.append(f"{name}: {text}")
-    for module in ours.fsdp_modules() + twin.fsdp_modules():
-        module.reshard()
-    return "; ".join(wrong) or None
-
-
-def plain_value(tensor):
-    return value(tensor).contiguous()

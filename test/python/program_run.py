@@ -7,31 +7,33 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 
-import program_checkpoint_steps  # noqa: F401: registers steps
+import program_alias_steps  # noqa: F401: registers steps
+import program_checkpoint_steps  # noqa: F401: the same
 import program_collectives  # noqa: F401: the same
+import program_cuda_steps  # noqa: F401: the same
+import program_whole_steps  # noqa: F401: the same
 import torch
 import torch.distributed as dist
 from dist_helpers import device, gather_objects
 from dist_models import local
 from helpers import is_quantized, ops
-from program_model_steps import Gradients
 from program_isolation import before_step
-from program_models import (
-    TwinLinear,
+from program_meshes import own_part, part_count
+from program_model_steps import Gradients
+from program_models import TwinLinear, link, make_pair
+from program_steps import KINDS
+from program_tensor_steps import Codes
+from program_values import (
     check_gathered,
     difference,
     has_pending,
     implausible,
-    link,
     local_rows,
-    make_pair,
     plain_value,
     rounded_like,
     shares_no_scales,
     whole,
 )
-from program_steps import KINDS
-from program_tensor_steps import Codes
 from torch.distributed.checkpoint.api import CheckpointException
 
 # Documented refusals: what they say, of which steps, and whether of anything or of shares of parameters
@@ -47,6 +49,9 @@ REFUSALS = (
     (r"the amax history of a weight on cpu is on cuda", r"read_codes", "share"),
     (r"Multiple devices found", r"load", "anything"),
 )
+
+
+WRITTEN = 6  # among the integers that say what a packed tensor is (LayoutField in fsdp/saved_tensor.h)
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,9 @@ class Run:
         for name, tensor in sorted(tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             try:
-                value = plain_value(tensor.detach())
+                digest.update(digest_of(plain_value(tensor.detach())))
             except RuntimeError as error:  # a register that a step left unreadable
                 digest.update(str(error).encode())
-                continue
-            digest.update(value.cpu().double().numpy().tobytes())
         digest.update(repr(sorted(self.endings.items())).encode())
         return digest.hexdigest()
 
@@ -189,34 +192,65 @@ class Run:
 
     def settle_parameters(self):
         """Without a master a flush rounds values, of which the twin does not know. Whether there was
-        one is seen; what it must have left is not. Returns whether anything is wrong on any rank."""
-        names = [
-            f"layers.{i}.weight"
+        one is seen; what it must have left is not, or by stochastic rounding not exactly. Returns
+        whether anything is wrong on any rank."""
+        pairs = [
+            (layer, f"layers.{i}.weight")
             for i, layer in enumerate(self.program.setup.layers)
-            if layer.format and not layer.keep_master
+            if layer.format
         ]
-        pairs = [(self.ours.params[name], self.twin.params[name]) for name in names]
-        flags = [bool(self.wrong)]
-        for ours, twin in pairs:
-            if not is_quantized(local(ours)):
-                flags += [False, False]
-                continue
-            flags += [
-                has_pending(local(ours)),
-                difference(plain_value(local(ours)), local(twin).detach()) is not None,
-            ]
+        rows = [self.state_of_weight(layer, name) for layer, name in pairs]
+        state = torch.tensor([[bool(self.wrong)] * len(rows[0]), *rows], dtype=torch.int32)
         if self.program.ranks > 1:
-            agreed = torch.tensor(flags, dtype=torch.int32, device=device())
+            agreed = state.to(device())
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
             # Without sharding each rank flushes for itself.
-            flags = agreed.tolist() if self.program.setup.sharded else [agreed[0].item(), *flags[1:]]
-        for i, (ours, twin) in enumerate(pairs):
-            pending, differs = flags[1 + 2 * i : 3 + 2 * i]
+            state[0] = agreed[0].cpu()
+            if self.program.setup.sharded:
+                state = agreed.cpu()
+                self.compare_ranks(state[1:], [name for _, name in pairs])
+                state[0] |= bool(self.wrong)
+        for (layer, name), (pending, differs, *_) in zip(pairs, state[1:].tolist()):
             if differs and not pending:
-                rounded = rounded_like(whole(twin), local(ours))
-                with torch.no_grad():
-                    local(twin).detach().copy_(local_rows(rounded, twin))
-        return bool(flags[0])
+                self.take_over(layer, self.ours.params[name], self.twin.params[name])
+        return bool(state[0, 0])
+
+    def state_of_weight(self, layer, name):
+        """[pending, different from the twin's value] without a master, [is written, is not] and numbers
+        that the largest of all ranks tell apart where replicas have other values."""
+        ours, twin = local(self.ours.params[name]), local(self.twin.params[name])
+        if not is_quantized(ours):
+            return [0] * (4 + 2 * part_count())
+        value = plain_value(ours)
+        settles = not layer.keep_master
+        pending = settles and has_pending(ours)
+        differs = settles and difference(value, twin.detach()) is not None
+        is_written = ops._pack(ours.detach())[2][WRITTEN]
+        of_replicas = [-(2**31)] * (2 * part_count())
+        number = int.from_bytes(digest_of(value)[:3], "big")
+        of_replicas[2 * own_part() : 2 * own_part() + 2] = number, -number
+        return [pending, differs, is_written, not is_written, *of_replicas]
+
+    def compare_ranks(self, state, names):
+        """`state`: the largest of all ranks, and so the same on all of them."""
+        for name, (_, _, some_have_written, some_have_not, *of_replicas) in zip(names, state.tolist()):
+            if some_have_written and some_have_not:
+                self.wrong.append(f"{name} is written on some ranks only")
+            if any(a + b for a, b in zip(of_replicas[::2], of_replicas[1::2])):
+                self.wrong.append(f"{name} has other values on its replicas")
+
+    def take_over(self, layer, ours, twin):
+        """What a flush has rounded."""
+        whole_twin = whole(twin)
+        if layer.stochastic:
+            values, own = local(twin).detach(), plain_value(local(ours))
+            tolerance = values.abs() + whole_twin.abs().max().to(values.device) / 6
+            if ((own - values).abs() > tolerance).any():
+                self.wrong.append("stochastic rounding is far off")
+        else:
+            own = local_rows(rounded_like(whole_twin, local(ours)), twin)
+        with torch.no_grad():
+            local(twin).detach().copy_(own)
 
     def compare_parameters(self):
         for name, twin in self.twin.params.items():
@@ -264,8 +298,12 @@ class Run:
             text = implausible(value, twin)
         if text:
             self.wrong.append(f"{name}, rounded: {text}")
-        with torch.no_grad():
+        with torch.no_grad(), torch.inference_mode(twin.is_inference()):
             twin.copy_(value)
+
+
+def digest_of(value):
+    return hashlib.sha256(value.cpu().double().numpy().tobytes()).digest()
 
 
 class Stages:

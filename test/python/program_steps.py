@@ -5,6 +5,7 @@ or yields that in several stages; what it raises in the twin it must raise in th
 plain numbers and names: a step means something whatever steps before it were dropped.
 """
 
+import re
 from dataclasses import dataclass, field
 
 KINDS = {}  # by name
@@ -54,17 +55,22 @@ class Draw:
     rng: object
     setup: object
     ranks: int
+    device_type: str = "cpu"
+    only: str | None = None
     registers: list = field(default_factory=list)
     checkpoints: dict = field(default_factory=dict)
     made: int = 0
 
     def step(self):
         names = sorted(KINDS)  # whatever order they were registered in
-        while True:
+        if self.only:
+            names = [name for name in names if re.search(self.only, name)]
+        for _ in range(10**4):
             name = self.rng.choices(names, [KINDS[name].weight for name in names])[0]
             args = KINDS[name].draw(self)
             if args is not None:
                 return Step(name, args)
+        return Step("flush", {})  # none of `only` applies
 
     def choice(self, values):
         return self.rng.choice(list(values))

@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device
 from helpers import fit, is_quantized, ops
-from program_models import (
+from program_meshes import own_part
+from program_steps import step
+from program_values import (
     difference,
     has_pending,
     implausible,
@@ -20,7 +22,6 @@ from program_models import (
     whole,
     whole_buffer,
 )
-from program_steps import step
 
 # ----------------------------------------------------------------------------------- views
 
@@ -93,8 +94,8 @@ def through(tensor, view):
 
 
 def random_like(tensor, seed):
-    """Random values of a tensor's shape and dtype, others on each rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    """Random values of a tensor's shape and dtype, others for each share of the rows."""
+    generator = torch.Generator().manual_seed(1000 * seed + own_part())
     return torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
 
 

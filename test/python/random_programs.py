@@ -30,6 +30,7 @@ import torch.distributed as dist
 from dist_helpers import World
 from program_files import Program, load_program, make_program, save_program
 from program_isolation import isolated
+from program_known import kind_of, without_known
 from program_run import Difference, Run
 from program_steps import KINDS
 
@@ -245,6 +246,8 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="worlds at a time")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the files', or cpu")
     parser.add_argument("--without", help="a regular expression of steps to leave out")
+    parser.add_argument("--only", help="a regular expression of kinds of steps to draw")
+    parser.add_argument("--known", action="store_true", help="draw what differs (program_known.py), too")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--no-delays", action="store_true", help="of the streams of a GPU")
     parser.add_argument("--verbose", action="store_true", help="print the programs")
@@ -258,7 +261,9 @@ def main():
     else:
         seeds, ranks = range(args.seed, args.seed + args.programs), args.ranks
         device = args.device or "cpu"
-        programs = [make_program(seed, ranks, device, args.without) for seed in seeds]
+        programs = [make_program(seed, ranks, device, args.without, args.only) for seed in seeds]
+        if not args.known:
+            programs = list(map(without_known, programs))
     if args.verbose:
         print(*programs, sep="\n")
     if args.save:
@@ -281,11 +286,26 @@ def main():
                 f"after steps {sorted(set(wrong))}; {len(stopped)} stop"
             )
     hangs = sum(stop.is_hang() for stop in stops)
+    print_kinds(findings, stops)
     print(
         f"{len(programs)} programs on {worlds[0]}, {len(findings)} differences, {hangs} hangs, "
         f"{len(stops) - hangs} crashes, seeds {programs[0].seed}..{programs[-1].seed}"
     )
     return bool(findings or stops)
+
+
+def print_kinds(findings, stops):
+    """What was found, by kind. Of a program that was not shrunk the step that shows it is the last."""
+    seeds = {}
+    for finding in findings:
+        shortest = finding.shortest
+        until = replace(shortest, steps=shortest.steps[: finding.shortest_difference.step + 1])
+        seeds.setdefault(kind_of(until), []).append(finding.seed)
+    for stop in stops:
+        end = "hang" if stop.is_hang() else "crash"
+        seeds.setdefault(f"{end}, {kind_of(stop.program)}", []).append(stop.program.seed)
+    for kind, of_kind in sorted(seeds.items(), key=lambda item: -len(item[1])):
+        print(f"{len(of_kind):5} {kind}: seeds {', '.join(map(str, of_kind[:6]))}")
 
 
 def run_on_worlds(worlds, programs, shrinks, delays):

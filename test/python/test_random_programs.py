@@ -10,22 +10,25 @@ import pytest
 import torch
 from dist_helpers import World, on_worlds
 from program_files import SAVED, Program, load_program, make_program, save_program
+from program_known import KNOWN, without_known
 from program_steps import KINDS, Step, step
 from program_tensor_steps import window
 from random_programs import call, run_on
 
-PROGRAMS = {1: 200, 2: 100, 3: 40}  # by ranks
+PROGRAMS = {1: 160, 2: 80, 3: 30, 4: 12}  # by ranks
 
 
 @on_worlds(*PROGRAMS)
 def test_programs_equal_their_plain_twins(world, report):
     count, start = PROGRAMS[world.size], time.monotonic()
-    programs = [make_program(seed, world.size, world.device) for seed in range(count)]
+    programs = [without_known(make_program(seed, world.size, world.device)) for seed in range(count)]
     findings, stops, endings = run_on(world, programs)
     report.append(
         f"random programs: {count} on {world}, {len(findings)} differences, {len(stops)} stops, "
         f"{time.monotonic() - start:.0f} s, seeds 0..{count - 1}"
     )
+    if world.device == "cpu" and world.size == 1:
+        report += [f"left out of random programs: {known}" for known in KNOWN]
     assert not findings and not stops, "\n" + "\n\n".join(map(str, [*findings, *stops]))
     never_done = {name for name, ending in endings if ending == "done"} ^ {n for n, _ in endings}
     assert all(name.startswith("fail") for name in never_done), never_done
@@ -34,7 +37,7 @@ def test_programs_equal_their_plain_twins(world, report):
 def test_programs_depend_on_seed_and_world_alone():
     assert str(make_program(7, 2)) == str(make_program(7, 2))
     assert len({str(make_program(seed, size)) for seed in range(5) for size in (1, 2)}) == 10
-    drawn = {s.name for seed in range(300) for s in make_program(seed, 1).steps}
+    drawn = {s.name for seed in range(300) for s in make_program(seed, 1, "cuda").steps}
     assert drawn >= {name for name, kind in KINDS.items() if kind.weight > 0}
 
 
@@ -75,7 +78,7 @@ def see_traces(subject):
 def test_a_program_is_the_same_alone_and_after_others(size):
     world = World("cpu", size)
     programs = [
-        *(make_program(seed, size) for seed in range(1000, 1008)),
+        *(without_known(make_program(seed, size)) for seed in range(1000, 1008)),
         of_steps(1, size, "leave_traces"),
         of_steps(2, size, "see_traces"),
     ]
@@ -115,7 +118,7 @@ def write_ours_alone(subject):
 @step(0)
 def hang(subject):
     if subject.quantized and torch.distributed.get_rank() == 1:
-        torch.distributed.all_reduce(torch.ones(3))
+        torch.distributed.recv(torch.ones(3), src=0)
 
 
 def sabotaged(world, name):

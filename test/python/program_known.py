@@ -1,0 +1,89 @@
+"""Kinds of differences that random programs are known to find. What draws one is left out of programs
+unless --known is given; who cures a kind takes it out of the table."""
+
+import re
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Known:
+    kind: str
+    steps: str  # a regular expression of what draws it
+    says: str  # what differs
+    setups: str = ""  # and one of the setups where it does
+    seeds: str = ""  # arguments of random_programs.py that show it
+
+    def draws(self, setup, step):
+        return bool(re.search(self.setups, str(setup)) and re.search(self.steps, str(step)))
+
+    def __str__(self):
+        return f"{self.kind}: {self.says}"
+
+
+SHARDED = ", then "  # in the text of a setup
+
+KNOWN = (
+    Known(
+        "gathered weight written",
+        r"^write_gathered\(.*reads=True",
+        "a weight that is written inside unshard(), and read there, leaves later gathers other scales",
+    ),
+    Known(
+        "factory of a weight",
+        r"^factory(_register)?\(",
+        "what new_zeros, new_empty or empty_like of a weight makes is multiplied by codes of its values",
+    ),
+    Known(
+        "sharded model moved",
+        r"^move_model\(",
+        "Module.to(), cpu() and to_empty() after a first step fail to swap a parameter",
+        SHARDED,
+    ),
+    Known(
+        "made in inference mode",
+        r"^(make|copy)_in_inference\(",
+        "of a tensor made in inference mode other writes raise than of a plain one",
+    ),
+    Known(
+        "future of a collective",
+        r"^future\(.*between='flush'",
+        "what a collective wrote that is waited for by its future is lost where a flush came between",
+    ),
+    Known(
+        "replicas with seeds of their own",
+        r".",
+        "stochastic rounding gives replicas other values where ranks have other seeds at quantize_",
+        r"stochastic.*(hsdp|replicate).*a seed per rank",
+    ),
+    Known(
+        "raw write after a fused step",
+        r"^raw_step\(.*fused=True",
+        "memory that an optimizer writes after a fused kernel of the same step() is not quantized",
+    ),
+    Known(
+        "narrowed without a master",
+        r"^move_model\(how='to (bfloat16|half) and back'",
+        "a model without masters that becomes bfloat16 or float16 keeps its wider values",
+        r"no master",
+    ),
+    Known(
+        "shard of another model",
+        r"^other_model\(.*into='",
+        "a window of no rows, copied from a written shard of another model, counts as a write on some ranks only",
+        SHARDED,
+    ),
+)
+
+
+def without_known(program):
+    """The steps of a program that draw no known kind."""
+    steps = (s for s in program.steps if not any(known.draws(program.setup, s) for known in KNOWN))
+    return replace(program, steps=tuple(steps))
+
+
+def kind_of(program):
+    """What a program that differs is an example of; of an unknown kind its last step."""
+    for known in KNOWN:
+        if any(known.draws(program.setup, step) for step in program.steps):
+            return known.kind
+    return f"unknown: {program.steps[-1].name if program.steps else 'no step'}"
