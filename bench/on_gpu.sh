@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go:
-#   bench/on_gpu.sh [all|tests|sanitizer|demo|overhead|kernels|linear|train|gradients|losses|clients …]
+#   bench/on_gpu.sh [all|tests|programs|sanitizer|demo|overhead|kernels|linear|train|gradients|losses|clients …]
 #
 # Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so
 # with its libqshard_impl.so beside it; without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
@@ -46,6 +46,16 @@ cuda_tests() {
   google_tests || status=1
   # shellcheck disable=SC2086
   "$python" -m pytest -q --durations=10 -k "cuda or nccl" ${TEST_ARGS:-} test/python || status=1
+  return $status
+}
+
+# Random programs, a minute or two of them: seeds from $PROGRAMS_SEED on (default: 0).
+programs() {
+  local run=("$python" test/python/random_programs.py --device cuda --seed "${PROGRAMS_SEED:-0}" --no-shrink)
+  local status=0
+  "${run[@]}" --ranks 1 --programs 400 --jobs 6 || status=1
+  # Ranks share a GPU where there is one.
+  "${run[@]}" --ranks 2 --programs 60 --jobs 3 || status=1
   return $status
 }
 
@@ -134,6 +144,7 @@ if [ -z "${QSHARD_LIBRARY:-}" ]; then
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if wants tests; then step tests cuda_tests; fi
+if wants programs; then step programs programs; fi
 if wants sanitizer; then step sanitizer sanitizer; fi
 if wants demo; then step demo demo; fi
 if wants overhead; then step overhead overhead; fi
@@ -150,6 +161,7 @@ echo "######## summary: $gpus"
 for log in tests sanitizer; do
   [ -e "$out/$log.log" ] && grep -E ' (passed|failed)|  (PASSED|FAILED)  |SUMMARY:' "$out/$log.log"
 done
+[ -e "$out/programs.log" ] && grep -E ' programs on ' "$out/programs.log"
 [ -e "$out/demo.log" ] && grep -A 12 'gathered B/step' "$out/demo.log"
 [ -e "$out/overhead.log" ] && sed -n '/host overhead/,$p' "$out/overhead.log"
 for log in kernels linear; do
