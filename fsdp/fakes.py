@@ -7,19 +7,21 @@ or the note, is known, a traced call answers as the real one would; elsewhere it
 """
 
 import torch
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
+from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import register_fake, register_torch_dispatch
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakIdKeyDictionary
 
 ops = torch.ops.qshard
 
 
-class UnknownFormat(UnsupportedOperatorException):
+class OutsideGraphs(UnsupportedOperatorException):
     """Makes torch.compile run the operator outside the graph, on the real tensor; with
     fullgraph=True, and elsewhere, it is an error."""
 
@@ -79,7 +81,7 @@ def is_behind(fake, op):
         return True
     answers = {run_really(ops.is_quantized.default, tensor) for tensor in tensors_behind(fake)}
     if len(answers) != 1 or (fake.device.type == "meta" and answers == {False}):
-        raise UnknownFormat(
+        raise OutsideGraphs(
             op,
             "a fake tensor that a traced operator returned does not say whether the real one is "
             "quantized; ask outside the traced code (torch.compiler.disable)",
@@ -96,7 +98,7 @@ def window_of_twin(fake, op):
     twin = noted_twin(fake)
     if twin is None:
         if TracingContext.try_get() is not None:
-            raise UnknownFormat(
+            raise OutsideGraphs(
                 op,
                 "a compiled graph would serve weights of other formats too, for which the answer "
                 "differs; ask outside the traced code (torch.compiler.disable), or use "
@@ -229,6 +231,71 @@ for name in ("formats", "backend_report"):
     register_fake(f"qshard::{name}")(lambda op=getattr(ops, name).default: run_really(op))
 for name in ("format", "formats", "backend_report"):
     register_constant(name)
+
+
+# ------------------------------------------------------------------------------------- effects
+
+# What these do no schema says. They change what belongs to a tensor beside its value, or state of the
+# process: a mutation, declared, would be one of the value, for which compilers copy the weight and
+# which counts as a write. All other operators declare what they write, or are there for their result.
+EFFECTS = (
+    "flush",  # codes follow the value
+    "_flush_after_step",
+    "_mark_written",  # whether a flush is due
+    "_pre_all_gather",  # it flushes, and begins a gather, which one of the next two ends
+    "_post_all_gather",
+    "_refresh_gathered",
+    "_set_groups",  # whom the next flush agrees with
+    "_set_reduction_group",
+    "_set_replicas",
+    "_share_tensor_scale",
+    "_set_rounding_key",  # how the next flush rounds
+    "_set_in_step",  # of the process
+    "_set_fallback_tracing",
+)
+
+
+def is_written_in_graph(tensor):
+    has_mutation = getattr(torch, "_functionalize_has_data_mutation", None)  # a private name, too
+    return has_mutation and isinstance(tensor, FunctionalTensor) and has_mutation(tensor.elem)
+
+
+def register_effect(name):
+    """As an ordered effect, which keeps such operators in traced graphs, in their order.
+
+    torch.compile runs them between graphs instead: functionalization moves the write of a weight to the
+    end of a graph, so that a flush within it would see the value before, and a read of codes after it
+    may be made one with a read before."""
+    op = getattr(ops, name).default
+    if hasattr(effects, "_register_effectful_op"):  # a private name of torch's
+        effects._register_effectful_op(op, effects._EffectType.ORDERED)
+
+    @register_fake(f"qshard::{name}")
+    def fake_effect(*args, **kwargs):
+        if CompileContext.current_compile_id() is not None:
+            raise OutsideGraphs(
+                op,
+                "torch.compile runs it between graphs, as it has to see the writes before it, and graphs "
+                "write weights when they end; with fullgraph=True call it outside the compiled function",
+            )
+        if not any(isinstance(arg, FakeTensor) for arg in tree_leaves((args, kwargs))):
+            return run_really(op, *args, **kwargs)
+        if op._schema.returns:
+            raise OutsideGraphs(op, "a gather is not traced")
+
+    @register_torch_dispatch(f"qshard::{name}", FunctionalTensorMode)
+    def functional_effect(mode, func, types, args, kwargs=None):
+        if any(is_written_in_graph(tensor) for tensor in tree_leaves(args)):
+            raise OutsideGraphs(
+                op,
+                "the traced code wrote this tensor, and a graph writes weights when it ends; call it "
+                "outside the traced code",
+            )
+        return mode.__torch_dispatch__(func, types, args, kwargs)
+
+
+for name in EFFECTS:
+    register_effect(name)
 
 
 # ------------------------------------------------------------------------------- flop formulas

@@ -26,8 +26,6 @@ Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype) 
                           self.options().dtype(dtype.value_or(self.scalar_type())));
 }
 
-void flush_meta(at::TensorList) {}
-
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, bool,
                    std::optional<c10::string_view>, WeightState, const OptionalTensor&, bool) {
   check_sizes("qshard::linear", "an input", input, weight, 1);

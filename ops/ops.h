@@ -185,7 +185,6 @@ bool keeps_master(const Tensor& self);
 // ops/meta.cpp: shapes and dtypes only. FakeTensor describes a quantized tensor as a plain strided
 // one of its nominal dtype, so nothing here may ask for a format (fsdp/fakes.py can).
 Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
-void flush_meta(at::TensorList self);
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    bool weight_only, std::optional<c10::string_view> format,
                    WeightState weight_state, const OptionalTensor& residual, bool input_is_kept);

@@ -309,7 +309,6 @@ TORCH_LIBRARY_IMPL(qshard, Python, m) { m.impl("_set_in_step", &set_in_step_op);
 // fsdp/fakes.py.
 TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   m.impl("dequantize", &dequantize_meta);
-  m.impl("flush", &flush_meta);
   m.impl("linear", &linear_meta);
   m.impl("linear_forward", &linear_forward_meta);
   m.impl("quantize_input", &quantize_input_meta);

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from qshard import dynamic, dynamic_modules, nn, replace, scale_groups, state
 from qshard.moves import with_local
+from qshard.outside_graphs import outside_graphs
 from qshard.tensor_parallel.local import TensorParallel
 
 ops = torch.ops.qshard
@@ -193,6 +194,7 @@ def weight_names(module: torch_nn.Module) -> tuple[str, ...]:
     return ("weight",) if isinstance(module, torch_nn.Linear) else ()
 
 
+@outside_graphs
 def flush(model: torch_nn.Module) -> None:
     """Requantizes every weight that was written since its last flush, on any rank: one all-reduce
     per reduction group. Collective: call it on all ranks. Optimizer steps and FSDP2's all-gathers do
@@ -212,6 +214,7 @@ def flush(model: torch_nn.Module) -> None:
     dynamic.flush(model)
 
 
+@outside_graphs
 def mark_written(tensor: torch.Tensor) -> None:
     """Says that a tensor's memory was written by code that tells nobody (a kernel given its
     data_ptr(), NumPy, another process). Its codes follow at the next flush. A sharded parameter must

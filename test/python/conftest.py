@@ -125,6 +125,7 @@ BUDGETS_S = {
     "test_compile": 60,  # Inductor's first compilation takes 30 s
     "test_docs": 60,  # its compiled snippet takes 30 s
     "test_dynamic_optimizers": 45,
+    "test_effects": 60,  # Inductor's first compilation
     "test_expert_meshes": 60,
     "test_fsdp1": 60,
     "test_fsdp1_gather": 45,
