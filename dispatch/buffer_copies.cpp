@@ -229,6 +229,7 @@ void QuantizedBuffer::take_planes_of(QuantizedBuffer& from) {
     planes.set_pending(from.pending().to(here, dtype_, /*non_blocking=*/false, /*copy=*/true));
   }
   planes_ = std::move(planes);
+  flush_state_.watch_memory(planes_.memory());
   bind_master_counter();
   is_image_only_ = false;
   placement_.disown();  // as any copy

@@ -14,7 +14,19 @@ std::optional<c10::Stream> FlushState::write_stream() const {
   return watch_.has_moved() ? std::nullopt : write_stream_;
 }
 
+bool FlushState::notice_other_memory() {
+  if (!watch_.has_other_memory()) return false;
+  written_ = true;
+  shown_ = false;
+  start_generation();
+  forget_amax();
+  ++writes_;
+  watch_.note();
+  return true;
+}
+
 void FlushState::write(at::Device device) {
+  notice_other_memory();
   written_ = true;
   shown_ = false;
   forget_amax();
@@ -36,6 +48,7 @@ void FlushState::write_with_amax(at::Device device, at::Tensor amax, at::Tensor 
 }
 
 void FlushState::write_elsewhere() {
+  notice_other_memory();
   if (watch_.has_moved()) shown_ = false;
   written_ = true;
   watch_.note();
@@ -93,6 +106,7 @@ void FlushState::restore(bool written, bool shown) {
 
 void FlushState::release() {
   forget_amax();
+  watch_.watch(MemoryWatch());
   flushed_ = {};
 }
 

@@ -91,6 +91,7 @@ void Planes::bind_value(c10::Storage codes, const Layout& layout, at::ScalarType
 
 Planes Planes::around_master(c10::Storage storage, const Layout& layout, at::ScalarType dtype) {
   check_bytes(storage, master_bytes(layout, dtype), layout, "values");
+  watch_resizes(storage);
   Planes planes;
   planes.storage_ = std::move(storage);
   planes.master_ = master_in(planes.storage_, layout, dtype);
@@ -101,6 +102,7 @@ Planes Planes::around_master(c10::Storage storage, const Layout& layout, at::Sca
 
 Planes Planes::over_codes(c10::Storage storage, const Layout& layout) {
   check_bytes(storage, code_bytes(layout), layout, "codes and scales");
+  watch_resizes(storage);
   Planes planes;
   planes.storage_ = std::move(storage);
   planes.bind_codes(planes.storage_, layout, {});

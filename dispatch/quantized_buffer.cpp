@@ -14,6 +14,7 @@ namespace qshard {
 
 QuantizedBuffer::QuantizedBuffer(Placement placement, at::ScalarType dtype, Planes planes)
     : placement_(std::move(placement)), dtype_(dtype), planes_(std::move(planes)) {
+  flush_state_.watch_memory(planes_.memory());
   note_codes();
 }
 
@@ -246,6 +247,7 @@ void QuantizedBuffer::note_codes() {
 }
 
 void QuantizedBuffer::notice_written_codes() {
+  if (flush_state_.notice_other_memory()) grid_snapshot_.reset();
   const uint32_t noted = codes_version_;
   note_codes();
   if (codes_version_ == noted) return;
@@ -295,6 +297,7 @@ void QuantizedBuffer::become_own_tensor() {
     TORCH_CHECK(false, error.what());
   }
   planes_.reallocate_codes(layout());
+  flush_state_.watch_memory(planes_.memory());
   fill_unit_scales();
   flush_state_.replace_codes();
   grid_snapshot_.reset();
@@ -338,6 +341,7 @@ void QuantizedBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) 
   auto [grid, generation, images] = shard.end_gather();
   placement_.hold(images);
   planes_.replace_image(bytes, std::move(grid), layout());
+  flush_state_.watch_memory(planes_.memory());
   note_codes();
   grid_snapshot_.reset();
   flush_state_.join(generation);

@@ -6,15 +6,47 @@
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 
 namespace qshard {
 
 enum class Fill { kNothing, kZeros };
 
-/// A resizable storage of `bytes` on cpu, cuda or meta, in pinned memory of the host if `pinned`;
-/// zeros are written on the device's current stream.
+/// A resizable storage, whose resizes are watched (MemoryWatch), of `bytes` on cpu, cuda or meta,
+/// in pinned memory of the host if `pinned`; zeros are written on the device's current stream.
 c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill, bool pinned = false);
+
+/// Has the resizes of a storage watched that somebody else made. One that cannot be resized stays
+/// as it is.
+void watch_resizes(const c10::Storage& storage);
+
+/// Notices that one of two storages got other memory: resize_(0) and back, by which FSDP and
+/// sleeping inference engines free storages, leaves bytes of no known origin, often at the same
+/// address.
+///
+/// Of a watched storage the allocator, which torch asks for memory in a resize and at no other
+/// time, is one that counts (dispatch/storage.cpp).
+class MemoryWatch {
+ public:
+  MemoryWatch() = default;
+  /// From now on, as long as both live. Storages whose resizes nobody watches are left alone.
+  MemoryWatch(const c10::Storage& first, const c10::Storage& second);
+
+  bool has_moved() const {
+    return noted_ != resizes.load(std::memory_order_relaxed) && was_resized();
+  }
+  void note() { noted_ = resizes.load(std::memory_order_relaxed); }
+
+ private:
+  static std::atomic<uint64_t> resizes;  // of all watched storages, so far
+  std::array<const c10::StorageImpl*, 2> storages_{};
+  mutable uint64_t noted_ = 0;  // whether these two were among those up to here is known
+
+  bool was_resized() const;
+  friend class CountingAllocator;
+};
 
 /// A contiguous plain tensor in a storage.
 at::Tensor tensor_at(const c10::Storage& storage, at::ScalarType dtype, int64_t byte_offset,

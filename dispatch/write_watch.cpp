@@ -24,6 +24,7 @@ bool WriteWatch::hold() {
 }
 
 void WriteWatch::note() {
+  memory_.note();
   for (Watched& watched : counters_) {
     watched.noted = watched.version();
     watched.bump_follows = false;

@@ -6,11 +6,14 @@
 
 #include <cstdint>
 
+#include "dispatch/storage.h"
+
 namespace qshard {
 
 /// The version counters of a master: of the tensor, which its views and the aliases of its master
 /// share. Kernels of ours say what they write; code that writes through the address (Inductor's, an
-/// in-place load through an alias) moves a counter and says nothing.
+/// in-place load through an alias) moves a counter and says nothing. A resize of a storage, which
+/// leaves other bytes in it, does not even that: the memory is watched, too.
 class WriteWatch {
  public:
   /// Watches one more counter, that of `owner`, from now on; in place of another one it had.
@@ -28,8 +31,14 @@ class WriteWatch {
   /// The counter, held, that new tensors over the buffer share; of the tensor it was made with.
   const c10::VariableVersion& counter() const { return counters_.front().counter; }
 
-  /// Whether a counter moved since it was last noted.
+  /// Watches these storages from now on, in place of those before.
+  void watch(MemoryWatch memory) { memory_ = memory; }
+  /// Whether a storage got other memory since that was last noted.
+  bool has_other_memory() const { return memory_.has_moved(); }
+
+  /// The same, or whether a counter moved.
   bool has_moved() const {
+    if (has_other_memory()) return true;
     for (const Watched& watched : counters_) {
       const uint32_t version = watched.version();
       if (version != watched.noted && !(watched.bump_follows && version == watched.noted + 1)) {
@@ -56,6 +65,7 @@ class WriteWatch {
     }
   };
   c10::SmallVector<Watched, 1> counters_;
+  MemoryWatch memory_;
 };
 
 }  // namespace qshard
