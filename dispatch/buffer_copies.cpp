@@ -326,6 +326,25 @@ BufferPtr QuantizedBuffer::unpack(const at::Tensor& bytes, const at::Tensor& pen
   return buffer;
 }
 
+void QuantizedBuffer::fill_from(QuantizedBuffer& from) {
+  PlainGuard guard;
+  const Layout& other = from.layout();
+  TORCH_CHECK(layout().format == other.format && layout().images == other.images &&
+                  layout().rows == other.rows && layout().cols == other.cols &&
+                  layout().grid_numel() == other.grid_numel() && dtype_ == from.dtype_ &&
+                  device() == from.device() && keeps_master() == from.keeps_master(),
+              "qshard: this quantized tensor was not made of what it is to be filled from");
+  placement_ = from.placement_;
+  image().copy_(from.image());
+  write_codes();
+  if (grid().defined()) grid().copy_(from.grid());
+  if (keeps_master()) master().copy_(from.master());
+  planes_.set_pending(from.pending());
+  scaling_state_.copy_from(from.scaling_state_);
+  grid_snapshot_.reset();
+  copy_flush_state(from);
+}
+
 at::Tensor QuantizedBuffer::code_bytes() {
   check_is_allocated();
   write_codes();

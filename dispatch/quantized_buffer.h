@@ -230,6 +230,10 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   static Ptr unpack(const at::Tensor& bytes, const at::Tensor& pending, const Placement& placement,
                     at::ScalarType dtype, bool keeps_master, bool is_written);
 
+  /// Becomes a copy of `from`, in its own memory: what was made of the same description, before its
+  /// bytes were read. @throws c10::Error if it is not.
+  void fill_from(QuantizedBuffer& from);
+
   /// `[image | grid]` as flat bytes that alias them, the grid the buffer's own.
   at::Tensor code_bytes();
   /// Over planes that somebody else shares; master and pending may be undefined.

@@ -75,6 +75,32 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
   return make_view(whole, size, stride, storage_offset);
 }
 
+/// What unpack() makes of the same arguments once they are read: zeros until then.
+Tensor unpack_later(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRef fields,
+                    c10::string_view format, at::IntArrayRef size, at::IntArrayRef stride,
+                    int64_t storage_offset, at::ScalarType dtype, at::TensorList state) {
+  check_key_is_ours("qshard::_unpack_later");
+  PlainGuard guard;
+  const SavedTensor saved{bytes, pending,          fields,         {format.data(), format.size()},
+                          size,  stride,           storage_offset, dtype,
+                          state, /*is_read=*/false};
+  const Layout layout = checked_layout(saved);
+  auto buffer = QuantizedBuffer::allocate(layout, dtype, fields[kKeepsMaster] != 0, bytes.device());
+  return make_view(make_tensor(std::move(buffer), {layout.rows, layout.cols}), size, stride,
+                   storage_offset);
+}
+
+/// Fills what unpack_later() made of the same arguments.
+void unpack_into(const Tensor& self, const Tensor& bytes, const OptionalTensor& pending,
+                 at::IntArrayRef fields, c10::string_view format, at::IntArrayRef size,
+                 at::IntArrayRef stride, int64_t storage_offset, at::ScalarType dtype,
+                 at::TensorList state) {
+  const Tensor read =
+      unpack(bytes, pending, fields, format, size, stride, storage_offset, dtype, state);
+  bump_version(self);
+  buffer_of(self).fill_from(buffer_of(read));
+}
+
 /// The memory of `self`, for processes that share it: the master, `[image | grid]` and a pending
 /// write as plain tensors, what describes them, and the state.
 std::tuple<OptionalTensor, Tensor, OptionalTensor, std::vector<int64_t>, std::string,
@@ -141,6 +167,8 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_over_shared_planes", &over_shared_planes);
   m.impl("_pack", &pack);
   m.impl("_unpack", &unpack);
+  m.impl("_unpack_later", &unpack_later);
+  m.impl("_unpack_into", &unpack_into);
 }
 
 }  // namespace qshard

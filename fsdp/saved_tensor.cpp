@@ -162,7 +162,8 @@ void check_state(const SavedTensor& saved, const Layout& layout) {
              c10::toString(tensor.scalar_type()), tensor.sizes(), tensor.device().str(),
              c10::toString(like.scalar_type()), like.sizes());
     }
-    if (like.scalar_type() == at::kInt && !tensor.is_meta()) check_rounding_words(tensor);
+    const bool has_words = like.scalar_type() == at::kInt && !tensor.is_meta();
+    if (has_words && saved.is_read) check_rounding_words(tensor);
   }
 }
 

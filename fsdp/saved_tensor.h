@@ -36,6 +36,7 @@ struct SavedTensor {
   int64_t storage_offset;
   at::ScalarType dtype;
   at::TensorList state;
+  bool is_read = true;  // else the reader fills these tensors later
 };
 
 /// The layout of a saved tensor whose planes fill `bytes` exactly, whose view lies within them and

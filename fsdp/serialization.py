@@ -9,7 +9,9 @@ which imports nothing, load it yourself.
 Files may come from strangers: what they claim is checked against the bytes they hold.
 """
 
+import functools
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 
 import torch
@@ -38,9 +40,8 @@ def rebuild_tensor(
             "qshard: a saved quantized tensor needs a torch.dtype and a bool for requires_grad, "
             f"got {type(dtype).__name__} and {type(requires_grad).__name__}"
         )
-    tensor = _ops._unpack(
-        data, pending, layout, format, size, stride, storage_offset, dtype, state
-    )
+    saved = data, pending, layout, format, size, stride, storage_offset, dtype, state
+    tensor = _unpack_later(saved) if _is_read_later() else _ops._unpack(*saved)
     return tensor.requires_grad_(requires_grad)
 
 
@@ -65,6 +66,66 @@ def rebuild_shared(
     if tensor_type is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+# ------------------------------------------------------------------------- the legacy format
+
+# torch.save(..., _use_new_zipfile_serialization=False) writes the bytes of all storages after the pickle,
+# and torch.load fills them when the pickle has been read. A plain tensor shares its storage's memory; ours
+# takes planes out of it, and so is filled after that, by a wrapper of torch's reader.
+
+
+class _LegacyReads(threading.local):
+    """For each file that this thread reads, the innermost last, its tensors to fill."""
+
+    def __init__(self):
+        self.files = []
+
+
+_legacy_reads = _LegacyReads()
+_legacy_load = getattr(torch.serialization, "_legacy_load", None)
+_legacy_code, _zip_code = (
+    getattr(getattr(torch.serialization, name, None), "__code__", None)
+    for name in ("_legacy_load", "_load")
+)
+
+
+def _is_read_later():
+    """Whether the innermost of torch's readers, which called this, reads the legacy format."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not _zip_code:
+        if frame.f_code is _legacy_code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _unpack_later(saved):
+    if not _legacy_reads.files:  # unpickling imported this module: the wrapper came too late
+        raise RuntimeError(
+            "qshard: torch.load reads quantized tensors from a file in the legacy format "
+            "(_use_new_zipfile_serialization=False) only if qshard was loaded before; `import qshard` first"
+        )
+    tensor = _ops._unpack_later(*saved)
+    _legacy_reads.files[-1].append((tensor.detach(), saved))
+    return tensor
+
+
+if _legacy_code is not None:
+
+    @functools.wraps(_legacy_load)
+    def _fill_after_legacy_load(*args, **kwargs):
+        tensors = []
+        _legacy_reads.files.append(tensors)
+        try:
+            result = _legacy_load(*args, **kwargs)
+            for tensor, saved in tensors:
+                _ops._unpack_into(tensor, *saved)
+            return result
+        finally:
+            _legacy_reads.files.pop()
+
+    torch.serialization._legacy_load = _fill_after_legacy_load
 
 
 # Files written before this module had its name hold another (fsdp/checkpoint.py).

@@ -230,6 +230,12 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "_unpack(Tensor bytes, Tensor? pending, int[] layout, str format, int[] size, int[] stride, "
       "int storage_offset, ScalarType dtype, Tensor[] state) -> Tensor");
+  m.def(
+      "_unpack_later(Tensor bytes, Tensor? pending, int[] layout, str format, int[] size, "
+      "int[] stride, int storage_offset, ScalarType dtype, Tensor[] state) -> Tensor");
+  m.def(
+      "_unpack_into(Tensor(a!) self, Tensor bytes, Tensor? pending, int[] layout, str format, "
+      "int[] size, int[] stride, int storage_offset, ScalarType dtype, Tensor[] state) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
