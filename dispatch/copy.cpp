@@ -196,32 +196,46 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset
   return self;
 }
 
-/// Another tensor's memory, as parametrizations put it into the parameter that they keep.
-at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-  TORCH_CHECK(is_quantized(self) && is_quantized(source),
-              fmt::format("aten::set_: a {} and a {} tensor cannot share their memory; use copy_()",
-                          is_quantized(self) ? "quantized" : "plain",
-                          is_quantized(source) ? "quantized" : "plain"));
-  TORCH_CHECK(source.device() == self.device(),
-              fmt::format("aten::set_: the memory of a {} cannot become that of a {}; use "
-                          ".to(device)",
-                          describe(source), describe(self)));
-  const auto& from = impl_of(source);
-  impl_of(self).set_buffer(from.buffer(), from.sizes(), from.strides(), from.storage_offset());
-  return self;
+std::string describe_plain(const at::Tensor& tensor) {
+  return fmt::format("plain {}[{}] on {}", c10::toString(tensor.scalar_type()),
+                     fmt::join(tensor.sizes(), ", "), tensor.device().str());
 }
 
-/// What `x.data = y` asks, and whose "incompatible tensor type" says no way out. Modules ask it,
-/// too, before they replace a parameter by one of another dtype.
+/// Another tensor's memory, as parametrizations put it into the parameter that they keep. Of a
+/// plain one the values are copied: its memory has no room for codes.
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  if (is_quantized(self) && has_key(source)) {
+    TORCH_CHECK(source.device() == self.device(),
+                fmt::format("aten::set_: the memory of a {} cannot become that of a {}; use "
+                            ".to(device)",
+                            describe(source), describe(self)));
+    const auto& from = impl_of(source);
+    impl_of(self).set_buffer(from.buffer(), from.sizes(), from.strides(), from.storage_offset());
+    return self;
+  }
+  TORCH_CHECK(is_quantized(self),
+              fmt::format("aten::set_: a {} tensor cannot share the memory of a {}; copy_() copies "
+                          "the values",
+                          describe_plain(self), describe(source)));
+  TORCH_CHECK(self.sizes() == source.sizes() && self.dtype() == source.dtype() &&
+                  self.device() == source.device(),
+              fmt::format("aten::set_: a {} takes the values of a plain tensor of the same shape, "
+                          "dtype and device, got {}; assign a new Parameter, or use copy_()",
+                          describe(self), describe_plain(source)));
+  return copy_(self, source, /*non_blocking=*/false);
+}
+
+/// What `x.data = y` asks, before it changes anything, and whose "incompatible tensor type" says no
+/// way out. nn.Module._apply asks it, too: of a plain parameter whether it may be replaced.
 bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
-  if (is_quantized(self) && is_quantized(from)) return true;
+  if (!is_quantized(self)) return false;
   TORCH_CHECK(
-      !is_quantized(self) || self.dtype() != from.dtype() || self.sizes() != from.sizes(),
-      fmt::format("x.data = y would put a plain tensor in the place of {}; x.data.copy_(y) "
+      is_quantized(from),
+      fmt::format("x.data = y would put a {} tensor in the place of {}; x.data.copy_(y) "
                   "writes the values, and qshard.dequantize_(model) makes parameters plain; "
                   "ZeroRedundancyOptimizer needs parameters_as_bucket_view=False",
-                  describe(self)));
-  return false;
+                  describe_plain(from), describe(self)));
+  return true;
 }
 
 void record_stream(at::Tensor& self, at::Stream stream) {

@@ -89,7 +89,11 @@ CALLS = {
     # in-place changes of shape or storage
     "resize_": (lambda q: q.resize_(10, 10), "aten::resize_"),
     "resize_as_": (lambda q: q.resize_as_(X), "aten::resize_as_ would change the shape"),
-    "set_ to a tensor": (lambda q: q.set_(torch.randn(3)), "aten::set_"),
+    "set_ to a tensor": (
+        lambda q: q.set_(torch.randn(3)),
+        r"aten::set_: a .* takes the values of .* got plain Float\[3\] on cpu; assign",
+    ),
+    "plain.set_(q)": (lambda q: torch.randn(200, 48).set_(q), "copy_.. copies the values"),
     "set_ to nothing": (lambda q: q.set_(), "aten::set_"),
     "set_ to another storage": (
         lambda q: q.set_(torch.randn(3).untyped_storage(), 0, (200, 48), (48, 1)),
@@ -106,6 +110,12 @@ CALLS = {
     "t_ of 3-D": (lambda q: q.view(2, 100, 48).t_(), "t_ expects a tensor with <= 2"),
     "squeeze_ dim": (lambda q: q.squeeze_(5), "aten::squeeze_"),
     "data = plain": (lambda q: setattr(q, "data", torch.randn(200, 48)), "x.data.copy_"),
+    "data = another shape": (
+        lambda q: setattr(q, "data", torch.randn(3)),
+        r"put a plain Float\[3\] on cpu tensor in the place of",
+    ),
+    "data = another dtype": (lambda q: setattr(q, "data", torch.zeros(200, 48).half()), "x.data.copy_"),
+    "data = integers": (lambda q: setattr(q, "data", torch.zeros(200, 48).int()), "x.data.copy_"),
     "plain.data = q": (lambda q: setattr(torch.randn(200, 48), "data", q), "incompatible"),
     "as_strided_ beyond": (
         lambda q: q.as_strided_((201, 48), (48, 1)),

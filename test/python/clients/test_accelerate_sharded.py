@@ -103,7 +103,7 @@ def run_mixed(recipe, dtype):
     for order in ("quantize prepare", "prepare quantize"):
         with accelerator(mixed_precision="bf16") as made:
             if dtype == torch.bfloat16 and order == "quantize prepare":
-                with pytest.raises(RuntimeError, match="incompatible tensor type"):
+                with pytest.raises(RuntimeError, match=r"x\.data = y would put a plain"):
                     prepared(made, recipe, order, dtype=dtype)
                 continue
             model, optimizer = prepared(made, recipe, order, dtype=dtype)
