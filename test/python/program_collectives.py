@@ -1,6 +1,8 @@
 """Steps of random programs that are collectives on quantized tensors: c10d moves their values. See
 program_steps.py."""
 
+import time
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -124,6 +126,8 @@ def draw_future(d):
 @torch.no_grad()
 def future(subject, layer, rows, kind, between):
     """Another parameter may be written, and all be flushed, before what was sent is there."""
+    if between == "flush" and dist.get_rank() == 0:
+        time.sleep(0.02)  # others flush while they wait for what this rank sends
     work, tensor = FUTURES[kind](subject.tensor(f"w{layer}")[rows[0] : rows[1]])
     if between == "flush" and subject.quantized:
         qshard.flush(subject.model)

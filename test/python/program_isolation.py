@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from dist_helpers import device, forget_meshes
+from program_models import OPTIMIZERS
 
 # Read when a process first multiplies. The default is as large, but one for all streams' sake.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -51,7 +52,10 @@ def forget_programs():
 
 
 def end_failed_steps():
-    """A step that raised is under way, for the hooks of optimizers, until the next one."""
+    """A step that raised is under way, for the hooks of optimizers, until the next one. And a class of
+    optimizers calls hooks once it has an instance, for those that derive from it, too."""
+    for make in OPTIMIZERS.values():
+        make([torch.zeros(1)])
     torch.optim.SGD([torch.zeros(1)], lr=0.0).step()
 
 

@@ -10,14 +10,14 @@ class Known:
     kind: str
     steps: str  # a regular expression of what draws it
     says: str  # what differs
-    setups: str = ""  # and one of the setups where it does
-    seeds: str = ""  # arguments of random_programs.py that show it
+    file: str  # in programs/, of one that shows it: random_programs.py --program programs/FILE.json
+    setups: str = ""  # a regular expression of the setups where it does
 
     def draws(self, setup, step):
         return bool(re.search(self.setups, str(setup)) and re.search(self.steps, str(step)))
 
     def __str__(self):
-        return f"{self.kind}: {self.says}"
+        return f"{self.kind}: {self.says} (programs/{self.file}.json)"
 
 
 SHARDED = ", then "  # in the text of a setup
@@ -27,50 +27,80 @@ KNOWN = (
         "gathered weight written",
         r"^write_gathered\(.*reads=True",
         "a weight that is written inside unshard(), and read there, leaves later gathers other scales",
+        "gathered_written",
     ),
     Known(
         "factory of a weight",
         r"^factory(_register)?\(",
         "what new_zeros, new_empty or empty_like of a weight makes is multiplied by codes of its values",
+        "factory",
     ),
     Known(
         "sharded model moved",
         r"^move_model\(",
         "Module.to(), cpu() and to_empty() after a first step fail to swap a parameter",
+        "sharded_moved",
         SHARDED,
     ),
     Known(
         "made in inference mode",
         r"^(make|copy)_in_inference\(",
         "of a tensor made in inference mode other writes raise than of a plain one",
+        "made_in_inference",
     ),
     Known(
         "future of a collective",
         r"^future\(.*between='flush'",
         "what a collective wrote that is waited for by its future is lost where a flush came between",
+        "future",
     ),
     Known(
         "replicas with seeds of their own",
         r".",
         "stochastic rounding gives replicas other values where ranks have other seeds at quantize_",
+        "replica_seeds",
         r"stochastic.*(hsdp|replicate).*a seed per rank",
     ),
     Known(
         "raw write after a fused step",
         r"^raw_step\(.*fused=True",
         "memory that an optimizer writes after a fused kernel of the same step() is not quantized",
+        "raw_after_fused",
     ),
     Known(
         "narrowed without a master",
         r"^move_model\(how='to (bfloat16|half) and back'",
         "a model without masters that becomes bfloat16 or float16 keeps its wider values",
+        "narrowed",
         r"no master",
     ),
     Known(
-        "shard of another model",
-        r"^other_model\(.*into='",
-        "a window of no rows, copied from a written shard of another model, counts as a write on some ranks only",
+        "window of a share",
+        r"^copy_window\(|^other_model\(.*into='",
+        "windows copied from a tensor of another share, or of its clone, count as a write on some ranks only",
+        "window",
         SHARDED,
+    ),
+    Known(
+        "weight copied without blocking",
+        r"^copy_over\(",
+        "a non-blocking copy on another device takes the amax history of the weight along: forward raises",
+        "copied_without_blocking",
+        r"float8_delayed",
+    ),
+    Known(
+        "offloaded weight copied without blocking",
+        r"by='to copy non_blocking'",
+        "the same of an offloaded weight: its linears go on with the history that it had, silently",
+        "911731",
+        r"float8_delayed.*offloaded",
+    ),
+    Known(
+        "written in a CUDA graph",
+        r"^replay_graph\(",
+        "replays of a write without a flush do not add up, and a capture without replays leaves garbage",
+        "graph",
+        r"no master",
     ),
 )
 
