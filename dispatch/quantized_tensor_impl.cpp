@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/python_part.h"
 
 namespace qshard {
 
@@ -132,6 +133,7 @@ c10::DimVector dense_strides(at::IntArrayRef sizes) {
 
 at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                        int64_t offset) {
+  need_python_part();
   auto tensor = at::detail::make_tensor<QuantizedTensorImpl>(buffer, sizes, strides, offset);
   buffer->share_version(*tensor.unsafeGetTensorImpl());
   return tensor;

@@ -9,20 +9,17 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <string>
 
-struct _object;
+#include "fsdp/after_loading.h"
 
 extern "C" {
-#define QSHARD_WEAK __attribute__((weak))
-QSHARD_WEAK int Py_IsInitialized();
-QSHARD_WEAK int PyGILState_Ensure();
-QSHARD_WEAK void PyGILState_Release(int);
-QSHARD_WEAK extern _object* PyExc_UserWarning;
-QSHARD_WEAK int PyErr_WarnEx(_object* category, const char* message, ssize_t stack_level);
-QSHARD_WEAK void PyErr_WriteUnraisable(_object* object);
+QSHARD_WEAK extern PyObject* PyExc_UserWarning;
+QSHARD_WEAK int PyErr_WarnEx(PyObject* category, const char* message, ssize_t stack_level);
+QSHARD_WEAK void PyErr_WriteUnraisable(PyObject* object);
 }
 
 namespace {
@@ -75,31 +72,38 @@ std::string load() {
   return reason.empty() ? "" : "qshard: " + path + " is not loaded: " + reason;
 }
 
-void say(const std::string& error) {
-  if (!Py_IsInitialized || !Py_IsInitialized()) {
-    std::fprintf(stderr, "%s\n", error.c_str());
-    return;
-  }
-  const int gil = PyGILState_Ensure();
-  // Where warnings are errors: whoever loads a library cannot pass an exception on.
-  if (PyErr_WarnEx(PyExc_UserWarning, error.c_str(), 1) != 0) PyErr_WriteUnraisable(nullptr);
-  PyGILState_Release(gil);
-}
-
 const std::string& load_once() {
   static const std::string error = load();
   return error;
 }
 
+std::atomic<bool> is_told = false;
+
+/// With the GIL.
+void warn() {
+  if (is_told.exchange(true)) return;
+  const qshard::PythonGuard python;
+  // Where warnings are errors: whoever loads a library cannot pass an exception on.
+  if (PyErr_WarnEx(PyExc_UserWarning, load_once().c_str(), 1) != 0) PyErr_WriteUnraisable(nullptr);
+}
+
 /// Runs when this library is loaded.
 const bool kLoaded = [] {
-  if (!load_once().empty()) say(load_once());
-  return load_once().empty();
+  if (load_once().empty()) return true;
+  if (qshard::has_python()) {
+    qshard::call_after_loading<&warn>();
+  } else {
+    std::fprintf(stderr, "%s\n", load_once().c_str());
+  }
+  return false;
 }();
 
 }  // namespace
 
-extern "C" const char* qshard_load_error() { return load_once().c_str(); }
+extern "C" const char* qshard_load_error() {
+  is_told = true;
+  return load_once().c_str();
+}
 
 extern "C" const char* qshard_torch_version() { return QSHARD_TORCH_MINOR; }
 

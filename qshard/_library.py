@@ -3,7 +3,6 @@
 import ctypes
 import importlib.metadata
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -43,9 +42,21 @@ def about_library(path: str) -> dict[str, str]:
 
 def _load() -> None:
     # Pickling imports this package where only the library was in use, perhaps another build of it.
-    if "qshard.serialization" in sys.modules:
-        return
-    path = library_path()
+    if not hasattr(torch.ops.qshard, "_finish_loading"):
+        _load_library(library_path())
+    try:
+        torch.ops.qshard._finish_loading()
+    except RuntimeError as error:
+        raise ImportError(str(error).splitlines()[0]) from None
+    owner = torch.ops.qshard._foreign_owner_of_key()
+    if owner:
+        raise ImportError(
+            "qshard: the dispatch key PrivateUse3 is already in use by another library in this process "
+            f"({owner}); quantized tensors do not work beside it"
+        )
+
+
+def _load_library(path: str) -> None:
     if not os.path.exists(path):
         raise ImportError(
             f"qshard: no library at {path}; install it (`pip install --no-build-isolation .` in a "
@@ -60,12 +71,6 @@ def _load() -> None:
             raise ImportError(f"qshard: {path} does not load: {cause}") from cause
     if error:
         raise ImportError(error)
-    owner = torch.ops.qshard._foreign_owner_of_key()
-    if owner:
-        raise ImportError(
-            "qshard: the dispatch key PrivateUse3 is already in use by another library in this process "
-            f"({owner}); quantized tensors do not work beside it"
-        )
 
 
 _load()

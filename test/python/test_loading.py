@@ -1,0 +1,304 @@
+"""Loading the library: beside threads that import, on whatever thread, and what may come first after it."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ops
+from test_install import build_loader
+
+import qshard
+
+RACE = Path(__file__).with_name("load_beside_imports.py")
+WHERE = pytest.mark.parametrize("where", ["main", "worker"])
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A pickled tensor."""
+    path = tmp_path_factory.mktemp("loading") / "quantized.pt"
+    torch.save(ops.quantize(torch.randn(8, 32), "float8_blockwise", keep_master=True), path)
+    return str(path)
+
+
+def run(*args):
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=1200)
+
+
+# Importing torch takes seconds: programs are forks of one process that did.
+FORKS = """
+import json, os, sys, tempfile, traceback
+import torch
+programs = json.load(sys.stdin)
+said = {}
+for name, program in programs.items():
+    program = "import faulthandler; faulthandler.dump_traceback_later(60, exit=True)\\n" + program
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            try:
+                exec(compile(program, name, "exec"), {"__name__": "__main__"})
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        output.seek(0)
+        said[name] = output.read().decode()
+json.dump(said, sys.stdout)
+"""
+
+
+def run_programs(programs, *args):
+    """What each program says, by its name, run in a process that has imported torch and no more."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, *args],
+        input=json.dumps(programs),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+# ------------------------------------------------------------------ beside threads that import
+
+
+@WHERE
+def test_it_loads_beside_a_thread_that_imports(where, file, request):
+    runs = 100 if request.config.getoption("--full") else 8
+    done = run(RACE, qshard.library_path(), file, "--where", where, "--runs", runs)
+    assert done.stdout == f"{runs} runs\n", done.stdout + done.stderr[-3000:]
+
+
+@WHERE
+def test_a_refusal_is_said_beside_a_thread_that_imports(where, tmp_path):
+    library = build_loader(tmp_path, "1.99")
+    done = run(RACE, library, "--where", where, "--runs", 8)
+    assert done.stdout == "8 runs\n", done.stdout + done.stderr[-3000:]
+
+
+# ------------------------------------------------------------------------- what may come first
+
+SCRIPT = """
+import datetime, io, pickle, sys, threading
+import torch, torch.distributed as dist
+library, file, where = sys.argv[1:]
+failures = []
+
+def act():
+    try:
+        first()
+    except BaseException as error:
+        failures.append(error)
+
+{first}
+
+if where == "main":
+    act()
+else:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+if failures:
+    raise failures[0]
+assert "qshard" not in sys.modules
+print("went well")
+"""
+
+FIRST = {
+    "torch.load": """
+def first():
+    torch.ops.load_library(library)
+    assert type(torch.load(file)) is torch.Tensor
+""",
+    "pickle of long ago": """
+def first():
+    torch.ops.load_library(library)
+    assert callable(pickle.loads(b"c_qshard_checkpoint\\nrebuild_tensor\\n."))
+""",
+    "fully_shard": """
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+model = torch.nn.Linear(32, 8)
+
+def first():
+    torch.ops.load_library(library)
+    model.weight = torch.nn.Parameter(torch.load(file))
+    x = torch.randn(4, 32)
+    expected = model(x)
+    fully_shard(model, mesh=mesh)
+    assert torch.equal(model(x), expected)
+    model.reshard()
+    local = model.weight.to_local()
+    assert torch.ops.qshard.is_quantized(local)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    codes = torch.ops.qshard.codes(local).view(torch.uint8).clone()
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(torch.ops.qshard.codes(local).view(torch.uint8), codes)
+""",
+    "a traced call": """
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+def first():
+    torch.ops.load_library(library)
+    with FakeTensorMode() as mode:
+        fake = torch.ops.qshard.quantize(mode.from_tensor(torch.randn(4, 32)), "mxfp8")
+        assert torch.ops.qshard.format(fake) == "mxfp8"
+""",
+}
+
+
+@WHERE
+def test_this_may_come_first(where, file):
+    programs = {name: SCRIPT.format(first=first) for name, first in FIRST.items()}
+    said = run_programs(programs, qshard.library_path(), file, where)
+    assert said == dict.fromkeys(FIRST, "went well\n")
+
+
+# --------------------------------------------------- a thread whose loading could not finish it
+
+# A profiler of the user's: nothing calls the library on that thread once it is loaded.
+PROFILED = """
+import sys, threading, torch
+library = sys.argv[1]
+failures = []
+
+def load():
+    sys.setprofile(lambda *args: None)
+    torch.ops.load_library(library)
+    assert sys.getprofile() is not None
+    sys.setprofile(None)
+    try:
+        act()
+    except BaseException as error:
+        failures.append(error)
+
+{act}
+
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+if failures:
+    raise failures[0]
+print("went well")
+"""
+
+LATER = {
+    # Modules that are imported in the middle of the operator see none of its modes.
+    "the first tensor": """
+def act():
+    assert not hasattr(torch.Tensor, "fsdp_pre_all_gather")
+    with torch.inference_mode(), torch.device("meta"):
+        quantized = torch.ops.qshard.quantize(torch.randn(4, 32, device="cpu"), "float8_blockwise")
+    assert hasattr(quantized, "fsdp_pre_all_gather") and quantized.device.type == "cpu"
+    from torch.utils import flop_counter
+    assert torch.ops.qshard.linear in flop_counter.flop_registry
+""",
+    "import qshard": """
+def act():
+    import qshard
+    assert hasattr(torch.Tensor, "fsdp_pre_all_gather")
+""",
+    "many threads": """
+def act():
+    barrier, found = threading.Barrier(6), []
+    def make():
+        barrier.wait()
+        q = torch.ops.qshard.quantize(torch.randn(4, 32), "float8_blockwise")
+        found.append(hasattr(q, "fsdp_pre_all_gather"))
+    threads = [threading.Thread(target=make) for _ in range(6)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert found == [True] * 6
+    assert sum(type(finder).__name__ == "PatchOnImport" for finder in sys.meta_path) == 1
+""",
+    "a fork": """
+import os
+def act():
+    pid = os.fork()
+    if pid == 0:
+        q = torch.ops.qshard.quantize(torch.randn(4, 32), "float8_blockwise")
+        os._exit(0 if hasattr(q, "fsdp_pre_all_gather") else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+""",
+    "a fork in the middle": """
+import os, time
+def act():
+    make = lambda: torch.ops.qshard.quantize(torch.randn(4, 32), "float8_blockwise")
+    other = threading.Thread(target=make)
+    other.start()
+    while "_qshard_hooks" not in sys.modules:
+        time.sleep(1e-4)
+    is_early = "_qshard_fakes" not in sys.modules
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if is_early and hasattr(make(), "fsdp_pre_all_gather") else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    other.join()
+""",
+    "the error that is on its way": """
+class Late:
+    def __del__(self):
+        torch.ops.qshard.quantize(torch.randn(4, 32), "float8_blockwise")
+
+def act():
+    try:
+        late = Late()
+        del late
+        raise KeyError("first")
+    except KeyError as error:
+        assert error.args == ("first",)
+    assert hasattr(torch.Tensor, "fsdp_pre_all_gather")
+""",
+    "nothing, and the process ends": """
+def act():
+    pass
+""",
+}
+
+
+def test_what_needs_it_first_finishes_it():
+    programs = {name: PROFILED.format(act=act) for name, act in LATER.items()}
+    assert run_programs(programs, qshard.library_path()) == dict.fromkeys(LATER, "went well\n")
+
+
+def test_a_failure_is_printed_once_and_raised_by_what_needs_it():
+    script = textwrap.dedent(
+        """
+        import sys, torch
+        sys.modules["torch.utils.flop_counter"] = None  # what the last of the modules imports
+        torch.ops.load_library(sys.argv[1])
+        assert not torch.ops.qshard.is_quantized(torch.ones(2))
+        for attempt in range(2):
+            try:
+                torch.ops.qshard.quantize(torch.randn(4, 32), "float8_blockwise")
+            except RuntimeError as error:
+                line = str(error).splitlines()[0]
+                assert line.startswith("qshard: the library's Python part failed to load (ModuleNotFound")
+            else:
+                raise AssertionError("quantized")
+        try:
+            import qshard
+        except ImportError as error:
+            assert str(error) == line
+        else:
+            raise AssertionError("imported")
+        print("went well")
+        """
+    )
+    done = run("-c", script, qshard.library_path())
+    assert done.stdout == "went well\n", done.stdout + done.stderr[-3000:]
+    assert done.stderr.count("Traceback") == 1 and "import of torch.utils.flop_counter halted" in done.stderr
+    assert 'File "_qshard_fakes"' in done.stderr  # with the line
