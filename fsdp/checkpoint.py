@@ -6,6 +6,7 @@ _api.py: __get_tensor_shard__): it gets the master, or an export view that decay
 
 import copy
 import copyreg
+import importlib
 import sys
 
 import torch
@@ -157,9 +158,27 @@ def refuse_quantized_parameters(fsdp1):
     fsdp1.__init__ = __init__
 
 
+class PatchAfterLoading:
+    """A module's loader, which patches the module."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        PatchOnImport.patch(module)
+
+
 class PatchOnImport:
-    """Patches DTensor's, DCP's and FSDP1's modules when they are first imported: importing them here would cost every user
-    their time. What a later torch no longer has is left alone."""
+    """Patches DTensor's, DCP's and FSDP1's modules whenever they are loaded: importing them here would
+    cost every user their time. What a later torch no longer has is left alone."""
 
     patches = {
         "torch.distributed.tensor._api": lambda module: (
@@ -182,32 +201,35 @@ class PatchOnImport:
         ),
     }
 
-    def __init__(self):
-        self.waiting = set(self.patches)
+    @classmethod
+    def install(cls):
+        sys.meta_path.insert(0, cls())
+        for name in cls.patches:
+            if name in sys.modules:
+                cls.patch(importlib.import_module(name))  # waits for a thread that is importing it
+
+    @classmethod
+    def patch(cls, module):
+        spec = module.__spec__  # a new one each time that the module is loaded
+        if not getattr(spec, "is_patched_by_qshard", False):
+            spec.is_patched_by_qshard = True
+            cls.patches[spec.name](module)
 
     def find_spec(self, fullname, path, target=None):
-        if fullname not in self.waiting:
+        """What the other finders find, and remembers nothing: whoever looks for a module need not load
+        it, and loading it may fail."""
+        if fullname not in self.patches:
             return None
-        self.waiting.remove(fullname)
-        from importlib.util import find_spec
-
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            self.patches[fullname](module)
-
-        spec.loader.exec_module = exec_module
-        return spec
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = PatchAfterLoading(spec.loader)
+                return spec
+        return None
 
 
-for name, patch in PatchOnImport.patches.items():
-    if name in sys.modules:
-        patch(sys.modules[name])
-sys.meta_path.insert(0, PatchOnImport())
+PatchOnImport.install()
 
 
 # -------------------------------------------------------------------------- pickle, deepcopy, ...

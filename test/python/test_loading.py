@@ -302,3 +302,47 @@ def test_a_failure_is_printed_once_and_raised_by_what_needs_it():
     assert done.stdout == "went well\n", done.stdout + done.stderr[-3000:]
     assert done.stderr.count("Traceback") == 1 and "import of torch.utils.flop_counter halted" in done.stderr
     assert 'File "_qshard_fakes"' in done.stderr  # with the line
+
+
+# --------------------------------------------------------------- modules that are wrapped later
+
+LOOKED_FOR = """
+import importlib, importlib.util, sys, torch
+torch.ops.load_library(sys.argv[1])
+name = "torch.distributed.checkpoint.state_dict"
+assert name not in sys.modules
+{before}
+module = importlib.import_module(name)
+assert module._init_optim_state.__globals__["__name__"] == "_qshard_checkpoint", "not wrapped"
+assert type(module.__loader__).__name__ == type(module.__spec__.loader).__name__ == "SourceFileLoader"
+stock = module._init_optim_state
+importlib.reload(module)
+again = module._init_optim_state
+assert again is not stock and again.__globals__["__name__"] == "_qshard_checkpoint"
+assert again.__closure__[0].cell_contents.__globals__["__name__"] == name, "wrapped twice"
+print("went well")
+"""
+
+
+BEFORE = {
+    "found": "assert importlib.util.find_spec(name).name == name",
+    "failed": """
+import torch.distributed.checkpoint
+needed = "torch.distributed.fsdp"
+known = sys.modules.get(needed)
+sys.modules[needed] = None
+try:
+    importlib.import_module(name)
+except ImportError:
+    del sys.modules[needed]
+else:
+    raise AssertionError("imported")
+if known:
+    sys.modules[needed] = known
+""",
+}
+
+
+def test_modules_that_were_looked_for_are_wrapped():
+    programs = {name: LOOKED_FOR.format(before=before) for name, before in BEFORE.items()}
+    assert run_programs(programs, qshard.library_path()) == dict.fromkeys(BEFORE, "went well\n")
