@@ -1,7 +1,9 @@
 // Placement: which part of which tensor a shard holds, and who holds the others.
 #pragma once
 
+#include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -18,6 +20,19 @@ struct ScaleGroup {
   int64_t members = 0;  // how many there are
 
   bool operator==(const ScaleGroup&) const = default;
+};
+
+/// What the mesh over which FSDP2 gathers a shard is to it. FSDP2 says it in an attribute of its
+/// own, which takes too long to read at each gather.
+struct MeshOfGathers {
+  std::string mesh;            // c10d name of its group
+  bool is_replicated = false;  // its ranks hold the same rows
+};
+
+/// The number of the groups that were found for a DTensor, `spec` the number of its spec.
+struct GroupsOfSpec {
+  int64_t spec = 0;  // 0: none
+  int64_t groups = 0;
 };
 
 /// The rows [row_offset, row_offset + rows) of a logical tensor, where that lies in the full one,

@@ -170,10 +170,19 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void adopt(std::string_view group);
   /// The same with all groups.
   void adopt(const Groups& groups);
+  /// This is `other`, moved: the share that it was, agreed on with the same ranks.
+  void adopt_groups_of(const QuantizedBuffer& other) {
+    placement_.adopt_groups_of(other.placement_);
+  }
   void set_replicas(std::string_view group) { placement_.set_replicas(group); }
   /// From the next flush of all of them on; what is shown until then stands.
   void share_scale(const ScaleGroup& group);
   void set_rounding_key(int64_t key) { scaling_state_.set_rounding_key(key); }
+
+  const MeshOfGathers& mesh_of_gathers() const { return mesh_of_gathers_; }
+  void set_mesh_of_gathers(MeshOfGathers mesh) { mesh_of_gathers_ = std::move(mesh); }
+  const GroupsOfSpec& groups_of_spec() const { return groups_of_spec_; }
+  void keep_groups_of_spec(GroupsOfSpec groups) { groups_of_spec_ = groups; }
 
   // -------------------------------------------------------------------------------- gathers
 
@@ -266,6 +275,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   FlushState flush_state_;
   ScalingState scaling_state_;
   LastInputAmax last_input_;
+  MeshOfGathers mesh_of_gathers_;
+  GroupsOfSpec groups_of_spec_;
   /// What gathered tensors are given; replaced, never written.
   at::Tensor grid_snapshot_;
   uint32_t codes_version_ = 0;  // of code_counter(), when last looked at

@@ -11,7 +11,6 @@ import sys
 
 import torch
 from _qshard_hooks import is_quantized, local_of, made_up_steps, tensor_property
-from torch.utils.weak import WeakIdKeyDictionary
 
 # By these names, in this module (`_qshard_checkpoint`), files written earlier find them.
 from qshard.serialization import rebuild_shared, rebuild_tensor
@@ -68,13 +67,6 @@ def plain_values(tensor):
 
 # Weak references to the states by which gradients are rounded (qshard/gradients.py).
 gradient_states = []
-state_of_masters = WeakIdKeyDictionary()
-
-
-def note_state_names(master, names):
-    """Remembers what state the weight has whose master stands for it in a state_dict."""
-    if names:
-        state_of_masters[master] = names
 
 
 def state_names(state_dict):
@@ -92,7 +84,8 @@ def state_names(state_dict):
         if is_gradient_state and local.untyped_storage()._cdata in storages:
             names.add(name)
             continue
-        state = ops._state(local) if is_quantized(local) else state_of_masters.get(value, ())
+        # In a state_dict a weight's master stands for it.
+        state = ops._state(local) if is_quantized(local) else ops._state_names_of_master(local)
         names.update(f"{name}_{part}" for part in state)
     return names
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "dispatch/flush.h"
+#include "dispatch/handed_out_masters.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/streams.h"
@@ -73,6 +74,21 @@ Tensor pre_all_gather(const Tensor& self, c10::string_view group) {
   return buffer->begin_gather(images_to_gather(*buffer->layout().format));
 }
 
+/// The same for FSDP2, which gathers over the group of its mesh, '' for one rank. None if the shard
+/// does not know yet what that mesh is to it: _set_mesh_of_gathers says so, once.
+OptionalTensor gather_over_mesh(const Tensor& self, c10::string_view mesh) {
+  const BufferPtr owner = impl_of(self).buffer()->original();
+  const MeshOfGathers& known = owner->mesh_of_gathers();
+  if (!mesh.empty() && known.mesh != mesh) return std::nullopt;
+  return pre_all_gather(self, known.is_replicated ? "" : mesh);
+}
+
+/// `is_replicated`: the ranks of the mesh hold the same rows.
+void set_mesh_of_gathers(const Tensor& self, c10::string_view mesh, bool is_replicated) {
+  impl_of(self).buffer()->original()->set_mesh_of_gathers(
+      {{mesh.data(), mesh.size()}, is_replicated});
+}
+
 /// The unsharded tensor over the gathered bytes of shard `self`.
 Tensor post_all_gather(const Tensor& self, const Tensor& image, at::ScalarType dtype) {
   PlainGuard guard;
@@ -96,8 +112,31 @@ int64_t groups(c10::string_view shard, const std::vector<std::string>& tensor,
   return register_groups({shard.data(), shard.size()}, tensor, replicas);
 }
 
+/// What _keep_groups_of_spec said of these tensors for these DTensor specs, -1 where it did not.
+std::vector<int64_t> groups_of_specs(at::TensorList self, at::IntArrayRef specs) {
+  TORCH_CHECK(specs.size() == self.size(), "qshard::_groups_of_specs: one spec per tensor");
+  std::vector<int64_t> groups;
+  groups.reserve(self.size());
+  for (size_t i = 0; i < self.size(); ++i) {
+    const GroupsOfSpec& known = buffer_of(self[i]).groups_of_spec();
+    groups.push_back(known.spec == specs[i] ? known.groups : -1);
+  }
+  return groups;
+}
+
+/// The last is kept: nearly every buffer is the local tensor of one DTensor.
+void keep_groups_of_spec(const Tensor& self, int64_t spec, int64_t groups) {
+  buffer_of(self).keep_groups_of_spec({spec, groups});
+}
+
 void set_groups(const Tensor& self, int64_t groups) {
   buffer_of(self).adopt(registered_groups(groups));
+}
+
+/// `self` is what Module.to() and its kin made of the parameter `moved`. Other copies are tensors
+/// of their own.
+void set_groups_of_moved(const Tensor& self, const Tensor& moved) {
+  buffer_of(self).adopt_groups_of(buffer_of(moved));
 }
 
 /// The ranks of `group` hold the same rows and see other activations; "": nobody does.
@@ -182,6 +221,15 @@ c10::Dict<std::string, Tensor> state(const Tensor& self) {
   return result;
 }
 
+/// The names of the state of the weight in whose master this plain tensor lies, if it does.
+std::vector<std::string> state_names_of_master(const Tensor& self) {
+  std::vector<std::string> names;
+  if (const BufferPtr owner = owner_of_master(self)) {
+    for (const auto& [name, tensor] : owner->scaling_state().tensors()) names.push_back(name);
+  }
+  return names;
+}
+
 void set_rounding_key(const Tensor& self, int64_t key) {
   QuantizedBuffer& buffer = buffer_of(self);
   TORCH_CHECK(buffer.scaling_state().rounding.defined() && key >= 0 && key < (int64_t{1} << 62),
@@ -216,10 +264,15 @@ Tensor written_by_rank_op(at::TensorList self, const c10::List<bool>& has_grad, 
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_pre_all_gather", &pre_all_gather);
+  m.impl("_gather_over_mesh", &gather_over_mesh);
+  m.impl("_set_mesh_of_gathers", &set_mesh_of_gathers);
   m.impl("_post_all_gather", &post_all_gather);
   m.impl("_refresh_gathered", &refresh_gathered);
   m.impl("_groups", &groups);
+  m.impl("_groups_of_specs", &groups_of_specs);
+  m.impl("_keep_groups_of_spec", &keep_groups_of_spec);
   m.impl("_set_groups", &set_groups);
+  m.impl("_set_groups_of_moved", &set_groups_of_moved);
   m.impl("_set_replicas", &set_replicas);
   m.impl("_tensor_groups", &tensor_groups);
   m.impl("_logical_tensor", &logical_tensor);
@@ -229,6 +282,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   m.impl("_set_reduction_group", &set_reduction_group);
   m.impl("_flush_after_step", &flush_after_step);
   m.impl("_state", &state);
+  m.impl("_state_names_of_master", &state_names_of_master);
   m.impl("_set_rounding_key", &set_rounding_key);
   m.impl("_mark_written", &mark_written);
   m.impl("_written_by_rank", &written_by_rank_op);

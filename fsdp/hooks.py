@@ -11,6 +11,7 @@ import weakref
 
 import _qshard_debug as debug
 import torch
+from _qshard_library import find_impl, has_key, hook_getter
 from _qshard_placement import groups_of
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -52,6 +53,31 @@ def tensor_property(name):
 
 # ------------------------------------------------------------------------------ reduction groups
 
+
+class Numbers:
+    """A number for each object that torch makes of a mesh, never given twice. Objects are told apart by
+    identity: meshes that compare equal have groups of their own."""
+
+    def __init__(self):
+        self.known = {}  # id of a living object: (its weak reference, its number)
+        self.last = 0
+
+    def of(self, thing):
+        known = self.known.get(id(thing))
+        if known is not None and known[0]() is thing:
+            return known[1]
+        self.last += 1
+        key = id(thing)
+        reference = weakref.ref(thing, lambda gone: self.forget(key, gone))
+        self.known[key] = reference, self.last
+        return self.last
+
+    def forget(self, key, gone):
+        known = self.known.get(key)
+        if known is not None and known[0] is gone:
+            del self.known[key]
+
+
 _mesh_groups = {}
 
 
@@ -65,47 +91,39 @@ def mesh_group(mesh):
     return name
 
 
-_dtensor_groups = {}  # id of a living DTensor: (its weak reference, local tensor, groups)
+_spec_numbers = Numbers()
 
 
-def dtensor_groups(dtensor):
-    """The number of the groups that this DTensor's rank agrees with. Asked of each parameter at each
-    optimizer step: finding them out takes much longer than that. DTensors are told apart by identity:
-    torch hands one spec to many, whose local tensors may be shares of different things."""
-    key, local = id(dtensor), dtensor._local_tensor
-    known = _dtensor_groups.get(key)
-    if known is None or known[1]() is not local:
-        reference = weakref.ref(dtensor, lambda _: _dtensor_groups.pop(key, None))
-        groups = groups_of(dtensor.device_mesh, dtensor.placements, dtensor.shape, local)
-        known = _dtensor_groups[key] = reference, weakref.ref(local), groups
-    return known[2]
+def dtensor_groups(dtensors):
+    """Of each DTensor the number of the groups that its rank agrees with. Asked of all parameters at each
+    optimizer step: finding them out takes much longer than that, so the local tensor's buffer keeps the
+    number, beside that of the spec that it was found for."""
+    local_tensors = [dtensor._local_tensor for dtensor in dtensors]
+    specs = [_spec_numbers.of(dtensor._spec) for dtensor in dtensors]
+    groups = ops._groups_of_specs(local_tensors, specs)
+    if -1 in groups:
+        for i, (dtensor, local) in enumerate(zip(dtensors, local_tensors)):
+            if groups[i] == -1:
+                groups[i] = groups_of(dtensor.device_mesh, dtensor.placements, dtensor.shape, local)
+                ops._keep_groups_of_spec(local, specs[i], groups[i])
+    return groups
 
 
 # -------------------------------------------------------------------------------- FSDP2's hooks
 
+find_impl((torch.empty(0), torch.empty(0, device="meta"), torch.nn.Parameter(torch.empty(0))))
+
 # What the operator packets call, without their Python part: these two run per parameter and gather.
-pre_all_gather = getattr(ops._pre_all_gather, "_op", ops._pre_all_gather)
+gather_over_mesh = getattr(ops._gather_over_mesh, "_op", ops._gather_over_mesh)
 refresh_gathered = getattr(ops._refresh_gathered, "_op", ops._refresh_gathered)
 
 
 def hook_property(hook):
-    """Installs the class `hook` as torch.Tensor.<its name>: one object per shard, kept. FSDP2 looks
-    hooks up two to five times per parameter and gather, and asking for a tensor's keys is the slow
-    part: of plain parameters, too, the answer is kept."""
-    known = {}  # id of a living tensor: (its weak reference, its hook or None)
-
-    def look_up(tensor):
-        key = id(tensor)
-        reference = weakref.ref(tensor, lambda _: known.pop(key, None))
-        found = known[key] = reference, hook(reference) if is_quantized(tensor) else None
-        return found
-
-    def get(tensor):
-        _, found = known.get(id(tensor)) or look_up(tensor)
-        if found is None:
-            raise AttributeError(hook.name)
-        return found
-
+    """Installs the class `hook` as torch.Tensor.<its name>, which quantized tensors alone have: an
+    instance with that `shard`. FSDP2 looks hooks up some seven times per parameter and gather. Nothing
+    is kept of the tensors that it asks: a weak reference would forbid torch.utils.swap_tensors, and so
+    Module.to()."""
+    get = hook_getter((hook, hook.name, *_TENSOR_TYPES))
     setattr(torch.Tensor, hook.name, property(get))
     return hook
 
@@ -118,22 +136,24 @@ class PreAllGather:
     __signature__ = inspect.Signature(
         [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     )
-    __slots__ = ("shard", "mesh", "group")
-
-    def __init__(self, shard):
-        self.shard = shard  # a weak reference
-        self.mesh = None
+    __slots__ = ("shard",)
 
     def __call__(self, mesh):
-        if mesh is not self.mesh:
-            is_cut = not is_replicated(sys._getframe(1).f_locals.get("self"))
-            self.mesh, self.group = mesh, mesh_group(mesh) if is_cut else ""
+        group = mesh_group(mesh)
         if debug.is_on:
-            shard = self.shard()
-            ops._set_reduction_group(shard, self.group)
-            fsdp_param = sys._getframe(1).f_locals.get("self")
-            debug.check_written([shard], [debug.name_of_gathered(fsdp_param, shard)], [False])
-        return (pre_all_gather(self.shard(), self.group),), None
+            self.check_written(sys._getframe(1).f_locals.get("self"), group)
+        image = gather_over_mesh(self.shard, group)
+        if image is None:
+            is_copied = is_replicated(sys._getframe(1).f_locals.get("self"))
+            ops._set_mesh_of_gathers(self.shard, group, is_copied)
+            image = gather_over_mesh(self.shard, group)
+        return (image,), None
+
+    def check_written(self, fsdp_param, group):
+        ops._set_reduction_group(self.shard, "" if is_replicated(fsdp_param) else group)
+        debug.check_written(
+            [self.shard], [debug.name_of_gathered(fsdp_param, self.shard)], [False]
+        )
 
 
 @hook_property
@@ -141,16 +161,13 @@ class PostAllGather:
     name = "fsdp_post_all_gather"
     __slots__ = ("shard",)
 
-    def __init__(self, shard):
-        self.shard = shard
-
     def __call__(self, outputs, metadata, param_dtype, *, out=None):
         (image,) = outputs
         if out is not None:
-            refresh_gathered(self.shard(), image, local_of(out))
+            refresh_gathered(self.shard, image, local_of(out))
             return None
         refuse_unsupported(sys._getframe(1).f_locals.get("self"))
-        return ops._post_all_gather(self.shard(), image, param_dtype), ()
+        return ops._post_all_gather(self.shard, image, param_dtype), ()
 
 
 def is_replicated(fsdp_param):
@@ -234,40 +251,46 @@ def flush_after_step(optimizer, taken):
     same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
     has a gradient was written: optimizers that write through addresses tell nobody. A parameter whose
     step was taken within this one makes no other; if it was written since, it is quantized."""
-    first, again = ([], [], []), ([], [], [])
+    first, again = [], []
     if debug.is_on:
         check_written_in_step(optimizer)
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             local = local_of(param)
-            if is_quantized(local):
-                is_first = id(param) not in taken
-                shards, groups, has_grad = first if is_first else again
-                shards.append(local)
-                groups.append(0 if local is param else dtensor_groups(param))
-                has_grad.append(is_first and param.grad is not None)
-    if first[0]:
+            if type(local) in _TENSOR_TYPES and has_key(local):
+                (again if id(param) in taken else first).append((param, local))
+    if first:
         # GradScaler gives it to fused optimizers, which then change nothing.
         found_inf = getattr(optimizer, "found_inf", None)
-        ops._flush_after_step(*first, found_inf, not made_up_steps)
-    if again[0]:
-        ops._flush_after_step(*again, None, False)
+        has_grad = [param.grad is not None for param, _ in first]
+        ops._flush_after_step(*with_groups(first), has_grad, found_inf, not made_up_steps)
+    if again:
+        ops._flush_after_step(*with_groups(again), [False] * len(again), None, False)
+
+
+def with_groups(params):
+    """The local tensors, and the numbers of their groups, 0 for what is no DTensor."""
+    groups = iter(dtensor_groups([param for param, local in params if local is not param]))
+    return [local for _, local in params], [
+        0 if local is param else next(groups) for param, local in params
+    ]
 
 
 def check_written_in_step(optimizer):
     """Compares all parameters, whatever gradients this rank has: as flush_after_step() does."""
-    shards, names, has_grad = [], [], []
+    params, names = [], []
     for number, param_group in enumerate(optimizer.param_groups):
         named = debug.names_in_optimizer(param_group, number)
         for param, name in zip(param_group["params"], named):
             local = local_of(param)
             if is_quantized(local):
-                if local is not param:
-                    ops._set_groups(local, dtensor_groups(param))
-                shards.append(local)
+                params.append((param, local))
                 names.append(name)
-                has_grad.append(param.grad is not None)
-    debug.check_written(shards, names, has_grad)
+    shards, groups = with_groups(params)
+    for shard, number in zip(shards, groups):
+        if number:
+            ops._set_groups(shard, number)
+    debug.check_written(shards, names, [param.grad is not None for param, _ in params])
 
 
 # Called with an optimizer after its step, and the ids of the parameters whose step was taken within it.

@@ -191,10 +191,15 @@ TORCH_LIBRARY(qshard, m) {
 
   // FSDP2 and checkpoints, implemented in fsdp/.
   m.def("_pre_all_gather(Tensor self, str group) -> Tensor");
+  m.def("_gather_over_mesh(Tensor self, str mesh) -> Tensor?");
+  m.def("_set_mesh_of_gathers(Tensor self, str mesh, bool is_replicated) -> ()");
   m.def("_post_all_gather(Tensor self, Tensor image, ScalarType dtype) -> Tensor");
   m.def("_refresh_gathered(Tensor self, Tensor image, Tensor unsharded) -> ()");
   m.def("_groups(str shard, str[] tensor, str[] replicas) -> int");
+  m.def("_groups_of_specs(Tensor[] self, int[] specs) -> int[]");
+  m.def("_keep_groups_of_spec(Tensor self, int spec, int groups) -> ()");
   m.def("_set_groups(Tensor self, int groups) -> ()");
+  m.def("_set_groups_of_moved(Tensor self, Tensor moved) -> ()");
   m.def("_set_replicas(Tensor self, str group) -> ()");
   m.def("_tensor_groups(Tensor self) -> str[]");
   m.def("_logical_tensor(Tensor self) -> int[]");
@@ -208,6 +213,7 @@ TORCH_LIBRARY(qshard, m) {
       "_flush_after_step(Tensor[] self, int[] groups, bool[] has_grad, Tensor? found_inf, "
       "bool is_step=True) -> ()");
   m.def("_state(Tensor self) -> Dict(str, Tensor)");
+  m.def("_state_names_of_master(Tensor self) -> str[]");
   m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");
   m.def("_written_by_rank(Tensor[] self, bool[] has_grad, int rank, int world) -> Tensor");

@@ -27,11 +27,15 @@ class _KeepQuantized:
     def __call__(self, tensor):
         result = self.fn(tensor)
         local, result_local = local_of(tensor), local_of(result)
-        if not is_quantized(local) or is_quantized(result_local):
+        if not is_quantized(local) or result is tensor:
             return result
-        _check_dtype("a parameter", result.dtype)
-        copied = ops._copy_to(local.detach(), result.dtype, result.device)
-        return copied if local is tensor else with_local(copied, tensor)
+        if not is_quantized(result_local):
+            _check_dtype("a parameter", result.dtype)
+            result_local = ops._copy_to(local.detach(), result.dtype, result.device)
+            result = result_local if local is tensor else with_local(result_local, tensor)
+        if result_local.shape == local.shape:
+            ops._set_groups_of_moved(result_local.detach(), local.detach())
+        return result
 
 
 @functools.wraps(_apply)

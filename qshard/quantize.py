@@ -206,7 +206,7 @@ def flush(model: torch_nn.Module) -> None:
     for param in model.parameters():
         local = local_of(param)
         if _is_quantized_local(local) and not local.is_meta:
-            groups = dtensor_groups(param) if local is not param else 0
+            groups = dtensor_groups([param])[0] if local is not param else 0
             if groups:  # without, it keeps what it knows
                 ops._set_groups(local, groups)
             shards.append(local)

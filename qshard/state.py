@@ -9,7 +9,6 @@ may give the weight other ones.
 import hashlib
 
 import torch
-from _qshard_checkpoint import note_state_names
 from _qshard_hooks import is_quantized, local_of
 
 from qshard.nn.base import Initialized
@@ -60,7 +59,6 @@ def _put_masters(module, state_dict, prefix, local_metadata):
             continue  # keep_vars=True asks for the parameters themselves
         master = ops.master(value)
         if master is not None:
-            note_state_names(master, tuple(ops._state(value)))
             state_dict[prefix + name] = master
 
 

@@ -138,6 +138,7 @@ BUDGETS_S = {
     "test_fused_adamw": 45,
     "test_install": 45,
     "test_loading": 60,
+    "test_moves_sharded": 60,
     "test_gradient_reduction": 75,
     "test_gradient_special_values": 45,
     "test_kernels_reference": 60,
