@@ -217,12 +217,34 @@ def takes_part_of_steps(optimizer):
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
+def optimizers_on_the_stack():
+    """Those whose step this thread is in. What calls the hooks is a function in the file of
+    torch.optim.Optimizer (profile_hook_step), compiled or not."""
+    frame, found = sys._getframe(), []
+    while frame is not None:
+        if frame.f_code.co_filename == _OPTIMIZER_FILE:
+            found.extend(
+                value
+                for value in frame.f_locals.values()
+                if isinstance(value, torch.optim.Optimizer)
+            )
+        frame = frame.f_back
+    return found
+
+
+_OPTIMIZER_FILE = register_optimizer_step_post_hook.__code__.co_filename
+
+
 # What torch.optim marks its own such methods with: torch.compile traces neither these nor what they call.
 @torch._disable_dynamo
 def begin_step(optimizer, args, kwargs):
-    # A step that failed left its entry here.
-    others = [step for step in under_way.steps if step[0]() not in (None, optimizer)]
-    under_way.steps = [*others, [weakref.ref(optimizer), set()]]
+    if under_way.steps:
+        # One that raised has left its entry, since nothing is called after it.
+        others = [other for other in optimizers_on_the_stack() if other is not optimizer]
+        under_way.steps = [
+            step for step in under_way.steps if any(step[0]() is other for other in others)
+        ]
+    under_way.steps = [*under_way.steps, [weakref.ref(optimizer), set()]]
     ops._set_in_step(True)
 
 

@@ -366,3 +366,29 @@ def zero_with_buckets():
 def test_zero_with_buckets_is_refused(world):
     for error in world.run(zero_with_buckets):
         assert "parameters_as_bucket_view" in error
+
+
+def step_after_one_that_raised():
+    model = DistributedDataParallel(build("float8_blockwise"))
+    failed = zero(model)
+
+    def closure():
+        raise ValueError("of the closure")
+
+    with pytest.raises(ValueError, match="of the closure") as kept:
+        failed.step(closure)
+    other = qshard.quantize_(nn.Linear(32, 32).to(device()), qshard.Float8BlockScaling())
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    before = ops.codes(other.weight.detach()).float()
+    other(torch.ones(4, 32, device=device())).sum().backward()
+    optimizer.step()
+    assert kept.value.__traceback__ is not None and failed.param_groups  # they are still there
+    assert not torch.equal(ops.codes(other.weight.detach()).float(), before)
+    # Those that are under way are told from it: each rank steps some parameters, and all flush.
+    train_ddp(model, 1, failed)
+    check_is_same_on_all_ranks(model)
+
+
+@on_worlds(2)
+def test_others_are_flushed_after_a_zero_step_that_raised(world):
+    world.run(step_after_one_that_raised)
