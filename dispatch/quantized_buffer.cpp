@@ -247,7 +247,8 @@ void QuantizedBuffer::note_codes() {
 }
 
 void QuantizedBuffer::notice_written_codes() {
-  if (flush_state_.notice_other_memory()) grid_snapshot_.reset();
+  const bool may_be_other = flush_state_.was_written_unseen();  // inline: each gather asks
+  if (may_be_other && flush_state_.notice_other_memory()) grid_snapshot_.reset();
   const uint32_t noted = codes_version_;
   note_codes();
   if (codes_version_ == noted) return;

@@ -243,15 +243,20 @@ EFFECTS = (
     "_flush_after_step",
     "_mark_written",  # whether a flush is due
     "_pre_all_gather",  # it flushes, and begins a gather, which one of the next two ends
+    "_gather_over_mesh",
     "_post_all_gather",
     "_refresh_gathered",
     "_set_groups",  # whom the next flush agrees with
     "_set_reduction_group",
+    "_set_groups_of_moved",
     "_set_replicas",
+    "_set_mesh_of_gathers",
+    "_keep_groups_of_spec",
     "_share_tensor_scale",
     "_set_rounding_key",  # how the next flush rounds
     "_set_in_step",  # of the process
     "_set_fallback_tracing",
+    "_finish_loading",
 )
 
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import qshard
 
 # What returns a value, and is more than that.
-EFFECTS_WITH_A_VALUE = {"_pre_all_gather", "_post_all_gather"}
+EFFECTS_WITH_A_VALUE = {"_pre_all_gather", "_gather_over_mesh", "_post_all_gather"}
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -55,7 +55,9 @@ def test_each_operator_has_a_result_or_declares_what_it_does(schema):
         assert is_effect, "compilers remove what returns nothing and writes nothing"
     else:
         assert is_effect == (name in EFFECTS_WITH_A_VALUE)
-        assert is_effect or not name.startswith(("_set", "_mark", "_share_t", "flush", "_flush", "_refresh"))
+        assert is_effect or not name.startswith(
+            ("_set", "_keep_g", "_mark", "_share_t", "flush", "_flush", "_refresh")
+        )
 
 
 # ------------------------------------------------------------------------------------ traced
