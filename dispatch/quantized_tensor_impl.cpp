@@ -110,14 +110,23 @@ bool is_quantized(const at::Tensor& tensor) {
   return has_key(tensor) && typeid(*tensor.unsafeGetTensorImpl()) == typeid(QuantizedTensorImpl);
 }
 
-QuantizedTensorImpl& impl_of(const at::Tensor& tensor) {
-  auto* impl = tensor.unsafeGetTensorImpl();
+namespace {
+
+[[noreturn]] void refuse_other(const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(has_key(tensor), "qshard: expected a quantized tensor, got ", describe(tensor));
   TORCH_CHECK(
-      typeid(*impl) == typeid(QuantizedTensorImpl),
+      false,
       fmt::format("qshard: a tensor carries the quantized dispatch key ({}) but is not a quantized "
                   "tensor; a compiler or another library reinterpreted one. Under "
                   "torch.compile use qshard.nn.Linear",
                   c10::toString(kKey)));
+}
+
+}  // namespace
+
+QuantizedTensorImpl& impl_of(const at::Tensor& tensor) {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  if (typeid(*impl) != typeid(QuantizedTensorImpl)) refuse_other(tensor);
   return static_cast<QuantizedTensorImpl&>(*impl);
 }
 
@@ -254,6 +263,15 @@ void bump_and_mark_written(const at::Tensor& self) {
 }
 
 std::string describe(const at::Tensor& self) {
+  if (!is_quantized(self)) {
+    const bool is_strided = self.layout() == at::kStrided && !self.is_nested();
+    return fmt::format("plain {}{}{} on {}",
+                       !is_strided            ? c10::str(self.layout(), " ")
+                       : self.is_contiguous() ? "contiguous "
+                                              : "not contiguous ",
+                       c10::toString(self.scalar_type()),
+                       self.is_nested() ? "" : c10::str(self.sym_sizes()), self.device().str());
+  }
   const QuantizedBuffer& buffer = buffer_of(self);
   return fmt::format("{} {}[{}] on {}", buffer.layout().format->name, c10::toString(buffer.dtype()),
                      fmt::join(self.sizes(), ", "), buffer.device().str());

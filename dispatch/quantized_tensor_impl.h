@@ -99,7 +99,8 @@ at::Tensor value_of(const at::Tensor& self);
 at::Tensor value_copy(const at::Tensor& self,
                       at::MemoryFormat format = at::MemoryFormat::Contiguous);
 
-/// "float8_blockwise float32[128, 256] on cpu", for error messages.
+/// "float8_blockwise float32[128, 256] on cpu", or of a plain tensor "plain not contiguous Float[4]
+/// on cpu", for error messages.
 std::string describe(const at::Tensor& self);
 
 /// After a kernel below ADInplaceOrView wrote `self`: bumps its version, and its buffer counts as

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "dispatch/quantized_tensor_impl.h"
 #include "kernels/activation_message.h"
 #include "kernels/block_scaled_operand.h"
+#include "kernels/checked_sizes.h"
 #include "kernels/current_stream.h"
 #include "kernels/linear_amax.h"
 #include "kernels/value_dtype.h"
@@ -25,7 +27,8 @@ struct Tokens {
         (format.scales_in_grid() || has_row_scales()) && size.size() >= 2,
         fmt::format("{}: needs a format of one-byte codes and tokens (..., K), got {} and {}", op,
                     format.name, size));
-    rows = c10::multiply_integers(size.slice(0, size.size() - 1));
+    checked_product(op, "size", {size.data(), size.size()});
+    rows = checked_product(op, "size", {size.data(), size.size() - 1});
     cols = size.back();
   }
 
@@ -72,9 +75,9 @@ Tensor encode_activation_op(const Tensor& self, c10::string_view format, bool is
     return quantized_rows(values, tokens.format, nullptr).image.view(-1);
   }
   EncodeActivationTask task{tokens.message(is_gradient)};
-  TORCH_CHECK(!task.message.has_one_scale || (amax.numel() == 1 && amax.device() == self.device()),
-              op, ": needs the amax of all ranks on ", self.device(), ", got ", amax.sizes(),
-              " on ", amax.device());
+  TORCH_CHECK(!task.message.has_one_scale ||
+                  (amax.numel() == 1 && amax.scalar_type() == at::kFloat && !has_key(amax)),
+              op, ": needs the amax of all ranks, one float32, got ", describe(amax));
   task.values = values.const_data_ptr();
   task.value_dtype = value_dtype(values.scalar_type());
   if (task.message.has_one_scale) task.amax = amax.const_data_ptr<float>();
@@ -88,6 +91,9 @@ Tensor decode_activations_op(const Tensor& messages, c10::string_view format, bo
                              at::IntArrayRef size, int64_t dim, at::ScalarType dtype) {
   const char* op = "qshard::_decode_activations";
   const Tokens tokens(op, format, size);
+  TORCH_CHECK_TYPE(is_value_dtype(dtype),
+                   fmt::format("{}: dtype must be float32, bfloat16 or float16, got {}", op,
+                               c10::toString(dtype)));
   const auto last = static_cast<int64_t>(size.size()) - 1;
   const int64_t bytes = tokens.bytes();
   TORCH_CHECK(dim >= 0 && dim < last && messages.scalar_type() == at::kByte &&
@@ -97,9 +103,13 @@ Tensor decode_activations_op(const Tensor& messages, c10::string_view format, bo
                           "together along one of their first {} dimensions, got {} bytes and {}",
                           op, bytes, size, last, messages.numel(), dim));
   const int64_t ranks = messages.numel() / bytes;
+  checked_product(op, "size of all ranks", {ranks, tokens.rows, tokens.cols});
+  checked_product(op, "size of all ranks", {ranks, size[dim]});
   auto whole = size.vec();
   whole[dim] *= ranks;
   const c10::OptionalDeviceGuard guard(messages.device());
+  const auto options = messages.options().dtype(dtype);
+  if (tokens.rows == 0 || tokens.cols == 0) return at::empty(whole, options);
   if (tokens.has_row_scales()) {
     const Layout layout = tokens.layout(ranks);
     RowImage rows{layout, messages.view({layout.rows, layout.row_bytes()}), Tensor()};
@@ -110,7 +120,7 @@ Tensor decode_activations_op(const Tensor& messages, c10::string_view format, bo
   task.messages = messages.const_data_ptr<uint8_t>();
   task.ranks = ranks;
   task.inner = c10::multiply_integers(size.slice(dim, last - dim));
-  Tensor out = at::empty(whole, messages.options().dtype(dtype));
+  Tensor out = at::empty(whole, options);
   task.values = out.mutable_data_ptr();
   task.value_dtype = value_dtype(dtype);
   decode_activations(task, current_stream(messages.device()));

@@ -7,17 +7,15 @@
 
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "kernels/checked_sizes.h"
 #include "kernels/scaling_state.h"
 #include "kernels/whole_layout.h"
+#include "ops/ops.h"
 
 namespace qshard {
 namespace {
 
 using at::Tensor;
-
-const Format& format_named(c10::string_view name) {
-  return find_format({name.data(), name.size()});
-}
 
 /// What a plain weight is scaled by: delayed scaling's state, amaxes that somebody knows, or the
 /// amaxes of its values.
@@ -64,7 +62,7 @@ Layout checked_layout(const Tensor& weight, const Format& format, const char* op
                     fmt::format("{}: {} rounds what optimizer steps make, and a weight that stays "
                                 "plain is not rounded; use nearest rounding",
                                 op, format.name));
-  const Layout layout = whole_layout(format, weight.size(0), weight.size(1));
+  const Layout layout = checked_sizes(op, whole_layout(format, weight.size(0), weight.size(1)));
   TORCH_CHECK_VALUE(
       layout.fits(),
       fmt::format("{}: {} needs a multiple of {} rows, got a weight of shape {}", op, format.name,
@@ -120,7 +118,7 @@ Tensor quantize_for_uses(const Tensor& weight, c10::string_view format,
                          const std::vector<Tensor>& state) {
   PlainGuard guard;
   const char* const op = "qshard::_quantize_for_uses";
-  const Layout layout = checked_layout(weight, format_named(format), op);
+  const Layout layout = checked_layout(weight, checked_format(format, op), op);
   const UseScaling scaling(layout, state, weight.device(), op);
   c10::OptionalDeviceGuard device_guard(weight.device());
   const auto dtype = weight.scalar_type();
@@ -138,11 +136,15 @@ void update_delayed_op(const Tensor& amax, const std::vector<std::string>& forma
                        const std::optional<Tensor>& found_inf) {
   PlainGuard guard;
   const auto count = static_cast<int64_t>(formats.size());
+  const char* const op = "qshard::_update_delayed";
   constexpr int64_t kWords = 1 + kActivationRows;
   TORCH_CHECK_VALUE(amax_history.size() == formats.size() &&
                         scaling_amax.size() == formats.size() && amax.scalar_type() == at::kFloat &&
                         amax.is_contiguous() && amax.numel() == count * kWords,
-                    "qshard::_update_delayed: needs two state tensors and three amaxes per weight");
+                    op, ": needs two state tensors and three float32 amaxes per weight");
+  TORCH_CHECK_VALUE(!found_inf || found_inf->numel() == 1,
+                    fmt::format("{}: found_inf must be one number, got {}", op,
+                                found_inf ? describe(*found_inf) : ""));
   if (count == 0) return;
   c10::OptionalDeviceGuard device_guard(amax.device());
   // Kernels that write state have it and the amaxes side by side.
@@ -152,14 +154,18 @@ void update_delayed_op(const Tensor& amax, const std::vector<std::string>& forma
   std::vector<StateTask> tasks;
   for (int64_t i = 0; i < count; ++i) {
     StateTask task;
-    task.layout = whole_layout(format_named(formats[i]), 1, 1);
-    const int64_t length = task.layout.format->amax_history.length;
+    task.layout = whole_layout(checked_format(formats[i], op), 1, 1);
+    const Format& format = *task.layout.format;
+    const int64_t length = format.amax_history.length;
+    const auto is_state = [&](const Tensor& tensor, int64_t of_row) {
+      return tensor.scalar_type() == at::kFloat && tensor.numel() == kWords * of_row &&
+             tensor.is_contiguous() && tensor.device() == amax.device();
+    };
     TORCH_CHECK_VALUE(
-        length > 0 && amax_history[i].numel() == kWords * length &&
-            scaling_amax[i].numel() == kWords * kScalingAmaxes && amax_history[i].is_contiguous() &&
-            scaling_amax[i].is_contiguous() && amax_history[i].device() == amax.device() &&
-            scaling_amax[i].device() == amax.device(),
-        fmt::format("qshard::_update_delayed: this is not the state of a {} weight", formats[i]));
+        length > 0 && is_state(amax_history[i], length) &&
+            is_state(scaling_amax[i], kScalingAmaxes),
+        fmt::format("{}: this is not the state of a {} weight on {}: {} and {}", op, format.name,
+                    amax.device().str(), describe(amax_history[i]), describe(scaling_amax[i])));
     task.value_dtype = value_dtype(value_type);
     task.amax = first + i;
     task.words = activations.mutable_data_ptr<float>() + i * kActivationRows;

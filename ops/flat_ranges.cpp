@@ -9,8 +9,10 @@
 
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "kernels/checked_sizes.h"
 #include "kernels/quantize.h"
 #include "kernels/whole_layout.h"
+#include "ops/ops.h"
 
 namespace qshard {
 namespace {
@@ -26,84 +28,82 @@ struct FlatRange {
   int64_t start;
 };
 
-std::vector<FlatRange> ranges_of(const std::vector<std::string>& formats,
+std::vector<FlatRange> ranges_of(const char* op, const std::vector<std::string>& formats,
                                  at::IntArrayRef geometry) {
   TORCH_CHECK_VALUE(geometry.size() == kGeometry * formats.size(),
-                    fmt::format("qshard: {} ranges have {} numbers of rows, columns and start",
+                    fmt::format("{}: {} ranges have {} numbers of rows, columns and start", op,
                                 formats.size(), geometry.size()));
   std::vector<FlatRange> ranges;
   for (size_t i = 0; i < formats.size(); ++i) {
     const int64_t rows = geometry[kGeometry * i], cols = geometry[kGeometry * i + 1];
-    const Layout weight = whole_layout(find_format(formats[i]), rows, cols);
+    const Layout weight =
+        checked_sizes(op, whole_layout(checked_format(formats[i], op), rows, cols));
     TORCH_CHECK_VALUE(
         weight.format->scales_in_grid() && weight.format->code_bits == 8 && rows > 0 && cols > 0,
-        fmt::format("qshard: ranges of a {} weight of shape ({}, {}) cannot be quantized: its "
+        fmt::format("{}: ranges of a {} weight of shape ({}, {}) cannot be quantized: its "
                     "scales lie in the rows, or it is empty",
-                    weight.format->name, rows, cols));
+                    op, weight.format->name, rows, cols));
     ranges.push_back({weight, geometry[kGeometry * i + 2]});
   }
   return ranges;
 }
 
-int64_t grid_numel(const std::vector<FlatRange>& ranges) {
+int64_t grid_numel(const char* op, const std::vector<FlatRange>& ranges) {
   int64_t numel = 0;
-  for (const auto& range : ranges) numel += range.weight.grid_numel();
+  for (const auto& range : ranges) {
+    numel += range.weight.grid_numel();
+    checked_product(op, "geometry", {numel});
+  }
   return numel;
 }
 
-void check_count(at::TensorList tensors, const std::vector<FlatRange>& ranges, const char* what) {
+void check_count(const char* op, at::TensorList tensors, const std::vector<FlatRange>& ranges,
+                 const char* what) {
   TORCH_CHECK_VALUE(
       tensors.size() == ranges.size(),
-      fmt::format("qshard: {} ranges, and {} tensors of {}", ranges.size(), tensors.size(), what));
+      fmt::format("{}: {} ranges, and {} tensors of {}", op, ranges.size(), tensors.size(), what));
 }
 
-void check_values(at::TensorList values, const std::vector<FlatRange>& ranges) {
-  check_count(values, ranges, "values");
+void check_values(const char* op, at::TensorList values, const std::vector<FlatRange>& ranges) {
+  check_count(op, values, ranges, "values");
   for (size_t i = 0; i < values.size(); ++i) {
     const Tensor& range = values[i];
     TORCH_CHECK_TYPE(
         !has_key(range) && range.is_contiguous() && is_value_dtype(range.scalar_type()),
-        fmt::format("qshard: a range must be plain, contiguous float32, bfloat16 or float16, got "
-                    "{}",
-                    c10::toString(range.scalar_type())));
+        fmt::format("{}: a range must be plain, contiguous float32, bfloat16 or float16, got {}",
+                    op, describe(range)));
     const auto& [weight, start] = ranges[i];
-    TORCH_CHECK_VALUE(start >= 0 && start + range.numel() <= weight.rows * weight.cols,
-                      fmt::format("qshard: elements [{}, {}) do not lie within a weight of shape "
+    TORCH_CHECK_VALUE(lies_within(start, range.numel(), weight.rows * weight.cols),
+                      fmt::format("{}: {} elements from {} on do not lie within a weight of shape "
                                   "({}, {})",
-                                  start, start + range.numel(), weight.rows, weight.cols));
-    TORCH_CHECK_VALUE(range.device() == values[0].device(),
-                      fmt::format("qshard: ranges on {} and {} in one call",
-                                  values[0].device().str(), range.device().str()));
+                                  op, range.numel(), start, weight.rows, weight.cols));
   }
 }
 
-void check_scales(at::TensorList scales, const std::vector<FlatRange>& ranges,
-                  at::TensorList values) {
-  check_count(scales, ranges, "scales");
+void check_scales(const char* op, at::TensorList scales, const std::vector<FlatRange>& ranges) {
+  check_count(op, scales, ranges, "scales");
   for (size_t i = 0; i < scales.size(); ++i) {
     const auto& weight = ranges[i].weight;
     TORCH_CHECK_VALUE(
         scales[i].scalar_type() == at::kFloat && scales[i].is_contiguous() &&
-            scales[i].numel() == weight.grid_numel() && scales[i].device() == values[i].device(),
-        fmt::format("qshard: a {} weight of shape ({}, {}) has {} scales, float32 on "
-                    "the device of its values; got {} of shape {}",
-                    weight.format->name, weight.rows, weight.cols, weight.grid_numel(),
-                    c10::toString(scales[i].scalar_type()), scales[i].sizes().vec()));
+            scales[i].numel() == weight.grid_numel() && !has_key(scales[i]),
+        fmt::format("{}: a {} weight of shape ({}, {}) has {} scales, plain contiguous float32; "
+                    "got {}",
+                    op, weight.format->name, weight.rows, weight.cols, weight.grid_numel(),
+                    describe(scales[i])));
   }
 }
 
-void check_codes(at::TensorList codes, at::TensorList values) {
+void check_codes(const char* op, at::TensorList codes, at::TensorList values) {
   TORCH_CHECK_VALUE(
       codes.size() == values.size(),
-      fmt::format("qshard: codes of {} ranges, and values of {}", codes.size(), values.size()));
+      fmt::format("{}: codes of {} ranges, and values of {}", op, codes.size(), values.size()));
   for (size_t i = 0; i < codes.size(); ++i) {
     TORCH_CHECK_VALUE(
         codes[i].scalar_type() == at::kByte && codes[i].is_contiguous() &&
-            codes[i].numel() == values[i].numel() && codes[i].device() == values[i].device(),
-        fmt::format("qshard: codes of a range must be contiguous uint8 of {} bytes on the device "
-                    "of its values, got {} of shape {}",
-                    values[i].numel(), c10::toString(codes[i].scalar_type()),
-                    codes[i].sizes().vec()));
+            codes[i].numel() == values[i].numel(),
+        fmt::format("{}: codes of a range must be contiguous uint8 of {} bytes, got {}", op,
+                    values[i].numel(), describe(codes[i])));
   }
 }
 
@@ -215,11 +215,12 @@ void run_parts(const std::vector<FlatRange>& ranges, at::TensorList values, at::
 Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& formats,
                       at::IntArrayRef geometry) {
   PlainGuard guard;
-  const auto ranges = ranges_of(formats, geometry);
-  check_values(values, ranges);
+  const char* op = "qshard::_amax_of_ranges";
+  const auto ranges = ranges_of(op, formats, geometry);
+  check_values(op, values, ranges);
   if (ranges.empty()) return at::empty({0}, at::kFloat);
   c10::OptionalDeviceGuard device_guard(values[0].device());
-  const int64_t numel = grid_numel(ranges);
+  const int64_t numel = grid_numel(op, ranges);
   const auto amaxes = at::zeros({kMostParts, numel}, values[0].options().dtype(at::kFloat));
   auto* const first = amaxes.mutable_data_ptr<float>();
   std::vector<QuantizeTask> tasks;
@@ -249,13 +250,15 @@ Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& for
 Tensor scale_inv_of_ranges(const Tensor& amax, const std::vector<std::string>& formats,
                            at::IntArrayRef geometry) {
   PlainGuard guard;
-  const auto ranges = ranges_of(formats, geometry);
-  const int64_t numel = grid_numel(ranges);
+  const char* op = "qshard::_scale_inv_of_ranges";
+  const auto ranges = ranges_of(op, formats, geometry);
+  const int64_t numel = grid_numel(op, ranges);
   std::vector<QuantizeTask> tasks;
-  TORCH_CHECK_TYPE(amax.scalar_type() == at::kFloat && amax.is_contiguous(),
-                   "qshard: amaxes of ranges must be contiguous float32");
+  TORCH_CHECK_TYPE(
+      amax.scalar_type() == at::kFloat && amax.is_contiguous() && !has_key(amax),
+      fmt::format("{}: amaxes must be plain contiguous float32, got {}", op, describe(amax)));
   TORCH_CHECK_VALUE(amax.numel() == numel,
-                    fmt::format("qshard: these {} weights have {} amaxes, got {}", ranges.size(),
+                    fmt::format("{}: these {} weights have {} amaxes, got {}", op, ranges.size(),
                                 numel, amax.numel()));
   c10::OptionalDeviceGuard device_guard(amax.device());
   const auto scale_inv = at::empty_like(amax);
@@ -275,10 +278,11 @@ Tensor scale_inv_of_ranges(const Tensor& amax, const std::vector<std::string>& f
 void quantize_ranges(at::TensorList values, const std::vector<std::string>& formats,
                      at::IntArrayRef geometry, at::TensorList amax, at::TensorList codes) {
   PlainGuard guard;
-  const auto ranges = ranges_of(formats, geometry);
-  check_values(values, ranges);
-  check_scales(amax, ranges, values);
-  check_codes(codes, values);
+  const char* op = "qshard::_quantize_ranges";
+  const auto ranges = ranges_of(op, formats, geometry);
+  check_values(op, values, ranges);
+  check_scales(op, amax, ranges);
+  check_codes(op, codes, values);
   run_parts<QuantizeTask>(
       ranges, values, codes, &quantize,
       [&](QuantizeTask& task, auto& batch, size_t i, const Part& part, const Tensor& out,
@@ -299,10 +303,11 @@ void quantize_ranges(at::TensorList values, const std::vector<std::string>& form
 void dequantize_ranges(at::TensorList codes, const std::vector<std::string>& formats,
                        at::IntArrayRef geometry, at::TensorList scale_inv, at::TensorList values) {
   PlainGuard guard;
-  const auto ranges = ranges_of(formats, geometry);
-  check_values(values, ranges);
-  check_scales(scale_inv, ranges, values);
-  check_codes(codes, values);
+  const char* op = "qshard::_dequantize_ranges";
+  const auto ranges = ranges_of(op, formats, geometry);
+  check_values(op, values, ranges);
+  check_scales(op, scale_inv, ranges);
+  check_codes(op, codes, values);
   run_parts<DequantizeTask>(
       ranges, values, codes, &dequantize,
       [&](DequantizeTask& task, auto& batch, size_t i, const Part& part, const Tensor& in,

@@ -8,6 +8,7 @@
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
+#include "kernels/checked_sizes.h"
 #include "kernels/formats.h"
 #include "ops/ops.h"
 
@@ -54,8 +55,8 @@ std::vector<int64_t> sizes_of(const Tensor& codes, const Format& format,
   }
   const int64_t per_byte = 8 / format.code_bits;
   const int64_t bytes = sizes.back();
-  sizes.back() = columns.value_or(bytes * per_byte);
-  if (sizes.back() < 0 || ceil_div(sizes.back(), per_byte) != bytes) {
+  sizes.back() = columns.value_or(checked_product(kOp, "codes", {bytes, per_byte}));
+  if (!product_fits({sizes.back()}) || ceil_div(sizes.back(), per_byte) != bytes) {
     refuse("{} bytes of codes a row do not hold columns={} of {}", bytes, sizes.back(),
            format.name);
   }

@@ -9,6 +9,7 @@
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
+#include "kernels/checked_sizes.h"
 #include "kernels/formats.h"
 #include "ops/ops.h"
 
@@ -161,7 +162,8 @@ const Format& checked_format(c10::string_view name, const char* op) {
 
 Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,
                  int64_t row_offset, const char* op) {
-  const int64_t rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  const auto leading = sizes.slice(0, sizes.size() - 1);
+  const int64_t rows = checked_product(op, "the shape's rows", {leading.data(), leading.size()});
   const int64_t whole = logical_rows.value_or(rows);
   const Layout layout{.format = &format,
                       .rows = rows,
@@ -169,7 +171,8 @@ Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int6
                       .logical_rows = whole,
                       .matrix_rows = sizes.size() == 2 ? whole : sizes[sizes.size() - 2],
                       .row_offset = row_offset};
-  TORCH_CHECK_VALUE(row_offset >= 0 && row_offset + layout.rows <= layout.logical_rows,
+  checked_sizes(op, layout);
+  TORCH_CHECK_VALUE(lies_within(row_offset, layout.rows, layout.logical_rows),
                     fmt::format("{}: rows [{}, {}) do not lie within logical_rows={}", op,
                                 row_offset, row_offset + layout.rows, layout.logical_rows));
   TORCH_CHECK_VALUE(layout.matrix_rows == 0 || layout.logical_rows % layout.matrix_rows == 0,
@@ -203,8 +206,9 @@ Tensor quantize_placed(const Tensor& self, c10::string_view format_name, bool ke
                     fmt::format("qshard::_quantize_share: {} columns from element {} do not lie "
                                 "within a tensor of {} columns",
                                 layout.cols, share.first_element, share.full_cols));
-  return quantize_rows(self, layout.within_full_tensor(share.first_element, share.full_cols),
-                       keep_master, &groups);
+  const Layout placed = layout.within_full_tensor(share.first_element, share.full_cols);
+  return quantize_rows(self, checked_sizes("qshard::_quantize_share", placed), keep_master,
+                       &groups);
 }
 
 Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {

@@ -3,6 +3,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "kernels/checked_sizes.h"
 #include "kernels/rotary.h"
 #include "kernels/value_dtype.h"
 #include "ops/autograd.h"
@@ -14,11 +19,36 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
+/// Whether elements of these sizes and strides share memory, unless each dimension's stride steps
+/// over all that the smaller ones reach. Symbols whose values are open are not looked at: the
+/// kernel will be given numbers.
+bool may_overlap(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  std::vector<std::pair<int64_t, int64_t>> steps;  // stride, size
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const auto size = sizes[i].maybe_as_int();
+    const auto stride = strides[i].maybe_as_int();
+    if (!size || !stride) return false;
+    if (*size == 0) return false;
+    if (*size > 1) steps.emplace_back(*stride, *size);
+  }
+  std::ranges::sort(steps);
+  int64_t reach = 0;  // of the dimensions so far, from their first to their last element
+  for (const auto& [stride, size] : steps) {
+    if (stride <= reach || !product_fits({stride, size})) return true;
+    reach += stride * (size - 1);
+  }
+  return false;
+}
+
 Tensor empty_result(const Tensor& input, at::OptionalSymIntArrayRef stride) {
   if (!stride) return at::empty_like(input);
   TORCH_CHECK(stride->size() == 4 && (*stride)[3] == 1,
               "qshard::rotary_embedding: stride must have four entries, the last one 1, got ",
               *stride);
+  TORCH_CHECK_VALUE(!may_overlap(input.sym_sizes(), *stride),
+                    "qshard::rotary_embedding: stride=", *stride,
+                    " puts elements of a result of shape ", input.sym_sizes(),
+                    " into the same memory, or is negative");
   return at::empty_strided_symint(input.sym_sizes(), *stride, input.options());
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 
+#include "kernels/checked_sizes.h"
 #include "kernels/rotary.h"
 #include "ops/autograd.h"
 #include "ops/rotary.h"
@@ -22,11 +23,12 @@ struct Heads {
   std::array<int64_t, 3> of_part;
 
   Heads(const char* op, at::IntArrayRef heads) {
-    const bool fits =
-        heads.size() == 3 && std::ranges::all_of(heads, [](int64_t n) { return n > 0; });
+    const bool fits = heads.size() == 3 && std::ranges::all_of(heads, [](int64_t n) {
+                        return n > 0 && n <= kMostElements;
+                      });
     TORCH_CHECK(fits, op,
                 ": heads must be how many of queries, keys and values a group has, each at least "
-                "1; got ",
+                "1 and none more than a tensor can have; got ",
                 heads);
     std::ranges::copy(heads, of_part.begin());
   }
@@ -53,7 +55,10 @@ c10::SymInt check_join(const Parts& parts, const Tensor& cos, const Tensor& sin,
   check_rotary(kJoin, query, cos, sin, dim);
   const c10::SymInt groups = query.sym_size(2) / heads.of_part[0];
   const auto fits = [&](const Tensor& part, int64_t of_group) {
-    if (part.dim() != 4 || has_key(part) || part.sym_size(2) != groups * of_group) return false;
+    if (part.dim() != 4 || has_key(part) || part.sym_size(2) % of_group != 0 ||
+        part.sym_size(2) / of_group != groups) {
+      return false;
+    }
     return part.scalar_type() == query.scalar_type() && part.device() == query.device() &&
            part.sym_size(0) == query.sym_size(0) && part.sym_size(1) == query.sym_size(1) &&
            part.sym_size(3) == query.sym_size(3);

@@ -6,6 +6,7 @@
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/matmul.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "kernels/checked_sizes.h"
 #include "kernels/swiglu.h"
 #include "ops/linear_operands.h"
 
@@ -154,7 +155,8 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
               fmt::format("{}: a gradient of shape {} does not fit a weight of ({}, {})", op, size,
                           codes.rows, codes.cols));
   const int64_t n = codes.rows;
-  const int64_t m = c10::multiply_integers(size.slice(0, size.size() - 1));
+  const int64_t m = checked_product(op, "size", {size.data(), size.size() - 1});
+  checked_product(op, "size", {size.data(), size.size()});
   const auto is_of = [&](const Tensor& bytes, int64_t numel) {
     return bytes.device() == device && is_packed_buffer(bytes, numel, bytes);
   };

@@ -1,0 +1,112 @@
+"""Sizes, offsets and strides that no tensor has: each is refused by an error that names the operator; none
+overflows, and none ends the process."""
+
+import pytest
+import torch
+from forked import refusal
+
+ops = torch.ops.qshard
+FORMAT = "float8_blockwise"
+HUGE = 2**63 - 1
+X = torch.randn(4, 48)
+HEADS = torch.randn(2, 3, 4, 8)
+TABLE = torch.randn(3, 8)
+
+
+def weight(format=FORMAT, rows=64, cols=48, **kwargs):
+    return ops.quantize(torch.randn(rows, cols), format, **kwargs)
+
+
+def ranges(op, start, rows=4, cols=48):
+    """Each operator over ranges of one weight, which begin at `start`."""
+    x, scale, codes = [X[0].clone()], [torch.ones(1, 1)], [torch.zeros(48, dtype=torch.uint8)]
+    format, geometry = ["float8_tensorwise"], [rows, cols, start]
+    return {
+        "_amax_of_ranges": lambda: ops._amax_of_ranges(x, format, geometry),
+        "_quantize_ranges": lambda: ops._quantize_ranges(x, format, geometry, scale, codes),
+        "_dequantize_ranges": lambda: ops._dequantize_ranges(codes, format, geometry, scale, x),
+    }[op]
+
+
+def planes():
+    return torch.zeros(4, 48, dtype=torch.float8_e4m3fn), torch.ones(1, 1), FORMAT
+
+
+SIZES = {
+    "heads": lambda: ops.split_rotary_embedding(HEADS, TABLE, TABLE, [HUGE, HUGE, 2]),
+    "heads of join": lambda: ops.join_rotary_embedding(
+        HEADS, HEADS, HEADS, TABLE, TABLE, [1, HUGE, HUGE]
+    ),
+    "ranges of amaxes": ranges("_amax_of_ranges", HUGE - 5),
+    "ranges quantized": ranges("_quantize_ranges", HUGE - 5),
+    "ranges dequantized": ranges("_dequantize_ranges", HUGE - 5),
+    "ranges of huge weights": ranges("_amax_of_ranges", 0, rows=2**40, cols=2**40),
+    "scales of huge weights": lambda: ops._scale_inv_of_ranges(
+        torch.ones(1), [FORMAT], [2**62, 2**62, 0]
+    ),
+    "quantize": lambda: ops.quantize(X, FORMAT, row_offset=HUGE),
+    "quantize of rows": lambda: ops.quantize(X, FORMAT, logical_rows=HUGE, row_offset=HUGE - 2),
+    "quantize of all rows": lambda: ops.quantize(X, FORMAT, logical_rows=HUGE),
+    "from_planes": lambda: ops.from_planes(*planes(), row_offset=HUGE),
+    "from_planes of columns": lambda: ops.from_planes(*planes(), columns=HUGE),
+    "_quantize_share": lambda: ops._quantize_share(
+        X,
+        FORMAT,
+        keep_master=False,
+        logical_rows=8,
+        row_offset=0,
+        first_element=HUGE - 4,
+        full_cols=HUGE,
+        groups=0,
+    ),
+    "_gradient_message_bytes": lambda: ops._gradient_message_bytes("float8", HUGE),
+    "_gradient_message_bytes of nvfp4": lambda: ops._gradient_message_bytes("nvfp4", 2**62),
+    "quantize_gradients": lambda: ops.quantize_gradients(X, "float8", 2**32, 2**33),
+    "quantize_gradients of a chunk": lambda: ops.quantize_gradients(X, "float8", 1, HUGE),
+    "quantize_gradients of no chunk": lambda: ops.quantize_gradients(X, "float8", -1, -1000),
+    "quantize_gradients on meta": lambda: ops.quantize_gradients(
+        X.to("meta"), "float8", 2**32, 2**33
+    ),
+    "sum_gradients": lambda: ops.sum_gradients(
+        torch.zeros(1, 1, 16, dtype=torch.uint8), "float8", HUGE, torch.zeros(4)
+    ),
+    "_decode_activations": lambda: ops._decode_activations(
+        torch.zeros(16, dtype=torch.uint8), FORMAT, False, [2**32, 2**32, 16], 0, torch.float32
+    ),
+    "_decode_activations of less": lambda: ops._decode_activations(
+        torch.zeros(16, dtype=torch.uint8), FORMAT, False, [-4, -4, 16], 0, torch.float32
+    ),
+    "_decode_activations of no rows": lambda: ops._decode_activations(
+        torch.zeros(64, dtype=torch.uint8),
+        "float8_tensorwise",
+        False,
+        [2**62, 0, 16],
+        0,
+        torch.float32,
+    ),
+    "linear_backward_codes": lambda: ops.linear_backward_codes(
+        *[torch.zeros(16, dtype=torch.uint8)] * 2,
+        [2**32, 2**32, 64],
+        torch.float32,
+        weight(),
+        X,
+        False,
+        True,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_no_tensor_has_are_refused(name):
+    assert "qshard::" in refusal(SIZES[name])
+
+
+def test_overlapping_strides_of_a_result_are_refused():
+    for stride in ([0, 0, 0, 1], [1, 1, 1, 1], [8, 8, 8, 1], [96, 32, 7, 1], [-96, 32, 8, 1]):
+        text = refusal(lambda: ops.rotary_embedding(HEADS, TABLE, TABLE, stride=stride))
+        assert "stride" in text
+    for stride in ([96, 32, 8, 1], [8, 64, 16, 1], [1000, 100, 8, 1]):
+        result = ops.rotary_embedding(HEADS, TABLE, TABLE, stride=stride)
+        assert result.stride() == tuple(stride)
+        assert torch.equal(result, ops.rotary_embedding(HEADS, TABLE, TABLE))
