@@ -8,6 +8,7 @@
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
 #include "fsdp/saved_tensor.h"
+#include "ops/checked_call.h"
 
 namespace qshard {
 namespace {
@@ -150,6 +151,9 @@ Tensor copy_to(const Tensor& self, at::ScalarType dtype, at::Device device) {
                    fmt::format("qshard::_copy_to: a quantized tensor cannot be {}; it can be "
                                "float32, bfloat16 or float16",
                                c10::toString(dtype)));
+  const auto gpus = static_cast<int64_t>(device.is_cuda() && at::hasCUDA() ? at::getNumGPUs() : 0);
+  TORCH_CHECK(!device.is_cuda() || device.index() < gpus, "qshard::_copy_to: there is no device ",
+              device);
   c10::OptionalDeviceGuard device_guard(device.is_meta() ? self.device() : device);
   auto copy = buffer.copy({dtype, device});
   return make_tensor(std::move(copy), self.sizes(), self.strides(), self.storage_offset());
@@ -158,17 +162,17 @@ Tensor copy_to(const Tensor& self, at::ScalarType dtype, at::Device device) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
-  m.impl("_copy_buffer", &copy_buffer);
-  m.impl("_copy_to", &copy_to);
-  m.impl("_export_view", &export_view);
-  m.impl("_is_export", &is_export);
-  m.impl("_has_pending_update", &has_pending_update);
-  m.impl("_shared_planes", &shared_planes);
-  m.impl("_over_shared_planes", &over_shared_planes);
-  m.impl("_pack", &pack);
-  m.impl("_unpack", &unpack);
-  m.impl("_unpack_later", &unpack_later);
-  m.impl("_unpack_into", &unpack_into);
+  implement<"_copy_buffer", &copy_buffer, Takes::kValuesOrMeta>(m);
+  implement<"_copy_to", &copy_to, Takes::kValuesOrMeta>(m);
+  implement<"_export_view", &export_view, Takes::kAnything>(m);
+  implement<"_is_export", &is_export, Takes::kAnything>(m);
+  implement<"_has_pending_update", &has_pending_update, Takes::kAnything>(m);
+  implement<"_shared_planes", &shared_planes, Takes::kValuesOrMeta>(m);
+  implement<"_over_shared_planes", &over_shared_planes, Takes::kAnything>(m);
+  implement<"_pack", &pack, Takes::kValuesOrMeta>(m);
+  implement<"_unpack", &unpack, Takes::kAnything>(m);
+  implement<"_unpack_later", &unpack_later, Takes::kAnything>(m);
+  implement<"_unpack_into", &unpack_into, Takes::kAnything>(m);
 }
 
 }  // namespace qshard

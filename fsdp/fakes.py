@@ -254,6 +254,7 @@ EFFECTS = (
     "_keep_groups_of_spec",
     "_share_tensor_scale",
     "_set_rounding_key",  # how the next flush rounds
+    "_unpack_into",  # a value, which no traced code reads from a file
     "_set_in_step",  # of the process
     "_set_fallback_tracing",
     "_finish_loading",

@@ -15,6 +15,7 @@
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/streams.h"
+#include "ops/checked_call.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -202,6 +203,9 @@ void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::Li
                       const OptionalTensor& found_inf, bool is_step) {
   TORCH_CHECK(groups.size() == self.size() && has_grad.size() == self.size(),
               "qshard::_flush_after_step: one number of groups per tensor");
+  TORCH_CHECK_VALUE(!found_inf || found_inf->numel() == 1,
+                    "qshard::_flush_after_step: found_inf must be one number, got shape ",
+                    found_inf ? found_inf->sizes() : at::IntArrayRef());
   std::vector<BufferPtr> buffers;
   buffers.reserve(self.size());
   for (size_t i = 0; i < self.size(); ++i) {
@@ -263,29 +267,29 @@ Tensor written_by_rank_op(at::TensorList self, const c10::List<bool>& has_grad, 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
-  m.impl("_pre_all_gather", &pre_all_gather);
-  m.impl("_gather_over_mesh", &gather_over_mesh);
-  m.impl("_set_mesh_of_gathers", &set_mesh_of_gathers);
-  m.impl("_post_all_gather", &post_all_gather);
-  m.impl("_refresh_gathered", &refresh_gathered);
-  m.impl("_groups", &groups);
-  m.impl("_groups_of_specs", &groups_of_specs);
-  m.impl("_keep_groups_of_spec", &keep_groups_of_spec);
-  m.impl("_set_groups", &set_groups);
-  m.impl("_set_groups_of_moved", &set_groups_of_moved);
-  m.impl("_set_replicas", &set_replicas);
-  m.impl("_tensor_groups", &tensor_groups);
-  m.impl("_logical_tensor", &logical_tensor);
-  m.impl("_share_tensor_scale", &share_tensor_scale);
-  m.impl("_scale_group", &scale_group);
-  m.impl("_quantize_share", &quantize_share);
-  m.impl("_set_reduction_group", &set_reduction_group);
-  m.impl("_flush_after_step", &flush_after_step);
-  m.impl("_state", &state);
-  m.impl("_state_names_of_master", &state_names_of_master);
-  m.impl("_set_rounding_key", &set_rounding_key);
-  m.impl("_mark_written", &mark_written);
-  m.impl("_written_by_rank", &written_by_rank_op);
+  implement<"_pre_all_gather", &pre_all_gather, Takes::kEachDevice>(m);
+  implement<"_gather_over_mesh", &gather_over_mesh, Takes::kEachDevice>(m);
+  implement<"_set_mesh_of_gathers", &set_mesh_of_gathers, Takes::kAnything>(m);
+  implement<"_post_all_gather", &post_all_gather, Takes::kEachDevice>(m);
+  implement<"_refresh_gathered", &refresh_gathered, Takes::kEachDevice>(m);
+  implement<"_groups", &groups, Takes::kAnything>(m);
+  implement<"_groups_of_specs", &groups_of_specs, Takes::kAnything>(m);
+  implement<"_keep_groups_of_spec", &keep_groups_of_spec, Takes::kAnything>(m);
+  implement<"_set_groups", &set_groups, Takes::kAnything>(m);
+  implement<"_set_groups_of_moved", &set_groups_of_moved, Takes::kAnything>(m);
+  implement<"_set_replicas", &set_replicas, Takes::kAnything>(m);
+  implement<"_tensor_groups", &tensor_groups, Takes::kAnything>(m);
+  implement<"_logical_tensor", &logical_tensor, Takes::kAnything>(m);
+  implement<"_share_tensor_scale", &share_tensor_scale, Takes::kAnything>(m);
+  implement<"_scale_group", &scale_group, Takes::kAnything>(m);
+  implement<"_quantize_share", &quantize_share, Takes::kValuesOrMeta>(m);
+  implement<"_set_reduction_group", &set_reduction_group, Takes::kAnything>(m);
+  implement<"_flush_after_step", &flush_after_step, Takes::kEachDevice>(m);
+  implement<"_state", &state, Takes::kAnything>(m);
+  implement<"_state_names_of_master", &state_names_of_master, Takes::kAnything>(m);
+  implement<"_set_rounding_key", &set_rounding_key, Takes::kAnything>(m);
+  implement<"_mark_written", &mark_written, Takes::kAnything>(m);
+  implement<"_written_by_rank", &written_by_rank_op, Takes::kAnything>(m);
 }
 
 }  // namespace qshard

@@ -86,10 +86,21 @@ LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const
 
 LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
                             WeightState state, WeightUse use, const char* op) {
-  if (!state || has_key(weight)) return linear_weight(weight, op);
+  if (!state || has_key(weight)) {
+    check_format_name(weight, format, op);
+    return linear_weight(weight, op);
+  }
   TORCH_CHECK_VALUE(format,
                     fmt::format("{}: weight_state is given, so format must name the weight's", op));
-  return quantize_for_use(weight, find_format({format->data(), format->size()}), *state, use, op);
+  return quantize_for_use(weight, checked_format(*format, op), *state, use, op);
+}
+
+void check_format_name(const Tensor& weight, std::optional<c10::string_view> format,
+                       const char* op) {
+  if (!format || (is_quantized(weight) && buffer_of(weight).layout().format->name == *format)) {
+    return;
+  }
+  checked_format(*format, op);
 }
 
 WeightUse backward_use(bool needs_input) {
@@ -139,12 +150,12 @@ void check_expected_format(const LinearWeight& weight, std::optional<c10::string
   if (!format) return;
   const Format* actual = weight.codes.format;
   TORCH_CHECK(
-      &find_format({format->data(), format->size()}) == actual,
+      &checked_format(*format, "qshard::linear") == actual,
       fmt::format(
           "qshard::linear: the input was quantized for a {} weight, and the weight is {}; a "
           "compiled module whose weight was replaced needs qshard.quantize_(module, recipe) "
           "for the new format",
-          std::string(*format), actual->name));
+          checked_format(*format, "qshard::linear").name, actual->name));
 }
 
 bool is_packed_buffer(const Tensor& bytes, int64_t numel, const Tensor& beside) {
@@ -158,8 +169,7 @@ Tensor input_gradient_to_add_to(const char* op, const char* name, const Tensor& 
       is_needed && !has_key(gradient) && gradient.is_contiguous() && gradient.sizes() == sizes,
       fmt::format("{}: needs a plain contiguous {} of {}, where the gradient of inputs is "
                   "asked for; got {}",
-                  op, name, sizes, gradient.sizes().vec()));
-  bump_version(gradient);
+                  op, name, sizes, describe(gradient)));
   return as_matrix(gradient);
 }
 
@@ -254,10 +264,9 @@ Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, c
       !has_key(weight_grad) && is_value_dtype(weight_grad.scalar_type()),
       fmt::format("qshard::linear_backward_accumulate: weight_grad must be a plain float32, "
                   "bfloat16 or float16 tensor, got {}",
-                  c10::toString(weight_grad.scalar_type())));
+                  describe(weight_grad)));
   const auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input),
                                    "qshard::linear_backward_accumulate");
-  bump_version(weight_grad);
   return backward_of(grad, used, input,
                      {.input_is_quantized = input_is_quantized,
                       .needs_input = needs_input,
@@ -298,8 +307,8 @@ Tensor transposed_operand(const Tensor& x, bool hadamard) {
   PlainGuard guard;
   TORCH_CHECK(x.dim() == 2 && !has_key(x) && is_value_dtype(x.scalar_type()),
               fmt::format("qshard::_transposed_operand: needs a plain float32, bfloat16 or float16 "
-                          "matrix, got {} of shape {}",
-                          c10::toString(x.scalar_type()), x.sizes().vec()));
+                          "matrix, got {}",
+                          describe(x)));
   c10::OptionalDeviceGuard device_guard(x.device());
   return transposed_values(x, hadamard);
 }
@@ -307,7 +316,7 @@ Tensor transposed_operand(const Tensor& x, bool hadamard) {
 std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
                                              bool rows, bool columns) {
   PlainGuard guard;
-  const Format& found = find_format({format.data(), format.size()});
+  const Format& found = checked_format(format, "qshard::quantize_input");
   const auto codes =
       quantize_input(as_matrix(has_key(input) ? value_of(input) : input), found, {rows, columns});
   return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input)};
@@ -348,6 +357,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
               bool weight_only, std::optional<c10::string_view> format, WeightState weight_state,
               const OptionalTensor& residual, bool) {
   const bool is_dynamic = weight_state.has_value();
+  check_format_name(weight, format, "qshard::linear");
   const Tensor quantized = !is_dynamic && is_quantized_on_use(weight, format)
                                ? quantize(weight, *format, false, std::nullopt, 0)
                                : weight;

@@ -68,7 +68,6 @@ struct WeightGradient {
   WeightGradient(const Tensor& sum, const char* op)
       : is_needed(true), dtype(sum.scalar_type()), sum(sum) {
     check(op);
-    bump_version(sum);
   }
 
   /// What an operator returns of it.
@@ -81,11 +80,11 @@ struct WeightGradient {
     TORCH_CHECK(is_value_dtype(dtype) && !(sum.defined() && has_key(sum)),
                 fmt::format("{}: the weight's gradient must be a plain float32, bfloat16 or "
                             "float16 tensor, not {}",
-                            op, c10::toString(dtype)));
+                            op, sum.defined() ? describe(sum) : c10::toString(dtype)));
   }
 };
 
-/// The gradient of inputs, of `sizes`, that a GEMM adds to, as a matrix. Counts as written.
+/// The gradient of inputs, of `sizes`, that a GEMM adds to, as a matrix.
 /// @throws c10::Error naming `op` and the argument unless it is needed, plain and contiguous.
 Tensor input_gradient_to_add_to(const char* op, const char* name, const Tensor& gradient,
                                 bool is_needed, at::IntArrayRef sizes);

@@ -27,6 +27,10 @@ using WeightState = const std::optional<std::vector<Tensor>>&;
 // ops/quantize.cpp
 /// @throws c10::ValueError naming `op` and the known formats.
 const Format& checked_format(c10::string_view name, const char* op);
+/// @throws c10::ValueError naming `op` if no format has that name. A weight may have another one
+/// than its module says: check_expected_format (linear_operands.h) is for where that matters.
+void check_format_name(const Tensor& weight, std::optional<c10::string_view> format,
+                       const char* op);
 /// The rows [row_offset, ...) of a tensor of `logical_rows` rows, else of all there are.
 /// @throws c10::ValueError naming `op` if `format` has no such shard.
 Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int64_t> logical_rows,

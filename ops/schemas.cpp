@@ -8,6 +8,7 @@
 
 #include "dispatch/registration.h"
 #include "ops/activations.h"
+#include "ops/checked_call.h"
 #include "ops/dynamic_weight.h"
 #include "ops/flat_ranges.h"
 #include "ops/norm_linear.h"
@@ -240,78 +241,78 @@ TORCH_LIBRARY(qshard, m) {
       "_unpack_later(Tensor bytes, Tensor? pending, int[] layout, str format, int[] size, "
       "int[] stride, int storage_offset, ScalarType dtype, Tensor[] state) -> Tensor");
   m.def(
-      "_unpack_into(Tensor(a!) self, Tensor bytes, Tensor? pending, int[] layout, str format, "
+      "_unpack_into(Tensor self, Tensor bytes, Tensor? pending, int[] layout, str format, "
       "int[] size, int[] stride, int storage_offset, ScalarType dtype, Tensor[] state) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
-  m.impl("quantize", &quantize);
-  m.impl("from_planes", &from_planes);
-  m.impl("dequantize", &dequantize);
-  m.impl("is_quantized", &is_quantized_op);
-  m.impl("format", &format);
-  m.impl("codes", &codes);
-  m.impl("scale_inv", &scale_inv);
-  m.impl("tensor_scale_inv", &tensor_scale_inv);
-  m.impl("columnwise_codes", &columnwise_codes);
-  m.impl("columnwise_scale_inv", &columnwise_scale_inv);
-  m.impl("master", &master);
-  m.impl("flush", &flush_op);
+  implement<"quantize", &quantize, Takes::kValuesOrMeta>(m);
+  implement<"from_planes", &from_planes, Takes::kEachDevice>(m);
+  implement<"dequantize", &dequantize, Takes::kValuesOrMeta>(m);
+  implement<"is_quantized", &is_quantized_op, Takes::kAnything>(m);
+  implement<"format", &format, Takes::kValuesOrMeta>(m);
+  implement<"codes", &codes, Takes::kValuesOrMeta>(m);
+  implement<"scale_inv", &scale_inv, Takes::kValuesOrMeta>(m);
+  implement<"tensor_scale_inv", &tensor_scale_inv, Takes::kValuesOrMeta>(m);
+  implement<"columnwise_codes", &columnwise_codes, Takes::kValuesOrMeta>(m);
+  implement<"columnwise_scale_inv", &columnwise_scale_inv, Takes::kValuesOrMeta>(m);
+  implement<"master", &master, Takes::kValuesOrMeta>(m);
+  implement<"flush", &flush_op, Takes::kEachDevice>(m);
 
-  m.impl("linear", &linear);
-  m.impl("linear_forward", &linear_forward_op);
-  m.impl("quantize_input", &quantize_input_op);
-  m.impl("_quantize_kept_input", &quantize_kept_input);
-  m.impl("linear_backward", &linear_backward_op);
-  m.impl("linear_backward_accumulate", &linear_backward_accumulate_op);
-  m.impl("_linear_backward_into", &linear_backward_into);
-  m.impl("swiglu_mlp", &swiglu_mlp);
-  m.impl("swiglu_linear_forward", &swiglu_linear_forward);
-  m.impl("swiglu_linear_backward", &swiglu_linear_backward);
-  m.impl("swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate);
-  m.impl("linear_backward_codes", &linear_backward_codes);
-  m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate);
-  m.impl("norm_linear", &norm_linear);
-  m.impl("_norm_linear_reads_codes", &norm_linear_reads_codes);
-  m.impl("_norm_linear_forward", &norm_linear_forward);
-  m.impl("rotary_embedding", &rotary_embedding);
-  m.impl("split_rotary_embedding", &split_rotary_embedding);
-  m.impl("join_rotary_embedding", &join_rotary_embedding);
-  m.impl("_can_normalize", &can_normalize);
-  m.impl("_normalize", &normalize);
-  m.impl("_quantize_normalized", &quantize_normalized);
-  m.impl("_normalize_backward", &normalize_backward);
-  m.impl("_shares_input_codes", &shares_input_codes);
-  m.impl("_saves_input_codes", &saves_input_codes);
-  m.impl("_transposed_operand", &transposed_operand);
+  implement<"linear", &linear>(m);
+  implement<"linear_forward", &linear_forward_op>(m);
+  implement<"quantize_input", &quantize_input_op>(m);
+  implement<"_quantize_kept_input", &quantize_kept_input>(m);
+  implement<"linear_backward", &linear_backward_op>(m);
+  implement<"linear_backward_accumulate", &linear_backward_accumulate_op>(m);
+  implement<"_linear_backward_into", &linear_backward_into>(m);
+  implement<"swiglu_mlp", &swiglu_mlp>(m);
+  implement<"swiglu_linear_forward", &swiglu_linear_forward>(m);
+  implement<"swiglu_linear_backward", &swiglu_linear_backward>(m);
+  implement<"swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate>(m);
+  implement<"linear_backward_codes", &linear_backward_codes>(m);
+  implement<"linear_backward_codes_accumulate", &linear_backward_codes_accumulate>(m);
+  implement<"norm_linear", &norm_linear>(m);
+  implement<"_norm_linear_reads_codes", &norm_linear_reads_codes, Takes::kAnything>(m);
+  implement<"_norm_linear_forward", &norm_linear_forward>(m);
+  implement<"rotary_embedding", &rotary_embedding>(m);
+  implement<"split_rotary_embedding", &split_rotary_embedding>(m);
+  implement<"join_rotary_embedding", &join_rotary_embedding>(m);
+  implement<"_can_normalize", &can_normalize, Takes::kAnything>(m);
+  implement<"_normalize", &normalize>(m);
+  implement<"_quantize_normalized", &quantize_normalized>(m);
+  implement<"_normalize_backward", &normalize_backward>(m);
+  implement<"_shares_input_codes", &shares_input_codes, Takes::kAnything>(m);
+  implement<"_saves_input_codes", &saves_input_codes, Takes::kAnything>(m);
+  implement<"_transposed_operand", &transposed_operand>(m);
 
-  m.impl("_quantize_for_uses", &quantize_for_uses);
-  m.impl("_amax_of_ranges", &amax_of_ranges);
-  m.impl("_scale_inv_of_ranges", &scale_inv_of_ranges);
-  m.impl("_quantize_ranges", &quantize_ranges);
-  m.impl("_dequantize_ranges", &dequantize_ranges);
-  m.impl("_update_delayed", &update_delayed_op);
+  implement<"_quantize_for_uses", &quantize_for_uses>(m);
+  implement<"_amax_of_ranges", &amax_of_ranges>(m);
+  implement<"_scale_inv_of_ranges", &scale_inv_of_ranges>(m);
+  implement<"_quantize_ranges", &quantize_ranges>(m);
+  implement<"_dequantize_ranges", &dequantize_ranges>(m);
+  implement<"_update_delayed", &update_delayed_op, Takes::kValuesAnywhere>(m);
 
-  m.impl("quantize_gradients", &quantize_gradients);
-  m.impl("sum_gradients", &sum_gradients);
-  m.impl("_gradient_message_bytes", &gradient_message_bytes);
+  implement<"quantize_gradients", &quantize_gradients>(m);
+  implement<"sum_gradients", &sum_gradients>(m);
+  implement<"_gradient_message_bytes", &gradient_message_bytes, Takes::kAnything>(m);
 
-  m.impl("_message_amax", &message_amax);
-  m.impl("_encode_activation", &encode_activation_op);
-  m.impl("_decode_activations", &decode_activations_op);
+  implement<"_message_amax", &message_amax>(m);
+  implement<"_encode_activation", &encode_activation_op>(m);
+  implement<"_decode_activations", &decode_activations_op>(m);
 
-  m.impl("_meta_twin", &meta_twin);
-  m.impl("_plane_copy", &plane_copy);
+  implement<"_meta_twin", &meta_twin, Takes::kValuesOrMeta>(m);
+  implement<"_plane_copy", &plane_copy, Takes::kValuesOrMeta>(m);
 
-  m.impl("formats", &format_names);
-  m.impl("backend_report", &backend_report_op);
-  m.impl("_why_dequantized", &why_dequantized_op);
-  m.impl("_foreign_owner_of_key", &foreign_owner_of_key_op);
-  m.impl("_set_fallback_tracing", &set_fallback_tracing_op);
-  m.impl("_set_in_step", &set_in_step_op);
-  m.impl("_traced_fallbacks", &traced_fallbacks_op);
-  m.impl("_storage_bytes", &storage_bytes);
-  m.impl("_keeps_master", &keeps_master);
+  implement<"formats", &format_names, Takes::kAnything>(m);
+  implement<"backend_report", &backend_report_op, Takes::kAnything>(m);
+  implement<"_why_dequantized", &why_dequantized_op, Takes::kAnything>(m);
+  implement<"_foreign_owner_of_key", &foreign_owner_of_key_op, Takes::kAnything>(m);
+  implement<"_set_fallback_tracing", &set_fallback_tracing_op, Takes::kAnything>(m);
+  implement<"_set_in_step", &set_in_step_op, Takes::kAnything>(m);
+  implement<"_traced_fallbacks", &traced_fallbacks_op, Takes::kAnything>(m);
+  implement<"_storage_bytes", &storage_bytes, Takes::kAnything>(m);
+  implement<"_keeps_master", &keeps_master, Takes::kAnything>(m);
 }
 
 // Every step calls it, and modes that look at operators are to see those of the step.
@@ -320,46 +321,53 @@ TORCH_LIBRARY_IMPL(qshard, Python, m) { m.impl("_set_in_step", &set_in_step_op);
 // Shapes for fake tensors. What depends on the format (`quantize`, the accessors) has them in
 // fsdp/fakes.py.
 TORCH_LIBRARY_IMPL(qshard, Meta, m) {
-  m.impl("dequantize", &dequantize_meta);
-  m.impl("linear", &linear_meta);
-  m.impl("linear_forward", &linear_forward_meta);
-  m.impl("quantize_input", &quantize_input_meta);
-  m.impl("_quantize_kept_input", &quantize_kept_input_meta);
-  m.impl("linear_backward", &linear_backward_meta);
-  m.impl("linear_backward_accumulate", &linear_backward_accumulate_meta);
-  m.impl("_linear_backward_into", &linear_backward_into_meta);
-  m.impl("swiglu_mlp", &swiglu_mlp_meta);
-  m.impl("swiglu_linear_forward", &swiglu_linear_forward_meta);
-  m.impl("swiglu_linear_backward", &swiglu_linear_backward_meta);
-  m.impl("swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate_meta);
-  m.impl("linear_backward_codes", &linear_backward_codes_meta);
-  m.impl("linear_backward_codes_accumulate", &linear_backward_codes_accumulate_meta);
-  m.impl("norm_linear", &norm_linear_meta);
-  m.impl("_norm_linear_forward", &norm_linear_forward_meta);
-  m.impl("_quantize_normalized", &quantize_normalized_meta);
-  m.impl("_normalize_backward", &normalize_backward_meta);
-  m.impl("rotary_embedding", &rotary_embedding_meta);
-  m.impl("split_rotary_embedding", &split_rotary_embedding_meta);
-  m.impl("join_rotary_embedding", &join_rotary_embedding_meta);
-  m.impl("quantize_gradients", &quantize_gradients_meta);
-  m.impl("sum_gradients", &sum_gradients_meta);
+  implement<"dequantize", &dequantize_meta, Takes::kMeta>(m);
+  implement<"linear", &linear_meta, Takes::kMeta>(m);
+  implement<"linear_forward", &linear_forward_meta, Takes::kMeta>(m);
+  implement<"quantize_input", &quantize_input_meta, Takes::kMeta>(m);
+  implement<"_quantize_kept_input", &quantize_kept_input_meta, Takes::kMeta>(m);
+  implement<"linear_backward", &linear_backward_meta, Takes::kMeta>(m);
+  implement<"linear_backward_accumulate", &linear_backward_accumulate_meta, Takes::kMeta>(m);
+  implement<"_linear_backward_into", &linear_backward_into_meta, Takes::kMeta>(m);
+  implement<"swiglu_mlp", &swiglu_mlp_meta, Takes::kMeta>(m);
+  implement<"swiglu_linear_forward", &swiglu_linear_forward_meta, Takes::kMeta>(m);
+  implement<"swiglu_linear_backward", &swiglu_linear_backward_meta, Takes::kMeta>(m);
+  implement<"swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate_meta,
+            Takes::kMeta>(m);
+  implement<"linear_backward_codes", &linear_backward_codes_meta, Takes::kMeta>(m);
+  implement<"linear_backward_codes_accumulate", &linear_backward_codes_accumulate_meta,
+            Takes::kMeta>(m);
+  implement<"norm_linear", &norm_linear_meta, Takes::kMeta>(m);
+  implement<"_norm_linear_forward", &norm_linear_forward_meta, Takes::kMeta>(m);
+  implement<"_quantize_normalized", &quantize_normalized_meta, Takes::kMeta>(m);
+  implement<"_normalize_backward", &normalize_backward_meta, Takes::kMeta>(m);
+  implement<"rotary_embedding", &rotary_embedding_meta, Takes::kMeta>(m);
+  implement<"split_rotary_embedding", &split_rotary_embedding_meta, Takes::kMeta>(m);
+  implement<"join_rotary_embedding", &join_rotary_embedding_meta, Takes::kMeta>(m);
+  implement<"quantize_gradients", &quantize_gradients_meta, Takes::kMeta>(m);
+  implement<"sum_gradients", &sum_gradients_meta, Takes::kMeta>(m);
 }
 
+// Before the fallbacks that torch has for them.
+TORCH_LIBRARY_IMPL(qshard, Negative, m) { refuse_lazy_views(m); }
+TORCH_LIBRARY_IMPL(qshard, Conjugate, m) { refuse_lazy_views(m); }
+
+// Checked here, too: some compute by torch's operators before they call ours.
 TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
-  m.impl("quantize", &quantize_autograd);
-  m.impl("dequantize", &dequantize_autograd);
-  m.impl("codes", &codes_autograd);
-  m.impl("scale_inv", &scale_inv_autograd);
-  m.impl("tensor_scale_inv", &tensor_scale_inv_autograd);
-  m.impl("columnwise_codes", &columnwise_codes_autograd);
-  m.impl("columnwise_scale_inv", &columnwise_scale_inv_autograd);
-  m.impl("master", &master_autograd);
-  m.impl("linear", &linear_autograd);
-  m.impl("swiglu_mlp", &swiglu_mlp_autograd);
-  m.impl("norm_linear", &norm_linear_autograd);
-  m.impl("rotary_embedding", &rotary_embedding_autograd);
-  m.impl("split_rotary_embedding", &split_rotary_embedding_autograd);
-  m.impl("join_rotary_embedding", &join_rotary_embedding_autograd);
+  implement<"quantize", &quantize_autograd, Takes::kValuesOrMeta>(m);
+  implement<"dequantize", &dequantize_autograd, Takes::kValuesOrMeta>(m);
+  implement<"codes", &codes_autograd, Takes::kValuesOrMeta>(m);
+  implement<"scale_inv", &scale_inv_autograd, Takes::kValuesOrMeta>(m);
+  implement<"tensor_scale_inv", &tensor_scale_inv_autograd, Takes::kValuesOrMeta>(m);
+  implement<"columnwise_codes", &columnwise_codes_autograd, Takes::kValuesOrMeta>(m);
+  implement<"columnwise_scale_inv", &columnwise_scale_inv_autograd, Takes::kValuesOrMeta>(m);
+  implement<"master", &master_autograd, Takes::kValuesOrMeta>(m);
+  implement<"linear", &linear_autograd, Takes::kValuesOrMeta>(m);
+  implement<"swiglu_mlp", &swiglu_mlp_autograd, Takes::kValuesOrMeta>(m);
+  implement<"norm_linear", &norm_linear_autograd, Takes::kValuesOrMeta>(m);
+  implement<"rotary_embedding", &rotary_embedding_autograd, Takes::kValuesOrMeta>(m);
+  implement<"split_rotary_embedding", &split_rotary_embedding_autograd, Takes::kValuesOrMeta>(m);
+  implement<"join_rotary_embedding", &join_rotary_embedding_autograd, Takes::kValuesOrMeta>(m);
 }
 
 // F.linear must not decompose into matmul before it gets here (DTensor never does: it acts above).

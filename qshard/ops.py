@@ -4,7 +4,13 @@ needs only the library; here each has a signature and a docstring, and the opera
 Tensors of `rows` x `columns` stand for tensors of two or more dimensions too: the leading ones are rows, each
 index of them one matrix. No operator but `flush` is a collective. Errors are raised before anything is
 changed: TypeError and ValueError for arguments, RuntimeError else, `NotImplementedError` for what is not
-there yet.
+there yet. Each names its operator.
+
+All tensors of a call lie on one device, found_inf of a GradScaler excepted, and are strided. An argument
+that an operator writes is plain: not quantized (a master is, and its tensor hears of the write), without
+elements that share memory with each other or with another argument, not lazily negated, and does not
+require grad unless under `torch.no_grad()`. Its version counter moves, as that of a plain in-place
+operator's.
 """
 
 import inspect
@@ -466,7 +472,7 @@ def sum_gradients(
     messages: contiguous uint8 (chunks, peers, bytes) of `quantize_gradients`, from 16-byte aligned memory.
     out: contiguous, float32, bfloat16 or float16, on the same device, of at most chunks x chunk_numel values.
 
-    Raises RuntimeError for shapes that do not fit, and for an unknown format.
+    Raises RuntimeError for shapes that do not fit, ValueError for an unknown format.
     """
     _ops.sum_gradients(messages, format, chunk_numel, out, factor=factor)
 

@@ -1,9 +1,11 @@
 """Sizes, offsets and strides that no tensor has: each is refused by an error that names the operator; none
 overflows, and none ends the process."""
 
+import re
+
 import pytest
 import torch
-from forked import refusal
+from forked import outcome, refusal
 
 ops = torch.ops.qshard
 FORMAT = "float8_blockwise"
@@ -100,6 +102,21 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_that_no_tensor_has_are_refused(name):
     assert "qshard::" in refusal(SIZES[name])
+
+
+# Sizes that tensors may have and memory has not: the allocator's error says which call asked for it.
+MEMORY = {
+    "chunks": lambda: ops.quantize_gradients(X, "float8", 2**20, 2**29),
+    "logical_rows": lambda: ops.quantize(X, FORMAT, logical_rows=2**50 // 48),
+    "stride": lambda: ops.rotary_embedding(HEADS, TABLE, TABLE, stride=[2**45, 2**40, 2**30, 1]),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_an_allocation_that_fails_names_operator_and_arguments(name):
+    kind, text = outcome(MEMORY[name])
+    assert kind not in ("died", "returned"), (kind, text)
+    assert re.search(f"qshard::.*{name}=", text), text
 
 
 def test_overlapping_strides_of_a_result_are_refused():

@@ -1,0 +1,210 @@
+"""What our operators write beside their results: autograd and quantized tensors hear of it, and what may
+not be written is refused before anything is."""
+
+import pytest
+import torch
+from forked import refusal
+from helpers import bits
+
+ops = torch.ops.qshard
+DELAYED = "float8_delayed[history=16]"
+X = torch.randn(4, 48)
+GRAD = torch.randn(4, 64)
+
+
+def weight(**kwargs):
+    return ops.quantize(torch.randn(64, 48), "float8_blockwise", **kwargs)
+
+
+def message(values):
+    return ops.quantize_gradients(values, "float8", 1, values.numel()).view(1, 1, -1)
+
+
+# name: (call that writes its argument, what it may be given, the argument's name)
+WRITERS = {
+    "sum_gradients": (
+        lambda out: ops.sum_gradients(message(torch.ones(64, 48)), "float8", 64 * 48, out),
+        lambda: torch.zeros(64, 48),
+        "out",
+    ),
+    "linear_backward_accumulate": (
+        lambda out: ops.linear_backward_accumulate(GRAD, weight(), X, False, True, out),
+        lambda: torch.zeros(64, 48),
+        "weight_grad",
+    ),
+    "_linear_backward_into": (
+        lambda out: ops._linear_backward_into(GRAD, weight(), X, False, False, out),
+        lambda: torch.zeros(4, 48),
+        "grad_input",
+    ),
+    "_linear_backward_into of the weight": (
+        lambda out: ops._linear_backward_into(
+            GRAD, weight(), X, False, True, torch.zeros(4, 48), out
+        ),
+        lambda: torch.zeros(64, 48),
+        "weight_grad",
+    ),
+    "swiglu_linear_backward_accumulate": (
+        lambda out: ops.swiglu_linear_backward_accumulate(
+            GRAD, X, X, weight(), torch.empty(0), out, True, False, False
+        ),
+        lambda: torch.zeros(64, 48),
+        "weight_grad",
+    ),
+    "_dequantize_ranges": (
+        lambda out: ops._dequantize_ranges(
+            [torch.full((48,), 0x38, dtype=torch.uint8)],
+            ["float8_tensorwise"],
+            [4, 48, 0],
+            [torch.ones(1, 1)],
+            [out],
+        ),
+        lambda: torch.zeros(48),
+        "values",
+    ),
+    "_quantize_ranges": (
+        lambda out: ops._quantize_ranges(
+            [torch.ones(48)], ["float8_tensorwise"], [4, 48, 0], [torch.ones(1, 1)], [out]
+        ),
+        lambda: torch.zeros(48, dtype=torch.uint8),
+        "codes",
+    ),
+    "_update_delayed": (
+        lambda out: ops._update_delayed(
+            out, [DELAYED], [torch.zeros(3, 16)], [torch.zeros(3, 3)], torch.float32, True
+        ),
+        lambda: torch.ones(3),
+        "amax",
+    ),
+    "_update_delayed of the history": (
+        lambda out: ops._update_delayed(
+            torch.ones(3), [DELAYED], [out], [torch.zeros(3, 3)], torch.float32, True
+        ),
+        lambda: torch.zeros(3, 16),
+        "amax_history",
+    ),
+}
+writers = pytest.mark.parametrize("name", WRITERS)
+
+
+def expected_error(name, make):
+    call, _, argument = WRITERS[name]
+    text = refusal(lambda: call(make()))
+    assert f"qshard::{name.split(' ')[0]}: {argument}" in text, text
+    return text
+
+
+@writers
+def test_a_write_moves_the_version_counter_once(name):
+    call, make, _ = WRITERS[name]
+    out = make()
+    before, version = out.clone(), out._version
+    call(out)
+    assert out._version == version + 1
+    # An amax of which nothing is remembered yet stays what it is.
+    assert not torch.equal(out, before) or name.startswith("_update_delayed")
+
+
+@writers
+def test_a_saved_tensor_that_was_written_is_an_error_of_backward(name):
+    call, make, _ = WRITERS[name]
+    out = make()
+    if not out.is_floating_point():
+        pytest.skip("codes have no gradient")
+    leaf = torch.ones_like(out, requires_grad=True)
+    product = leaf * out
+    call(out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@writers
+def test_a_tensor_that_requires_grad_is_not_written(name):
+    call, make, _ = WRITERS[name]
+    if not make().is_floating_point():
+        pytest.skip("codes have no gradient")
+    assert "requires grad" in expected_error(name, lambda: make().requires_grad_())
+    assert "requires grad" in expected_error(name, lambda: make().requires_grad_() * 1)
+    with torch.no_grad():  # as plain torch
+        call(make().requires_grad_())
+
+
+@writers
+def test_a_quantized_tensor_is_not_written(name):
+    def make():
+        shape = WRITERS[name][1]().shape
+        return ops.quantize(torch.zeros(1, *shape), "float8_blockwise", keep_master=True)[0]
+
+    assert "is quantized" in expected_error(name, make)
+
+
+@writers
+def test_a_lazily_negated_view_is_not_written(name):
+    assert "negated" in expected_error(name, lambda: torch._neg_view(WRITERS[name][1]()))
+
+
+def test_lazily_negated_views_are_read_by_value():
+    x = torch.randn(64, 48)
+    out = torch.zeros(64, 48)
+    ops.sum_gradients(message(torch._neg_view(x)), "float8", 64 * 48, out)
+    expected = torch.zeros(64, 48)
+    ops.sum_gradients(message(-x), "float8", 64 * 48, expected)
+    assert torch.equal(out, expected)
+    q = weight()
+    ops.linear_backward_accumulate(GRAD, q, torch._neg_view(X), False, True, out.zero_())
+    ops.linear_backward_accumulate(GRAD, q, -X, False, True, expected.zero_())
+    assert torch.equal(out, expected)
+
+
+@writers
+def test_elements_that_share_memory_are_not_written(name):
+    def make():
+        like = WRITERS[name][1]()
+        return like.flatten()[:1].expand(like.shape)
+
+    assert "share memory" in expected_error(name, make)
+
+
+def test_what_is_read_and_what_is_written_share_no_memory():
+    memory = torch.zeros(64 * 48 + 4096)
+    messages = message(torch.ones(64, 48))
+    memory.view(torch.uint8)[: messages.numel()].copy_(messages.flatten())
+    read = memory.view(torch.uint8)[: messages.numel()].view(messages.shape)
+    kept = bits(memory).clone()
+    for start in (0, 4, 100):
+        out = memory[start : start + 64 * 48]
+        text = refusal(lambda: ops.sum_gradients(read, "float8", 64 * 48, out))
+        assert "shares memory" in text
+    grad = torch.zeros(4, 48)
+    q = ops.quantize(torch.randn(48, 48), "float8_blockwise")
+    assert "shares memory" in refusal(
+        lambda: ops._linear_backward_into(grad, q, X, False, False, grad)
+    )
+    state = torch.zeros(3, 16), torch.zeros(3, 3)
+    text = refusal(
+        lambda: ops._update_delayed(
+            torch.ones(6), [DELAYED] * 2, [state[0]] * 2, [state[1]] * 2, torch.float32, True
+        )
+    )
+    assert "shares memory" in text
+    assert torch.equal(bits(memory), kept)
+
+
+def test_a_write_to_a_master_is_heard_by_its_tensor():
+    q = weight(keep_master=True)
+    ops.codes(q)  # shown
+    ops.sum_gradients(message(torch.full((64, 48), 3.0)), "float8", 64 * 48, ops.master(q))
+    again = ops.quantize(torch.full((64, 48), 3.0), "float8_blockwise", keep_master=True)
+    assert torch.equal(q + 0, again + 0)
+    ops.flush([q])
+    assert torch.equal(bits(ops.codes(q)), bits(ops.codes(again)))
+    assert torch.equal(ops.dequantize(q), ops.dequantize(again))
+
+
+def test_conjugated_views_are_resolved_or_refused():
+    values = torch.randn(64, 48, dtype=torch.complex64).conj()
+    assert "conjugated" in refusal(lambda: ops.sum_gradients(message(X), "float8", 192, values))
+    format, geometry = ["float8_tensorwise"], [64, 48, 0]
+    codes, scale = [torch.zeros(64 * 48, dtype=torch.uint8)], [torch.ones(1, 1)]
+    text = refusal(lambda: ops._quantize_ranges([values], format, geometry, scale, codes))
+    assert "got plain contiguous ComplexFloat" in text
