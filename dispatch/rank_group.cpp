@@ -36,6 +36,9 @@ void set_group_finder(GroupFinder finder) { g_finder = finder; }
 RankGroupPtr find_group(std::string_view name) {
   if (name.empty()) return nullptr;
   TORCH_INTERNAL_ASSERT(g_finder != nullptr);
+  constexpr size_t kLongest = 1024;
+  TORCH_CHECK_VALUE(name.size() <= kLongest, "qshard: no process group has a name of ", name.size(),
+                    " characters");
   return g_finder(name);
 }
 

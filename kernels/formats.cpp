@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "kernels/shown_name.h"
+
 namespace qshard {
 namespace {
 
@@ -59,13 +61,13 @@ const Format& find_base(std::string_view name) {
     if (format.name == name) return format;
     known.push_back(format.name);
   }
-  throw std::invalid_argument(
-      fmt::format("unknown format '{}'; known formats: {}", name, fmt::join(known, ", ")));
+  throw std::invalid_argument(fmt::format("unknown format '{}'; known formats: {}",
+                                          shown_name(name), fmt::join(known, ", ")));
 }
 
 [[noreturn]] void refuse_option(const Format& base, std::string_view option) {
   throw std::invalid_argument(fmt::format(
-      "format '{}' has no option '{}'; known options: stochastic{}", base.name, option,
+      "format '{}' has no option '{}'; known options: stochastic{}", base.name, shown_name(option),
       base.amax_history.length > 0    ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
       : base.columnwise               ? ", phase"
       : scales_inputs_in_blocks(base) ? ", x_block_scaling_dim=N (N 1 or 2)"

@@ -7,6 +7,7 @@
 #include <array>
 
 #include "kernels/cpu/gradient_message_cpu.h"
+#include "kernels/shown_name.h"
 #ifdef QSHARD_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
 
@@ -48,7 +49,7 @@ const MessageFormat& find_message_format(std::string_view name) {
   TORCH_CHECK_VALUE(found != kMessageFormats.end(),
                     fmt::format("qshard: gradients do not travel as '{}'; known are float8, mxfp8, "
                                 "nvfp4",
-                                name));
+                                shown_name(name)));
   return *found;
 }
 

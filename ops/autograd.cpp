@@ -233,6 +233,7 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
                        bool input_is_kept) {
   TORCH_CHECK_VALUE(!weight_state || format,
                     "qshard::linear: weight_state is given, so format must name the weight's");
+  if (!weight_state) check_format_name(weight, format, "qshard::linear");
   const Tensor quantized = !weight_state && is_quantized_on_use(weight, format)
                                ? quantize_autograd(weight, *format, false, std::nullopt, 0)
                                : weight;

@@ -71,7 +71,7 @@ struct InputUse {
     saves_codes = !input_is_kept && weight.requires_grad() &&
                   can_save_quantized_input(input.device(), m, n, k);
     if (!format_name || !input.key_set().has(c10::DispatchKey::Python)) return;
-    const Format& format = find_format({format_name->data(), format_name->size()});
+    const Format& format = checked_format(*format_name, "qshard::linear");
     if (format.amax_history.length > 0) return;  // each weight scales its input by its own history
     multiplies_codes = multiplies_input_codes(format, input.device(), input.scalar_type(), m, n, k);
     quantizes_apart = saves_codes || multiplies_codes;

@@ -27,7 +27,9 @@ Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype) 
 }
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, bool,
-                   std::optional<c10::string_view>, WeightState, const OptionalTensor&, bool) {
+                   std::optional<c10::string_view> format, WeightState, const OptionalTensor&,
+                   bool) {
+  if (format) checked_format(*format, "qshard::linear");
   check_sizes("qshard::linear", "an input", input, weight, 1);
   if (bias && bias->defined()) check_sizes("qshard::linear", "a bias", *bias, weight, 0);
   auto sizes = input.sym_sizes().vec();
@@ -39,19 +41,20 @@ std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor
                                                const OptionalTensor& bias,
                                                bool save_quantized_input, bool,
                                                const OptionalTensor&,
-                                               std::optional<c10::string_view>, WeightState,
+                                               std::optional<c10::string_view> format, WeightState,
                                                const OptionalTensor&) {
   c10::SymInt saved_bytes = 0;
   if (save_quantized_input) {
     // Only asked for when all sizes are known (ops/autograd.cpp).
     saved_bytes = packed_columnwise_bytes(leading_numel(input), input.size(-1));
   }
-  return {linear_meta(input, weight, bias, false, std::nullopt, std::nullopt, std::nullopt, false),
+  return {linear_meta(input, weight, bias, false, format, std::nullopt, std::nullopt, false),
           at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
 }
 
-std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view, bool rows,
-                                               bool columns) {
+std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view format,
+                                               bool rows, bool columns) {
+  checked_format(format, "qshard::quantize_input");
   int64_t row_bytes = 0;
   int64_t column_bytes = 0;
   if (rows || columns) {  // as above, all sizes are known
@@ -80,7 +83,9 @@ std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor
                                                 const Tensor&, bool, bool needs_input,
                                                 bool needs_weight, bool,
                                                 std::optional<at::ScalarType> grad_dtype,
-                                                std::optional<c10::string_view>, WeightState) {
+                                                std::optional<c10::string_view> format,
+                                                WeightState) {
+  if (format) checked_format(*format, "qshard::linear_backward");
   check_sizes("qshard::linear_backward", "a gradient", grad, weight, 0);
   auto sizes = grad.sym_sizes().vec();
   sizes.back() = weight.sym_size(1);
@@ -103,10 +108,10 @@ Tensor linear_backward_into_meta(const Tensor& grad, const Tensor& weight, const
 Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
                                        const Tensor& input, bool input_is_quantized,
                                        bool needs_input, const Tensor&, bool weight_only,
-                                       std::optional<c10::string_view>, WeightState) {
+                                       std::optional<c10::string_view> format, WeightState) {
   return std::get<0>(linear_backward_meta(grad, weight, input, input_is_quantized, needs_input,
-                                          /*needs_weight=*/false, weight_only, std::nullopt,
-                                          std::nullopt, std::nullopt));
+                                          /*needs_weight=*/false, weight_only, std::nullopt, format,
+                                          std::nullopt));
 }
 
 }  // namespace qshard

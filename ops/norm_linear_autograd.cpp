@@ -114,7 +114,8 @@ std::string name_of(at::TensorList weights, std::optional<c10::string_view> form
 }
 
 void check_norm_linear(const Tensor& input, const NormArguments& norm, at::TensorList weights,
-                       const std::optional<std::vector<Tensor>>& biases) {
+                       const std::optional<std::vector<Tensor>>& biases,
+                       std::optional<c10::string_view> format) {
   bool fits = input.dim() >= 1 && norm.fits(input) && !weights.empty() &&
               (!biases || biases->size() == weights.size());
   for (const Tensor& weight : weights) {
@@ -134,6 +135,7 @@ void check_norm_linear(const Tensor& input, const NormArguments& norm, at::Tenso
               biases ? c10::str(biases->size()) : std::string("no"),
               " biases do not go together: the normalization has (columns,), RMSNorm no bias, "
               "weights are (rows, columns), and all or none of them have a bias");
+  check_format_name(weights[0], format, "qshard::norm_linear");
 }
 
 /// linear(normed, weight, bias) for each of the weights.
@@ -160,7 +162,7 @@ std::vector<Tensor> norm_linear(const Tensor& input, const Tensor& norm_weight,
                                 bool rms, bool zero_centered_gamma,
                                 std::optional<c10::string_view> format, bool with_input) {
   const NormArguments norm{norm_weight, norm_bias, eps, rms, zero_centered_gamma};
-  check_norm_linear(input, norm, weights, biases);
+  check_norm_linear(input, norm, weights, biases, format);
   std::vector<Tensor> outputs;
   if (norm_linear_reads_codes(input, norm_weight, norm_bias, weights, format)) {
     outputs = std::get<0>(norm_linear_forward(input, norm_weight, norm_bias, weights, biases, eps,
@@ -178,7 +180,7 @@ std::vector<Tensor> norm_linear_autograd(const Tensor& input, const Tensor& norm
                                          double eps, bool rms, bool zero_centered_gamma,
                                          std::optional<c10::string_view> format, bool with_input) {
   const NormArguments norm{norm_weight, norm_bias, eps, rms, zero_centered_gamma};
-  check_norm_linear(input, norm, weights, biases);
+  check_norm_linear(input, norm, weights, biases, format);
   if (norm_linear_reads_codes(input, norm_weight, norm_bias, weights, format)) {
     const at::TensorList given_biases = biases ? at::TensorList(*biases) : at::TensorList();
     return NormLinearFunction::apply(input, norm_weight, norm_bias, weights, given_biases, eps, rms,

@@ -43,7 +43,7 @@ const Format* input_codes_format(const Tensor& input, at::TensorList weights,
       !is_bare(input) || !has_known_sizes(input) || has_key(input)) {
     return nullptr;
   }
-  const Format* common = format ? &find_format({format->data(), format->size()}) : nullptr;
+  const Format* common = format ? &checked_format(*format, "qshard::norm_linear") : nullptr;
   const at::Device device = input.device();
   const int64_t m = leading_numel(input);
   const int64_t k = input.size(-1);
@@ -69,6 +69,7 @@ bool norm_linear_reads_codes(const Tensor& input, const Tensor& norm_weight,
                              const OptionalTensor& norm_bias, at::TensorList weights,
                              std::optional<c10::string_view> format) {
   const bool has_bias = norm_bias && norm_bias->defined();
+  if (format) checked_format(*format, "qshard::_norm_linear_reads_codes");
   return is_bare(norm_weight) && (!has_bias || is_bare(*norm_bias)) &&
          input_codes_format(input, weights, format) != nullptr &&
          can_normalize(input, norm_weight, norm_bias);

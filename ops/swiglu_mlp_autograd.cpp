@@ -428,6 +428,8 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
                   const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
                   bool rms, bool zero_centered_gamma) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
+  check_format_name(gate, format, "qshard::swiglu_mlp");
+  check_format_name(down, down_format, "qshard::swiglu_mlp");
   check_norm(input, norm_weight, norm_bias, rms);
   const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
   const Tensor x =
@@ -463,6 +465,8 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
                            const OptionalTensor& norm_bias, double eps, bool rms,
                            bool zero_centered_gamma) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
+  check_format_name(gate, format, "qshard::swiglu_mlp");
+  check_format_name(down, down_format, "qshard::swiglu_mlp");
   check_norm(input, norm_weight, norm_bias, rms);
   const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
   const auto quantized = [&](const Tensor& weight, c10::string_view name) {

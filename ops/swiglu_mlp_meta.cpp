@@ -1,5 +1,7 @@
 // Shapes of swiglu_mlp and of what it is made of. Codes are asked for only where all sizes are
 // known (ops/swiglu_mlp_autograd.cpp).
+#include <initializer_list>
+
 #include "kernels/swiglu.h"
 #include "ops/swiglu_mlp.h"
 
@@ -20,6 +22,12 @@ Tensor wgrad_of(const Tensor& weight, bool is_needed, std::optional<at::ScalarTy
                           weight.options().dtype(dtype.value_or(weight.scalar_type())));
 }
 
+void check_formats(const char* op, std::initializer_list<OptionalFormat> formats) {
+  for (const OptionalFormat& format : formats) {
+    if (format) checked_format(*format, op);
+  }
+}
+
 void check_features(const char* op, const Tensor& x, const Tensor& weight, int64_t dim) {
   TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2, op,
               ": needs tensors of 1 or more dimensions and a weight of 2");
@@ -31,17 +39,20 @@ void check_features(const char* op, const Tensor& x, const Tensor& weight, int64
 
 Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTensor&,
                        const Tensor& down, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, bool, c10::string_view, c10::string_view, WeightState,
-                       WeightState, WeightState, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, double, bool, bool) {
+                       const OptionalTensor&, bool, c10::string_view format,
+                       c10::string_view down_format, WeightState, WeightState, WeightState,
+                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
+                       bool, bool) {
+  check_formats("qshard::swiglu_mlp", {format, down_format});
   check_features("qshard::swiglu_mlp", input, gate, 1);
   return with_last(input, down.sym_size(0));
 }
 
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor&,
                                                       const Tensor& weight, const OptionalTensor&,
-                                                      bool keep_maxima, bool, OptionalFormat,
+                                                      bool keep_maxima, bool, OptionalFormat format,
                                                       WeightState, const OptionalTensor&) {
+  check_formats("qshard::swiglu_linear_forward", {format});
   check_features("qshard::swiglu_linear_forward", gate, weight, 1);
   c10::SymInt numel = 0;
   if (keep_maxima) {
@@ -57,7 +68,8 @@ SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& 
                                               bool needs_weight, bool rows, bool columns,
                                               bool joined, OptionalFormat grad_format, bool,
                                               std::optional<at::ScalarType> grad_dtype,
-                                              OptionalFormat, WeightState) {
+                                              OptionalFormat format, WeightState) {
+  check_formats("qshard::swiglu_linear_backward", {format, grad_format});
   check_features("qshard::swiglu_linear_backward", grad, weight, 0);
   check_features("qshard::swiglu_linear_backward", gate, weight, 1);
   const Tensor grad_weight = wgrad_of(weight, needs_weight, grad_dtype);
@@ -93,8 +105,9 @@ std::tuple<Tensor, Tensor> linear_backward_codes_meta(const Tensor& rows, const 
                                                       const Tensor& weight, const Tensor&, bool,
                                                       bool needs_input, bool needs_weight,
                                                       std::optional<at::ScalarType> grad_dtype,
-                                                      OptionalFormat, WeightState,
+                                                      OptionalFormat format, WeightState,
                                                       const OptionalTensor& input_sum) {
+  check_formats("qshard::linear_backward_codes", {format});
   Sizes sizes{0};
   if (needs_input && !input_sum) {
     sizes.assign(size.begin(), size.end());

@@ -5,6 +5,7 @@
 
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "kernels/shown_name.h"
 #include "ops/ops.h"
 
 namespace qshard {
@@ -34,8 +35,8 @@ OptionalTensor plane_copy(const Tensor& self, c10::string_view plane) {
     PlainGuard guard;
     return at::empty_strided(alias->sizes(), alias->strides(), alias->options()).copy_(*alias);
   }
-  TORCH_CHECK_VALUE(false,
-                    fmt::format("qshard::_plane_copy: no plane is called {}", std::string(plane)));
+  TORCH_CHECK_VALUE(false, fmt::format("qshard::_plane_copy: no plane is called {}",
+                                       shown_name({plane.data(), plane.size()})));
 }
 
 }  // namespace qshard

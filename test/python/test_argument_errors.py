@@ -1,0 +1,96 @@
+"""Errors say what is wrong with an argument, in one line of reasonable length."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import refusal
+
+import qshard.tensor_parallel  # _gather_tokens
+
+ops = torch.ops.qshard
+FORMAT = "float8_blockwise"
+X = torch.randn(4, 48)
+
+
+def weight(format=FORMAT, rows=64, cols=48, **kwargs):
+    return ops.quantize(torch.randn(rows, cols), format, **kwargs)
+
+
+def test_an_unknown_format_is_an_error_of_linears():
+    q = weight()
+    x, grad, sum = X, torch.ones(4, 64), torch.zeros(64, 48)
+    calls = {
+        "qshard::linear": lambda **k: ops.linear(x, q, **k),
+        "qshard::linear ": lambda **k: ops.linear(x.clone().requires_grad_(), q, **k),
+        "qshard::linear  ": lambda **k: ops.linear_forward(x, q, None, False, **k),
+        "qshard::linear_backward": lambda **k: ops.linear_backward(
+            grad, q, x, False, True, True, **k
+        ),
+        "qshard::linear_backward_accumulate": lambda **k: ops.linear_backward_accumulate(
+            grad, q, x, False, True, sum, **k
+        ),
+    }
+    for op, call in calls.items():
+        text = refusal(lambda: call(format="float9"))
+        assert f"{op.strip()}: unknown format 'float9'" in text
+    meta = [t.to("meta") for t in (x, q, grad)]
+    assert "unknown format" in refusal(lambda: ops.linear(*meta[:2], format="float9"))
+    assert "unknown format" in refusal(
+        lambda: ops.linear_backward(meta[2], meta[1], meta[0], False, True, True, format="float9")
+    )
+    norm = dict(eps=1e-5, rms=True, format="float9")
+    assert "unknown format" in refusal(lambda: ops.norm_linear(x, x[0], None, [q], **norm))
+    mlp = ops.quantize(torch.randn(48, 64), FORMAT)
+    for names in (("float9", FORMAT), (FORMAT, "float9")):
+        formats = dict(zip(("format", "down_format"), names))
+        assert "unknown format" in refusal(lambda: ops.swiglu_mlp(x, q, q, mlp, **formats))
+    for op, call in calls.items():  # its own name is fine
+        call(format=FORMAT)
+
+
+def test_long_names_are_cut_in_errors():
+    name = "x" * 100_000
+    calls = (
+        lambda: ops.quantize(X, name),
+        lambda: ops.quantize(X, f"nvfp4[{name}]"),
+        lambda: ops._gradient_message_bytes(name, 1),
+        lambda: ops._plane_copy(weight(), name),
+        lambda: ops._amax_of_ranges([X], [name], [1, 1, 0]),
+        lambda: ops._quantize_for_uses(X, name, []),
+        lambda: ops._message_amax(X, name),
+        lambda: ops._pre_all_gather(weight(), name),
+    )
+    for call in calls:
+        assert len(refusal(call)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: X.t(), "not contiguous Float"),
+        (lambda: X.double(), "contiguous Double"),
+        (lambda: ops.quantize(X, FORMAT), "float8_blockwise"),
+    ],
+)
+def test_an_error_says_which_property_is_wrong(make, found):
+    tensor = make()
+    text = refusal(lambda: ops._amax_of_ranges([tensor], [FORMAT], [48, 48, 0]))
+    assert "qshard::_amax_of_ranges" in text and found in text, text
+
+
+def test_a_gather_of_tokens_names_itself():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD.group_name
+        for dim, format in ((0, "float9"), (0, "x" * 100_000), (2, FORMAT), (-1, ""), (1, FORMAT)):
+            with pytest.raises((ValueError, RuntimeError), match="qshard::_gather_tokens") as caught:
+                ops._gather_tokens(X, dim, format, False, group)
+            assert len(str(caught.value)) < 1000
+    finally:
+        dist.destroy_process_group()
+
+
+def test_plain_tensors_are_called_plain():
+    for op in (ops._keeps_master, ops._storage_bytes, ops._pack, ops._mark_written, ops._state):
+        text = refusal(lambda: op(X))
+        assert "expected a quantized tensor, got plain" in text and op.default.name() in text
