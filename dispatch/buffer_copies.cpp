@@ -71,6 +71,7 @@ BufferPtr QuantizedBuffer::copy(const CopyTo& to) {
     copy->image().copy_(image(), to.non_blocking);
     if (grid().defined()) copy->grid().copy_(grid(), to.non_blocking);
   }
+  if (master().defined()) check_master_is_allocated();
   if (is_bytewise && master().defined()) {
     copy_storage(copy->storage(), storage());
   } else if (master().defined()) {
@@ -301,6 +302,7 @@ at::Tensor QuantizedBuffer::pack() {
   const auto bytes = at::zeros({packed_bytes(layout(), dtype_, keeps_master())}, image().options());
   const PackedPlanes packed(bytes, layout(), dtype_, keeps_master());
   packed.image.copy_(image());
+  if (keeps_master()) check_master_is_allocated();
   if (keeps_master()) packed.master.copy_(master());
   if (grid().defined()) packed.grid.copy_(grid());
   return bytes;

@@ -20,6 +20,16 @@ QuantizedBuffer::QuantizedBuffer(Placement placement, at::ScalarType dtype, Plan
 
 QuantizedBuffer::~QuantizedBuffer() = default;
 
+namespace {
+
+/// Whether a plane's storage has the bytes of the plane, which ends it.
+bool holds(const at::Tensor& plane, int64_t bytes) {
+  const auto begin = plane.storage_offset() * static_cast<int64_t>(plane.element_size());
+  return static_cast<int64_t>(plane.storage().nbytes()) >= begin + bytes;
+}
+
+}  // namespace
+
 // ------------------------------------------------------------------------------------- made
 
 void QuantizedBuffer::fill_unit_scales() {
@@ -151,11 +161,24 @@ void QuantizedBuffer::adopt_parameter(const QuantizedBuffer& other, bool is_shar
 // ------------------------------------------------------------------------------------- read
 
 void QuantizedBuffer::check_is_allocated() const {
+  if (is_meta()) return;
   TORCH_CHECK(
-      is_meta() || static_cast<int64_t>(image().storage().nbytes()) >= layout().image_bytes(),
-      fmt::format("qshard: the storage of this gathered {} tensor was freed: FSDP resharded "
-                  "it. Read it between unshard() and reshard()",
+      holds(image(), layout().image_bytes()),
+      fmt::format("qshard: the storage of this {} tensor was freed: FSDP resharded a gathered one, "
+                  "or untyped_storage().resize_() took a shard's. Read it between unshard() and "
+                  "reshard(), or before it is freed",
                   layout().format->name));
+  TORCH_CHECK(!grid().defined() || holds(grid(), layout().grid_numel() * 4),
+              fmt::format("qshard: the scales of this {} tensor were freed by "
+                          "untyped_storage().resize_(); use it before",
+                          layout().format->name));
+}
+
+void QuantizedBuffer::check_master_is_allocated() const {
+  TORCH_CHECK(is_meta() || holds(master(), Planes::master_bytes(layout(), dtype_)),
+              fmt::format("qshard: the storage of this {} tensor, its master, was freed "
+                          "(untyped_storage().resize_()); use it before, or fill it again",
+                          layout().format->name));
 }
 
 void QuantizedBuffer::check_has_value() {
@@ -194,7 +217,10 @@ at::Tensor QuantizedBuffer::dequantize_rows(RowWindow rows, at::ScalarType out_d
 
 at::Tensor QuantizedBuffer::value_plane() {
   complete();
-  if (master().defined()) return master();
+  if (master().defined()) {
+    check_master_is_allocated();
+    return master();
+  }
   if (pending().defined()) return pending();
   return dequantize_rows({0, layout().rows}, dtype_);
 }
@@ -203,13 +229,17 @@ at::Tensor QuantizedBuffer::write_plane() {
   complete();
   complete_image_copies();
   if (!placement_.is_placed()) become_own_tensor();
-  if (master().defined()) return master();
+  if (master().defined()) {
+    check_master_is_allocated();
+    return master();
+  }
   if (!pending().defined()) planes_.set_pending(dequantize_rows({0, layout().rows}, dtype_));
   return pending();
 }
 
 void QuantizedBuffer::write_codes() {
   complete();
+  check_is_allocated();
   planes_.copy_borrowed_grid(layout());
 }
 
@@ -308,6 +338,7 @@ void QuantizedBuffer::become_own_tensor() {
 // ----------------------------------------------------------------------------------- gathers
 
 at::Tensor QuantizedBuffer::begin_gather(Images images) {
+  check_is_allocated();
   flush_state_.flushed().wait();
   // A replay is waited for by the stream that it runs on, or by the default one.
   if (flush_state_.may_be_replayed()) wait_for_stream({}, device());
@@ -330,6 +361,9 @@ BufferPtr QuantizedBuffer::gathered(QuantizedBuffer& shard, const at::Tensor& by
   TORCH_CHECK(bytes.scalar_type() == at::kByte && bytes.numel() % layout.row_bytes() == 0,
               fmt::format("qshard: gathered {} {} elements are not rows of {} bytes", bytes.numel(),
                           c10::toString(bytes.scalar_type()), layout.row_bytes()));
+  TORCH_CHECK(!grid.defined() || grid.device() == bytes.device(),
+              fmt::format("qshard: bytes on {} were gathered of a shard on {}",
+                          bytes.device().str(), grid.device().str()));
   const Layout whole = layout.holding(bytes.numel() / layout.row_bytes()).placed(0);
   auto buffer = c10::make_intrusive<QuantizedBuffer>(
       Placement(whole), dtype, Planes::over_image(bytes.view(-1), grid, whole));
@@ -339,6 +373,19 @@ BufferPtr QuantizedBuffer::gathered(QuantizedBuffer& shard, const at::Tensor& by
 }
 
 void QuantizedBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) {
+  if (shard.gather_) {
+    const Layout later = layout().with_images(shard.gather_->images);
+    const Layout& of_shard = shard.layout();
+    TORCH_CHECK(
+        !keeps_master() && !is_image_only_ && of_shard.format == later.format &&
+            of_shard.cols == later.cols && of_shard.logical_rows == later.logical_rows &&
+            bytes.scalar_type() == at::kByte && bytes.is_contiguous() &&
+            bytes.numel() == later.image_bytes() && bytes.device() == device(),
+        fmt::format("qshard: {} gathered bytes of a {} shard of {} columns are not those of "
+                    "a gathered {} tensor of {} x {}",
+                    bytes.numel(), of_shard.format->name, of_shard.cols, later.format->name,
+                    later.rows, later.cols));
+  }
   auto [grid, generation, images] = shard.end_gather();
   placement_.hold(images);
   planes_.replace_image(bytes, std::move(grid), layout());

@@ -120,6 +120,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void check_has_rowwise_image(const char* what) const;
   /// @throws c10::Error if FSDP2 freed the gathered bytes (reshard).
   void check_is_allocated() const;
+  /// The same of a master, which only untyped_storage().resize_() frees.
+  void check_master_is_allocated() const;
   /// The same where the value is in those bytes, and
   /// @throws c10::Error if it is that of an original which is gone.
   void check_has_value();

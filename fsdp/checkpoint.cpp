@@ -113,6 +113,7 @@ shared_planes(const Tensor& self) {
     return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
   };
   const Tensor codes = buffer.code_bytes();
+  if (buffer.master().defined()) buffer.check_master_is_allocated();
   std::vector<Tensor> state;
   for (const auto& [name, tensor] : buffer.scaling_state().tensors()) state.push_back(tensor);
   return {defined(buffer.master()),
@@ -127,8 +128,12 @@ Tensor over_shared_planes(const OptionalTensor& master, const Tensor& codes,
                           const OptionalTensor& pending, at::IntArrayRef fields,
                           c10::string_view format, at::IntArrayRef size, at::IntArrayRef stride,
                           int64_t storage_offset, at::ScalarType dtype, at::TensorList state) {
+  check_key_is_ours("qshard::_over_shared_planes");
   PlainGuard guard;
-  const Layout layout = described_layout(fields, {format.data(), format.size()});
+  const SavedTensor saved{codes, pending, fields,         {format.data(), format.size()},
+                          size,  stride,  storage_offset, dtype,
+                          state};
+  const Layout layout = checked_shared_layout(saved, master);
   auto buffer = QuantizedBuffer::over_planes(
       Placement(layout, fields[kIsAdopted] != 0), dtype, master.value_or(Tensor()), codes,
       pending.value_or(Tensor()), ScalingState::of(layout, state), fields[kWritten] != 0);

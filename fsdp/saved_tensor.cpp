@@ -103,16 +103,36 @@ Layout layout_of(at::IntArrayRef fields, const Format& format) {
   return layout.with_images(static_cast<Images>(images));
 }
 
+/// Whether the bytes of each plane can be counted: what adds them up then does not overflow.
+bool is_bounded(const Layout& layout, at::ScalarType dtype) {
+  const auto value_bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  return product_fits({layout.rows, layout.row_bytes()}, kMaxBytes) &&
+         product_fits({layout.rows, layout.cols, value_bytes}, kMaxBytes) &&
+         product_fits({layout.grid_rows(), layout.grid_cols(), sizeof(float)}, kMaxBytes);
+}
+
+/// @throws c10::Error unless a plane in shared memory is all of its storage: of the codes, image
+/// and grid as bytes, or the master.
+void check_plane(const Tensor& plane, const char* what, const Layout& layout, bool is_master,
+                 at::ScalarType dtype) {
+  check_plain(plane, what);
+  const auto held = static_cast<int64_t>(plane.storage().nbytes());
+  const bool fits =
+      is_bounded(layout, dtype) && plane.storage_offset() == 0 &&
+      plane.scalar_type() == (is_master ? dtype : at::kByte) &&
+      held == (is_master ? Planes::master_bytes(layout, dtype) : Planes::code_bytes(layout));
+  if (!fits) {
+    refuse("of {} x {} elements of {} rows in {} {} cannot have {} bytes of {} as its {}",
+           layout.rows, layout.cols, layout.logical_rows, c10::toString(dtype), layout.format->name,
+           held, c10::toString(plane.scalar_type()), what);
+  }
+}
+
 /// @throws c10::Error unless the planes of `layout` fill `bytes`.
 void check_planes(const Layout& layout, at::ScalarType dtype, bool keeps_master,
                   const Tensor& bytes) {
   const auto held = static_cast<int64_t>(bytes.numel());
-  const auto value_bytes = static_cast<int64_t>(c10::elementSize(dtype));
-  // Each product is bounded before packed_bytes() adds them up.
-  const bool bounded =
-      product_fits({layout.rows, layout.row_bytes()}, kMaxBytes) &&
-      product_fits({layout.rows, layout.cols, value_bytes}, kMaxBytes) &&
-      product_fits({layout.grid_rows(), layout.grid_cols(), sizeof(float)}, kMaxBytes);
+  const bool bounded = is_bounded(layout, dtype);
   const int64_t needed = bounded ? QuantizedBuffer::packed_bytes(layout, dtype, keeps_master) : -1;
   if (needed == held) return;
   refuse("claims {} x {} elements of {} rows in {}, {} a master, which take {} bytes, but holds {}",
@@ -191,9 +211,28 @@ Layout checked_layout(const SavedTensor& saved) {
   return layout.with_format(find_format(saved.format));
 }
 
-Layout described_layout(at::IntArrayRef fields, std::string_view format) {
-  TORCH_CHECK(fields.size() == kFields, "qshard: these are not the planes of a quantized tensor");
-  return layout_of(fields, find_format(format));
+Layout checked_shared_layout(const SavedTensor& saved, const std::optional<at::Tensor>& master) {
+  const at::IntArrayRef fields = saved.layout;
+  TORCH_CHECK(fields.size() == kFields && is_value_dtype(saved.dtype),
+              "qshard: these are not the planes of a quantized tensor");
+  const Format format = format_of(saved.format);
+  const bool keeps_master = flag_of(fields[kKeepsMaster], "keeps a master");
+  const bool written = flag_of(fields[kWritten], "was written");
+  flag_of(fields[kIsAdopted], "is a share of more rows");
+  const Layout layout = layout_of(fields, format);
+  check_plane(saved.bytes, "codes", layout, /*is_master=*/false, saved.dtype);
+  if (keeps_master != master.has_value()) {
+    refuse("{} a master, and says that it {} one", master ? "has" : "lacks",
+           keeps_master ? "keeps" : "does not keep");
+  }
+  if (master) check_plane(*master, "master", layout, /*is_master=*/true, saved.dtype);
+  if (master && master->device() != saved.bytes.device()) {
+    refuse("has its codes on {} and its master on {}", saved.bytes.device().str(),
+           master->device().str());
+  }
+  check_pending(saved, layout, keeps_master, written);
+  check_state(saved, layout);
+  return layout.with_format(find_format(saved.format));
 }
 
 bool is_adopted(const SavedTensor& saved, const Layout& layout) {

@@ -45,8 +45,10 @@ struct SavedTensor {
 /// @throws c10::Error naming the file's fault.
 Layout checked_layout(const SavedTensor& saved);
 
-/// The layout that the integers describe, checked by itself; as _shared_planes gives them.
-Layout described_layout(at::IntArrayRef fields, std::string_view format);
+/// The same of planes in memory that processes share, as _shared_planes gives them: `saved.bytes`
+/// is image and grid, all of its storage, and `master` all of another.
+/// @throws c10::Error naming what does not fit.
+Layout checked_shared_layout(const SavedTensor& saved, const std::optional<at::Tensor>& master);
 
 /// Whether the rows are some rank's share of more (Placement::is_adopted); of a checked tensor.
 bool is_adopted(const SavedTensor& saved, const Layout& layout);
