@@ -358,13 +358,17 @@ BufferPtr QuantizedBuffer::gathered(QuantizedBuffer& shard, const at::Tensor& by
                                     at::ScalarType dtype) {
   const auto [grid, generation, images] = shard.end_gather();
   const Layout layout = shard.layout().with_images(images);
-  TORCH_CHECK(bytes.scalar_type() == at::kByte && bytes.numel() % layout.row_bytes() == 0,
+  // Rows without columns have no bytes to count: there are as many as all ranks hold.
+  const int64_t row_bytes = layout.row_bytes();
+  const int64_t rows =
+      row_bytes > 0 ? bytes.numel() / row_bytes : layout.rows * ranks_of(shard.placement_.group());
+  TORCH_CHECK(bytes.scalar_type() == at::kByte && bytes.numel() == rows * row_bytes,
               fmt::format("qshard: gathered {} {} elements are not rows of {} bytes", bytes.numel(),
-                          c10::toString(bytes.scalar_type()), layout.row_bytes()));
+                          c10::toString(bytes.scalar_type()), row_bytes));
   TORCH_CHECK(!grid.defined() || grid.device() == bytes.device(),
               fmt::format("qshard: bytes on {} were gathered of a shard on {}",
                           bytes.device().str(), grid.device().str()));
-  const Layout whole = layout.holding(bytes.numel() / layout.row_bytes()).placed(0);
+  const Layout whole = layout.holding(rows).placed(0);
   auto buffer = c10::make_intrusive<QuantizedBuffer>(
       Placement(whole), dtype, Planes::over_image(bytes.view(-1), grid, whole));
   buffer->flush_state_.join(generation);

@@ -139,8 +139,11 @@ struct Layout {
     return left < 0 ? 0 : left < rows ? left : rows;
   }
 
-  /// Whether all rows of the logical tensor are held.
-  bool holds_all_rows() const { return row_offset == 0 && rows >= logical_rows; }
+  /// Whether the logical tensor has no elements, on any rank: nothing of it is ever copied or
+  /// agreed on, so that its rows need no place.
+  bool is_empty() const { return logical_rows == 0 || cols == 0; }
+  /// Whether all rows of the logical tensor are held, or all that are worth anything.
+  bool holds_all_rows() const { return is_empty() || (row_offset == 0 && rows >= logical_rows); }
   /// Whether every block that the live rows touch lies within them.
   bool owns_its_blocks() const {
     if (holds_all_rows()) return true;
