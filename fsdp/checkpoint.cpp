@@ -114,6 +114,10 @@ shared_planes(const Tensor& self) {
   };
   const Tensor codes = buffer.code_bytes();
   if (buffer.master().defined()) buffer.check_master_is_allocated();
+  // Behind the last scale nothing was written yet, and it is sent.
+  const int64_t grid_bytes = buffer.layout().grid_numel() * static_cast<int64_t>(sizeof(float));
+  const int64_t padding = round_up(grid_bytes, 16) - grid_bytes;
+  if (padding > 0) codes.narrow(0, codes.numel() - padding, padding).zero_();
   std::vector<Tensor> state;
   for (const auto& [name, tensor] : buffer.scaling_state().tensors()) state.push_back(tensor);
   return {defined(buffer.master()),

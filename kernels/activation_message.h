@@ -9,7 +9,7 @@
 
 namespace qshard {
 
-/// One rank's tokens (M, K): M rows of codes, then fp32 scale_inv, then bytes that nobody wrote.
+/// One rank's tokens (M, K): M rows of codes, then fp32 scale_inv, then zeros.
 /// They are quantized as to meet a weight with scales in the grid: by one scale, or in blocks of
 /// 1x128, whose scales lie as (ceil(K / 128), M).
 struct ActivationMessage {
@@ -26,6 +26,7 @@ struct ActivationMessage {
   int64_t pitch() const { return round_up(cols, 16); }
   int64_t code_bytes() const { return rows * pitch(); }
   int64_t scales() const { return has_one_scale ? 1 : rows * ceil_div(cols, 128); }
+  int64_t used_bytes() const { return code_bytes() + 4 * scales(); }
   /// A multiple of 16, so that of messages in a row each begins at one.
   int64_t bytes() const { return code_bytes() + round_up(4 * scales(), 16); }
 };

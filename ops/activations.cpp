@@ -62,6 +62,7 @@ Tensor message_amax(const Tensor& self, c10::string_view format) {
     return at::empty({0}, self.options().dtype(at::kFloat));
   }
   const c10::OptionalDeviceGuard guard(self.device());
+  if (self.numel() == 0) return at::zeros({1}, self.options().dtype(at::kFloat));
   return activation_amax(self.reshape({tokens.rows, tokens.cols}));
 }
 

@@ -43,6 +43,7 @@ void encode_activation(const EncodeActivationTask& task) {
   const auto encode = is_e5m2 ? e5m2_row_kernels().encode[type] : row_kernels().encode[type];
   const auto* values = static_cast<const uint8_t*>(task.values);
   auto* scale_inv = reinterpret_cast<float*>(task.bytes + message.code_bytes());
+  std::fill(task.bytes + message.used_bytes(), task.bytes + message.bytes(), uint8_t{0});
   float whole = 1.f;
   if (message.has_one_scale) {
     whole = scale_from_amax(*task.amax, code_max, message.power_of_two_scales);

@@ -93,6 +93,12 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_encode_activation(const EncodeActivationTask& task, cudaStream_t stream) {
   const ActivationMessage& message = task.message;
+  // What is sent has no bytes of earlier owners of the memory: at most 12 here.
+  if (const int64_t padding = message.bytes() - message.used_bytes(); padding > 0) {
+    const cudaError_t error =
+        cudaMemsetAsync(task.bytes + message.used_bytes(), 0, padding, stream);
+    if (error != cudaSuccess) return error;
+  }
   ActivationTask rows;
   rows.values = task.values;
   rows.m = rows.m_padded = message.rows;

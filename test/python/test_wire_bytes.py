@@ -1,0 +1,41 @@
+"""What ranks and processes send one another has no bytes that nothing has written."""
+
+import pytest
+import torch
+from helpers import FORMATS, fit
+
+ops = torch.ops.qshard
+
+
+@pytest.mark.parametrize("is_gradient", [False, True])
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_messages_have_no_bytes_of_earlier_owners(format, rows, is_gradient):
+    x = torch.randn(rows, 40)
+    amax = ops._message_amax(x, format)
+    messages = []
+    for value in (0xA5, 0x5A):
+        for extra in range(-64, 65):  # freed blocks of all sizes near the message's
+            torch.full((rows * 48 + 80 + extra,), value, dtype=torch.uint8)
+        messages.append(ops._encode_activation(x, format, is_gradient, amax))
+    assert torch.equal(*messages)
+    if format != "mxfp8":
+        assert messages[0][rows * 48 + 4 * (1 if "tensor" in format else rows) :].eq(0).all()
+
+
+def test_shared_codes_have_no_bytes_of_earlier_owners():
+    for format in FORMATS:
+        if format.startswith("mxfp8"):
+            continue  # has no grid
+        rows = fit(format, 64)
+        q = ops.quantize(torch.randn(rows, 48), format, keep_master=True)
+        copy = q.clone()  # into memory that nothing was written to
+        codes = ops._shared_planes(copy)[1]
+        assert codes[-12:].eq(0).all(), format
+
+
+def test_the_amax_of_an_empty_tensor_is_zero():
+    for shape in ((0, 48), (4, 0), (0, 3, 16)):
+        torch.full((1000,), float("nan"))  # what the allocator gives next
+        amax = ops._message_amax(torch.empty(shape), "float8_tensorwise")
+        assert amax.tolist() == [0.0], shape
