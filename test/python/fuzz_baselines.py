@@ -1,0 +1,299 @@
+"""The arguments of an ordinary call of each operator (fuzz_arguments.py)."""
+
+import torch
+
+ops = torch.ops.qshard
+EMPTY = ()
+
+
+def baseline(draw):
+    """{name: value} of an operator's arguments."""
+    name = draw.schema.name.removeprefix("qshard::")
+    given = OF_OPERATOR.get(name, lambda d: {})(draw)
+    return {
+        a.name: given[a.name] if a.name in given else of_name(draw, a)
+        for a in draw.schema.arguments
+    }
+
+
+def of_name(draw, argument):
+    """By what the argument is called, as most operators have it."""
+    known = BY_NAME.get(argument.name)
+    if known is not None:
+        return known(draw)
+    kind = str(argument.type)
+    if kind.startswith("Optional["):
+        return None
+    plain = {"bool": draw.flag, "int": lambda: 1, "float": lambda: 1.0, "str": lambda: draw.format}
+    plain["Tensor"] = lambda: draw.plain(draw.tokens, draw.columns)
+    return [] if kind.startswith("List[") else plain[kind]()
+
+
+BY_NAME = {
+    "self": lambda d: d.quantized(),
+    "input": lambda d: d.plain(d.tokens, d.columns),
+    "weight": lambda d: d.quantized(),
+    "grad": lambda d: d.plain(d.tokens, d.rows),
+    "bias": lambda d: d.maybe(lambda: d.plain(d.rows)),
+    "residual": lambda d: d.maybe(lambda: d.plain(d.tokens, d.rows)),
+    "weight_grad": lambda d: d.plain(d.rows, d.columns),
+    "grad_input": lambda d: d.plain(d.tokens, d.columns),
+    "grad_dtype": lambda d: d.maybe(lambda: torch.bfloat16),
+    "dtype": lambda d: torch.float32,
+    "input_is_quantized": lambda d: False,
+    "norm_weight": lambda d: d.plain(d.columns),
+    "norm_bias": lambda d: None,
+    "eps": lambda d: 1e-5,
+    "rms": lambda d: True,
+    "cos": lambda d: d.plain(7, 16, dtype=torch.float32),
+    "sin": lambda d: d.plain(7, 16, dtype=torch.float32),
+    "dim": lambda d: 1,
+    "group": lambda d: "",
+    "device": lambda d: torch.device("cpu"),
+}
+
+
+def dynamic(draw):
+    """A plain weight, quantized within the call, half of the time."""
+    if draw.flag():
+        return {"format": draw.maybe(lambda: draw.format)}
+    return {
+        "weight": draw.plain(draw.rows, draw.columns),
+        "format": draw.format,
+        "weight_state": [],
+    }
+
+
+def swiglu_backward(draw):
+    inner = [draw.plain(draw.tokens, draw.columns) for _ in "gu"]
+    found = {"gate": inner[0], "up": inner[1], "maxima": torch.empty(0), **dynamic(draw)}
+    return found | {"grad_format": None}
+
+
+def planes(draw):
+    q = draw.quantized()
+    format = ops.format(q)
+    given = {
+        "codes": draw.place(ops.codes(q).clone()),
+        "scale_inv": draw.place(ops.scale_inv(q).clone()),
+    }
+    if format.startswith("nvfp4"):
+        given["tensor_scale_inv"] = draw.place(ops.tensor_scale_inv(q).clone())
+    return given | {
+        "format": format,
+        "columns": draw.columns,
+        "row_offset": 0,
+        "keep_master": False,
+    }
+
+
+def ranges(draw):
+    """Of two weights, the second one cut."""
+    format = draw.rng.choice(("float8_tensorwise", "float8_blockwise", "float8_delayed"))
+    rows, columns = draw.rows, draw.columns
+    start = draw.rng.randrange(rows * columns)
+    values = [draw.plain(rows * columns), draw.plain(rows * columns - start)]
+    geometry = [rows, columns, 0, rows, columns, start]
+    amax = ops._amax_of_ranges(values, [format] * 2, geometry)
+    scales = [s.clone() for s in amax.chunk(2)]
+    codes = [draw.bytes(v.numel()) for v in values]
+    lists = {"formats": [format] * 2, "geometry": geometry, "values": values, "codes": codes}
+    return lists | {"amax": scales, "scale_inv": scales}
+
+
+def delayed(draw):
+    zeros = lambda *shape: draw.place(torch.zeros(*shape))  # noqa: E731
+    given = {
+        "amax": draw.plain(6, dtype=torch.float32).abs(),
+        "formats": ["float8_delayed[history=4]"] * 2,
+    }
+    given["amax_history"], given["scaling_amax"] = [zeros(3, 4) for _ in "ab"], [
+        zeros(3, 3) for _ in "ab"
+    ]
+    return given | {"value_dtype": torch.float32, "found_inf": draw.maybe(lambda: torch.zeros(1))}
+
+
+def gradients(draw):
+    format, numel, chunks = (
+        draw.rng.choice(("float8", "mxfp8", "nvfp4")),
+        draw.rng.choice((1, 100, 4097)),
+        2,
+    )
+    key = torch.tensor([1, 2, 3], dtype=torch.int32)
+    given = {
+        "values": draw.plain(chunks * numel - draw.rng.choice((0, 1))),
+        "format": format,
+        "numel": numel,
+    }
+    given |= {"chunks": chunks, "chunk_numel": numel, "first_noise": 16, "factor": 0.5}
+    bytes_of_one = ops._gradient_message_bytes(format, numel)
+    given["messages"] = draw.bytes(chunks, 3, bytes_of_one)
+    return given | {
+        "rounding": draw.maybe(lambda: draw.place(key)),
+        "out": draw.plain(chunks * numel),
+    }
+
+
+def tokens(draw):
+    formats = [format for format in ops.formats() if not format.startswith("nvfp4")]
+    format, is_gradient = draw.rng.choice(formats), draw.flag()
+    x = draw.plain(2, draw.tokens, draw.columns)
+    amax = ops._message_amax(x, format)
+    message = ops._encode_activation(x, format, is_gradient, amax)
+    given = {"self": x, "format": format, "is_gradient": is_gradient, "amax": draw.place(amax)}
+    given["messages"] = draw.place(message.repeat(3)) if draw.flag() else message.repeat(3)
+    return given | {"size": list(x.shape), "dim": draw.rng.choice((0, 1)), "dtype": draw.dtype}
+
+
+def heads(draw):
+    given = {"heads": [2, 1, 1], "dim": 1, "input": draw.plain(2, 5, 8, 16)}
+    given |= {"query": draw.plain(2, 5, 4, 16), "key": draw.plain(2, 5, 2, 16)}
+    stride = draw.maybe(lambda: [640, 128, 16, 1])
+    return given | {"value": draw.plain(2, 5, 2, 16), "stride": stride}
+
+
+def packed(draw):
+    q = draw.quantized()
+    data, pending, layout, format, state = ops._pack(q)
+    given = {
+        "bytes": draw.place(data),
+        "pending": pending,
+        "layout": list(layout),
+        "format": format,
+    }
+    return given | {"state": list(state)} | view_of(q)
+
+
+def shared(draw):
+    q = draw.quantized()
+    master, codes, pending, layout, format, state = ops._shared_planes(q)
+    given = {"master": master, "codes": draw.place(codes.clone()), "pending": pending}
+    given |= {
+        "layout": list(layout),
+        "format": format,
+        "state": [draw.place(s.clone()) for s in state],
+    }
+    return given | view_of(q)
+
+
+def view_of(q):
+    geometry = {
+        "size": list(q.shape),
+        "stride": list(q.stride()),
+        "storage_offset": q.storage_offset(),
+    }
+    return geometry | {"dtype": q.dtype}
+
+
+def gather(draw):
+    q = draw.quantized()
+    image = ops._pre_all_gather(q, "").clone()
+    unsharded = ops._post_all_gather(q, image, torch.float32)
+    ops._pre_all_gather(q, "")
+    return {"self": q, "image": draw.place(image), "unsharded": unsharded}
+
+
+def mlp(draw):
+    gate = draw.quantized(draw.fit(64))
+    up = draw.quantized(draw.fit(64)) if draw.flag() else None
+    inner = gate.shape[0] if up is not None else gate.shape[0] // 2
+    down = draw.quantized(draw.fit(draw.columns), inner)
+    given = {
+        "gate": gate,
+        "up": up,
+        "down": down,
+        "format": draw.format,
+        "down_format": draw.format,
+    }
+    given |= {"residual": None, "norm_weight": draw.maybe(lambda: draw.plain(draw.columns))}
+    return given | {"gate_bias": None, "up_bias": None, "down_bias": None}
+
+
+def share(draw):
+    given = {"self": draw.plain(draw.rows, draw.columns), "logical_rows": 4 * draw.rows}
+    return given | {
+        "row_offset": draw.rows,
+        "first_element": 0,
+        "full_cols": draw.columns,
+        "groups": 0,
+    }
+
+
+def norm_linear(draw):
+    weights = [draw.quantized(), draw.quantized()]
+    return {"weights": weights, "biases": None, "format": draw.format}
+
+
+def codes_backward(draw):
+    none = torch.empty(0, dtype=torch.uint8)
+    given = {"rows": none, "columns": none, "size": [draw.tokens, draw.rows], "needs_input": False}
+    return given | {"needs_weight": False, "format": None, "input_sum": None}
+
+
+OF_OPERATOR = {
+    "quantize": lambda d: {
+        "self": d.plain(d.rows, d.columns), "logical_rows": d.maybe(lambda: 4 * d.rows),
+        "row_offset": 0,
+    },
+    "from_planes": planes,
+    "columnwise_codes": lambda d: {"self": d.quantized(32, format="mxfp8_1x32")},
+    "columnwise_scale_inv": lambda d: {"self": d.quantized(32, format="mxfp8_1x32")},
+    "tensor_scale_inv": lambda d: {"self": d.quantized(format="nvfp4")},
+    "flush": lambda d: {"self": [d.quantized(), d.quantized().mul_(2)]},
+    "linear": dynamic,
+    "linear_forward": lambda d: dynamic(d) | {"save_quantized_input": False, "input_rows": None},
+    "linear_backward": dynamic,
+    "linear_backward_accumulate": dynamic,
+    "quantize_input": lambda d: {"rows": False, "columns": False},
+    "_quantize_kept_input": lambda d: {"weight": None, "amax": None},
+    "swiglu_mlp": mlp,
+    "swiglu_linear_forward": lambda d: {
+        "gate": d.plain(d.tokens, d.columns), "up": d.plain(d.tokens, d.columns), **dynamic(d),
+    },
+    "swiglu_linear_backward": swiglu_backward,
+    "swiglu_linear_backward_accumulate": swiglu_backward,
+    "linear_backward_codes": codes_backward,
+    "linear_backward_codes_accumulate": codes_backward,
+    "norm_linear": norm_linear,
+    "_norm_linear_forward": norm_linear,
+    "_norm_linear_reads_codes": norm_linear,
+    "rotary_embedding": heads,
+    "split_rotary_embedding": heads,
+    "join_rotary_embedding": heads,
+    "_can_normalize": lambda d: {"weight": d.plain(d.columns), "bias": None},
+    "_normalize": lambda d: {"weight": d.plain(d.columns), "bias": None},
+    "_quantize_normalized": lambda d: {"weight": d.plain(d.columns), "bias": None},
+    "_normalize_backward": lambda d: {
+        "grad": d.plain(d.tokens, d.columns), "weight": d.plain(d.columns),
+        "statistics": torch.ones(1, d.tokens),
+    },
+    "_transposed_operand": lambda d: {"self": d.plain(d.tokens, d.columns)},
+    "_quantize_for_uses": lambda d: {"weight": d.plain(d.rows, d.columns), "state": []},
+    "_amax_of_ranges": ranges,
+    "_scale_inv_of_ranges": lambda d: (r := ranges(d)) | {"amax": torch.cat(r["amax"])},
+    "_quantize_ranges": ranges,
+    "_dequantize_ranges": ranges,
+    "_update_delayed": delayed,
+    "quantize_gradients": gradients,
+    "sum_gradients": gradients,
+    "_gradient_message_bytes": gradients,
+    "_message_amax": tokens,
+    "_encode_activation": tokens,
+    "_decode_activations": tokens,
+    "_plane_copy": lambda d: {"plane": "codes"},
+    "_post_all_gather": gather,
+    "_refresh_gathered": gather,
+    "_groups": lambda d: {"shard": ""},
+    "_set_groups": lambda d: {"groups": 0},
+    "_share_tensor_scale": lambda d: {
+        "self": d.quantized(format="float8_tensorwise"), "id": 5, "members": 2,
+    },
+    "_quantize_share": share,
+    "_flush_after_step": lambda d: {
+        "self": [d.quantized()], "groups": [0], "has_grad": [True],
+        "found_inf": d.maybe(lambda: torch.zeros(1)),
+    },
+    "_set_rounding_key": lambda d: {"self": d.quantized(format="nvfp4[stochastic]"), "key": 77},
+    "_over_shared_planes": shared,
+    "_unpack": packed,
+}  # fmt: skip
