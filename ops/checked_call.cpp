@@ -73,8 +73,8 @@ void CheckedOperator::refuse(Takes takes, const TensorArguments& tensors) const 
         fmt::format("{}: {}: expected a strided tensor, got layout {}", name_, named(argument),
                     tensor.is_nested() ? "Nested" : c10::str(tensor.layout())));
     TORCH_CHECK(
-        has_key(tensor) || tensor.is_meta() || tensor.key_set().has(c10::DispatchKey::Python) ||
-            tensor.unsafeGetTensorImpl()->storage_initialized(),
+        tensor.is_meta() || tensor.key_set().has(c10::DispatchKey::Python) ||
+            !checked_call::is_freed(tensor, takes),
         fmt::format("{}: the memory of {}, of shape {}, was freed (its storage has 0 bytes)", name_,
                     named(argument), tensor.sizes()));
   }
@@ -89,11 +89,10 @@ void CheckedOperator::check_written(Takes takes, const TensorArguments& tensors)
     const at::Tensor& tensor = *argument.tensor;
     const bool written = is_written(argument.position);
     if (written) {
-      TORCH_CHECK_TYPE(
-          !has_key(tensor),
-          fmt::format("{} is quantized, and this operator writes plain memory; give it a plain "
-                      "tensor, and copy_() that into the quantized one",
-                      what(argument.position)));
+      TORCH_CHECK(!has_key(tensor),
+                  fmt::format("{} must be a plain tensor, and is quantized: this operator writes "
+                              "plain memory; copy_() what it has written",
+                              what(argument.position)));
       TORCH_CHECK(!(at::GradMode::is_enabled() && tensor.requires_grad()),
                   fmt::format("{} requires grad, and what is written into it has no gradient; call "
                               "the operator under torch.no_grad()",

@@ -78,6 +78,17 @@ class CheckedOperator {
 
 namespace checked_call {
 
+/// Whether a tensor has elements and no memory. Of a quantized one that is asked of its master,
+/// where kernels read values by address; what reads codes asks the buffer.
+inline bool is_freed(const at::Tensor& tensor, Takes takes) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (has_key(tensor)) {
+    return takes == Takes::kValues && is_quantized(tensor) && buffer_of(tensor).has_address() &&
+           !impl.storage_initialized();
+  }
+  return impl.has_storage() && !impl.storage_initialized();
+}
+
 template <typename Visit>
 void visit(const at::Tensor& tensor, const Visit& visit_tensor) {
   if (tensor.defined()) visit_tensor(tensor);
@@ -123,12 +134,7 @@ struct Glance {
       is_odd |= *device != own;
     }
     is_odd |= impl.layout() != at::kStrided || impl.is_nested();
-    if (!is_python && !own.is_meta()) is_odd |= is_freed(impl);
-  }
-
-  /// Quantized tensors say so themselves, of the planes that are read.
-  static bool is_freed(const c10::TensorImpl& impl) {
-    return !impl.key_set().has(kKey) && impl.has_storage() && !impl.storage_initialized();
+    if (!is_python && !own.is_meta()) is_odd |= is_freed(tensor, kTakes);
   }
 };
 

@@ -108,7 +108,8 @@ WeightUse backward_use(bool needs_input) {
 }
 
 Tensor as_matrix(const Tensor& tensor) {
-  return tensor.reshape({leading_numel(tensor), tensor.size(-1)});
+  const Tensor values = has_key(tensor) ? value_of(tensor) : tensor;
+  return values.reshape({leading_numel(values), values.size(-1)});
 }
 
 void check_linear_shapes(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -217,8 +218,8 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
       weight_for_use(weight, format, weight_state, WeightUse::kForward, "qshard::linear");
   check_expected_format(used, format);
   check_linear_shapes(input, weight, bias);
-  const auto operand = input_operand(input, as_matrix(has_key(input) ? value_of(input) : input),
-                                     *used.codes.format, input_rows, save_quantized_input);
+  const auto operand =
+      input_operand(input, as_matrix(input), *used.codes.format, input_rows, save_quantized_input);
   auto result = linear_forward(producer_of(operand), used, bias, save_quantized_input, weight_only,
                                residual_matrix(residual, input, weight));
   auto sizes = input.sizes().vec();
@@ -317,8 +318,7 @@ std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_vi
                                              bool rows, bool columns) {
   PlainGuard guard;
   const Format& found = checked_format(format, "qshard::quantize_input");
-  const auto codes =
-      quantize_input(as_matrix(has_key(input) ? value_of(input) : input), found, {rows, columns});
+  const auto codes = quantize_input(as_matrix(input), found, {rows, columns});
   return {bytes_or_none(codes.rowwise, input), bytes_or_none(codes.columnwise, input)};
 }
 

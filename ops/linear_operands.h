@@ -21,7 +21,7 @@ LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view
 /// What a backward reads of a weight.
 WeightUse backward_use(bool needs_input);
 
-/// (..., columns) as (rows, columns).
+/// (..., columns) as (rows, columns); the value of a quantized tensor.
 Tensor as_matrix(const Tensor& tensor);
 
 /// @throws c10::Error for an input that is no value tensor (..., columns of the weight) beside it,

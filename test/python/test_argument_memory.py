@@ -34,6 +34,10 @@ FREED = {
     "dequantize": lambda q: ops.dequantize(q),
     "codes": lambda q: ops.codes(q),
     "_copy_buffer": lambda q: ops._copy_buffer(q),
+    "quantize": lambda q: ops.quantize(q, FORMAT),
+    "_quantize_for_uses": lambda q: ops._quantize_for_uses(q, FORMAT, []),
+    "_message_amax": lambda q: ops._message_amax(q, "float8_tensorwise"),
+    "quantize_gradients": lambda q: ops.quantize_gradients(q, "float8", 1, 64 * 48),
 }
 
 
@@ -42,9 +46,32 @@ FREED = {
 def test_a_freed_storage_is_an_error_by_name(name, keep_master):
     q = weight(keep_master=keep_master)
     q.untyped_storage().resize_(0)
-    if keep_master and name in ("dequantize", "codes", "linear", "_pre_all_gather"):
+    if keep_master and name in ("dequantize", "codes", "_pre_all_gather"):
         pytest.skip("reads codes alone, which are not freed with a master")
-    assert "freed" in refusal(lambda: FREED[name](q))
+    text = refusal(lambda: FREED[name](q))
+    assert "freed" in text or (not keep_master and "bytes of float8_blockwise are codes" in text)
+
+
+def test_quantized_gradients_and_inputs_of_linears_are_read_by_value():
+    q, grad, x = weight(), torch.randn(4, 64), X.clone()
+    expected = ops.linear_backward(grad, q, x, False, True, True)
+
+    def quantized(tensor):
+        return ops.quantize(tensor, FORMAT, keep_master=True)
+
+    given = ops.linear_backward(quantized(grad), q, quantized(x), False, True, True)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected))
+    # A write that waits for its flush is the value; it was an error after half of the work.
+    waits, sum = ops.quantize(x, FORMAT, logical_rows=256), torch.zeros(4, 48)
+    grad_weight = ops._linear_backward_into(grad, q, waits, False, True, sum)
+    assert torch.equal(sum, expected[0]) and torch.equal(grad_weight, expected[1])
+    for name in ("grad", "input"):
+        freed = {"grad": quantized(grad), "input": quantized(x)}
+        freed[name].untyped_storage().resize_(0)
+        text = refusal(
+            lambda: ops.linear_backward(freed["grad"], q, freed["input"], False, True, True)
+        )
+        assert "freed" in text
 
 
 def test_freed_plain_tensors_are_refused_by_name():
