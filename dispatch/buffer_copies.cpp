@@ -335,7 +335,8 @@ void QuantizedBuffer::fill_from(QuantizedBuffer& from) {
                   layout().rows == other.rows && layout().cols == other.cols &&
                   layout().grid_numel() == other.grid_numel() && dtype_ == from.dtype_ &&
                   device() == from.device() && keeps_master() == from.keeps_master(),
-              "qshard: this quantized tensor was not made of what it is to be filled from");
+              "qshard::_unpack_into: the tensor was not made of the description that it is to be "
+              "filled by; give it what _unpack_later() made of the same arguments");
   placement_ = from.placement_;
   image().copy_(from.image());
   write_codes();

@@ -98,6 +98,7 @@ void unpack_into(const Tensor& self, const Tensor& bytes, const OptionalTensor& 
                  at::TensorList state) {
   const Tensor read =
       unpack(bytes, pending, fields, format, size, stride, storage_offset, dtype, state);
+  buffer_of(self).check_is_allocated();
   bump_version(self);
   buffer_of(self).fill_from(buffer_of(read));
 }

@@ -215,7 +215,12 @@ def register_constant(name):
 
 @register_fake("qshard::_plane_copy")
 def plane_copy(self, plane):
-    alias = getattr(ops, plane)(self)
+    if plane not in ALIASES:
+        raise ValueError(f"qshard::_plane_copy: no plane is called {plane[:100]!r}")
+    try:
+        alias = getattr(ops, plane)(self)
+    except TypeError as error:
+        raise TypeError(f"qshard::_plane_copy: {error}") from None
     if alias is None:
         return None
     return torch.empty_strided(alias.shape, alias.stride(), dtype=alias.dtype, device=alias.device)
@@ -254,7 +259,7 @@ EFFECTS = (
     "_keep_groups_of_spec",
     "_share_tensor_scale",
     "_set_rounding_key",  # how the next flush rounds
-    "_unpack_into",  # a value, which no traced code reads from a file
+    "_unpack_into",  # a value, from a file: its schema declares no write, which would be a plain one
     "_set_in_step",  # of the process
     "_set_fallback_tracing",
     "_finish_loading",
@@ -288,6 +293,8 @@ def register_effect(name):
             return run_really(op, *args, **kwargs)
         if op._schema.returns:
             raise OutsideGraphs(op, "a gather is not traced")
+        if name == "_unpack_into":
+            raise OutsideGraphs(op, "a file is not read in traced code")
 
     @register_torch_dispatch(f"qshard::{name}", FunctionalTensorMode)
     def functional_effect(mode, func, types, args, kwargs=None):

@@ -2,12 +2,15 @@
 #include "dispatch/rank_group.h"
 
 #include <c10/util/intrusive_ptr.h>
+#include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <map>
 #include <mutex>
+
+#include "kernels/shown_name.h"
 
 namespace qshard {
 namespace {
@@ -40,6 +43,9 @@ class ProcessGroupHandle final : public RankGroup {
 };
 
 RankGroupPtr find(std::string_view name) {
+  // torch's error, which Python would read up to here, does not say which operator was called.
+  TORCH_CHECK_VALUE(name.find('\0') == std::string_view::npos,
+                    fmt::format("qshard: no process group is called {}", shown_name(name)));
   static std::mutex mutex;
   static auto* const known = new std::map<std::string, std::shared_ptr<ProcessGroupHandle>>;
   const std::lock_guard lock(mutex);

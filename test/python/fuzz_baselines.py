@@ -152,8 +152,8 @@ def heads(draw):
     return given | {"value": draw.plain(2, 5, 2, 16), "stride": stride}
 
 
-def packed(draw):
-    q = draw.quantized()
+def packed(draw, q=None):
+    q = draw.quantized() if q is None else q
     data, pending, layout, format, state = ops._pack(q)
     given = {
         "bytes": draw.place(data),
@@ -162,6 +162,11 @@ def packed(draw):
         "format": format,
     }
     return given | {"state": list(state)} | view_of(q)
+
+
+def unpacked(draw):
+    q = draw.quantized()
+    return packed(draw, q) | {"self": q}
 
 
 def shared(draw):
@@ -296,4 +301,11 @@ OF_OPERATOR = {
     "_set_rounding_key": lambda d: {"self": d.quantized(format="nvfp4[stochastic]"), "key": 77},
     "_over_shared_planes": shared,
     "_unpack": packed,
+    "_unpack_later": packed,
+    "_unpack_into": unpacked,
+    "_groups_of_specs": lambda d: {"self": [d.quantized()], "specs": [1]},
+    "_set_groups_of_moved": lambda d: {"moved": d.quantized()},
+    "_written_by_rank": lambda d: {
+        "self": [d.quantized()], "has_grad": [True], "rank": 0, "world": 1,
+    },
 }  # fmt: skip

@@ -29,7 +29,10 @@ TORCHS = re.compile(
     r"Could not run 'qshard::|CUDA error|Torch not compiled|Found no NVIDIA|qshard::\w+\(\)"
 )
 # These look at the kind of tensors alone.
-MIXES_DEVICES = {"is_quantized", "_can_normalize", "_shares_input_codes", "_saves_input_codes"}
+MIXES_DEVICES = {
+    "is_quantized", "_can_normalize", "_norm_linear_reads_codes", "_shares_input_codes",
+    "_saves_input_codes",
+}  # fmt: skip
 ROWS, COLUMNS, LOGICAL_ROWS, MATRIX_ROWS, ROW_OFFSET = range(5)  # of what _pack gives as layout
 UNPLACED = -1
 

@@ -36,13 +36,6 @@ KNOWN = (
         "factory",
     ),
     Known(
-        "sharded model moved",
-        r"^move_model\(",
-        "Module.to(), cpu() and to_empty() after a first step fail to swap a parameter",
-        "sharded_moved",
-        SHARDED,
-    ),
-    Known(
         "made in inference mode",
         r"^(make|copy)_in_inference\(",
         "of a tensor made in inference mode other writes raise than of a plain one",

@@ -292,7 +292,7 @@ def test_a_failure_is_printed_once_and_raised_by_what_needs_it():
         try:
             import qshard
         except ImportError as error:
-            assert str(error) == line
+            assert line.startswith(str(error))  # and goes on with the call
         else:
             raise AssertionError("imported")
         print("went well")
