@@ -250,7 +250,7 @@ OF_OPERATOR = {
     "linear_backward": dynamic,
     "linear_backward_accumulate": dynamic,
     "quantize_input": lambda d: {"rows": False, "columns": False},
-    "_quantize_kept_input": lambda d: {"weight": None, "amax": None},
+    "_quantize_kept_input": lambda d: {"weight": None, "amax": None, "columns": False},
     "swiglu_mlp": mlp,
     "swiglu_linear_forward": lambda d: {
         "gate": d.plain(d.tokens, d.columns), "up": d.plain(d.tokens, d.columns), **dynamic(d),

@@ -71,9 +71,10 @@ def check_error(operator, error):
 
 
 def names_operator(text, operator):
-    """By its name, or by that of the operator it is a part of, as linear_forward is of linear."""
+    """By its name, or by that of its whole or part, as linear_forward is a part of linear."""
+    operator = operator.lstrip("_")
     named = re.findall(r"qshard(?:::|\.)_?(\w+)", text)
-    return any(operator.lstrip("_").startswith(name) for name in named)
+    return any(operator.startswith(name) or name.startswith(operator) for name in named)
 
 
 def check_success(first, seed, memory, tell):

@@ -37,14 +37,19 @@ def test_every_call_is_an_error_or_a_result():
     assert set(never.split(", ")) <= NEEDS_GPU | {"none"}
 
 
+def text_of(draw):
+    try:
+        return str(draw.arguments())
+    except RuntimeError as error:  # of a freed tensor, which has nothing to print
+        return str(error)
+
+
 def test_a_call_depends_on_its_seed_alone():
     known = schemas()
     for seed, name in fuzz_operators.calls_of("", 0, 300):
         if "quant" in name or "rotary" in name:
             first, second = (Draw(known[name], seed) for _ in "ab")
-            assert (
-                str(first.arguments()) == str(second.arguments()) and first.notes == second.notes
-            )
+            assert text_of(first) == text_of(second) and first.notes == second.notes
             assert fuzz_operators.calls_of(f"^{name}$", seed, 1) == [(seed, name)]
 
 
