@@ -14,6 +14,7 @@ int run(const char* path) {
     std::fprintf(stderr, "there is Python in this program\n");
     return 1;
   }
+  dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);  // a library with CUDA kernels needs it
   void* library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) {
     std::fprintf(stderr, "%s\n", dlerror());
