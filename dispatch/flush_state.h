@@ -62,8 +62,8 @@ class FlushState {
   void watch_sole(const c10::TensorImpl& owner) { watch_.add_sole(owner); }
   /// Watches the memory of value and codes; what it held before is forgotten.
   void watch_memory(MemoryWatch memory) { watch_.watch(memory); }
-  /// Whether that is other memory, of bytes that nobody knows: a new generation then begins, which
-  /// is written and not shown.
+  /// Whether the watched memory was exchanged, so that its bytes are unknown. If it was, a new
+  /// generation begins, which is written and not shown.
   bool notice_other_memory();
   /// Before others share it; whether they are the first.
   bool hold_counter() { return watch_.hold(); }

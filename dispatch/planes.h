@@ -58,7 +58,7 @@ class Planes {
   bool has_code_storage(const Layout& layout) const;
   /// The storage of image and grid.
   const c10::Storage& code_storage() const { return image_.storage(); }
-  /// Of its storages, for as long as they are its own.
+  /// Watches the storages of value and codes, which must outlive the watch.
   MemoryWatch memory() const { return {storage_, code_storage()}; }
 
   /// Gives a borrowed grid memory of the shard's own, with its numbers.

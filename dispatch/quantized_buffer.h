@@ -241,8 +241,9 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   static Ptr unpack(const at::Tensor& bytes, const at::Tensor& pending, const Placement& placement,
                     at::ScalarType dtype, bool keeps_master, bool is_written);
 
-  /// Becomes a copy of `from`, in its own memory: what was made of the same description, before its
-  /// bytes were read. @throws c10::Error if it is not.
+  /// Copies everything of `from` into this buffer's own memory. Both were made of one description
+  /// in a file: this buffer before the file's bytes were read, `from` after.
+  /// @throws c10::Error if their layouts, dtypes or devices differ.
   void fill_from(QuantizedBuffer& from);
 
   /// `[image | grid]` as flat bytes that alias them, the grid the buffer's own.

@@ -59,8 +59,8 @@ class CountingAllocator final : public c10::Allocator {
     return base_->is_simple_data_ptr(data);
   }
 
-  /// When this address was last handed out, as a count of resizes; 0: never. Whoever holds the
-  /// memory there, and held it before that, gave it back in between.
+  /// The count of resizes when this address was last handed out; 0: never. A storage that has the
+  /// memory there now, and had it before that count, was resized in between.
   static uint64_t last_handed_out(const void* address) {
     const std::lock_guard lock(handed_out().mutex);
     const auto found = handed_out().at.find(address);

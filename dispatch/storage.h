@@ -18,20 +18,21 @@ enum class Fill { kNothing, kZeros };
 /// in pinned memory of the host if `pinned`; zeros are written on the device's current stream.
 c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill, bool pinned = false);
 
-/// Has the resizes of a storage watched that somebody else made. One that cannot be resized stays
-/// as it is.
+/// Starts to watch the resizes of a storage that other code allocated. A storage that cannot be
+/// resized is left as it is.
 void watch_resizes(const c10::Storage& storage);
 
-/// Notices that one of two storages got other memory: resize_(0) and back, by which FSDP and
-/// sleeping inference engines free storages, leaves bytes of no known origin, often at the same
-/// address.
+/// Notices that one of two storages got other memory. FSDP and sleeping inference engines free
+/// storages by resize_(0) and later resize them back: the bytes then are of no known origin, and
+/// often lie at the same address.
 ///
-/// Of a watched storage the allocator, which torch asks for memory in a resize and at no other
-/// time, is one that counts (dispatch/storage.cpp).
+/// A watched storage has an allocator that counts (dispatch/storage.cpp), because torch asks a
+/// storage's allocator for memory in a resize and at no other time.
 class MemoryWatch {
  public:
   MemoryWatch() = default;
-  /// From now on, as long as both live. Storages whose resizes nobody watches are left alone.
+  /// Watches two storages from now on, as long as both live. It ignores a storage without an
+  /// allocator that counts.
   MemoryWatch(const c10::Storage& first, const c10::Storage& second);
 
   bool has_moved() const {
@@ -40,9 +41,9 @@ class MemoryWatch {
   void note() { noted_ = resizes.load(std::memory_order_relaxed); }
 
  private:
-  static std::atomic<uint64_t> resizes;  // of all watched storages, so far
+  static std::atomic<uint64_t> resizes;  // how many all watched storages had so far
   std::array<const c10::StorageImpl*, 2> storages_{};
-  mutable uint64_t noted_ = 0;  // whether these two were among those up to here is known
+  mutable uint64_t noted_ = 0;  // resizes up to this count were looked at
 
   bool was_resized() const;
   friend class CountingAllocator;

@@ -67,9 +67,9 @@ inline bool is_profiler_free() {
   return profiler == &_Py_NoneStruct;
 }
 
-/// Of an initialiser: has Python call `function` once this thread is out of the dynamic loader,
-/// with the GIL, before the Python code that loaded the library goes on. It may be called twice,
-/// and in another thread; if nothing else works it is not called at all.
+/// An initialiser calls this to have Python call `function` once this thread is out of the dynamic
+/// loader, with the GIL, before the Python code that loaded the library goes on. Python may call it
+/// twice, and in another thread; if neither way below works it does not call it at all.
 template <void (*function)()>
 void call_after_loading() {
   struct Call {

@@ -209,8 +209,8 @@ class PatchOnImport:
             cls.patches[spec.name](module)
 
     def find_spec(self, fullname, path, target=None):
-        """What the other finders find, and remembers nothing: whoever looks for a module need not load
-        it, and loading it may fail."""
+        """What the other finders find. It remembers nothing, because code that looks for a module need
+        not load it, and loading it may fail."""
         if fullname not in self.patches:
             return None
         for finder in sys.meta_path:

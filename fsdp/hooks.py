@@ -95,9 +95,9 @@ _spec_numbers = Numbers()
 
 
 def dtensor_groups(dtensors):
-    """Of each DTensor the number of the groups that its rank agrees with. Asked of all parameters at each
-    optimizer step: finding them out takes much longer than that, so the local tensor's buffer keeps the
-    number, beside that of the spec that it was found for."""
+    """The number of the groups that each DTensor's rank agrees with. Each optimizer step asks for all
+    parameters. Looking groups up takes much longer than a step may, so the local tensor's buffer keeps
+    the number, beside the number of the spec that it was found for."""
     local_tensors = [dtensor._local_tensor for dtensor in dtensors]
     specs = [_spec_numbers.of(dtensor._spec) for dtensor in dtensors]
     groups = ops._groups_of_specs(local_tensors, specs)

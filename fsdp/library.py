@@ -48,7 +48,7 @@ class EmbeddedModules:
     def load(self, name):
         if "." not in name:
             return importlib.import_module(name)
-        # Importing `qshard.serialization` would import the package first, which nobody asked for.
+        # Importing `qshard.serialization` would import the package first, which may not be installed.
         module = module_from_spec(self.find_spec(name, None))
         sys.modules[name] = module
         self.exec_module(module)

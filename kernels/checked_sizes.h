@@ -3,8 +3,8 @@
 //
 // kMostElements is far more than any memory holds and far less than overflows: a Layout multiplies
 // a row's bytes (at most 64 a column, for two row images of one column) by rows, and a message adds
-// scales and padding to its codes. So whoever takes sizes from outside checks them here, once, and
-// whoever computes with them afterwards need not.
+// scales and padding to its codes. Code that takes sizes from outside checks them here, once, so
+// that code which computes with them afterwards need not.
 #pragma once
 
 #include <c10/util/Exception.h>

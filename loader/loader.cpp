@@ -83,7 +83,7 @@ std::atomic<bool> is_told = false;
 void warn() {
   if (is_told.exchange(true)) return;
   const qshard::PythonGuard python;
-  // Where warnings are errors: whoever loads a library cannot pass an exception on.
+  // Where warnings are errors this is an exception, which code that loads a library cannot pass on.
   if (PyErr_WarnEx(PyExc_UserWarning, load_once().c_str(), 1) != 0) PyErr_WriteUnraisable(nullptr);
 }
 

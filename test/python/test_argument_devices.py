@@ -8,6 +8,7 @@ import pytest
 import torch
 from forked import outcome, refusal
 from helpers import FORMATS
+from nn_helpers import RECIPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qshard
@@ -106,21 +107,9 @@ def test_a_layer_left_on_meta_is_an_error_of_forward(format, bias):
     model = torch.nn.Sequential(
         torch.nn.Linear(32, 64, bias=bias), torch.nn.Linear(64, 32, bias=bias, device="meta")
     )
-    qshard.quantize_(model, next(r for r in recipes() if r.format == format))
+    qshard.quantize_(model, RECIPES[format])
     text = refusal(lambda: model(torch.randn(4, 32)))
     assert "qshard::" in text and "meta" in text and "to_empty" in text
-
-
-def recipes():
-    return (
-        qshard.Float8CurrentScaling(),
-        qshard.DelayedScaling(),
-        qshard.Float8BlockScaling(),
-        qshard.MXFP8BlockScaling(),
-        qshard.MXFP8BlockScaling(weight_block=(1, 32)),
-        qshard.NVFP4BlockScaling(),
-        qshard.NVFP4BlockScaling(disable_2d_quantization=True),
-    )
 
 
 LAYOUTS = {
