@@ -396,6 +396,8 @@ void QuantizedBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) 
   flush_state_.watch_memory(planes_.memory());
   note_codes();
   grid_snapshot_.reset();
+  // The shard may be another tensor than in the gather before, as after Module.to().
+  scaling_state_ = shard.scaling_state_;
   flush_state_.join(generation);
   flush_state_.agree();
 }
