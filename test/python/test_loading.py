@@ -171,11 +171,12 @@ def test_this_may_come_first(where, file):
 
 # A profiler of the user's: nothing calls the library on that thread once it is loaded.
 PROFILED = """
-import sys, threading, torch
+import sys, threading, time, torch
 library = sys.argv[1]
 failures = []
 
 def load():
+    time.sleep(0.5)  # the main thread is to wait in join(), where it makes no pending calls
     sys.setprofile(lambda *args: None)
     torch.ops.load_library(library)
     assert sys.getprofile() is not None
