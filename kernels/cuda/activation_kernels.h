@@ -28,6 +28,7 @@ struct ActivationTask {
   bool square_columns = false;  // codes_t has scales of 128x128 blocks
 
   bool power_of_two = true;
+  bool has_own_amax = true;  // NaN where one of the values is; not so of an amax that callers give
 };
 
 /// One scale per 1x128 block along each orientation's rows, outer dimension fastest, as cuBLASLt's

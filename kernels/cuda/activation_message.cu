@@ -107,6 +107,7 @@ cudaError_t launch_encode_activation(const EncodeActivationTask& task, cudaStrea
   rows.codes = task.bytes;
   rows.scale_inv = reinterpret_cast<float*>(task.bytes + message.code_bytes());
   rows.power_of_two = message.power_of_two_scales;
+  rows.has_own_amax = false;  // the ranks' own in tensor-parallel layers, anything from others
   if (message.has_one_scale) {
     return launch_quantize_activation_tensorwise(rows, task.amax, task.value_dtype,
                                                  message.code_dtype, stream);

@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kTileThreads)
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(task, scale);
   Tile tile;
   tile.load(task, tile_row, tile_col, vectorized);
-  tile.template store_both<Code>(task, tile_row, tile_col, shared, isnan(*amax), scale);
+  const bool has_nan = isnan(*amax) || !task.has_own_amax;
+  tile.template store_both<Code>(task, tile_row, tile_col, shared, has_nan, scale);
 }
 
 /// Codes by the earlier amax, if there is one; collects the values' own.
