@@ -94,3 +94,21 @@ def test_plain_tensors_are_called_plain():
     for op in (ops._keeps_master, ops._storage_bytes, ops._pack, ops._mark_written, ops._state):
         text = refusal(lambda: op(X))
         assert "expected a quantized tensor, got plain" in text and op.default.name() in text
+
+
+@pytest.mark.parametrize("records_grad", [False, True])
+def test_an_operator_that_calls_others_is_named(records_grad):
+    """Which linear it was, and the call that the user made."""
+    gate, down = weight(), ops.quantize(torch.randn(48, 64), FORMAT)
+    export = ops._export_view(ops.quantize(X, "mxfp8", keep_master=True))
+    x = X.clone().requires_grad_(records_grad)
+    codes = torch.zeros(4, 48, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    calls = {
+        "swiglu_mlp": lambda: ops.swiglu_mlp(
+            x, gate, gate, down, residual=export, format=FORMAT, down_format=FORMAT
+        ),
+        "norm_linear": lambda: ops.norm_linear(codes, x[0], None, [gate], eps=1e-5, rms=True),
+    }
+    for op, call in calls.items():
+        text = refusal(call)
+        assert "qshard::linear: " in text and f"(in qshard::{op}(" in text, text
