@@ -221,6 +221,8 @@ def plane_copy(self, plane):
         alias = getattr(ops, plane)(self)
     except TypeError as error:
         raise TypeError(f"qshard::_plane_copy: {error}") from None
+    except OutsideGraphs as error:
+        raise OutsideGraphs(ops._plane_copy.default, error.why) from None
     if alias is None:
         return None
     return torch.empty_strided(alias.shape, alias.stride(), dtype=alias.dtype, device=alias.device)
@@ -291,7 +293,7 @@ def register_effect(name):
             )
         if not any(isinstance(arg, FakeTensor) for arg in tree_leaves((args, kwargs))):
             return run_really(op, *args, **kwargs)
-        if op._schema.returns:
+        if op._schema.returns or name == "_refresh_gathered":
             raise OutsideGraphs(op, "a gather is not traced")
         if name == "_unpack_into":
             raise OutsideGraphs(op, "a file is not read in traced code")

@@ -26,7 +26,8 @@ INSIDES = re.compile(
 ALLOCATOR = re.compile(r"can't allocate|not enough memory|overflow|Storage size|std::bad_alloc")
 # What torch says before an operator of ours is called, or of a device that is not there.
 TORCHS = re.compile(
-    r"Could not run 'qshard::|CUDA error|Torch not compiled|Found no NVIDIA|qshard::\w+\(\)"
+    r"Could not run 'qshard::|CUDA error|Torch not compiled|Found no NVIDIA|qshard::\w+\(\)|"
+    r"quantized nyi in meta tensors"
 )
 # These look at the kind of tensors alone.
 MIXES_DEVICES = {

@@ -136,6 +136,8 @@ def test_fakes():
         assert ops.flush([fake]) is None and ops._mark_written(fake) is None
         with pytest.raises(Exception, match="_pre_all_gather: a gather is not traced"):
             ops._pre_all_gather(fake, "")
+        with pytest.raises(Exception, match="_refresh_gathered: a gather is not traced"):
+            ops._refresh_gathered(fake, torch.empty(3, device="meta"), torch.empty(3))
     assert not is_written(w)
 
 

@@ -121,6 +121,8 @@ def test_results_of_traced_operators_say_that_they_do_not_know(name):
             for op in (getattr(ops, name), ops.is_quantized):
                 with pytest.raises(RuntimeError, match=f"{op.default.name()}: a fake tensor"):
                     op(result)
+            with pytest.raises(RuntimeError, match="qshard::_plane_copy: a fake tensor"):
+                ops._plane_copy(result, "codes")
 
 
 def test_plain_fakes_are_plain():
