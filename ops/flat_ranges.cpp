@@ -158,12 +158,13 @@ Tensor codes_in(const Tensor& image, const Part& part, int64_t cols) {
   return part.is_cut(cols) ? image.narrow(1, part.column, part.numel) : image.narrow(1, 0, cols);
 }
 
-Tensor new_image(const Layout& layout, const Tensor& codes) {
-  return at::empty({layout.rows, layout.row_bytes()}, codes.options());
+int64_t image_bytes(const Layout& layout) { return layout.rows * layout.row_bytes(); }
+
+Tensor image_in(const Tensor& memory, const Layout& layout) {
+  return memory.narrow(0, 0, image_bytes(layout)).view({layout.rows, layout.row_bytes()});
 }
 
-/// Tasks of one call, what they need until it is made, and what is copied after it. Whole rows that
-/// go through an image of their own are a batch each, so that one such image is there at a time.
+/// Tasks of one call, what they need until it is made, and what is copied after it.
 template <typename Task>
 struct Batch {
   std::vector<Task> tasks;
@@ -184,27 +185,55 @@ struct Batch {
 /// Calls the kernels for all parts of ranges. `describe(task, batch, i, part, codes, image)` fills
 /// in the rest of the task of a part of range i. `image` is the part's codes where they lie as one,
 /// else new, and then not filled.
+///
+/// Whole rows that go through an image of their own are a batch each, in the same memory one after
+/// the other. All memory is taken before any result is written, so that a call for which there is
+/// too little has written nothing.
 template <typename Task, typename Describe>
 void run_parts(const std::vector<FlatRange>& ranges, at::TensorList values, at::TensorList codes,
                void (*kernels)(std::span<const Task>, Stream), const Describe& describe) {
   if (ranges.empty()) return;
   c10::OptionalDeviceGuard device_guard(values[0].device());
   const Stream stream = current_stream(values[0].device());
+  const auto add = [&](Batch<Task>& batch, size_t i, const Part& part, const Layout& layout,
+                       const Tensor& bytes, const Tensor& image) {
+    Task task;
+    task.layout = layout;
+    task.value_dtype = value_dtype(values[i].scalar_type());
+    describe(task, batch, i, part, bytes, image);
+    batch.tasks.push_back(task);
+  };
+  struct PartAlone {
+    size_t range;
+    Part part;
+    Layout layout;
+    Tensor bytes;
+  };
   Batch<Task> together;
+  std::vector<PartAlone> alone;
+  int64_t most_bytes = 0;
   for (size_t i = 0; i < ranges.size(); ++i) {
     const Layout& weight = ranges[i].weight;
     for (const Part& part : parts_of(ranges[i], values[i].numel())) {
       const Tensor bytes = codes[i].view(-1).narrow(0, part.begin, part.numel);
-      Task task;
-      task.layout = layout_of(weight, part);
-      task.value_dtype = value_dtype(values[i].scalar_type());
-      const bool in_place = is_image(bytes, task.layout, part);
-      Batch<Task> alone;
-      auto& batch = in_place || part.is_cut(weight.cols) ? together : alone;
-      const Tensor image = in_place ? bytes : batch.keep(new_image(task.layout, bytes));
-      describe(task, batch, i, part, bytes, image);
-      batch.tasks.push_back(task);
-      alone.run(kernels, stream);
+      const Layout layout = layout_of(weight, part);
+      if (is_image(bytes, layout, part)) {
+        add(together, i, part, layout, bytes, bytes);
+      } else if (part.is_cut(weight.cols)) {
+        const Tensor memory = together.keep(at::empty({image_bytes(layout)}, bytes.options()));
+        add(together, i, part, layout, bytes, image_in(memory, layout));
+      } else {
+        alone.push_back({i, part, layout, bytes});
+        most_bytes = std::max(most_bytes, image_bytes(layout));
+      }
+    }
+  }
+  if (!alone.empty()) {
+    const Tensor memory = at::empty({most_bytes}, codes[0].options());
+    for (const auto& [i, part, layout, bytes] : alone) {
+      Batch<Task> batch;
+      add(batch, i, part, layout, bytes, image_in(memory, layout));
+      batch.run(kernels, stream);
     }
   }
   together.run(kernels, stream);
@@ -283,21 +312,24 @@ void quantize_ranges(at::TensorList values, const std::vector<std::string>& form
   check_values(op, values, ranges);
   check_scales(op, amax, ranges);
   check_codes(op, codes, values);
-  run_parts<QuantizeTask>(
-      ranges, values, codes, &quantize,
-      [&](QuantizeTask& task, auto& batch, size_t i, const Part& part, const Tensor& out,
-          const Tensor& image) {
-        const Layout& weight = ranges[i].weight;
-        const Tensor rows = batch.keep(whole_rows(values[i].view(-1), part, weight.cols));
-        const Tensor grid = batch.keep(at::empty({weight.grid_numel()}, amax[i].options()));
-        task.values = rows.const_data_ptr();
-        task.amax = amax[i].mutable_data_ptr<float>();  // read only
-        task.grid = grid.mutable_data_ptr<float>();
-        task.image = image.mutable_data_ptr<uint8_t>();
-        if (image.is_same(out)) return;
-        const Tensor made = codes_in(image, part, weight.cols);
-        batch.copy_afterwards(out.view(made.sizes()), made);
-      });
+  if (ranges.empty()) return;
+  // The kernels say what the scales are, for which their callers have no use.
+  const Tensor grids = at::empty({kMostParts * grid_numel(op, ranges)}, amax[0].options());
+  auto* grid = grids.mutable_data_ptr<float>();
+  run_parts<QuantizeTask>(ranges, values, codes, &quantize,
+                          [&](QuantizeTask& task, auto& batch, size_t i, const Part& part,
+                              const Tensor& out, const Tensor& image) {
+                            const Layout& weight = ranges[i].weight;
+                            const Tensor rows =
+                                batch.keep(whole_rows(values[i].view(-1), part, weight.cols));
+                            task.values = rows.const_data_ptr();
+                            task.amax = amax[i].mutable_data_ptr<float>();  // read only
+                            task.grid = std::exchange(grid, grid + weight.grid_numel());
+                            task.image = image.mutable_data_ptr<uint8_t>();
+                            if (image.is_same(out)) return;
+                            const Tensor made = codes_in(image, part, weight.cols);
+                            batch.copy_afterwards(out.view(made.sizes()), made);
+                          });
 }
 
 void dequantize_ranges(at::TensorList codes, const std::vector<std::string>& formats,

@@ -208,3 +208,20 @@ def test_conjugated_views_are_resolved_or_refused():
     codes, scale = [torch.zeros(64 * 48, dtype=torch.uint8)], [torch.ones(1, 1)]
     text = refusal(lambda: ops._quantize_ranges([values], format, geometry, scale, codes))
     assert "got plain contiguous ComplexFloat" in text
+
+
+@pytest.mark.parametrize("op", ["_quantize_ranges", "_dequantize_ranges"])
+def test_ranges_for_which_there_is_no_memory_write_nothing(op):
+    """Of the first of two the rows go through an image; the second asks for a row of 2**50 columns."""
+    formats, geometry = ["float8_tensorwise"] * 2, [32, 130, 0, 1, 2**50, 5]
+    values = [torch.randn(32 * 130), torch.randn(10)]
+    codes = [torch.full((v.numel(),), 56, dtype=torch.uint8) for v in values]
+    scales = [torch.ones(1, 1) for _ in values]
+    written = codes if op == "_quantize_ranges" else values
+    before = [t.clone() for t in written]
+    with pytest.raises(RuntimeError, match="memory"):
+        if op == "_quantize_ranges":
+            ops._quantize_ranges(values, formats, geometry, scales, codes)
+        else:
+            ops._dequantize_ranges(codes, formats, geometry, scales, values)
+    assert all(map(torch.equal, written, before))
