@@ -14,7 +14,7 @@ from dist_helpers import device
 from dist_models import FORMATS, RECIPES, local
 from helpers import fit, has_two_images, ops, shown_to_dgrad, weight
 from program_meshes import lay_out, mesh_of
-from program_values import quantized_with, state_of
+from program_values import difference, quantized_with, state_of
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -171,6 +171,7 @@ class TwinLinear(nn.Linear):
         # Not as an attribute: a module in it would be a submodule.
         self.__dict__.update(peer=peer, layer=layer, gathered_state=None, last_state=None)
         self.__dict__.setdefault("largest_sum", 0.0)  # of magnitudes, in any weight gradient so far
+        self.__dict__.setdefault("rounded", None)
 
     def state(self):
         """Of the weight that of the peer's present gather, which FSDP2 keeps until it reshards it; of
@@ -194,9 +195,18 @@ class TwinLinear(nn.Linear):
         largest = (grad.double().abs().t() @ x.double().abs()).max().item()
         self.largest_sum = max(self.largest_sum, largest)
 
+    def note_rounded(self, quantized):
+        """Its values, without a master, are now what this shows."""
+        self.rounded = quantized
+
     def quantized(self, weight):
-        layer = self.layer
-        return quantized_with(weight.detach(), layer.format, self.state(), layer.keep_master)
+        layer, state = self.layer, self.state()
+        # NVFP4's values, quantized again, may be others: where a block's scale is so small that it has
+        # few bits, the largest code of the block need not be 6, and then the next scale is smaller.
+        if self.rounded is not None and not state:
+            if difference(ops.dequantize(self.rounded, dtype=weight.dtype), weight.detach()) is None:
+                return self.rounded
+        return quantized_with(weight.detach(), layer.format, state, layer.keep_master)
 
     def shown(self, weight):
         """Without a master the value is what codes show, and is rounded already."""

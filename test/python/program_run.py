@@ -11,6 +11,8 @@ import program_alias_steps  # noqa: F401: registers steps
 import program_checkpoint_steps  # noqa: F401: the same
 import program_collectives  # noqa: F401: the same
 import program_cuda_steps  # noqa: F401: the same
+import program_model_steps  # noqa: F401: the same
+import program_tensor_steps  # noqa: F401: the same
 import program_whole_steps  # noqa: F401: the same
 import torch
 import torch.distributed as dist
@@ -19,10 +21,8 @@ from dist_models import local
 from helpers import is_quantized, ops
 from program_isolation import before_step
 from program_meshes import own_part, part_count
-from program_model_steps import Gradients
 from program_models import TwinLinear, link, make_pair
 from program_steps import KINDS
-from program_tensor_steps import Codes
 from program_values import (
     check_gathered,
     difference,
@@ -30,6 +30,7 @@ from program_values import (
     implausible,
     local_rows,
     plain_value,
+    quantized_like,
     rounded_like,
     shares_no_scales,
     whole,
@@ -212,7 +213,7 @@ class Run:
                 state[0] |= bool(self.wrong)
         for (layer, name), (pending, differs, *_) in zip(pairs, state[1:].tolist()):
             if differs and not pending:
-                self.take_over(layer, self.ours.params[name], self.twin.params[name])
+                self.take_over(layer, name)
         return bool(state[0, 0])
 
     def state_of_weight(self, layer, name):
@@ -239,8 +240,9 @@ class Run:
             if any(a + b for a, b in zip(of_replicas[::2], of_replicas[1::2])):
                 self.wrong.append(f"{name} has other values on its replicas")
 
-    def take_over(self, layer, ours, twin):
+    def take_over(self, layer, name):
         """What a flush has rounded."""
+        ours, twin = self.ours.params[name], self.twin.params[name]
         whole_twin = whole(twin)
         if layer.stochastic:
             values, own = local(twin).detach(), plain_value(local(ours))
@@ -248,7 +250,9 @@ class Run:
             if ((own - values).abs() > tolerance).any():
                 self.wrong.append("stochastic rounding is far off")
         else:
-            own = local_rows(rounded_like(whole_twin, local(ours)), twin)
+            quantized = quantized_like(whole_twin, local(ours))
+            self.twin.model.layers[int(name.split(".")[1])].note_rounded(quantized)
+            own = local_rows(ops.dequantize(quantized, dtype=whole_twin.dtype), twin)
         with torch.no_grad():
             local(twin).detach().copy_(own)
 
@@ -340,8 +344,9 @@ class Stages:
 
 
 def output_difference(ours, twin):
-    """Of what a step returned: tensors, dicts of them, codes, and texts that say what is wrong."""
-    if isinstance(ours, (Codes, Gradients)):
+    """Of what a step returned: tensors, dicts of them, what compares itself, and texts that say what is
+    wrong."""
+    if hasattr(ours, "compare"):
         return ours.compare(twin)
     if isinstance(ours, str):
         return ours

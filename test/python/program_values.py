@@ -51,14 +51,18 @@ def implausible(shown, values):
     return f"{bad.sum()} of {bad.numel()} codes are far off, first at {where}: {got} for {want}"
 
 
+def quantized_like(values, tensor):
+    """What a flush of `tensor` makes of the whole `values`, as a matrix."""
+    format, keep_master = ops.format(tensor), ops._keeps_master(tensor)
+    matrix = values.reshape(-1, values.shape[-1]).contiguous()
+    return quantized_with(matrix, format, state_of(tensor), keep_master)
+
+
 def rounded_like(values, tensor):
     """What a flush of `tensor` leaves of the whole `values`, or its codes show of them."""
     if values.numel() == 0:
         return values
-    format, keep_master = ops.format(tensor), ops._keeps_master(tensor)
-    matrix = values.reshape(-1, values.shape[-1]).contiguous()
-    quantized = quantized_with(matrix, format, state_of(tensor), keep_master)
-    return ops.dequantize(quantized, dtype=values.dtype).view(values.shape)
+    return ops.dequantize(quantized_like(values, tensor), dtype=values.dtype).view(values.shape)
 
 
 def whole_buffer(tensor):

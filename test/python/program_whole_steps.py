@@ -16,11 +16,13 @@ import qshard
 
 
 def refilled(subject, number):
-    """Writes all values, of which a narrower dtype or to_empty() has not kept the codes."""
+    """Writes all values, of which a narrower dtype or to_empty() has not kept the codes. Gradients are
+    cleared: those that to_empty() makes have no values either."""
     subject.params.clear()
     subject.refresh()
     with torch.no_grad():
         for i, param in enumerate(subject.params.values()):
+            param.grad = None
             tensor = local(param).detach()
             tensor.copy_(random_like(tensor, 1000 + i)) if number is None else tensor.mul_(number)
     subject.new_optimizer(subject.setup.optimizer)

@@ -9,10 +9,13 @@ import time
 import pytest
 import torch
 from dist_helpers import World, on_worlds
+from helpers import ops
 from program_files import SAVED, Program, load_program, make_program, save_program
 from program_known import KNOWN, kind_of, without_known
+from program_models import Layer, TwinLinear
 from program_steps import KINDS, Step, step
 from program_tensor_steps import window
+from program_values import difference
 from random_programs import call, run_on
 
 PROGRAMS = {1: 140, 2: 70, 3: 25, 4: 10}  # by ranks
@@ -75,6 +78,24 @@ def test_saved_programs_pass_but_for_what_is_known():
             continue
         findings, stops, _ = run_on(World(device, program.ranks), [program], shrinks=False)
         assert not findings and not stops, "\n" + "\n\n".join(map(str, [*findings, *stops]))
+
+
+def test_a_twin_multiplies_by_its_values():
+    """Of a block with a subnormal scale, which quantized again has others."""
+    values = torch.cat([torch.ones(1), torch.full((31,), 7e-6)]).unsqueeze(1)
+    first = ops.quantize(values, "nvfp4_1x16")
+    shown = ops.dequantize(first)
+    assert difference(ops.dequantize(ops.quantize(shown, "nvfp4_1x16")), shown)
+    peer, twin = torch.nn.Linear(1, 32, bias=False), TwinLinear(1, 32, bias=False)
+    peer.weight = torch.nn.Parameter(first)
+    twin.belong_to(peer, Layer(32, 1, "nvfp4_1x16", keep_master=False, bias=False))
+    twin.note_state()
+    twin.note_rounded(first)
+    with torch.no_grad():
+        twin.weight.copy_(shown)
+        assert difference(ops.dequantize(twin.quantized(twin.weight)), twin.weight.detach()) is None
+        twin.weight.mul_(2)  # its own write: nothing is known of that
+        assert twin.quantized(twin.weight) is not first
 
 
 @step(0)
