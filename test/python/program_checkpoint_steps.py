@@ -2,14 +2,16 @@
 
 import copy
 import io
+from dataclasses import dataclass
 
 import torch
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device
 from dist_models import local
-from helpers import is_quantized
+from helpers import is_quantized, ops
+from program_alias_steps import draw_layer
 from program_steps import step
-from program_values import plain_value, state_of
+from program_values import difference, plain_value, rounded_like, state_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+
+import qshard
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FULL_EVERYWHERE = StateDictOptions(full_state_dict=True)
@@ -131,6 +135,13 @@ def checkpoint_values(saved):
     return {name: value.to(device()) for name, value in values.items()}
 
 
+def shows_shards(subject):
+    """Whether a sharded model shows its shards, which it does not after a forward that failed."""
+    for module in subject.fsdp_modules():
+        module.reshard()
+    return not subject.setup.sharded or all(isinstance(p, DTensor) for p in subject.model.parameters())
+
+
 def draw_load(d):
     if not d.checkpoints:
         return None
@@ -142,17 +153,125 @@ def load(subject, checkpoint, of_the_other):
     """`of_the_other`: a plain model's checkpoint into the quantized one, and the reverse."""
     if checkpoint not in subject.saved:
         return
-    for module in subject.fsdp_modules():
-        module.reshard()
-    if subject.setup.sharded and not all(
-        isinstance(param, DTensor) for param in subject.model.parameters()
-    ):
-        return  # a forward that failed: torch's loads copy a part of the state dict, and raise
+    if not shows_shards(subject):
+        return  # torch's loads copy a part of the state dict, and raise
     kind, saved = subject.saved[checkpoint]
     if kind == "dcp":
         dcp_load(subject, saved, subject.quantized != of_the_other)
     else:
         CHECKPOINTS[kind][1](subject, saved)
+
+
+# ---------------------------------------------------------------------------- a second model
+
+
+def made_by_factories(subject, seed):
+    """As layers that take their weight from one that there is."""
+    model = subject.build(seed)
+    for layer in model.layers:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().new_zeros(layer.weight.shape))
+    return model
+
+
+def copied_in_inference(subject, seed):
+    with torch.inference_mode():
+        return copy.deepcopy(subject.model)
+
+
+OTHERS = {
+    "built": lambda subject, seed: subject.build(seed),
+    "deep copy": lambda subject, seed: copy.deepcopy(subject.model),
+    "deep copy in inference mode": copied_in_inference,
+    "factories": made_by_factories,
+}
+
+
+def load_state(subject, model, name):
+    dcp_save(subject, name)
+    folder = subject.folder / f"{name}-{subject.quantized}"
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+
+
+def average_state(subject, model, name):
+    own = subject.model.state_dict()
+    for key, value in model.state_dict().items():
+        if value.is_floating_point() and not key.endswith(STATE):
+            local(value).lerp_(plain_value(local(own[key]).detach()), 0.5)
+
+
+LOADS = {"dcp": load_state, "lerp_ of state_dict": average_state}
+
+
+@dataclass
+class Multiplied:
+    """What the linear of a model multiplies by; of a twin, the value."""
+
+    values: torch.Tensor
+    weight: torch.Tensor | None = None  # quantized
+
+    def compare(self, twin):
+        if self.weight is None:
+            return difference(self.values, twin.values)
+        return difference(self.values, rounded_like(twin.values, self.weight))
+
+
+def multiplied(model, layer):
+    """Of a forward, which gathers and flushes."""
+    modules = [module for module in model.modules() if hasattr(module, "unshard")]
+    for module in modules:
+        module.unshard()
+    weight = model.layers[layer].weight.detach()
+    if is_quantized(weight):
+        one = torch.ones(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        torch.nn.functional.linear(one, weight)
+        result = Multiplied(ops.dequantize(weight).clone(), weight)
+    else:
+        result = Multiplied(plain_value(weight).clone())
+    for module in modules:
+        module.reshard()
+    return result
+
+
+def draw_load_other(d):
+    layer = draw_layer(d, needs_address=True)  # without a master a twin does not know what is rounded
+    if layer is None or d.setup.offload:
+        return None
+    return {
+        "seed": d.rng.randrange(1000),
+        "how": "built" if d.setup.sharded else d.choice(OTHERS),
+        "copies": d.chance(0.5),
+        "reads": d.chance(0.6),
+        "number": d.number(),
+        "by": d.choice(LOADS),
+        "layer": layer,
+        "into": d.new_checkpoint("dcp"),
+    }
+
+
+@step(1.5, draw_load_other)
+@torch.no_grad()
+def load_other_model(subject, seed, how, copies, reads, number, by, layer, into):
+    """As a target network follows its online one: it takes the values, multiplies by them, and is
+    loaded or averaged again once they have changed."""
+    if not shows_shards(subject):
+        return
+    in_inference = how == "deep copy in inference mode"
+    other = OTHERS[how](subject, seed)
+    with torch.inference_mode(in_inference):
+        if copies:
+            for to, source in zip(other.parameters(), subject.params.values(), strict=True):
+                local(to).data.copy_(local(source).data)
+        shown = multiplied(other, layer) if reads else None
+    yield shown
+    for param in subject.params.values():
+        local(param).detach().mul_(number)
+    if subject.quantized:
+        qshard.flush(subject.model)
+    yield
+    with torch.inference_mode(in_inference):
+        LOADS[by](subject, other, into)
+        shown = multiplied(other, layer)
+    yield shown
 
 
 @step(1.5, lambda d: {} if not d.setup.sharded else None, reads=True)

@@ -31,7 +31,7 @@ KNOWN = (
     ),
     Known(
         "factory of a weight",
-        r"^factory(_register)?\(",
+        r"^factory(_register)?\(|^load_other_model\(.*how='factories'",
         "what new_zeros, new_empty or empty_like of a weight makes is multiplied by codes of its values",
         "factory",
     ),
@@ -40,6 +40,18 @@ KNOWN = (
         r"^(make|copy)_in_inference\(",
         "of a tensor made in inference mode other writes raise than of a plain one",
         "made_in_inference",
+    ),
+    Known(
+        "copied in inference mode",
+        r"^load_other_model\(.*how='deep copy in inference mode'",
+        "a model that was copied in inference mode multiplies by its first codes, whatever is loaded",
+        "copied_in_inference",
+    ),
+    Known(
+        "loaded after a copy through .data",
+        r"^load_other_model\(.*copies=True",
+        "a weight that took its values through .data goes on with their codes when others are loaded",
+        "loaded_after_data",
     ),
     Known(
         "future of a collective",
