@@ -24,11 +24,11 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 def is_quantized(tensor):
     """Exact types only: a subclass (DTensor, FakeTensor, ShardedTensor) answers for itself."""
-    return type(tensor) in _TENSOR_TYPES and _has_key(tensor)
-
-
-def _has_key(tensor, keys=torch._C._dispatch_keys, key=torch._C.DispatchKey.PrivateUse3):
-    return keys(tensor).has(key)
+    if type(tensor) not in _TENSOR_TYPES:
+        return False
+    if torch.compiler.is_compiling():  # Dynamo traces torch's functions, and none of ours
+        return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.PrivateUse3)
+    return has_key(tensor)
 
 
 def local_of(tensor):
