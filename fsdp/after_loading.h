@@ -33,6 +33,7 @@ QSHARD_WEAK void PyErr_Fetch(PyObject** type, PyObject** value, PyObject** trace
 QSHARD_WEAK void PyErr_Restore(PyObject* type, PyObject* value, PyObject* traceback);
 QSHARD_WEAK void PyErr_Clear();
 QSHARD_WEAK extern PyObject _Py_NoneStruct;
+QSHARD_WEAK void Py_IncRef(PyObject*);
 QSHARD_WEAK void Py_DecRef(PyObject*);
 }
 

@@ -16,6 +16,7 @@
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
 #include "fsdp/after_loading.h"
+#include "kernels/kept_with_tensor.h"
 
 extern "C" {
 struct QshardMethod {  // PyMethodDef, of the stable ABI
@@ -83,7 +84,7 @@ class Owned {
   PyObject* object_;
 };
 
-// ------------------------------------------------------------ natives, for fsdp/hooks.py to call
+// ---------------------------------------------------- natives, for the modules in Python to call
 
 /// Where a torch.Tensor, of no Python subclass but Parameter, has the address of its TensorImpl, in
 /// words; 0: not known. That is torch's matter, so it is looked up: find_impl.
@@ -168,9 +169,42 @@ PyObject* hook_getter(PyObject* /*self*/, PyObject* hook) {
   return PyCFunction_NewEx(&method, hook, nullptr);
 }
 
+/// A reference that a tensor has. Tensors die in any thread, and after Python has ended.
+struct KeptObject final : c10::intrusive_ptr_target {
+  explicit KeptObject(PyObject* kept) : object(kept) { Py_IncRef(object); }
+  ~KeptObject() override {
+    if (!has_python()) return;
+    const PythonGuard python;
+    Py_DecRef(object);
+  }
+  PyObject* const object;
+};
+
+/// `arguments` is (tensor, object): the object lives as long as the tensor, or until another is
+/// kept with it. False where none can be kept.
+PyObject* keep_with(PyObject* /*self*/, PyObject* arguments) {
+  const auto* impl = impl_by_attribute(PyTuple_GetItem(arguments, 0));
+  if (impl == nullptr) return nullptr;
+  return PyBool_FromLong(
+      qshard::keep_with(const_cast<c10::TensorImpl&>(*impl), Kept::kPythonObject,
+                        c10::make_intrusive<KeptObject>(PyTuple_GetItem(arguments, 1))));
+}
+
+/// The object that is kept with a tensor, or None.
+PyObject* kept_with(PyObject* /*self*/, PyObject* tensor) {
+  const auto* impl = impl_by_attribute(tensor);
+  if (impl == nullptr) return nullptr;
+  const KeptThing kept = qshard::kept_with(*impl, Kept::kPythonObject);
+  PyObject* object = kept ? static_cast<const KeptObject&>(*kept).object : &_Py_NoneStruct;
+  Py_IncRef(object);
+  return object;
+}
+
 QshardMethod g_natives[] = {{"find_impl", &find_impl, kMethodOneArg, nullptr},
                             {"has_key", &has_key, kMethodOneArg, nullptr},
-                            {"hook_getter", &hook_getter, kMethodOneArg, nullptr}};
+                            {"hook_getter", &hook_getter, kMethodOneArg, nullptr},
+                            {"keep_with", &keep_with, kMethodOneArg, nullptr},
+                            {"kept_with", &kept_with, kMethodOneArg, nullptr}};
 
 // ----------------------------------------------------------------------------- the Python part
 

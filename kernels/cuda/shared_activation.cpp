@@ -5,8 +5,9 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <mutex>
 #include <utility>
+
+#include "kernels/kept_with_tensor.h"
 
 namespace qshard::cuda {
 namespace {
@@ -39,7 +40,7 @@ class Contents {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
 };
 
-struct SharedActivation final : c10::BackendMeta {
+struct SharedActivation final : c10::intrusive_ptr_target {
   SharedActivation(Circumstances circumstances, const SharedInput& input,
                    QuantizedMatrix activation)
       : circumstances(circumstances), contents(input), activation(std::move(activation)) {}
@@ -47,12 +48,6 @@ struct SharedActivation final : c10::BackendMeta {
   Circumstances circumstances;
   Contents contents;
   QuantizedMatrix activation;
-
-  // A shallow copy, as x.data, is anybody's.
-  c10::intrusive_ptr<c10::BackendMeta> clone(
-      const c10::intrusive_ptr<c10::BackendMeta>&) const override {
-    return {};
-  }
 };
 
 unsigned long long capture_id(cudaStream_t stream) {
@@ -62,53 +57,29 @@ unsigned long long capture_id(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-// Two threads may read one tensor.
-class MetaOf {
- public:
-  explicit MetaOf(const at::Tensor& tensor) : impl_(tensor.unsafeGetTensorImpl()) {}
-
-  c10::intrusive_ptr<c10::BackendMeta> get() const {
-    std::lock_guard lock(mutex());
-    return impl_->get_backend_meta_intrusive_ptr();
-  }
-  void set(c10::intrusive_ptr<c10::BackendMeta> meta) const {
-    std::lock_guard lock(mutex());
-    impl_->set_backend_meta(std::move(meta));
-  }
-
- private:
-  c10::TensorImpl* impl_;
-
-  static std::mutex& mutex() {
-    static std::mutex mutex;
-    return mutex;
-  }
-};
-
 }  // namespace
 
 QuantizedMatrix quantize_shared_activation(const SharedInput& input, const at::Tensor& x,
                                            const OperandRequest& request) {
-  const at::Tensor& owner = input.tensor;
+  c10::TensorImpl& owner = *input.tensor.unsafeGetTensorImpl();
   const auto quantize = [&] { return quantize_activation(x, request); };
-  const MetaOf meta(owner);
-  const auto present = meta.get();
-  const auto* known = dynamic_cast<const SharedActivation*>(present.get());
-  const bool is_ours = known != nullptr || !present;  // another backend's tensors have its meta
   const auto stream = c10::cuda::getCurrentCUDAStream().stream();
   const auto capture = capture_id(stream);
   const bool may_be_replayed = stream != nullptr && capture == 0;
-  if (!is_ours || may_be_replayed) return quantize();
+  if (may_be_replayed) return quantize();
   const Format& format = *request.format;
   const Circumstances now{packed_scale_mode(format),
                           packed_columns_scale_mode(format, request.role),
                           format.power_of_two_scales, stream, capture};
+  const KeptThing kept = kept_with(owner, Kept::kInputCodes);
+  const auto* known = static_cast<const SharedActivation*>(kept.get());
   if (known != nullptr && known->circumstances == now && known->contents.is_of(input)) {
     const QuantizedMatrix& activation = known->activation;
     if (activation.has(request.orientations, Arrangement::kPacked)) return activation;
   }
   QuantizedMatrix activation = quantize();
-  meta.set(c10::make_intrusive<SharedActivation>(now, input, activation));
+  keep_with(owner, Kept::kInputCodes,
+            c10::make_intrusive<SharedActivation>(now, input, activation));
   return activation;
 }
 

@@ -1,13 +1,17 @@
 """The input of several linears (q/k/v, gate/up) is gathered once, and so quantized once.
 
 Each linear makes a tensor of its own of what it is given: by a collective, or as the local part of a
-DTensor. What was made last is remembered by its owner, the tensor that they all were given.
+DTensor. What was made last is remembered with its owner, the tensor that they all were given.
+
+Nothing here refers to the owner, weakly or by its address: the tensor itself keeps a mark
+(kernels/kept_with_tensor.h), which dies with it.
 """
 
 import threading
 import weakref
 
 import torch
+from _qshard_library import keep_with, kept_with
 
 ops = torch.ops.qshard
 
@@ -17,10 +21,14 @@ class Slot:
     backward begins, which may run in another thread."""
 
     def __init__(self):
-        self.last = None  # (weak reference to the owner, key, tensor), replaced as one
+        self.last = None  # (weak reference to the owner's mark, key, tensor), replaced as one
 
     def forget(self):
         self.last = None
+
+
+class _Mark:
+    """Of a tensor whose thread remembers what was made of it."""
 
 
 class _Slots(threading.local):
@@ -44,15 +52,15 @@ def shared(owner: torch.Tensor, key: tuple, make):
     key = (*key, owner.grad_fn, owner._version, torch.is_autocast_enabled(owner.device.type))
     slot = _slots.slot
     last = slot.last
-    if last is not None and last[0]() is owner and last[1] == key:
+    if last is not None and last[1] == key and (mark := last[0]()) and kept_with(owner) is mark:
         return last[2]
     slot.forget()
     made = make()
-    if owner._version == 0 and ops._shares_input_codes(made):
+    if owner._version == 0 and ops._shares_input_codes(made) and keep_with((owner, mark := _Mark())):
 
         def owner_is_gone(reference):
             if slot.last is not None and slot.last[0] is reference:
                 slot.forget()
 
-        slot.last = weakref.ref(owner, owner_is_gone), key, made
+        slot.last = weakref.ref(mark, owner_is_gone), key, made
     return made

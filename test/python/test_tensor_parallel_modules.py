@@ -2,6 +2,7 @@
 gradients of one device."""
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -349,6 +350,17 @@ def run_sharing():
         assert seen[0] is not seen[1] and shared.current_slot().last is None
         normed = model.norm(x)
         first = model.q.parallel.enter(normed, "float8_blockwise")
+        # Nothing refers to the input, which may be swapped. What was made of it goes with it.
+        assert shared.current_slot().last is not None
+        assert weakref.getweakrefcount(normed) == 0 and not normed.__dict__
+        if sequence_parallel:  # else it is a view of the input, and keeps that
+            other = torch.zeros_like(normed)
+            torch.utils.swap_tensors(normed, other)
+            assert model.q.parallel.enter(other, "float8_blockwise") is first
+            del other
+            assert shared.current_slot().last is None
+            normed = model.norm(x)
+            first = model.q.parallel.enter(normed, "float8_blockwise")
         with torch.no_grad():
             normed.mul_(2)
         assert model.q.parallel.enter(normed, "float8_blockwise") is not first
