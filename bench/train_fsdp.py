@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 bench/train_fsdp.py [CONFIGURATION …] [--steps 20] [--breakdown]
     torchrun --nproc-per-node 2 bench/train_fsdp.py --tp 2 [CONFIGURATION …]
     python bench/train_fsdp.py --tp 2 --one-rank [CONFIGURATION …]
+    torchrun --nproc-per-node 4 bench/train_fsdp.py --replicas 2 [CONFIGURATION …]
 
 A CONFIGURATION is bf16 (plain FSDP2: fp32 parameters, computing in bf16), a format, or a peer of
 peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with options after colons:
@@ -35,6 +36,8 @@ bf16 takes torch's styles. Activations gathered: bytes that a rank has after the
 that are not FSDP2's, forward and backward: of each layer's two inputs and two gradients of outputs, of
 the head's input, and of the gradient of the embedding's output. --one-rank: the part of one of these ranks,
 on one GPU, without the link's time (one_rank_group.py).
+
+--replicas N: HSDP, N replicas of the model, each sharded over the other ranks.
 """
 
 import argparse
@@ -335,12 +338,14 @@ def main():
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that are timed")
     parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism")
     parser.add_argument("--one-rank", action="store_true", help="of --tp ranks, the part of one alone")
+    parser.add_argument("--replicas", type=int, default=1, help="of the sharded model (HSDP)")
     parser.add_argument("--batch", type=int, default=2,
                         help="sequences per GPU, or per tensor-parallel group")
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--lr", type=float, default=3e-5, help="after a warm-up of 20 steps")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--breakdown", action="store_true", help="device time of a step by kind")
+    parser.add_argument("--no-host-times", action="store_true", help="steps alone")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Chrome's trace of a step")
     parser.add_argument("--seconds", type=float, default=420, help="begin nothing new after this")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a collective")
@@ -353,6 +358,8 @@ def main():
     if args.tp < 1 or any(number % args.tp for number in (ranks, size.kv_heads, args.seq_len)):
         parser.error(f"--tp {args.tp} has to divide {ranks} ranks, {size.kv_heads} key and value heads "
                      f"and sequences of {args.seq_len}")
+    if args.replicas < 1 or (ranks // args.tp) % args.replicas:
+        parser.error(f"--replicas {args.replicas} has to divide {ranks // args.tp} data-parallel ranks")
     if args.tp > 1 and any(c.format in PEERS or c.fsdp1 for c in args.configurations):
         parser.error("--tp is not measured of peers, nor of fsdp1")
     if args.one_rank and args.tp == 1:
@@ -369,7 +376,12 @@ def main():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.timeout))
     is_first = dist.get_rank() == 0
-    mesh = init_device_mesh(device, (ranks // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    shape, names = (ranks // args.tp, args.tp), ("dp", "tp")
+    if args.replicas > 1:
+        shape = (args.replicas, shape[0] // args.replicas, args.tp)
+        names = ("replicate", "shard", "tp")
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+    layout = {"ranks": ranks, "tp": args.tp, "replicas": args.replicas}
     started, results = time.monotonic(), {}
 
     def attempt(name, function):
@@ -392,11 +404,13 @@ def main():
             if is_first:
                 print(f"{configuration}: {result.step_ms:.2f} ms a step, after "
                       f"{time.monotonic() - started:.0f} s", flush=True)
-                save(args.json, {"ranks": ranks, "tp": args.tp, "results": record(results, {})})
-    host = attempt("host times", lambda: host_times(list(results), args, mesh)) or {}
+                save(args.json, {**layout, "results": record(results, {})})
+    host = {}
+    if not args.no_host_times:
+        host = attempt("host times", lambda: host_times(list(results), args, mesh)) or {}
     if is_first:
-        show(results, host, ranks, args.tp, args.tiny, args.breakdown)
-        save(args.json, {"ranks": ranks, "tp": args.tp, "results": record(results, host)})
+        show(results, host, layout, args.tiny, args.breakdown)
+        save(args.json, {**layout, "results": record(results, host)})
     dist.destroy_process_group()
 
 
