@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import init
 
+from qshard.calls import runs_as_steps
 from qshard.nn import initial
 from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse
 from qshard.nn.fused import norm_linear
@@ -13,6 +14,7 @@ from qshard.nn.multiply import joined
 from qshard.nn.projection import Projection
 
 
+@runs_as_steps
 class LayerNormLinear(Projection, torch.nn.Module):
     """linear(norm(x)). Parameters: layer_norm_weight, layer_norm_bias (not with RMSNorm), weight, bias;
     `quantize_` quantizes weight.

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.nn import init
 
+from qshard.calls import runs_as_steps
 from qshard.nn import initial
 from qshard.nn.activations import ACTIVATIONS, check_params, is_gated
 from qshard.nn.arguments import (
@@ -26,6 +27,7 @@ from qshard.tensor_parallel.local import local_part
 FC1_HALVES = ("fc1_gate_", "fc1_up_")
 
 
+@runs_as_steps
 class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
     """fc2(activation(fc1(norm(x)))). Parameters: layer_norm_weight, layer_norm_bias (not with RMSNorm),
     fc1_weight, fc1_bias, fc2_weight, fc2_bias; `quantize_` quantizes the two weights.

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
+from qshard.calls import runs_as_steps
 from qshard.dynamic_modules import NamedState
 from qshard.functional import linear_under_transforms
 from qshard.nn import initial
@@ -16,6 +17,7 @@ from qshard.tensor_parallel import stock
 _linear = torch.ops.qshard.linear.default
 
 
+@runs_as_steps
 class Linear(Projection, NamedState, torch.nn.Linear):
     """nn.Linear with a quantized weight; `quantize_` turns nn.Linear into it. State-dict names are
     nn.Linear's.

@@ -1,11 +1,11 @@
 """Attention with its projections."""
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from qshard.calls import does_forward_alone, runs_as_steps
 from qshard.nn import initial
 from qshard.nn.arguments import (
     NORMALIZATIONS,
@@ -24,6 +24,7 @@ from qshard.nn.rotary import rotate, split_and_rotate, split_heads, tables_of
 QK_NORMS = (None, "L2Normalization", "RMSNorm", "LayerNorm")
 
 
+@runs_as_steps
 class MultiheadAttention(DeviceMeshes, nn.Module):
     """proj(attention(queries, keys, values)), all projected from the input; keys and values of
     attention_type="cross" from encoder_output.
@@ -306,45 +307,61 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
             thd_attention_policies=thd_attention_policies,
             thd_attention_policy_dispatch=thd_attention_policy_dispatch,
         )
-        # Attention's backward reads what it gave, unless it is computed again.
-        proj = functools.partial(
-            self.proj, context, is_first_microbatch, input_is_kept=not checkpoint_core_attention
-        )
-        if adds_input:
-            output = proj(residual=hidden_states)
-            return output if normed is None else (output, normed)
-        output = proj()
-        if normed is None:
-            return output
-        return (*output, normed) if self.return_bias else (output, normed)
+        more = {}
+        if does_forward_alone(self.proj):
+            # Attention's backward reads what it gave, unless it is computed again.
+            more["input_is_kept"] = not checkpoint_core_attention
+            if adds_input:
+                more["residual"] = hidden_states
+        output = self.proj(context, is_first_microbatch, **more)
+        output, *bias = output if isinstance(output, tuple) else (output,)
+        if adds_input and "residual" not in more:
+            output = hidden_states + (output + bias[0] if bias and bias[0].numel() else output)
+            bias = []
+        elif self.return_bias and not (adds_input or bias):  # a proj that is not ours adds it
+            bias = [output.new_empty(0)]
+        more = [*bias, *([] if normed is None else [normed])]
+        return (output, *more) if more else output
 
     def _project_self(self, x, is_first_microbatch):
         """Queries, keys and values in one tensor (., ., heads of all, channels), or in three."""
-        normed = None
-        if self.input_layernorm:
-            parts, *more, x = self.layernorm_qkv(x, is_first_microbatch, as_parts=True, with_input=True)
-            normed = more[0] if more else None
-        else:
-            parts = self.qkv(x, is_first_microbatch, as_parts=True)
+        module = self.layernorm_qkv if self.input_layernorm else self.qkv
+        heads = self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups
+        parts, normed, x = self._project(module, x, is_first_microbatch, heads)
         parts = [part.unflatten(-1, (-1, self.channels)) for part in parts]
         return parts[0] if len(parts) == 1 else parts, normed, x
 
     def _project_query(self, x, is_first_microbatch):
-        normed = None
-        if self.input_layernorm:
-            query, *more, x = self.layernorm_query(x, is_first_microbatch, with_input=True)
-            normed = more[0] if more else None
-        else:
-            query = self.query_layer(x, is_first_microbatch)
+        module = self.layernorm_query if self.input_layernorm else self.query_layer
+        (query,), normed, x = self._project(module, x, is_first_microbatch, (self.num_attention_heads,))
         return query.unflatten(-1, (-1, self.channels)), normed, x
 
     def _project_keys(self, x, is_first_microbatch):
-        parts = self.key_value(x, is_first_microbatch, as_parts=True)
+        heads = self.num_gqa_groups, self.num_gqa_groups
+        parts, _, _ = self._project(self.key_value, x, is_first_microbatch, heads)
         if len(parts) == 2:
             return [part.unflatten(-1, (-1, self.channels)) for part in parts]
         if self.qkv_weight_interleaved:
             return parts[0].unflatten(-1, (-1, 2, self.channels)).unbind(-2)
         return parts[0].unflatten(-1, (2, -1, self.channels)).unbind(-3)
+
+    def _project(self, module, x, is_first_microbatch, heads):
+        """What a projection gives, by its weights: one of all heads, or one for each of `heads`; the normalized
+        input, if it returns that; and x, to add something to."""
+        if does_forward_alone(module):
+            more = {"with_input": True} if isinstance(module, LayerNormLinear) else {}
+            output = module(x, is_first_microbatch, as_parts=True, **more)
+            if not more:
+                return output, None, x
+            parts, *normed, x = output
+            return parts, normed[0] if normed else None, x
+        # Hooks see, and forwards of others take and give, what TransformerEngine's do.
+        output = module(x, is_first_microbatch)
+        output, *normed = output if isinstance(output, tuple) else (output,)
+        ranks = self.core_attention.ranks
+        sizes = [count // ranks * self.channels for count in heads]
+        parts = [output] if self.fuse_qkv_params else output.split(sizes, -1)
+        return parts, normed[0] if normed else None, x
 
     def _position(self, projected, rotary_pos_emb):
         """Queries, keys and values, of one tensor or of three, normalized and rotated."""

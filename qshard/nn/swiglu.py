@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qshard.calls import does_forward_alone
 from qshard.nn.fused import swiglu_mlp
 from qshard.nn.linear import Linear
 from qshard.nn.multiply import Multiply
-from qshard.tensor_parallel.styles import count_hooks
 
 
 def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor | None:
@@ -51,15 +51,11 @@ def multiply_of(linears: Sequence[Linear]) -> Multiply | None:
 
 def _is_usual(linear):
     """Whether calling it is its operator alone, or that between the hooks of its style."""
-    if not isinstance(linear, Linear) or "forward" in linear.__dict__:
-        return False
-    if type(linear).forward is not Linear.forward or linear.is_constructed:
+    if not isinstance(linear, Linear) or linear.is_constructed:
         return False
     if linear.dynamic is not None and linear.dynamic.uses > 1:
         return False
-    if linear._backward_hooks or linear._backward_pre_hooks:
-        return False
-    return count_hooks(linear) == (0 if linear.style is None else linear.style.hooks)
+    return does_forward_alone(linear, 0 if linear.style is None else linear.style.hooks)
 
 
 def _styles_meet(gate, up, down):

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qshard.calls import does_forward_alone
 from qshard.nn.arguments import check_choice, refuse
 from qshard.nn.attention_mask import mask_type_of
 from qshard.nn.autocast import activation_dtype
 from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_mlp import LayerNormMLP
-from qshard.nn.linear import Linear
 from qshard.nn.multihead_attention import MultiheadAttention
 from qshard.nn.parallel import DeviceMeshes, check_ranks
 from qshard.nn.rms_norm import RMSNorm
@@ -312,23 +312,24 @@ class TransformerLayer(DeviceMeshes, nn.Module):
         """What block(x) gives, added to x or, if that is the residual, to its normalized input."""
         if self._adds_as_it_is(block.func, drops_path):
             return block(x, adds_input=True)
-        output, bias, *normed = block(x)
+        output = block(x)
+        output, *more = output if isinstance(output, tuple) else (output,)
+        bias, *normed = more or [None]
         return self._add(output, bias, normed[0] if normed else x, drops_path)
 
     def _adds_as_it_is(self, module, drops_path):
-        """Whether nothing becomes of a block's output before it is added, and nobody looks at it."""
+        """Whether a block itself may add its output to its input: nothing is done to the output before, and
+        neither the block nor its last linear does more than its forward."""
         is_dropped = self.hidden_dropout or (drops_path and self.drop_path_rate)
-        last = module if isinstance(module, LayerNormMLP) else getattr(module, "proj", None)
-        return (
-            isinstance(module, (MultiheadAttention, LayerNormMLP))
-            and isinstance(last, (LayerNormMLP, Linear))
-            and not (is_dropped and self.training)
-            and not (last.use_bias or self.apply_residual_connection_post_layernorm)
-            and not (module._forward_hooks or last._forward_hooks)
-        )
+        if (is_dropped and self.training) or self.apply_residual_connection_post_layernorm:
+            return False
+        if not does_forward_alone(module):
+            return False
+        last = module if isinstance(module, LayerNormMLP) else module.proj
+        return does_forward_alone(last) and not getattr(last, "use_bias", False)
 
     def _add(self, x, bias, residual, drops_path):
-        if bias.numel():
+        if bias is not None and bias.numel():
             x = x + bias
         x = F.dropout(x, self.hidden_dropout, self.training)
         if drops_path:

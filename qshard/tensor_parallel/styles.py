@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import style as stock
 
+from qshard.calls import count_hooks
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.local import TensorParallel
 from qshard.tensor_parallel.shared import shared
@@ -71,11 +72,6 @@ class LinearStyle:
             and mine.output_layouts == theirs.output_layouts
             and mine.use_local_output == theirs.use_local_output
         )
-
-
-def count_hooks(module: torch.nn.Module) -> int:
-    """Forward's and before it."""
-    return len(module._forward_pre_hooks) + len(module._forward_hooks)
 
 
 class ColwiseParallel(stock.ColwiseParallel):
