@@ -61,6 +61,12 @@ class Initialized:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
+def returned(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter's value as a module's result, in memory of its own: when the call has ended, FSDP may have
+    freed that of the parameter."""
+    return parameter.to(dtype, copy=True)
+
+
 def fill(parameter: torch.Tensor, initialize: Callable[[torch.Tensor], object]) -> None:
     """Writes initial values into a parameter, whole and plain or not."""
     local = local_of(parameter)

@@ -22,7 +22,7 @@ class LayerNormLinear(Projection, torch.nn.Module):
     in_features, out_features: sizes of the last dimension of input and output.
     eps, normalization ("LayerNorm" or "RMSNorm"), zero_centered_gamma: of the normalization, computed
         in fp32, rounded once to the dtype of activations.
-    bias: have one. return_bias: return it, instead of adding it.
+    bias: have one. return_bias: return a copy of it, instead of adding it.
     return_layernorm_output: return norm(x), too.
     parameters_split: names, or sizes by name, of parameters <name>_weight and <name>_bias in place of
         weight and bias; each is quantized by itself.

@@ -16,7 +16,7 @@ from qshard.nn.arguments import (
     refuse,
     rng_fork,
 )
-from qshard.nn.base import Initialized
+from qshard.nn.base import Initialized, returned
 from qshard.nn.fused import norm_mlp
 from qshard.nn.multiply import Multiply
 from qshard.nn.parallel import DeviceMeshes
@@ -207,8 +207,11 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
         more = [normed] if self.return_layernorm_output else []
         if self.return_bias and not adds_input:
             is_summed = self.parallel is not None and self.parallel.sequence_dim is not None
-            bias = local_part(self.fc2_bias, is_summed) if self.use_bias else output.new_empty(0)
-            more = [bias.to(output.dtype), *more]
+            if self.use_bias:
+                bias = returned(local_part(self.fc2_bias, is_summed), output.dtype)
+            else:
+                bias = output.new_empty(0)
+            more = [bias, *more]
         return (output, *more) if more else output
 
     def _mlp(self, inp, multiply, adds_input):

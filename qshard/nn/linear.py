@@ -37,7 +37,7 @@ class Linear(Projection, NamedState, torch.nn.Linear):
     Made by its constructor it is plain until `quantize_`, and takes TransformerEngine's arguments,
     by keyword:
     init_method(weight): initial values, with a bias of zeros; nn.Linear's own without.
-    return_bias: forward returns (output, bias), and the bias is not added.
+    return_bias: forward returns (output, a copy of the bias), and the bias is not added.
     parameters_split: names, or sizes by name, of parameters <name>_weight and <name>_bias that stand
         for rows of `weight` and `bias`; each is quantized by itself.
     fuse_wgrad_accumulation: the weight's gradient is added to its attribute `main_grad`, eager mode

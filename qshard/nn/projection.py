@@ -11,7 +11,7 @@ from qshard.nn.arguments import (
     rng_fork,
     split_sizes,
 )
-from qshard.nn.base import Initialized
+from qshard.nn.base import Initialized, returned
 from qshard.nn.multiply import Multiply, joined, multiply_parts
 from qshard.nn.parallel import DeviceMeshes
 from qshard.tensor_parallel.local import local_part
@@ -121,10 +121,10 @@ class Projection(Initialized, DeviceMeshes):
             parallel = self.parallel
             is_summed = parallel is not None and parallel.cuts_output_tokens
             biases = [
-                local_part(getattr(self, name), is_summed)
+                returned(local_part(getattr(self, name), is_summed), like.dtype)
                 for name in self.bias_names
                 if self.use_bias
             ]
             bias = torch.cat(biases) if len(biases) > 1 else (biases or [like.new_empty(0)])[0]
-            more = (bias.to(like.dtype), *more)
+            more = (bias, *more)
         return (output, *more) if more else output

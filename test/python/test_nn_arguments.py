@@ -141,7 +141,7 @@ def test_linear_is_nn_linear(device, format):
     both = nn.Linear(32, 48, device=device, return_bias=True)
     both.load_state_dict(module.state_dict())
     y, bias = both(x)
-    assert torch.equal(y, F.linear(x, both.weight)) and bias is both.bias
+    assert torch.equal(y, F.linear(x, both.weight)) and torch.equal(bias, both.bias)
 
 
 def test_linear_without_bias_and_back_to_plain():
