@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from qshard import ops
+from qshard.nn.arguments import check_choice
 
 SHORT = (torch.bfloat16, torch.float16)
 _ASKED = (Tensor.requires_grad.__get__, Tensor.dtype.__get__, torch.is_floating_point)
@@ -125,6 +126,7 @@ def apply_rotary_pos_emb(
 
     t: (s, b, h, d) of "sbhd" or (b, s, h, d) of "bshd". freqs: (s or more, 1, 1, rotated channels), not in
         16 bits."""
+    check_choice("apply_rotary_pos_emb", "tensor_format", tensor_format, ("sbhd", "bshd"))
     dim = 0 if tensor_format == "sbhd" else 1
     return rotate(t, *tables_of(t, freqs, dim), dim, interleaved)
 
