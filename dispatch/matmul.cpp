@@ -32,6 +32,11 @@ LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
       &buffer->last_input()};
 }
 
+bool is_row_window(const at::Tensor& tensor) {
+  return has_key(tensor) && tensor.dim() == 2 && row_window(tensor) &&
+         tensor.size(1) == buffer_of(tensor).layout().cols;
+}
+
 at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
   if (!has_key(tensor)) return tensor;
   const BufferPtr& buffer = impl_of(tensor).buffer();
@@ -68,11 +73,6 @@ std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {
 }
 
 namespace {
-
-bool is_row_window(const at::Tensor& tensor) {
-  return has_key(tensor) && tensor.dim() == 2 && row_window(tensor) &&
-         tensor.size(1) == buffer_of(tensor).layout().cols;
-}
 
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
   TORCH_CHECK(a.scalar_type() == b.scalar_type(),

@@ -16,6 +16,9 @@ namespace qshard {
 /// has an update pending that only a collective can flush.
 LinearWeight linear_weight(const at::Tensor& weight, const char* op);
 
+/// Whether linear_weight takes the tensor: a quantized matrix of whole rows.
+bool is_row_window(const at::Tensor& tensor);
+
 /// What a gathered weight serves reads codes, master or not, so that one process, DDP and FSDP2
 /// agree: linear, mm, addmm, bmm, and of the operators that have no kernel here these arguments.
 /// Every other operator reads the value.

@@ -318,8 +318,10 @@ LinearBackward linear_backward(const LinearBackwardTask& task, const LinearWeigh
   const OperandProducer& grad = *task.grad;
   const QuantizedMatrix& codes = weight.codes;
   const bool needs_weight = task.input != nullptr;
-  check_weight(codes);
-  if (task.needs_input) check_dgrad_image(codes.row_image().layout);
+  if (task.needs_input) {
+    check_weight(codes);
+    check_dgrad_image(codes.row_image().layout);
+  }
   check_activation(grad, codes, codes.rows, "gradient");
   const c10::OptionalDeviceGuard guard(grad.device());
   const int64_t m = grad.sizes()[0];

@@ -71,7 +71,8 @@ struct LinearBackward {
 /// grad_input = grad @ weight (+ input_sum), grad_weight = grad^T @ input (+ sum). The gradient is
 /// quantized once, in the orientations that are needed, and multiplied as it is where it arrives
 /// quantized. Where one GEMM can, it adds to a sum in place; elsewhere the product is made first.
-/// Either way to autograd's bits on CPU, and in cuBLASLt's FP8 GEMMs.
+/// Either way to autograd's bits on CPU, and in cuBLASLt's FP8 GEMMs. grad_weight alone reads no
+/// codes of the weight, whose image may then have no bytes.
 /// @throws c10::Error as linear_forward does, for the image that dgrad reads too.
 LinearBackward linear_backward(const LinearBackwardTask& task, const LinearWeight& weight);
 

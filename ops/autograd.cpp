@@ -50,6 +50,7 @@ std::tuple<Tensor, Tensor> quantize_kept(const Tensor& input, c10::string_view f
 
 struct LinearFunction : Function<LinearFunction> {
   static constexpr size_t kWeight = 1;  // among the tensors given to forward
+  static constexpr const char* kWeightKey = "weight_";
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, bool weight_only, bool records_grad,
@@ -60,7 +61,9 @@ struct LinearFunction : Function<LinearFunction> {
     const Format* kept = input_is_kept && !weight_only && !weight_state
                              ? input_codes_format(input, weight, format)
                              : nullptr;
-    const InputUse use(input, weight, weight_only, format, input_is_kept);
+    const LinearNeeds needs(records_grad, input, weight);
+    const InputUse use(input, weight, needs, weight_only, format, input_is_kept);
+    const KeptWeight kept_weight(weight, needs.reads_weight(), format, weight_state);
     OptionalTensor rows;
     Tensor columns, amax;
     if (kept != nullptr) {
@@ -75,20 +78,20 @@ struct LinearFunction : Function<LinearFunction> {
     std::optional<ShareInputCodes> share;
     if (records_grad && input.is_cuda() && !input_is_kept) share.emplace(input);
     const bool saves_by_itself = use.saves_codes && !use.quantizes_apart;
-    // A plain weight is saved as it is, and quantized again in backward: its codes would stay.
-    const bool is_dynamic = weight_state.has_value();
-    auto [output, saved] =
-        op.call(input, weight, bias, saves_by_itself, weight_only, rows,
-                use.quantizes_apart || is_dynamic ? format : std::nullopt, weight_state, residual);
+    const bool needs_format = use.quantizes_apart || weight_state || kept_weight.trusts_format();
+    auto [output, saved] = op.call(input, weight, bias, saves_by_itself, weight_only, rows,
+                                   needs_format ? format : std::nullopt, weight_state, residual);
     if (saves_by_itself) columns = saved;
-    ctx->save_for_backward({use.saves_codes ? columns : input, weight, amax});
+    const bool reads_input = needs.reads_input();
+    variable_list to_save{!reads_input      ? Tensor()
+                          : use.saves_codes ? columns
+                                            : input,
+                          reads_input ? amax : Tensor()};
+    kept_weight.save(ctx, kWeightKey, to_save);
+    ctx->save_for_backward(std::move(to_save));
     if (kept != nullptr) ctx->saved_data["kept_format"] = std::string(kept->name);
     ctx->saved_data["saves_codes"] = use.saves_codes;
     ctx->saved_data["weight_only"] = weight_only;
-    if (is_dynamic) {
-      ctx->saved_data["format"] = std::string(*format);
-      ctx->saved_data["weight_state"] = *weight_state;
-    }
     ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     ctx->saved_data["has_residual"] = residual.has_value() && residual->defined();
     if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
@@ -106,27 +109,22 @@ struct LinearFunction : Function<LinearFunction> {
     if (const auto kept = ctx->saved_data.find("kept_format");
         kept != ctx->saved_data.end() && needs_weight) {
       at::AutoDispatchBelowAutograd guard;
-      const auto amax = saved[2].numel() == 1 ? OptionalTensor(saved[2]) : std::nullopt;
+      const auto amax = saved[1].numel() == 1 ? OptionalTensor(saved[1]) : std::nullopt;
       const std::string& name = kept->second.toStringRef();
       saved[0] = std::get<0>(quantize_kept(saved[0], name, /*columns=*/true, amax, std::nullopt));
       saves_codes = true;
     }
     const bool weight_only = ctx->saved_data["weight_only"].toBool();
-    std::optional<std::string> format_name;
-    std::optional<std::vector<Tensor>> weight_state;
-    if (const auto found = ctx->saved_data.find("format"); found != ctx->saved_data.end()) {
-      format_name = found->second.toStringRef();
-      weight_state = ctx->saved_data["weight_state"].toTensorVector();
-    }
-    const std::optional<c10::string_view> format(format_name);
     Tensor grad_input, grad_weight, grad_bias;
-    auto* node = needs_weight ? evaluated_node<LinearFunction>(ctx) : nullptr;
-    const WeightGrad into(node, kWeight, saved[1], grad, saved[0]);
     if (needs_input || needs_weight) {
       at::AutoDispatchBelowAutograd guard;
+      const RestoredWeight weight(ctx, kWeightKey, &saved[2], grad);
+      const Tensor& input = restored_input(saved[0], grad);
+      auto* node = needs_weight ? evaluated_node<LinearFunction>(ctx) : nullptr;
+      const WeightGrad into(node, kWeight, weight.weight, grad, input);
       std::tie(grad_input, grad_weight) =
-          linear_gradients(into, grad, saved[1], saved[0], saves_codes, needs_input, needs_weight,
-                           weight_only, format, weight_state);
+          linear_gradients(into, grad, weight, input, saves_codes && needs_weight, needs_input,
+                           needs_weight, weight_only);
     }
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
       grad_bias = bias_gradient(grad, ctx->saved_data["bias_dtype"].toScalarType());
@@ -149,30 +147,30 @@ struct LinearFunction : Function<LinearFunction> {
 }  // namespace
 
 std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
-                                            const Tensor& weight, const Tensor& input,
+                                            const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,
-                                            std::optional<c10::string_view> format,
-                                            WeightState weight_state, const Tensor& added) {
+                                            const Tensor& added) {
+  const std::optional<c10::string_view> format(weight.format);
   if (added.defined() && !is_traced_or_subclass(added)) {
     static const auto op =
         typed_op<decltype(linear_backward_into)>("qshard::_linear_backward_into");
     const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
-    const Tensor made = op.call(grad, weight, input, input_is_quantized, needs_weight, added, sum,
-                                sum ? std::nullopt : into.dtype);
+    const Tensor made = op.call(grad, weight.weight, input, input_is_quantized, needs_weight, added,
+                                sum, sum ? std::nullopt : into.dtype);
     return {added, sum ? Tensor() : made};
   }
   Tensor grad_input, grad_weight;
   if (into.leaf.sum.defined()) {
     static const auto op =
         typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
-    grad_input = op.call(grad, weight, input, input_is_quantized, needs_input, into.leaf.sum,
-                         weight_only, format, weight_state);
+    grad_input = op.call(grad, weight.weight, input, input_is_quantized, needs_input, into.leaf.sum,
+                         weight_only, format, weight.state);
   } else {
     static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
     std::tie(grad_input, grad_weight) =
-        op.call(grad, weight, input, input_is_quantized, needs_input, needs_weight, weight_only,
-                into.dtype, format, weight_state);
+        op.call(grad, weight.weight, input, input_is_quantized, needs_input, needs_weight,
+                weight_only, into.dtype, format, weight.state);
   }
   return {added.defined() ? added + grad_input : grad_input, grad_weight};
 }
@@ -184,7 +182,7 @@ Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_
 }
 
 bool saves_input_codes(const Tensor& input, const Tensor& weight, bool weight_only) {
-  return InputUse(input, weight, weight_only, std::nullopt).saves_codes;
+  return InputUse(input, weight, {true, input, weight}, weight_only, std::nullopt).saves_codes;
 }
 
 Tensor dequantize_autograd(const Tensor& self, std::optional<at::ScalarType> dtype) {

@@ -7,6 +7,7 @@
 
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/linear.h"
+#include "ops/kept_operands.h"
 #include "ops/leaf_grad.h"
 #include "ops/ops.h"
 
@@ -45,11 +46,10 @@ inline bool is_known(const c10::SymInt& size) { return !size.is_symbolic() || si
 /// undefined what is not asked for or was added to `into.leaf.sum`. `added`, for a quantized weight
 /// whose grad_input is needed: an earlier grad_input, which nobody else has, to add this one to.
 std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
-                                            const Tensor& weight, const Tensor& input,
+                                            const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,
-                                            std::optional<c10::string_view> format,
-                                            WeightState weight_state, const Tensor& added = {});
+                                            const Tensor& added = {});
 
 /// How a linear treats its input, decided from sizes, device and the format that the caller names:
 /// a traced call must decide as the real one does.
@@ -58,7 +58,7 @@ struct InputUse {
   bool quantizes_apart = false;   // by an operator of its own
   bool multiplies_codes = false;  // known only where it quantizes apart
 
-  InputUse(const Tensor& input, const Tensor& weight, bool weight_only,
+  InputUse(const Tensor& input, const Tensor& weight, LinearNeeds needs, bool weight_only,
            std::optional<c10::string_view> format_name, bool input_is_kept = false) {
     if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;
     for (const auto& size : {input.sym_numel(), weight.sym_size(0), weight.sym_size(1)}) {
@@ -68,7 +68,9 @@ struct InputUse {
     if (k == 0) return;
     const int64_t m = leading_numel(input);
     const int64_t n = weight.size(0);
-    saves_codes = !input_is_kept && weight.requires_grad() &&
+    // An input without a gradient is kept as it is: linears share it, and would not its codes
+    // (ops/recorded_activation.h).
+    saves_codes = !input_is_kept && needs.reads_input() && needs.input &&
                   can_save_quantized_input(input.device(), m, n, k);
     if (!format_name || !input.key_set().has(c10::DispatchKey::Python)) return;
     const Format& format = checked_format(*format_name, "qshard::linear");

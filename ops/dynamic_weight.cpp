@@ -49,7 +49,7 @@ struct UseScaling {
 };
 
 /// The layout of a plain weight that is quantized for one use.
-Layout checked_layout(const Tensor& weight, const Format& format, const char* op) {
+Layout checked_layout(const Tensor& weight, const Format& format, WeightUse use, const char* op) {
   TORCH_CHECK_TYPE(is_value_dtype(weight.scalar_type()),
                    fmt::format("{}: a weight that is quantized at each use must be float32, "
                                "bfloat16 or float16, got {}",
@@ -58,6 +58,9 @@ Layout checked_layout(const Tensor& weight, const Format& format, const char* op
                     fmt::format("{}: a weight must have 2 dimensions, got shape {}; in a wrapper "
                                 "that flattens parameters, run forward through the wrapper",
                                 op, weight.sizes().vec()));
+  if (use == WeightUse::kWgradOnly) {  // also of weights that are quantized already
+    return checked_sizes(op, whole_layout(format, weight.size(0), weight.size(1)));
+  }
   TORCH_CHECK_VALUE(!format.stochastic_rounding,
                     fmt::format("{}: {} rounds what optimizer steps make, and a weight that stays "
                                 "plain is not rounded; use nearest rounding",
@@ -95,19 +98,23 @@ void write_codes(const Tensor& weight, const Layout& layout, const UseScaling& s
 LinearWeight quantize_for_use(const Tensor& weight, const Format& format, at::TensorList state,
                               WeightUse use, const char* op) {
   RowImage rows;
-  rows.layout = checked_layout(weight, format, op);
+  rows.layout = checked_layout(weight, format, use, op);
   const UseScaling scaling(rows.layout, state, weight.device(), op);
   // dgrad reads the columnwise image; both are written where one is.
   if (format.columnwise && use == WeightUse::kForward) {
     rows.layout = rows.layout.with_images(Images::kRowwise);
   }
   const Layout& layout = rows.layout;
-  rows.image = at::empty({layout.rows, layout.row_bytes()}, weight.options().dtype(at::kByte));
-  if (format.has_grid()) {
-    rows.grid =
-        at::empty({layout.grid_rows(), layout.grid_cols()}, weight.options().dtype(at::kFloat));
+  const auto bytes = weight.options().dtype(at::kByte);
+  if (use == WeightUse::kWgradOnly) {
+    rows.image = at::empty({0}, bytes);
+  } else {
+    rows.image = at::empty({layout.rows, layout.row_bytes()}, bytes);
+    if (format.has_grid()) {
+      rows.grid = at::empty({layout.grid_rows(), layout.grid_cols()}, bytes.dtype(at::kFloat));
+    }
+    write_codes(weight, layout, scaling, rows.image, rows.grid);
   }
-  if (use != WeightUse::kWgradOnly) write_codes(weight, layout, scaling, rows.image, rows.grid);
   LinearWeight used{matrix_of(std::move(rows), weight.size(0))};
   used.amax_history = scaling.delayed.amax_history;
   used.scaling_amax = scaling.delayed.scaling_amax;
@@ -118,7 +125,7 @@ Tensor quantize_for_uses(const Tensor& weight, c10::string_view format,
                          const std::vector<Tensor>& state) {
   PlainGuard guard;
   const char* const op = "qshard::_quantize_for_uses";
-  const Layout layout = checked_layout(weight, checked_format(format, op), op);
+  const Layout layout = checked_layout(weight, checked_format(format, op), WeightUse::kDgrad, op);
   const UseScaling scaling(layout, state, weight.device(), op);
   c10::OptionalDeviceGuard device_guard(weight.device());
   const auto dtype = weight.scalar_type();

@@ -11,7 +11,8 @@
 
 namespace qshard {
 
-/// What a use reads of the weight: wgrad reads nothing but what collects amaxes.
+/// What a use reads of the weight: wgrad reads nothing but what collects amaxes, and no codes are
+/// made for it.
 enum class WeightUse { kForward, kDgrad, kWgradOnly };
 
 /// A plain weight (N, K) quantized for one use. `state`, float32 on the weight's device: empty; of

@@ -84,15 +84,37 @@ LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const
 
 }  // namespace
 
+namespace {
+
+/// Compiled code saves a quantized weight as any tensor, and a hook may have made values of it.
+/// Quantizing them gives its codes back where these follow from the values alone.
+void check_codes_can_be_made_again(const Format& format, const char* op) {
+  TORCH_CHECK(format.amax_history.length == 0 && !format.stochastic_rounding && !format.columnwise,
+              fmt::format("{}: a hook on saved tensors made plain values of a {} weight, whose "
+                          "codes do not follow from them; use one that keeps tensors as they are, "
+                          "as save_on_cpu() without pin_memory does, or eager mode",
+                          op, format.name));
+}
+
+}  // namespace
+
 LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
                             WeightState state, WeightUse use, const char* op) {
-  if (!state || has_key(weight)) {
+  const bool is_handed_back = !state && format && use != WeightUse::kForward;
+  if (has_key(weight) || (!state && !is_handed_back)) {
     check_format_name(weight, format, op);
-    return linear_weight(weight, op);
+    LinearWeight used = linear_weight(weight, op);
+    if (state && state->size() == 2) {  // delayed scaling's, of a tensor over saved planes
+      used.amax_history = (*state)[0];
+      used.scaling_amax = (*state)[1];
+    }
+    return used;
   }
   TORCH_CHECK_VALUE(format,
                     fmt::format("{}: weight_state is given, so format must name the weight's", op));
-  return quantize_for_use(weight, checked_format(*format, op), *state, use, op);
+  const Format& own = checked_format(*format, op);
+  if (is_handed_back) check_codes_can_be_made_again(own, op);
+  return quantize_for_use(weight, own, state ? at::TensorList(*state) : at::TensorList(), use, op);
 }
 
 void check_format_name(const Tensor& weight, std::optional<c10::string_view> format,

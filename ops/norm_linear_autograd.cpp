@@ -15,13 +15,17 @@ struct NormLinearFunction : Function<NormLinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& norm_weight,
                                const OptionalTensor& norm_bias, at::TensorList weights,
                                at::TensorList biases, double eps, bool rms,
-                               bool zero_centered_gamma, const std::string& format,
-                               bool with_input) {
+                               bool zero_centered_gamma, const std::string& format, bool with_input,
+                               bool records_grad) {
     at::AutoDispatchBelowAutograd guard;
     auto [outputs, kept] = NormedInput::multiply(
         input, {norm_weight, norm_bias, eps, rms, zero_centered_gamma}, weights, biases, format);
-    auto saved = kept.save(ctx);
-    saved.insert(saved.end(), weights.begin(), weights.end());
+    const NormedInput::Needs needs(records_grad, input, norm_weight, norm_bias, weights);
+    variable_list saved;
+    kept.save(ctx, needs, saved);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      KeptWeight(weights[i], needs.normed, format, std::nullopt).save(ctx, key_of(i), saved);
+    }
     ctx->save_for_backward(std::move(saved));
     // An output that nobody used has no gradient, and its weight gets none.
     ctx->set_materialize_grads(false);
@@ -55,9 +59,8 @@ struct NormLinearFunction : Function<NormLinearFunction> {
     if (!is_reached) return result;
     const auto saved = ctx->get_saved_variables();
     const NormedInput kept = NormedInput::restore(ctx, saved.data());
-    const auto weight_of = [&](size_t i) -> const Tensor& { return saved[kSavedWeights + i]; };
     // Of the tensors given to forward, those that there are count.
-    const bool has_norm_bias = kept.norm().has_bias();
+    const bool has_norm_bias = kept.has_bias();
     const size_t first_weight = kWeights - (has_norm_bias ? 0 : 1);
     const size_t first_bias = first_weight + count;
     const bool needs_norm_weight = ctx->needs_input_grad(1);
@@ -78,12 +81,14 @@ struct NormLinearFunction : Function<NormLinearFunction> {
       const Tensor& grad = grads[i];
       if (!grad.defined()) continue;
       if (needs_weight(i) || needs_normed) {
-        const Tensor& operand = needs_weight(i) ? columns : kept.input();
-        const WeightGrad into(needs_weight(i) ? node : nullptr, first_weight + i, weight_of(i),
+        const RestoredWeight weight(ctx, key_of(i), &saved[kSavedWeights + i * KeptWeight::kSaved],
+                                    grad);
+        const Tensor& operand = restored_input(columns, grad);
+        const WeightGrad into(needs_weight(i) ? node : nullptr, first_weight + i, weight.weight,
                               grad, operand);
-        auto [part, grad_weight] = linear_gradients(
-            into, grad, weight_of(i), operand, /*input_is_quantized=*/needs_weight(i), needs_normed,
-            needs_weight(i), /*weight_only=*/false, std::nullopt, std::nullopt, grad_normed);
+        auto [part, grad_weight] =
+            linear_gradients(into, grad, weight, operand, /*input_is_quantized=*/needs_weight(i),
+                             needs_normed, needs_weight(i), /*weight_only=*/false, grad_normed);
         if (needs_weight(i)) result[kWeights + i] = grad_weight;
         if (needs_normed) grad_normed = part;
       }
@@ -105,7 +110,9 @@ struct NormLinearFunction : Function<NormLinearFunction> {
 
  private:
   // Arguments of forward: the weights and the biases follow the first of them, then come these.
-  enum : size_t { kWeights = 3, kOptions = 5, kSavedWeights = NormedInput::kSaved };
+  enum : size_t { kWeights = 3, kOptions = 6, kSavedWeights = NormedInput::kSaved };
+
+  static std::string key_of(size_t weight) { return fmt::format("weight{}_", weight); }
 };
 
 /// The format of all of them, which nobody knows of traced ones.
@@ -184,7 +191,8 @@ std::vector<Tensor> norm_linear_autograd(const Tensor& input, const Tensor& norm
   if (norm_linear_reads_codes(input, norm_weight, norm_bias, weights, format)) {
     const at::TensorList given_biases = biases ? at::TensorList(*biases) : at::TensorList();
     return NormLinearFunction::apply(input, norm_weight, norm_bias, weights, given_biases, eps, rms,
-                                     zero_centered_gamma, name_of(weights, format), with_input);
+                                     zero_centered_gamma, name_of(weights, format), with_input,
+                                     at::GradMode::is_enabled());
   }
   auto outputs =
       for_each_weight(linear_autograd, normalized_by_torch(input, norm), weights, biases, format);

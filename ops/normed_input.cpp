@@ -104,6 +104,7 @@ std::pair<std::vector<Tensor>, NormedInput> NormedInput::multiply(const Tensor& 
   NormedInput kept;
   kept.input_ = input;
   kept.norm_ = norm;
+  kept.has_bias_ = norm.has_bias();
   kept.format_ = format;
   std::vector<Tensor> outputs;
   std::tie(outputs, kept.statistics_, kept.amax_) =
@@ -113,12 +114,30 @@ std::pair<std::vector<Tensor>, NormedInput> NormedInput::multiply(const Tensor& 
   return {std::move(outputs), std::move(kept)};
 }
 
-variable_list NormedInput::save(AutogradContext* ctx) const {
+NormedInput::Needs::Needs(bool records, const Tensor& input, const Tensor& norm_weight,
+                          const OptionalTensor& norm_bias, at::TensorList weights) {
+  if (!records) return;
+  const bool trains_bias = norm_bias && norm_bias->defined() && norm_bias->requires_grad();
+  normed = input.requires_grad() || norm_weight.requires_grad() || trains_bias;
+  this->weights = std::any_of(weights.begin(), weights.end(),
+                              [](const Tensor& weight) { return weight.requires_grad(); });
+}
+
+void NormedInput::save(AutogradContext* ctx, const Needs& needs, variable_list& saved) const {
   ctx->saved_data["norm_eps"] = norm_.eps;
   ctx->saved_data["norm_rms"] = norm_.rms;
   ctx->saved_data["norm_zero_centered_gamma"] = norm_.zero_centered_gamma;
   ctx->saved_data["norm_format"] = format_;
-  return {input_, norm_.weight, norm_.bias.value_or(Tensor()), statistics_, amax_};
+  ctx->saved_data["norm_has_bias"] = has_bias_;
+  if (needs.normed) {
+    const bool both = needs.weights;  // columns are made of them, beside the gradients
+    saved.insert(saved.end(),
+                 {input_, norm_.weight, both ? norm_.bias.value_or(Tensor()) : Tensor(),
+                  statistics_, both ? amax_ : Tensor(), Tensor()});
+  } else {
+    saved.resize(saved.size() + kSaved - 1);
+    saved.push_back(needs.weights ? columns() : Tensor());
+  }
 }
 
 NormedInput NormedInput::restore(AutogradContext* ctx, const Tensor* saved) {
@@ -129,11 +148,14 @@ NormedInput NormedInput::restore(AutogradContext* ctx, const Tensor* saved) {
                 ctx->saved_data["norm_zero_centered_gamma"].toBool()};
   kept.statistics_ = saved[3];
   kept.amax_ = saved[4];
+  kept.columns_ = saved[5];
+  kept.has_bias_ = ctx->saved_data["norm_has_bias"].toBool();
   kept.format_ = ctx->saved_data["norm_format"].toStringRef();
   return kept;
 }
 
 Tensor NormedInput::columns() const {
+  if (columns_.defined()) return columns_;
   static const auto op = typed_op<decltype(quantize_normalized)>("qshard::_quantize_normalized");
   return std::get<1>(op.call(as_matrix(input_), norm_.weight, norm_.bias, norm_.eps, norm_.rms,
                              norm_.zero_centered_gamma, format_, /*rows=*/false, /*columns=*/true,

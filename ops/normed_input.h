@@ -1,7 +1,8 @@
 // An input of linears that is normalized on its way to them: what an autograd function keeps of it,
 // and what it makes of that. On CUDA, where the GEMMs of all weights read packed codes, norm(x) is
 // quantized as it is made, in forward by rows and in backward again by columns; neither its values
-// nor its columns are kept.
+// nor its columns are kept, unless the gradients of the weights are all that will be asked for:
+// then the columns are all that is.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -47,14 +48,23 @@ class NormedInput {
                                                               at::TensorList biases,
                                                               const std::string& format);
 
-  /// The tensors to save, kSaved of them, some undefined; the rest lies in saved_data.
-  enum : size_t { kSaved = 5 };
-  torch::autograd::variable_list save(torch::autograd::AutogradContext* ctx) const;
+  /// Which gradients backward may be asked for.
+  struct Needs {
+    bool normed = false;   // of norm(input), for those of the input, gamma or beta
+    bool weights = false;  // of any weight
+
+    /// `records`: whether autograd records.
+    Needs(bool records, const Tensor& input, const Tensor& norm_weight,
+          const OptionalTensor& norm_bias, at::TensorList weights);
+  };
+  /// Appends the tensors to save, kSaved of them, some undefined; the rest goes to saved_data.
+  enum : size_t { kSaved = 6 };
+  void save(torch::autograd::AutogradContext* ctx, const Needs& needs,
+            torch::autograd::variable_list& saved) const;
   /// `saved`: the first of the kSaved.
   static NormedInput restore(torch::autograd::AutogradContext* ctx, const Tensor* saved);
 
-  const Tensor& input() const { return input_; }
-  const NormArguments& norm() const { return norm_; }
+  bool has_bias() const { return has_bias_; }
   /// Columnwise codes of norm(input), for wgrads.
   Tensor columns() const;
   /// Gradients of input (+ added, if defined), gamma and beta.
@@ -66,6 +76,8 @@ class NormedInput {
   NormArguments norm_;
   std::string format_;
   Tensor statistics_, amax_;  // as NormOperand takes them; amax (0,) where there is none
+  Tensor columns_;            // if they were kept
+  bool has_bias_ = false;     // in forward
 };
 
 }  // namespace qshard

@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
                                              bool needs_input, const OptionalTensor& input_sum,
                                              const WeightGradient& wgrad) {
   const QuantizedMatrix& codes = weight.codes;
-  const at::Device device = codes.row_image().image.device();
+  const at::Device device = (needs_input ? rows : columns).device();
   TORCH_CHECK(!size.empty() && size.back() == codes.rows,
               fmt::format("{}: a gradient of shape {} does not fit a weight of ({}, {})", op, size,
                           codes.rows, codes.cols));

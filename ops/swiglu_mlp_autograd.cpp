@@ -3,8 +3,9 @@
 // silu(gate) nor the product.
 #include "dispatch/kernel_bridge.h"
 #include "ops/autograd.h"
+#include "ops/norm_linear.h"
 #include "ops/normed_input.h"
-#include "ops/swiglu_mlp.h"
+#include "ops/swiglu_mlp_arguments.h"
 
 namespace qshard {
 namespace {
@@ -12,46 +13,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
-
-bool is_given(const OptionalTensor& tensor) { return tensor && tensor->defined(); }
-
-/// The format of a quantized tensor; of what is traced, which hides it, the one that was named.
-const Format& format_of(const Tensor& weight, c10::string_view name) {
-  if (has_key(weight)) return *buffer_of(weight).layout().format;
-  return checked_format(name, "qshard::swiglu_mlp");
-}
-
-bool scales_by_itself(const Format& format) {
-  return format.scales_in_grid() && format.amax_history.length == 0;
-}
-
-/// What is decided from sizes, device, dtype and formats: a traced call must decide as the real one
-/// does.
-struct SwigluUse {
-  bool gives_codes = false;   // the gradients of gate and up reach their linears in codes
-  bool keeps_maxima = false;  // of gate, up and their product, for backward
-
-  SwigluUse(const Tensor& input, const Tensor& gate, const Tensor& down, bool weight_only,
-            const Format& format, const Format& down_format) {
-    if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;
-    for (const auto& size : {input.sym_numel(), gate.sym_size(0), down.sym_size(0)}) {
-      if (!is_known(size)) return;
-    }
-    const int64_t k = input.size(-1);
-    if (k == 0 || !scales_by_itself(format) || !scales_by_itself(down_format)) return;
-    const int64_t m = leading_numel(input);
-    const auto device = input.device();
-    const auto runs_on_codes = [&](const Format& of, const Tensor& weight) {
-      const int64_t rows = weight.size(0);
-      const int64_t cols = weight.size(1);
-      return multiplies_input_codes(of, device, input.scalar_type(), m, rows, cols) &&
-             can_save_quantized_input(device, m, rows, cols);
-    };
-    if (!runs_on_codes(format, gate) || !runs_on_codes(down_format, down)) return;
-    gives_codes = true;
-    keeps_maxima = packed_scale_mode(down_format) == ScaleMode::kTensor;
-  }
-};
 
 /// Of the tensors given to forward, those that there are count.
 struct Edges {
@@ -67,6 +28,32 @@ struct Edges {
         norm_bias(norm_weight + 1) {}
 };
 
+/// Which gradients backward may be asked for.
+struct SwigluNeeds {
+  bool entered = false;  // of what gate and up multiply
+  LinearNeeds gate, up;
+  bool gate_values = false;
+  bool inner = false;  // of the values of gate and up
+  LinearNeeds down;
+
+  SwigluNeeds(bool records, std::initializer_list<OptionalTensor> entering, const Tensor& gate,
+              const OptionalTensor& up, const Tensor& down, const OptionalTensor& gate_bias,
+              const OptionalTensor& up_bias)
+      : entered(records && any_trained(entering)),
+        gate(records, entered, gate),
+        up(records, entered, is_given(up) ? *up : gate),
+        gate_values(records && (entered || any_trained({gate, gate_bias}))),
+        inner(records && (gate_values || any_trained({up, up_bias}))),
+        down(records, inner, down) {}
+
+ private:
+  static bool any_trained(std::initializer_list<OptionalTensor> tensors) {
+    return std::any_of(tensors.begin(), tensors.end(), [](const OptionalTensor& tensor) {
+      return is_given(tensor) && tensor->requires_grad();
+    });
+  }
+};
+
 /// What gate and up make of the input, and what their gradients read of it.
 struct FirstLinears {
   Tensor gate_values, up_values;
@@ -76,12 +63,12 @@ struct FirstLinears {
 
   FirstLinears(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                const OptionalTensor& gate_bias, const OptionalTensor& up_bias, bool weight_only,
-               bool records_grad, c10::string_view format, WeightState gate_state,
-               WeightState up_state) {
+               bool records_grad, const SwigluNeeds& needs, bool checks_format,
+               c10::string_view format, WeightState gate_state, WeightState up_state) {
     static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
     static const auto linear = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
-    const InputUse of_gate(input, gate, weight_only, format);
-    const InputUse of_up(input, is_given(up) ? *up : gate, weight_only, format);
+    const InputUse of_gate(input, gate, needs.gate, weight_only, format);
+    const InputUse of_up(input, is_given(up) ? *up : gate, needs.up, weight_only, format);
     OptionalTensor rows;
     Tensor columns;
     const bool apart = of_gate.quantizes_apart || of_up.quantizes_apart;
@@ -93,16 +80,17 @@ struct FirstLinears {
     }
     std::optional<ShareInputCodes> share;
     if (records_grad && input.is_cuda()) share.emplace(input);
-    const bool needs_name = apart || gate_state.has_value();
+    const bool needs_name = apart || checks_format;
     const auto run = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of,
-                         WeightState state) {
+                         const LinearNeeds& needs, WeightState state) {
       auto [output, saved] =
           linear.call(input, weight, bias, of.saves_codes && !apart, weight_only, rows,
                       needs_name ? OptionalFormat(format) : std::nullopt, state, std::nullopt);
-      return std::pair{output, !of.saves_codes ? input : apart ? columns : saved};
+      const Tensor& kept = !of.saves_codes ? input : apart ? columns : saved;
+      return std::pair{output, needs.reads_input() ? kept : Tensor()};
     };
-    std::tie(gate_values, gate_input) = run(gate, gate_bias, of_gate, gate_state);
-    if (is_given(up)) std::tie(up_values, up_input) = run(*up, up_bias, of_up, up_state);
+    std::tie(gate_values, gate_input) = run(gate, gate_bias, of_gate, needs.gate, gate_state);
+    if (is_given(up)) std::tie(up_values, up_input) = run(*up, up_bias, of_up, needs.up, up_state);
     gate_saves_codes = of_gate.saves_codes;
     up_saves_codes = of_up.saves_codes;
   }
@@ -149,29 +137,39 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const SwigluUse use(input, gate, down, weight_only, format, format_of(down, down_name));
 
     const bool is_normed = is_given(norm_weight);
+    const SwigluNeeds needs(records_grad, {input, norm_weight, norm_bias}, gate, up, down,
+                            gate_bias, up_bias);
+    const KeptWeight kept_gate(gate, needs.gate.reads_weight(), gate_name, gate_state);
+    const KeptWeight kept_up(is_joined ? gate : *up, needs.up.reads_weight(), gate_name, up_state);
+    const KeptWeight kept_down(down, needs.down.reads_weight(), down_name, down_state);
+    const bool checks_format = is_dynamic || kept_gate.trusts_format() || kept_up.trusts_format();
     const FirstLinears first =
         is_normed ? FirstLinears(input, {*norm_weight, norm_bias, eps, rms, zero_centered_gamma},
                                  gate, up, gate_bias, up_bias, gate_name)
                   : FirstLinears(input, gate, up, gate_bias, up_bias, weight_only, records_grad,
-                                 gate_name, gate_state, up_state);
+                                 needs, checks_format, gate_name, gate_state, up_state);
     const auto halves = is_joined ? first.gate_values.chunk(2, -1)
                                   : variable_list{first.gate_values, first.up_values};
-    auto [output, maxima] =
-        second.call(halves[0], halves[1], down, down_bias, use.keeps_maxima, weight_only,
-                    needs_name ? OptionalFormat(down_name) : std::nullopt, down_state, residual);
-    variable_list saved{gate,
-                        down,
-                        is_joined ? Tensor() : *up,
-                        first.gate_input,
-                        first.up_input,
-                        first.gate_values,
-                        first.up_values,
-                        maxima};
+    auto [output, maxima] = second.call(
+        halves[0], halves[1], down, down_bias, use.keeps_maxima, weight_only,
+        needs_name || kept_down.trusts_format() ? OptionalFormat(down_name) : std::nullopt,
+        down_state, residual);
+    const bool reads_values = needs.inner || needs.down.weight;
+    // up's gradient reads gate alone.
+    const bool reads_up = needs.gate_values || needs.down.weight;
+    variable_list saved{first.gate_input, first.up_input,
+                        reads_values ? first.gate_values : Tensor(),
+                        reads_up ? first.up_values : Tensor(), reads_values ? maxima : Tensor()};
+    kept_gate.save(ctx, "gate_", saved);
+    kept_up.save(ctx, "up_", saved);
+    kept_down.save(ctx, "down_", saved);
     if (is_normed) {
-      const auto kept = first.normed->save(ctx);
-      saved.insert(saved.end(), kept.begin(), kept.end());
+      variable_list weights{gate};
+      if (!is_joined) weights.push_back(*up);
+      first.normed->save(ctx, {records_grad, input, *norm_weight, norm_bias, weights}, saved);
     }
     ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["is_joined"] = is_joined;
     ctx->saved_data["is_normed"] = is_normed;
     ctx->saved_data["adds_input"] = is_normed && is_given(residual) && residual->is_same(input);
     ctx->saved_data["gate_saves_codes"] = first.gate_saves_codes;
@@ -179,14 +177,6 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     ctx->saved_data["weight_only"] = weight_only;
     ctx->saved_data["gives_codes"] = use.gives_codes;
     ctx->saved_data["grad_format"] = format.name;
-    if (needs_name) {
-      ctx->saved_data["gate_format"] = std::string(gate_name);
-      ctx->saved_data["down_format"] = std::string(down_name);
-    }
-    // Plain weights are saved as they are, and quantized again in backward.
-    if (gate_state) ctx->saved_data["gate_state"] = *gate_state;
-    if (up_state) ctx->saved_data["up_state"] = *up_state;
-    if (down_state) ctx->saved_data["down_state"] = *down_state;
     const auto note = [&](const char* name, const OptionalTensor& bias) {
       if (is_given(bias)) ctx->saved_data[name] = bias->scalar_type();
     };
@@ -197,37 +187,22 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     return output;
   }
 
-  static std::optional<std::string> name_in(AutogradContext* ctx, const char* key) {
-    const auto found = ctx->saved_data.find(key);
-    if (found == ctx->saved_data.end()) return std::nullopt;
-    return found->second.toStringRef();
-  }
-
-  static std::optional<std::vector<Tensor>> state_in(AutogradContext* ctx, const char* key) {
-    const auto found = ctx->saved_data.find(key);
-    if (found == ctx->saved_data.end()) return std::nullopt;
-    return found->second.toTensorVector();
-  }
-
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(kArguments);
     refuse_double_backward(grad, "qshard::swiglu_mlp");
     const auto saved = ctx->get_saved_variables();
-    const Tensor& gate = saved[0];
-    const Tensor& down = saved[1];
-    const Tensor& up = saved[2];
-    const Tensor& gate_values = saved[5];
-    const bool is_joined = !up.defined();
+    const Tensor& gate_values = saved[kGateValues];
+    const bool is_joined = ctx->saved_data["is_joined"].toBool();
     const auto has = [&](const char* name) { return ctx->saved_data.count(name) > 0; };
     const bool has_residual = ctx->saved_data["has_residual"].toBool();
     const Edges edge(!is_joined, has("gate_bias"), has("up_bias"), has("down_bias"), has_residual);
     const bool is_normed = ctx->saved_data["is_normed"].toBool();
     std::optional<NormedInput> normed;
-    if (is_normed) normed = NormedInput::restore(ctx, &saved[8]);
+    if (is_normed) normed = NormedInput::restore(ctx, &saved[kSavedNorm]);
     const bool needs_norm_weight = is_normed && ctx->needs_input_grad(edge.norm_weight);
     const bool needs_norm_bias =
-        is_normed && normed->norm().has_bias() && ctx->needs_input_grad(edge.norm_bias);
+        is_normed && normed->has_bias() && ctx->needs_input_grad(edge.norm_bias);
     const bool needs_norm = needs_norm_weight || needs_norm_bias;
     const bool needs_input = ctx->needs_input_grad(edge.input) || needs_norm;
     const bool needs_gate = ctx->needs_input_grad(edge.gate);
@@ -239,9 +214,6 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const bool weight_only = ctx->saved_data["weight_only"].toBool();
     // Gradients of biases are sums of values.
     const bool gives_codes = ctx->saved_data["gives_codes"].toBool() && !needs_bias;
-    const auto gate_name = name_in(ctx, "gate_format");
-    const auto down_name = name_in(ctx, "down_format");
-    const auto down_state = state_in(ctx, "down_state");
     const std::string grad_format = ctx->saved_data["grad_format"].toStringRef();
     auto* node = evaluated_node<SwigluMlpFunction>(ctx);
 
@@ -252,25 +224,31 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
       result[kResidual] = grad;
     }
     at::AutoDispatchBelowAutograd guard;
-    const auto halves = is_joined ? gate_values.chunk(2, -1) : variable_list{gate_values, saved[6]};
     std::array<Tensor, 4> inner;  // of gate and of up: values, or codes and columns of codes
-    {
+    const bool needs_weights = needs_gate || needs_up || needs_bias;
+    if (needs_input || needs_weights || needs_down) {
+      const auto halves =
+          is_joined ? gate_values.chunk(2, -1)
+                    : variable_list{gate_values,
+                                    saved[kUpValues].defined() ? saved[kUpValues] : gate_values};
+      const RestoredWeight kept(ctx, "down_", &saved[kSavedDown], grad);
+      const Tensor& down = kept.weight;
       const WeightGrad into(needs_down ? node : nullptr, edge.down, down, grad, gate_values);
-      const bool needs_weights = needs_gate || needs_up || needs_bias;
       const auto format = gives_codes ? OptionalFormat(grad_format) : std::nullopt;
       if (into.leaf.sum.defined()) {
         static const auto op = typed_op<decltype(swiglu_linear_backward_accumulate)>(
             "qshard::swiglu_linear_backward_accumulate");
         std::tie(inner[0], inner[1], inner[2], inner[3]) = op.call(
-            grad, halves[0], halves[1], down, saved[7], into.leaf.sum, needs_input, needs_weights,
-            is_joined, format, weight_only, OptionalFormat(down_name), down_state);
+            grad, halves[0], halves[1], down, saved[kMaxima], into.leaf.sum, needs_input,
+            needs_weights, is_joined, format, weight_only, OptionalFormat(kept.format), kept.state);
       } else {
         static const auto op =
             typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
         Tensor grad_down;
-        std::tie(grad_down, inner[0], inner[1], inner[2], inner[3]) = op.call(
-            grad, halves[0], halves[1], down, saved[7], needs_down, needs_input, needs_weights,
-            is_joined, format, weight_only, into.dtype, OptionalFormat(down_name), down_state);
+        std::tie(grad_down, inner[0], inner[1], inner[2], inner[3]) =
+            op.call(grad, halves[0], halves[1], down, saved[kMaxima], needs_down, needs_input,
+                    needs_weights, is_joined, format, weight_only, into.dtype,
+                    OptionalFormat(kept.format), kept.state);
         if (needs_down) result[kDown] = grad_down;
       }
       if (!needs_input && !needs_weights) inner = {};
@@ -285,50 +263,49 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
 
     Tensor columns;  // of what is normalized
     if (is_normed && (needs_gate || needs_up)) columns = normed->columns();
-    const auto input_of = [&](const Tensor& saved) -> const Tensor& {
-      return !is_normed ? saved : columns.defined() ? columns : normed->input();
-    };
-    const auto first = [&](const Tensor& weight, const Tensor& input, bool is_quantized,
-                           bool needs_weight, size_t weight_edge, size_t matrix, WeightState state,
-                           Tensor& grad_weight, const OptionalTensor& input_sum) {
+    const auto first = [&](size_t matrix, const char* key, bool saves_codes, bool needs_weight,
+                           size_t weight_edge, Tensor& grad_weight,
+                           const OptionalTensor& input_sum) {
+      if (!needs_input && !needs_weight) return Tensor();
       const Tensor& rows = inner[2 * matrix];
-      const Tensor& columns = inner[2 * matrix + 1];
+      const Tensor& columns_of_grad = inner[2 * matrix + 1];
+      const RestoredWeight kept(ctx, key, &saved[kSavedGate + matrix * KeptWeight::kSaved], grad);
+      const Tensor& weight = kept.weight;
+      const Tensor& input = restored_input(is_normed ? columns : saved[matrix], gate_values);
+      const bool is_quantized = saves_codes && needs_weight;
       const WeightGrad into(needs_weight ? node : nullptr, weight_edge, weight, rows, input);
       const Tensor& sum = into.leaf.sum;
       const auto dtype = gate_values.scalar_type();
       const auto size = gate_values.sizes();
-      const OptionalFormat name(gate_name);
+      const OptionalFormat name(kept.format);
       if (gives_codes && sum.defined()) {
         static const auto op = typed_op<decltype(linear_backward_codes_accumulate)>(
             "qshard::linear_backward_codes_accumulate");
-        return op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input, sum,
-                       name, state, input_sum);
+        return op.call(rows, columns_of_grad, size, dtype, weight, input, is_quantized, needs_input,
+                       sum, name, kept.state, input_sum);
       }
-      if (!needs_input && !needs_weight) return Tensor();
       Tensor grad_input, made;
       if (gives_codes) {
         static const auto op =
             typed_op<decltype(linear_backward_codes)>("qshard::linear_backward_codes");
         std::tie(grad_input, made) =
-            op.call(rows, columns, size, dtype, weight, input, is_quantized, needs_input,
-                    needs_weight, into.dtype, name, state, input_sum);
+            op.call(rows, columns_of_grad, size, dtype, weight, input, is_quantized, needs_input,
+                    needs_weight, into.dtype, name, kept.state, input_sum);
       } else {
-        std::tie(grad_input, made) =
-            linear_gradients(into, rows, weight, input, is_quantized, needs_input, needs_weight,
-                             weight_only, state ? name : std::nullopt, state);
+        std::tie(grad_input, made) = linear_gradients(into, rows, kept, input, is_quantized,
+                                                      needs_input, needs_weight, weight_only);
       }
       if (needs_weight) grad_weight = made;
       return grad_input;
     };
-    Tensor grad_input =
-        first(gate, input_of(saved[3]), ctx->saved_data["gate_saves_codes"].toBool(), needs_gate,
-              edge.gate, 0, state_in(ctx, "gate_state"), result[kGate], std::nullopt);
+    Tensor grad_input = first(0, "gate_", ctx->saved_data["gate_saves_codes"].toBool(), needs_gate,
+                              edge.gate, result[kGate], std::nullopt);
     if (!is_joined) {
       // Nobody else has it yet.
       const bool is_added = needs_input && gives_codes && !is_traced_or_subclass(grad_input);
-      const Tensor other = first(up, input_of(saved[4]), ctx->saved_data["up_saves_codes"].toBool(),
-                                 needs_up, edge.up, 1, state_in(ctx, "up_state"), result[kUp],
-                                 is_added ? OptionalTensor(grad_input) : std::nullopt);
+      const Tensor other =
+          first(1, "up_", ctx->saved_data["up_saves_codes"].toBool(), needs_up, edge.up,
+                result[kUp], is_added ? OptionalTensor(grad_input) : std::nullopt);
       if (needs_input && !is_added) grad_input = grad_input + other;
     }
     columns.reset();
@@ -363,59 +340,29 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     kNormBias,
     kArguments = 20
   };
+  // What is saved.
+  enum : size_t {
+    kGateInput,
+    kUpInput,
+    kGateValues,
+    kUpValues,
+    kMaxima,
+    kSavedGate,
+    kSavedUp = kSavedGate + KeptWeight::kSaved,
+    kSavedDown = kSavedUp + KeptWeight::kSaved,
+    kSavedNorm = kSavedDown + KeptWeight::kSaved,
+  };
 };
 
-void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                      const Tensor& down, const OptionalTensor& gate_bias,
-                      const OptionalTensor& up_bias, const OptionalTensor& down_bias) {
-  const bool joined = !is_given(up);
-  const auto is_bias_of = [](const OptionalTensor& bias, const Tensor& weight) {
-    return !is_given(bias) || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0));
-  };
-  const bool fits =
-      input.dim() >= 1 && gate.dim() == 2 && down.dim() == 2 &&
-      (joined || (up->dim() == 2 && up->sym_sizes() == gate.sym_sizes())) &&
-      input.sym_size(-1) == gate.sym_size(1) &&
-      gate.sym_size(0) == down.sym_size(1) * (joined ? 2 : 1) && is_bias_of(gate_bias, gate) &&
-      (joined ? !is_given(up_bias) : is_bias_of(up_bias, *up)) && is_bias_of(down_bias, down);
-  TORCH_CHECK(fits, "qshard::swiglu_mlp: input ", input.sym_sizes(), ", gate ", gate.sym_sizes(),
-              ", up ", joined ? std::string("none") : c10::str(up->sym_sizes()), " and down ",
-              down.sym_sizes(),
-              " do not go together: gate and up are (inner, columns), or gate alone is "
-              "(2 inner, columns), down is (outputs, inner), and biases have their rows");
-}
-
-void check_norm(const Tensor& input, const OptionalTensor& norm_weight,
-                const OptionalTensor& norm_bias, bool rms) {
-  if (!is_given(norm_weight) && !is_given(norm_bias)) return;
-  const bool fits =
-      is_given(norm_weight) && NormArguments{*norm_weight, norm_bias, 0., rms, false}.fits(input);
-  TORCH_CHECK(fits, "qshard::swiglu_mlp: norm_weight and norm_bias are (", input.sym_size(-1),
-              ",), norm_bias only beside norm_weight and not of an RMSNorm");
-}
-
-/// Whether weights are plain ones that are quantized for each use.
-bool are_dynamic(const OptionalTensor& up, WeightState gate_state, WeightState up_state,
-                 WeightState down_state) {
-  const bool is_dynamic = gate_state.has_value();
-  TORCH_CHECK_VALUE(
-      down_state.has_value() == is_dynamic && up_state.has_value() == (is_dynamic && is_given(up)),
-      "qshard::swiglu_mlp: gate_state, up_state and down_state are given for all weights or for "
-      "none");
-  return is_dynamic;
-}
-
-/// Whether gate and up multiply codes that are made of the input as it is normalized.
-bool reads_normed_codes(const Tensor& input, const OptionalTensor& norm_weight,
-                        const OptionalTensor& norm_bias, const Tensor& gate,
-                        const OptionalTensor& up, const OptionalTensor& gate_bias,
-                        const OptionalTensor& up_bias, bool weight_only, bool is_dynamic,
-                        c10::string_view format) {
-  if (!is_given(norm_weight) || weight_only || is_dynamic) return false;
-  if (is_given(up) && is_given(gate_bias) != is_given(up_bias)) return false;
-  std::vector<Tensor> weights{gate};
-  if (is_given(up)) weights.push_back(*up);
-  return norm_linear_reads_codes(input, *norm_weight, norm_bias, weights, format);
+/// The composition, where down alone is trained: autograd then keeps what down multiplies, and
+/// nothing of gate and up. Their linears record nothing.
+Tensor down_of_product(const variable_list& values, const Tensor& down,
+                       const OptionalTensor& down_bias, bool weight_only,
+                       c10::string_view down_format, WeightState down_state,
+                       const OptionalTensor& residual) {
+  const auto halves = values.size() == 1 ? values[0].chunk(2, -1) : values;
+  const Tensor product = at::silu(halves[0]) * halves[1];
+  return linear_autograd(product, down, down_bias, weight_only, down_format, down_state, residual);
 }
 
 }  // namespace
@@ -483,13 +430,35 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
       is_given(norm_weight) && !in_codes
           ? normalized_by_torch(input, {*norm_weight, norm_bias, eps, rms, zero_centered_gamma})
           : input;
+  const bool records = at::GradMode::is_enabled();
+  const SwigluNeeds needs(records, {input, norm_weight, norm_bias}, first, second, down, gate_bias,
+                          up_bias);
+  if (needs.down.weight && !needs.inner) {
+    variable_list values;
+    if (in_codes) {
+      variable_list weights{first};
+      if (second) weights.push_back(*second);
+      std::optional<variable_list> biases;
+      if (is_given(gate_bias)) biases.emplace({*gate_bias});
+      if (second && biases) biases->push_back(*up_bias);
+      values = norm_linear_autograd(input, *norm_weight, norm_bias, weights, biases, eps, rms,
+                                    zero_centered_gamma, format, /*with_input=*/false);
+    } else {
+      values.push_back(linear_autograd(x, first, gate_bias, weight_only, format, gate_state));
+      if (second) {
+        values.push_back(linear_autograd(x, *second, up_bias, weight_only, format, up_state));
+      }
+    }
+    return down_of_product(values, quantized(down, down_format), down_bias, weight_only,
+                           down_format, down_state, residual);
+  }
   const auto if_in_codes = [&](const OptionalTensor& tensor) {
     return in_codes ? tensor : std::nullopt;
   };
   return SwigluMlpFunction::apply(
       x, first, quantized(down, down_format), second, gate_bias, up_bias, down_bias, residual,
       if_in_codes(norm_weight), if_in_codes(norm_bias), eps, rms, zero_centered_gamma, weight_only,
-      at::GradMode::is_enabled(), format, down_format, gate_state, up_state, down_state);
+      records, format, down_format, gate_state, up_state, down_state);
 }
 
 }  // namespace qshard

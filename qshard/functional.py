@@ -41,14 +41,14 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         input, weight, ctx.weight_only = inputs
-        ctx.save_for_backward(input, weight)
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
 
     @staticmethod
     def backward(ctx, grad):
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, _ = ctx.needs_input_grad
         grads = LinearBackward.apply(
-            grad, weight, input, needs_input, needs_weight, ctx.weight_only
+            grad, weight, input if needs_weight else grad, needs_input, needs_weight, ctx.weight_only
         )
         return grads[0] if needs_input else None, grads[1] if needs_weight else None, None
 

@@ -96,7 +96,9 @@ def _dummy(weight):
 class _PlainLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
+        needs_input, needs_weight = ctx.needs_input_grad
+        ctx.grad_dtype = weight.grad_dtype
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
         return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
@@ -105,7 +107,7 @@ class _PlainLinear(torch.autograd.Function):
         needs_input, needs_weight = ctx.needs_input_grad
         grad_weight = None
         if needs_weight:
-            dtype = torch.promote_types(x.dtype, weight.grad_dtype)
+            dtype = torch.promote_types(x.dtype, ctx.grad_dtype)
             rows, columns = (t.reshape(-1, t.shape[-1]).to(dtype) for t in (grad, x))
-            grad_weight = (rows.t() @ columns).to(weight.grad_dtype)
+            grad_weight = (rows.t() @ columns).to(ctx.grad_dtype)
         return grad @ weight.to(grad.dtype) if needs_input else None, grad_weight

@@ -18,6 +18,18 @@ ONE_ROW = ("mxfp8_1x32", "nvfp4_1x16")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
+# ------------------------------------------------------------------------ hooks on saved tensors
+
+
+def are_codes_of(tensor, *weights):
+    """Whether it lies in the memory of a weight's codes or scales: what hooks on saved tensors are given in
+    place of a quantized weight."""
+    quantized = [weight.detach() for weight in weights if ops.is_quantized(weight)]
+    planes = [plane(weight) for weight in quantized for plane in (ops.codes, ops.scale_inv)]
+    memory = {plane.untyped_storage().data_ptr() for plane in planes}
+    return ops.is_quantized(tensor) or tensor.untyped_storage().data_ptr() in memory
+
+
 # ------------------------------------------------------- sizes, computed from the shape alone
 
 

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from helpers import FORMATS, ops
+from helpers import FORMATS, are_codes_of, ops
 from nn_helpers import (
     RECIPES,
     assert_bits,
@@ -185,7 +185,8 @@ def test_inputs_that_are_kept(device, fmt, tokens, compiled):
     kept = []
 
     def pack(tensor):
-        kept.extend([tensor] if tensor.dtype == torch.uint8 and tensor.numel() > 4 else [])
+        is_code = tensor.dtype == torch.uint8 and tensor.numel() > 4
+        kept.extend([tensor] if is_code and not are_codes_of(tensor, leaf) else [])
         return tensor
 
     def run(input_is_kept):
@@ -323,7 +324,8 @@ def test_attention_keeps_no_whole_projection(device, fused_qkv):
     def pack(tensor):
         if not qshard.is_quantized(tensor) and tensor.dtype == B16:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        codes.extend([tensor] if tensor.dtype == torch.uint8 and tensor.numel() > 64 else [])
+        is_code = tensor.dtype == torch.uint8 and tensor.numel() > 64
+        codes.extend([tensor] if is_code and not are_codes_of(tensor, *module.parameters()) else [])
         return tensor
 
     angles = nn.RotaryPositionEmbedding(64, device=device)(64)

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FORMATS, ops
+from helpers import FORMATS, are_codes_of, ops
 from nn_helpers import RECIPES, assert_bits, gradients, no_gpu, on_devices, randomize, relative_error
 from reference import activations as reference
 from torch.utils.checkpoint import checkpoint
@@ -109,7 +109,7 @@ def test_keeps_gate_and_up_alone():
     kept = {}
 
     def pack(tensor):
-        if not qshard.is_quantized(tensor):
+        if not are_codes_of(tensor, *weights):
             kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
         return tensor
 
