@@ -8,6 +8,10 @@ ops = torch.ops.qshard
 def linear_under_transforms(input, weight, bias, weight_only, format):
     """qshard.nn.Linear within grad, vjp and vmap over inputs. Gradients of gradients, forward mode
     and vmap over weights are errors."""
+    device = input.device.type
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
     output = Linear.apply(input, Quantized.apply(weight, format), weight_only)
     return output if bias is None else output + bias
 

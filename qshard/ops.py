@@ -239,6 +239,8 @@ def linear(
     input_is_kept: something else keeps `input` until backward: autograd then keeps no codes of it for wgrad, which
         are made again.
 
+    Autocast: input, bias and residual are cast to its dtype, eager and compiled, as for a plain linear; so
+    it is for `norm_linear` and `swiglu_mlp`.
     Autograd: dgrad and wgrad are quantized in the same way; no double backward. Raises RuntimeError for
     shapes or devices that do not fit.
     """

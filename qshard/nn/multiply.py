@@ -51,13 +51,13 @@ class Multiply:
         of activations, added to `residual`, if that is given."""
         if residual is None:
             return self._multiply(x, weight, bias)
-        if residual.dtype == x.dtype and self.adds_within(x, weight, residual):
+        if residual.dtype == activation_dtype(x) and self.adds_within(x, weight, residual):
             return _linear(x, weight, bias, residual=residual, **self._options(x, weight))
         return residual + self._multiply(x, weight, bias)
 
     def adds_within(self, x: Tensor, *others: Tensor) -> bool:
-        """Whether an operator of x and others, the weights and a residual of x's dtype, may add the
-        residual. DTensors have rules for what linears always did."""
+        """Whether an operator of x and others, the weights and a residual of the output's dtype, may add
+        the residual. DTensors have rules for what linears always did."""
         return self.runs_operators and not self.into_main_grad and are_plain(x, *others)
 
     def _multiply(self, x, weight, bias):
