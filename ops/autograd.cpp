@@ -232,6 +232,10 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
   TORCH_CHECK_VALUE(!weight_state || format,
                     "qshard::linear: weight_state is given, so format must name the weight's");
   if (!weight_state) check_format_name(weight, format, "qshard::linear");
+  if (goes_the_way_of_matmul(weight) && !weight_only) {
+    const Tensor product = linear_by_matmul(input, weight, bias);
+    return residual && residual->defined() ? *residual + product : product;
+  }
   const Tensor quantized = !weight_state && is_quantized_on_use(weight, format)
                                ? quantize_autograd(weight, *format, false, std::nullopt, 0)
                                : weight;
@@ -245,6 +249,7 @@ Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const Opt
   };
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
+  if (goes_the_way_of_matmul(weight)) return linear_by_matmul(plain(input), weight, plain_bias);
   return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false,
                                at::GradMode::is_enabled(), std::nullopt, std::nullopt, std::nullopt,
                                /*input_is_kept=*/false);

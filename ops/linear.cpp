@@ -380,6 +380,10 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
               const OptionalTensor& residual, bool) {
   const bool is_dynamic = weight_state.has_value();
   check_format_name(weight, format, "qshard::linear");
+  if (goes_the_way_of_matmul(weight) && !weight_only) {
+    const Tensor product = linear_by_matmul(input, weight, bias);
+    return residual && residual->defined() ? *residual + product : product;
+  }
   const Tensor quantized = !is_dynamic && is_quantized_on_use(weight, format)
                                ? quantize(weight, *format, false, std::nullopt, 0)
                                : weight;
@@ -395,8 +399,27 @@ Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTens
   };
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
+  if (goes_the_way_of_matmul(weight)) return linear_by_matmul(plain(input), weight, plain_bias);
   return linear(plain(input), weight, plain_bias, /*weight_only=*/false, std::nullopt,
                 std::nullopt);
+}
+
+bool goes_the_way_of_matmul(const Tensor& weight) {
+  return has_key(weight) && (weight.dim() == 1 || weight.dim() == 2) && !is_row_window(weight);
+}
+
+Tensor linear_by_matmul(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const bool has_bias = bias && bias->defined();
+  if (!has_bias || weight.dim() != 2 || input.dim() == 0) {
+    const Tensor product = at::matmul(input, weight.t());
+    return has_bias ? product + *bias : product;
+  }
+  // One rounding of product and bias, as at::linear of matrices.
+  auto sizes = input.sym_sizes().vec();
+  const Tensor rows =
+      input.reshape_symint({c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()});
+  sizes.back() = weight.sym_size(0);
+  return at::addmm(*bias, rows, weight.t()).view_symint(sizes);
 }
 
 }  // namespace qshard

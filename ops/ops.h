@@ -95,6 +95,11 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
               const OptionalTensor& residual = {}, bool input_is_kept = false);
 /// Whether a module that knows its weight's format was given a plain weight, which it quantizes.
 bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format);
+/// Whether a quantized weight is no matrix of whole rows (w.t() of a tied autoencoder, w[:, :n],
+/// w[::2]), whose codes linear cannot multiply: matmul takes any, by its codes where they can be
+/// multiplied, else by their values.
+bool goes_the_way_of_matmul(const Tensor& weight);
+Tensor linear_by_matmul(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 /// aten::linear where autograd has no part: inference_mode.
 Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& weight,
