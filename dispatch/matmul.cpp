@@ -63,6 +63,8 @@ std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {
       {"aten::baddbmm", {"batch1", "batch2"}},
       {"aten::_addmm_activation", {"mat1", "mat2"}},
       {"aten::_grouped_mm", {"self", "mat2"}},
+      {"aten::linear", {"weight"}},  // of nested inputs
+      {"aten::linear_backward", {"weight"}},
       // nn.MultiheadAttention's and nn.TransformerEncoderLayer's in eval mode
       {"aten::_native_multi_head_attention", {"qkv_weight", "proj_weight"}},
       {"aten::_transformer_encoder_layer_fwd",

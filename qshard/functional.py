@@ -1,8 +1,17 @@
-"""Quantized linears under torch.func's transforms, which take no autograd function of C++."""
+"""Quantized linears where the operator's own kernels are not asked: under torch.func's transforms, which take no
+autograd function of C++, and of jagged tensors without autograd, which ask Python first."""
 
 import torch
+from torch.library import register_torch_dispatch
+from torch.nested._internal.nested_tensor import NestedTensor
 
 ops = torch.ops.qshard
+
+
+@register_torch_dispatch("qshard::linear", NestedTensor)
+def linear_of_jagged(cls, func, types, args, kwargs=None):
+    """The kernel of nested tensors (ops/nested_linear.cpp), which autograd would have come to by itself."""
+    return func._op_dk(torch._C.DispatchKey.NestedTensorCPU, *args, **(kwargs or {}))
 
 
 def linear_under_transforms(input, weight, bias, weight_only, format):

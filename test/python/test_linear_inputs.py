@@ -1,12 +1,14 @@
-"""What plain linears take, quantized ones take: weights that are views."""
+"""What plain linears take, quantized ones take: weights that are views, nested tensors, wrapper subclasses."""
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FORMATS, fit, shown_to_dgrad
-from nn_helpers import on_devices
+from nn_helpers import RECIPES, on_devices
 
-import qshard  # noqa: F401
+import qshard
 
 ops = torch.ops.qshard
 
@@ -74,3 +76,77 @@ def test_what_does_not_fit_is_an_error_of_matmul():
     weight = ops.quantize(draw(64, 96), "float8_blockwise")
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         F.linear(draw(5, 96), weight.t())
+
+
+# ---------------------------------------------------------------------------------- nested tensors
+
+
+def nested(layout, device, requires_grad=False):
+    parts = [draw(rows, 64, seed=rows, device=device) for rows in (3, 5, 1)]
+    return torch.nested.nested_tensor(parts, layout=layout, requires_grad=requires_grad)
+
+
+@on_devices
+@pytest.mark.pairwise
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("weights", ["quantized", "weight only", "dynamic", "functional"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mode", ["train", "no_grad", "inference"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_nested_inputs(device, layout, weights, bias, mode, format):
+    """Each part as by itself, and the gradients of their sum."""
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=bias)).to(device)
+    options = {"weights": "dynamic"} if weights == "dynamic" else {"weight_only": weights == "weight only"}
+    layer = qshard.quantize_(layer, RECIPES[format], **options)[0]
+    run = layer
+    if weights == "functional":
+        run = lambda x: F.linear(x, layer.weight, layer.bias)  # noqa: E731
+    if mode != "train":
+        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+            x = nested(layout, device)
+            for y, part in zip(run(x).unbind(), x.unbind()):
+                torch.testing.assert_close(y, run(part), rtol=2e-2, atol=2e-2)
+        return
+    x = nested(layout, device, requires_grad=True)
+    sum(y.square().sum() for y in run(x).unbind()).backward()
+    grads, layer.weight.grad = layer.weight.grad, None
+    parts = [part.detach().requires_grad_() for part in x.unbind()]
+    sum(run(part).square().sum() for part in parts).backward()
+    torch.testing.assert_close(grads, layer.weight.grad, rtol=5e-2, atol=5e-2 * grads.abs().max().item())
+    for given, part in zip(x.grad.unbind(), parts):
+        torch.testing.assert_close(given, part.grad, rtol=5e-2, atol=5e-2 * part.grad.abs().max().item())
+
+
+@on_devices
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8"])
+def test_a_stock_encoder_with_a_padding_mask(device, format):
+    """torch makes nested tensors of it in eval mode."""
+    encoder = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2
+    )
+    encoder = encoder.to(device).eval()
+    qshard.quantize_(encoder, RECIPES[format], filter_fn=lambda *_: True, keep_master=False)
+    plain = copy.deepcopy(encoder)
+    qshard.dequantize_(plain)
+    mask = torch.zeros(2, 6, dtype=torch.bool, device=device)
+    mask[0, 4:] = True
+    x = draw(2, 6, 64, device=device)
+    with torch.no_grad():
+        y, expected = encoder(x, src_key_padding_mask=mask), plain(x, src_key_padding_mask=mask)
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+# ----------------------------------------------------------------------------- wrapper subclasses
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_wrapper_subclass_goes_through(module):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    layer = qshard.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 96)), RECIPES["float8_blockwise"])[0]
+    run = layer if module else lambda x: F.linear(x, layer.weight, layer.bias)
+    x = TwoTensor(draw(5, 64), draw(5, 64, seed=2)).requires_grad_()
+    y = run(x)
+    assert type(y) is TwoTensor and torch.equal(y.a, run(x.a)) and torch.equal(y.b, run(x.b))
+    y.sum().backward()
+    assert type(x.grad) is TwoTensor and x.grad.shape == (5, 64)
