@@ -29,7 +29,8 @@ def into_main_grad(
     leaves = [_leaf(weight) if weight.requires_grad else weight for weight in weights]
     if x.requires_grad or any(map(_is_awaited, trained)):
         x = _After.apply(x, *trained)
-    return _Before.apply(function(x, *leaves), overwrite, trained)
+    trained_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    return _Before.apply(function(x, *leaves), overwrite, trained, trained_leaves)
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,7 +49,7 @@ def _leaf(weight):
         )
     leaf = weight.detach().requires_grad_()
     leaf.grad_dtype = main_grad.dtype
-    leaf.grad = main_grad
+    leaf.grad = leaf.main_grad = main_grad
     return leaf
 
 
@@ -61,8 +62,8 @@ class _Before(torch.autograd.Function):
     """The output; in backward, what comes before wgrad."""
 
     @staticmethod
-    def forward(ctx, output, overwrite, weights):
-        ctx.overwrite, ctx.weights = overwrite, weights
+    def forward(ctx, output, overwrite, weights, leaves):
+        ctx.overwrite, ctx.weights, ctx.leaves = overwrite, weights, leaves
         return output.view_as(output)
 
     @staticmethod
@@ -70,7 +71,20 @@ class _Before(torch.autograd.Function):
         for weight in ctx.weights:
             if ctx.overwrite or getattr(weight, "overwrite_main_grad", False):
                 weight.main_grad.zero_()
-        return grad, None, None
+        if torch.is_grad_enabled():
+            for leaf in ctx.leaves:
+                leaf.register_post_accumulate_grad_hook(_write_back)
+        return grad, None, None, None
+
+
+def _write_back(leaf):
+    """With create_graph=True autograd gives a leaf a new `.grad` in place of adding to the one that it has, which
+    is main_grad."""
+    main_grad = leaf.main_grad
+    if leaf.grad is not main_grad:
+        with torch.no_grad():
+            main_grad.copy_(leaf.grad)
+        leaf.grad = main_grad
 
 
 class _After(torch.autograd.Function):

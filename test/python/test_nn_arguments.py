@@ -99,6 +99,29 @@ def test_main_grad_is_summed_by_the_operators(device, format, kind, operators, r
     assert_bits([w.main_grad for w in weights_of(fused)], [w.grad for w in weights_of(usual)])
 
 
+@on_devices
+@pytest.mark.parametrize("format", [None, "float8_tensorwise", "float8_blockwise", "mxfp8"])
+@pytest.mark.parametrize("kind", [*MODULES, *MLPS])
+@pytest.mark.parametrize("first", [None, True])
+def test_main_grad_of_a_backward_that_creates_a_graph(device, format, kind, first):
+    """The same numbers; autograd gives leaves other tensors then."""
+    make, results = {**MODULES, **MLPS}[kind], []
+    for create_graph in (False, True):
+        module = randomize(make(device=device, fuse_wgrad_accumulation=True))
+        if format is not None:
+            qshard.quantize_(module, RECIPES[format], filter_fn=lambda *_: True)
+        given = [torch.full(weight.shape, 2.0, device=device) for weight in weights_of(module)]
+        for weight, main_grad in zip(weights_of(module), given):
+            weight.main_grad = main_grad
+        for seed in (1, 2):
+            x = input_of(7, 32, seed=seed).to(device).requires_grad_()
+            module(x, is_first_microbatch=first).sum().backward(create_graph=create_graph)
+        assert all(weight.main_grad is main_grad for weight, main_grad in zip(weights_of(module), given))
+        assert not any(main_grad.requires_grad for main_grad in given)
+        results.append(given)
+    torch.testing.assert_close(results[0], results[1])
+
+
 def test_main_grad_is_required_and_may_be_overwritten():
     module = nn.LayerNormLinear(32, 48, fuse_wgrad_accumulation=True)
     x = input_of(7, 32)
