@@ -1,5 +1,7 @@
 #include "kernels/last_input_amax.h"
 
+#include <utility>
+
 #ifdef QSHARD_WITH_CUDA
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -11,7 +13,7 @@ namespace qshard {
 LastInputAmax::Use LastInputAmax::use([[maybe_unused]] at::Device device) {
 #ifdef QSHARD_WITH_CUDA
   if (!device.is_cuda()) return {};
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   void* stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
   if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
     return {};
@@ -23,9 +25,8 @@ LastInputAmax::Use LastInputAmax::use([[maybe_unused]] at::Device device) {
     if (!is_first) return {};
   }
   auto* words = words_.mutable_data_ptr<float>();
-  const Use use{words + last_, words + (1 - last_)};
-  last_ = 1 - last_;
-  return use;
+  const int last = std::exchange(last_, 1 - last_);
+  return {words + last, words + (1 - last), std::move(lock)};
 #else
   return {};
 #endif

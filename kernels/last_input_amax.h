@@ -13,16 +13,20 @@ namespace qshard {
 /// it.
 class LastInputAmax {
  public:
-  /// What one use reads and writes, float32 on the device; null where it has to do without.
+  /// What one use reads and writes, float32 on the device; null where it has to do without. It
+  /// belongs to the thread that asked until it goes: a use launches several kernels, and those of
+  /// another thread's must not come between them, even on one stream.
   struct Use {
     const float* last = nullptr;  // 0 before the first use
     float* next = nullptr;        // for the amax of this use's input
+    std::unique_lock<std::mutex> lock = {};
 
     explicit operator bool() const { return last != nullptr; }
   };
 
   /// Of the current CUDA stream. There is none where the use before was on another stream, which
-  /// may yet write, nor while a graph is captured, whose replays would outlive the words.
+  /// may yet write, nor while a graph is captured, whose replays would outlive the words. Waits for
+  /// the use of another thread.
   Use use(at::Device device);
 
  private:

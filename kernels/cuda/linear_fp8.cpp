@@ -109,7 +109,7 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
     check_launch(launch_quantize_activation_in_blocks(task, dtype, stream));
     return out;
   }
-  if (const EarlierAmax earlier = earlier_amax(request, amax, x.device());
+  if (const HeldEarlierAmax earlier = earlier_amax(request, amax, x.device());
       earlier.amax != nullptr) {
     const at::Tensor own = at::empty({1}, values.options().dtype(at::kFloat));
     check_launch(launch_quantize_activation_by_earlier(task, earlier, own.mutable_data_ptr<float>(),

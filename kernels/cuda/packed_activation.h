@@ -41,17 +41,22 @@ inline QuantizedMatrix empty_packed(int64_t m, int64_t k, const OperandRequest& 
   return packed_matrix(*request.format, request.role, m, k, rowwise, columnwise);
 }
 
+/// An earlier amax for the kernels of one use, which are launched while this lives.
+struct HeldEarlierAmax : EarlierAmax {
+  LastInputAmax::Use use = {};
+};
+
 /// What codes asked for are made by in one pass with finding their amax; none if its `amax` is
 /// null. `known`: that of the values, or undefined; delayed scaling does not go by it.
-inline EarlierAmax earlier_amax(const OperandRequest& request, const at::Tensor& known,
-                                at::Device device) {
+inline HeldEarlierAmax earlier_amax(const OperandRequest& request, const at::Tensor& known,
+                                    at::Device device) {
   const DelayedAmax& delayed = request.delayed;
-  if (delayed) return {.amax = delayed.scaling + kInUse, .delayed = delayed};
+  if (delayed) return {{.amax = delayed.scaling + kInUse, .delayed = delayed}};
   const Format& format = *request.format;
   if (known.defined() || request.last_input == nullptr || !has_one_scale(format)) return {};
   if (!format.power_of_two_scales) return {};  // in fp32 they are other ones each time
-  const LastInputAmax::Use use = request.last_input->use(device);
-  return {.amax = use.last, .next = use.next};
+  LastInputAmax::Use use = request.last_input->use(device);
+  return {{.amax = use.last, .next = use.next}, std::move(use)};
 }
 
 /// The task that writes them; its values are not set.

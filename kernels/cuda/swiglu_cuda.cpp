@@ -67,7 +67,7 @@ QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
   const DType dtype = value_dtype(gate.scalar_type());
   const QuantizedMatrix out = empty_packed(task.m, task.k, request, gate.device());
   SwigluImage image{activation_task(out)};
-  if (const EarlierAmax earlier = earlier_amax(request, maxima, gate.device());
+  if (const HeldEarlierAmax earlier = earlier_amax(request, maxima, gate.device());
       earlier.amax != nullptr) {
     const at::Tensor own = empty_maxima(task, gate.device());
     check_launch(launch_swiglu_quantize_by_earlier(task, image.task, earlier,

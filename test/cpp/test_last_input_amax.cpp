@@ -6,6 +6,10 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include "kernels/cuda/linear_fp8.h"
 #endif
 
@@ -87,16 +91,37 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(LastInputAmax, IsOfOneStream) {
   if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
   LastInputAmax last;
-  const auto first = last.use(gpu());
-  const auto second = last.use(gpu());
-  EXPECT_TRUE(first);
-  EXPECT_EQ(first.next, second.last);
-  EXPECT_EQ(second.next, first.last);
+  const auto words = [&] {
+    const auto use = last.use(gpu());
+    return std::pair{use.last, static_cast<const float*>(use.next)};
+  };
+  const auto first = words();
+  const auto second = words();
+  EXPECT_NE(first.first, nullptr);
+  EXPECT_EQ(first.second, second.first);
+  EXPECT_EQ(second.second, first.first);
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
   EXPECT_FALSE(last.use(gpu()));
-  const auto there = last.use(gpu());  // it has moved
-  EXPECT_TRUE(there);
-  EXPECT_NE(there.last, first.last);
+  const auto there = words();  // it has moved
+  EXPECT_NE(there.first, nullptr);
+  EXPECT_NE(there.first, first.first);
+}
+
+TEST(LastInputAmax, AnotherThreadWaitsForAUseToEnd) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  LastInputAmax last;
+  std::atomic<bool> is_used{false};
+  auto use = last.use(gpu());
+  ASSERT_TRUE(use);
+  std::thread other([&] {
+    const auto own = last.use(gpu());
+    is_used = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_FALSE(is_used);
+  use = {};
+  other.join();
+  EXPECT_TRUE(is_used);
 }
 #endif
 
