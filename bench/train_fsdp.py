@@ -10,7 +10,7 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     compiled       torch.compile of each block, before fully_shard
     checkpointed   activation checkpointing of each block
     no_master      bf16 parameters and moments; quantized weights keep no master
-    fused          modules of models as they are, fused (qshard.fuse_)
+    fused          norms, MLPs and rotary embeddings as fused steps (qshard.fuse_)
     modules        blocks of qshard.nn.TransformerLayer: one qkv weight, one of gate and up
     fsdp1          FullyShardedDataParallel; weights stay plain, and its all-gathers carry codes
     reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
@@ -77,7 +77,10 @@ import qshard
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from data import StandardLibrary  # noqa: E402
-from llama import Llama, LlamaConfig, tensor_parallel_plan  # noqa: E402
+from llama import FeedForward, Llama, LlamaConfig, Rotary, tensor_parallel_plan  # noqa: E402
+
+qshard.fuse.register(FeedForward, qshard.fuse.GatedMLP("gate", "up", "down", F.silu))
+qshard.fuse.register(Rotary, qshard.fuse.Rotary(keeps_dtype=True))
 
 DEFAULT = [Configuration(name, compiled) for compiled in (False, True)
            for name in (PLAIN, "float8_tensorwise", "float8_blockwise")]

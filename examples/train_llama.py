@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from data import StandardLibrary
-from llama import Llama, LlamaConfig, tensor_parallel_plan
+from llama import FeedForward, Llama, LlamaConfig, Rotary, tensor_parallel_plan
 from metering import collective_bytes, weight_bytes
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,6 +42,10 @@ RECIPES = {
         qshard.NVFP4BlockScaling(disable_2d_quantization=True),
     )
 }
+
+# What fuse_ may take from llama.py, besides torch's norms.
+qshard.fuse.register(FeedForward, qshard.fuse.GatedMLP("gate", "up", "down", F.silu))
+qshard.fuse.register(Rotary, qshard.fuse.Rotary(keeps_dtype=True))
 
 
 def parse_arguments(arguments=None):

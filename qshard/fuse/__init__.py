@@ -1,106 +1,76 @@
-"""fuse_: patterns of plain modules, as in Hugging Face's Llama, Mistral and Qwen, as fused steps."""
+"""fuse_: modules of known classes, as those of Hugging Face's Llama, as fused steps."""
 
-import warnings
-from dataclasses import dataclass
-
-from tabulate import tabulate
 from torch import nn as torch_nn
 
-from qshard.fuse.classes import Rebuilt, has_more, mixed
-from qshard.fuse.forwards import plain_class, rewrite, steps_of, takes_steps
-from qshard.fuse.mlps import FusedMLP, gated_mlp
-from qshard.fuse.norms import FusedNorm, rms_norm
-from qshard.fuse.norms_into_linears import norm_steps
-from qshard.fuse.rotary import FusedRotary, rotary_embedding, rotary_steps
+from qshard.fuse.classes import fused_class, is_fused
+from qshard.fuse.families import know_activations
+from qshard.fuse.mlps import GatedMLP, PackedMLP
+from qshard.fuse.norms import Norm
+from qshard.fuse.part import Reason
+from qshard.fuse.registry import find, known_base, register
+from qshard.fuse.report import Fused, FusedReport, Left, known_in_files_of, warn_of
+from qshard.fuse.rotary import Rotary
 
-
-@dataclass(frozen=True)
-class Fused:
-    """A module that `fuse_` recognised."""
-
-    name: str
-    module: str  # its class
-    pattern: str
-
-
-class FusedReport(list):
-    """A list of Fused; prints as a table."""
-
-    def __str__(self) -> str:
-        rows = [[row.name, row.module, row.pattern] for row in self]
-        return tabulate(rows, headers=["module", "class", "fused"]) if rows else "nothing recognised"
+__all__ = [
+    "Fused",
+    "FusedReport",
+    "GatedMLP",
+    "Left",
+    "Norm",
+    "PackedMLP",
+    "Rotary",
+    "fuse_",
+    "register",
+]
 
 
 def fuse_(model: torch_nn.Module) -> FusedReport:
-    """Replaces what modules of known patterns compute by fused steps, in place, and says which it
-    recognised. Parameters, submodules, names of state_dicts and hooks stay; classes become subclasses
-    of what they were.
+    """Replaces what modules of known classes compute by fused steps, in place, and says which it
+    replaced. Parameters, submodules, names of state_dicts, signatures and hooks stay; classes
+    become subclasses of what they were, and are copied and pickled as these.
 
-    Recognised, by what they compute and by the source of forwards, not by their names:
+    A module is known by its class, exactly, and never by its name or by what it computes: torch's
+    RMSNorm and LayerNorm; norms and MLPs of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma
+    and Phi, gated MLPs of torchtitan, both in the versions that docs/clients.md has;
+    and what `qshard.fuse.register` was told. Activations are known by their class or function.
 
-    - RMSNorm: one weight, `x / sqrt(mean(x^2) + eps) * weight`, or `* (1 + weight)`; nn.RMSNorm with an eps
-      of its own. Computed in fp32 and rounded once, where modules in Python often round twice; backward
-      keeps the input alone.
-    - Gated MLP: `down(f(gate(x)) * up(x))` of three nn.Linear, f one of SiLU, GELU (tanh), ReLU, sigmoid.
-      The same bits; backward keeps gate(x) and up(x), and not f(gate(x)). Of SiLU, where all three are
-      quantized by one recipe and none has hooks, one operator (`qshard.ops.swiglu_mlp`).
-    - Rotary embedding: a module without parameters, `forward(x, cos, sin)` of (batch, heads, positions,
-      channels) and (positions, channels), that turns pairs half of the channels apart. One pass, in fp32
-      and rounded once. Or a module whose forward calls such a function(q, k, cos, sin) of its file, with
-      cos and sin of (1, positions, channels): where these are per sequence, of some of the channels or of
-      another dtype than q, and in compiled code, the function itself.
-    - RMSNorm into linears: `self.reader(self.norm(x))`, in one expression or by a local variable, where only
-      linears read norm(x): the reader is a linear, a gated MLP, or a child whose forward gives what it is
-      given to linears of its own, once each (`self.q_proj(x)`), and asks for nothing else but `x.shape` and
-      the like. Where these are quantized by one recipe, norm and linears are one step, with the same bits;
-      where operators can (`qshard.ops.norm_linear`, `swiglu_mlp`), norm(x) is codes alone, which are made
-      in forward and again in backward, and x is kept.
+    - Norms are computed in fp32 and rounded once, where modules in Python often round twice;
+      backward keeps the input alone.
+    - Gated MLPs `down(f(gate(x)) * up(x))`, f one of SiLU, GELU (tanh), ReLU and sigmoid, give the
+      same bits; backward keeps gate(x) and up(x), and not f(gate(x)). Of SiLU, where all three
+      linears are quantized by one recipe and none has hooks, they are one operator
+      (`qshard.ops.swiglu_mlp`).
+    - Rotary embeddings that are modules are one pass, in fp32 and rounded once.
 
-    Call it before or after `quantize_`, and before fully_shard and torch.compile. Everything else is left
-    as it is: modules whose forward was replaced on the instance, that compute something else in training
-    than in evaluation, and, with a warning, whose activation has hooks.
+    Call it before or after `quantize_`, and before fully_shard and torch.compile. The report's
+    `left` lists modules of known classes, and of subclasses of these, that stay as they are, and
+    why. A warning says where that may surprise: an activation with hooks, a class or function that
+    something else has replaced, a version of a package whose code is not known, a known class that
+    its file no longer has.
 
-    A norm's eps is read in each forward. Of an MLP whose activation is replaced, changed or given hooks
-    later, its own forward runs again. A norm before linears runs by itself while it, the reader or one of the
-    linears has hooks (FSDP2's, too, of what it shards by itself) or a forward of its own, or is replaced by
-    another module; where linears are cut over ranks, and weights quantized for each use or used alone; where
-    norm(x) has another dtype than x, and where autocast gives linears another. Changes of what else a forward
-    reads are not seen.
-    """
-    modules = dict(model.named_modules())
-    rows, left = {name: [] for name in modules}, set()
-    for name, module in modules.items():
-        if "forward" in module.__dict__ or isinstance(module, Rebuilt):
+    The plain forward runs in calls whose arguments or values a step does not take, and while an
+    activation has hooks or is not a known one. eps and the activation are read in each call."""
+    know_activations()
+    rows, left = [], []
+    for name, module in list(model.named_modules()):
+        if is_fused(module):
             continue
-        for recognise, mixin in _MODULES:
-            found = recognise(module)
-            if found is None:
-                continue
-            if has_more(found.get("function")):
-                warnings.warn(
-                    f"qshard.fuse_: {name or 'the model'}, a {type(module).__name__}, is left as it is: its "
-                    f"{found['attribute']} has hooks, or a forward of its own, which a fused step would "
-                    "not call",
-                    stacklevel=2,
-                )
-                left.add(module)
-                break
-            rows[name].append(Fused(name, type(module).__name__, mixin.pattern.format(**found)))
-            module._qshard_fused = found
-            module.__class__ = mixed(mixin, type(module))
-            break
-    for name, module in modules.items():
-        found = [step for recognise in _STEPS for step in recognise(module)] if takes_steps(module) else ()
-        for step in found:
-            rewrites = step.rewrites(module)
-            if step in steps_of(module) or any(one in left for one, _ in rewrites):
-                continue
-            rows[name].append(Fused(name, plain_class(module).__name__, step.pattern))
-            for one, steps in rewrites:
-                rewrite(one, steps)
-    return FusedReport(row for of_module in rows.values() for row in of_module)
+        cls = type(module)
+        part, reason = find(cls)
+        if part is not None:
+            reason = _own_forward(module) or part.reason(module)
+        if part is not None and reason is None:
+            rows.append(Fused(name, cls.__name__, part.describe(module)))
+            module.__class__ = fused_class(cls, part)
+            continue
+        if reason is None and (base := known_base(cls)) is not None:
+            reason = Reason(f"it is a subclass of {base.__name__}, and not registered itself")
+        if reason is not None:
+            left.append((Left(name, cls.__name__, reason.text), reason.warns))
+    warn_of(left, model)
+    return FusedReport(rows, (row for row, _ in left), known_in_files_of(model))
 
 
-# Modules as a whole, and steps of their forwards, which may read modules that are fused.
-_MODULES = ((rms_norm, FusedNorm), (gated_mlp, FusedMLP), (rotary_embedding, FusedRotary))
-_STEPS = (norm_steps, rotary_steps)
+def _own_forward(module):
+    is_replaced = "forward" in module.__dict__
+    return Reason("its forward was replaced on the module") if is_replaced else None

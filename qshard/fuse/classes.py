@@ -1,58 +1,57 @@
-"""Classes of fused modules: made at run time, subclasses of what the modules were."""
+"""Fused classes: made at run time, subclasses of the classes whose modules they take over."""
 
+import copyreg
 import functools
-import inspect
-import types
 
-from torch import nn as torch_nn
-
-
-class Rebuilt:
-    """Copies and pickles of a class that was made at run time, by a function of the class before."""
-
-    def __reduce_ex__(self, protocol):
-        return _rebuild, self._qshard_made_of, self.__dict__.copy()
+from qshard.fuse.families import know_activations
+from qshard.fuse.registry import find
 
 
-def _rebuild(make, *of):
-    cls = make(*of)
-    return cls.__new__(cls)
+class FusedType(type):
+    """The type of fused classes. A pickle names the class that a fused class was made of: where it
+    is read, modules are fused again if that class is known there, and are plain modules if it is
+    not. All else is copied and pickled as the class itself says, by its `__getstate__` and the
+    like."""
+
+
+def _reduce(cls):
+    made_of = vars(cls).get("_qshard_made_of")
+    return cls.__qualname__ if made_of is None else (fused_or_plain, (made_of,))
+
+
+copyreg.pickle(FusedType, _reduce)
 
 
 @functools.cache
-def mixed(mixin, kind):
-    """Of a module whose forward is the mixin's, and takes what the class's takes by the same names."""
+def _type_of_fused(kind):
+    """FusedType, for classes that have a type of their own."""
+    if kind is type:
+        return FusedType
+    made = type(f"Fused{kind.__name__}", (FusedType, kind), {})
+    copyreg.pickle(made, _reduce)
+    return made
+
+
+@functools.cache
+def fused_class(cls, part):
+    """The subclass of cls whose forward is the part's. It has the name of cls: wrapping policies
+    and device maps find modules by the names of their classes."""
     members = {
-        "forward": _with_names_of(mixin.forward, kind.forward),
-        "_qshard_made_of": (mixed, mixin, kind),
-        "__module__": kind.__module__,
+        "forward": part.forward(cls),
+        "_qshard_made_of": cls,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
     }
-    return type(f"Fused{kind.__name__}", (mixin, kind), members)
+    return _type_of_fused(type(cls))(cls.__name__, (cls,), members)
 
 
-def _with_names_of(forward, plain):
-    """`forward`, with its parameters named as the first of `plain`'s."""
-    code = forward.__code__
-    count = code.co_argcount
-    names = tuple(inspect.signature(plain).parameters)[:count]
-    others = {*code.co_varnames[count:], *code.co_cellvars, *code.co_freevars}
-    if len(names) < count or others.intersection(names):
-        return forward
-    code = code.replace(co_varnames=(*names, *code.co_varnames[count:]))
-    return types.FunctionType(
-        code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+def fused_or_plain(cls):
+    """What pickles call."""
+    know_activations()
+    part, _ = find(cls)
+    return cls if part is None else fused_class(cls, part)
 
 
-def has_more(function):
-    """Whether calling a module does more than its class says."""
-    if not isinstance(function, torch_nn.Module):
-        return False
-    if "forward" in function.__dict__ or function._backward_hooks or function._backward_pre_hooks:
-        return True
-    return bool(function._forward_hooks or function._forward_pre_hooks)
-
-
-def is_known(module):
-    """Whether torch or qshard made it: it computes what its name says."""
-    return type(module).__module__.startswith(("torch.nn.", "qshard.nn"))
+def is_fused(module) -> bool:
+    return isinstance(type(module), FusedType)

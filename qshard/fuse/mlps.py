@@ -1,159 +1,123 @@
-"""Gated MLPs of plain modules."""
+"""Gated MLPs."""
 
 import functools
-import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import fx
-from torch import nn as torch_nn
 
-from qshard.fuse.classes import Rebuilt, has_more
-from qshard.fuse.probing import in_both_modes, probe, twin
-from qshard.fuse.projections import Projections
-from qshard.nn.activations import gate
-from qshard.nn.normed import linears_of_norm, swiglu_of_norm
+from qshard.fuse.activations import gated_name
+from qshard.fuse.part import Part, Reason, are_calls_watched, has_more, operands_of
+from qshard.nn.activations import activate, gate
 from qshard.nn.swiglu import swiglu_of_linears
 
-_FUNCTIONS = {
-    "swiglu": F.silu,
-    "geglu": functools.partial(F.gelu, approximate="tanh"),
-    "reglu": F.relu,
-    "glu": torch.sigmoid,
-}
+
+class _Gated(Part):
+    """What GatedMLP and PackedMLP share.
+
+    activation: what the code calls. A string is the name of the module's attribute that holds
+        it."""
+
+    activation: str | Callable
+
+    def _held(self, module):
+        name = self.activation
+        return getattr(module, name, None) if isinstance(name, str) else name
+
+    def reason(self, module):
+        held = self._held(module)
+        if has_more(held):
+            return Reason(
+                f"its {self.activation} has hooks, or a forward of its own, which a fused step "
+                "would not call",
+                warns=True,
+            )
+        return None if gated_name(held) else Reason(f"its activation, {_said(held)}, is not known")
+
+    def _gated_name(self, module):
+        """Or None where the activation has to be called, or is another."""
+        held = self._held(module)
+        if has_more(held) or (not torch.compiler.is_compiling() and are_calls_watched()):
+            return None
+        return gated_name(held)
 
 
-class FusedMLP(Rebuilt):
-    pattern = "{down}({activation} of {gate}, {up})"
+def _said(activation):
+    return getattr(activation, "__name__", None) or str(activation)
 
-    def forward(self, x):
-        known = self._qshard_fused
-        if isinstance(x, Projections):
-            return self._qshard_of_projections(x.outputs, known)
-        if not _is_as_it_was(self, known):
-            return super().forward(x)
-        first, second, last = self._qshard_parts()
-        if known["activation"] == "swiglu":
+
+@dataclass(frozen=True)
+class GatedMLP(_Gated):
+    """Modules that compute `down(f(gate(x)) * up(x))` by three linears. Fused they give the same
+    bits; backward keeps gate(x) and up(x), and not f(gate(x)). Of SiLU, where all three are
+    quantized by one recipe and none has hooks, they are one operator (`qshard.ops.swiglu_mlp`).
+
+    gate, up, down: the attributes that hold the linears.
+    activation: f, one of SiLU, GELU (tanh), ReLU and sigmoid: the function that the code calls, as
+        `torch.nn.functional.silu`, or the name of the attribute that holds it, a function or a
+        module. The attribute is read in each forward: while it holds another, or has hooks, the
+        plain forward runs.
+    """
+
+    gate: str
+    up: str
+    down: str
+    activation: str | Callable
+
+    def describe(self, module):
+        name = gated_name(self._held(module))
+        return f"{self.down}({name} of {self.gate}, {self.up})"
+
+    def forward(self, cls):
+        plain, names, run = cls.forward, self.names(cls), self.run
+
+        @functools.wraps(plain)
+        def forward(self, *args, **kwargs):
+            operands = operands_of(names, args, kwargs)
+            y = None if operands is None else run(self, *operands)
+            return plain(self, *args, **kwargs) if y is None else y
+
+        return forward
+
+    def run(self, module, x):
+        name = self._gated_name(module)
+        if name is None:
+            return None
+        first, second, last = (getattr(module, part) for part in (self.gate, self.up, self.down))
+        if name == "swiglu":
             y = swiglu_of_linears(x, first, second, last)
             if y is not None:
                 return y
-        return last(gate(first(x), second(x), known["activation"]))
+        return last(gate(first(x), second(x), name))
 
-    def _qshard_parts(self):
-        known = self._qshard_fused
-        return [getattr(self, known[part]) for part in ("gate", "up", "down")]
 
-    def _qshard_project(self, x, norm, linears):
-        """What forward takes in place of norm(x), or None. norm: what `normalize` takes after x. linears: the names
-        of gate and up."""
-        known = self._qshard_fused
-        if not _is_as_it_was(self, known):
+@dataclass(frozen=True)
+class PackedMLP(_Gated):
+    """Modules that compute `down(f(first) * second)`, first and second the halves of `gate_up(x)`.
+    Fused they give the same bits, and backward keeps gate_up(x) alone. activation: as of
+    GatedMLP."""
+
+    gate_up: str
+    down: str
+    activation: str | Callable
+
+    def describe(self, module):
+        return f"{self.down}({gated_name(self._held(module))} of {self.gate_up})"
+
+    def forward(self, cls):
+        plain, names, run = cls.forward, self.names(cls), self.run
+
+        @functools.wraps(plain)
+        def forward(self, *args, **kwargs):
+            operands = operands_of(names, args, kwargs)
+            y = None if operands is None else run(self, *operands)
+            return plain(self, *args, **kwargs) if y is None else y
+
+        return forward
+
+    def run(self, module, x):
+        name = self._gated_name(module)
+        if name is None:
             return None
-        first, second, last = self._qshard_parts()
-        if known["activation"] == "swiglu":
-            y = swiglu_of_norm(x, norm, first, second, last)
-            if y is not None:
-                return Projections(x, {known["down"]: y})
-        outputs = linears_of_norm(x, norm, (first, second))
-        return None if outputs is None else Projections(x, dict(zip(linears, outputs)))
-
-    def _qshard_of_projections(self, outputs, known):
-        if known["down"] in outputs:
-            return outputs[known["down"]]
-        first, second = outputs[known["gate"]], outputs[known["up"]]
-        return getattr(self, known["down"])(gate(first, second, known["activation"]))
-
-
-def _is_as_it_was(module, known):
-    """Whether the activation of an MLP is the one that was recognised, and calling it does nothing else."""
-    attribute, function = known["attribute"], known["function"]
-    if attribute is None:  # the code's own
-        return True
-    now = module
-    for name in attribute.split("."):
-        now = getattr(now, name, None)
-    if now is not function or has_more(function):
-        return False
-    return all(_is_same(getattr(function, n, None), v) for n, v in known["settings"].items())
-
-
-def _is_same(value, known):
-    return value == known if isinstance(known, (bool, int, float, str)) else value is known
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, module, name):
-        return True
-
-
-def gated_mlp(module):
-    """Names of the linears gate, up and down, the activation, and what the MLP calls it by."""
-    linears = {n for n, m in module.named_children() if isinstance(m, torch_nn.Linear)}
-    if len(linears) != 3 or len(list(module.parameters(recurse=False))):
-        return None
-    found = in_both_modes(functools.partial(_traced_mlp, module, linears))
-    if found is None:
-        return None
-    attribute = found["attribute"]
-    is_module = attribute is not None and attribute not in vars(module)
-    function = module.get_submodule(attribute) if is_module else vars(module).get(attribute)
-    settings = vars(function).items() if is_module else ()
-    settings = {n: v for n, v in settings if n[0] != "_" and n != "training"}
-    return {**found, "function": function, "settings": settings}
-
-
-def _traced_mlp(module, linears, training):
-    try:
-        module = twin(module, training)
-        nodes = list(_Tracer().trace(module).nodes)
-    except Exception:  # control flow, other arguments: it is something else
-        return None
-    if [node.op for node in nodes].count("placeholder") != 1 or len(nodes) != 7:
-        return None
-    x, output = nodes[0], nodes[-1]
-
-    def called(node, argument=None):
-        """The module that a node calls, of one argument."""
-        is_call = isinstance(node, fx.Node) and node.op == "call_module" and len(node.args) == 1
-        is_call = is_call and not node.kwargs and (argument is None or node.args[0] is argument)
-        return node.target if is_call else None
-
-    down = called(output.args[0])
-    product = output.args[0].args[0] if down in linears else None
-    if product is None or product.op != "call_function" or len(product.args) != 2:
-        return None
-    if product.target not in (operator.mul, torch.mul) or product.kwargs:
-        return None
-    for activated, other in (product.args, product.args[::-1]):
-        up = called(other, x)
-        act = activated.args[0] if isinstance(activated, fx.Node) and activated.args else None
-        first, activation = called(act, x), _activation(module, activated)
-        if up in linears and first in linears and activation and len({up, first, down}) == 3:
-            return {"gate": first, "up": up, "down": down, **activation}
-    return None
-
-
-def _activation(module, node):
-    """The gated activation that a node applies the function of, and the attribute of the module that holds
-    that, or None."""
-    if not isinstance(node, fx.Node) or len(node.args) != 1:
-        return None
-    t = torch.linspace(-8, 8, 97)
-    if node.op == "call_module":
-        function, attribute = module.get_submodule(node.target), node.target
-        if any(map(list, (function.parameters(), function.buffers(), function.children()))):
-            return None
-        y = probe(function, module.training, t)
-    elif node.op == "call_function":
-        # As it is, or as a functools.partial.
-        held = (n for n, f in vars(module).items() if getattr(f, "func", f) is node.target)
-        attribute = next(held, None)
-        try:
-            y = node.target(t, **node.kwargs)
-        except Exception:  # it is something else
-            return None
-    else:
-        return None
-    same = (n for n, f in _FUNCTIONS.items() if isinstance(y, torch.Tensor) and torch.equal(f(t), y))
-    name = next(same, None)
-    return None if name is None else {"activation": name, "attribute": attribute}
+        first, last = getattr(module, self.gate_up), getattr(module, self.down)
+        return last(activate(first(x), name))

@@ -1,87 +1,106 @@
-"""RMSNorms of plain modules."""
+"""Norms over the last dimension."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
-from torch import nn as torch_nn
+from torch import Tensor
 
-from qshard.fuse.classes import Rebuilt, is_known
-from qshard.fuse.probing import in_both_modes, probe
-from qshard.nn.autocast import activation_dtype
+from qshard.fuse.part import Part, Reason, operands_of
+from qshard.nn.autocast import autocast_dtype
 from qshard.nn.multiply import are_plain
 from qshard.nn.norms import normalize
 from qshard.tensor_parallel.norms import norm_of_tokens
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-class FusedNorm(Rebuilt):
-    pattern = "RMSNorm, eps={eps}"
 
-    def forward(self, x):
-        known = self._qshard_fused
-        eps = getattr(self, known["eps_name"])
-        if not isinstance(eps, float):  # None of nn.RMSNorm's: that of the dtype
-            return super().forward(x)
-        dtype = self._qshard_dtype(x)
+@dataclass(frozen=True)
+class Norm(Part):
+    """Modules that compute `x / sqrt(mean(x^2) + eps) * weight`, or of LayerNorm
+    `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, over the last dimension, from
+    `self.weight` and, if the module has one, `self.bias`, of one dimension. Fused they are
+    computed in fp32 and rounded once, where modules in Python often round twice, and backward
+    keeps x alone.
+
+    kind: "RMSNorm" or "LayerNorm".
+    eps: the attribute that holds eps, a float. It is read in each forward.
+    zero_centered: times `1 + weight`, not `weight`.
+    keeps_dtype: the result has the dtype of x; False: that to which x and weight are promoted.
+    """
+
+    kind: str = "RMSNorm"
+    eps: str = "eps"
+    zero_centered: bool = False
+    keeps_dtype: bool = False
+
+    def __post_init__(self):
+        if self.kind not in ("RMSNorm", "LayerNorm"):
+            raise ValueError(
+                f'qshard.fuse.Norm: kind is "RMSNorm" or "LayerNorm", and not {self.kind!r}'
+            )
+
+    def describe(self, module):
+        return f"{self.kind}, eps={getattr(module, self.eps)}"
+
+    def reason(self, module):
+        weight, eps = getattr(module, "weight", None), getattr(module, self.eps, None)
+        if not isinstance(weight, Tensor) or weight.dim() != 1:
+            return Reason("it has no weight of one dimension")
+        if not isinstance(eps, float):
+            return Reason(f"its {self.eps} is {eps}, and not a float")
+        return None
+
+    def forward(self, cls):
+        plain, names, run = cls.forward, self.names(cls), self.run
+
+        @functools.wraps(plain)
+        def forward(self, *args, **kwargs):
+            operands = operands_of(names, args, kwargs)
+            y = None if operands is None else run(self, *operands)
+            return plain(self, *args, **kwargs) if y is None else y
+
+        return forward
+
+    def run(self, module, x):
+        eps, weight = getattr(module, self.eps), module.weight
+        bias = getattr(module, "bias", None) if self.kind == "LayerNorm" else None
+        if not isinstance(eps, float) or not self._takes(x, weight, bias):
+            return None
+        dtype = x.dtype if self.keeps_dtype else torch.promote_types(x.dtype, weight.dtype)
 
         def step(x, weight):
-            return normalize(x, "RMSNorm", weight, None, eps, known["zero_centered"], dtype)
+            return normalize(x, self.kind, weight, bias, eps, self.zero_centered, dtype)
 
-        return norm_of_tokens(step, x, self.weight)
+        return norm_of_tokens(step, x, weight)
 
-    def _qshard_dtype(self, x):
-        """Of the result."""
-        keeps = self._qshard_fused["keeps_dtype"]
-        return x.dtype if keeps else torch.promote_types(x.dtype, self.weight.dtype)
-
-    def _qshard_norm(self, x):
-        """What `normalize` takes after x, where modules of a norm and linears compute the same of it; else
-        None."""
-        known = self._qshard_fused
-        eps = getattr(self, known["eps_name"])
-        if not isinstance(eps, float) or not are_plain(x, self.weight):
-            return None
-        if not x.dtype == self._qshard_dtype(x) == activation_dtype(x):
-            return None
-        return "RMSNorm", self.weight, None, eps, known["zero_centered"]
+    def _takes(self, x, weight, bias):
+        if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 1:
+            return False
+        if x.dim() == 0 or x.shape[-1] != weight.shape[0]:
+            return False  # the plain forward broadcasts, or says what is wrong
+        if bias is not None and not are_plain(x, weight, bias):
+            return False
+        return x.dtype in _DTYPES and weight.dtype in _DTYPES
 
 
-def rms_norm(module):
-    """eps and the attribute that holds it, whether gamma is 1 + weight, and whether the result has the
-    input's dtype."""
-    if type(module) is torch_nn.RMSNorm:
-        if not isinstance(module.eps, float) or module.weight is None or module.weight.dim() != 1:
-            return None
-        return {"eps": module.eps, "eps_name": "eps", "zero_centered": False, "keeps_dtype": True}
-    if is_known(module):
-        return None
-    names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or module.weight.dim() != 1:
-        return None
-    if any(map(list, (module.buffers(), module.children()))):
-        return None
-    epsilons = {n: v for n, v in vars(module).items() if isinstance(v, float) and 0 < v < 0.1}
-    if len(set(epsilons.values())) != 1:
-        return None
-    return in_both_modes(functools.partial(_rms_norm_by_values, module, epsilons))
+@dataclass(frozen=True)
+class TorchNorm(Norm):
+    """torch's own, of one dimension, where its operator takes the dtypes and autocast leaves
+    them."""
 
+    keeps_dtype: bool = True
 
-def _rms_norm_by_values(module, epsilons, training):
-    eps, size = next(iter(epsilons.values())), module.weight.shape[0]
-    weight = torch.linspace(0.5, 1.5, size)
-    # Rows to which eps means nothing, something, and everything.
-    x = torch.linspace(-1, 2, size) * torch.tensor([[1.0], [eps**0.5], [1e-2 * eps**0.5]])
-    run = functools.partial(probe, module, training, _parameters={"weight": weight})
-    y = run(x)
-    if y is None or y.shape != x.shape or y.dtype != torch.float32:
-        return None
-    changed = {name: run(x, **{name: 4 * eps}) for name in epsilons}
-    read = [name for name, other in changed.items() if other is None or not torch.equal(other, y)]
-    if len(read) != 1:
-        return None
-    for zero_centered in (False, True):
-        expected = normalize(x, "RMSNorm", weight, None, eps, zero_centered)
-        if torch.allclose(y, expected, rtol=1e-5, atol=0):
-            low = run(x.bfloat16())
-            keeps = low is not None and low.dtype == torch.bfloat16
-            return {"eps": eps, "eps_name": read[0], "zero_centered": zero_centered, "keeps_dtype": keeps}
-    return None
+    def reason(self, module):
+        if len(module.normalized_shape) != 1:
+            return Reason(f"it normalizes over {len(module.normalized_shape)} dimensions")
+        return super().reason(module)
+
+    def _takes(self, x, weight, bias):
+        if not super()._takes(x, weight, bias):
+            return False
+        if self.kind == "RMSNorm":
+            return True
+        # Autocast has a rule for LayerNorm alone, and mixed dtypes are an error on some devices.
+        is_one_dtype = all(t is None or t.dtype == x.dtype for t in (weight, bias))
+        return is_one_dtype and autocast_dtype(x) is None

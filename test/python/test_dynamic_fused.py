@@ -33,6 +33,9 @@ class Gated(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+qshard.fuse.register(Gated, qshard.fuse.GatedMLP("gate", "up", "down", F.silu))
+
+
 class Recomputed(nn.Module):
     def __init__(self, format, reentrant):
         super().__init__()

@@ -156,6 +156,20 @@ class Rope(torch.nn.Module):
         return (x.float() * cos + turned * sin).to(x.dtype)
 
 
+qshard.fuse.register(Rope, qshard.fuse.Rotary(keeps_dtype=True))
+
+
+class Promotes(torch.nn.Module):
+    """The same formula, whose result has the tables' dtype if that is wider."""
+
+    def forward(self, x, cos, sin):
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+
+qshard.fuse.register(Promotes, qshard.fuse.Rotary())
+
+
 class Other(torch.nn.Module):
     def forward(self, x, cos, sin):
         return x * cos + sin
@@ -170,7 +184,7 @@ class Attention(torch.nn.Module):
         return self.other(self.rope(x, cos, sin), cos, sin)
 
 
-def test_fuse_recognises_it_by_what_it_computes():
+def test_fused_modules():
     torch.manual_seed(2)
     model = Attention()
     angles = torch.rand(5, 8).repeat(1, 2)
@@ -182,3 +196,18 @@ def test_fuse_recognises_it_by_what_it_computes():
     for t, y in zip((x, odd), expected):
         assert torch.equal(model(t, angles.cos(), angles.sin()), y)
     assert isinstance(model.rope, Rope) and not model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [Rope, Promotes])
+def test_fused_modules_keep_their_dtypes(kind, dtype):
+    plain, module = kind(), kind()
+    assert len(qshard.fuse_(module)) == 1
+    angles = torch.rand(5, 8).repeat(1, 2)
+    x = torch.randn(2, 3, 5, 16).to(dtype)
+    for tables in ((angles.cos(), angles.sin()), (angles.cos().double(), angles.sin().double()),
+                   (angles.cos().bfloat16(), angles.sin().bfloat16())):
+        y, expected = module(x, *tables), plain(x, *tables)
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(y, expected)
+        assert torch.equal(module(x=x, sin=tables[1], cos=tables[0]), y)
