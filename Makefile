@@ -101,8 +101,15 @@ $(more_clients): $(clients)
 	python -m pip install --quiet torch==$(TORCH) $(CLIENTS) $(MORE_CLIENTS)
 	touch $@
 
-test-clients: $(built) $(more_clients)
+# fuse_ knows the code of two versions of transformers: the tests of one run with the other, which lies
+# beside what is installed.
+other_transformers := $(VENV)/transformers-5.24
+$(other_transformers): $(clients)
+	python -m pip install --quiet --no-deps --target $@ transformers==5.24.*
+
+test-clients: $(built) $(more_clients) $(other_transformers)
 	pytest -v --all-clients test/python/clients
+	PYTHONPATH=$(other_transformers) pytest -v --all-clients test/python/clients/test_fuse_models.py
 
 # Two processes, each with files of its own: tests wait for the ranks of their worlds, half of the time.
 python-test: $(built) $(clients)

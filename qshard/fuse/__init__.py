@@ -30,8 +30,8 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
     become subclasses of what they were, and are copied and pickled as these.
 
     A module is known by its class, exactly, and never by its name or by what it computes: torch's
-    RMSNorm and LayerNorm; norms and MLPs of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma
-    and Phi, gated MLPs of torchtitan, both in the versions that docs/clients.md has;
+    RMSNorm and LayerNorm; norms, MLPs and attentions of transformers' Llama, Mistral, Qwen2,
+    Qwen3, Gemma and Phi, gated MLPs of torchtitan, both in the versions that docs/clients.md has;
     and what `qshard.fuse.register` was told. Activations are known by their class or function.
 
     - Norms are computed in fp32 and rounded once, where modules in Python often round twice;
@@ -40,7 +40,9 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
       same bits; backward keeps gate(x) and up(x), and not f(gate(x)). Of SiLU, where all three
       linears are quantized by one recipe and none has hooks, they are one operator
       (`qshard.ops.swiglu_mlp`).
-    - Rotary embeddings that are modules are one pass, in fp32 and rounded once.
+    - Attentions of transformers turn queries and keys by one pass each, in fp32 and rounded once;
+      in compiled code they are as they were.
+    - Rotary embeddings that are modules are one such pass.
 
     Call it before or after `quantize_`, and before fully_shard and torch.compile. The report's
     `left` lists modules of known classes, and of subclasses of these, that stay as they are, and

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 
+from qshard.fuse import attention
 from qshard.fuse.activations import add_class, add_holder
+from qshard.fuse.attention import Attention
 from qshard.fuse.mlps import GatedMLP, PackedMLP
 from qshard.fuse.norms import Norm, TorchNorm
 from qshard.fuse.part import Part, Reason
@@ -63,20 +65,27 @@ _GEMMA_NORM = Norm(zero_centered=True, keeps_dtype=True)
 _MLP = GatedMLP("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
-def _transformers() -> Files:
-    def of(name, norm, mlp):
-        return {f"{name}RMSNorm": norm, f"{name}MLP": mlp}
+def _transformers(cache: str) -> Files:
+    def of(name, norm, mlp, project, options, output="o_proj"):
+        kinds = {"RMSNorm": norm, "MLP": mlp}
+        kinds["Attention"] = Attention(project, options, output, cache)
+        return {f"{name}{kind}": part for kind, part in kinds.items() if part is not None}
 
+    three = attention.three_linears
     packed = PackedMLP("gate_up_proj", "down_proj", "activation_fn")
     models = {
-        "llama": of("Llama", _NORM, _MLP),
-        "mistral": of("Mistral", _NORM, _MLP),
-        "qwen2": of("Qwen2", _NORM, _MLP),
-        "qwen3": of("Qwen3", _NORM, _MLP),
-        "gemma": of("Gemma", _GEMMA_NORM, _MLP),
-        "gemma2": of("Gemma2", _GEMMA_NORM, _MLP),
-        "gemma3": of("Gemma3", _GEMMA_NORM, _MLP),
-        "phi3": of("Phi3", _NORM, packed),
+        "llama": of("Llama", _NORM, _MLP, three, attention.nothing),
+        "mistral": of("Mistral", _NORM, _MLP, three, attention.window_of_config),
+        "qwen2": of("Qwen2", _NORM, _MLP, three, attention.window),
+        "qwen3": of("Qwen3", _NORM, _MLP, attention.norms_of_heads, attention.window),
+        "gemma": of("Gemma", _GEMMA_NORM, _MLP, three, attention.nothing),
+        "gemma2": of("Gemma2", _GEMMA_NORM, _MLP, three, attention.window_and_cap),
+        "gemma3": of(
+            "Gemma3", _GEMMA_NORM, _MLP, attention.norms_of_transposed_heads, attention.window
+        ),
+        # Its norms are nn.LayerNorm, and its MLP has no gate.
+        "phi": of("Phi", None, None, attention.optional_norms, attention.nothing, "dense"),
+        "phi3": of("Phi3", _NORM, packed, attention.one_linear, attention.window_of_config),
     }
     return {f"transformers.models.{m}.modeling_{m}": parts for m, parts in models.items()}
 
@@ -93,7 +102,7 @@ _TORCHTITAN = {
 PACKAGES = {
     "transformers": Package(
         "transformers",
-        {(5, 23): _transformers(), (5, 24): _transformers()},
+        {(5, 23): _transformers("past_key_values"), (5, 24): _transformers("cache")},
         ("transformers.utils.deprecation",),
     ),
     "torchtitan": Package("torchtitan", {(0, 2): _TORCHTITAN}),

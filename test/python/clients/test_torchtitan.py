@@ -1,6 +1,9 @@
 """torchtitan with the converter quantize.qshard: its debug models, optimizers and checkpoints, on two
 ranks."""
 
+import copy
+import importlib
+import inspect
 import warnings
 from unittest import mock
 
@@ -10,8 +13,12 @@ import torch._dynamo
 import torch.distributed as dist
 from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
+from nn_helpers import assert_bits
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
+
+import qshard
+from qshard.fuse.families import PACKAGES
 
 RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
 
@@ -227,3 +234,21 @@ def refuse():
 @on_worlds(2, devices=("cpu",))
 def test_named_errors(world):
     world.run(refuse)
+
+
+FEED_FORWARDS = [(file, name) for file, parts in PACKAGES["torchtitan"].files().items() for name in parts]
+
+
+@pytest.mark.parametrize("file, name", FEED_FORWARDS)
+def test_fused_classes_give_the_same_bits(file, name):
+    on_cpu()
+    cls = getattr(importlib.import_module(file), name)
+    more = (8, None) if "multiple_of" in inspect.signature(cls).parameters else ()
+    plain, x = cls(32, 96, *more), torch.randn(5, 32)
+    module = copy.deepcopy(plain)
+    (row,) = qshard.fuse_(module)
+    assert (row.module, row.pattern) == (name, "w2(swiglu of w1, w3)")
+    for one in (plain, module):
+        one(x).square().sum().backward()
+    assert_bits([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
+    assert type(copy.deepcopy(module)) is type(module) and isinstance(module, cls)
