@@ -19,12 +19,12 @@ namespace {
 
 std::atomic<bool> g_tracing{false};
 std::mutex g_trace_mutex;
-std::map<std::string, int64_t> g_trace;
+std::map<std::string, int64_t> g_trace, g_traced_reads;
 
-void trace(const c10::OperatorHandle& op) {
+void trace(const c10::OperatorHandle& op, std::map<std::string, int64_t>& counts) {
   if (!g_tracing.load(std::memory_order_relaxed)) return;
   std::lock_guard lock(g_trace_mutex);
-  ++g_trace[op_name(op)];
+  ++counts[op_name(op)];
 }
 
 /// The plain tensors that stand for quantized arguments during one call.
@@ -36,11 +36,20 @@ class Substitution {
 
   at::Tensor read(const at::Tensor& tensor) {
     if (!is_quantized_argument(tensor)) return tensor;
+    reads_ = true;
     // as_strided_copy and its like count elements of the storage. A master lies somewhere within
     // the packed storage; a copy of the plane starts at its own.
     return counts_storage_ ? window(buffer_of(tensor).value_plane().clone(), tensor)
                            : value_of(tensor);
   }
+
+  at::Tensor read_codes(const at::Tensor& tensor) {
+    reads_ = reads_ || has_key(tensor);
+    return dequantized_codes(tensor, name_.c_str());
+  }
+
+  /// Whether the operator runs on values of quantized tensors, made for it.
+  bool reads() const { return reads_; }
 
   at::Tensor write(const at::Tensor& tensor) {
     if (!is_quantized_argument(tensor)) return tensor;
@@ -53,6 +62,7 @@ class Substitution {
 
   at::Tensor out(const at::Tensor& tensor) {
     if (!is_quantized_argument(tensor)) return tensor;
+    reads_ = true;
     writes_.push_back({tensor, value_copy(tensor), Kind::kOut, makes_pending(buffer_of(tensor))});
     return writes_.back().plain;
   }
@@ -106,6 +116,7 @@ class Substitution {
 
   std::string name_;
   bool counts_storage_;
+  bool reads_ = false;
   std::vector<Write> writes_;
 
   static bool makes_pending(const QuantizedBuffer& buffer) {
@@ -202,7 +213,7 @@ void warn_of_rounded_sum(const std::string& op, const at::Tensor& tensor) {
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (is_collective(op)) return collective(op, keys, stack);  // one defined after loading
-  trace(op);
+  trace(op, g_trace);
   const auto& schema = op.schema();
   const size_t first_argument = stack->size() - schema.arguments().size();
   const std::string name = op_name(op);
@@ -228,13 +239,14 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
         if (!device_guard.current_device() && has_key(tensor)) {
           device_guard.reset_device(tensor.device());
         }
-        if (is_code_read) return dequantized_codes(tensor, name.c_str());
+        if (is_code_read) return substitution.read_codes(tensor);
         if (!written) return substitution.read(tensor);
         if (argument.is_out()) return substitution.out(tensor);
         warn_of_rounded_sum(schema.name(), tensor);
         return substitution.write(tensor);
       });
     }
+    if (substitution.reads()) trace(op, g_traced_reads);
     runs = true;
     op.callBoxed(stack);
     substitution.commit();
@@ -253,13 +265,16 @@ void set_in_step(bool in_step) { t_in_step = in_step; }
 
 void set_fallback_tracing(bool enabled) {
   std::lock_guard lock(g_trace_mutex);
-  if (enabled) g_trace.clear();
+  if (enabled) {
+    g_trace.clear();
+    g_traced_reads.clear();
+  }
   g_tracing = enabled;
 }
 
-std::map<std::string, int64_t> traced_fallbacks() {
+std::map<std::string, int64_t> traced_fallbacks(bool reads_only) {
   std::lock_guard lock(g_trace_mutex);
-  return g_trace;
+  return reads_only ? g_traced_reads : g_trace;
 }
 
 }  // namespace qshard

@@ -23,8 +23,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 /// codes.
 void set_in_step(bool in_step);
 
-/// Counting of operators that took the fallback, for qshard.trace_fallbacks().
+/// Counting of operators that took the fallback, from the last time that it was enabled.
+/// @param reads_only  those that had a value made to read, for qshard.trace_fallbacks(): what only
+///                    writes, as optimizers' kernels do, runs on the master or the pending plane
 void set_fallback_tracing(bool enabled);
-std::map<std::string, int64_t> traced_fallbacks();
+std::map<std::string, int64_t> traced_fallbacks(bool reads_only);
 
 }  // namespace qshard

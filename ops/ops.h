@@ -187,7 +187,7 @@ c10::Dict<std::string, std::string> why_dequantized_op(at::Device device);
 std::string foreign_owner_of_key_op();
 void set_fallback_tracing_op(bool enabled);
 void set_in_step_op(bool in_step);
-c10::Dict<std::string, int64_t> traced_fallbacks_op();
+c10::Dict<std::string, int64_t> traced_fallbacks_op(bool reads_only);
 c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self);
 bool keeps_master(const Tensor& self);
 

@@ -28,9 +28,9 @@ void set_fallback_tracing_op(bool enabled) { set_fallback_tracing(enabled); }
 
 void set_in_step_op(bool in_step) { set_in_step(in_step); }
 
-c10::Dict<std::string, int64_t> traced_fallbacks_op() {
+c10::Dict<std::string, int64_t> traced_fallbacks_op(bool reads_only) {
   c10::Dict<std::string, int64_t> counts;
-  for (const auto& [name, count] : traced_fallbacks()) counts.insert(name, count);
+  for (const auto& [name, count] : traced_fallbacks(reads_only)) counts.insert(name, count);
   return counts;
 }
 

@@ -186,7 +186,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_foreign_owner_of_key() -> str");
   m.def("_set_fallback_tracing(bool enabled) -> ()");
   m.def("_set_in_step(bool in_step) -> ()");
-  m.def("_traced_fallbacks() -> Dict(str, int)");
+  m.def("_traced_fallbacks(bool reads_only=False) -> Dict(str, int)");
   m.def("_storage_bytes(Tensor self) -> Dict(str, int)");
   m.def("_keeps_master(Tensor self) -> bool");
 

@@ -1,5 +1,7 @@
 """What a model's parameters occupy and send, and which kernels ran."""
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -264,7 +266,10 @@ def debug(enabled: bool = True) -> None:
 
 @contextmanager
 def trace_fallbacks() -> Iterator[dict[str, int]]:
-    """Counts the operators that ran by dequantizing; the dict is filled when the block ends.
+    """Counts the operators that ran on values of quantized tensors, made for them; the dict is filled when the
+    block ends. What only writes a weight, as an optimizer's kernels do, runs on its master, or on the value
+    that is kept until the next flush, and is not counted. Blocks may be nested, and run in several threads;
+    each has the counts of all threads.
 
     >>> with qshard.trace_fallbacks() as counts:
     ...     model(x)
@@ -272,9 +277,33 @@ def trace_fallbacks() -> Iterator[dict[str, int]]:
     {'aten::norm.ScalarOpt_dim': 1}
     """
     counts: dict[str, int] = {}
-    ops._set_fallback_tracing(True)
+    before = _traces.begin()
     try:
         yield counts
     finally:
-        counts.update(ops._traced_fallbacks())
-        ops._set_fallback_tracing(False)
+        counts.update(Counter(_traces.end()) - Counter(before))
+
+
+class _Traces:
+    """The blocks of trace_fallbacks that are open: the first begins to count, for all, and the last ends it."""
+
+    def __init__(self):
+        self.lock, self.open = threading.Lock(), 0
+
+    def begin(self) -> dict[str, int]:
+        with self.lock:
+            if not self.open:
+                ops._set_fallback_tracing(True)
+            self.open += 1
+            return ops._traced_fallbacks(reads_only=True)
+
+    def end(self) -> dict[str, int]:
+        with self.lock:
+            counts = ops._traced_fallbacks(reads_only=True)
+            self.open -= 1
+            if not self.open:
+                ops._set_fallback_tracing(False)
+            return counts
+
+
+_traces = _Traces()

@@ -164,6 +164,7 @@ BUDGETS_S = {
     "test_tensor_parallel_modules": 60,
     "test_tensor_parallel_styles": 60,
     "test_tensor_parallel_training": 60,
+    "test_trace_fallbacks": 45,
     "test_train_example": 45,
 }
 CLIENTS_BUDGET_S = 300  # of the files in clients/ that make test runs

@@ -1,5 +1,7 @@
 """What the tests of the tensor share."""
 
+import contextlib
+
 import torch
 
 ops = torch.ops.qshard
@@ -28,6 +30,21 @@ def are_codes_of(tensor, *weights):
     planes = [plane(weight) for weight in quantized for plane in (ops.codes, ops.scale_inv)]
     memory = {plane.untyped_storage().data_ptr() for plane in planes}
     return ops.is_quantized(tensor) or tensor.untyped_storage().data_ptr() in memory
+
+
+# -------------------------------------------------------------------------------- fallbacks
+
+
+@contextlib.contextmanager
+def all_fallbacks():
+    """As qshard.trace_fallbacks, with those that only write."""
+    counts = {}
+    ops._set_fallback_tracing(True)
+    try:
+        yield counts
+    finally:
+        counts.update(ops._traced_fallbacks())
+        ops._set_fallback_tracing(False)
 
 
 # ------------------------------------------------------- sizes, computed from the shape alone

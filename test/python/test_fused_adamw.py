@@ -15,7 +15,18 @@ from dist_helpers import device as rank_device
 from dist_helpers import full_mesh, on_worlds
 from dist_models import FORMATS as SHARDED_FORMATS
 from dist_models import RECIPES, flush_step, is_dirty, local, mismatching_bytes, unsharded
-from helpers import FORMATS, assert_same, bits, fit, ops, quantized_alike, state, value, weight
+from helpers import (
+    FORMATS,
+    all_fallbacks,
+    assert_same,
+    bits,
+    fit,
+    ops,
+    quantized_alike,
+    state,
+    value,
+    weight,
+)
 from test_fsdp_mesh_invariance import Weights
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
@@ -128,7 +139,7 @@ def test_twenty_steps_equal_plain_ones_and_show_their_values(fmt, dtype, device)
         for ps in (parameters, twins):
             for i, p in enumerate(ps):
                 p.grad = weight(*p.shape, seed=1000 * step + i).to(p)
-        with qshard.trace_fallbacks() as fallbacks:
+        with all_fallbacks() as fallbacks:
             ours.step()
         assert ("aten::_fused_adamw_" in fallbacks) == (fmt not in SERVED)
         theirs.step()
@@ -197,7 +208,7 @@ def test_lists_of_all_kinds(device):
         weight(3, seed=4).to(device),
     ]
     steps = Steps(parameters)
-    with qshard.trace_fallbacks() as fallbacks:
+    with all_fallbacks() as fallbacks:
         steps.run()
     assert fallbacks["aten::_fused_adamw_"] == 1
     for p in parameters:
@@ -432,7 +443,7 @@ def run_shards(fmt):
         steps = Steps(shards)
         for step in range(2):
             with torch.no_grad():
-                with qshard.trace_fallbacks() as fallbacks:
+                with all_fallbacks() as fallbacks:
                     steps.run()
                 assert not fallbacks or fmt.startswith("mxfp8")  # of cut blocks, or two images
                 assert all(map(is_dirty, shards)), "also where a rank has no rows"
