@@ -222,6 +222,12 @@ bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarT
          code_gemms(format).supports(problem) == GemmFallback::kNone;
 }
 
+bool gradient_quantizes_input(const Format& format, at::Device device, at::ScalarType dtype,
+                              int64_t m, int64_t n, int64_t k) {
+  return code_gemms(format).supports(
+             {GemmDirection::kGradWeight, &format, device, dtype, m, n, k}) == GemmFallback::kNone;
+}
+
 QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
                                Orientations orientations, at::Tensor* amax,
                                LastInputAmax* last_input) {

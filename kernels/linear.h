@@ -24,6 +24,10 @@ bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k
 /// `format`, N out features, as long as the weight's memory allows it.
 bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarType dtype,
                             int64_t m, int64_t n, int64_t k);
+/// Whether the gradient of an (n, k) weight makes codes of an (m, k) input itself, the same as
+/// linear_forward would save. Elsewhere a saved input is all that it ever sees of codes.
+bool gradient_quantizes_input(const Format& format, at::Device device, at::ScalarType dtype,
+                              int64_t m, int64_t n, int64_t k);
 
 /// An input (M, K) as operand of linears whose weights have `format`, which must not scale by
 /// earlier steps: packed E4M3 codes, rowwise for linear_forward, columnwise for linear_backward.

@@ -69,8 +69,14 @@ struct InputUse {
     const int64_t m = leading_numel(input);
     const int64_t n = weight.size(0);
     // An input without a gradient is kept as it is: linears share it, and would not its codes
-    // (ops/recorded_activation.h).
-    saves_codes = !input_is_kept && needs.reads_input() && needs.input &&
+    // (ops/recorded_activation.h). Where backward would not make the codes that are saved here, it
+    // would compute another gradient.
+    const Format* known = has_key(weight) ? buffer_of(weight).layout().format
+                          : format_name   ? &checked_format(*format_name, "qshard::linear")
+                                          : nullptr;
+    const bool makes_codes_later =
+        known && gradient_quantizes_input(*known, input.device(), input.scalar_type(), m, n, k);
+    saves_codes = !input_is_kept && needs.reads_input() && (needs.input || !makes_codes_later) &&
                   can_save_quantized_input(input.device(), m, n, k);
     if (!format_name || !input.key_set().has(c10::DispatchKey::Python)) return;
     const Format& format = checked_format(*format_name, "qshard::linear");

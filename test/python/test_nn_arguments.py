@@ -105,6 +105,8 @@ def test_main_grad_is_summed_by_the_operators(device, format, kind, operators, r
 @pytest.mark.parametrize("first", [None, True])
 def test_main_grad_of_a_backward_that_creates_a_graph(device, format, kind, first):
     """The same numbers; autograd gives leaves other tensors then."""
+    if format is not None and kind == "LayerNormMLP":
+        pytest.skip("gradients of its activation have a graph, and quantized linears no double backward")
     make, results = {**MODULES, **MLPS}[kind], []
     for create_graph in (False, True):
         module = randomize(make(device=device, fuse_wgrad_accumulation=True))
@@ -164,7 +166,8 @@ def test_linear_is_nn_linear(device, format):
     both = nn.Linear(32, 48, device=device, return_bias=True)
     both.load_state_dict(module.state_dict())
     y, bias = both(x)
-    assert torch.equal(y, F.linear(x, both.weight)) and torch.equal(bias, both.bias)
+    assert torch.equal(y, F.linear(x, both.weight))
+    assert torch.equal(bias, both.bias) and bias.data_ptr() != both.bias.data_ptr()  # FSDP frees its own
 
 
 def test_linear_without_bias_and_back_to_plain():
@@ -366,51 +369,3 @@ def test_wrong_choices_are_named():
             make()
     with pytest.raises(NotImplementedError, match="parallel_mode='row'"):
         nn.LayerNormLinear(8, 8, parallel_mode="row")
-
-
-# ------------------------------------------------------------------------------------- of strings
-
-FREE = {"name", "ub_name", "rng_tracker_name", "cp_comm_type"}  # of nothing that runs here
-OF_DECODERS = {"enc_dec_attn_mask_type"}
-MADE = {
-    "Linear": (32, 32), "LayerNormLinear": (32, 32), "LayerNormMLP": (32, 32), "MultiheadAttention": (32, 2),
-    "TransformerLayer": (32, 32, 2), "DotProductAttention": (2, 16), "RotaryPositionEmbedding": (16,),
-    "LayerNorm": (32,), "RMSNorm": (32,),
-}
-
-
-def strings_of(function):
-    """Names of its arguments that are strings."""
-    parameters = inspect.signature(function).parameters.values()
-    found = [p.name for p in parameters if isinstance(p.default, str) or p.annotation in (str, str | None)]
-    return [name for name in found if name not in FREE]
-
-
-def calls_with_strings():
-    for name, arguments in MADE.items():
-        for argument in strings_of(getattr(nn, name).__init__):
-            yield f"{name}({argument})", lambda n=name, a=arguments, s=argument: getattr(nn, n)(*a, **{s: "nonsense"})
-        for argument in strings_of(getattr(nn, name).forward):
-            yield f"{name}.forward({argument})", lambda n=name, a=arguments, s=argument: forward(n, a, s)
-    angles = torch.zeros(4, 1, 1, 16)
-    for argument in strings_of(nn.apply_rotary_pos_emb):
-        yield f"apply_rotary_pos_emb({argument})", lambda s=argument: nn.apply_rotary_pos_emb(
-            torch.ones(4, 2, 2, 16), angles, **{s: "nonsense"})
-
-
-def forward(name, arguments, argument):
-    more = {"layer_type": "decoder"} if argument in OF_DECODERS else {}
-    x = input_of(4, 2, 32)
-    inputs = [x.view(4, 2, 2, 16)] * 3 if name == "DotProductAttention" else [x]
-    given = {"encoder_output": x} if more else {}
-    return getattr(nn, name)(*arguments, **more)(*inputs, **given, **{argument: "nonsense"})
-
-
-STRINGS = dict(calls_with_strings())
-
-
-@pytest.mark.parametrize("call", STRINGS)
-def test_a_string_that_means_nothing_is_refused(call):
-    with pytest.raises((ValueError, NotImplementedError), match="nonsense") as error:
-        STRINGS[call]()
-    assert "\n" not in str(error.value)

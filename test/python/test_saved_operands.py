@@ -6,8 +6,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from dist_helpers import device as rank_device
+from dist_helpers import full_mesh, on_worlds
 from helpers import FORMATS, fit
 from nn_helpers import RECIPES, assert_bits, on_devices, randomize
+from torch.distributed.fsdp import fully_shard
 
 import qshard
 from qshard import nn
@@ -329,7 +332,7 @@ def test_offloading_of_torch(device, wrap):
 
 @pytest.mark.parametrize("format", ["float8_delayed", "float8_blockwise", "nvfp4", "mxfp8"])
 def test_a_window_goes_without_its_buffer(format):
-    """Of one matrix of several its own rows alone are handed to hooks."""
+    """Hooks are handed the own rows of one matrix of several, and no others."""
     results = []
     for offloads in (False, True):
         experts = torch.nn.Parameter(ops.quantize(draw(4, 32, 64, seed=2), format))
@@ -357,6 +360,42 @@ def test_checkpointing_recomputes_what_it_kept():
         y.sum().backward()
         results.append(x.grad)
     assert_bits(*results)
+
+
+def sharded_gradients(formats):
+    """Of FSDP2, which frees what was gathered after forward: without hooks, and with each kind of them."""
+    right = {}
+    for format in formats:
+        for reshards in (True, False):
+            results = []
+            for way in ("no hooks", "identity", "copies", "checkpoint"):
+                device = rank_device()
+                torch.manual_seed(0)
+                model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64)) for _ in range(3)])
+                qshard.quantize_(model.to(device), RECIPES[format])
+                for block in (*model, model):
+                    fully_shard(block, mesh=full_mesh(), reshard_after_forward=reshards)
+                x = draw(8, 64, device=device).requires_grad_()
+                if way == "checkpoint":
+                    y = x
+                    for block in model:
+                        y = torch.utils.checkpoint.checkpoint(block, y, use_reentrant=False)
+                elif way == "no hooks":
+                    y = model(x)
+                else:
+                    same = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+                    with same if way == "identity" else offloading()[0]:
+                        y = model(x)
+                y.square().sum().backward()
+                results.append([x.grad, *(p.grad.to_local() for p in model.parameters())])
+                right[format, reshards, way] = all(map(torch.equal, results[0], results[-1]))
+    return right
+
+
+@on_worlds(2)
+def test_hooks_under_fsdp2(world):
+    for right in world.run(sharded_gradients, ("float8_delayed", "float8_blockwise", "mxfp8_1x32")):
+        assert len(right) == 24 and all(right.values()), right
 
 
 @pytest.mark.parametrize("format", FORMATS)
