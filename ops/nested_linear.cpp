@@ -1,8 +1,11 @@
 // linear of nested tensors, strided and jagged. torch's own linear takes them, and asks its
 // backends (dispatch/nested.cpp): ours reads codes there. A jagged tensor runs on its values, as
 // the operator would.
+#include <fmt/format.h>
+
 #include <torch/library.h>
 
+#include "dispatch/quantized_tensor_impl.h"
 #include "ops/autograd.h"
 #include "ops/dynamic_weight.h"
 
@@ -42,6 +45,11 @@ Tensor used_weight(const Tensor& weight, std::optional<c10::string_view> format,
 Tensor linear_nested(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                      bool weight_only, std::optional<c10::string_view> format,
                      WeightState weight_state, const OptionalTensor& residual, bool) {
+  TORCH_CHECK_TYPE(input.is_nested() && !weight.is_nested(),
+                   fmt::format("qshard::linear: the weight must be a strided tensor, and nested is "
+                               "what the input alone may be; got an input that is {} and a weight "
+                               "that is {}",
+                               describe(input), describe(weight)));
   const Tensor used = used_weight(weight, format, weight_state, weight_only, input.scalar_type());
   const Tensor output = at::linear(input, used, bias);
   return residual && residual->defined() ? *residual + output : output;
