@@ -26,10 +26,10 @@ LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
       fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
                   describe(weight), weight.strides().vec()));
   require_shown(buffer, op);
-  return {
-      matrix_of({buffer->layout(), buffer->image(), buffer->grid(), rows->first}, weight.size(0)),
-      buffer->scaling_state().amax_history, buffer->scaling_state().scaling_amax,
-      &buffer->last_input()};
+  return {matrix_of({buffer->layout(), buffer->image(), buffer->grid().read(), rows->first},
+                    weight.size(0)),
+          buffer->scaling_state().amax_history, buffer->scaling_state().scaling_amax,
+          &buffer->last_input()};
 }
 
 bool is_row_window(const at::Tensor& tensor) {
@@ -56,6 +56,14 @@ std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {
       {"aten::addmm", {"mat1", "mat2"}},
       {"aten::addmm_", {"mat1", "mat2"}},
       {"aten::_sparse_addmm", {"mat1", "mat2"}},
+      // These come here with out= alone; without it they are made of the others.
+      {"aten::matmul", {"self", "other"}},
+      {"aten::linalg_matmul", {"self", "other"}},
+      {"aten::inner", {"self", "other"}},
+      {"aten::tensordot", {"self", "other"}},
+      {"aten::linalg_multi_dot", {"tensors"}},
+      {"aten::chain_matmul", {"matrices"}},
+      {"aten::linear", {"input", "weight"}},
       {"aten::bmm", {"self", "mat2"}},
       {"aten::mv", {"self", "vec"}},
       {"aten::addmv", {"mat", "vec"}},

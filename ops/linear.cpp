@@ -86,13 +86,14 @@ LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const
 
 namespace {
 
-/// Compiled code saves a quantized weight as any tensor, and a hook may have made values of it.
+/// Compiled code saves a quantized weight as any tensor, and a hook may have made values of it; so
+/// does eager code where the image that backward reads comes by a later gather.
 /// Quantizing them gives its codes back where these follow from the values alone.
 void check_codes_can_be_made_again(const Format& format, const char* op) {
   TORCH_CHECK(format.amax_history.length == 0 && !format.stochastic_rounding && !format.columnwise,
               fmt::format("{}: a hook on saved tensors made plain values of a {} weight, whose "
                           "codes do not follow from them; use one that keeps tensors as they are, "
-                          "as save_on_cpu() without pin_memory does, or eager mode",
+                          "as save_on_cpu() without pin_memory does",
                           op, format.name));
 }
 
@@ -394,9 +395,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 
 Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   PlainGuard guard;
-  const auto plain = [](const Tensor& tensor) {
-    return has_key(tensor) ? value_of(tensor) : tensor;
-  };
+  const auto plain = [](const Tensor& tensor) { return dequantized_codes(tensor, "aten::linear"); };
   const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
   if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
   if (goes_the_way_of_matmul(weight)) return linear_by_matmul(plain(input), weight, plain_bias);
