@@ -69,7 +69,7 @@ BufferPtr QuantizedBuffer::copy(const CopyTo& to) {
     copy_storage(copy->planes_.code_storage(), planes_.code_storage());
   } else {
     copy->image().copy_(image(), to.non_blocking);
-    if (grid().defined()) copy->grid().copy_(grid(), to.non_blocking);
+    if (grid().defined()) copy->grid().write().copy_(grid().read(), to.non_blocking);
   }
   if (master().defined()) check_master_is_allocated();
   if (is_bytewise && master().defined()) {
@@ -77,34 +77,40 @@ BufferPtr QuantizedBuffer::copy(const CopyTo& to) {
   } else if (master().defined()) {
     copy->master().copy_(master(), to.non_blocking);
   }
-  if (pending().defined()) {
-    copy->planes_.set_pending(pending().to(to.device, to.dtype, to.non_blocking, /*copy=*/true));
+  const bool is_rounded = !keeps_master() && to.dtype != dtype_ && dtype_ != at::kFloat;
+  if (pending().defined() || is_rounded) {
+    copy->planes_.set_pending(value_plane().to(to.device, to.dtype, to.non_blocking,
+                                               /*copy=*/true));
   }
   copy->copy_flush_state(*this);
+  // The value is what the codes show, rounded to a narrow dtype, and in another one no codes show
+  // just that.
+  if (is_rounded) copy->written();
   return copy;
 }
 
 // ------------------------------------------------------------------------------------- rows
 
 bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows,
-                                     int64_t place, bool non_blocking) {
+                                     bool non_blocking) {
+  from.complete();
   // Codes that this rank alone has made of a pending write are not the value yet.
   if (!from.is_shown() || from.pending().defined()) return false;
   // The same codes show another value in another dtype.
   if (dtype_ != from.dtype_ || (keeps_master() && !from.keeps_master())) return false;
 
-  const int64_t live_rows = layout().placed(place).live_rows();
+  const int64_t live_rows = layout().live_rows();
   const int64_t generation = from.generation();
   const bool is_same_generation = this->generation() == generation;
   const bool is_whole = live_rows == 0 || (to_rows.first == 0 && to_rows.count >= live_rows);
-  if (!is_whole && (!is_same_generation || !is_shown())) return false;
+  // Beside codes that this rank alone made, a pending write is the value of the other rows.
+  if (!is_whole && (!is_same_generation || !is_shown() || pending().defined())) return false;
 
   from.check_is_allocated();
   check_is_allocated();
   complete();
   complete_image_copies();
   from.flush_state_.flushed().wait();
-  placement_.place(place);
   if (to_rows.count > 0) {
     copy_rows(image(), to_rows, from.image(), from_rows, non_blocking);
     if (keeps_master()) copy_rows(master(), to_rows, from.value_plane(), from_rows, non_blocking);
@@ -114,8 +120,8 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
     return true;
   }
   if (!is_same_generation) {
-    planes_.copy_borrowed_grid(layout());
-    if (grid().defined()) grid().copy_(from.grid(), non_blocking);
+    planes_.own_grid(layout());
+    if (grid().defined()) grid().write().copy_(from.grid().read(), non_blocking);
     scaling_state_.copy_from(from.scaling_state_);
     grid_snapshot_.reset();
   }
@@ -143,8 +149,9 @@ BufferPtr QuantizedBuffer::concatenate(const std::vector<std::pair<Ptr, RowWindo
     }
     next += rows.count;
   }
-  if (whole->grid().defined()) whole->grid().copy_(first->grid());
-  whole->adopt_parameter(*first, /*is_shard=*/false);  // a copy
+  if (whole->grid().defined()) whole->grid().write().copy_(first->grid().read());
+  whole->scaling_state_ = first->scaling_state_.copy_to(whole->device());
+  whole->placement_.share_scale(first->placement_.scale_group());
   whole->copy_flush_state(*first);
   return whole;
 }
@@ -162,9 +169,10 @@ BufferPtr QuantizedBuffer::image_copy(const Ptr& from, at::Device device) {
   const Layout& layout = from->layout();
   const auto bytes =
       at::empty({layout.image_bytes()}, at::TensorOptions().dtype(at::kByte).device(device));
-  at::Tensor grid;
+  Grid grid;
   if (from->grid().defined()) {
-    grid = at::empty(from->grid().sizes(), from->grid().options().device(device));
+    const at::Tensor& known = from->grid().read();
+    grid = Grid::owned(at::empty(known.sizes(), known.options().device(device)));
   }
   auto copy = c10::make_intrusive<QuantizedBuffer>(from->placement_, from->dtype_,
                                                    Planes::over_image(bytes, grid, layout));
@@ -205,7 +213,7 @@ void QuantizedBuffer::refresh_from_original() {
   if (this->generation() == generation) return;
   from->flush_state_.flushed().wait();
   image().copy_(from->image(), /*non_blocking=*/true);
-  if (grid().defined()) grid().copy_(from->grid(), /*non_blocking=*/true);
+  if (grid().defined()) grid().write().copy_(from->grid().read(), /*non_blocking=*/true);
   grid_snapshot_.reset();
   flush_state_.join(generation);
 }
@@ -224,7 +232,7 @@ void QuantizedBuffer::take_planes_of(QuantizedBuffer& from) {
   const at::Device here = device();
   auto planes = Planes::allocate(layout(), dtype_, from.keeps_master(), here, Fill::kNothing);
   planes.image().copy_(from.image());
-  if (grid().defined()) planes.grid().copy_(from.grid());
+  if (grid().defined()) planes.grid().write().copy_(from.grid().read());
   if (from.keeps_master()) planes.master().copy_(from.value_plane());
   if (from.pending().defined()) {
     planes.set_pending(from.pending().to(here, dtype_, /*non_blocking=*/false, /*copy=*/true));
@@ -304,7 +312,7 @@ at::Tensor QuantizedBuffer::pack() {
   packed.image.copy_(image());
   if (keeps_master()) check_master_is_allocated();
   if (keeps_master()) packed.master.copy_(master());
-  if (grid().defined()) packed.grid.copy_(grid());
+  if (grid().defined()) packed.grid.copy_(grid().read());
   return bytes;
 }
 
@@ -320,7 +328,7 @@ BufferPtr QuantizedBuffer::unpack(const at::Tensor& bytes, const at::Tensor& pen
   const PackedPlanes packed(bytes.clone(), layout, dtype, keeps_master);
   buffer->image().copy_(packed.image);
   if (keeps_master) buffer->master().copy_(packed.master);
-  if (packed.grid.defined()) buffer->grid().copy_(packed.grid);
+  if (packed.grid.defined()) buffer->grid().write().copy_(packed.grid);
   if (pending.defined()) buffer->planes_.set_pending(pending.clone(at::MemoryFormat::Contiguous));
   // Codes that a local flush made stand for their value: quantizing that again gives other bytes.
   const bool has_value = pending.defined() || keeps_master;
@@ -340,7 +348,7 @@ void QuantizedBuffer::fill_from(QuantizedBuffer& from) {
   placement_ = from.placement_;
   image().copy_(from.image());
   write_codes();
-  if (grid().defined()) grid().copy_(from.grid());
+  if (grid().defined()) grid().write().copy_(from.grid().read());
   if (keeps_master()) master().copy_(from.master());
   planes_.set_pending(from.pending());
   scaling_state_.copy_from(from.scaling_state_);

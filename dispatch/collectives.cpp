@@ -30,6 +30,7 @@
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/received_work.h"
 #include "dispatch/registration.h"
+#include "dispatch/write_scope.h"
 
 namespace qshard {
 namespace {
@@ -88,11 +89,12 @@ void convert_tensors(c10::IValue& value, const Convert& convert) {
 }
 
 /// Has the work that c10d returned call `arrived` when it is done.
-void call_when_done(torch::jit::Stack& stack, std::function<void()> arrived) {
+void call_when_done(torch::jit::Stack& stack, std::function<void()> arrived,
+                    std::function<void(const ReceivedWork::Ptr&)> by_future = {}) {
   auto work = stack.back().toCustomClass<c10d::Work>();
   if (!work) return;
-  stack.back() =
-      ReceivedWork::Ptr(c10::make_intrusive<ReceivedWork>(std::move(work), std::move(arrived)));
+  stack.back() = ReceivedWork::Ptr(
+      c10::make_intrusive<ReceivedWork>(std::move(work), std::move(arrived), std::move(by_future)));
 }
 
 /// The master of this buffer was, or is about to be, written through a plain alias.
@@ -130,16 +132,10 @@ class StandIns {
 
   at::Tensor receive(const at::Tensor& tensor) {
     if (!has_key(tensor)) return tensor;
-    QuantizedBuffer& buffer = buffer_of(tensor);
-    const bool made_pending = !buffer.keeps_master() && !buffer.pending().defined();
-    received_.push_back({tensor, {}, {}, made_pending});
+    const WriteScope scope(tensor);
+    received_.push_back({scope, {}, {}});
     Received& entry = received_.back();
-    if (tensor.numel() == 0) {  // the shard of a rank without rows: it needs no plane
-      entry.plain = entry.target = at::empty(
-          tensor.sizes(), at::TensorOptions().dtype(tensor.dtype()).device(tensor.device()));
-      return entry.plain;
-    }
-    entry.target = window(buffer.write_plane(), tensor);
+    entry.target = scope.plane();
     entry.plain = entry.target.contiguous();
     return entry.plain;
   }
@@ -155,33 +151,41 @@ class StandIns {
 
   /// And, of c10d's asynchronous work, says it again when that is done.
   void mark_written(torch::jit::Stack& stack) {
-    for (const Received& entry : received_) bump_and_mark_written(entry.quantized);
+    for (const Received& entry : received_) entry.scope.commit();
     if (!is_async_ || received_.empty()) return;
-    call_when_done(stack, [received = received_] {
+    const auto arrive = [received = received_] {
       for (const Received& entry : received) {
         entry.put_where_values_are();
-        bump_and_mark_written(entry.quantized);
+        entry.scope.commit();
+      }
+    };
+    if (!is_point_to_point(op_.operator_name().name)) {
+      // All ranks are in this collective: a flush on the way waits for it, and sees what arrives.
+      const auto work = stack.back().toCustomClass<c10d::Work>();
+      for (const Received& entry : received_) {
+        const at::Tensor& tensor = entry.scope.tensor();
+        if (work && tensor.numel() > 0) buffer_of(tensor).expect(entry.arrival(work));
+      }
+    }
+    call_when_done(stack, arrive, [received = received_](const ReceivedWork::Ptr& work) {
+      for (const Received& entry : received) {
+        const at::Tensor& tensor = entry.scope.tensor();
+        if (tensor.numel() > 0) buffer_of(tensor).expect(entry.arrival(work));
+        entry.scope.commit();  // again: what was flushed before was not what arrives
       }
     });
   }
 
-  /// After an error: planes made only for this call go. A master may hold part of what was sent,
-  /// and the peers count theirs as written.
+  /// After an error. A master may hold part of what was sent, and the peers count theirs as
+  /// written.
   void roll_back() {
-    for (const Received& entry : received_) {
-      QuantizedBuffer& buffer = buffer_of(entry.quantized);
-      if (entry.made_pending) {
-        buffer.drop_pending();
-      } else if (buffer.keeps_master() || buffer.pending().defined()) {
-        buffer.written();
-      }
-    }
+    for (const Received& entry : received_) entry.scope.roll_back(/*may_have_written=*/true);
   }
 
   /// The caller's tensor for a result that is one of the stand-ins.
   at::Tensor restore(const at::Tensor& result) const {
     for (const Received& entry : received_) {
-      if (result.is_same(entry.plain)) return entry.quantized;
+      if (result.is_same(entry.plain)) return entry.scope.tensor();
     }
     for (const Read& entry : read_) {
       if (result.is_same(entry.plain)) return entry.quantized;
@@ -195,16 +199,30 @@ class StandIns {
     at::Tensor plain;
   };
   struct Received {
-    at::Tensor quantized;
+    WriteScope scope;
     at::Tensor plain;   // what the collective writes
     at::Tensor target;  // the same elements of the plane
-    bool made_pending;
+
+    /// The same for a flush, which the buffer keeps: it must not keep the buffer.
+    std::function<void(QuantizedBuffer&)> arrival(const ReceivedWork::Ptr& work) const {
+      const at::Tensor& quantized = scope.tensor();
+      return [work, target = target, sizes = quantized.sizes().vec(),
+              strides = quantized.strides().vec(),
+              offset = quantized.storage_offset()](QuantizedBuffer& buffer) {
+        work->wait();
+        PlainGuard guard;
+        const at::Tensor plane = buffer.write_plane();
+        const at::Tensor now = plane.as_strided(sizes, strides, plane.storage_offset() + offset);
+        if (now.const_data_ptr() != target.const_data_ptr()) now.copy_(target);
+        buffer.written();
+      };
+    }
 
     /// A flush in between dropped the pending write that was received into.
     void put_where_values_are() const {
-      if (quantized.numel() == 0) return;
+      if (target.numel() == 0) return;
       PlainGuard guard;
-      const at::Tensor now = window(buffer_of(quantized).write_plane(), quantized);
+      const at::Tensor now = scope.plane();
       if (now.const_data_ptr() != target.const_data_ptr()) now.copy_(target);
     }
   };

@@ -9,6 +9,8 @@
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/shard_to_be.h"
+#include "dispatch/write_scope.h"
 
 namespace qshard {
 namespace {
@@ -25,7 +27,6 @@ bool same_kind(const QuantizedBuffer& a, const QuantizedBuffer& b) {
 /// Equal windows of rows of one logical tensor.
 struct RowCopy {
   RowWindow to, from;
-  int64_t place;  // the logical row that row 0 of the target's buffer gets
 };
 
 std::optional<RowCopy> row_copy(const at::Tensor& self, const at::Tensor& src) {
@@ -35,40 +36,36 @@ std::optional<RowCopy> row_copy(const at::Tensor& self, const at::Tensor& src) {
   const auto to_rows = row_window(self);
   const auto from_rows = row_window(src);
   if (!to_rows || !from_rows) return std::nullopt;
-  if (self.numel() == 0) return RowCopy{*to_rows, *from_rows, to.layout().row_offset};
-  if (!from.placement().is_placed()) return std::nullopt;
+  // The same rows of the logical tensor: where a rank has none of them, too, its place says so.
   const int64_t place = from.layout().row_offset + from_rows->first - to_rows->first;
-  const bool fits = to.placement().is_placed() ? place == to.layout().row_offset : place >= 0;
-  return fits ? std::optional(RowCopy{*to_rows, *from_rows, place}) : std::nullopt;
+  if (place != to.layout().row_offset) return std::nullopt;
+  return RowCopy{*to_rows, *from_rows};
 }
 
 void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
-  QuantizedBuffer& buffer = buffer_of(self);
-  const bool had_pending = buffer.pending().defined();
   const bool is_itself = self.is_same(src);  // nothing to copy, whatever its strides
   if (!is_itself) at::assert_no_internal_overlap(self);
+  const WriteScope scope(self);
   try {
-    const at::Tensor plane = self.numel() > 0 ? buffer.write_plane() : at::Tensor();
-    if (plane.defined() && !is_itself) {
-      // A window costs a dispatch; the usual copy, from a plain tensor, needs none.
-      const bool is_quantized = has_key(src);
-      const bool is_whole = !is_quantized && self.sizes() == plane.sizes() && self.is_contiguous();
-      // Of the plane that is written, if they share it: as of plain tensors, torch refuses sources
-      // that overlap the target.
-      (is_whole ? plane : window(plane, self))
-          .copy_(is_quantized ? value_of(src) : src, non_blocking);
-    }
+    const at::Tensor plane = has_key(src) ? scope.plane() : scope.whole_plane();
+    // A source in the same plane is read there: as with plain tensors, torch refuses sources
+    // that overlap the target.
+    if (!is_itself) plane.copy_(has_key(src) ? value_of(src) : src, non_blocking);
   } catch (...) {
-    if (!had_pending) buffer.drop_pending();
+    scope.roll_back(/*may_have_written=*/false);
     throw;
   }
-  self.numel() == 0 ? buffer.written_nothing() : buffer.written();
+  scope.commit_before_bump();
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   PlainGuard guard;
   const bool from_quantized = has_key(src);
   if (!has_key(self)) {
+    if (at::Tensor shard = become_shard(self, src); shard.defined()) {
+      copy_(shard, src, non_blocking);
+      if (has_key(self)) return self;
+    }
     return self.copy_(value_of(src), non_blocking);
   }
   c10::OptionalDeviceGuard device_guard(self.device());
@@ -79,11 +76,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
     QuantizedBuffer& buffer = buffer_of(self);
     const bool is_itself = &buffer == &buffer_of(src);  // of overlaps torch has the word
     if (const auto copy = is_itself ? std::nullopt : row_copy(self, src)) {
-      if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, copy->place, non_blocking)) {
-        buffer.note_before_bump();
+      if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, non_blocking)) {
+        buffer.note_before_bump(*self.unsafeGetTensorImpl());
         return self;
       }
-      buffer.place(copy->place);
     }
   }
   write_values(self, src, non_blocking);
@@ -92,16 +88,30 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
 
 // -------------------------------------------------------------------- clone and _to_copy
 
+/// Whether these are all live rows, or no row of those that a rank has: one without rows cannot
+/// tell.
+bool shows_rows(const at::Tensor& self) {
+  const auto rows = row_window(self);
+  return rows && (rows->count == 0 || covers_live_rows(self));
+}
+
 /// Whether a copy of `self` keeps the kind: of all live rows, in their order or transposed. Rows
 /// and columns out of the middle are copied as the values they are.
 bool shows_whole_buffer(const at::Tensor& self) {
   return self.dim() >= 2 && !impl_of(self).is_export() &&
-         (covers_live_rows(self) || (self.dim() == 2 && covers_live_rows(self.t())));
+         (shows_rows(self) || (self.dim() == 2 && shows_rows(self.t())));
+}
+
+/// Whether a copy in this memory format has the strides of `self`, which a quantized copy keeps.
+bool keeps_strides(const at::Tensor& self, std::optional<at::MemoryFormat> format) {
+  const auto wanted = format.value_or(at::MemoryFormat::Preserve);
+  return wanted == at::MemoryFormat::Preserve ||
+         (wanted == at::MemoryFormat::Contiguous && self.is_contiguous());
 }
 
 at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format) {
   const auto& impl = impl_of(self);
-  if (impl.is_export() || self.dim() < 2 || !covers_live_rows(self)) {
+  if (!keeps_strides(self, format) || impl.is_export() || self.dim() < 2 || !shows_rows(self)) {
     return value_copy(self, format.value_or(at::MemoryFormat::Preserve));
   }
   c10::OptionalDeviceGuard device_guard(self.device());
@@ -118,12 +128,13 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_a
       is_value_dtype(dtype) && c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(device.is_meta() ? self.device() : device);
-  if (!narrows || layout.value_or(at::kStrided) != at::kStrided || !shows_whole_buffer(self)) {
+  if (!narrows || layout.value_or(at::kStrided) != at::kStrided || !shows_whole_buffer(self) ||
+      !keeps_strides(self, memory_format)) {
     return at::_to_copy(value_of(self), dtype, layout, device, pinned, non_blocking, memory_format);
   }
   const BufferPtr& from = impl_of(self).buffer();
   const bool moves_image = non_blocking && dtype == from->dtype() && !device.is_meta() &&
-                           !from->is_meta() && from->placement().may_be_share();
+                           !from->is_meta() && from->placement().is_share();
   auto copy = moves_image ? QuantizedBuffer::image_copy(from->original(), device)
                           : from->copy({dtype, device, non_blocking, pinned.value_or(false)});
   return make_tensor(std::move(copy), self.sizes(), self.strides(), self.storage_offset());
@@ -143,11 +154,12 @@ std::vector<Piece> consecutive_rows(const at::ITensorListRef& tensors) {
     QuantizedBuffer& buffer = buffer_of(tensor);
     QuantizedBuffer& head = buffer_of(first);
     const auto rows = row_window(tensor);
-    const bool fits = rows && same_kind(buffer, head) && buffer.dtype() == head.dtype() &&
-                      buffer.device() == head.device() && buffer.is_shown() && !buffer.is_meta() &&
-                      !buffer.pending().defined() && buffer.generation() == head.generation() &&
+    // Pieces without rows do not tell whether they would follow one another.
+    const bool fits = rows && rows->count > 0 && same_kind(buffer, head) &&
+                      buffer.dtype() == head.dtype() && buffer.device() == head.device() &&
+                      buffer.is_shown() && !buffer.is_meta() && !buffer.pending().defined() &&
+                      buffer.generation() == head.generation() &&
                       buffer.keeps_master() == head.keeps_master() &&
-                      buffer.placement().is_placed() &&
                       tensor.sizes().slice(1) == first.sizes().slice(1);
     if (!fits) return {};
     if (!pieces.empty()) {
@@ -240,7 +252,8 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 
 void record_stream(at::Tensor& self, at::Stream stream) {
   const QuantizedBuffer& buffer = buffer_of(self);
-  for (const auto& plane : {buffer.image(), buffer.master(), buffer.grid(), buffer.pending()}) {
+  for (const auto& plane :
+       {buffer.image(), buffer.master(), buffer.grid().read(), buffer.pending()}) {
     if (plane.defined()) plane.record_stream(stream);
   }
 }

@@ -1,12 +1,20 @@
 // Factories that take a quantized template.
 //
-// `new_zeros`, `new_empty` and `empty_like` keep the kind: FSDP2's padding and `to_empty` rest on
-// them. Optimizers make their states with `zeros_like`, which must be plain.
+// They make plain tensors, as everywhere in torch: what people write into them are values.
+// FSDP2's constructor and nn.Module._apply, which make shards and weights by factories, say so
+// beforehand (make_shards). Where code like FSDP2's does not, rows that are copied into new memory
+// for a shard make it one (shard_to_be.h).
 #include <ATen/ExpandUtils.h>
+#include <c10/util/safe_numerics.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <optional>
 
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/shard_to_be.h"
 
 namespace qshard {
 namespace {
@@ -37,40 +45,39 @@ bool keeps_kind(const at::Tensor& self, at::ScalarType dtype) {
   return is_value_dtype(dtype) && c10::elementSize(dtype) <= c10::elementSize(self.scalar_type());
 }
 
-bool same_inner_shape(const at::Tensor& self, at::IntArrayRef sizes) {
-  return self.dim() == static_cast<int64_t>(sizes.size()) &&
-         self.sizes().slice(1).equals(sizes.slice(1));
+/// Whether a shard of the logical tensor that `self` is a window of can have these sizes.
+bool can_be_shard(const at::Tensor& self, at::IntArrayRef sizes) {
+  const Layout& layout = buffer_of(self).layout();
+  return self.dim() >= 2 && self.dim() == static_cast<int64_t>(sizes.size()) &&
+         self.sizes().slice(1).equals(sizes.slice(1)) && sizes.back() == layout.cols &&
+         c10::multiply_integers(sizes.slice(0, sizes.size() - 1)) <= layout.logical_rows;
 }
 
-/// The layout of a new tensor of `sizes`. Rows that fit the template's logical tensor may become a
-/// shard of it, unplaced until a quantized copy_ says which. Other shapes are
-/// logical tensors of their own, and plain ones where the format has no such shape.
-Layout layout_for(const at::Tensor& self, at::IntArrayRef sizes) {
-  const int64_t rows = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
-  const Layout layout = buffer_of(self).layout().holding(rows).with_images(Images::kAll);
-  if (same_inner_shape(self, sizes) && sizes.back() == layout.cols && rows <= layout.logical_rows) {
-    return layout.placed(Layout::kUnplaced);
-  }
-  return layout.with_cols(sizes.back()).own_tensor(sizes[sizes.size() - 2]);
-}
+/// What factories make on this thread (make_shards).
+thread_local std::optional<int64_t> t_shards;
 
-/// Row padding and ranks without rows live by what new_zeros leaves: zeros, with the template's
-/// scales. What new_empty and empty_like leave is as undefined as a plain tensor's.
-at::Tensor new_quantized(const at::Tensor& self, at::IntArrayRef sizes, const NewArgs& args,
-                         Fill fill, std::optional<int64_t> row_offset = std::nullopt) {
-  PlainGuard guard;
+/// FSDP2 cuts the rows of `self` into chunks of as many rows as `sizes` have, the last ones padded,
+/// one for each rank. This is the rank's, without values. Row padding and ranks without rows live
+/// by what new_zeros leaves: zeros, with the template's scales.
+at::Tensor make_shard(const at::Tensor& self, at::IntArrayRef sizes, const NewArgs& args, Fill fill,
+                      int64_t rank) {
   QuantizedBuffer& from = buffer_of(self);
-  Layout layout = layout_for(self, sizes);
-  if (!layout.fits()) return at::zeros(sizes, args.plain());
-  if (layout.row_offset != Layout::kUnplaced) {
-    return make_tensor(
-        QuantizedBuffer::allocate(layout, args.dtype, from.keeps_master(), args.device), sizes);
-  }
-  if (row_offset) layout = layout.placed(*row_offset);
-  // FSDP2 makes padded shards like this of whole ones; rows out of a window are nobody's share.
-  const bool is_shard = covers_live_rows(self) && layout.rows >= from.layout().live_rows();
-  return make_tensor(
-      QuantizedBuffer::like_rows(from, layout, args.dtype, args.device, fill, is_shard), sizes);
+  const auto rows = row_window(self);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      rows && can_be_shard(self, sizes),
+      fmt::format("qshard: this quantized parameter is sharded by another dimension than its rows "
+                  "(a shard of shape {} of a {}); rows are the unit of quantized shards. Return "
+                  "Shard(0) from shard_placement_fn",
+                  sizes, describe(self)));
+  const int64_t held = c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
+  int64_t row = 0;
+  const bool is_beyond = c10::mul_overflows(rank, held, &row) ||
+                         c10::add_overflows(row, from.layout().row_offset + rows->first, &row);
+  if (is_beyond) row = from.layout().logical_rows;  // cut() ends there
+  const bool is_whole = covers_live_rows(self) && held >= from.layout().live_rows();
+  auto shard = QuantizedBuffer::like_rows(from, from.placement().cut(row, held, is_whole),
+                                          args.dtype, args.device, fill);
+  return make_tensor(std::move(shard), sizes);
 }
 
 /// `new_empty([])` is what DCP's stager and others build `set_(storage, ...)` on: it carries the
@@ -79,22 +86,35 @@ at::Tensor rebuild_template(const at::Tensor& self, const NewArgs& args) {
   return make_tensor(QuantizedBuffer::without_bytes(buffer_of(self), args.dtype, args.device), {});
 }
 
+at::Tensor new_tensor(const at::Tensor& self, at::IntArrayRef sizes, const NewArgs& args,
+                      Fill fill) {
+  PlainGuard guard;
+  if (keeps_kind(self, args.dtype)) {
+    const bool is_alike = self.dim() == static_cast<int64_t>(sizes.size());  // not its new_empty(0)
+    if (t_shards && *t_shards != kSameRows && is_alike) {
+      return make_shard(self, sizes, args, fill, *t_shards);
+    }
+    if (can_be_shard(self, sizes) && !args.device.is_meta()) {
+      return make_shard_to_be(self, sizes, args.plain(), fill);
+    }
+  }
+  return fill == Fill::kZeros ? at::zeros(sizes, args.plain()) : at::empty(sizes, args.plain());
+}
+
 at::Tensor new_empty(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg dtype, LayoutArg,
                      DeviceArg device, BoolArg pinned) {
   const NewArgs args(self, dtype, device, pinned);
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
-  const bool is_plain = self.dim() == 0 || sizes.size() == 1;  // as of a scalar, or for a row
-  if (!keeps_kind(self, args.dtype) || is_plain) return at::empty(sizes, args.plain());
-  if (sizes.empty()) return rebuild_template(self, args);
-  return new_quantized(self, sizes, args, Fill::kNothing);
+  if (sizes.empty() && self.dim() > 0 && keeps_kind(self, args.dtype)) {
+    return rebuild_template(self, args);
+  }
+  return new_tensor(self, sizes, args, Fill::kNothing);
 }
 
 at::Tensor new_zeros(const at::Tensor& self, c10::SymIntArrayRef size, DTypeArg dtype, LayoutArg,
                      DeviceArg device, BoolArg pinned) {
-  const NewArgs args(self, dtype, device, pinned);
-  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
-  if (!keeps_kind(self, args.dtype) || sizes.size() < 2) return at::zeros(sizes, args.plain());
-  return new_quantized(self, sizes, args, Fill::kZeros);
+  return new_tensor(self, C10_AS_INTARRAYREF_SLOW(size), NewArgs(self, dtype, device, pinned),
+                    Fill::kZeros);
 }
 
 /// As torch's own: dense strides in the order of `self`'s, unless another format is asked for.
@@ -106,22 +126,21 @@ at::Tensor plain_like(const at::Tensor& self, const NewArgs& args, FormatArg for
                            args.plain());
 }
 
+/// On meta there are no values, and a weight that is made there, by transformers and DCP for one,
+/// is quantized before it has any: then it gets memory here.
 at::Tensor empty_like(const at::Tensor& self, DTypeArg dtype, LayoutArg layout, DeviceArg device,
                       BoolArg pinned, FormatArg format) {
   const NewArgs args(self, dtype, device, pinned);
-  const auto rows = row_window(self);
-  const bool is_whole_rows =
-      self.dim() >= 2 && rows && self.size(-1) == buffer_of(self).layout().cols;
-  if (!keeps_kind(self, args.dtype) || !is_whole_rows ||
-      layout.value_or(at::kStrided) != at::kStrided) {
-    return plain_like(self, args, format);
+  const bool stays = keeps_kind(self, args.dtype) && self.is_contiguous() &&
+                     layout.value_or(at::kStrided) == at::kStrided &&
+                     can_be_shard(self, self.sizes()) && row_window(self) &&
+                     format.value_or(at::MemoryFormat::Preserve) == at::MemoryFormat::Preserve;
+  if (!stays) return plain_like(self, args, format);
+  PlainGuard guard;
+  if (t_shards || self.is_meta() || args.device.is_meta()) {
+    return make_shard(self, self.sizes(), args, Fill::kNothing, 0);
   }
-  const QuantizedBuffer& from = buffer_of(self);
-  if (!from.placement().is_placed()) {
-    return new_quantized(self, self.sizes(), args, Fill::kNothing);
-  }
-  const int64_t offset = from.layout().row_offset;
-  return new_quantized(self, self.sizes(), args, Fill::kNothing, offset + rows->first);
+  return make_shard_to_be(self, self.sizes(), args.plain(), Fill::kNothing);
 }
 
 at::Tensor zeros_like(const at::Tensor& self, DTypeArg dtype, LayoutArg, DeviceArg device,
@@ -130,6 +149,8 @@ at::Tensor zeros_like(const at::Tensor& self, DTypeArg dtype, LayoutArg, DeviceA
 }
 
 }  // namespace
+
+void make_shards(std::optional<int64_t> rank) { t_shards = rank; }
 
 void register_factories(torch::Library& aten) {
   aten.impl("new_empty", &new_empty);

@@ -13,6 +13,7 @@
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
+#include "dispatch/write_scope.h"
 
 namespace qshard {
 namespace {
@@ -53,17 +54,15 @@ class Substitution {
 
   at::Tensor write(const at::Tensor& tensor) {
     if (!is_quantized_argument(tensor)) return tensor;
-    QuantizedBuffer& buffer = buffer_of(tensor);
-    const bool made_pending = makes_pending(buffer);
-    at::Tensor plane = tensor.numel() == 0 ? buffer.value_plane() : buffer.write_plane();
-    writes_.push_back({tensor, window(plane, tensor), Kind::kInPlace, made_pending});
+    const WriteScope scope(tensor);
+    writes_.push_back({scope, scope.plane(), Kind::kInPlace});
     return writes_.back().plain;
   }
 
   at::Tensor out(const at::Tensor& tensor) {
     if (!is_quantized_argument(tensor)) return tensor;
     reads_ = true;
-    writes_.push_back({tensor, value_copy(tensor), Kind::kOut, makes_pending(buffer_of(tensor))});
+    writes_.push_back({WriteScope(tensor), value_copy(tensor), Kind::kOut});
     return writes_.back().plain;
   }
 
@@ -71,36 +70,25 @@ class Substitution {
     for (const Write& write : writes_) {
       if (write.kind != Kind::kOut) continue;
       check_shape(write);
-      at::assert_no_internal_overlap(write.quantized);
+      at::assert_no_internal_overlap(write.scope.tensor());
     }
     for (const Write& write : writes_) {
-      QuantizedBuffer& buffer = buffer_of(write.quantized);
-      if (write.kind == Kind::kOut && write.quantized.numel() > 0) {
-        window(buffer.write_plane(), write.quantized).copy_(write.plain);
-      }
-      bump_and_mark_written(write.quantized);
+      if (write.kind == Kind::kOut) write.scope.plane().copy_(write.plain);
+      write.scope.commit();
     }
   }
 
-  /// After an error: planes made only for this call go, so that the tensor is what it was. Where
-  /// the op may have written before it failed, a master may hold part of the result, as a plain
-  /// tensor would. Of two windows of one buffer the first has made the pending plane, for both.
+  /// After an error. What is written to out= comes after the last one.
   void roll_back(bool may_have_written) {
     for (const Write& write : writes_) {
-      QuantizedBuffer& buffer = buffer_of(write.quantized);
-      if (write.made_pending) {
-        buffer.drop_pending();
-      } else if (may_have_written && write.kind == Kind::kInPlace &&
-                 (buffer.keeps_master() || buffer.pending().defined())) {
-        buffer.written();
-      }
+      write.scope.roll_back(may_have_written && write.kind == Kind::kInPlace);
     }
   }
 
   /// The caller's tensor for a result that is one of the plain stand-ins.
   at::Tensor restore(const at::Tensor& result) const {
     for (const Write& write : writes_) {
-      if (result.is_same(write.plain)) return write.quantized;
+      if (result.is_same(write.plain)) return write.scope.tensor();
     }
     return result;
   }
@@ -108,20 +96,15 @@ class Substitution {
  private:
   enum class Kind { kInPlace, kOut };
   struct Write {
-    at::Tensor quantized;
+    WriteScope scope;
     at::Tensor plain;
     Kind kind;
-    bool made_pending;
   };
 
   std::string name_;
   bool counts_storage_;
   bool reads_ = false;
   std::vector<Write> writes_;
-
-  static bool makes_pending(const QuantizedBuffer& buffer) {
-    return !buffer.keeps_master() && !buffer.pending().defined();
-  }
 
   static bool is_quantized_argument(const at::Tensor& tensor) {
     if (!has_key(tensor)) return false;
@@ -130,10 +113,10 @@ class Substitution {
   }
 
   void check_shape(const Write& write) const {
-    TORCH_CHECK(write.plain.sizes() == write.quantized.sizes(),
+    TORCH_CHECK(write.plain.sizes() == write.scope.tensor().sizes(),
                 fmt::format("{}: out= is a {} and cannot be resized; pass a tensor of the result's "
                             "shape",
-                            name_, describe(write.quantized)));
+                            name_, describe(write.scope.tensor())));
   }
 };
 
@@ -220,8 +203,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   Substitution substitution(name, schema);
   PlainGuard guard;
   refuse_what_cannot_fall_back(op, name);
-  // Before any argument is prepared for a write, which may make an unplaced buffer a tensor of its
-  // own: a list of which one tensor was freed leaves the others as they were.
+  // Before any argument is prepared for a write: a list of which one tensor was freed leaves the
+  // others as they were.
   for (const c10::IValue& argument : torch::jit::last(*stack, schema.arguments().size())) {
     for_each_tensor(argument, check_has_value);
   }

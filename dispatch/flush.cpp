@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/requantize.h"
@@ -59,12 +60,6 @@ void check_group_is_known(const QuantizedBuffer& buffer) {
   if (buffer.can_flush_alone() || buffer.placement().group()) return;
   if (buffer.layout().holds_all_rows()) return;  // of a part of the full tensor
   const Layout& layout = buffer.layout();
-  TORCH_CHECK(
-      buffer.placement().is_placed(),
-      fmt::format("qshard::flush: this tensor is a shard of {} rows, made by new_zeros, "
-                  "new_empty or empty_like, and does not know yet which rows it holds. Copy "
-                  "from a quantized tensor, or write plain values, first",
-                  layout.logical_rows));
   TORCH_CHECK(false,
               fmt::format("qshard::flush: this tensor holds rows [{}, {}) of {} and no reduction "
                           "group is known for it yet. FSDP2's first all-gather, optimizer.step() "
@@ -155,10 +150,11 @@ void agree_on_what_is_written(const Batch& batch) {
 }  // namespace
 
 void flush_alone(const BufferPtr& buffer) {
+  buffer->settle_arrivals();
   check_group_is_known(*buffer);
   // A one-row weight looks whole on one of two ranks, and the others have its state.
-  const bool may_be_share =
-      buffer->placement().was_placed() && buffer->scaling_state().is_defined();
+  const Share* share = buffer->placement().share();
+  const bool may_be_share = share && share->is_cut && buffer->scaling_state().is_defined();
   const bool shares_scale = buffer->placement().scale_group().id != 0;
   if (!buffer->layout().holds_all_rows() || may_be_share || shares_scale) {
     // The agreed flush still has to come, from the written values.
@@ -177,7 +173,12 @@ void flush_alone(const BufferPtr& buffer) {
 
 void require_shown(const BufferPtr& buffer, const char* op) {
   buffer->check_is_allocated();
-  if (buffer->is_shown() || buffer->layout().rows == 0) return;
+  if (buffer->is_ready() || buffer->layout().rows == 0) return;
+  // Threads that serve one model may all be the first to read a weight.
+  static std::mutex first_use;
+  const std::lock_guard lock(first_use);
+  buffer->settle_bumps();
+  if (buffer->is_shown()) return;
   buffer->complete();
   if (buffer->can_flush_alone()) return flush_alone(buffer);
   const Layout& layout = buffer->layout();
@@ -200,6 +201,7 @@ void require_shown(const BufferPtr& buffer, const char* op) {
 }
 
 void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tensor& found_inf) {
+  for (const BufferPtr& buffer : buffers) buffer->settle_arrivals();
   for (const auto& batch : batches_of(buffers)) {
     spread_writes(batch);
     for (const auto& buffer : batch.buffers) {
@@ -210,6 +212,7 @@ void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tens
 }
 
 void flush_any_written(const std::vector<BufferPtr>& buffers) {
+  for (const BufferPtr& buffer : buffers) buffer->settle_arrivals();
   for (const auto& batch : batches_of(buffers)) {
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
     if (batch.groups.shard || !batch.groups.tensor.empty()) agree_on_what_is_written(batch);

@@ -36,6 +36,7 @@ class FlushState {
 
   bool is_written() const { return written_ || watch_.has_moved(); }
   bool is_shown() const { return shown_ && !watch_.has_moved(); }
+  bool is_settled_and_shown() const { return is_shown() && watch_.is_settled(); }
   bool knows_amax() const { return known_amax_.defined() && !watch_.has_moved(); }
   bool is_settled() const { return knows_amax() && is_shown(); }
   int64_t generation() const { return generation_; }
@@ -104,6 +105,11 @@ class FlushState {
   void restore(bool written, bool shown);
   /// The in-place kernel that runs now has said all; the bump that follows says nothing new.
   void note_before_bump() { watch_.note_before_bump(); }
+  void note_before_bump(const c10::TensorImpl& written) { watch_.note_before_bump(written); }
+  /// Operators that noted before a bump have returned since.
+  void settle_bumps() {
+    if (!watch_.is_settled()) watch_.settle();
+  }
   void release();
 
   static int64_t next_generation();

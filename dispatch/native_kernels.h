@@ -12,6 +12,12 @@ void register_copies(torch::Library& aten);
 void register_matmul(torch::Library& aten);
 void register_optimizers(torch::Library& aten);
 
+/// From now on, on this thread, new_zeros and new_empty of a quantized tensor make rank `rank`'s
+/// shard of it, and empty_like its own rows anew: FSDP2's constructor is at work. kSameRows:
+/// empty_like alone, for nn.Module._apply. Nothing: factories make plain tensors again.
+void make_shards(std::optional<int64_t> rank);
+constexpr int64_t kSameRows = -1;
+
 /// Boxed kernel of view ops without a hand-written kernel: runs the op on a meta tensor with the
 /// same virtual strides and wraps the result. In-place view ops (`t_`, `squeeze_`) likewise.
 /// @throws c10::Error for what plain tensors refuse, in the same words, and for views that sizes

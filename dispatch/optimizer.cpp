@@ -76,9 +76,8 @@ bool has_steppable_master(const at::Tensor& parameter) {
   const QuantizedBuffer& buffer = buffer_of(parameter);
   const Layout& layout = buffer.layout();
   if (!buffer.master().defined()) return false;
-  if (parameter.numel() == 0) return true;  // also in a place not known yet
+  if (parameter.numel() == 0) return true;
   const Placement& placement = buffer.placement();
-  if (!placement.is_placed()) return false;
   if (!placement.group() && !layout.holds_all_rows()) return false;
   const auto rows = row_window(parameter);
   return rows && rows->first == 0 && rows->count == layout.live_rows() &&
@@ -161,7 +160,7 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
     task.parameter = buffer.write_plane().mutable_data_ptr();
     task.values = task.parameter;
     task.image = buffer.image().mutable_data_ptr<uint8_t>();
-    task.grid = buffer.grid().defined() ? buffer.grid().mutable_data_ptr<float>() : nullptr;
+    task.grid = buffer.grid().mutable_data();
     task.quantizes = step_quantizes(task.layout);
     task.grad = a.grads[i].mutable_data_ptr();
     task.exp_avg = a.exp_avgs[i].mutable_data_ptr();

@@ -1,68 +1,75 @@
 #include "dispatch/placement.h"
 
-#include <fmt/format.h>
-
-#include <stdexcept>
-#include <utility>
+#include <algorithm>
 
 #include "kernels/scaling_state.h"
 
 namespace qshard {
 
-void Placement::become_own_tensor() {
-  const bool is_whole = layout_.matrix_rows != 0 && layout_.rows % layout_.matrix_rows == 0;
-  const Layout own = layout_.own_tensor(is_whole ? layout_.matrix_rows : layout_.rows);
-  if (!own.fits()) {
-    throw std::invalid_argument(fmt::format(
-        "qshard: {} rows of plain values cannot be written into a new {} tensor, which has blocks "
-        "of {} rows; copy from a quantized tensor, or quantize the values in another format",
-        own.matrix_rows, layout_.format->name, layout_.format->columnwise->block_rows));
-  }
-  layout_ = own;
-  groups_.tensor.clear();
-  scale_group_ = {};
+const Groups& Placement::groups() const {
+  static const Groups none;
+  if (const Own* own = std::get_if<Own>(&whose_)) return own->groups;
+  return share() ? share()->groups : none;
 }
 
 const std::vector<RankGroupPtr>& Placement::groups_of_full_tensor() const {
   static const std::vector<RankGroupPtr> none;
   const Format& format = *layout_.format;
   const bool has_any = format.has_tensor_scale() || state_words(format) > 0;
-  return is_adopted_ && has_any ? groups_.tensor : none;
+  return knows_groups() && has_any ? groups().tensor : none;
 }
 
-void Placement::resize(int64_t bytes, int64_t row_bytes) {
-  if (is_placed() || row_bytes == 0 || bytes % row_bytes != 0) return;
-  const int64_t rows = bytes / row_bytes;
-  if (rows <= layout_.logical_rows) layout_ = layout_.holding(rows);
+Placement Placement::cut(int64_t row, int64_t rows, bool is_whole) const {
+  Placement part(
+      layout_.with_images(Images::kAll).holding(rows).placed(std::min(row, layout_.logical_rows)),
+      Share{});
+  Share& share = part.as_share();
+  if (is_whole && this->share()) share = *this->share();
+  share.is_cut = true;
+  share.groups.tensor = groups().tensor;  // the parts of the full tensor lie where they did
+  part.scale_group_ = scale_group_;
+  return part;
+}
+
+Share& Placement::as_share() {
+  if (!is_share()) whose_ = Share{.groups = groups()};
+  return std::get<Share>(whose_);
 }
 
 void Placement::adopt(std::string_view group) {
-  const RankGroupPtr& known = groups_.shard;
+  Share& share = as_share();
+  const RankGroupPtr& known = share.groups.shard;
   const bool is_known = known ? known->name() == group : group.empty();
-  if (!is_known) groups_.shard = find_group(group);
-  is_adopted_ = true;
+  if (!is_known) share.groups.shard = find_group(group);
+  share.knows_groups = true;
 }
 
 void Placement::adopt(const Groups& groups) {
-  groups_ = groups;
-  is_adopted_ = true;
+  Share& share = as_share();
+  share.groups = groups;
+  share.knows_groups = true;
 }
 
 void Placement::set_replicas(std::string_view group) {
-  groups_.replicas.clear();
-  if (!group.empty()) groups_.replicas.push_back(find_group(group));
+  std::vector<RankGroupPtr> replicas;
+  if (!group.empty()) replicas.push_back(find_group(group));
+  if (Own* own = std::get_if<Own>(&whose_)) own->groups.replicas = std::move(replicas);
+  if (Share* share = std::get_if<Share>(&whose_)) share->groups.replicas = std::move(replicas);
 }
 
 void Placement::adopt_groups_of(const Placement& other) {
-  groups_ = other.groups_;
+  whose_ = other.is_gathered() ? std::variant<Own, Share, Gathered>() : other.whose_;
   scale_group_ = other.scale_group_;
-  is_adopted_ = other.is_adopted_;
-  was_placed_ = other.was_placed_;
 }
 
 void Placement::disown() {
-  groups_ = {};
-  is_adopted_ = false;
+  if (share() && share()->is_cut) {
+    Share copy;
+    copy.is_cut = true;
+    whose_ = std::move(copy);
+  } else if (!is_gathered()) {
+    whose_ = Own{};
+  }
 }
 
 }  // namespace qshard

@@ -44,13 +44,12 @@ int64_t Planes::master_bytes(const Layout& layout, at::ScalarType dtype) {
 }
 
 void Planes::bind_codes(const c10::Storage& codes, const Layout& layout,
-                        const at::Tensor& borrowed) {
+                        const at::Tensor& snapshot) {
   image_ = tensor_at(codes, at::kByte, 0, {layout.rows, layout.row_bytes()});
-  borrows_grid_ = borrowed.defined();
-  if (borrows_grid_) {
-    grid_ = borrowed;
+  if (snapshot.defined()) {
+    grid_ = Grid::snapshot(snapshot);
   } else if (layout.format->has_grid()) {
-    grid_ = grid_in(codes, layout);
+    grid_ = Grid::owned(grid_in(codes, layout));
   }
 }
 
@@ -71,9 +70,9 @@ Planes Planes::allocate(const Layout& layout, at::ScalarType dtype, bool keeps_m
   return planes;
 }
 
-Planes Planes::allocate_borrowing(const at::Tensor& grid, const Layout& layout,
-                                  at::ScalarType dtype, bool keeps_master, at::Device device,
-                                  Fill fill) {
+Planes Planes::allocate_with_snapshot(const at::Tensor& grid, const Layout& layout,
+                                      at::ScalarType dtype, bool keeps_master, at::Device device,
+                                      Fill fill) {
   Planes planes;
   auto codes = allocate_storage(code_bytes(layout), device, fill);
   planes.bind_codes(codes, layout, grid);
@@ -119,13 +118,13 @@ Planes Planes::over(const at::Tensor& master, const at::Tensor& codes, const Lay
   return planes;
 }
 
-Planes Planes::over_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout) {
+Planes Planes::over_image(const at::Tensor& bytes, Grid grid, const Layout& layout) {
   Planes planes;
   planes.replace_image(bytes, std::move(grid), layout);
   return planes;
 }
 
-void Planes::replace_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout) {
+void Planes::replace_image(const at::Tensor& bytes, Grid grid, const Layout& layout) {
   if (!image_.defined() || !bytes.is_alias_of(image_)) {
     image_ = bytes.view({layout.rows, layout.row_bytes()});
     storage_ = bytes.storage();
@@ -142,24 +141,18 @@ const at::Tensor& Planes::flat_image() {
 
 bool Planes::has_code_storage(const Layout& layout) const {
   return static_cast<int64_t>(code_storage().nbytes()) == code_bytes(layout) &&
-         (!grid_.defined() || grid_.storage().is_alias_of(code_storage()));
+         (!grid_.defined() || grid_.read().storage().is_alias_of(code_storage()));
 }
 
-void Planes::copy_borrowed_grid(const Layout& layout) {
-  if (!borrows_grid_) return;
-  const at::Tensor borrowed = std::move(grid_);
-  grid_ = grid_in(code_storage(), layout);
-  copy_on_device(grid_.mutable_data_ptr(), borrowed.const_data_ptr(),
-                 static_cast<int64_t>(borrowed.nbytes()), device());
-  borrows_grid_ = false;
-}
-
-void Planes::reallocate_codes(const Layout& layout) {
-  auto codes = allocate_storage(code_bytes(layout), device(), Fill::kZeros);
-  grid_.reset();
-  flat_image_.reset();
-  bind_codes(codes, layout, {});
-  if (!master_.defined()) storage_ = std::move(codes);
+void Planes::own_grid(const Layout& layout) {
+  if (!grid_.is_snapshot()) return;
+  const at::Tensor snapshot = grid_.read();
+  const bool has_room = static_cast<int64_t>(code_storage().nbytes()) == code_bytes(layout);
+  const at::Tensor own =
+      has_room ? grid_in(code_storage(), layout) : at::empty(snapshot.sizes(), snapshot.options());
+  copy_on_device(own.mutable_data_ptr(), snapshot.const_data_ptr(),
+                 static_cast<int64_t>(snapshot.nbytes()), device());
+  grid_ = Grid::owned(own);
 }
 
 void Planes::release() { *this = Planes(); }

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
+#include "dispatch/grid.h"
 #include "dispatch/storage.h"
 #include "kernels/layout.h"
 
@@ -19,8 +20,8 @@ namespace qshard {
 ///
 /// A master is alone in its storage, which is the tensor's: `rows * cols * itemsize` bytes, as a
 /// plain tensor has. Image and grid share another, `[image | grid]`, each 16-byte aligned; without
-/// a master that one is the tensor's. Only gathered tensors and image-only copies have a grid that
-/// lies elsewhere, and shards that borrow one.
+/// a master that one is the tensor's. A grid lies elsewhere that is a snapshot, and those of
+/// gathered tensors and image-only copies, whose bytes have no room for one.
 class Planes {
  public:
   /// No memory yet: what set_() gives a storage to.
@@ -28,9 +29,9 @@ class Planes {
   static Planes allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
                          at::Device device, Fill fill, bool pinned = false);
   /// With the grid of another buffer's snapshot, until somebody is about to write it.
-  static Planes allocate_borrowing(const at::Tensor& grid, const Layout& layout,
-                                   at::ScalarType dtype, bool keeps_master, at::Device device,
-                                   Fill fill);
+  static Planes allocate_with_snapshot(const at::Tensor& grid, const Layout& layout,
+                                       at::ScalarType dtype, bool keeps_master, at::Device device,
+                                       Fill fill);
   /// A master in `storage`, with room for image and grid beside it.
   /// @throws c10::Error, here and in over_codes, for a storage of another size than the layout's.
   static Planes around_master(c10::Storage storage, const Layout& layout, at::ScalarType dtype);
@@ -41,11 +42,11 @@ class Planes {
   static Planes over(const at::Tensor& master, const at::Tensor& codes, const Layout& layout,
                      at::ScalarType dtype);
   /// An image over bytes that were gathered or sent (rows * row_bytes, uint8), and its grid.
-  static Planes over_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout);
+  static Planes over_image(const at::Tensor& bytes, Grid grid, const Layout& layout);
 
   const at::Tensor& image() const { return image_; }
   const at::Tensor& master() const { return master_; }
-  const at::Tensor& grid() const { return grid_; }
+  const Grid& grid() const { return grid_; }
   const at::Tensor& pending() const { return pending_; }
   /// The tensor's storage.
   const c10::Storage& storage() const { return storage_; }
@@ -53,7 +54,6 @@ class Planes {
   /// The image as flat bytes: made once, FSDP2 asks for it at every gather.
   const at::Tensor& flat_image();
 
-  bool borrows_grid() const { return borrows_grid_; }
   /// Whether `[image | grid]` is one storage that holds all of both.
   bool has_code_storage(const Layout& layout) const;
   /// The storage of image and grid.
@@ -61,13 +61,11 @@ class Planes {
   /// Watches the storages of value and codes, which must outlive the watch.
   MemoryWatch memory() const { return {storage_, code_storage()}; }
 
-  /// Gives a borrowed grid memory of the shard's own, with its numbers.
-  void copy_borrowed_grid(const Layout& layout);
-  /// Image and grid of another layout, zeros, beside the same master.
-  void reallocate_codes(const Layout& layout);
+  /// Puts a grid of the shard's own, with the same numbers, in the place of a snapshot.
+  void own_grid(const Layout& layout);
   void set_pending(at::Tensor pending) { pending_ = std::move(pending); }
   /// Bytes and grid of a later gather; what was pending ends with those before.
-  void replace_image(const at::Tensor& bytes, at::Tensor grid, const Layout& layout);
+  void replace_image(const at::Tensor& bytes, Grid grid, const Layout& layout);
   void release();
 
   static int64_t code_bytes(const Layout& layout);
@@ -77,12 +75,11 @@ class Planes {
   c10::Storage storage_;
   at::Tensor image_;
   at::Tensor master_;
-  at::Tensor grid_;
+  Grid grid_;
   at::Tensor pending_;
   at::Tensor flat_image_;
-  bool borrows_grid_ = false;
 
-  void bind_codes(const c10::Storage& codes, const Layout& layout, const at::Tensor& borrowed);
+  void bind_codes(const c10::Storage& codes, const Layout& layout, const at::Tensor& snapshot);
   void bind_value(c10::Storage codes, const Layout& layout, at::ScalarType dtype, bool keeps_master,
                   Fill fill, bool pinned);
 };

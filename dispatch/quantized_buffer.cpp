@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "dispatch/image_links.h"
@@ -33,7 +32,7 @@ bool holds(const at::Tensor& plane, int64_t bytes) {
 // ------------------------------------------------------------------------------------- made
 
 void QuantizedBuffer::fill_unit_scales() {
-  const at::Tensor& grid = planes_.grid();
+  const at::Tensor& grid = planes_.grid().write();
   if (!grid.defined() || is_meta()) return;
   if (device().is_cpu()) {
     std::fill_n(grid.mutable_data_ptr<float>(), grid.numel(), 1.f);
@@ -87,7 +86,7 @@ BufferPtr QuantizedBuffer::of_codes(const Placement& placement, at::ScalarType d
   buffer->placement_ = placement;
   if (!buffer->is_meta()) {
     buffer->image().copy_(image);
-    if (grid.defined()) buffer->grid().copy_(grid);
+    if (grid.defined()) buffer->grid().write().copy_(grid);
     if (keeps_master) {
       buffer->master().copy_(buffer->dequantize_rows({0, placement.layout().rows}, dtype));
     }
@@ -96,17 +95,18 @@ BufferPtr QuantizedBuffer::of_codes(const Placement& placement, at::ScalarType d
   return buffer;
 }
 
-BufferPtr QuantizedBuffer::like_rows(QuantizedBuffer& from, const Layout& layout,
-                                     at::ScalarType dtype, at::Device device, Fill fill,
-                                     bool is_shard) {
+BufferPtr QuantizedBuffer::like_rows(QuantizedBuffer& from, const Placement& placement,
+                                     at::ScalarType dtype, at::Device device, Fill fill) {
+  PlainGuard guard;
+  const Layout& layout = placement.layout();
   at::Tensor grid;
   if (from.grid().defined() && !device.is_meta() && !from.is_meta()) {
     grid = from.snapshot_grid();
     if (grid.device() != device) grid = grid.to(device);
   }
   auto buffer = c10::make_intrusive<QuantizedBuffer>(
-      Placement(layout), dtype,
-      Planes::allocate_borrowing(grid, layout, dtype, from.keeps_master(), device, fill));
+      placement, dtype,
+      Planes::allocate_with_snapshot(grid, layout, dtype, from.keeps_master(), device, fill));
   if (grid.defined()) {
     buffer->grid_snapshot_ = grid;
     // Zero codes are of the template's generation if its scales are theirs; not where rows carry
@@ -115,7 +115,7 @@ BufferPtr QuantizedBuffer::like_rows(QuantizedBuffer& from, const Layout& layout
   } else {
     buffer->fill_unit_scales();
   }
-  buffer->adopt_parameter(from, is_shard);
+  buffer->scaling_state_ = from.scaling_state_.copy_to(device);
   buffer->flush_state_.restore(from.is_written(), /*shown=*/true);
   return buffer;
 }
@@ -133,29 +133,19 @@ BufferPtr QuantizedBuffer::without_bytes(const QuantizedBuffer& from, at::Scalar
 BufferPtr QuantizedBuffer::over_storage(const QuantizedBuffer& from, c10::Storage storage) {
   PlainGuard guard;
   const bool keeps_master = from.keeps_master();
-  Placement placement = from.placement_;
-  if (keeps_master) {
-    placement.resize(static_cast<int64_t>(storage.nbytes()),
-                     from.layout().cols * static_cast<int64_t>(c10::elementSize(from.dtype_)));
-  }
-  const Layout& layout = placement.layout();
+  const Layout& layout = from.layout();
   auto planes = keeps_master ? Planes::around_master(std::move(storage), layout, from.dtype_)
                              : Planes::over_codes(std::move(storage), layout);
   auto buffer =
-      c10::make_intrusive<QuantizedBuffer>(std::move(placement), from.dtype_, std::move(planes));
+      c10::make_intrusive<QuantizedBuffer>(from.placement_, from.dtype_, std::move(planes));
   buffer->scaling_state_ = from.scaling_state_;
   buffer->flush_state_.restore(keeps_master || from.is_written(), /*shown=*/!keeps_master);
   return buffer;
 }
 
-void QuantizedBuffer::adopt_parameter(const QuantizedBuffer& other, bool is_shard) {
+void QuantizedBuffer::adopt_parameter(const QuantizedBuffer& other) {
   scaling_state_ = other.scaling_state_.copy_to(device());
-  if (is_shard) {
-    placement_.adopt_groups_of(other.placement_);
-  } else {
-    placement_.share_full_tensor_of(other.placement_);
-    placement_.share_scale(other.placement_.scale_group());
-  }
+  placement_.adopt_groups_of(other.placement_);
 }
 
 // ------------------------------------------------------------------------------------- read
@@ -168,7 +158,7 @@ void QuantizedBuffer::check_is_allocated() const {
                   "or untyped_storage().resize_() took a shard's. Read it between unshard() and "
                   "reshard(), or before it is freed",
                   layout().format->name));
-  TORCH_CHECK(!grid().defined() || holds(grid(), layout().grid_numel() * 4),
+  TORCH_CHECK(!grid().defined() || holds(grid().read(), layout().grid_numel() * 4),
               fmt::format("qshard: the scales of this {} tensor were freed by "
                           "untyped_storage().resize_(); use it before",
                           layout().format->name));
@@ -204,7 +194,7 @@ at::Tensor QuantizedBuffer::dequantize_rows(RowWindow rows, at::ScalarType out_d
   c10::OptionalDeviceGuard device_guard(device());
   const DequantizeTask task{layout(),
                             image().const_data_ptr<uint8_t>(),
-                            grid().defined() ? grid().const_data_ptr<float>() : nullptr,
+                            grid().data(),
                             rows.first,
                             rows.count,
                             value_dtype(out_dtype),
@@ -217,6 +207,7 @@ at::Tensor QuantizedBuffer::dequantize_rows(RowWindow rows, at::ScalarType out_d
 
 at::Tensor QuantizedBuffer::value_plane() {
   complete();
+  if (!arrivals_.empty()) settle_arrivals();
   if (master().defined()) {
     check_master_is_allocated();
     return master();
@@ -228,7 +219,6 @@ at::Tensor QuantizedBuffer::value_plane() {
 at::Tensor QuantizedBuffer::write_plane() {
   complete();
   complete_image_copies();
-  if (!placement_.is_placed()) become_own_tensor();
   if (master().defined()) {
     check_master_is_allocated();
     return master();
@@ -240,12 +230,13 @@ at::Tensor QuantizedBuffer::write_plane() {
 void QuantizedBuffer::write_codes() {
   complete();
   check_is_allocated();
-  planes_.copy_borrowed_grid(layout());
+  planes_.own_grid(layout());
 }
 
 void QuantizedBuffer::written() { flush_state_.write(device()); }
 
 void QuantizedBuffer::written_nothing() {
+  complete();  // later, it would take over what the original knows of writes
   flush_state_.write_elsewhere();
   if (master().defined() && !can_flush_alone()) flush_state_.hide();
   note_before_bump();
@@ -297,7 +288,7 @@ const at::Tensor& QuantizedBuffer::snapshot_grid() {
   if (flush_state_.may_be_replayed() || is_capturing(device())) grid_snapshot_.reset();
   if (grid().defined() && !grid_snapshot_.defined()) {
     PlainGuard guard;
-    grid_snapshot_ = grid().clone();
+    grid_snapshot_ = grid().read().clone();
     record_on_default_stream(grid_snapshot_);
   }
   return grid_snapshot_;
@@ -319,20 +310,6 @@ void QuantizedBuffer::share_scale(const ScaleGroup& group) {
   if (placement_.scale_group() == group) return;
   placement_.share_scale(group);
   flush_state_.write_elsewhere();
-}
-
-void QuantizedBuffer::become_own_tensor() {
-  try {
-    placement_.become_own_tensor();
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK(false, error.what());
-  }
-  planes_.reallocate_codes(layout());
-  flush_state_.watch_memory(planes_.memory());
-  fill_unit_scales();
-  flush_state_.replace_codes();
-  grid_snapshot_.reset();
-  scaling_state_ = ScalingState::fresh(layout(), device());
 }
 
 // ----------------------------------------------------------------------------------- gathers
@@ -370,7 +347,8 @@ BufferPtr QuantizedBuffer::gathered(QuantizedBuffer& shard, const at::Tensor& by
                           bytes.device().str(), grid.device().str()));
   const Layout whole = layout.holding(rows).placed(0);
   auto buffer = c10::make_intrusive<QuantizedBuffer>(
-      Placement(whole), dtype, Planes::over_image(bytes.view(-1), grid, whole));
+      Placement(whole, Gathered{}), dtype,
+      Planes::over_image(bytes.view(-1), Grid::snapshot(grid), whole));
   buffer->flush_state_.join(generation);
   buffer->scaling_state_ = shard.scaling_state_;
   return buffer;
@@ -392,7 +370,7 @@ void QuantizedBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) 
   }
   auto [grid, generation, images] = shard.end_gather();
   placement_.hold(images);
-  planes_.replace_image(bytes, std::move(grid), layout());
+  planes_.replace_image(bytes, Grid::snapshot(std::move(grid)), layout());
   flush_state_.watch_memory(planes_.memory());
   note_codes();
   grid_snapshot_.reset();
@@ -410,7 +388,13 @@ const c10::VariableVersion& QuantizedBuffer::code_counter() {
 }
 
 void QuantizedBuffer::share_version(c10::TensorImpl& tensor) {
-  if (!keeps_master() || tensor.is_inference()) return;
+  if (!keeps_master()) return;
+  if (tensor.is_inference()) {  // it has none; aliases of the master share the master's own
+    if (flush_state_.is_watched() || !master().defined()) return;
+    const c10::TensorImpl* owner = master().unsafeGetTensorImpl();
+    if (owner->version_counter().enabled()) flush_state_.watch(owner->version_counter(), owner);
+    return;
+  }
   if (!flush_state_.is_watched()) return flush_state_.watch_sole(tensor);
   share_counter();
   tensor.set_version_counter(flush_state_.version_counter());

@@ -5,6 +5,7 @@
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,16 +40,12 @@ struct RowWindow {
 ///                      that other ranks may not know; a       the agreed flush quantizes again
 ///                      pending write is kept for the flush
 ///                      to come
-///   unplaced           owns no logical rows, adds nothing to  a copy of quantized rows places it,
-///                      an amax                                a write makes it a tensor of its
-///                                                             own
 ///   gathered           no master; the image is FSDP's, the    a later gather; writes are local to
 ///                      grid a snapshot no flush changes       it and end with that
 ///   freed              gathered, and FSDP freed the bytes     a later gather; reads are an error
 ///   image-only copy    image and grid on another device; the  completion: of itself before the
 ///                      rest is the original's                 original changes or goes, or at use
-///   borrowed grid      the grid is a template's snapshot      copy_borrowed_grid() before a write
-///                                                             of it
+///   grid a snapshot    other buffers read these scales, too   write_codes() gives it its own
 class QuantizedBuffer final : public c10::intrusive_ptr_target {
  public:
   using Ptr = c10::intrusive_ptr<QuantizedBuffer>;
@@ -71,11 +68,10 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   /// as the value, agreed on by all ranks. A master is what they stand for.
   static Ptr of_codes(const Placement& placement, at::ScalarType dtype, bool keeps_master,
                       const at::Tensor& image, const at::Tensor& grid);
-  /// Rows of the logical tensor that `from` has rows of, unplaced or placed by `layout`, with the
-  /// scales of `from`, borrowed. `is_shard`: they may be the share that `from` is, and are adopted
-  /// as it is.
-  static Ptr like_rows(QuantizedBuffer& from, const Layout& layout, at::ScalarType dtype,
-                       at::Device device, Fill fill, bool is_shard);
+  /// The rows of the logical tensor of `from` that `placement` says (Placement::cut), with a
+  /// snapshot of the scales of `from`.
+  static Ptr like_rows(QuantizedBuffer& from, const Placement& placement, at::ScalarType dtype,
+                       at::Device device, Fill fill);
   /// The metadata of `from` and no bytes: what set_() builds on.
   static Ptr without_bytes(const QuantizedBuffer& from, at::ScalarType dtype, at::Device device);
   /// `from` over another storage: of its master, a value like any other, or without a master of
@@ -96,7 +92,7 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   const c10::Storage& storage() const { return planes_.storage(); }
   const at::Tensor& image() const { return planes_.image(); }
   const at::Tensor& master() const { return planes_.master(); }
-  const at::Tensor& grid() const { return planes_.grid(); }
+  const Grid& grid() const { return planes_.grid(); }
   const at::Tensor& pending() const { return planes_.pending(); }
   const at::Tensor& snapshot() const { return grid_snapshot_; }
   /// Which grid the codes belong to (flush_state.h).
@@ -110,6 +106,8 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   bool has_address() const { return planes_.master().defined(); }
   bool is_written() const { return flush_state_.is_written(); }
   bool is_shown() const { return flush_state_.is_shown(); }
+  /// Whether it is shown, for sure and on any thread.
+  bool is_ready() const { return flush_state_.is_settled_and_shown(); }
   bool is_image_only() const { return is_image_only_; }
   /// Whether requantizing needs no other rank.
   bool can_flush_alone() const { return placement_.is_alone(); }
@@ -132,7 +130,7 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   /// tensor otherwise.
   at::Tensor value_plane();
   /// The plane that writes go to: the master, or the pending write, made from the image at first.
-  /// An unplaced buffer becomes a tensor of its own. The write itself is said afterwards.
+  /// The write itself is said afterwards.
   at::Tensor write_plane();
   /// Makes the grid the buffer's own. Image and grid may be written then.
   void write_codes();
@@ -150,6 +148,18 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void written_elsewhere() { flush_state_.write_elsewhere(); }
   /// An in-place kernel said all that it did; the bump of the version that follows is part of it.
   void note_before_bump() { flush_state_.note_before_bump(); }
+  /// The same of the bump of `written` alone.
+  void note_before_bump(const c10::TensorImpl& written) { flush_state_.note_before_bump(written); }
+  /// Operators on it that were called before have returned.
+  void settle_bumps() { flush_state_.settle_bumps(); }
+  /// Something is being received whose end no call tells of: a flush waits for it first, by
+  /// `arrival`.
+  void expect(std::function<void(QuantizedBuffer&)> arrival) {
+    arrivals_.push_back(std::move(arrival));
+  }
+  void settle_arrivals() {
+    for (const auto& arrive : std::exchange(arrivals_, {})) arrive(*this);
+  }
   /// A write failed before it changed anything: what was pending just for it goes.
   void drop_pending();
 
@@ -167,7 +177,6 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
 
   // ------------------------------------------------------------------------------ placement
 
-  void place(int64_t row) { placement_.place(row); }
   /// The ranks of `group` hold the other rows; an image-only copy tells its original.
   void adopt(std::string_view group);
   /// The same with all groups.
@@ -179,7 +188,16 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   void set_replicas(std::string_view group) { placement_.set_replicas(group); }
   /// From the next flush of all of them on; what is shown until then stands.
   void share_scale(const ScaleGroup& group);
-  void set_rounding_key(int64_t key) { scaling_state_.set_rounding_key(key); }
+  void set_rounding_key(int64_t key) {
+    scaling_state_.set_rounding_key(key);
+    rounding_groups_.reset();
+  }
+  /// Whether all that hold its rows, or others of its tensor, round by the key that this has. What
+  /// ranks quantize apart, with seeds of their own, does not until they meet.
+  bool rounding_is_agreed() const {
+    return !scaling_state_.rounding.defined() || rounding_groups_ == placement_.groups();
+  }
+  void agreed_on_rounding() { rounding_groups_ = placement_.groups(); }
 
   const MeshOfGathers& mesh_of_gathers() const { return mesh_of_gathers_; }
   void set_mesh_of_gathers(MeshOfGathers mesh) { mesh_of_gathers_ = std::move(mesh); }
@@ -207,13 +225,14 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   /// All of it: padding rows and placement included, because FSDP2 hands copies of padded shards to
   /// its hooks. A change of dtype rounds the master and keeps the codes, which were rounded from
   /// the wider value: autocast casts the weight of F.linear this way, and its GEMM should not see
-  /// values rounded twice.
+  /// values rounded twice. Without a master, codes are the value in float32 alone: of another dtype
+  /// the copy waits for a flush of its values.
   Ptr copy(const CopyTo& to);
   Ptr copy();
   /// Rows of `from`, values and codes, into rows of this one as bytes, if that shows exactly the
   /// source's value and leaves no block with two scales: within one generation, or all live rows
-  /// together with their grid. `place`: where row 0 is then. False: nothing was done.
-  bool copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows, int64_t place,
+  /// together with their grid. False: nothing was done.
+  bool copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows,
                       bool non_blocking);
   /// Consecutive rows of one logical tensor, of one generation, as one.
   static Ptr concatenate(const std::vector<std::pair<Ptr, RowWindow>>& pieces);
@@ -278,8 +297,10 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   FlushState flush_state_;
   ScalingState scaling_state_;
   LastInputAmax last_input_;
+  std::optional<Groups> rounding_groups_;  // that agreed on the key of stochastic rounding
   MeshOfGathers mesh_of_gathers_;
   GroupsOfSpec groups_of_spec_;
+  std::vector<std::function<void(QuantizedBuffer&)>> arrivals_;
   /// What gathered tensors are given; replaced, never written.
   at::Tensor grid_snapshot_;
   uint32_t codes_version_ = 0;  // of code_counter(), when last looked at
@@ -298,10 +319,9 @@ class QuantizedBuffer final : public c10::intrusive_ptr_target {
   bool is_image_only_ = false;
   bool original_keeps_master_ = false;
 
-  void adopt_parameter(const QuantizedBuffer& other, bool is_shard = true);
+  void adopt_parameter(const QuantizedBuffer& other);
   void copy_flush_state(const QuantizedBuffer& other);
   void fill_unit_scales();
-  void become_own_tensor();
   void notice_written_codes();
   void note_codes();
   void bind_master_counter();

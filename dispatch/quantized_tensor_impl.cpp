@@ -34,6 +34,20 @@ QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, c10::DispatchKeySet k
   set_storage_offset(offset);
 }
 
+QuantizedTensorImpl::QuantizedTensorImpl(c10::Storage storage, c10::DispatchKeySet plain_keys,
+                                         at::ScalarType dtype, at::IntArrayRef sizes)
+    : c10::TensorImpl(std::move(storage), plain_keys, c10::scalarTypeToTypeMeta(dtype)) {
+  set_sizes_contiguous(sizes);
+}
+
+void QuantizedTensorImpl::become_quantized(BufferPtr buffer) {
+  const auto like = c10::make_intrusive<QuantizedTensorImpl>(buffer, sizes(), strides(), 0);
+  key_set_ = like->key_set_;
+  storage_ = buffer->storage();
+  buffer_ = std::move(buffer);
+  buffer_->watch(*this);
+}
+
 void QuantizedTensorImpl::set_buffer(BufferPtr buffer, at::IntArrayRef sizes,
                                      at::IntArrayRef strides, int64_t offset) {
   buffer_->let_go(*this);
@@ -49,12 +63,13 @@ QuantizedTensorImpl::~QuantizedTensorImpl() {
 }
 
 void QuantizedTensorImpl::release_resources() {
-  buffer_->let_go(*this);
+  if (buffer_) buffer_->let_go(*this);
   buffer_.reset();
   c10::TensorImpl::release_resources();
 }
 
 bool QuantizedTensorImpl::has_storage() const {
+  if (!buffer_) return c10::TensorImpl::has_storage();
   if (buffer_->has_address()) return true;
   static std::mutex mutex;
   std::lock_guard lock(mutex);
@@ -75,8 +90,11 @@ template <typename Version>
 c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::copy_and_detach(Version&& version_counter,
                                                                          bool allow_change) const {
   buffer_->share_counter();
-  auto copy = c10::make_intrusive<QuantizedTensorImpl>(buffer_, key_set_, sizes(), strides(),
-                                                       storage_offset(), is_export_);
+  auto copy =
+      c10::make_intrusive<QuantizedTensorImpl>(buffer_, sizes(), strides(), storage_offset());
+  copy->key_set_ = key_set_;
+  copy->is_export_ = is_export_;
+  // As of a plain tensor, one of an inference tensor has a counter of its own, and may be written.
   if (!copy->is_inference()) copy->set_version_counter(std::forward<Version>(version_counter));
   copy->set_allow_tensor_metadata_change(allow_change);
   return copy;
@@ -84,17 +102,25 @@ c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::copy_and_detach(Version
 
 c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::shallow_copy_and_detach(
     const c10::VariableVersion& version_counter, bool allow_tensor_metadata_change) const {
+  if (!buffer_) {
+    return TensorImpl::shallow_copy_and_detach(version_counter, allow_tensor_metadata_change);
+  }
   return copy_and_detach(version_counter, allow_tensor_metadata_change);
 }
 
 c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::shallow_copy_and_detach(
     c10::VariableVersion&& version_counter, bool allow_tensor_metadata_change) const {
+  if (!buffer_) {
+    return TensorImpl::shallow_copy_and_detach(std::move(version_counter),
+                                               allow_tensor_metadata_change);
+  }
   return copy_and_detach(std::move(version_counter), allow_tensor_metadata_change);
 }
 
 void QuantizedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& other) {
+  if (!buffer_) return c10::TensorImpl::shallow_copy_from(other);
   TORCH_CHECK(
-      typeid(*other) == typeid(QuantizedTensorImpl),
+      other->key_set().has(kKey) && typeid(*other) == typeid(QuantizedTensorImpl),
       "qshard: a quantized tensor cannot take over the data of a plain tensor; use copy_(), "
       "or assign a new Parameter");
   auto* source = static_cast<QuantizedTensorImpl*>(other.get());
@@ -126,7 +152,7 @@ namespace {
 
 QuantizedTensorImpl& impl_of(const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  if (typeid(*impl) != typeid(QuantizedTensorImpl)) refuse_other(tensor);
+  if (!has_key(tensor) || typeid(*impl) != typeid(QuantizedTensorImpl)) refuse_other(tensor);
   return static_cast<QuantizedTensorImpl&>(*impl);
 }
 
@@ -214,26 +240,39 @@ at::Tensor window(const at::Tensor& plane, const at::Tensor& self) {
                           plane.storage_offset() + self.storage_offset());
 }
 
+namespace {
+
+/// Whether each dimension's step is what the ones after it span. A dimension of one element or none
+/// is asked for its stride, too: shards of one tensor differ in how many rows they have, and what
+/// is a window of whole rows on one rank must be one on all.
+bool is_dense(const at::Tensor& self) {
+  int64_t span = 1, elements = 1;
+  for (int64_t i = self.dim() - 1; i >= 0; --i) {
+    const bool is_new = self.size(i) == 1 && self.stride(i) == elements;  // unsqueeze() made it
+    if (self.stride(i) != span && !is_new) return false;
+    span *= std::max<int64_t>(self.size(i), 1);
+    elements *= self.size(i);
+  }
+  return true;
+}
+
+}  // namespace
+
 std::optional<RowWindow> row_window(const at::Tensor& self) {
-  const Layout& layout = buffer_of(self).layout();
-  const int64_t cols = layout.cols;
+  const int64_t cols = buffer_of(self).layout().cols;
   if (cols == 0) {  // rows without elements still count
     return RowWindow{
         0, self.dim() < 2 ? 0 : c10::multiply_integers(self.sizes().slice(0, self.dim() - 1))};
   }
-  if (self.numel() == 0) return RowWindow{self.storage_offset() / cols, 0};
-  if (!self.is_contiguous() || self.storage_offset() % cols != 0 || self.numel() % cols != 0) {
-    return std::nullopt;
-  }
-  return RowWindow{self.storage_offset() / cols, self.numel() / cols};
+  const int64_t offset = self.storage_offset(), numel = self.numel();
+  if (!is_dense(self) || offset % cols != 0 || numel % cols != 0) return std::nullopt;
+  return RowWindow{offset / cols, numel / cols};
 }
 
 bool covers_live_rows(const at::Tensor& self) {
   const QuantizedBuffer& buffer = buffer_of(self);
   const Layout& layout = buffer.layout();
-  // An empty window of an unplaced buffer is the shard of a rank without rows.
-  const bool whole = !buffer.placement().is_placed() && self.numel() > 0;
-  const int64_t live = whole ? layout.rows : layout.live_rows();
+  const int64_t live = layout.live_rows();
   const auto rows = row_window(self);
   return rows && (live == 0 || (rows->first == 0 && rows->count >= live));
 }
@@ -247,7 +286,11 @@ at::Tensor value_copy(const at::Tensor& self, at::MemoryFormat format) {
   PlainGuard guard;
   QuantizedBuffer& buffer = buffer_of(self);
   const auto value = window(buffer.value_plane(), self);
-  const bool fresh = !buffer.keeps_master() && !buffer.pending().defined() && value.is_contiguous();
+  const bool is_dense =
+      format == at::MemoryFormat::Preserve || format == at::MemoryFormat::Contiguous;
+  const bool fresh = is_dense && !buffer.keeps_master() && !buffer.pending().defined() &&
+                     value.is_contiguous() &&
+                     self.numel() == buffer.layout().rows * buffer.layout().cols;
   return fresh ? value : value.clone(format);
 }
 

@@ -26,10 +26,17 @@ class QuantizedTensorImpl final : public c10::TensorImpl {
   /// tensors stay normal tensors.
   QuantizedTensorImpl(BufferPtr buffer, c10::DispatchKeySet key_set, at::IntArrayRef sizes,
                       at::IntArrayRef strides, int64_t offset, bool is_export);
+  /// A plain tensor, dense in `storage`, with the keys of one: become_quantized() may follow
+  /// (dispatch/shard_to_be.h).
+  QuantizedTensorImpl(c10::Storage storage, c10::DispatchKeySet plain_keys, at::ScalarType dtype,
+                      at::IntArrayRef sizes);
 
+  /// Null of a plain tensor.
   const BufferPtr& buffer() const { return buffer_; }
   /// Takes over another buffer, with the geometry of its tensor.
   void set_buffer(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset);
+  /// From now on this plain tensor has the key, and is `buffer` in its own geometry.
+  void become_quantized(BufferPtr buffer);
 
   /// An export view stands for plain values: what clones or pickles it gets a plain tensor, what
   /// copies into it quantizes. DCP sees shards without a master through one.
@@ -38,7 +45,9 @@ class QuantizedTensorImpl final : public c10::TensorImpl {
   /// Whether there is an address. Where there is none callers refuse to hand out a data pointer:
   /// this gives them the reason to state.
   bool has_storage() const override;
-  const c10::Storage& storage() const override { return buffer_->storage(); }
+  const c10::Storage& storage() const override {
+    return buffer_ ? buffer_->storage() : c10::TensorImpl::storage();
+  }
   const char* tensorimpl_type_name() const override { return "QuantizedTensorImpl"; }
 
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
@@ -85,7 +94,8 @@ at::Tensor make_export_view(const at::Tensor& self);
 /// The elements of `plane` (rows, cols) that `self` is a window of; aliases `plane`.
 at::Tensor window(const at::Tensor& plane, const at::Tensor& self);
 
-/// Rows of the buffer, if the tensor is a dense window of whole rows.
+/// Rows of the buffer, if the tensor is a dense window of whole rows: on all ranks or on none,
+/// where it is a window of a shard that shows the same columns on each.
 std::optional<RowWindow> row_window(const at::Tensor& self);
 /// Whether the tensor shows every live row of its buffer, densely.
 bool covers_live_rows(const at::Tensor& self);

@@ -14,7 +14,7 @@ class ReceivedWork final : public c10d::Work {
  public:
   using Ptr = c10::intrusive_ptr<c10d::Work>;
 
-  ReceivedWork(Ptr work, std::function<void()> arrived);
+  ReceivedWork(Ptr work, std::function<void()> arrived, std::function<void(const Ptr&)> by_future);
 
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
@@ -26,7 +26,9 @@ class ReceivedWork final : public c10d::Work {
   int sourceRank() const override { return work_->sourceRank(); }
   std::vector<at::Tensor> result() override { return work_->result(); }
   void abort() override { work_->abort(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
+  /// A caller that waits for the future alone does not call wait(): `by_future` is called, once,
+  /// with the work to wait for.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
     return work_->getFutureResult();
   }
@@ -37,6 +39,7 @@ class ReceivedWork final : public c10d::Work {
   Ptr work_;
   std::mutex arrived_mutex_;
   std::function<void()> arrived_;
+  std::function<void(const Ptr&)> by_future_;
 
   void arrive();
 };

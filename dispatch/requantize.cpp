@@ -41,9 +41,10 @@ class AmaxVector {
   int64_t taken_ = 0;
 };
 
-/// The state of one buffer on the device of its planes for the time of a flush. Of a flush that
-/// another is to follow nothing stays: each rank knows its own amaxes alone, and scales that the
-/// next step takes from them would not be those of its peers.
+/// The state of one buffer on the device of its planes for the time of a flush. Nothing stays of a
+/// flush that another is to follow: each rank knows its own amaxes alone, and scales that the next
+/// step takes from them would not be those of its peers. Nor of a gathered weight's flush, whose
+/// state is its shard's and whose values end with the gather.
 class FlushedState {
  public:
   FlushedState(const QuantizedBuffer& buffer, float* amax, float* words, bool stays)
@@ -149,6 +150,7 @@ class Requantization {
   }
 
   void run() {
+    agree_on_rounding();
     wait_for_writes();
     take_words();
     for (Entry& entry : entries_) prepare(entry);
@@ -210,6 +212,39 @@ class Requantization {
            !entry.buffer->placement().groups_of_full_tensor().empty();
   }
 
+  /// Ranks that quantized a weight apart, each with the seed that it had then, round by the largest
+  /// key from their first step on: replicas would drift apart. Once, which all of them know.
+  void agree_on_rounding() {
+    if (options_.kind != FlushKind::kStep) return;
+    std::vector<std::pair<Groups, std::vector<QuantizedBuffer*>>> to_agree;
+    for (const BufferPtr& buffer : batch_.buffers) {
+      if (buffer->rounding_is_agreed()) continue;
+      const Groups& groups = buffer->placement().groups();
+      auto found = std::find_if(to_agree.begin(), to_agree.end(),
+                                [&](const auto& known) { return known.first == groups; });
+      if (found == to_agree.end()) found = to_agree.insert(found, {groups, {}});
+      found->second.push_back(buffer.get());
+    }
+    for (const auto& [groups, buffers] : to_agree) {
+      if (groups != Groups()) agree_on_keys(groups, buffers);
+      for (QuantizedBuffer* buffer : buffers) buffer->agreed_on_rounding();
+    }
+  }
+
+  void agree_on_keys(const Groups& groups, const std::vector<QuantizedBuffer*>& buffers) const {
+    std::vector<at::Tensor> keys;
+    for (const QuantizedBuffer* buffer : buffers) {
+      keys.push_back(buffer->scaling_state().rounding.to(batch_.device));
+    }
+    const at::Tensor agreed = at::stack(keys);
+    if (groups.shard) groups.shard->all_reduce_max(agreed);
+    for (const RankGroupPtr& group : groups.tensor) group->all_reduce_max(agreed);
+    for (const RankGroupPtr& group : groups.replicas) group->all_reduce_max(agreed);
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      buffers[i]->scaling_state().rounding.copy_(agreed[static_cast<int64_t>(i)]);
+    }
+  }
+
   void take_words() {
     for (Entry& entry : entries_) {
       if (!is_in_front(entry)) continue;
@@ -258,7 +293,7 @@ class Requantization {
     task.cuts = entry.cuts;
     task.value_dtype = value_dtype(buffer.dtype());
     task.amax = entry.amax.data();
-    task.grid = buffer.grid().defined() ? buffer.grid().mutable_data_ptr<float>() : nullptr;
+    task.grid = buffer.grid().mutable_data();
     if (const FlushState& state = buffer.flush_state(); state.knows_amax()) {
       task.known_amax = {state.known_amax().const_data_ptr<float>(),
                          static_cast<size_t>(state.known_amax().numel())};
@@ -281,8 +316,9 @@ class Requantization {
       task.provisional = made_by.mutable_data_ptr<float>();
     }
     if (!entry.words.empty()) {
-      entry.state.emplace(buffer, entry.amax.data(), entry.words.data(),
-                          options_.pending == QuantizedBuffer::Pending::kDrop);
+      entry.state.emplace(
+          buffer, entry.amax.data(), entry.words.data(),
+          options_.pending == QuantizedBuffer::Pending::kDrop && !buffer.placement().is_gathered());
     }
     if (options_.kind == FlushKind::kStep && buffer.scaling_state().rounding.defined()) {
       task.rounding = reinterpret_cast<const int32_t*>(entry.words.last(kRoundingWords).data());

@@ -54,9 +54,26 @@ c10::DimVector infer_shape(const at::Tensor& self, at::IntArrayRef sizes) {
   return shape;
 }
 
+/// torch makes up the strides of a tensor without elements. The shard of a rank without rows has
+/// those that it would have with rows, so that it is the same window as elsewhere.
+std::optional<c10::DimVector> strides_of_view(const at::Tensor& self, const c10::DimVector& shape) {
+  if (self.numel() == 0) {
+    const auto with_rows = [](at::IntArrayRef sizes) {
+      c10::DimVector result(sizes);
+      std::replace(result.begin(), result.end(), int64_t{0}, int64_t{1});
+      return result;
+    };
+    const c10::DimVector from = with_rows(self.sizes()), to = with_rows(shape);
+    if (c10::multiply_integers(from) == c10::multiply_integers(to)) {
+      if (auto strides = at::detail::computeStride(from, self.strides(), to)) return strides;
+    }
+  }
+  return at::detail::computeStride(self.sizes(), self.strides(), shape);
+}
+
 at::Tensor view(const at::Tensor& self, c10::SymIntArrayRef sizes) {
   const auto shape = infer_shape(self, C10_AS_INTARRAYREF_SLOW(sizes));
-  const auto strides = at::detail::computeStride(self.sizes(), self.strides(), shape);
+  const auto strides = strides_of_view(self, shape);
   TORCH_CHECK(strides,
               fmt::format("view: a {} with strides {} cannot be viewed as {}; use reshape()",
                           describe(self), self.strides(), shape));
@@ -143,6 +160,13 @@ at::Tensor t(const at::Tensor& self) {
   return transpose_dims(self, 0, self.dim() < 2 ? 0 : 1);
 }
 
+at::Tensor detach(const at::Tensor& self) {
+  if (!self.is_inference())
+    return make_view(self, self.sizes(), self.strides(), self.storage_offset());
+  return at::Tensor(self.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      /*version_counter=*/0, /*allow_tensor_metadata_change=*/false));
+}
+
 at::Tensor& detach_(at::Tensor& self) { return self; }
 
 /// A meta tensor with the geometry of `self`.
@@ -212,7 +236,7 @@ void inplace_view_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet,
 }
 
 void register_views(torch::Library& aten) {
-  aten.impl("detach", &alias);
+  aten.impl("detach", &detach);
   aten.impl("detach_", &detach_);
   aten.impl("alias", &alias);
   aten.impl("as_strided", &as_strided);

@@ -52,6 +52,18 @@ class WriteWatch {
   /// The same, and of the next one, too: the kernel that runs now is followed by the bump that
   /// ADInplaceOrView makes for every in-place operator.
   void note_before_bump();
+  /// The same, and of the next move of `written`'s counter alone: a tensor whose counter is not
+  /// watched, as that of x.data, moves none that is.
+  void note_before_bump(const c10::TensorImpl& written);
+  /// An operator that noted before its bump has returned since. The bump has come, or it never
+  /// will: DTensor calls operators on local tensors below ADInplaceOrView.
+  void settle();
+  bool is_settled() const {
+    for (const Watched& watched : counters_) {
+      if (watched.bump_follows) return false;
+    }
+    return true;
+  }
 
  private:
   struct Watched {

@@ -38,7 +38,7 @@ std::vector<int64_t> fields_of(const QuantizedBuffer& buffer) {
   fields[kKeepsMaster] = buffer.keeps_master();
   fields[kWritten] = buffer.is_written();
   fields[kImages] = static_cast<int64_t>(layout.images);
-  fields[kIsAdopted] = buffer.placement().is_adopted();
+  fields[kIsAdopted] = buffer.placement().knows_groups();
   return fields;
 }
 
@@ -67,8 +67,9 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
                           size,  stride,  storage_offset, dtype,
                           state};
   const Layout layout = checked_layout(saved);
-  auto buffer = QuantizedBuffer::unpack(bytes, pending.value_or(Tensor()),
-                                        Placement(layout, is_adopted(saved, layout)), dtype,
+  Placement placement(layout);
+  if (is_adopted(saved, layout)) placement.adopt(Groups());
+  auto buffer = QuantizedBuffer::unpack(bytes, pending.value_or(Tensor()), placement, dtype,
                                         fields[kKeepsMaster] != 0, fields[kWritten] != 0);
   const auto tensors = buffer->scaling_state().tensors();
   for (size_t i = 0; i < state.size(); ++i) tensors[i].second.copy_(state[i]);
@@ -139,9 +140,11 @@ Tensor over_shared_planes(const OptionalTensor& master, const Tensor& codes,
                           size,  stride,  storage_offset, dtype,
                           state};
   const Layout layout = checked_shared_layout(saved, master);
+  Placement placement(layout);
+  if (fields[kIsAdopted] != 0) placement.adopt(Groups());
   auto buffer = QuantizedBuffer::over_planes(
-      Placement(layout, fields[kIsAdopted] != 0), dtype, master.value_or(Tensor()), codes,
-      pending.value_or(Tensor()), ScalingState::of(layout, state), fields[kWritten] != 0);
+      placement, dtype, master.value_or(Tensor()), codes, pending.value_or(Tensor()),
+      ScalingState::of(layout, state), fields[kWritten] != 0);
   return make_view(make_tensor(buffer, {layout.rows, layout.cols}), size, stride, storage_offset);
 }
 

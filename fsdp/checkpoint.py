@@ -6,14 +6,24 @@ _api.py: __get_tensor_shard__): it gets the master, or an export view that decay
 
 import copy
 import copyreg
+import functools
 import importlib
+import inspect
 import sys
 
 import torch
-from _qshard_hooks import is_quantized, local_of, made_up_steps, tensor_property
+from _qshard_hooks import (
+    is_quantized,
+    local_of,
+    made_up_steps,
+    say_who_makes_shards,
+    tensor_property,
+    with_groups,
+)
 
 # By these names, in this module (`_qshard_checkpoint`), files written earlier find them.
 from qshard.serialization import rebuild_shared, rebuild_tensor
+from torch.utils._pytree import tree_leaves
 
 ops = torch.ops.qshard
 
@@ -105,6 +115,45 @@ def load_without_state(planner_module):
     planner_module.create_default_local_load_plan = create_default_local_load_plan
 
 
+def flush_after_loads(loader_module):
+    """Where the ranks of a tensor-parallel model read weights next, none could flush its part alone, and
+    no gather flushes them; a load is what all of them take part in."""
+    stock = loader_module._load_state_dict
+    arguments = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def _load_state_dict(*args, **kwargs):
+        given = arguments.bind(*args, **kwargs).arguments
+        result = stock(*args, **kwargs)
+        if not given.get("no_dist", False):
+            flush_parts(tree_leaves(given["state_dict"]))
+        return result
+
+    loader_module._load_state_dict = _load_state_dict
+
+
+def flush_parts(tensors):
+    """Flushes the parts of full tensors among these, in their order, which is that of all ranks."""
+    shards = [
+        (tensor, local)
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+        and is_quantized(local := local_of(tensor))
+        and local is not tensor
+    ]
+    if not shards:
+        return
+    parts = []
+    for local, number in zip(*with_groups(shards)):
+        local = local.detach()
+        if number:
+            ops._set_groups(local, number)
+        if ops._tensor_groups(local):
+            parts.append(local)
+    if parts:
+        ops.flush(parts)
+
+
 def mark_made_up_steps(state_dict_module):
     """To have optimizer states that it can load into, DCP steps with zero gradients and lr 0: that
     step moves no history and no count."""
@@ -126,8 +175,6 @@ def mark_made_up_steps(state_dict_module):
 def refuse_quantized_parameters(fsdp1):
     """FSDP1 flattens parameters into plain ones: it would leave quantized ones behind without a word, or
     fail without saying why."""
-    import functools
-
     stock = fsdp1.__init__
 
     @functools.wraps(stock)
@@ -170,7 +217,7 @@ class PatchAfterLoading:
 
 
 class PatchOnImport:
-    """Patches DTensor's, DCP's and FSDP1's modules whenever they are loaded: importing them here would
+    """Patches DTensor's, DCP's, FSDP2's and FSDP1's modules whenever they are loaded: importing them here would
     cost every user their time. What a later torch no longer has is left alone."""
 
     patches = {
@@ -188,6 +235,12 @@ class PatchOnImport:
         "torch.distributed.fsdp.fully_sharded_data_parallel": lambda module: (
             hasattr(module, "FullyShardedDataParallel")
             and refuse_quantized_parameters(module.FullyShardedDataParallel)
+        ),
+        "torch.distributed.fsdp._fully_shard._fsdp_param": lambda module: (
+            hasattr(module, "FSDPParam") and say_who_makes_shards(module.FSDPParam)
+        ),
+        "torch.distributed.checkpoint.state_dict_loader": lambda module: (
+            hasattr(module, "_load_state_dict") and flush_after_loads(module)
         ),
         "torch.distributed.checkpoint.default_planner": lambda module: (
             hasattr(module, "create_default_local_load_plan") and load_without_state(module)

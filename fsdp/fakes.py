@@ -263,6 +263,7 @@ EFFECTS = (
     "_set_rounding_key",  # how the next flush rounds
     "_unpack_into",  # a value, from a file: its schema declares no write, which would be a plain one
     "_set_in_step",  # of the process
+    "_make_shards",
     "_set_fallback_tracing",
     "_finish_loading",
 )

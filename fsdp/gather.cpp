@@ -70,7 +70,9 @@ Tensor pre_all_gather(const Tensor& self, c10::string_view group) {
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(buffer->device());
   // An offloaded shard arrives as a fresh device copy: flush the original, once, not every copy.
-  if (const BufferPtr owner = buffer->original(); owner->is_written()) flush({owner});
+  const BufferPtr owner = buffer->original();
+  owner->settle_bumps();
+  if (owner->is_written()) flush({owner});
   if (buffer->is_image_only()) buffer->refresh_from_original();
   return buffer->begin_gather(images_to_gather(*buffer->layout().format));
 }
@@ -160,8 +162,9 @@ std::vector<int64_t> logical_tensor(const Tensor& self) {
   const Placement& placement = buffer_of(self).placement();
   const Layout& layout = placement.layout();
   // A file does not say where the logical tensor lies; a new shard's template did.
-  const bool is_part = layout.full_cols > 0 || (placement.is_adopted() && !placement.was_placed());
-  return {layout.logical_rows, is_part, placement.may_be_share()};
+  const bool is_part =
+      layout.full_cols > 0 || (placement.knows_groups() && !placement.share()->is_cut);
+  return {layout.logical_rows, is_part, placement.is_share()};
 }
 
 /// From now on `self` is one of `members` weights with one tensor scale; `id` says which ones.
@@ -198,9 +201,11 @@ void set_reduction_group(const Tensor& self, c10::string_view group) {
 
 /// After an optimizer step: what was written, in the order of the list. `groups[i]` is the number
 /// of those that tensor i's DTensor names, 0 of a tensor that is none: it keeps what it knows. A
-/// tensor that has a gradient was written, whoever noticed.
+/// tensor that has a gradient was written, also where no kernel said so. `kernels_tell`: kernels of
+/// torch's operators are all that wrote, so that codes which one of them left are those of the
+/// values. Else memory may have been written after it, by an address.
 void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::List<bool>& has_grad,
-                      const OptionalTensor& found_inf, bool is_step) {
+                      const OptionalTensor& found_inf, bool is_step, bool kernels_tell) {
   TORCH_CHECK(groups.size() == self.size() && has_grad.size() == self.size(),
               "qshard::_flush_after_step: one number of groups per tensor");
   TORCH_CHECK_VALUE(!found_inf || found_inf->numel() == 1,
@@ -212,7 +217,7 @@ void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::Li
     buffers.push_back(impl_of(self[i]).buffer());
     QuantizedBuffer& buffer = *buffers.back();
     if (groups[i] != 0) buffer.adopt(registered_groups(groups[i]));
-    if (has_grad[i] && !buffer.is_written()) buffer.written();
+    if (has_grad[i] && !(kernels_tell && buffer.is_written())) buffer.written();
   }
   flush(buffers, is_step ? FlushKind::kStep : FlushKind::kOthers, found_inf.value_or(Tensor()));
 }

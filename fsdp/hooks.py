@@ -4,6 +4,7 @@ Hooks are found by `hasattr` on the local tensor of a parameter (torch/distribut
 _fsdp_param.py), so they are properties of torch.Tensor that exist for quantized tensors only.
 """
 
+import functools
 import inspect
 import sys
 import threading
@@ -170,6 +171,29 @@ class PostAllGather:
         return ops._post_all_gather(self.shard, image, param_dtype), ()
 
 
+def say_who_makes_shards(fsdp_param_type):
+    """FSDP2 makes a rank's shard by new_zeros, padded, and copies the rows into it where there are any.
+    Which rank's it is says the caller, with or without rows."""
+    for name in ("_init_sharded_param", "reset_sharded_param"):
+        stock = getattr(fsdp_param_type, name, None)
+        if stock is not None:
+            setattr(fsdp_param_type, name, _making_shards(stock, name == "_init_sharded_param"))
+
+
+def _making_shards(stock, of_whole_tensor):
+    @functools.wraps(stock)
+    def make(self, *args, **kwargs):
+        # What is padded anew is a rank's shard already.
+        rank = getattr(self.mesh_info, "shard_mesh_rank", 0) if of_whole_tensor else 0
+        ops._make_shards(rank)
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            ops._make_shards(None)
+
+    return make
+
+
 def is_replicated(fsdp_param):
     """Whether `replicate()` made this of FSDP2's parameters: it has a mesh, whose ranks hold the same
     rows. The local tensor looks as one that was cut by columns does. FSDP2's attribute is read if it is
@@ -268,6 +292,13 @@ def end_step(optimizer, args, kwargs):
         follow(optimizer, taken)
 
 
+def writes_by_operators_alone(optimizer):
+    """Whether its step is torch's own: operators write the parameters, and kernels of ours say what they
+    wrote. Other steps may write memory after such a kernel and tell no operator."""
+    step = type(optimizer).step
+    return step is torch.optim.AdamW.step or step is torch.optim.Adam.step
+
+
 def flush_after_step(optimizer, taken):
     """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
     same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
@@ -285,7 +316,8 @@ def flush_after_step(optimizer, taken):
         # GradScaler gives it to fused optimizers, which then change nothing.
         found_inf = getattr(optimizer, "found_inf", None)
         has_grad = [param.grad is not None for param, _ in first]
-        ops._flush_after_step(*with_groups(first), has_grad, found_inf, not made_up_steps)
+        told = writes_by_operators_alone(optimizer)
+        ops._flush_after_step(*with_groups(first), has_grad, found_inf, not made_up_steps, told)
     if again:
         ops._flush_after_step(*with_groups(again), [False] * len(again), None, False)
 

@@ -90,8 +90,7 @@ Layout layout_of(at::IntArrayRef fields, const Format& format) {
   const bool whole_matrices = layout.matrix_rows == 0
                                   ? layout.logical_rows == 0
                                   : layout.logical_rows % layout.matrix_rows == 0;
-  if (!whole_matrices || layout.row_offset < Layout::kUnplaced ||
-      layout.row_offset > layout.logical_rows) {
+  if (!whole_matrices || layout.row_offset < -1 || layout.row_offset > layout.logical_rows) {
     refuse("has an impossible placement: row {} of {} rows in matrices of {}", layout.row_offset,
            layout.logical_rows, layout.matrix_rows);
   }
@@ -100,7 +99,9 @@ Layout layout_of(at::IntArrayRef fields, const Format& format) {
   if (!layout.fits() || images < 0 || images > static_cast<int64_t>(most)) {
     refuse("has row images that its format does not have");
   }
-  return layout.with_images(static_cast<Images>(images));
+  // Earlier versions wrote -1 for rows without a place, which hold zeros or a value of their own.
+  return layout.with_images(static_cast<Images>(images))
+      .placed(std::max<int64_t>(layout.row_offset, 0));
 }
 
 /// Whether the bytes of each plane can be counted: what adds them up then does not overflow.

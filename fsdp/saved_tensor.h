@@ -50,7 +50,7 @@ Layout checked_layout(const SavedTensor& saved);
 /// @throws c10::Error naming what does not fit.
 Layout checked_shared_layout(const SavedTensor& saved, const std::optional<at::Tensor>& master);
 
-/// Whether the rows are some rank's share of more (Placement::is_adopted); of a checked tensor.
+/// Whether the rows are some rank's share of more (Share::knows_groups); of a checked tensor.
 bool is_adopted(const SavedTensor& saved, const Layout& layout);
 
 }  // namespace qshard

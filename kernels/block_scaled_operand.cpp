@@ -75,7 +75,7 @@ RowImage weight_rows(const QuantizedMatrix& weight) {
   out.image =
       window.image.view({held.rows, held.row_bytes()}).narrow(0, window.first_row, weight.rows);
   if (held.format->has_tensor_scale()) {
-    const int64_t offset = held.first_logical_row();
+    const int64_t offset = held.row_offset;
     out.grid = window.grid.view(-1).narrow(0, held.grid_row(offset + window.first_row), 1);
   } else {
     out.grid = at::empty({0}, window.image.options().dtype(at::kFloat));

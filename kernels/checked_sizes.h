@@ -71,7 +71,7 @@ constexpr bool sizes_fit(const Layout& layout) {
          product_fits({layout.logical_rows, pitch}) && layout.logical_rows >= 0 &&
          layout.matrix_rows >= 0 && layout.matrix_rows <= kMostElements &&
          layout.first_element >= 0 && layout.first_element <= kMostElements &&
-         layout.row_offset >= Layout::kUnplaced && layout.row_offset <= kMostElements;
+         layout.row_offset >= 0 && layout.row_offset <= kMostElements;
 }
 
 /// @throws c10::ValueError naming the operator unless the sizes of a layout fit.

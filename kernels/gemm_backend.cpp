@@ -23,7 +23,7 @@ GemmFallback sizes_fallback(const GemmProblem& problem) {
 GemmFallback weight_fallback(const QuantizedMatrix& weight) {
   const RowImage& rows = weight.row_image();
   const Layout& layout = rows.layout;
-  const int64_t first = layout.first_logical_row() + rows.first_row;
+  const int64_t first = layout.row_offset + rows.first_row;
   const int64_t in_matrix = first % layout.matrix_rows;
   const bool one_matrix = in_matrix + weight.rows <= layout.matrix_rows;
   const int64_t block = layout.format->block_rows;

@@ -20,14 +20,12 @@ enum class Images : int8_t { kAll, kRowwise, kColumnwise };
 /// `matrix_rows` rows each (one for a 2-D weight, one per expert for N-D weights). Scale blocks are
 /// anchored at each matrix's row 0, never at a shard's row 0, and never span matrices.
 struct Layout {
-  static constexpr int64_t kUnplaced = -1;  // row_offset not known yet: owns no logical rows
-
   const Format* format = nullptr;
   int64_t rows = 0;          // rows held, padding included
   int64_t cols = 0;          // K, elements per row
   int64_t logical_rows = 0;  // R
   int64_t matrix_rows = 0;   // rows per matrix; logical_rows % matrix_rows == 0
-  int64_t row_offset = 0;    // logical row of row 0, or kUnplaced
+  int64_t row_offset = 0;    // logical row of row 0
   Images images = Images::kAll;
   int64_t pitch = 0;  // of one image among others (rowwise(), columnwise()): bytes from row to row
   // Where the logical tensor lies in the full one, which tensor parallelism cuts: the element that
@@ -39,7 +37,7 @@ struct Layout {
 
   /// `held` rows of the same logical tensor, padding included, from the same row on.
   Layout holding(int64_t held) const { return with(&Layout::rows, held); }
-  /// Row 0 is `row` of the logical tensor, or is not known yet (kUnplaced).
+  /// Row 0 is `row` of the logical tensor.
   Layout placed(int64_t row) const { return with(&Layout::row_offset, row); }
   /// The rows held are all of a logical tensor of its own, in matrices of `rows_of_one`.
   Layout own_tensor(int64_t rows_of_one) const {
@@ -130,11 +128,8 @@ struct Layout {
     return first_element + logical_row * element_pitch();
   }
 
-  /// The logical row that row 0 is read as.
-  int64_t first_logical_row() const { return row_offset == kUnplaced ? 0 : row_offset; }
-  /// Rows held that are rows of the logical tensor: padding and open placements own none.
+  /// Rows held that are rows of the logical tensor: padding is none.
   int64_t live_rows() const {
-    if (row_offset == kUnplaced) return 0;
     const int64_t left = logical_rows - row_offset;
     return left < 0 ? 0 : left < rows ? left : rows;
   }

@@ -60,7 +60,7 @@ DequantizeTask image_part(DequantizeTask task) {
   task.image += layout.columnwise_offset();
   task.layout = layout.columnwise();
   const int64_t block = task.layout.format->block_rows;
-  const int64_t offset = layout.first_logical_row();
+  const int64_t offset = layout.row_offset;
   const int64_t begin = offset + task.first_row;
   const int64_t end = std::min(begin + task.rows, layout.logical_rows);
   TORCH_CHECK(

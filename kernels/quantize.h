@@ -62,8 +62,7 @@ struct DequantizeTask {
 };
 
 /// values = code * scale_inv, rounded once to value_dtype, where a block's row-local scale times
-/// the matrix's is rounded to fp32 first; NaN scales give NaN. Rows that are not live read as zero;
-/// an open placement (row_offset == kUnplaced) reads its blocks as if row_offset were 0.
+/// the matrix's is rounded to fp32 first; NaN scales give NaN. Rows that are not live read as zero.
 /// @throws c10::Error if the layout lacks the image asked for, or rows of its blocks.
 void dequantize(std::span<const DequantizeTask> tasks, Stream stream);
 

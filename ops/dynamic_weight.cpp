@@ -43,7 +43,10 @@ struct UseScaling {
                     "device; got {} of shape {}",
                     op, format.name, layout.rows, layout.cols, layout.grid_numel(),
                     c10::toString(scaled_by.scalar_type()), scaled_by.sizes().vec()));
-    if (is_delayed) delayed = ScalingState::of(layout, state);
+    if (is_delayed) {  // what rounds stochastically has a key, too, which no use reads
+      delayed.amax_history = state[0];
+      delayed.scaling_amax = state[1];
+    }
     amax = scaled_by.const_data_ptr<float>() + first;
   }
 };
@@ -131,9 +134,9 @@ Tensor quantize_for_uses(const Tensor& weight, c10::string_view format,
   const auto dtype = weight.scalar_type();
   const auto planes =
       QuantizedBuffer::allocate(layout, dtype, /*keeps_master=*/false, weight.device());
-  write_codes(weight, layout, scaling, planes->image(), planes->grid());
-  auto buffer = QuantizedBuffer::over_planes(Placement(layout, /*is_shard=*/false), dtype, {},
-                                             planes->code_bytes(), {}, scaling.delayed, false);
+  write_codes(weight, layout, scaling, planes->image(), planes->grid().write());
+  auto buffer = QuantizedBuffer::over_planes(Placement(layout), dtype, {}, planes->code_bytes(), {},
+                                             scaling.delayed, false);
   return make_tensor(std::move(buffer), weight.sizes());
 }
 

@@ -196,7 +196,8 @@ Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_vie
     image.narrow(1, layout.row_scale_offset(), layout.block_cols()).copy_(bytes);
     if (layout.has_columnwise() && layout.rows > 0) quantize_columnwise(layout, image);
   }
-  const Placement placement(layout, /*is_adopted=*/logical_rows.has_value());
+  Placement placement(layout);
+  if (logical_rows) placement.adopt(Groups());
   return make_tensor(QuantizedBuffer::of_codes(placement, dtype, keep_master, image, grid), sizes);
 }
 

@@ -33,14 +33,20 @@ std::vector<Tensor> delayed_state_of_one(const QuantizedBuffer& buffer) {
   return state;
 }
 
-bool hooks_are_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
+/// Whether hooks see codes and scales: of a matrix that has the image which backward reads.
+/// A gather by phase brings another image for backward, to the weight itself.
+bool shows_planes(const Tensor& weight) {
+  if (!is_row_window(weight) || weight.is_meta()) return false;
+  const Layout& layout = buffer_of(weight).layout();
+  return !layout.format->columnwise || layout.has_columnwise();
+}
 
 /// `weight`'s rows without their bytes.
 Tensor without_bytes(const Tensor& weight) {
   const QuantizedBuffer& buffer = buffer_of(weight);
   const int64_t first = row_window(weight)->first;
   const Layout& all = buffer.layout();
-  const Layout layout = all.holding(weight.size(0)).placed(all.first_logical_row() + first);
+  const Layout layout = all.holding(weight.size(0)).placed(all.row_offset + first);
   auto planes = Planes::allocate(layout, buffer.dtype(), false, at::kMeta, Fill::kNothing);
   return make_tensor(
       c10::make_intrusive<QuantizedBuffer>(Placement(layout), buffer.dtype(), std::move(planes)),
@@ -64,10 +70,10 @@ Tensor over_planes(const Tensor& twin, const Tensor& image, const Tensor& grid,
                    const Tensor& grad) {
   const QuantizedBuffer& of = buffer_of(twin);
   check_handed_back(image, of.image(), grad);
-  if (of.grid().defined()) check_handed_back(grid, of.grid(), grad);
+  if (of.grid().defined()) check_handed_back(grid, of.grid().read(), grad);
   const Layout& layout = of.layout();
-  auto planes =
-      Planes::over_image(image.contiguous(), grid.defined() ? grid.contiguous() : Tensor(), layout);
+  auto planes = Planes::over_image(
+      image.contiguous(), Grid::snapshot(grid.defined() ? grid.contiguous() : Tensor()), layout);
   return make_tensor(
       c10::make_intrusive<QuantizedBuffer>(Placement(layout), of.dtype(), std::move(planes)),
       twin.sizes());
@@ -82,8 +88,12 @@ KeptWeight::KeptWeight(const Tensor& weight, bool is_read, std::optional<c10::st
   if (format && !tells) format_ = std::string(*format);
   if (state) state_ = *state;
   if (is_read) {
-    const bool shows_planes = hooks_are_active() && is_row_window(weight) && !weight.is_meta();
-    if (!shows_planes) return;
+    if (!tells || !at::SavedTensorDefaultHooks::get_hooks().has_value()) return;
+    if (!shows_planes(weight)) {
+      // For backward to say what a hook has made of it.
+      format_ = std::string(buffer_of(weight).layout().format->name);
+      return;
+    }
     way_ = Way::kPlanes;
     if (auto delayed = delayed_state(buffer_of(weight)); !delayed.empty()) {
       state_ = std::move(delayed);
@@ -115,7 +125,7 @@ void KeptWeight::save(AutogradContext* ctx, const std::string& key, variable_lis
     const QuantizedBuffer& buffer = buffer_of(weight_);
     const auto rows = *row_window(weight_);
     saved.push_back(buffer.image().narrow(0, rows.first, weight_.size(0)));
-    saved.push_back(buffer.grid().defined() ? buffer.grid().alias() : Tensor());
+    saved.push_back(buffer.grid().defined() ? buffer.grid().read().alias() : Tensor());
     data[key + "twin"] = without_bytes(weight_);
     return;
   }

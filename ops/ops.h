@@ -38,7 +38,7 @@ Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int6
 Tensor quantize(const Tensor& self, c10::string_view format, bool keep_master,
                 std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset);
 /// Where a share lies: its rows within the logical tensor, that within the full one.
-struct Share {
+struct LogicalPlace {
   int64_t logical_rows;
   int64_t row_offset;
   int64_t first_element;
@@ -46,7 +46,7 @@ struct Share {
 };
 /// quantize() of a share whose ranks are known.
 Tensor quantize_placed(const Tensor& self, c10::string_view format, bool keep_master,
-                       const Share& share, const Groups& groups);
+                       const LogicalPlace& place, const Groups& groups);
 Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype);
 bool is_quantized_op(const Tensor& self);
 std::string format(const Tensor& self);
@@ -187,6 +187,7 @@ c10::Dict<std::string, std::string> why_dequantized_op(at::Device device);
 std::string foreign_owner_of_key_op();
 void set_fallback_tracing_op(bool enabled);
 void set_in_step_op(bool in_step);
+void make_shards_op(std::optional<int64_t> rank);
 c10::Dict<std::string, int64_t> traced_fallbacks_op(bool reads_only);
 c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self);
 bool keeps_master(const Tensor& self);

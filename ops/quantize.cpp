@@ -89,9 +89,9 @@ Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
   const Layout& layout = buffer.layout();
   const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows.first;
   const int64_t last = std::min(first + rows.count, layout.logical_rows) - 1;
-  if (last < first) return buffer.grid().narrow(0, 0, 0);
+  if (last < first) return buffer.grid().read().narrow(0, 0, 0);
   const int64_t first_row = layout.grid_row(first);
-  auto scales = buffer.grid().narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
+  auto scales = buffer.grid().write().narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
   if (self.dim() == 2 || rows.count % layout.matrix_rows != 0) return scales;
   c10::DimVector sizes(self.sizes().slice(0, self.dim() - 2));
   sizes.push_back(layout.grid_rows() / layout.matrices());
@@ -198,15 +198,15 @@ Tensor quantize(const Tensor& self, c10::string_view format_name, bool keep_mast
 }
 
 Tensor quantize_placed(const Tensor& self, c10::string_view format_name, bool keep_master,
-                       const Share& share, const Groups& groups) {
+                       const LogicalPlace& place, const Groups& groups) {
   const Format& format = checked_arguments(self, format_name, keep_master);
-  const Layout layout = layout_of(self.sizes(), format, share.logical_rows, share.row_offset,
+  const Layout layout = layout_of(self.sizes(), format, place.logical_rows, place.row_offset,
                                   "qshard::_quantize_share");
-  TORCH_CHECK_VALUE(share.first_element >= 0 && share.full_cols >= layout.cols,
+  TORCH_CHECK_VALUE(place.first_element >= 0 && place.full_cols >= layout.cols,
                     fmt::format("qshard::_quantize_share: {} columns from element {} do not lie "
                                 "within a tensor of {} columns",
-                                layout.cols, share.first_element, share.full_cols));
-  const Layout placed = layout.within_full_tensor(share.first_element, share.full_cols);
+                                layout.cols, place.first_element, place.full_cols));
+  const Layout placed = layout.within_full_tensor(place.first_element, place.full_cols);
   return quantize_rows(self, checked_sizes("qshard::_quantize_share", placed), keep_master,
                        &groups);
 }

@@ -1,4 +1,5 @@
 #include "dispatch/fallback.h"
+#include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
 #include "kernels/linear.h"
@@ -28,6 +29,11 @@ void set_fallback_tracing_op(bool enabled) { set_fallback_tracing(enabled); }
 
 void set_in_step_op(bool in_step) { set_in_step(in_step); }
 
+void make_shards_op(std::optional<int64_t> rank) {
+  TORCH_CHECK_VALUE(!rank || *rank >= kSameRows, "qshard::_make_shards: there is no rank ", *rank);
+  make_shards(rank);
+}
+
 c10::Dict<std::string, int64_t> traced_fallbacks_op(bool reads_only) {
   c10::Dict<std::string, int64_t> counts;
   for (const auto& [name, count] : traced_fallbacks(reads_only)) counts.insert(name, count);
@@ -42,7 +48,7 @@ c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self) {
   };
   add("image", buffer.image());
   add("master", buffer.master());
-  add("grid", buffer.grid());
+  add("grid", buffer.grid().read());
   add("pending", buffer.pending());
   add("grid_snapshot", buffer.snapshot());
   const Layout& layout = buffer.layout();

@@ -186,6 +186,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_foreign_owner_of_key() -> str");
   m.def("_set_fallback_tracing(bool enabled) -> ()");
   m.def("_set_in_step(bool in_step) -> ()");
+  m.def("_make_shards(int? rank) -> ()");
   m.def("_traced_fallbacks(bool reads_only=False) -> Dict(str, int)");
   m.def("_storage_bytes(Tensor self) -> Dict(str, int)");
   m.def("_keeps_master(Tensor self) -> bool");
@@ -212,7 +213,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_set_reduction_group(Tensor self, str group) -> ()");
   m.def(
       "_flush_after_step(Tensor[] self, int[] groups, bool[] has_grad, Tensor? found_inf, "
-      "bool is_step=True) -> ()");
+      "bool is_step=True, bool kernels_tell=True) -> ()");
   m.def("_state(Tensor self) -> Dict(str, Tensor)");
   m.def("_state_names_of_master(Tensor self) -> str[]");
   m.def("_set_rounding_key(Tensor self, int key) -> ()");
@@ -310,13 +311,17 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_foreign_owner_of_key", &foreign_owner_of_key_op, Takes::kAnything>(m);
   implement<"_set_fallback_tracing", &set_fallback_tracing_op, Takes::kAnything>(m);
   implement<"_set_in_step", &set_in_step_op, Takes::kAnything>(m);
+  implement<"_make_shards", &make_shards_op, Takes::kAnything>(m);
   implement<"_traced_fallbacks", &traced_fallbacks_op, Takes::kAnything>(m);
   implement<"_storage_bytes", &storage_bytes, Takes::kAnything>(m);
   implement<"_keeps_master", &keeps_master, Takes::kAnything>(m);
 }
 
 // Every step calls it, and modes that look at operators are to see those of the step.
-TORCH_LIBRARY_IMPL(qshard, Python, m) { m.impl("_set_in_step", &set_in_step_op); }
+TORCH_LIBRARY_IMPL(qshard, Python, m) {
+  m.impl("_set_in_step", &set_in_step_op);
+  m.impl("_make_shards", &make_shards_op);
+}
 
 // Shapes for fake tensors. What depends on the format (`quantize`, the accessors) has them in
 // fsdp/fakes.py.

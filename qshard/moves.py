@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 ops = torch.ops.qshard
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SAME_ROWS = -1
 _apply = nn.Module._apply
 
 
@@ -25,9 +26,16 @@ class _KeepQuantized:
         self.fn = fn
 
     def __call__(self, tensor):
-        result = self.fn(tensor)
-        local, result_local = local_of(tensor), local_of(result)
-        if not is_quantized(local) or result is tensor:
+        local = local_of(tensor)
+        if not is_quantized(local):
+            return self.fn(tensor)
+        ops._make_shards(_SAME_ROWS)  # by empty_like, for to_empty()
+        try:
+            result = self.fn(tensor)
+        finally:
+            ops._make_shards(None)
+        result_local = local_of(result)
+        if result is tensor:
             return result
         if not is_quantized(result_local):
             _check_dtype("a parameter", result.dtype)

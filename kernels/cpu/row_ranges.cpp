@@ -55,7 +55,7 @@ RowWork rows_to_dequantize(std::span<const DequantizeTask> tasks) {
   for (size_t t = 0; t < tasks.size(); ++t) {
     const Layout& layout = tasks[t].layout;
     if (layout.cols == 0) continue;
-    const int64_t offset = layout.first_logical_row();
+    const int64_t offset = layout.row_offset;
     const int64_t begin = tasks[t].first_row;
     append(work, t, layout, offset, begin, begin + tasks[t].rows, layout.logical_rows - offset);
   }

@@ -47,7 +47,7 @@ ColumnwiseTask describe_values(const QuantizeTask& task) {
   TORCH_CHECK(amax_numel(layout, task.cuts) <= kMaxInt,
               "qshard: too many scale blocks for the CUDA kernels");
   ColumnwiseTask out =
-      describe(layout, layout.first_logical_row(), layout.rows, layout.live_rows(), task.values);
+      describe(layout, layout.row_offset, layout.rows, layout.live_rows(), task.values);
   out.amax = task.amax;
   const auto entry = [&](int64_t cut) {
     return cut < 0 ? -1 : static_cast<int>(cut * layout.block_cols());
@@ -60,7 +60,7 @@ ColumnwiseTask describe_values(const QuantizeTask& task) {
 // A window of an image is a shard of its own, whose row 0 is the window's.
 ColumnwiseTask describe(const DequantizeTask& task) {
   const Layout& layout = task.layout;
-  const int64_t offset = layout.first_logical_row() + task.first_row;
+  const int64_t offset = layout.row_offset + task.first_row;
   const int64_t live = std::clamp<int64_t>(layout.logical_rows - offset, 0, task.rows);
   ColumnwiseTask out = describe(layout, offset, task.rows, live, task.values);
   out.image = const_cast<uint8_t*>(task.image) + task.first_row * layout.row_bytes();

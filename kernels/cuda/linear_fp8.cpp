@@ -46,7 +46,7 @@ struct WeightScales {
 WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
   const RowImage& rows = weight.row_image();
   const Layout& layout = rows.layout;
-  const int64_t offset = layout.first_logical_row();
+  const int64_t offset = layout.row_offset;
   const int64_t first = layout.grid_row(offset + rows.first_row);
   const float* grid = rows.grid.const_data_ptr<float>() + first * layout.grid_cols();
   const bool aligned = reinterpret_cast<uintptr_t>(grid) % 16 == 0;

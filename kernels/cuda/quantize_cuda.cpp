@@ -62,7 +62,7 @@ RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, in
 // A window of an image is a shard of its own, whose row 0 is the window's.
 RowImageTask describe(const DequantizeTask& task) {
   const Layout& layout = task.layout;
-  const int64_t offset = layout.first_logical_row() + task.first_row;
+  const int64_t offset = layout.row_offset + task.first_row;
   const int64_t live = std::clamp<int64_t>(layout.logical_rows - offset, 0, task.rows);
   RowImageTask out = describe(layout, offset, task.rows, live, task.value_dtype, task.values);
   out.image = const_cast<uint8_t*>(task.image) + task.first_row * layout.row_bytes();
@@ -91,7 +91,7 @@ void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
 
 RowImageTask describe_row_image(const QuantizeTask& task) {
   const Layout& layout = task.layout;
-  RowImageTask out = describe(layout, layout.first_logical_row(), layout.rows, layout.live_rows(),
+  RowImageTask out = describe(layout, layout.row_offset, layout.rows, layout.live_rows(),
                               task.value_dtype, task.values);
   out.image = task.image;
   out.amax = task.amax;
@@ -138,7 +138,7 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
           if (task.rounding == nullptr) return;
           const Layout& layout = task.layout;
           const StochasticRowImageTask described = {describe_row_image(task), task.rounding,
-                                                    layout.element(layout.first_logical_row()),
+                                                    layout.element(layout.row_offset),
                                                     layout.element_pitch()};
           batcher.add(described, quantize_blocks(described));
         });

@@ -77,7 +77,7 @@ EdgeRows edge_rows(const Layout& layout) {
 
 RowScaledTask describe(const DequantizeTask& task) {
   const Layout& layout = task.layout;
-  const int64_t offset = layout.first_logical_row();
+  const int64_t offset = layout.row_offset;
   RowScaledTask out = describe(layout, {offset, task.first_row, task.rows}, task.value_dtype,
                                task.values, kCodeTileRows);
   out.image = const_cast<uint8_t*>(task.image) + task.first_row * layout.row_bytes();
@@ -104,9 +104,7 @@ RowScaledTask describe_cut(const QuantizeTask& task, int64_t begin, int64_t end,
 RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
   const Layout& layout = task.layout;
   const Layout cut = layout.tallest();
-  // An open placement has no live rows: it may begin anywhere below the tensor.
-  const bool open = layout.row_offset == Layout::kUnplaced;
-  const Window window = {open ? layout.logical_rows : layout.row_offset, 0, layout.rows};
+  const Window window = {layout.row_offset, 0, layout.rows};
   RowScaledTask out = describe(layout, window, task.value_dtype, task.values, tile_rows);
   TORCH_CHECK(amax_numel(layout, task.cuts) <= std::numeric_limits<int>::max(),
               "qshard: too many scale blocks for the CUDA kernels");

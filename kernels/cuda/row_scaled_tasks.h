@@ -18,7 +18,7 @@ RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows);
 inline StochasticRowScaledTask describe_stochastic(const QuantizeTask& task) {
   const Layout& layout = task.layout;
   return {describe_row_scaled(task, kCodeTileRows), task.rounding,
-          layout.element(layout.first_logical_row()), layout.element_pitch()};
+          layout.element(layout.row_offset), layout.element_pitch()};
 }
 
 /// What the tasks of a batch share.

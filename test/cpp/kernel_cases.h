@@ -55,7 +55,7 @@ inline const Shape kShapes[] = {
     {300, 136, 512, 512, 60},              // three blocks' rows, none of them whole at the ends
     {140, 31, 300, 300, 200},              // 100 rows, then padding
     {9, 48, 300, 300, 300},                // padding only
-    {9, 48, 300, 300, Layout::kUnplaced},  // open: owns no rows
+    {9, 48, 300, 300, 300},  // padding alone, of a rank without rows
     {390, 64, 390, 130, 0},                // three matrices, a block and two rows each
     {200, 80, 390, 130, 120},              // crosses two matrices
     {12, 20, 12, 3, 0},                    // matrices smaller than a block
@@ -285,8 +285,7 @@ inline Quantized reference(const at::Tensor& values, const Layout& layout,
 }
 
 /// float32 values that an image and its grid stand for; of two images the rowwise one.
-inline at::Tensor reference_values(const Quantized& q, Layout layout) {
-  if (layout.row_offset == Layout::kUnplaced) layout.row_offset = 0;
+inline at::Tensor reference_values(const Quantized& q, const Layout& layout) {
   const Format& format = *layout.format;
   const int64_t width = format.block_cols ? format.block_cols : std::max<int64_t>(layout.cols, 1);
   at::Tensor out = at::zeros({layout.rows, layout.cols});

@@ -100,11 +100,10 @@ INSTANTIATE_TEST_SUITE_P(
                       LayoutCase{"float8_tensorwise", 0, 8, 0, 0, 0, 16, 0, 1, 0},
                       LayoutCase{"float8_blockwise", 64, 129, 300, 300, 250, 144, 3, 2, 50},
                       LayoutCase{"float8_blockwise", 64, 128, 300, 150, 0, 128, 4, 1, 64},
-                      LayoutCase{"float8_blockwise", 4, 128, 300, 300, Layout::kUnplaced, 128, 3, 1,
-                                 0},
+                      LayoutCase{"float8_blockwise", 4, 128, 300, 300, 300, 128, 3, 1, 0},
                       LayoutCase{"float8_blockwise", 4, 128, 8, 8, 12, 128, 1, 1, 0},
                       LayoutCase{"mxfp8", 64, 129, 300, 300, 250, 160, 0, 0, 50},
-                      LayoutCase{"mxfp8", 4, 128, 300, 300, Layout::kUnplaced, 144, 0, 0, 0},
+                      LayoutCase{"mxfp8", 4, 128, 300, 300, 300, 144, 0, 0, 0},
                       LayoutCase{"mxfp8_1x32", 64, 129, 320, 320, 250, 320, 0, 0, 64},
                       LayoutCase{"mxfp8_1x32[phase]", 4, 128, 64, 32, 62, 288, 0, 0, 2},
                       LayoutCase{"nvfp4", 64, 129, 300, 150, 0, 96, 2, 1, 64},
@@ -143,9 +142,9 @@ TEST(Layout, LayoutsMadeOfAnotherDifferInWhatTheyAreNamedFor) {
   const Layout fewer = shard.holding(8);
   EXPECT_EQ(fewer.live_rows(), 8);
   EXPECT_EQ(fewer.element(1), shard.element(1));
-  const Layout unplaced = shard.placed(Layout::kUnplaced);
-  EXPECT_EQ(unplaced.live_rows(), 0);
-  EXPECT_EQ(unplaced.logical_rows, 256);
+  const Layout padding = shard.placed(256);
+  EXPECT_EQ(padding.live_rows(), 0);
+  EXPECT_EQ(padding.logical_rows, 256);
   const Layout gathered = shard.holding(256).placed(0);
   EXPECT_TRUE(gathered.holds_all_rows());
   const Layout rowwise = shard.with_images(Images::kRowwise);

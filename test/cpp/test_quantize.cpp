@@ -118,9 +118,7 @@ TEST_P(Quantize, DequantizesWindows) {
     const Layout layout = layout_of(shape);
     at::Tensor values = random_values(shape.rows, shape.cols, dtype());
     if (values.numel() > 8) values.view(-1)[7] = std::numeric_limits<float>::quiet_NaN();
-    Layout at_zero = layout;
-    if (layout.row_offset == Layout::kUnplaced) at_zero.row_offset = 0;
-    Quantized q = quantized(values, at_zero);
+    Quantized q = quantized(values, layout);
     const at::Tensor expected = reference_values(q, layout);
     for (const at::Device device : devices()) {
       const Quantized there{q.amax, q.grid.to(device), q.image.to(device)};

@@ -239,8 +239,8 @@ TEST(Cuts, OfTwoImagesAreThoseOfTheColumnwiseOne) {
   }
 }
 
-TEST(Cuts, OpenPlacementsKnowHowManyThereAre) {
-  const Layout layout{&find_format("mxfp8"), 10, 40, 100, 100, Layout::kUnplaced};
+TEST(Cuts, RanksWithoutRowsKnowHowManyThereAre) {
+  const Layout layout{&find_format("mxfp8"), 10, 40, 100, 100, 100};
   const Cuts cuts = find_cuts(layout, 10);
   EXPECT_EQ(cuts.rows, 3);  // rows 96 to 99 are of one rank
   EXPECT_EQ(cuts.first, -1);

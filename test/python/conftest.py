@@ -121,6 +121,7 @@ BUDGETS_S = {
     "test_torchao": 75,  # compiles its steps
     "test_lightning": 60,
     "test_torchtitan": 180,
+    "test_adoption_sharded": 90,
     "test_checkpoint_dcp": 90,
     "test_saved_operands": 60,  # compiles linears
     "test_saved_scales": 60,
@@ -129,11 +130,14 @@ BUDGETS_S = {
     "test_dynamic_optimizers": 45,
     "test_effects": 60,  # Inductor's first compilation
     "test_expert_meshes": 60,
+    "test_first_use": 60,
     "test_fsdp1": 60,
     "test_fsdp1_gather": 45,
     "test_fsdp1_state": 45,
     "test_fsdp1_use": 45,
+    "test_factories_sharded": 90,
     "test_finetune_example": 60,  # two processes that import transformers
+    "test_gathered_writes": 75,
     "test_fsdp_mesh_invariance": 120,
     "test_fsdp_modes": 75,
     "test_fsdp_wire_and_memory": 60,
@@ -151,8 +155,11 @@ BUDGETS_S = {
     "test_low_bit_checkpoints": 60,
     "test_low_bit_tensor_parallel": 90,
     "test_replicas": 60,
+    "test_pending_rows": 60,
+    "test_replica_rounding": 75,
     "test_report_sent": 60,
     "test_shared_scales": 45,
+    "test_shard_windows": 120,
     "test_nobody_hangs": 90,  # one case waits for the process group's timeout
     "test_op_sweep": 60,
     "test_opcheck": 60,

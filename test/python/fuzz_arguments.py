@@ -254,6 +254,13 @@ def written(draw, t):
     return quantized_like(draw, t).mul_(2)
 
 
+def new_shard(whole):
+    """The last rows and padding, as sharding by hand makes them."""
+    shard = whole.new_zeros(whole[:2].shape)
+    shard[:1].copy_(whole[-1:])
+    return shard
+
+
 def waiting_shard(draw, t):
     """A shard whose scales other ranks have to agree on."""
     matrix = value_of(t).float()
@@ -340,7 +347,8 @@ KINDS = {
     "quantized, on meta": lambda d, t: quantized_like(d, t).to("meta"),
     "quantized, a row of it": lambda d, t: quantized_like(d, t)[0],
     "quantized, transposed": lambda d, t: quantized_like(d, t).t(),
-    "quantized, unplaced": lambda d, t: torch.zeros_like(quantized_like(d, t)[:1]),
+    "quantized, a new shard": lambda d, t: new_shard(quantized_like(d, t)),
+    "memory for a shard": lambda d, t: torch.empty_like(quantized_like(d, t)).fill_(0.5),
     "quantized, freed": lambda d, t: freed(quantized_like(d, t)),
     "quantized, freed, with a master": lambda d, t: freed(quantized_like(d, t, keep_master=True)),
     "gathered": gathered,

@@ -197,6 +197,7 @@ class Attempt:
             self.error = error
         finally:
             ops._set_in_step(False)
+            ops._make_shards(None)
             ops._set_fallback_tracing(False)
 
     def given(self):

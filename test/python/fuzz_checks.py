@@ -35,7 +35,6 @@ MIXES_DEVICES = {
     "_saves_input_codes",
 }  # fmt: skip
 ROWS, COLUMNS, LOGICAL_ROWS, MATRIX_ROWS, ROW_OFFSET = range(5)  # of what _pack gives as layout
-UNPLACED = -1
 
 
 def try_call(schema, seed, memory, tell):
@@ -162,8 +161,7 @@ def check_layout(t):
         layout = ops._pack(t.detach())[2]
     except REFUSALS:
         return
-    is_placed = layout[ROW_OFFSET] == UNPLACED or 0 <= layout[ROW_OFFSET] <= layout[LOGICAL_ROWS]
-    if not is_placed or min(layout[:ROW_OFFSET]) < 0:
+    if min(layout[: ROW_OFFSET + 1]) < 0 or layout[ROW_OFFSET] > layout[LOGICAL_ROWS]:
         rows, first, all_rows = layout[ROWS], layout[ROW_OFFSET], layout[LOGICAL_ROWS]
         yield "nonsense", f"a tensor of {rows} rows, from {first} of {all_rows} on"
 

@@ -20,71 +20,12 @@ class Known:
         return f"{self.kind}: {self.says} (programs/{self.file}.json)"
 
 
-SHARDED = ", then "  # in the text of a setup
-
 KNOWN = (
-    Known(
-        "gathered weight written",
-        r"^write_gathered\(.*reads=True",
-        "a weight that is written inside unshard(), and read there, leaves later gathers other scales",
-        "gathered_written",
-    ),
-    Known(
-        "factory of a weight",
-        r"^factory(_register)?\(|^load_other_model\(.*how='factories'",
-        "what new_zeros, new_empty or empty_like of a weight makes is multiplied by codes of its values",
-        "factory",
-    ),
     Known(
         "made in inference mode",
         r"^(make|copy)_in_inference\(",
         "of a tensor made in inference mode other writes raise than of a plain one",
         "made_in_inference",
-    ),
-    Known(
-        "copied in inference mode",
-        r"^load_other_model\(.*how='deep copy in inference mode'",
-        "a model that was copied in inference mode multiplies by its first codes, whatever is loaded",
-        "copied_in_inference",
-    ),
-    Known(
-        "loaded after a copy through .data",
-        r"^load_other_model\(.*copies=True",
-        "a weight that took its values through .data goes on with their codes when others are loaded",
-        "loaded_after_data",
-    ),
-    Known(
-        "future of a collective",
-        r"^future\(.*between='flush'",
-        "what a collective wrote that is waited for by its future is lost where a flush came between",
-        "future",
-    ),
-    Known(
-        "replicas with seeds of their own",
-        r".",
-        "stochastic rounding gives replicas other values where ranks have other seeds at quantize_",
-        "replica_seeds",
-        r"stochastic.*(hsdp|replicate).*a seed per rank",
-    ),
-    Known(
-        "raw write after a fused step",
-        r"^raw_step\(.*fused=True",
-        "memory that an optimizer writes after a fused kernel of the same step() is not quantized",
-        "raw_after_fused",
-    ),
-    Known(
-        "narrowed without a master",
-        r"^move_model\(how='to (bfloat16|half) and back'",
-        "a model without masters that becomes bfloat16 or float16 keeps its wider values",
-        "narrowed",
-        r"no master",
-    ),
-    Known(
-        "window of a share",
-        r"^copy_window\(|^other_model\(.*into='",
-        "windows copied from a tensor of another share, or of its clone, count as a write on some ranks only",
-        "window",
-        SHARDED,
     ),
     Known(
         "weight copied without blocking",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device
-from helpers import fit, is_quantized, ops
+from helpers import is_quantized, ops
 from program_meshes import own_part
 from program_steps import step
 from program_values import (
@@ -271,21 +271,7 @@ ALIASES = {
 
 
 def made(subject, target, view, by):
-    """Documented: a new mxfp8_1x32 tensor has blocks of 32 rows, too, and refuses other numbers of rows
-    of plain values. Such tensors are made of the value instead."""
-    tensor = window(subject, target, view)
-    try:
-        result = MAKERS[by](tensor)
-        takes_values = not (is_quantized(result) and by.startswith("new_")) or writable(result)
-    except RuntimeError as error:
-        if "rows of plain values cannot be written into a new" not in str(error):
-            raise
-        takes_values = False
-    return result if takes_values else MAKERS[by](plain_value(tensor))
-
-
-def writable(tensor):
-    return tensor.dim() > 1 and fit(ops.format(tensor), tensor.shape[0]) == tensor.shape[0]
+    return MAKERS[by](window(subject, target, view))
 
 
 def draw_make(d, makers):

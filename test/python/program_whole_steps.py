@@ -8,7 +8,6 @@ from helpers import is_quantized
 from program_alias_steps import draw_layer
 from program_steps import step
 from program_tensor_steps import random_like
-from program_values import plain_value
 
 import qshard
 
@@ -164,7 +163,7 @@ def draw_factory(d):
 @step(1.5, draw_factory, reads=True)
 @torch.no_grad()
 def factory(subject, layer, how, shape, seed, use, rows):
-    """A tensor of a weight's factory, filled with values that are no weight's, and used in products.
+    """A tensor of a weight's factory is plain: filled with values, and used in products, it rounds none.
     `rows`: filled one after the other, as caches of tokens are."""
     weight = subject.tensor(f"w{layer}")
     tensor = FACTORIES[how](weight, shape)
@@ -176,7 +175,7 @@ def factory(subject, layer, how, shape, seed, use, rows):
     for part in range(tensor.shape[0]) if rows else [slice(None)]:
         tensor[part].copy_(values[part])
     result = USES[use](x, tensor)
-    assert not is_quantized(result)
+    assert not is_quantized(tensor) and not is_quantized(result)
     return result
 
 
@@ -191,4 +190,5 @@ def factory_register(subject, layer, how, shape, seed, use, rows, into):
     generator = torch.Generator().manual_seed(seed)
     tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype))
     USES[use](torch.ones(3, tensor.shape[1], device=tensor.device, dtype=tensor.dtype), tensor)
-    subject.keep(into, tensor.clone() if not is_quantized(tensor) else plain_value(tensor))
+    assert not is_quantized(tensor)
+    subject.keep(into, tensor)

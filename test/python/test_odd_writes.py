@@ -126,8 +126,8 @@ def test_a_list_of_which_one_was_freed_leaves_the_others_as_they_were(name, posi
     codes, master = make(False, fmt=fmt), make(True, fmt=fmt)
     gathered = ops._post_all_gather(codes, ops._pre_all_gather(codes, "").clone(), torch.float32)
     written = [make(keep_master, fmt=fmt).mul_(2) for keep_master in (False, True)]
-    unplaced = [q.new_zeros(20, 32) for q in (codes, master)]
-    others = [codes, master, gathered, *written, *unplaced]
+    shards = [q.new_zeros(20, 32).copy_(q) for q in (codes, master)]
+    others = [codes, master, gathered, *written, *shards]
 
     def memory():
         return [(ops._storage_bytes(q), is_dirty(q), q._version) for q in others]
@@ -208,11 +208,19 @@ def test_copies_of_a_written_shard_show_codes_of_their_own(keep_master):
 @keep_or_not
 def test_rows_put_together_again_are_a_copy(keep_master):
     whole = make(keep_master)
+    again = torch.cat([whole[:4], whole[4:]])
+    assert is_quantized(again)
+    assert_same(ops.dequantize(again.mul_(2)), ops.dequantize(whole.clone().mul_(2)))
     shard = whole.new_zeros(10, 32).copy_(whole[10:])
     ops._set_reduction_group(shard, "")  # adopted: other rows are elsewhere
     again = torch.cat([shard[:4], shard[4:]])
     assert is_quantized(again)
     assert_same(ops.dequantize(again.mul_(2)), ops.dequantize(shard.clone().mul_(2)))
+    # A rank without rows cannot tell that its pieces do not follow one another.
+    for pieces in ([shard, shard], [shard[:0], shard[:0]]):
+        again, expected = torch.cat(pieces), torch.cat([value(p) for p in pieces])
+        assert not is_quantized(again)
+        assert_same(again, expected)
     shard.mul_(2)
     with pytest.raises(RuntimeError, match="flush"):
         ops.dequantize(shard)
@@ -243,7 +251,8 @@ def test_a_narrower_source_gives_its_narrow_values(fmt, keep_master):
 
 def test_rows_that_are_not_there_are_read():
     shard = make_shard(True)
-    empty = shard.new_empty(0, 32)
+    empty = shard.new_empty(0, 32).copy_(shard[:0])
+    assert is_quantized(empty)
     empty.add_(1)
     assert ops.dequantize(empty).shape == (0, 32) and ops.codes(empty).shape[0] == 0
 
@@ -258,9 +267,13 @@ def test_new_empty_of_a_scalar_is_plain(keep_master):
 
 @pytest.mark.parametrize("first", [0, 5])
 def test_empty_windows_are_staged(first):
-    """As async saves stage the shard of a rank without rows: it lies in padding."""
+    """As async saves stage the shard of a rank without rows: it lies in padding. What has no values needs
+    no codes."""
     q = make(True)
     padded = q.new_zeros(1, 32)
+    padded[:0].copy_(q[20:])
+    assert is_quantized(padded)
     for empty in (q[first:first], padded[:0]):
         staged = StateDictStager().stage({"weight": empty})["weight"]
-        assert is_quantized(staged) and staged.shape == (0, 32)
+        assert (staged.shape, staged.dtype, staged.device) == (empty.shape, empty.dtype, empty.device)
+        assert empty.copy_(staged) is empty

@@ -81,7 +81,7 @@ def test_saved_programs_pass_but_for_what_is_known():
 
 
 def test_a_twin_multiplies_by_its_values():
-    """Of a block with a subnormal scale, which quantized again has others."""
+    """A block with a subnormal scale, quantized again, has other values."""
     values = torch.cat([torch.ones(1), torch.full((31,), 7e-6)]).unsqueeze(1)
     first = ops.quantize(values, "nvfp4_1x16")
     shown = ops.dequantize(first)

@@ -8,6 +8,7 @@ import _qshard_hooks
 import pytest
 import torch
 import torch.nn.functional as F
+from dist_models import is_dirty
 from helpers import (
     BLOCK,
     FORMATS,
@@ -95,48 +96,166 @@ def test_storage_is_the_master_or_the_codes(fmt, keep_master):
 # ----------------------------------------------------------------------------------- factories
 
 
+# What a factory makes of a tensor, or of its plain twin.
+NEW = {
+    "new_zeros": lambda t: t.new_zeros(t.shape),
+    "new_empty": lambda t: t.new_empty(t.shape),
+    "empty_like": torch.empty_like,
+    "new_zeros of few rows": lambda t: t.new_zeros(32, 140),
+    "new_zeros of other columns": lambda t: t.new_zeros(32, 3),
+    "new_zeros of other dimensions": lambda t: t.new_zeros(4, 32, 6),
+    "new_zeros of a scalar": lambda t: t.new_zeros(()),
+    "new_zeros in bfloat16": lambda t: t.new_zeros(32, 140, dtype=torch.bfloat16),
+    "new_zeros in float64": lambda t: t.new_zeros(3, 4, dtype=torch.float64),
+    "zeros_like": torch.zeros_like,
+    "full_like": lambda t: torch.full_like(t, 2.0),
+    "rand_like": torch.rand_like,
+    "empty_like in int64": lambda t: torch.empty_like(t, dtype=torch.int64),
+    "empty_like of t()": lambda t: torch.empty_like(t.t()),
+    "empty_like of rows": lambda t: torch.empty_like(t[7:33]),
+    "new_ones": lambda t: t.new_ones(3, 4),
+    "new_full": lambda t: t.new_full((3, 4), 1.0),
+    "new_tensor": lambda t: t.new_tensor([1.0]),
+    "new": lambda t: t.new(3, 4),
+}
+
+
+@pytest.mark.pairwise
 @formats
 @keep_or_not
-def test_factories(fmt, keep_master):
-    rows = fit(fmt, 150)
-    q = ops.quantize(weight(rows, 140), fmt, keep_master=keep_master)
-    for make in (
-        lambda: q.new_zeros(rows, 140),
-        lambda: q.new_empty(rows, 140),
-        lambda: torch.empty_like(q),
-        lambda: q.new_zeros(fit(fmt, 7), 3),
-        lambda: q.new_zeros(4, fit(fmt, 5), 6),
-        lambda: q.new_zeros(fit(fmt, 10), 140, dtype=torch.bfloat16),
-    ):
-        made = make()
-        assert is_quantized(made) and ops.format(made) == fmt, made
-        assert (ops.master(made) is not None) == keep_master
-        made.copy_(weight(*made.shape).to(made.dtype))
-        assert_same(ops.dequantize(made), rounded(weight(*made.shape).to(made.dtype), fmt))
-    for make in (
-        *([lambda: q.new_zeros(7, 3)] if has_two_images(fmt) else []),  # no whole blocks
-        lambda: torch.zeros_like(q),
-        lambda: torch.ones_like(q),
-        lambda: torch.full_like(q, 2.0),
-        lambda: torch.rand_like(q),
-        lambda: q.new_ones(3, 4),
-        lambda: q.new_full((3, 4), 1.0),
-        lambda: q.new_tensor([1.0]),
-        lambda: q.new(3, 4),
-        lambda: q.new_zeros(5),
-        lambda: q.new_zeros(()),
-        lambda: q.new_zeros(3, 4, dtype=torch.float64),
-        lambda: q.new_zeros(3, 4, dtype=torch.int64),
-        lambda: torch.empty_like(q, dtype=torch.int64),
-        lambda: torch.empty_like(q.t()),
-    ):
-        made = make()
-        assert not is_quantized(made)
-        made.data_ptr()
-    layout = ops._pack(torch.empty_like(q[7:33]))[2]
-    assert layout[:5] == [26, 140, rows, rows, 7]  # rows 7 to 33 of the same logical tensor
-    assert not value(q.new_zeros(9, 140)).any() and not torch.zeros_like(q).any()
-    assert torch.zeros_like(q).dtype == q.dtype
+@pytest.mark.parametrize("name", NEW)
+def test_factories_make_plain_tensors(fmt, keep_master, name):
+    """What is written into them are values, of which nothing is rounded."""
+    q = ops.quantize(weight(fit(fmt, 150), 140), fmt, keep_master=keep_master)
+    torch.manual_seed(0)
+    made = NEW[name](q)
+    torch.manual_seed(0)
+    twin = NEW[name](value(q))
+    assert type(made) is torch.Tensor and not is_quantized(made)
+    assert (made.dtype, made.shape, made.stride()) == (twin.dtype, twin.shape, twin.stride())
+    if "empty" not in name and name != "new":
+        assert torch.equal(made, twin)
+    made.data_ptr()
+    values = weight(*made.shape, 1)[..., 0].to(made.dtype)
+    made.copy_(values)
+    assert not is_quantized(made) and torch.equal(made, values)
+    if made.dim() == 2 and made.is_floating_point():
+        x = torch.eye(made.shape[1], dtype=made.dtype)
+        assert torch.equal(F.linear(x, made), F.linear(x, values))
+        assert torch.equal(made.mul_(3), values * 3)
+
+
+def test_factories_keep_dtype_and_memory_format():
+    q = ops.quantize(weight(6, 4, 3, 3), "float8_blockwise")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.zeros_like(q.to(dtype)).dtype == q.to(dtype).new_zeros(2, 4, 3, 3).dtype == dtype
+    last = torch.empty_like(q, memory_format=torch.channels_last)
+    assert last.is_contiguous(memory_format=torch.channels_last) and not is_quantized(last)
+
+
+ROWS_OF = {
+    "all": lambda q: slice(None),
+    "the first": lambda q: slice(0, 32),
+    "some": lambda q: slice(32, 96),
+    "the last": lambda q: slice(q.size(0) - 32, None),
+}
+
+
+@pytest.mark.pairwise
+@formats
+@keep_or_not
+@pytest.mark.parametrize("extra", [0, 32])
+@pytest.mark.parametrize("rows", ROWS_OF)
+@pytest.mark.parametrize("factory", ["new_zeros", "new_empty", "empty_like"])
+def test_rows_copied_into_a_new_tensor_make_it_a_shard(fmt, keep_master, factory, rows, extra):
+    """What trainers do by hand that FSDP2 does. `extra` rows after them are padding, where these are the
+    last of the chunks that FSDP2 makes: what else has more is a cache, filled a few rows at a time."""
+    size = fit(fmt, 150)
+    q = ops.quantize(weight(size, 140), fmt, keep_master=keep_master)
+    chunk = q[ROWS_OF[rows](q)]
+    first, count = chunk.storage_offset() // 140, chunk.size(0)
+    extra = min(extra, size - count)
+    if factory == "empty_like":
+        new = torch.empty_like(q[: count + extra])
+    else:
+        new = getattr(q, factory)(count + extra, 140)
+    before = value(chunk)
+    assert new[:count].copy_(chunk).shape == chunk.shape
+    ends = first + count == size and first % (count + extra) == 0
+    assert is_quantized(new) == (extra == 0 or ends)
+    assert_same(new[:count], before)
+    if not is_quantized(new):
+        return
+    assert type(new) is torch.Tensor and ops.format(new) == fmt
+    assert ops._keeps_master(new) == keep_master and not is_dirty(new)
+    # Rows of the same logical tensor.
+    assert ops._pack(new)[2][:5] == [count + extra, 140, size, size, first]
+    assert torch.equal(ops.codes(new[:count]).float(), ops.codes(chunk).float())
+    assert not value(new[count:]).any()
+    values = torch.zeros(size, 140)
+    values[first:] = weight(size - first, 140, seed=1)
+    live = new[:count]
+    live.copy_(values[first : first + count])
+    if keep_master:
+        assert_same(live, values[first : first + count])
+    values[first + count :] = 0
+    assert_same(ops.dequantize(live), rounded(values, fmt)[first : first + count])
+    assert_same(chunk, before)
+
+
+# Copies after which what new_zeros made of `q` is plain; what they return is kept.
+NO_SHARD = {
+    "not from row 0": lambda new, q: new[3:20].copy_(q[3:20]),
+    "fewer rows": lambda new, q: new[:20].copy_(q[:20]),
+    "columns": lambda new, q: new[:, :64].copy_(q[:, :64]),
+    "transposed": lambda new, q: new.view(140, 150).t().copy_(q),
+    "every second row": lambda new, q: new[:75].copy_(q[::2]),
+    "broadcast": lambda new, q: new.copy_(q[149:]),
+    "written before": lambda new, q: new.add_(1).copy_(q),
+    "zeroed before": lambda new, q: new.zero_().copy_(q),
+    "a row written before": lambda new, q: (new[5].fill_(1), new.copy_(q)),
+    "read into before": lambda new, q: (torch.mul(q, 2, out=new), new.copy_(q)),
+    "a Parameter": lambda new, q: (p := torch.nn.Parameter(new), p.data.copy_(q)),
+    "an alias": lambda new, q: (new.detach(), new.copy_(q)),
+    "a view": lambda new, q: (new[3:], new.copy_(q)),
+    "an array": lambda new, q: (new.numpy(), new.copy_(q)),
+}
+# Sources of another format, kind, dtype or tensor than the one that new_zeros was asked of.
+OTHER_SOURCES = {
+    "format": lambda q, keep: ops.quantize(value(q), "mxfp8", keep_master=keep),
+    "kind": lambda q, keep: blockwise(value(q), not keep),
+    "dtype": lambda q, keep: q.bfloat16(),
+    "tensor": lambda q, keep: blockwise(value(q)[:75], keep),
+    "matrices": lambda q, keep: blockwise(value(q).view(2, 75, 140), keep)[0],
+}
+
+
+def blockwise(values, keep_master):
+    return ops.quantize(values, "float8_blockwise", keep_master=keep_master)
+
+
+@keep_or_not
+@pytest.mark.parametrize("how", NO_SHARD)
+def test_other_copies_into_a_new_tensor_are_of_values(how, keep_master):
+    q = blockwise(weight(150, 140), keep_master)
+    new, twin = q.new_zeros(150, 140), torch.zeros(150, 140)
+    kept = NO_SHARD[how](new, q)
+    NO_SHARD[how](twin, value(q))
+    assert not is_quantized(new) and torch.equal(new, twin)
+    del kept
+    assert torch.equal(new.copy_(q), value(q))
+    assert not is_quantized(new) or how == "a Parameter"  # .data moves no counter of its tensor's
+
+
+@keep_or_not
+@pytest.mark.parametrize("other", OTHER_SOURCES)
+def test_copies_of_others_into_a_new_tensor_are_of_values(other, keep_master):
+    q = blockwise(weight(150, 140), keep_master)
+    source = OTHER_SOURCES[other](q, keep_master)
+    for new in (q.new_zeros(150, 140), torch.empty_like(q)):
+        new[: len(source)].copy_(source)
+        assert not is_quantized(new)
+        assert torch.equal(new[: len(source)], value(source).float())
 
 
 @pytest.mark.parametrize(
