@@ -7,7 +7,7 @@ _CALL = nn.Module.__call__
 
 
 def runs_as_steps(cls):
-    """Of a class whose forward other code of qshard replaces by steps of its own, or calls with arguments of
+    """A class whose forward other code of qshard replaces by steps of its own, or calls with arguments of
     its own: notes the function, which subclasses and patches may replace."""
     cls._own_forward = staticmethod(cls.forward)
     return cls

@@ -49,7 +49,7 @@ def _said(activation):
 @dataclass(frozen=True)
 class GatedMLP(_Gated):
     """Modules that compute `down(f(gate(x)) * up(x))` by three linears. Fused they give the same
-    bits; backward keeps gate(x) and up(x), and not f(gate(x)). Of SiLU, where all three are
+    bits; backward keeps gate(x) and up(x), and not f(gate(x)). For SiLU, where all three are
     quantized by one recipe and none has hooks, they are one operator (`qshard.ops.swiglu_mlp`).
 
     gate, up, down: the attributes that hold the linears.

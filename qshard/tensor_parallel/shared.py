@@ -28,7 +28,7 @@ class Slot:
 
 
 class _Mark:
-    """Of a tensor whose thread remembers what was made of it."""
+    """The mark of a tensor whose thread remembers what was made of it."""
 
 
 class _Slots(threading.local):

@@ -216,7 +216,7 @@ class Multiplied:
 
 
 def multiplied(model, layer):
-    """Of a forward, which gathers and flushes."""
+    """The steps of a forward, which gathers and flushes."""
     modules = [module for module in model.modules() if hasattr(module, "unshard")]
     for module in modules:
         module.unshard()

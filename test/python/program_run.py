@@ -344,7 +344,7 @@ class Stages:
 
 
 def output_difference(ours, twin):
-    """Of what a step returned: tensors, dicts of them, what compares itself, and texts that say what is
+    """Yields from what a step returned: tensors, dicts of them, what compares itself, and texts that say what is
     wrong."""
     if hasattr(ours, "compare"):
         return ours.compare(twin)

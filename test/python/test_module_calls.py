@@ -18,7 +18,7 @@ HIDDEN = 64
 
 
 def halved(values):
-    """Of the first tensor."""
+    """What the first tensor has."""
     if isinstance(values, torch.Tensor):
         return values * 0.5
     return (halved(values[0]), *values[1:])

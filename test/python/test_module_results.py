@@ -107,7 +107,7 @@ MODELS = {
 
 
 def steps(model, x):
-    """Of two: the outputs, and the gradients of all parameters, whole."""
+    """Returns, for two runs, the outputs, and the gradients of all parameters, whole."""
     outputs = []
     for _ in range(2):
         y = model(x)

@@ -212,7 +212,7 @@ def test_conjugated_views_are_resolved_or_refused():
 
 @pytest.mark.parametrize("op", ["_quantize_ranges", "_dequantize_ranges"])
 def test_ranges_for_which_there_is_no_memory_write_nothing(op):
-    """Of the first of two the rows go through an image; the second asks for a row of 2**50 columns."""
+    """The rows of the first of two go through an image; the second asks for a row of 2**50 columns."""
     formats, geometry = ["float8_tensorwise"] * 2, [32, 130, 0, 1, 2**50, 5]
     values = [torch.randn(32 * 130), torch.randn(10)]
     codes = [torch.full((v.numel(),), 56, dtype=torch.uint8) for v in values]
