@@ -43,23 +43,19 @@ struct Shape {
 };
 
 inline const Shape kShapes[] = {
-    {1, 1, 1, 1, 0},
-    {128, 128, 128, 128, 0},
-    {256, 512, 256, 256, 0},
-    {300, 200, 300, 300, 0},
-    {130, 129, 130, 130, 0},
-    {5, 0, 5, 5, 0},
-    {0, 16, 0, 0, 0},
-    {0, 16, 256, 256, 128},
-    {77, 264, 300, 300, 100},              // begins and ends inside a block
-    {300, 136, 512, 512, 60},              // three blocks' rows, none of them whole at the ends
-    {140, 31, 300, 300, 200},              // 100 rows, then padding
-    {9, 48, 300, 300, 300},                // padding only
-    {9, 48, 300, 300, 300},  // padding alone, of a rank without rows
-    {390, 64, 390, 130, 0},                // three matrices, a block and two rows each
-    {200, 80, 390, 130, 120},              // crosses two matrices
-    {12, 20, 12, 3, 0},                    // matrices smaller than a block
-    {600, 40, 512, 256, 0},                // whole, with padding
+    {1, 1, 1, 1, 0},          {128, 128, 128, 128, 0},
+    {256, 512, 256, 256, 0},  {300, 200, 300, 300, 0},
+    {130, 129, 130, 130, 0},  {5, 0, 5, 5, 0},
+    {0, 16, 0, 0, 0},         {0, 16, 256, 256, 128},
+    {77, 264, 300, 300, 100},  // begins and ends inside a block
+    {300, 136, 512, 512, 60},  // three blocks' rows, none of them whole at the ends
+    {140, 31, 300, 300, 200},  // 100 rows, then padding
+    {9, 48, 300, 300, 300},    // padding only
+    {9, 48, 300, 300, 300},    // padding alone, of a rank without rows
+    {390, 64, 390, 130, 0},    // three matrices, a block and two rows each
+    {200, 80, 390, 130, 120},  // crosses two matrices
+    {12, 20, 12, 3, 0},        // matrices smaller than a block
+    {600, 40, 512, 256, 0},    // whole, with padding
 };
 
 /// The layout with matrices of so many more rows as its format asks for.
