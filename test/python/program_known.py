@@ -28,6 +28,13 @@ KNOWN = (
         "made_in_inference",
     ),
     Known(
+        "future of a collective",
+        r"^future\(.*between='flush'",
+        "a flush in between rounds the rows beside those that are received, and a twin's stay as they are",
+        "future",
+        r"no master",
+    ),
+    Known(
         "weight copied without blocking",
         r"^copy_over\(",
         "a non-blocking copy on another device takes the amax history of the weight along: forward raises",
