@@ -183,15 +183,28 @@ def say_who_makes_shards(fsdp_param_type):
 def _making_shards(stock, of_whole_tensor):
     @functools.wraps(stock)
     def make(self, *args, **kwargs):
-        # What is padded anew is a rank's shard already.
-        rank = getattr(self.mesh_info, "shard_mesh_rank", 0) if of_whole_tensor else 0
-        ops._make_shards(rank)
+        if not of_whole_tensor:
+            ops._make_shards(0)  # what is padded anew is a rank's shard already
+        elif hasattr(self, "mesh_info"):
+            ops._make_shards(_shard_rank(self))
+        else:
+            # torch 2.15 chooses a parameter's mesh in here, and asks for the shards' part of it next.
+            def init_shard_mesh():
+                ops._make_shards(_shard_rank(self))
+                return type(self)._init_shard_mesh(self)
+
+            self._init_shard_mesh = init_shard_mesh
         try:
             return stock(self, *args, **kwargs)
         finally:
+            self.__dict__.pop("_init_shard_mesh", None)
             ops._make_shards(None)
 
     return make
+
+
+def _shard_rank(fsdp_param):
+    return getattr(fsdp_param.mesh_info, "shard_mesh_rank", 0)  # replicate()'s has none
 
 
 def is_replicated(fsdp_param):
