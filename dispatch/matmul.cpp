@@ -95,22 +95,26 @@ bool shapes_fit(const at::Tensor& a, const at::Tensor& b) {
 }
 
 /// x @ weight.t() and x @ weight run as the linear layer's forward and dgrad do; this is what
-/// DTensor decomposes F.linear and its backward into.
+/// DTensor decomposes F.linear and its backward into. None for other operands.
+std::optional<at::Tensor> product_with_weight(const at::Tensor& a, const at::Tensor& b,
+                                              const std::optional<at::Tensor>& bias,
+                                              const char* op) {
+  if (has_key(a) || !has_key(b) || !shapes_fit(a, b)) return std::nullopt;
+  const bool is_transposed = is_row_window(b.t());
+  if (!is_transposed && !is_row_window(b)) return std::nullopt;
+  check_same_dtype(a, b, op);
+  c10::OptionalDeviceGuard device_guard(b.device());
+  const PlainOperand operand(a);
+  if (is_transposed) return linear_forward(operand, linear_weight(b.t(), op), bias, false).output;
+  const at::Tensor product =
+      linear_backward({.grad = &operand, .needs_input = true}, linear_weight(b, op)).grad_input;
+  return bias ? product + *bias : product;
+}
+
 at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
   constexpr const char* kOp = "aten::mm";
   PlainGuard guard;
-  if (!has_key(a) && shapes_fit(a, b)) {
-    check_same_dtype(a, b, kOp);
-    c10::OptionalDeviceGuard device_guard(b.device());
-    if (is_row_window(b.t())) {
-      return linear_forward(PlainOperand(a), linear_weight(b.t(), kOp), std::nullopt, false).output;
-    }
-    if (is_row_window(b)) {
-      const PlainOperand grad(a);
-      return linear_backward({.grad = &grad, .needs_input = true}, linear_weight(b, kOp))
-          .grad_input;
-    }
-  }
+  if (auto product = product_with_weight(a, b, std::nullopt, kOp)) return *std::move(product);
   return at::mm(dequantized_codes(a, kOp), dequantized_codes(b, kOp));
 }
 
@@ -118,13 +122,11 @@ at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& 
                  const at::Scalar& beta, const at::Scalar& alpha) {
   constexpr const char* kOp = "aten::addmm";
   PlainGuard guard;
-  const bool is_linear = !has_key(a) && !has_key(bias) && has_key(b) && shapes_fit(a, b) &&
-                         is_row_window(b.t()) && bias.dim() == 1 && bias.size(0) == b.size(1) &&
+  const bool adds_bias = !has_key(bias) && bias.dim() == 1 && b.dim() == 2 &&
+                         bias.size(0) == b.size(1) && bias.scalar_type() == b.scalar_type() &&
                          beta.equal(1) && alpha.equal(1);
-  if (is_linear) {
-    check_same_dtype(a, b, kOp);
-    c10::OptionalDeviceGuard device_guard(b.device());
-    return linear_forward(PlainOperand(a), linear_weight(b.t(), kOp), bias, false).output;
+  if (adds_bias) {
+    if (auto product = product_with_weight(a, b, bias, kOp)) return *std::move(product);
   }
   return at::addmm(has_key(bias) ? value_of(bias) : bias, dequantized_codes(a, kOp),
                    dequantized_codes(b, kOp), beta, alpha);
