@@ -94,7 +94,7 @@ def nested(layout, device, requires_grad=False):
 @pytest.mark.parametrize("mode", ["train", "no_grad", "inference"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_nested_inputs(device, layout, weights, bias, mode, format):
-    """Each part as by itself, and the gradients of their sum."""
+    """The parts are the rows of one input, as those of a plain one: its scales are of all of them."""
     layer = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=bias)).to(device)
     options = {"weights": "dynamic"} if weights == "dynamic" else {"weight_only": weights == "weight only"}
     layer = qshard.quantize_(layer, RECIPES[format], **options)[0]
@@ -104,17 +104,35 @@ def test_nested_inputs(device, layout, weights, bias, mode, format):
     if mode != "train":
         with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
             x = nested(layout, device)
-            for y, part in zip(run(x).unbind(), x.unbind()):
-                torch.testing.assert_close(y, run(part), rtol=2e-2, atol=2e-2)
+            expected = run(torch.cat(x.unbind()))
+            torch.testing.assert_close(torch.cat(run(x).unbind()), expected)
         return
     x = nested(layout, device, requires_grad=True)
     sum(y.square().sum() for y in run(x).unbind()).backward()
     grads, layer.weight.grad = layer.weight.grad, None
-    parts = [part.detach().requires_grad_() for part in x.unbind()]
-    sum(run(part).square().sum() for part in parts).backward()
-    torch.testing.assert_close(grads, layer.weight.grad, rtol=5e-2, atol=5e-2 * grads.abs().max().item())
-    for given, part in zip(x.grad.unbind(), parts):
-        torch.testing.assert_close(given, part.grad, rtol=5e-2, atol=5e-2 * part.grad.abs().max().item())
+    rows = torch.cat([part.detach() for part in x.unbind()]).requires_grad_()
+    y = run(rows)
+    y.square().sum().backward()
+    of_weight, of_rows = layer.weight.grad, rows.grad
+    if weights == "functional":  # torch's own formula for nested tensors, on the values of the codes
+        g = 2 * y.detach()
+        of_weight, of_rows = g.t() @ rows.detach(), g @ ops.dequantize(layer.weight.detach())
+    torch.testing.assert_close(grads, of_weight, rtol=1e-5, atol=1e-5 * grads.abs().max().item())
+    torch.testing.assert_close(torch.cat(x.grad.unbind()), of_rows)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_inputs_of_two_compiled_linears(layout, backend):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 64))
+    qshard.quantize_(model, qshard.Float8BlockScaling())
+    x = nested(layout, "cpu")
+    grads = []
+    for run in (model, torch.compile(model, backend=backend)):
+        sum(y.square().sum() for y in run(x).unbind()).backward()
+        grads.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(*grads)
 
 
 @on_devices
