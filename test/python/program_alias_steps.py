@@ -244,6 +244,9 @@ def write_gathered(subject, layer, op, number, seed, reads):
     codes = Codes(weight.clone() if not is_quantized(weight) else plain_value(weight))
     if reads and is_quantized(weight):
         codes.shown = ops.dequantize(weight)
+        # The value that was written upon is what the codes show, not the twin's: rounded twice, it
+        # may be further from that than zero is.
+        codes.exact = rounded_like(codes.values, weight)
         x = torch.ones(2, weight.shape[1], dtype=weight.dtype, device=weight.device)
         F.linear(x, weight)
     for module in subject.fsdp_modules():
