@@ -1,5 +1,6 @@
 """Steps of random programs on whole models: training, gathers, errors. See program_steps.py."""
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from program_meshes import own_part
 from program_models import Interrupted, TwinLinear, optimizers_for
 from program_steps import step
 from program_values import check_gathered, difference
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 import qshard
@@ -194,11 +196,27 @@ def grad_scaler(subject, seed, inf):
 # ------------------------------------------------------------------------- things that fail
 
 
+@contextlib.contextmanager
+def forward_that_fails(subject):
+    """FSDP2's modules stay in forward after an error there, plain ones too: until the next one
+    reshard() leaves a root gathered, and Module.to() moves what was gathered instead of the shards."""
+    try:
+        yield
+    finally:
+        for module in subject.fsdp_modules():
+            state = module._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)  # of later torch
+            for group in [state._fsdp_param_group] if several is None else several:
+                if group is not None:
+                    group._training_state = TrainingState.IDLE
+
+
 @step(1, lambda d: {"seed": d.seed(), "layer": d.rng.randrange(len(d.setup.layers))})
 def fail_in_forward(subject, seed, layer):
     subject.model.fail_at = layer
     try:
-        output_of(subject, seed)
+        with forward_that_fails(subject):
+            output_of(subject, seed)
     finally:
         subject.model.fail_at = None
 
@@ -206,7 +224,8 @@ def fail_in_forward(subject, seed, layer):
 @step(0.7, lambda d: {"seed": d.seed()})
 def fail_by_shape(subject, seed):
     subject.catch_up()
-    subject.model(torch.ones(2, subject.setup.layers[0].cols + 1, device=device()))
+    with forward_that_fails(subject):
+        subject.model(torch.ones(2, subject.setup.layers[0].cols + 1, device=device()))
 
 
 @step(0.7, lambda d: {"seed": d.seed()} if not d.setup.sharded else None)
