@@ -19,13 +19,23 @@ def does_forward_alone(module: nn.Module, hooks: int = 0) -> bool:
     it is still that forward. A module of another library is never known.
 
     hooks: how many forward and forward-pre hooks of its own are known to the caller."""
+    own = getattr(type(module), "_own_forward", None)
+    return own is not None and runs(module, own, hooks) and not _has_global_hooks()
+
+
+def runs(module: nn.Module, forward, hooks: int = 0) -> bool:
+    """Whether calling a module runs this function, its class's forward, and nothing else but global hooks.
+
+    hooks: how many forward and forward-pre hooks of its own are known to the caller."""
     cls = type(module)
-    own = getattr(cls, "_own_forward", None)
-    if own is None or cls.forward is not own or cls.__call__ is not _CALL:
+    if cls.forward is not forward or cls.__call__ is not _CALL:
         return False
-    if "forward" in module.__dict__ or module._backward_hooks or module._backward_pre_hooks:
+    of_module = module.__dict__.get("forward")
+    if of_module is not None and getattr(of_module, "__func__", None) is not forward:
         return False
-    return count_hooks(module) == hooks and not _has_global_hooks()
+    if module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return count_hooks(module) == hooks
 
 
 def count_hooks(module: nn.Module) -> int:

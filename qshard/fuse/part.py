@@ -7,6 +7,8 @@ from typing import ClassVar, NamedTuple
 from torch import nn as torch_nn
 from torch.nn.modules import module as torch_module
 
+from qshard.calls import runs
+
 
 class Reason(NamedTuple):
     """Why a module is left as it is. `fuse_` warns of what the module's owner may not know."""
@@ -62,14 +64,7 @@ def operands_of(names, args, kwargs):
 
 def has_more(function) -> bool:
     """Whether a call of a module does more than its class's forward; of other functions False."""
-    if not isinstance(function, torch_nn.Module):
-        return False
-    forward = function.__dict__.get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is not type(function).forward:
-        return True
-    if function._backward_hooks or function._backward_pre_hooks:
-        return True
-    return bool(function._forward_hooks or function._forward_pre_hooks)
+    return isinstance(function, torch_nn.Module) and not runs(function, type(function).forward)
 
 
 def are_calls_watched() -> bool:
