@@ -232,8 +232,10 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
   TORCH_CHECK_VALUE(!weight_state || format,
                     "qshard::linear: weight_state is given, so format must name the weight's");
   if (!weight_state) check_format_name(weight, format, "qshard::linear");
-  if (goes_the_way_of_matmul(weight) && !weight_only) {
-    const Tensor product = linear_by_matmul(input, weight, bias);
+  if (goes_the_way_of_matmul(weight)) {
+    const Tensor product =
+        weight_only ? at::linear(input, dequantize_autograd(weight, input.scalar_type()), bias)
+                    : linear_by_matmul(input, weight, bias);
     return residual && residual->defined() ? *residual + product : product;
   }
   const Tensor quantized = !weight_state && is_quantized_on_use(weight, format)

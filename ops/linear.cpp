@@ -381,8 +381,10 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
               const OptionalTensor& residual, bool) {
   const bool is_dynamic = weight_state.has_value();
   check_format_name(weight, format, "qshard::linear");
-  if (goes_the_way_of_matmul(weight) && !weight_only) {
-    const Tensor product = linear_by_matmul(input, weight, bias);
+  if (goes_the_way_of_matmul(weight)) {
+    const Tensor product = weight_only
+                               ? at::linear(input, dequantize(weight, input.scalar_type()), bias)
+                               : linear_by_matmul(input, weight, bias);
     return residual && residual->defined() ? *residual + product : product;
   }
   const Tensor quantized = !is_dynamic && is_quantized_on_use(weight, format)

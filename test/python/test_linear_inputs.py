@@ -55,6 +55,28 @@ def test_views_of_a_weight_go_the_way_of_matmul(device, format, view, leading, b
     torch.testing.assert_close(y, expected if b is None else expected + b)
 
 
+@on_devices
+@pytest.mark.pairwise
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("view", ["transposed", "columns", "every second row", "a row", "an expert, transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inference", [False, True])
+def test_views_of_a_weight_alone(device, format, view, dtype, inference):
+    """weight_only: plain linear of the codes' values, in the input's dtype."""
+    take, dim = views(view)
+    quantized = ops.quantize(draw(*((3, 64, 96) if dim == 3 else (64, 96)), seed=2, device=device), format)
+    quantized.requires_grad_(not inference)
+    plain = ops.dequantize(quantized.detach(), dtype=dtype).requires_grad_(not inference)
+    x = draw(5, take(plain).shape[-1], device=device).to(dtype)
+    with torch.inference_mode(inference):
+        y, expected = ops.linear(x, take(quantized), weight_only=True), F.linear(x, take(plain))
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    if not inference:
+        y.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(quantized.grad.to(dtype), plain.grad)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_tied_autoencoder_trains(format):
     """One weight, read both ways."""
