@@ -25,7 +25,7 @@ class QuantizationState:
         the same codes: <module>.<weight>_scale_inv, uint8 of single rows, sharded as the weight, or
         fp32, and <weight>_tensor_scale_inv of NVFP4. Of matrices, plain, sharded or cut by tensor
         parallelism between scale blocks: others are a NotImplementedError. Both methods are then
-        collectives of all ranks.
+        collectives of all ranks of the models' meshes.
     """
 
     def __init__(self, *models: torch.nn.Module, scales: bool = False):

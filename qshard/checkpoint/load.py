@@ -23,7 +23,7 @@ def load_quantized(model: nn.Module, directory, *, names=None) -> None:
     model: with values (not on meta), quantized by the recipe of the files' blocks:
         Float8BlockScaling(use_f32_scales=True) for scales that are not powers of two. Plain, or after
         `fully_shard`, `parallelize_module` or both, on any number of ranks: then a collective of all
-        ranks, each of which reads the rows and columns that it holds. Where tensor parallelism cuts
+        ranks of its meshes, each of which reads the rows and columns that it holds. Where tensor parallelism cuts
         inside scale blocks, values come in and are quantized, and a warning says so.
     directory: config.json, whose quantization_config names the layout, and safetensors files with an
         index or without.

@@ -21,15 +21,44 @@ _ERRORS = {
 }
 
 
+_groups: dict[tuple, dist.ProcessGroup] = {}  # by the world's group and the ranks
+
+
+def _ranks_of(meshes):
+    """The ranks of the meshes that these were sliced from: each holds a part, or a copy of one, and
+    writes into the same directory."""
+    roots = (mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh for mesh in meshes)
+    return tuple(sorted({rank for root in roots for rank in root.mesh.flatten().tolist()}))
+
+
+def _group_of(ranks):
+    """A process group of these ranks, which alone make it; None stands for the world's."""
+    if len(ranks) == dist.get_world_size():
+        return None
+    key = dist.group.WORLD, ranks
+    if key not in _groups:
+        for old in [known for known in _groups if known[0] is not dist.group.WORLD]:
+            del _groups[old]
+        _groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[key]
+
+
 class Ranks:
-    """All ranks of the world if some tensor is a DTensor, else this process alone."""
+    """The ranks of the meshes of DTensors among the tensors, which may be a part of the world; without
+    a DTensor, this process alone. `rank` and `size` count among them."""
 
     def __init__(self, tensors, function):
         self.function, self._raised = function, None
-        meshes = [t.device_mesh for t in tensors if isinstance(t, DTensor)]
+        meshes = {id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}.values()
+        meshes = list(meshes)
         self.is_alone = not meshes
-        self.rank = 0 if self.is_alone else dist.get_rank()
-        self.size = 1 if self.is_alone else dist.get_world_size()
+        self.in_world = _ranks_of(meshes) if meshes else (0,)
+        own = dist.get_rank() if meshes else 0
+        if own not in self.in_world:
+            raise ValueError(f"{function}: the model is on a mesh of other ranks than this one, {own}")
+        self.rank = self.in_world.index(own)
+        self.size = len(self.in_world)
+        self.group = _group_of(self.in_world) if meshes else None
         self.device = torch.device("cpu")
         if meshes and meshes[0].device_type != "cpu":
             self.device = torch.device(meshes[0].device_type, torch.accelerator.current_device_index())
@@ -39,7 +68,7 @@ class Ranks:
         if self.is_alone:
             return [value]
         values = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     @contextlib.contextmanager
@@ -58,7 +87,7 @@ class Ranks:
             if met is None:
                 continue
             kind = _ERRORS.get(met[0], OSError if met[0].endswith("OSError") else ValueError)
-            where = "" if self.is_alone else f" (rank {rank})"
+            where = "" if self.is_alone else f" (rank {self.in_world[rank]})"
             text = met[1].removeprefix(f"{self.function}: ")
             self._raised = kind(f"{self.function}: {text}{where}")
             raise self._raised from error
@@ -76,9 +105,9 @@ class Ranks:
                     continue
                 if self.rank == writer:
                     received[rank] = torch.empty(count, dtype=torch.uint8, device=self.device)
-                    operations.append(dist.P2POp(dist.irecv, received[rank], rank))
+                    operations.append(self._message(dist.irecv, received[rank], rank))
                 elif self.rank == rank:
-                    operations.append(dist.P2POp(dist.isend, flat.to(self.device), writer))
+                    operations.append(self._message(dist.isend, flat.to(self.device), writer))
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         if self.rank != writer:
@@ -86,6 +115,9 @@ class Ranks:
         received[writer] = flat.to(self.device)
         empty = flat.new_empty(0).to(self.device)
         return [received[rank] if count else empty for rank, count in sources.items()]
+
+    def _message(self, operation, tensor, rank):
+        return dist.P2POp(operation, tensor, self.in_world[rank], group=self.group)
 
 
 def _bytes(piece):

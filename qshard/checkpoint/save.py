@@ -33,8 +33,8 @@ def save_quantized(
     index, and config.json with its quantization_config, beside what is there or `model.config`
     gives. Values are those of the codes, not of masters.
 
-    model: plain, or after `fully_shard`, `parallelize_module` or both: then a collective of all ranks,
-        which see one directory. Each rank writes files of its own, and gathers one weight at a time
+    model: plain, or after `fully_shard`, `parallelize_module` or both: then a collective of all ranks
+        of its meshes, which see one directory. Each rank writes files of its own, and gathers one weight at a time
         for them.
     directory: made if need be; one that holds safetensors files is an error.
     layout: "deepseek-fp8" for float8_blockwise; "compressed-tensors" for float8_tensorwise,
