@@ -4,7 +4,7 @@ ordinary parameters."""
 import importlib.metadata
 
 from qshard._library import library_path  # loads the library
-from qshard import checkpoint, nn, ops, serialization, tensor_parallel
+from qshard import checkpoint, nn, ops, registrations, serialization, tensor_parallel
 from qshard.dequantize import dequantize_
 from qshard.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_

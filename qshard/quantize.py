@@ -17,12 +17,14 @@ from torch.nn.parameter import is_lazy
 
 from qshard import dynamic, dynamic_modules, nn, replace, scale_groups, state
 from qshard.moves import with_local
+from qshard.nn import linear_subclasses
+from qshard.nn.linear_subclasses import runs_as_linear
 from qshard.outside_graphs import outside_graphs
 from qshard.tensor_parallel.local import TensorParallel
 
 ops = torch.ops.qshard
 _ADAPTERS = {"lora_A", "lora_B"}
-_KNOWN = (torch_nn.Linear, nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP)
+_KNOWN = (nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -121,10 +123,10 @@ def quantize_(
         if weight_names(module) and (filter_fn is None or filter_fn(module, name)):
             chosen.append((name, module))
             _refuse_lazy(module, name)
-            if weight_only and type(module) not in _KNOWN:
+            if weight_only and not (type(module) in _KNOWN or runs_as_linear(type(module))):
                 raise TypeError(
                     f"qshard.quantize_: weight_only cannot change how {name}, a "
-                    f"{type(module).__name__}, multiplies; it needs nn.Linear itself"
+                    f"{type(module).__name__}, multiplies; it needs the forward of nn.Linear"
                 )
     further = list(_further(model, parameter_fn)) if parameter_fn is not None else []
     if not chosen and not further:
@@ -245,8 +247,13 @@ def _warned(model, chosen, filter_fn):
     return model
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a module of this name is one of LoRA's."""
+    return bool(_ADAPTERS & set(name.split(".")))
+
+
 def _warn_of_adapters(chosen):
-    adapters = [name for name, _ in chosen if _ADAPTERS & set(name.split("."))]
+    adapters = [name for name, _ in chosen if is_adapter(name)]
     if adapters:
         warnings.warn(
             f"qshard.quantize_: {_some(adapters)} look like LoRA adapters, small matrices that are "
@@ -408,12 +415,15 @@ def _placement_of(value, name, tensor_groups):
 
 def _prepare_module(module, weight_only, is_tensor_parallel):
     dynamic_modules.uninstall(module)
-    if type(module) is torch_nn.Linear:
-        module.__class__ = nn.Linear
+    if runs_as_linear(type(module)):
+        module.__class__ = linear_subclasses.quantized_class(type(module))
     if isinstance(module, nn.base.Initialized):
         module.weight_only = weight_only
         module.weight_format = ops.format(local_of(getattr(module, module.weight_names[0])))
         module.is_tensor_parallel = is_tensor_parallel
+    elif runs_as_linear(type(module)):
+        format = ops.format(local_of(module.weight))
+        linear_subclasses.prepare(module, weight_only, format, is_tensor_parallel)
 
 
 def _quantize_loads(module):
@@ -439,9 +449,11 @@ def _flush_parts(module, _):
 
 def forget_module(module):
     """Undoes what quantize_ did to a module."""
-    plain = {nn.Linear: torch_nn.Linear, nn.Embedding: torch_nn.Embedding}
-    if not getattr(module, "is_constructed", False):
-        module.__class__ = plain.get(type(module), type(module))
+    if type(module) is nn.Embedding:
+        module.__class__ = torch_nn.Embedding
+    elif not getattr(module, "is_constructed", False):
+        module.__class__ = linear_subclasses.plain_class(type(module))
+    linear_subclasses.forget(module)
     dynamic_modules.uninstall(module)
     for name in (
         "weight_only",

@@ -17,6 +17,19 @@ from qshard.tensor_parallel import stock
 _linear = torch.ops.qshard.linear.default
 
 
+def multiply(module: torch.nn.Linear, input: torch.Tensor, how) -> torch.Tensor:
+    """The forward of a linear with a quantized weight. `how`: what has qshard.nn.Linear's weight_only,
+    weight_format, is_tensor_parallel and parallel; the module itself if it is one."""
+    weight, bias = module.weight, module.bias
+    if isinstance(weight, DTensor):
+        if how.parallel is None or isinstance(input, DTensor):
+            return stock.linear(module, input, how)
+        weight, bias = how.parallel.weight(weight), how.parallel.bias(bias)
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return linear_under_transforms(input, weight, bias, how.weight_only, how.weight_format)
+    return _linear(input, weight, bias, weight_only=how.weight_only, format=how.weight_format)
+
+
 @runs_as_steps
 class Linear(Projection, NamedState, torch.nn.Linear):
     """nn.Linear with a quantized weight; `quantize_` turns nn.Linear into it. State-dict names are
@@ -154,18 +167,7 @@ class Linear(Projection, NamedState, torch.nn.Linear):
             return residual + self(input)
         if self.dynamic is not None:
             return self.dynamic.linear(self, input)
-        weight, bias = self.weight, self.bias
-        if isinstance(weight, DTensor):
-            if self.parallel is None or isinstance(input, DTensor):
-                return stock.linear(self, input)
-            weight, bias = self.parallel.weight(weight), self.parallel.bias(bias)
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return linear_under_transforms(
-                input, weight, bias, self.weight_only, self.weight_format
-            )
-        return _linear(
-            input, weight, bias, weight_only=self.weight_only, format=self.weight_format
-        )
+        return multiply(self, input, self)
 
     def extra_repr(self) -> str:
         bias = any(getattr(self, name, None) is not None for name in self.bias_names)

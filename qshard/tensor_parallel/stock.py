@@ -9,12 +9,8 @@ the input alone is redistributed, the one operator runs on local tensors, and it
     Replicate    as it is     as it is    as it is
 """
 
-import sys
-
 import torch
-from _qshard_hooks import is_quantized
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qshard.tensor_parallel.local import OnOneRank, local_part
 from qshard.tensor_parallel.shared import shared
@@ -22,11 +18,11 @@ from qshard.tensor_parallel.shared import shared
 _linear = torch.ops.qshard.linear.default
 
 
-def linear(module, input):
-    """The forward of a qshard.nn.Linear with a DTensor as its weight: (..., in_features), a DTensor on
-    the weight's mesh, to (..., out_features), another."""
+def linear(module, input, how):
+    """The forward of a linear with a quantized DTensor as its weight: (..., in_features), a DTensor on
+    the weight's mesh, to (..., out_features), another. `how`: as of qshard.nn.linear.multiply."""
     weight, bias = module.weight, module.bias
-    mesh, placement = _placement_of(module)
+    mesh, placement = _placement_of(weight, how.is_tensor_parallel)
     if not isinstance(input, DTensor) or input.device_mesh != mesh:
         raise TypeError(
             f"qshard.nn.Linear: the weight is a DTensor on {mesh}, and the input is not; "
@@ -56,8 +52,8 @@ def linear(module, input):
         shared(input, (input_grad,), lambda: input.to_local(grad_placements=(input_grad,))),
         local_part(weight) if is_as_placed else weight.to_local(grad_placements=(weight_grad,)),
         bias,
-        weight_only=module.weight_only,
-        format=module.weight_format,
+        weight_only=how.weight_only,
+        format=how.weight_format,
     )
     # Sizes that the ranks do not divide are not to be guessed from the local ones.
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))
@@ -65,9 +61,8 @@ def linear(module, input):
     return DTensor.from_local(output, mesh, (result,), run_check=False, shape=shape, stride=strides)
 
 
-def _placement_of(module):
-    weight = module.weight
-    if not module.is_tensor_parallel:
+def _placement_of(weight, is_tensor_parallel):
+    if not is_tensor_parallel:
         raise NotImplementedError(
             f"qshard.nn.Linear: the weight is a DTensor placed as {weight.placements}. After "
             "parallelize_module say qshard.quantize_(model, recipe, tp_mesh=tp_mesh); under "
@@ -80,21 +75,3 @@ def _placement_of(module):
             "under fully_shard a weight is there in forward of the module that it was applied to"
         )
     return weight.device_mesh, weight.placements[0]
-
-
-def refuse_to_distribute(module, name, param):
-    """parallelize_module after quantize_, of any module: it would take the values and leave the codes,
-    or take each rank's window for a tensor of its own. FSDP2, where a module has a __setattr__ of its
-    own, assigns the shards that it registers with no other."""
-    if not isinstance(param, DTensor) or not is_quantized(module._parameters.get(name)):
-        return
-    is_assigned = sys._getframe(2).f_code.co_name == "__setattr__"
-    if not (is_assigned and is_quantized(param._local_tensor)):
-        raise NotImplementedError(
-            f"qshard: parallelize_module after qshard.quantize_ would make the {name} of this "
-            f"{type(module).__name__} plain again; call parallelize_module first, then "
-            "qshard.quantize_(model, recipe, tp_mesh=tp_mesh)"
-        )
-
-
-register_module_parameter_registration_hook(refuse_to_distribute)
