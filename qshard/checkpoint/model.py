@@ -1,11 +1,13 @@
 """What of a model goes into a checkpoint, and under which names."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from _qshard_hooks import local_of
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from qshard.quantize import is_quantized, weight_names
 from qshard.state import without_wrappers
@@ -31,6 +33,27 @@ class Entry:
     @property
     def local(self):
         return local_of(self.tensor)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What DistributedDataParallel and torch.compile were given."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif compiler is not None and isinstance(model, compiler.OptimizedModule):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def own_class(model: nn.Module) -> type:
+    """The class that a model had before fully_shard, which makes a subclass of it and FSDPModule."""
+    return next(
+        cls
+        for cls in type(model).__mro__
+        if FSDPModule not in cls.__bases__ and cls is not FSDPModule
+    )
 
 
 def entries_of(model: nn.Module, names) -> list[Entry]:

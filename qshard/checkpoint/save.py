@@ -11,7 +11,7 @@ from torch import nn
 
 from qshard.checkpoint import files, layouts
 from qshard.checkpoint.boxes import boxes_of, in_blocks
-from qshard.checkpoint.model import Entry, entries_of, plain_linears
+from qshard.checkpoint.model import Entry, entries_of, own_class, plain_linears, unwrapped
 from qshard.checkpoint.ranks import Ranks
 from qshard.quantize import flush
 from qshard.scale_groups import siblings
@@ -31,7 +31,7 @@ def save_quantized(
 ) -> None:
     """Writes a model's codes and scales as inference engines read them: safetensors files with an
     index, and config.json with its quantization_config, beside what is there or `model.config`
-    gives. Values are those of the codes, not of masters.
+    gives, and with the model's class as its architectures if it has none. Values are those of the codes, not of masters.
 
     model: plain, or after `fully_shard`, `parallelize_module` or both: then a collective of all ranks
         of its meshes, which see one directory. Each rank writes files of its own, and gathers one weight at a time
@@ -46,8 +46,8 @@ def save_quantized(
         says so; a scale that is no power of two is an error.
 
     NVFP4 weights of q/k/v_proj, of gate/up_proj, of wq/wk/wv and of w1/w3 have one tensor scale in
-    engines: where theirs differ (see quantize_'s share_tensor_scale) they are quantized together, from
-    their masters if kept, and a warning says so. So are weights, each by itself, that tensor parallelism
+    engines: where theirs differ they are quantized together, from their masters if kept, and a warning says
+    so; after quantize_(..., share_tensor_scale=True) the files have the model's own codes. So are weights, each by itself, that tensor parallelism
     has cut inside scale blocks: blocks of the parts are none of the whole.
     Under DistributedDataParallel call it on one rank. Raises by name before anything is written.
     """
@@ -203,7 +203,8 @@ class _Plan:
             self.warnings.append(
                 f"{first}{more} have NVFP4 tensor scales of their own, where engines that fuse them read "
                 "one: they are quantized together, and the files' values are not those of the model's "
-                "codes"
+                "codes. qshard.quantize_(model, recipe, share_tensor_scale=True), before training, makes the "
+                "model train and write one scale"
             )
         return apart + cut_ones
 
@@ -345,12 +346,17 @@ def _requantized(unit, plan, ranks):
 
 
 def _model_config(model, directory):
-    if (directory / "config.json").is_file():
-        return files.read_json(directory / "config.json")
+    model = unwrapped(model)
     config = getattr(model, "config", None)
-    if hasattr(config, "to_json_string"):  # transformers'
-        return json.loads(config.to_json_string(use_diff=False))
-    return {}
+    if (directory / "config.json").is_file():
+        config = files.read_json(directory / "config.json")
+    elif hasattr(config, "to_json_string"):  # transformers'
+        config = json.loads(config.to_json_string(use_diff=False))
+    else:
+        config = {}
+    if not config.get("architectures"):  # of a model that was not loaded, transformers' says none
+        config["architectures"] = [own_class(model).__name__]
+    return config
 
 
 def _write_json(plan, directory, config, scales):

@@ -200,6 +200,7 @@ def test_fused_weights_are_quantized_together(tmp_path, row):
     """As one matrix on one device would be; a load gives these values."""
     (values, said), (_, also) = TWO.run(save, row, tmp_path, share=False)
     assert len(said) == 1 and "layers.0.q_proj.weight, layers.0.k_proj.weight" in said[0] and not also
+    assert "qshard.quantize_(model, recipe, share_tensor_scale=True), before training" in said[0]
     loaded = THREE.run(load, row, tmp_path)[0]
     plain = build(row, sharded=False, share=False)
     for i, layer in enumerate(plain.layers):
@@ -218,6 +219,27 @@ def test_weights_that_share_a_scale_are_written_as_they_are(tmp_path, row):
     )
     assert not said and not also
     assert_equal(THREE.run(load, row, tmp_path)[0], values)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_config_names_the_class_of_the_model(tmp_path, is_compiled):
+    model = build("deepseek-fp8", sharded=False)
+    save_quantized(torch.compile(model) if is_compiled else model, tmp_path, layout="deepseek-fp8")
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Model"]
+
+
+def test_config_names_the_class_of_a_sharded_model(saved):
+    directory, _ = saved("deepseek-fp8")
+    assert json.loads((directory / "config.json").read_text())["architectures"] == ["Model"]
+
+
+@pytest.mark.parametrize("known", [None, ["LlamaForCausalLM"]])
+def test_architectures_of_a_config(tmp_path, known):
+    """What is there is kept; transformers writes null for a model that was not loaded."""
+    (tmp_path / "config.json").write_text(json.dumps(dict(architectures=known, vocab_size=7)))
+    save_quantized(build("deepseek-fp8", sharded=False), tmp_path, layout="deepseek-fp8")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == (known or ["Model"]) and config["vocab_size"] == 7
 
 
 # ------------------------------------------------------------------------------ what is refused
