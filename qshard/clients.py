@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from qshard.fsdp1 import prepared_units
+from qshard.module_state import dynamics_of, find
 
 ops = torch.ops.qshard
 
@@ -56,8 +57,7 @@ def _fsdp1(model):
 
 def _dynamic_weights(model):
     """Each once, as tied modules have it."""
-    found = (getattr(m, "dynamic", None) for m in model.modules())
-    return list({id(dynamic): dynamic for dynamic in found if dynamic is not None}.values())
+    return list({id(dynamic): dynamic for _, dynamic in dynamics_of(model)}.values())
 
 
 def _optimizer(model, optimizer):
@@ -93,9 +93,9 @@ def _checkpoint(model):
             "quantized tensors without masters in state_dict(): known to DCP and torch.save; for "
             "safetensors call qshard.dequantize_(model)"
         )
-    modules = [m for m in model.modules() if "_qshard_state_hook" in m.__dict__]
-    if modules:
-        is_in_it = all(m.__dict__.get("_qshard_persistent_state", True) for m in modules)
+    states = [s for m in model.modules() if (s := find(m)) is not None and s.buffers]
+    if states:
+        is_in_it = all(s.is_persistent for s in states)
         text += "; histories and counts " + (
             "are in it" if is_in_it else "are not: save qshard.QuantizationState(model)"
         )

@@ -6,6 +6,7 @@ from torch import nn as torch_nn
 from torch.distributed.tensor import DTensor
 
 from qshard import nn, replace, state
+from qshard.module_state import dynamics_of
 from qshard.moves import with_local
 from qshard.quantize import forget_module, is_quantized
 
@@ -29,7 +30,7 @@ def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
     for name, parameter in weights:
         replace.check(parameter, name, "qshard.dequantize_")
     modules = [m for m in model.modules() if any(is_quantized(p) for p in _own(m))]
-    dynamic = [m for m in model.modules() if getattr(m, "dynamic", None) is not None]
+    dynamic = [m for m, _ in dynamics_of(model)]
     for _, parameter in weights:
         replace.replace(parameter, _plain(parameter))
     for module in modules:

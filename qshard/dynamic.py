@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from qshard import module_state
 from qshard.functional import linear_under_transforms
 from qshard.ranges import Range, amax_of_ranges
 
@@ -228,7 +229,7 @@ def refresh_all(weights, rolls_unused=False):
 
 def flush(model):
     """`refresh_all` of a model's weights, after a step. Compiled uses do not say that they were."""
-    dynamics = {id(d): d for d in (getattr(m, "dynamic", None) for m in model.modules()) if d is not None}
+    dynamics = {id(dynamic): dynamic for _, dynamic in module_state.dynamics_of(model)}
     weights = [(d, d.whole_weight()) for d in dynamics.values() if d.state]
     refresh_all([(d, weight) for d, weight in weights if weight is not None], rolls_unused=True)
 
@@ -318,7 +319,7 @@ def _after_step(optimizer, taken):
     known = {
         id(dynamic.owner._parameters.get("weight")): dynamic
         for dynamic in delayed_weights
-        if not dynamic.managed and dynamic.owner.__dict__.get("dynamic") is dynamic
+        if not dynamic.managed and module_state.dynamic_of(dynamic.owner) is dynamic
     }
     if not known:
         return

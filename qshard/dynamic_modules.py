@@ -4,11 +4,12 @@ import torch
 from _qshard_hooks import is_quantized, local_of
 from torch import nn
 
+from qshard import module_state
 from qshard.dynamic import DynamicWeight, Installed, delayed_weights
+from qshard.module_state import dynamic_of
 
 ops = torch.ops.qshard
 _STATE = ("weight_amax_history", "weight_scaling_amax")  # as quantized weights name them
-_HOOKS = "_qshard_dynamic_hooks"
 
 
 def check_arguments(weights, group, keep_master, stochastic_rounding, persistent_state) -> bool:
@@ -140,22 +141,26 @@ def weight_identities(model):
 
 def install(module: nn.Module, dynamic: DynamicWeight) -> None:
     """Lets a module of qshard.nn use its plain weight by `dynamic`."""
-    module.dynamic = dynamic
+    state = module_state.of(module)
+    state.dynamic = dynamic
     Installed.count += 1
     if dynamic.state and isinstance(module, nn.Linear):
-        module.__dict__[_HOOKS] = [
+        state.add_hooks("dynamic", lambda: [
             module.register_state_dict_pre_hook(_show_latest_state),
             module.register_state_dict_post_hook(_hide_state),
             module.register_load_state_dict_pre_hook(_prepare_load),
             module.register_load_state_dict_post_hook(_after_load),
-        ]
+        ])
 
 
 def uninstall(module: nn.Module) -> None:
-    if module.__dict__.pop("dynamic", None) is not None:
+    state = module_state.find(module)
+    if state is None:
+        return
+    if state.dynamic is not None:
+        state.forget("dynamic")
         Installed.count += 1
-    for hook in module.__dict__.pop(_HOOKS, ()):
-        hook.remove()
+    state.remove_hooks("dynamic")
 
 
 # The state is the module's buffers only while a state_dict is made or loaded: wrappers cast, move and
@@ -170,20 +175,20 @@ class NamedState:
 
 
 def _state_of(module, index):
-    dynamic = module.dynamic
+    dynamic = dynamic_of(module)
     if dynamic is None or not dynamic.state:
         raise AttributeError(_STATE[index])  # nn.Module then looks for a buffer
     return dynamic.state[index]
 
 
 def _show_latest_state(module, *_):
-    if not module.dynamic.groups:  # whose ranks need not all make state_dicts
-        module.dynamic.refresh_owner()
+    if not dynamic_of(module).groups:  # whose ranks need not all make state_dicts
+        dynamic_of(module).refresh_owner()
     _show_state(module)
 
 
 def _show_state(module, *_):
-    module._buffers.update(zip(_STATE, module.dynamic.state))
+    module._buffers.update(zip(_STATE, dynamic_of(module).state))
 
 
 def _hide_state(module, *_):
@@ -193,16 +198,16 @@ def _hide_state(module, *_):
 
 def _prepare_load(module, state_dict, prefix, *_):
     _show_state(module)
-    for name, tensor in zip(_STATE, module.dynamic.state):
+    for name, tensor in zip(_STATE, dynamic_of(module).state):
         state_dict.setdefault(prefix + name, tensor)  # checkpoints without one load, too
 
 
 def _after_load(module, *_):
-    for name, tensor in zip(_STATE, module.dynamic.state):
+    for name, tensor in zip(_STATE, dynamic_of(module).state):
         loaded = module._buffers.get(name)
         if loaded is not None and loaded is not tensor and not loaded.is_meta:  # assign=True
             tensor.copy_(loaded)
     _hide_state(module)
     # Of one moment, values and state agree; else the values have another amax, and get its scale.
-    module.dynamic._seen = None
-    module.dynamic.refresh_owner()
+    dynamic_of(module)._seen = None
+    dynamic_of(module).refresh_owner()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from qshard import module_state
 from qshard.dynamic import DynamicWeight
 
 # What is read of a flat parameter.
@@ -48,7 +49,7 @@ def dynamic_of(flat, place: Place) -> DynamicWeight | None:
         if prim is place.module and prim_name == place.param_name and name == "weight":
             owners.append(module)
     for owner in owners:
-        dynamic = getattr(owner, "dynamic", None)
+        dynamic = module_state.dynamic_of(owner)
         if dynamic is not None and tuple(place.shape) == tuple(dynamic.shape):
             return dynamic
     return None

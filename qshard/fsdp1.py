@@ -11,7 +11,7 @@ import weakref
 from _qshard_hooks import made_up_steps, step_followers
 from torch import nn
 
-from qshard import flat_parameters
+from qshard import flat_parameters, module_state
 from qshard.dynamic import Installed
 from qshard.fsdp1_units import Unit, agree, optimizers_in_backward
 
@@ -62,7 +62,7 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
             'preparation: call qshard.quantize_ without weights="dynamic"'
         )
     modules = [m for m in FullyShardedDataParallel.fsdp_modules(fsdp_root) if _handle_of(m)]
-    if not any(getattr(m, "dynamic", None) is not None for m in fsdp_root.modules()):
+    if not any(True for _ in module_state.dynamics_of(fsdp_root)):
         raise ValueError(
             "qshard.prepare_for_fsdp1: no module of this model quantizes its weight at each use; call "
             'qshard.quantize_(model, recipe, weights="dynamic") first'
@@ -83,7 +83,7 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
         _warn_once("this torch's FSDP1 lacks what gather='quantized' replaces; param_dtype is gathered")
     whole = _preparation_around(fsdp_root)
     if whole is None:
-        fsdp_root._qshard_fsdp1 = _Preparation(fsdp_root, modules, gather)
+        module_state.of(fsdp_root).fsdp1 = _Preparation(fsdp_root, modules, gather)
     else:
         whole.renew(modules, gather)
     return fsdp_root
@@ -154,8 +154,8 @@ class _Preparation:
         self._installed = Installed.count
         groups = (self.root.process_group, getattr(self.root, "_inter_node_pg", None))
         names = tuple(group.group_name for group in groups if group is not None)
-        for dynamic in (getattr(module, "dynamic", None) for module in self.root.modules()):
-            if dynamic is None or not dynamic.state or dynamic.is_ignored:
+        for _, dynamic in module_state.dynamics_of(self.root):
+            if not dynamic.state or dynamic.is_ignored:
                 continue
             if dynamic.whole_weight() is not None:
                 self._ignored.append((dynamic, dynamic.groups))
@@ -176,7 +176,8 @@ class _Preparation:
         )
 
     def remove(self):
-        del self.root._qshard_fsdp1
+        module_state.of(self.root).forget("fsdp1")
+        module_state.remove_if_empty(self.root)
         _preparations[:] = [known for known in _preparations if known() is not self]
         for unit in self.units:
             unit.remove()

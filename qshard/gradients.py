@@ -20,11 +20,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from qshard import module_state
+
 ops = torch.ops.qshard
 FORMATS = ("float8", "mxfp8", "nvfp4")
 _ROUNDINGS = ("nearest", "stochastic")
 _BUFFER = "gradient_rounding"  # of a module whose gradients are rounded stochastically
-_COMM = "_qshard_reduce_scatter"
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # parts of names that wrappers add
 
 
@@ -214,7 +215,7 @@ def reduce_gradients_(
             state = _ModuleRounding(module, name) if rounding == "stochastic" else None
             comm = QuantizedReduceScatter(format, state)
             module.set_custom_reduce_scatter(comm)
-            setattr(module, _COMM, comm)
+            module_state.of(module).gradient_reduction = comm
     return model
 
 
@@ -296,7 +297,8 @@ class _ModuleRounding:
 
 
 def _undo(module: nn.Module) -> None:
-    comm = getattr(module, _COMM, None)
+    state = module_state.find(module)
+    comm = None if state is None else state.gradient_reduction
     if comm is None:
         return
     # FSDP2 has no public name for what it starts with.
@@ -305,7 +307,8 @@ def _undo(module: nn.Module) -> None:
     module.set_custom_reduce_scatter(DefaultReduceScatter())
     if comm.quantize.rounding is not None:
         comm.quantize.rounding.remove(module)
-    delattr(module, _COMM)
+    state.forget("gradient_reduction")
+    module_state.remove_if_empty(module)
 
 
 def _rounding_state(name: str) -> torch.Tensor:

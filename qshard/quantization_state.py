@@ -7,7 +7,7 @@ from _qshard_hooks import is_quantized, local_of
 
 from qshard import scales
 from qshard.quantize import flush
-from qshard.state import link, tensors_of, weights, without_wrappers
+from qshard.state import has_buffers, link, tensors_of, weights, without_wrappers
 
 ops = torch.ops.qshard
 
@@ -86,7 +86,7 @@ class QuantizationState:
     def _modules(self):
         for model in self.models:
             for prefix, module in model.named_modules():
-                if "_qshard_state_hook" in module.__dict__:
+                if has_buffers(module):
                     yield prefix, module
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:

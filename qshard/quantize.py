@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from qshard import dynamic, dynamic_modules, nn, replace, scale_groups, state
+from qshard import dynamic, dynamic_modules, module_state, nn, replace, scale_groups, state
 from qshard.moves import with_local
 from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear
@@ -165,18 +165,15 @@ def quantize_(
         if any(p is not None and is_quantized(p) for p in module._parameters.values()):
             state.hand_out_masters(module)
             if any(is_quantized(weight) for _, weight in state.weights(module)):
-                _quantize_loads(module)
+                _follow_loads(module)
             if type(module) is torch_nn.Embedding:
                 module.__class__ = nn.Embedding
     for _, module in chosen:
         _prepare_module(module, weight_only, bool(tensor_groups) or tp_mesh is not None)
     for module in (*(m for _, m in chosen), *(m for _, m, _ in further), *stateful):
-        module._qshard_persistent_state = persistent_state
+        module_state.of(module).is_persistent = persistent_state
         state.link(module)
         _pad_now(module)
-    for module in model.modules():
-        if hasattr(module, "_qshard_load_hook"):
-            _flush_loads(module)
     flush(model)
     return _warned(model, chosen, filter_fn or parameter_fn)
 
@@ -274,7 +271,7 @@ def warn_of_what_is_left(model, hint):
         for attribute, parameter in module._parameters.items():
             if parameter is None or is_lazy(parameter) or is_quantized(parameter) or parameter.dim() < 2:
                 continue
-            if getattr(module, "dynamic", None) is not None:
+            if module_state.dynamic_of(module) is not None:
                 continue
             is_stack = parameter.dim() > 2 and parameter.shape[0] > 1
             is_matrix = parameter.dim() == 2 and attribute.endswith("weight")
@@ -426,14 +423,10 @@ def _prepare_module(module, weight_only, is_tensor_parallel):
         linear_subclasses.prepare(module, weight_only, format, is_tensor_parallel)
 
 
-def _quantize_loads(module):
-    if not hasattr(module, "_qshard_load_hook"):
-        module._qshard_load_hook = module.register_load_state_dict_pre_hook(_quantize_on_assign)
-
-
-def _flush_loads(module):
-    if not hasattr(module, "_qshard_flush_hook"):
-        module._qshard_flush_hook = module.register_load_state_dict_post_hook(_flush_parts)
+def _follow_loads(module):
+    state_ = module_state.of(module)
+    state_.add_hooks("assign", lambda: [module.register_load_state_dict_pre_hook(_quantize_on_assign)])
+    state_.add_hooks("flush", lambda: [module.register_load_state_dict_post_hook(_flush_parts)])
 
 
 def _flush_parts(module, _):
@@ -449,25 +442,19 @@ def _flush_parts(module, _):
 
 def forget_module(module):
     """Undoes what quantize_ did to a module."""
+    dynamic_modules.uninstall(module)
+    if isinstance(module, nn.base.Initialized):
+        for name in ("weight_only", "weight_format", "is_tensor_parallel"):
+            module.__dict__.pop(name, None)
     if type(module) is nn.Embedding:
         module.__class__ = torch_nn.Embedding
-    elif not getattr(module, "is_constructed", False):
+    elif not (isinstance(module, nn.Linear) and module.is_constructed):
         module.__class__ = linear_subclasses.plain_class(type(module))
-    linear_subclasses.forget(module)
-    dynamic_modules.uninstall(module)
-    for name in (
-        "weight_only",
-        "weight_format",
-        "is_tensor_parallel",
-        "_qshard_persistent_state",
-        "_qshard_weight_names",
-    ):
-        module.__dict__.pop(name, None)
-    scale_groups.forget(module)
-    for name in ("_qshard_load_hook", "_qshard_flush_hook", "_qshard_masters_hook"):
-        hook = module.__dict__.pop(name, None)
-        if hook is not None:
-            hook.remove()
+    kept = module_state.find(module)
+    if kept is not None:
+        kept.forget("is_persistent", "weight_names", "scale_group", "multiplies")
+        kept.remove_hooks("assign", "flush", "masters")
+        module_state.remove_if_empty(module)
 
 
 def _pad_now(module):
@@ -481,7 +468,7 @@ def _pad_now(module):
 def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
     """load_state_dict(assign=True) would put plain parameters where quantized ones are; DCP's
     set_model_state_dict does that to meta models."""
-    if hasattr(module, "_qshard_state_hook"):  # not those that are tied to a linear
+    if state.has_buffers(module):  # not those that are tied to a linear
         state.link(module)
         state.fill_missing(module, state_dict, prefix)
     if not local_metadata.get("assign_to_params_buffers", False):

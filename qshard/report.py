@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from qshard import clients, flat_parameters, traffic
 from qshard.checkpoint.layouts import block_of
 from qshard.fsdp1 import prepared_units
+from qshard.module_state import dynamics_of
 from qshard.traffic import Traffic, name_of, split
 
 ops = torch.ops.qshard
@@ -114,11 +115,7 @@ def report(
         is_inner = id(module) in inner
         result += _with_sent(rows, *traffic.of_unit(module, is_inner, gathered, reduced))
     sent_of = {**traffic.of_ddp(model), **traffic.of_fsdp2(model, param_dtype, reduce_dtype)}
-    dynamics = {
-        id(m._parameters.get("weight")): m.dynamic.format
-        for m in model.modules()
-        if getattr(m, "dynamic", None) is not None
-    }
+    dynamics = {id(m._parameters.get("weight")): dynamic.format for m, dynamic in dynamics_of(model)}
     for name, param in model.named_parameters():
         if id(param) in flattened:
             continue

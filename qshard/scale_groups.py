@@ -10,6 +10,8 @@ import torch
 from _qshard_hooks import is_quantized, local_of
 from torch import nn as torch_nn
 
+from qshard import module_state
+
 ops = torch.ops.qshard
 
 # Of one parent and one input; the names of Hugging Face's models, and of Llama's own.
@@ -20,7 +22,6 @@ FUSED = (
     ("w1", "w3"),
 )
 _ids = itertools.count(1)
-_ATTRIBUTE = "_qshard_scale_group"
 
 
 class ScaleGroup:
@@ -78,20 +79,27 @@ def put(groups: list[list[torch_nn.Module]]) -> None:
     for group in groups:
         token = ScaleGroup(len(group))
         for module in group:
-            setattr(module, _ATTRIBUTE, token)
+            module_state.of(module).scale_group = token
 
 
 def forget(module: torch_nn.Module) -> None:
-    module.__dict__.pop(_ATTRIBUTE, None)
+    state = module_state.find(module)
+    if state is not None:
+        state.forget("scale_group")
 
 
 def has_any(module: torch_nn.Module) -> bool:
-    return _ATTRIBUTE in module.__dict__
+    return _group_of(module) is not None
+
+
+def _group_of(module):
+    state = module_state.find(module)
+    return None if state is None else state.scale_group
 
 
 def link(module: torch_nn.Module, weight=None) -> None:
     """Tells the module's weight, or the one that is about to be it, its group."""
-    token = module.__dict__.get(_ATTRIBUTE)
+    token = _group_of(module)
     if token is None:
         return
     local = local_of(module.weight if weight is None else weight)

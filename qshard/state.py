@@ -11,6 +11,7 @@ import hashlib
 import torch
 from _qshard_hooks import is_quantized, local_of
 
+from qshard import module_state
 from qshard.nn.base import Initialized
 
 ops = torch.ops.qshard
@@ -22,34 +23,35 @@ def weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     if isinstance(module, Initialized):
         names = module.weight_names
     else:
-        names = module.__dict__.get("_qshard_weight_names", ("weight",))
+        state = module_state.find(module)
+        names = ("weight",) if state is None else state.weight_names or ("weight",)
     return [(name, w) for name in names if (w := getattr(module, name, None)) is not None]
 
 
 def name_weight(module: torch.nn.Module, name: str) -> None:
     """One more parameter, of a module that is no linear."""
-    names = module.__dict__.get("_qshard_weight_names", ())
-    module._qshard_weight_names = (*names, *({name} - {*names}))
+    state = module_state.of(module)
+    state.weight_names = tuple(dict.fromkeys((*state.weight_names, name)))
 
 
 def link(module: torch.nn.Module) -> None:
     """Makes the state of a module's weights its buffers <weight>_<name>."""
     tensors = tensors_of(module)
+    if not tensors:
+        return
+    state = module_state.of(module)
     for name, tensor in tensors.items():
-        persistent = module.__dict__.get("_qshard_persistent_state", True)
-        module.register_buffer(name, tensor, persistent=persistent)
-    if tensors:
-        module._qshard_state_names = tuple(dict.fromkeys((*_linked(module), *tensors)))
-        if not hasattr(module, "_qshard_state_hook"):
-            module._qshard_state_hook = module.register_state_dict_pre_hook(_link_before)
+        module.register_buffer(name, tensor, persistent=state.is_persistent)
+    state.buffers = tuple(dict.fromkeys((*state.buffers, *tensors)))
+    state.add_hooks("link", lambda: [module.register_state_dict_pre_hook(_link_before)])
 
 
 def hand_out_masters(module: torch.nn.Module) -> None:
     """Puts masters, as plain tensors, into the module's state_dicts: they can be saved, and loaded
     where qshard is not installed. They are the memory itself; what is loaded into them is seen. What
     has no master, and DTensors, whose loads DCP has to announce on every rank, stay what they are."""
-    if not hasattr(module, "_qshard_masters_hook"):
-        module._qshard_masters_hook = module.register_state_dict_post_hook(_put_masters)
+    state = module_state.of(module)
+    state.add_hooks("masters", lambda: [module.register_state_dict_post_hook(_put_masters)])
 
 
 def _put_masters(module, state_dict, prefix, local_metadata):
@@ -64,23 +66,26 @@ def _put_masters(module, state_dict, prefix, local_metadata):
 
 def unlink(module: torch.nn.Module) -> None:
     """Takes out what `link` put into a module, whose weights may have no such state any more."""
-    for name in _linked(module):
+    state = module_state.find(module)
+    if state is None:
+        return
+    for name in state.buffers:
         if name in module._buffers:
             delattr(module, name)
-    module.__dict__.pop("_qshard_state_names", None)
-    hook = module.__dict__.pop("_qshard_state_hook", None)
-    if hook is not None:
-        hook.remove()
+    state.forget("buffers")
+    state.remove_hooks("link")
 
 
 def linked_to(model: torch.nn.Module, parameters) -> list[torch.nn.Module]:
     """The modules with buffers that are state of one of these parameters."""
     ids = {id(parameter) for parameter in parameters}
-    return [m for m in model.modules() if _linked(m) and any(id(w) in ids for _, w in weights(m))]
+    return [m for m in model.modules() if has_buffers(m) and any(id(w) in ids for _, w in weights(m))]
 
 
-def _linked(module):
-    return module.__dict__.get("_qshard_state_names", ())
+def has_buffers(module: torch.nn.Module) -> bool:
+    """Whether `link` has put states of its weights into the module."""
+    state = module_state.find(module)
+    return state is not None and bool(state.buffers)
 
 
 def _link_before(module, *_):
@@ -98,7 +103,7 @@ def tensors_of(module):
 
 def fill_missing(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
     """Lets a module keep its state if a state_dict, of a plain model say, has none."""
-    if not module.__dict__.get("_qshard_persistent_state", True):
+    if not module_state.of(module).is_persistent:
         return
     for name, tensor in tensors_of(module).items():
         state_dict.setdefault(prefix + name, tensor)

@@ -14,6 +14,7 @@ from typing import Literal
 import qshard
 import torch
 import torchtitan.config
+from qshard import module_state
 from qshard.quantize import warn_of_what_is_left
 from torchtitan.components import checkpoint
 from torchtitan.components.quantization import QuantizationConverter
@@ -109,7 +110,7 @@ class QShardConverter(QuantizationConverter):
             persistent_state=False,
             filter_fn=lambda _, name: not any(part in name for part in config.filter_fqns),
         )
-        model._qshard_checkpoint_scales = config.checkpoint_scales
+        module_state.of(model).saves_scales = config.checkpoint_scales
         warn_of_what_is_left(model, "torchtitan's other converters may have a format for them")
 
     def post_optimizer_hook(self, model) -> None:
@@ -137,7 +138,7 @@ def _checkpoint_beside(manager_type):
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
         parts = self.states[checkpoint.MODEL].model
-        scales = any(getattr(part, "_qshard_checkpoint_scales", False) for part in parts)
+        scales = any(module_state.of(part).saves_scales for part in parts)
         state = _LoadedLast(*parts, scales=scales)
         if state.state_dict():
             self.states["qshard"] = state

@@ -11,6 +11,7 @@ from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from qshard import module_state
 from qshard.quantized_init import quantize_new
 
 
@@ -54,6 +55,10 @@ class Initialized:
         for name, (initialize, fork) in self._initial.items():
             with fork():
                 fill(getattr(self, name), initialize)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        module_state.find(self)  # moves what an earlier version pickled to where forward looks
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         if state_dict.pop(prefix + "_extra_state", None) is not None:

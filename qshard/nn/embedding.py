@@ -2,15 +2,22 @@
 
 import torch
 
+from qshard import module_state
+
 
 class Embedding(torch.nn.Embedding):
     """nn.Embedding whose weight is a quantized linear's, too; `quantize_` turns nn.Embedding into it.
     It looks up what the linear multiplies by: dequantized codes."""
 
-    dynamic = None
+    _qshard = None  # its ModuleState, as of Linear
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        module_state.find(self)  # as Initialized
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Indices of any shape -> (..., embedding_dim)."""
-        if self.dynamic is not None:
-            return self.dynamic.embedding(self, input)
+        state = self._qshard
+        if state is not None and state.dynamic is not None:
+            return state.dynamic.embedding(self, input)
         return super().forward(input)

@@ -71,7 +71,7 @@ class Linear(Projection, NamedState, torch.nn.Linear):
 
     is_tensor_parallel = False  # whether quantize_ was given a tp_mesh
     style = None  # its LinearStyle, if a style of qshard.tensor_parallel was applied
-    dynamic = None  # a DynamicWeight if the weight stays plain: quantize_(..., weights="dynamic")
+    _qshard = None  # its ModuleState (qshard/module_state.py), which code that is traced looks up by name
 
     def __init__(
         self,
@@ -165,8 +165,9 @@ class Linear(Projection, NamedState, torch.nn.Linear):
             return self.with_bias(tuple(parts) if as_parts else joined(parts))
         if residual is not None:
             return residual + self(input)
-        if self.dynamic is not None:
-            return self.dynamic.linear(self, input)
+        state = self._qshard
+        if state is not None and state.dynamic is not None:
+            return state.dynamic.linear(self, input)
         return multiply(self, input, self)
 
     def extra_repr(self) -> str:

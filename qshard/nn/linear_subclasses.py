@@ -7,11 +7,10 @@ import torch
 from torch import nn as torch_nn
 from torch.nn import functional as F
 
+from qshard import module_state
 from qshard.made_classes import made_class
 from qshard.nn.linear import Linear, multiply
 from qshard.tensor_parallel.local import TensorParallel
-
-_HOW = "_qshard_multiplies"
 
 
 @dataclass
@@ -26,10 +25,10 @@ class Multiplies:
 
 
 def _forward(self, input: torch.Tensor) -> torch.Tensor:
-    how = self.__dict__.get(_HOW)
-    if how is None:
+    state = self.__dict__.get(module_state.NAME)
+    if state is None or state.multiplies is None:
         return F.linear(input, self.weight, self.bias)
-    return multiply(self, input, how)
+    return multiply(self, input, state.multiplies)
 
 
 def runs_as_linear(cls: type) -> bool:
@@ -55,15 +54,14 @@ def plain_class(cls: type) -> type:
 
 def is_taken_over(module: torch_nn.Module) -> bool:
     """Whether quantize_ prepared a module of a subclass."""
-    return isinstance(module.__dict__.get(_HOW), Multiplies)
+    state = module_state.find(module)
+    return state is not None and state.multiplies is not None
 
 
 def prepare(module, weight_only: bool, weight_format: str, is_tensor_parallel: bool) -> None:
     """Lets a module of a quantized_class, other than qshard.nn.Linear, multiply by its quantized weight."""
     parallel = module.__dict__.get("parallel")  # by a style of qshard.tensor_parallel
     parallel = parallel if isinstance(parallel, TensorParallel) else None
-    module.__dict__[_HOW] = Multiplies(weight_only, weight_format, is_tensor_parallel, parallel)
-
-
-def forget(module) -> None:
-    module.__dict__.pop(_HOW, None)
+    module_state.of(module).multiplies = Multiplies(
+        weight_only, weight_format, is_tensor_parallel, parallel
+    )

@@ -19,12 +19,13 @@ def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tens
     multiply = multiply_of(linears)
     if multiply is None:
         return None
-    if all(linear.dynamic is not None for linear in linears):
-        for linear in linears:
-            linear.dynamic.prepare(linear, linear.weight)
+    dynamics = [_dynamic_of(linear) for linear in linears]
+    if all(dynamic is not None for dynamic in dynamics):
+        for dynamic, linear in zip(dynamics, linears):
+            dynamic.prepare(linear, linear.weight)
         parts = ((linear.weight, linear.bias) for linear in linears)
-        return swiglu_mlp(x, multiply, *parts, [linear.dynamic.scaling for linear in linears])
-    if any(linear.dynamic is not None for linear in linears):
+        return swiglu_mlp(x, multiply, *parts, [dynamic.scaling for dynamic in dynamics])
+    if any(dynamic is not None for dynamic in dynamics):
         return None
     if all(linear.style is None for linear in linears):
         if any(isinstance(linear.weight, DTensor) for linear in linears):
@@ -53,9 +54,15 @@ def _is_usual(linear):
     """Whether calling it is its operator alone, or that between the hooks of its style."""
     if not isinstance(linear, Linear) or linear.is_constructed:
         return False
-    if linear.dynamic is not None and linear.dynamic.uses > 1:
+    dynamic = _dynamic_of(linear)
+    if dynamic is not None and dynamic.uses > 1:
         return False
     return does_forward_alone(linear, 0 if linear.style is None else linear.style.hooks)
+
+
+def _dynamic_of(linear):
+    state = linear._qshard
+    return None if state is None else state.dynamic
 
 
 def _styles_meet(gate, up, down):

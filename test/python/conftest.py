@@ -149,6 +149,7 @@ BUDGETS_S = {
     "test_kernels_reference": 60,
     "test_loading": 60,
     "test_module_results": 60,
+    "test_module_state": 60,  # one case of each recipe compiles a linear
     "test_moves_sharded": 60,
     "test_nn_compile": 45,  # Inductor's first compilation
     "test_nn_sharded": 60,

@@ -30,6 +30,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import distribute_tensor
 
 import qshard
+from qshard import module_state
 
 SENT_AS_CODES = ("float8_tensorwise", "float8_blockwise", DELAYED)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -181,13 +182,13 @@ def check_gathers(model):
     others in full; returns how many weights that were."""
     values = {}
     with FSDP.summon_full_params(model):
-        for unit in model._qshard_fsdp1.units:
+        for unit in module_state.of(model).fsdp1.units:
             for weight in unit.weights:
                 info = unit.flat._param_infos[weight.index]
                 value = getattr(info.module, info.param_name).detach().clone()
                 values[id(weight)] = value
     checked = 0
-    for unit in model._qshard_fsdp1.units:
+    for unit in module_state.of(model).fsdp1.units:
         if not unit.gathers_codes:
             continue
         numel = unit.shard_numel * unit.handle.world_size

@@ -40,6 +40,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard
+from qshard.module_state import dynamics_of
 
 
 def zero(model):
@@ -87,7 +88,7 @@ def run_container(has_group):
     others, twin = trained(DELAYED, adamw, **kwargs)
     assert losses == others and same_states(model, twin)
     _, model = trained(DELAYED, lambda model: Container(model.parameters(), pull=0.5), **kwargs)
-    histories = [m.dynamic.state[0] for m in model.modules() if getattr(m, "dynamic", None)]
+    histories = [dynamic.state[0] for _, dynamic in dynamics_of(model)]
     assert [int((h[:, 1:] > 0).sum()) for h in histories] == [6] * 5  # what it writes rolls nothing
 
 

@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import qshard
+from qshard.module_state import dynamic_of, dynamics_of
 from qshard.ranges import (
     Range,
     amax_of_ranges,
@@ -185,7 +186,7 @@ def test_tied_weights_are_quantized_once(format):
         plain(tokens).square().mean().backward()
 
     assert quantizations(use) == 1
-    assert plain.head.dynamic._shared is None  # no codes are kept
+    assert dynamic_of(plain.head)._shared is None  # no codes are kept
     plain.embedding(tokens)
     plain.head.weight.data.mul_(2)
     with torch.no_grad():
@@ -199,7 +200,7 @@ def test_a_filter_cannot_part_tied_weights():
     quantized, plain = pair("float8_blockwise", make=make, **kwargs)
     tokens = torch.arange(24)
     assert torch.equal(quantized(tokens), plain(tokens))
-    assert plain.head.dynamic is plain.again.dynamic is plain.embedding.dynamic
+    assert dynamic_of(plain.head) is dynamic_of(plain.again) is dynamic_of(plain.embedding)
 
 
 @pytest.mark.parametrize("make", [Mlp, Tied])
@@ -280,7 +281,7 @@ def test_checkpoints_go_both_ways():
 def test_state_stays_float32_where_weights_go_elsewhere():
     _, plain = pair(DELAYED)
     plain.to(torch.bfloat16)(inputs(0, torch.bfloat16)).sum().backward()
-    assert all(t.dtype == torch.float32 for t in plain.up.dynamic.state)
+    assert all(t.dtype == torch.float32 for t in dynamic_of(plain.up).state)
 
 
 # -------------------------------------------------------------------------------- wrappers
@@ -373,7 +374,7 @@ def run_group():
     )
     model = DistributedDataParallel(model)
     train(model)
-    tables = [m.dynamic.state[0] for m in model.modules() if getattr(m, "dynamic", None)]
+    tables = [dynamic.state[0] for _, dynamic in dynamics_of(model)]
     mine = torch.cat([t.flatten() for t in tables])
     both = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(both, mine)
@@ -433,7 +434,7 @@ def test_there_and_back():
     qshard.quantize_(model, RECIPES["mxfp8"], weights="dynamic")
     assert model[0].weight_format == "mxfp8" and "0.weight_amax_history" not in model.state_dict()
     qshard.quantize_(model, RECIPES["mxfp8"])
-    assert qshard.is_quantized(model[0].weight) and model[0].dynamic is None
+    assert qshard.is_quantized(model[0].weight) and dynamic_of(model[0]) is None
     qshard.dequantize_(model)
     qshard.quantize_(model, RECIPES[DELAYED], weights="dynamic")
     qshard.dequantize_(model)

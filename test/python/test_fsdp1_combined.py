@@ -26,6 +26,8 @@ from fsdp1_models import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from qshard import module_state
+
 ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
@@ -70,7 +72,7 @@ def test_weights_gathered_in_bf16(world, format, strategy, use_orig_params):
 
 def gather_in_full(model):
     """Makes the units gather fp32, quantize whole weights, and show their values: the oracle."""
-    for unit in model._qshard_fsdp1.units:
+    for unit in module_state.of(model).fsdp1.units:
         if unit.gathers_codes:
             unit.handle._all_gather_flat_param = lambda out, unit=unit: _gather_in_full(unit, out)
     return model

@@ -37,6 +37,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, StateDictType
 
 import qshard
+from qshard import module_state
 
 # ---------------------------------------------------------------------- the gather of codes
 
@@ -121,7 +122,7 @@ def run_wire(format, gather):
     train_fsdp1(model, steps=1)
     with gathered_bytes() as sent:
         loss_of(model, batch(0)).backward()
-    units = model._qshard_fsdp1.units
+    units = module_state.of(model).fsdp1.units
     plain = [2 * unit.shard_numel for unit in units]
     expected = [
         max(m.nbytes(2) for m in unit.messages) if unit.gathers_codes else nbytes
@@ -161,7 +162,7 @@ def run_wire_plain():
     train_fsdp1(model, steps=1)
     with gathered_bytes() as sent:
         loss_of(model, batch(0)).backward()
-    units = model._qshard_fsdp1.units
+    units = module_state.of(model).fsdp1.units
     with collectives() as calls:
         adamw(model).step()
     numels = [unit.shard_numel * dist.get_world_size() for unit in units]
@@ -173,7 +174,7 @@ def run_peak():
     """Allocations of a gather: the message and what is received, beside FSDP1's own."""
     model = build_fsdp1("float8_blockwise", mixed_precision=BF16)
     train_fsdp1(model, steps=1)
-    unit = model._qshard_fsdp1.units[1]
+    unit = module_state.of(model).fsdp1.units[1]
     out = torch.empty(unit.shard_numel * dist.get_world_size(), dtype=torch.bfloat16)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(profile_memory=True, activities=cpu) as p:
@@ -321,7 +322,7 @@ def run_prepared_twice(root_is_first):
     assert train_fsdp1(model) == train_fsdp1(twin)
     assert not different_values(model, twin)
     tables = [
-        [t for module in m.modules() if getattr(module, "dynamic", None) for t in module.dynamic.state]
+        [t for _, dynamic in module_state.dynamics_of(m) for t in dynamic.state]
         for m in (model, twin)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*tables, strict=True))
@@ -329,7 +330,7 @@ def run_prepared_twice(root_is_first):
         adamw(model).step()
     assert count(calls, "allreduce") == 1
     qshard.prepare_for_fsdp1(child, gather="param_dtype")
-    return [unit.gathers_codes for unit in model._qshard_fsdp1.units]
+    return [unit.gathers_codes for unit in module_state.of(model).fsdp1.units]
 
 
 @pytest.mark.parametrize("root_is_first", [True, False])

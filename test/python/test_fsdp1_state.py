@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import qshard
+from qshard import module_state
 
 ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
@@ -241,7 +242,7 @@ def run_scaler(format, use_orig_params):
 
 
 def dynamics(model):
-    return [m.dynamic for m in model.modules() if getattr(m, "dynamic", None) is not None]
+    return [dynamic for _, dynamic in module_state.dynamics_of(model)]
 
 
 @ORIG_OR_FLAT
@@ -342,7 +343,7 @@ def run_without_the_private_method():
     stock = FlatParamHandle._all_gather_flat_param
     FlatParamHandle._other_name = stock
     model = build_fsdp1("float8_blockwise", mixed_precision=BF16)
-    handles = [u.handle for u in model._qshard_fsdp1.units]
+    handles = [u.handle for u in module_state.of(model).fsdp1.units]
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

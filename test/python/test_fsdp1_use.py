@@ -46,6 +46,7 @@ from torch.distributed.fsdp import (
 )
 
 import qshard
+from qshard.module_state import dynamic_of
 
 ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
@@ -425,7 +426,7 @@ def run_ignored(how, group_is_told, use_orig_params):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    return check_gathers(model), model.module.head.dynamic.state[0].tolist()
+    return check_gathers(model), dynamic_of(model.module.head).state[0].tolist()
 
 
 @pytest.mark.pairwise

@@ -15,6 +15,7 @@ from shared_scale_models import GROUPS, RECIPES, Block, build, looks, step
 from torch import nn
 
 import qshard
+from qshard import module_state
 
 ops = torch.ops.qshard
 
@@ -130,7 +131,7 @@ def test_copies_and_pickles_are_groups_of_their_own():
             other[0].k_proj.weight.mul_(10)
         qshard.flush(other)
         assert_shared(looks(other))
-        assert other[0].q_proj._qshard_scale_group is other[0].v_proj._qshard_scale_group
+        assert module_state.of(other[0].q_proj).scale_group is module_state.of(other[0].v_proj).scale_group
     before = looks(build("nvfp4"))
     assert_same(looks(model), before)
     qshard.flush(model)
@@ -178,4 +179,4 @@ def test_names():
 
 def test_dequantize_forgets_it():
     model = qshard.dequantize_(build("nvfp4"))
-    assert not any("_qshard_scale_group" in m.__dict__ for m in model.modules())
+    assert not any("_qshard" in m.__dict__ for m in model.modules())

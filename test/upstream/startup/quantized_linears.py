@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import qshard
+from qshard import module_state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,8 +44,8 @@ def prepare_roots_of_fsdp1():
     @functools.wraps(forward)
     def prepare_and_forward(self, *args, **kwargs):
         # FSDP1 itself finds its root in the first forward, or state dict.
-        is_new = self._is_root is not False and "_qshard_fsdp1" not in self.__dict__
-        if is_new and any(getattr(m, "dynamic", None) is not None for m in self.modules()):
+        is_new = self._is_root is not False and module_state.of(self).fsdp1 is None
+        if is_new and any(True for _ in module_state.dynamics_of(self)):
             qshard.prepare_for_fsdp1(self)
         return forward(self, *args, **kwargs)
 
