@@ -117,8 +117,7 @@ def run_container_of_fsdp1(format, use_orig_params):
 
 
 def delayed_states(model):
-    dynamics = [getattr(m, "dynamic", None) for m in model.modules()]
-    return [d.state[0] for d in dynamics if d is not None and d.state]
+    return [d.state[0] for _, d in dynamics_of(model) if d.state]
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
