@@ -20,7 +20,7 @@ def watch_registration(module, name, param):
     others a plain tensor that is a rank's part of it. Either has values and no codes, or shows each rank's
     window as a tensor of its own. Their users mean to go on with quantized weights.
 
-    Whoever assigns means what is assigned. FSDP2, where a module has a __setattr__ of its own, assigns the
+    Code that assigns means what it assigns. FSDP2, where a module has a __setattr__ of its own, assigns the
     shards that it registers with no other."""
     old = module._parameters.get(name)
     if old is None or param is None or param is old or not is_quantized(local_of(old)):
