@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from qshard import module_state
+from qshard import companies, module_state
 from qshard.functional import linear_under_transforms
 from qshard.ranges import Range, amax_of_ranges
 
@@ -63,7 +63,8 @@ class DynamicWeight:
 
     Of delayed scaling the steps of an optimizer that holds the weight say when histories roll. Until there
     is one, each use looks at the values, which may be written through a flat buffer, or as `.data`, and
-    the first use after another optimizer's step is of what that one wrote.
+    the first use after another optimizer's step is of what that one wrote. Ranks of groups agree in that
+    step, and on nothing in a use, which one rank alone may make.
     """
 
     def __init__(self, format: str, shape: tuple[int, int], groups: tuple[str, ...] = ()):
@@ -79,17 +80,26 @@ class DynamicWeight:
         self._is_told = False  # an optimizer has stepped the weight itself
         self._steps, self._is_used = _Steps.of_others, False  # as of the last roll, since it in training
         self._shared = None  # weight, what it was, quantized tensor, uses left
+        self.company = None  # of groups
+        self.join(groups)
 
     def __getstate__(self):
         of_copy = {"_seen": None, "_shared": None, "_is_told": False, "managed": False, "known_amax": []}
         of_copy["groups"] = ()  # one rank alone may use the copy
-        return {**self.__dict__, **of_copy, "_steps": self._steps - _Steps.of_others}
+        kept = {name: value for name, value in self.__dict__.items() if name != "company"}
+        return {**kept, **of_copy, "_steps": self._steps - _Steps.of_others}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
+        self.company = None
         self._steps += _Steps.of_others
         if self.state:
             delayed_weights.add(self)
+
+    def join(self, groups: tuple[str, ...]) -> None:
+        """Agrees with these groups from now on. All their ranks say so, in the same order of weights."""
+        self.groups = groups
+        self.company = companies.of(groups, self) if groups and self.state else None
 
     @property
     def scaling(self) -> list[torch.Tensor]:
@@ -111,10 +121,14 @@ class DynamicWeight:
                 input, weight, module.bias, module.weight_only, self.format
             )
         if self.uses > 1:
-            return ops.linear(
+            output = ops.linear(
                 input, self._quantize(weight), module.bias, weight_only=module.weight_only
             )
-        return self._linear(module, weight, input)
+        else:
+            output = self._linear(module, weight, input)
+        if self.company is not None and not self._is_told and output.requires_grad:
+            output.register_hook(self._note_training)
+        return output
 
     def _linear(self, module, weight, input):
         return ops.linear(
@@ -175,22 +189,34 @@ class DynamicWeight:
         if torch.compiler.is_compiling():
             return
         self.refresh(weight)
-        if not self._is_used and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if not self._is_used:
             self._steps, self._is_used = _Steps.of_others, True
+        if self.company is not None and not self._is_told:
+            self._note_training()
+
+    def _note_training(self, *_):
+        self.company.trained.add(self)
 
     def refresh(self, weight):
         """Brings the state up to date with values that no optimizer step made, if it is not."""
+        if self.company is not None:
+            refresh_all(_with_weights(self.company.take_to_refresh()))
         refresh_all([(self, weight)])
 
     def is_step_due(self, weight):
-        """Whether somebody's copies of the weight were stepped since its history rolled."""
-        return self._is_untold(weight) and self._steps != _Steps.of_others
+        """Whether somebody's copies of the weight were stepped since its history rolled. Ranks of groups
+        have met for it."""
+        if not weight.requires_grad or self._is_told:
+            return False
+        if self.company is not None:
+            return self.company.is_due(self)
+        return self._is_used and self._steps != _Steps.of_others
 
     def is_stale(self, weight):
-        return self._is_untold(weight) or self._seen != _seen(weight)
-
-    def _is_untold(self, weight):
-        return weight.requires_grad and not self._is_told
+        is_untold = weight.requires_grad and not self._is_told
+        return is_untold or self._seen != _seen(weight)
 
     def whole_weight(self):
         """The parameter itself, if it is there, for code that does not look, as what is compiled."""
@@ -209,43 +235,70 @@ def _seen(weight):
     return 0 if weight.is_inference() else weight._version, weight.data_ptr()
 
 
-def refresh_all(weights, rolls_unused=False):
-    """Brings the states of (DynamicWeight, its weight) up to date, with one all-reduce a group if a step
-    of copies came before. A weight that was not used in training since its history rolled was not
-    stepped: the step was another model's. Groups meet either way."""
+def refresh_all(weights):
+    """Brings the states of (DynamicWeight, its weight) up to date, without a collective. A weight that was
+    not used in training since its history rolled was not stepped: the step was another model's."""
     for dynamic, weight in weights:
         if dynamic.state[0].device != weight.device:
             dynamic.state = [t.to(weight.device) for t in dynamic.state]
     due, stale = [], []
     for dynamic, weight in weights:
-        is_used = dynamic._is_used or rolls_unused
-        if (is_used or dynamic.groups) and dynamic.is_step_due(weight):
-            due.append((dynamic, weight.detach(), is_used))
+        if dynamic.is_step_due(weight):
+            due.append((dynamic, weight.detach(), True))
         elif dynamic.is_stale(weight):
             stale.append((dynamic, weight.detach(), False))
-    _follow_step(due, _Steps.found_inf)
+    for found_inf, members in _by_found_inf(due):
+        _follow_step(members, found_inf, is_agreed=True)
     _update(stale)
+    for dynamic, _ in weights:
+        if dynamic.company is not None:
+            dynamic.company.rolled(dynamic)
+
+
+def _with_weights(dynamics):
+    """(DynamicWeight, its weight) of those that have it whole."""
+    weights = [(dynamic, dynamic.whole_weight()) for dynamic in dynamics]
+    return [(dynamic, weight) for dynamic, weight in weights if weight is not None]
+
+
+def _by_found_inf(weights):
+    found = {}
+    for weight in weights:
+        company = weight[0].company
+        found_inf = _Steps.found_inf if company is None else company.found_inf
+        found.setdefault(id(found_inf), (found_inf, []))[1].append(weight)
+    return found.values()
 
 
 def flush(model):
-    """`refresh_all` of a model's weights, after a step. Compiled uses do not say that they were."""
+    """`refresh_all` of a model's weights, after a step. Compiled uses do not say that they were: all count
+    as used. Collective for weights of groups, which meet whether they were or not."""
     dynamics = {id(dynamic): dynamic for _, dynamic in module_state.dynamics_of(model)}
-    weights = [(d, d.whole_weight()) for d in dynamics.values() if d.state]
-    refresh_all([(d, weight) for d, weight in weights if weight is not None], rolls_unused=True)
+    weights = _with_weights([d for d in dynamics.values() if d.state])
+    meeting = {}
+    for dynamic, weight in weights:
+        if dynamic._is_told or not weight.requires_grad:
+            continue
+        is_behind = dynamic._steps != _Steps.of_others
+        dynamic._is_used = dynamic._is_used or is_behind
+        if dynamic.company is not None:
+            meeting.setdefault(dynamic.company, []).append((dynamic, is_behind))
+    for company, members in meeting.items():
+        company.meet_in_flush(members, _Steps.found_inf)
+    refresh_all(weights)
 
 
-def _follow_step(weights, found_inf=None):
+def _follow_step(weights, found_inf=None, is_agreed=False):
     """Brings the state of (DynamicWeight, its values, whether the step was of it) up to date, with one
-    all-reduce a group: the step was of what it was of on any rank. A rank that knows need not wait for the
-    answer."""
+    all-reduce a group if they are not agreed: the step was of what it was of on any rank. A rank that
+    knows need not wait for the answer."""
     for groups, dtype, members in _alike(weights):
         amax = own_amaxes(members)
         stepped = [is_stepped for _, _, is_stepped in members]
-        if groups:
+        if groups and not is_agreed:
             flags = torch.tensor([[float(is_stepped)] for is_stepped in stepped], device=amax.device)
             words = torch.cat([amax, flags], 1)
-            for group in groups:
-                all_reduce_max(words, group)
+            companies.all_reduce_max(words, groups)
             amax = words[:, :3].contiguous()
             stepped = [is_stepped or bool(words[i, 3]) for i, is_stepped in enumerate(stepped)]
         for is_step in (True, False):
@@ -299,16 +352,6 @@ def update_state(dynamics, amax, dtype, is_step, found_inf=None):
     )
 
 
-def all_reduce_max(values, group):
-    """The largest over a group, in place, of floats that are not negative: by their bits, so that NaN is
-    the largest on every backend."""
-    import torch.distributed as dist
-
-    if isinstance(group, str):
-        group = torch._C._distributed_c10d._resolve_process_group(group)
-    dist.all_reduce(values.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
-
-
 delayed_weights = weakref.WeakSet()
 
 
@@ -341,6 +384,7 @@ def _after_step(optimizer, taken):
     _update(list(written.values()))
     if not holds_any and not made_up_steps:
         _Steps.of_others, _Steps.found_inf = _Steps.of_others + 1, found_inf
+        companies.meet_after_step(found_inf)
 
 
 step_followers.append(_after_step)

@@ -182,8 +182,7 @@ def _state_of(module, index):
 
 
 def _show_latest_state(module, *_):
-    if not dynamic_of(module).groups:  # whose ranks need not all make state_dicts
-        dynamic_of(module).refresh_owner()
+    dynamic_of(module).refresh_owner()
     _show_state(module)
 
 

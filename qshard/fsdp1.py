@@ -159,11 +159,13 @@ class _Preparation:
                 continue
             if dynamic.whole_weight() is not None:
                 self._ignored.append((dynamic, dynamic.groups))
-                dynamic.is_ignored, dynamic.groups = True, dynamic.groups or names
+                dynamic.is_ignored = True
+                dynamic.join(dynamic.groups or names)
 
     def _forget_ignored(self):
         for dynamic, groups in self._ignored:
-            dynamic.is_ignored, dynamic.groups = False, groups
+            dynamic.is_ignored = False
+            dynamic.join(groups)
 
     def _before_state_dict(self, module, *_):
         """Of sharded units all ranks call it."""

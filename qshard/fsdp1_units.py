@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from qshard import flat_parameters
-from qshard.dynamic import DynamicWeight, Installed, all_reduce_max, update_state
+from qshard.companies import all_reduce_max
+from qshard.dynamic import DynamicWeight, Installed, update_state
 from qshard.ranges import (
     Range,
     amax_of_ranges,
@@ -342,9 +343,9 @@ def agree(units, stepped=(), found_inf=None):
         weights = [(unit, weight) for unit in members for weight in unit.weights]
         delayed = [(unit, weight) for unit, weight in weights if weight.dynamic.state]
         words = _words(weights, delayed, device)
-        all_reduce_max(words, group)
+        all_reduce_max(words, [group])
         if replicas is not None and delayed:
-            all_reduce_max(words, replicas)
+            all_reduce_max(words, [replicas])
         _take_amaxes(weights, words)
         _update_delayed(delayed, words[words.numel() - 3 * len(delayed) :].view(-1, 3), stepped, found_inf)
         _take_scales([weight for _, weight in weights if weight.sends_codes])

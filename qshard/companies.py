@@ -1,0 +1,121 @@
+"""Ranks that agree on amaxes of weights which stay plain, and when they meet for that.
+
+They meet in optimizer steps and in `qshard.flush`, which all of them make, and never in a use of a weight,
+which one may make alone. Every rank has the same values of these weights, so that after a meeting each
+brings its histories up to date by itself.
+"""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+
+def all_reduce_max(values, groups):
+    """The largest over groups, in place, of floats that are not negative: by their bits, so that NaN is
+    the largest on every backend."""
+    for group in groups:
+        if isinstance(group, str):
+            group = torch._C._distributed_c10d._resolve_process_group(group)
+        dist.all_reduce(values.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+
+
+class Company:
+    """The weights of delayed scaling that agree with one tuple of groups, in the order in which all ranks
+    made them.
+
+    members: weak references. A place is kept until the weight is gone on all ranks, since each rank's
+        Python frees it at a time of its own.
+    trained: those that a forward which records gradients, or a backward, has used since the ranks last met.
+        They tell a step of these weights' copies from a step of another model, on all ranks alike.
+    found_inf: of the step that they met for.
+    """
+
+    def __init__(self, groups, resolved):
+        self.groups = groups
+        self.resolved = [weakref.ref(group) for group in resolved]
+        self.members = []
+        self.trained, self.found_inf = weakref.WeakSet(), None
+        self._is_behind = False
+        self._due = weakref.WeakSet()  # whose amaxes are agreed on, and whose histories have yet to roll
+
+    def is_due(self, dynamic):
+        return dynamic in self._due
+
+    def rolled(self, dynamic):
+        self._due.discard(dynamic)
+
+    def take_to_refresh(self):
+        """The weights at the first use of any since the ranks met, else none. All are brought up to date
+        then, of the same values on all ranks, whichever each of them uses."""
+        if not self._is_behind:
+            return []
+        self._is_behind = False
+        return [dynamic for dynamic in (reference() for reference in self.members) if dynamic is not None]
+
+    def meet_after_step(self, found_inf):
+        """After a step of an optimizer that holds none of the weights, but may hold their copies: agrees on
+        what the step collected. The weights are written afterwards."""
+        if all(dynamic._is_told for dynamic in self.trained):
+            return
+        self.trained.clear()
+        here = [reference() for reference in self.members]
+        words = self._agreed([(d, d is not None and d._is_used, True) for d in here], found_inf)
+        if None in here:
+            is_somewhere = words[:, 3].tolist()
+            self.members = [m for m, is_kept in zip(self.members, is_somewhere) if is_kept]
+
+    def meet_in_flush(self, members, found_inf):
+        """`members`: (DynamicWeight, whether this rank has yet to roll its history), of one model. A rank
+        that has rolled it, in an evaluation of its own, has nothing to add."""
+        self._agreed([(d, is_behind, is_behind) for d, is_behind in members], found_inf)
+
+    def _agreed(self, members, found_inf):
+        """`members`: (DynamicWeight or None, whether a step was of it, whether its words count)."""
+        devices = {d.state[0].device for d, *_ in members if d is not None}
+        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        nothing = torch.zeros(4, device=device)
+        rows = []
+        for dynamic, is_stepped, counts in members:
+            if dynamic is None or not counts:
+                rows.append(nothing)
+                continue
+            flags = torch.tensor([float(is_stepped), 1.0], device=device)
+            rows.append(torch.cat([dynamic.state[0][1:, 0].to(device), flags]))
+        words = torch.stack(rows)
+        all_reduce_max(words, self.groups)
+        self.found_inf, self._is_behind = found_inf, True
+        for i, (dynamic, is_stepped, counts) in enumerate(members):
+            if dynamic is None or not counts:
+                continue
+            dynamic.state[0][1:, 0].copy_(words[i, :2])
+            if is_stepped or bool(words[i, 2]):  # a rank that knows need not wait for the answer
+                dynamic._is_used = True
+                self._due.add(dynamic)
+        return words
+
+
+_companies: list[Company] = []
+
+
+def of(groups, dynamic) -> Company:
+    """The company of these groups, which the weight joins. Names of groups are given again after
+    destroy_process_group, so groups are told apart by identity."""
+    resolve = torch._C._distributed_c10d._resolve_process_group
+    resolved = [resolve(name) for name in groups]
+    alive = [c for c in _companies if all(group() is not None for group in c.resolved)]
+    _companies[:] = alive
+    for company in alive:
+        if [group() for group in company.resolved] == resolved:
+            break
+    else:
+        company = Company(groups, resolved)
+        _companies.append(company)
+    if all(reference() is not dynamic for reference in company.members):
+        company.members.append(weakref.ref(dynamic))
+    return company
+
+
+def meet_after_step(found_inf) -> None:
+    for company in list(_companies):
+        company.meet_after_step(found_inf)
