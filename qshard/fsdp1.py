@@ -13,7 +13,7 @@ from torch import nn
 
 from qshard import flat_parameters, module_state
 from qshard.dynamic import Installed
-from qshard.fsdp1_units import Unit, agree, optimizers_in_backward
+from qshard.fsdp1_units import Unit, agree, is_in_backward, optimizers_in_backward
 
 _GATHERS = ("quantized", "param_dtype")
 _HANDLE = ("_all_gather_flat_param", "_uses_param_mixed_precision", "_force_full_precision")
@@ -23,8 +23,9 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     """Prepares a model under FullyShardedDataParallel whose weights `quantize_(..., weights="dynamic")`
     left plain, and returns it.
 
-    Ranks agree on amaxes after each optimizer step, by one all-reduce over all units, and once here; of
-    optimizers in backward at the next forward or state dict. Histories of delayed scaling need this call;
+    Ranks agree on amaxes by one all-reduce over all units: after each optimizer step, before each forward,
+    as only a rank itself knows what it has written, and once here; of optimizers in backward at the next
+    forward or state dict. Histories of delayed scaling need this call;
     other weights compute the same without it, and gather more.
 
     fsdp_root: any FullyShardedDataParallel module, with its units; every `use_orig_params` and sharding
@@ -36,7 +37,7 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     Other formats and fp32 scales are gathered in full: what is quantized twice must be the same twice. A
     unit's ranks send messages of one size, that of the fullest. summon_full_params, state dicts and
     checkpoints see full precision. Written values are noticed by their version counters: optimizer steps,
-    loads, summon_full_params, in-place operators on all ranks alike; not `.data`. After
+    loads, summon_full_params, in-place operators, on all ranks or some; not `.data`. After
     quantize_(..., weights="dynamic") with another recipe, or `dequantize_`, on all ranks alike, the formats
     that modules then have are gathered.
 
@@ -122,7 +123,8 @@ class _Preparation:
             if why:
                 _warn_once(f"gather='quantized' gathers everything in param_dtype: {why}")
         self.hooks = [
-            root.register_forward_pre_hook(self._agree_if_due),
+            root.register_forward_pre_hook(self._before_forward),
+            root.register_forward_hook(self._after_forward, always_call=True),
             root.register_state_dict_pre_hook(self._before_state_dict),
             root.register_load_state_dict_pre_hook(self._before_state_dict),
         ]
@@ -141,10 +143,18 @@ class _Preparation:
                 renewed.append(self.units[i])
         agree(renewed)
 
-    def _agree_if_due(self, *_):
-        """After steps in backward, loads, summon_full_params, a user's writes, quantize_, dequantize_."""
-        agree([unit for unit in self.units if unit.is_due()])
+    def _before_forward(self, *_):
+        """Whatever was written since the last one, on whichever ranks."""
+        if is_in_backward():  # of values that this forward has read before
+            return
+        agree(self.units, is_forward=True)
+        for unit in self.units:
+            unit.is_in_root_forward = True
         self._find_ignored()
+
+    def _after_forward(self, *_):
+        for unit in self.units:
+            unit.is_in_root_forward = False
 
     def _find_ignored(self):
         """Delayed scaling of whole weights, which FSDP1's ignored_modules or ignored_states name: their

@@ -107,6 +107,7 @@ class Unit:
         self.rank = handle.rank if handle.uses_sharded_strategy else 0
         # FSDP1 has reduced its gradient, and steps the parameters that this rank has a part of.
         self.is_stepped_in_backward = False
+        self.is_in_root_forward = False  # before which its ranks have met
         handle._qshard_unit = self
         if hasattr(type(handle), _BEFORE_STEPS):
             before_steps = types.MethodType(lambda handle: self._before_steps(handle), handle)
@@ -123,7 +124,7 @@ class Unit:
             self.handle._all_gather_flat_param = types.MethodType(
                 lambda handle, out: self.all_gather(handle, out), self.handle
             )
-        self.seen = None
+        self.seen, self.own_amaxes = None, None
 
     def follow(self):
         """Sets it up anew if quantize_ or dequantize_ has given modules of it another format."""
@@ -192,16 +193,26 @@ class Unit:
         self.is_stepped_in_backward = self.is_sharded and getattr(handle, "_has_optim_in_backward", False)
 
     def versions(self):
-        """Of everything that a write may go through: they change on all ranks alike."""
+        """Of everything that a write may go through. They are what this rank has written: which ranks write
+        and which do not, by `if p.grad is not None` say, no other rank knows."""
         tensors = (*self.parameters(), *(getattr(self.flat, "_shared_params", None) or ()))
         shard = getattr(self.flat, "_local_shard", None)  # FSDP1 makes it in the first forward
         return (*(t._version for t in tensors), 0 if shard is None else shard._version)
 
-    def is_due(self):
-        """Whether its ranks have to agree again: stepped in backward, written, or of other formats, since
-        they did. After those steps versions tell what this rank has stepped, and are not asked."""
-        self.follow()
-        return bool(self.weights) and (self.is_stepped_in_backward or self.seen != self.versions())
+    def amaxes(self, are_kept):
+        """Of what this rank has of the weights, one after the other. They are kept until a version moves, but
+        not over a step: fused optimizers move none."""
+        versions = self.versions()
+        if self.own_amaxes is None or self.seen != versions or not are_kept:
+            values, ranges = zip(*map(self.own_part, self.weights))
+            self.own_amaxes, self.seen = amax_of_ranges(values, ranges), versions
+        return self.own_amaxes
+
+    def is_called_alone(self):
+        """Whether a gather is neither of the root's forward, before which the ranks have met, nor of a
+        backward, which reads what a forward has read."""
+        state = getattr(getattr(self.handle, "_training_state", None), "name", "")
+        return not (self.is_in_root_forward or is_in_backward() or state.startswith("BACKWARD"))
 
     def local_shard(self):
         return getattr(self.flat, "_local_shard", self.flat)
@@ -248,8 +259,8 @@ class Unit:
         """In place of FlatParamHandle._all_gather_flat_param: fills `out`, the padded unsharded flat
         parameter in the dtype of forward and backward."""
         is_full = handle._force_full_precision or getattr(handle, "_use_fake_all_gather", False)
-        if not is_full and self.is_due():
-            agree([self])
+        if not is_full and self.is_called_alone():
+            agree([self], is_forward=True)
         sends_codes = self.gathers_codes and not is_full
         # Of whole values somebody may write some before they are read.
         for weight in self.weights:
@@ -328,44 +339,60 @@ def _round_up(a, b):
     return -(-a // b) * b
 
 
+def is_in_backward():
+    return torch._C._current_graph_task_id() != -1
+
+
 @torch.no_grad()
-def agree(units, stepped=(), found_inf=None):
-    """One all-reduce over the units of a group. `stepped`: ids of the parameters that an optimizer step
-    was of; the others' values were written otherwise, if at all."""
-    by_group = {}
+def agree(units, stepped=(), found_inf=None, is_forward=False):
+    """Brings amaxes and histories of units up to date. All ranks call it: where FSDP1 gathers, which ranks
+    of a shard group do together, and after steps. Whether they meet is decided here, from that alone.
+
+    Amaxes of values are agreed on by those that hold the other parts, each time: only a rank itself knows
+    whether it has written. What histories collect is agreed on by all that a step is of.
+
+    stepped: ids of the parameters that an optimizer step was of; the others' values were written
+        otherwise, if at all. is_forward: before a forward, not after a step or a load."""
+    meetings = {}
     for unit in units:
         unit.follow()
-        if unit.weights:
-            key = unit.group, unit.replicas, unit.local_shard().device
-            by_group.setdefault(key, []).append(unit)
-    for (group, replicas, _), members in by_group.items():
-        device = members[0].handle.device
+        if not unit.weights:
+            continue
+        is_step = bool(stepped) or unit.is_stepped_in_backward
+        if is_step or unit.is_sharded:
+            key = unit.group, unit.replicas if is_step else None, is_step, unit.local_shard().device
+            meetings.setdefault(key, []).append(unit)
+        elif not is_forward or unit.seen != unit.versions():  # whole, and the same on all ranks
+            meetings.setdefault((None, None, False, unit), []).append(unit)
+    for (group, replicas, is_step, _), members in meetings.items():
         weights = [(unit, weight) for unit in members for weight in unit.weights]
         delayed = [(unit, weight) for unit, weight in weights if weight.dynamic.state]
-        words = _words(weights, delayed, device)
-        all_reduce_max(words, [group])
+        are_kept = is_forward and not is_step
+        words = torch.cat([u.amaxes(are_kept) for u in members]).to(members[0].handle.device)
+        for _, weight in delayed:
+            _move_state(weight.dynamic, words.device)
+        numel = words.numel()
+        if is_step and delayed:
+            words = torch.cat([words, _collected(delayed, words.device)])
+        if group is not None:
+            all_reduce_max(words, [group])
         if replicas is not None and delayed:
             all_reduce_max(words, [replicas])
         _take_amaxes(weights, words)
-        _update_delayed(delayed, words[words.numel() - 3 * len(delayed) :].view(-1, 3), stepped, found_inf)
+        collected = words[numel:].view(-1, 3) if is_step else words.new_zeros(len(delayed), 3)
+        _update_delayed(delayed, collected, stepped, found_inf)
         _take_scales([weight for _, weight in weights if weight.sends_codes])
     for unit in units:
-        unit.is_stepped_in_backward, unit.seen = False, unit.versions()
+        unit.is_stepped_in_backward = False
 
 
-def _words(weights, delayed, device):
-    """This rank's amaxes of the weights, then three words of each with a history: what its linear saw of
-    inputs and gradients, and whether backward reached it."""
-    values, ranges = zip(*(unit.own_part(weight) for unit, weight in weights))
-    amaxes = amax_of_ranges(values, ranges).to(device)
-    if not delayed:
-        return amaxes
+def _collected(delayed, device):
+    """Three words of each weight with a history: what its linear saw of inputs and gradients, and whether
+    backward reached it."""
     dynamics = [weight.dynamic for _, weight in delayed]
-    for dynamic in dynamics:
-        _move_state(dynamic, device)
     activations = torch.stack([dynamic.state[0][1:, 0] for dynamic in dynamics])
     is_reached = torch.tensor([[float(dynamic.gradient.is_reached)] for dynamic in dynamics], device=device)
-    return torch.cat([amaxes, torch.cat([activations, is_reached], 1).view(-1)])
+    return torch.cat([activations, is_reached], 1).view(-1)
 
 
 def _take_amaxes(weights, words):

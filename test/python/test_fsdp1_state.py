@@ -90,7 +90,7 @@ def run_write(format, write, use_orig_params):
     assert check_gathers(model) == 5
     with collectives() as calls:
         loss_of(model, batch(7))
-    assert count(calls, "allreduce") == 0
+    assert count(calls, "allreduce") == 1  # whether another rank has written, none knows
 
 
 @pytest.mark.pairwise

@@ -1,0 +1,111 @@
+"""FSDP1 with weights quantized at each use: a rank may write, or run, what others do not, where FSDP1
+itself lets it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_helpers import on_worlds
+from dist_models import DELAYED, adamw, batch, collectives, count, loss_of
+from fsdp1_models import BF16, FSDP, build_fsdp1, check_gathers, train_fsdp1
+
+
+FORMATS = pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
+
+
+def write_a_full_copy(model):
+    """Which ends with the block."""
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False), torch.no_grad():
+        if dist.get_rank() == 0:
+            for param in model.parameters():
+                param.mul_(3)
+
+
+def freeze_what_rank_0_has(model):
+    """Of blocks: it has no gradient there, and the other rank has."""
+    for block in model.blocks:
+        block.norm.requires_grad_(False)
+        block.up.requires_grad_(False)
+
+
+def step_by_hand(model):
+    """A rank without trained elements of a unit writes nothing of it."""
+    loss_of(model, batch(3)).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.sub_(100 * param.grad)
+                param.grad = None
+
+
+def scale_what_is_here(model):
+    """Without a backward before."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.numel() and param.requires_grad:
+                param.mul_(5)
+
+
+def scale_on_one_rank(model):
+    if dist.get_rank() == 1:
+        scale_what_is_here(model)
+
+
+WRITES = (write_a_full_copy, step_by_hand, scale_what_is_here, scale_on_one_rank)
+
+
+def run_write(format, write):
+    model = build_fsdp1(format, mixed_precision=BF16, prepare=freeze_what_rank_0_has)
+    train_fsdp1(model, steps=2)
+    write(model)
+    loss_of(model, batch(5))
+    assert check_gathers(model) == 5
+    train_fsdp1(model, steps=1)
+    assert check_gathers(model) == 5
+
+
+@pytest.mark.parametrize("write", WRITES)
+@FORMATS
+@on_worlds(2)
+def test_a_write_on_some_ranks_is_noticed_by_all(world, format, write):
+    world.run(run_write, format, write)
+
+
+def run_unit_alone(format):
+    """Without the root's forward, which meets for all units at once."""
+    model = build_fsdp1(format, rows=3, mixed_precision=BF16)
+    train_fsdp1(model, steps=1)
+    scale_on_one_rank(model)
+    with torch.no_grad(), collectives() as calls:
+        model.module.blocks[0](batch(0).bfloat16())
+    assert count(calls, "allreduce") == 1
+    with collectives() as calls:
+        loss_of(model, batch(0)).backward()
+    assert count(calls, "allreduce") == 1
+    assert check_gathers(model) == 5
+
+
+@FORMATS
+@on_worlds(2)
+def test_a_unit_may_be_called_alone(world, format):
+    world.run(run_unit_alone, format)
+
+
+def run_whole_weights():
+    """NO_SHARD gathers nothing: one rank alone may evaluate, after a write that all made."""
+    model = build_fsdp1(DELAYED, strategy="NO_SHARD")
+    train_fsdp1(model, steps=2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+        losses = [loss_of(model, batch(1, rank=0)) for _ in range(2)] if dist.get_rank() == 0 else []
+        losses.append(loss_of(model, batch(1, rank=0)))
+    train_fsdp1(model, optimizer=adamw(model), steps=1)
+    return [loss.item() for loss in losses]
+
+
+@on_worlds(2)
+def test_one_rank_evaluates_whole_weights(world):
+    (a, b, c), (other,) = world.run(run_whole_weights)
+    assert a == b == c == other
+
+
