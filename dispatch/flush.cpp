@@ -7,6 +7,7 @@
 
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/requantize.h"
+#include "dispatch/rounding_keys.h"
 
 namespace qshard {
 namespace {
@@ -202,6 +203,7 @@ void require_shown(const BufferPtr& buffer, const char* op) {
 
 void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tensor& found_inf) {
   for (const BufferPtr& buffer : buffers) buffer->settle_arrivals();
+  if (kind == FlushKind::kStep) tell_rounding_keys_apart(buffers);
   for (const auto& batch : batches_of(buffers)) {
     spread_writes(batch);
     for (const auto& buffer : batch.buffers) {
