@@ -21,7 +21,7 @@ class ModuleState:
     weight_names: tuple[str, ...] = ()  # parameters that parameter_fn chose, of a module that is no linear
     is_persistent = True  # whether `buffers` are in the module's state_dict
     buffers: tuple[str, ...] = ()  # names of the buffers that are linked to states of weights
-    scale_group = None  # the ScaleGroup of a weight that shares its tensor scale
+    scale_group = None  # the Membership of a weight that shares its tensor scale
     multiplies = None  # how a subclass of nn.Linear does (qshard/nn/linear_subclasses.py)
     gradient_reduction = None  # what reduce_gradients_ gave FSDP2
     fsdp1 = None  # what prepare_for_fsdp1 keeps of a root

@@ -148,10 +148,8 @@ def quantize_(
     _refuse_tensor_parallel(chosen, tensor_groups)
     for name, parameter in weights:
         _check(parameter, format, keep_master, name, tensor_groups)
-    for _, module in chosen:
-        scale_groups.forget(module)
-    scale_groups.put(sharing)
-    in_group = {id(module.weight): module for group in sharing for module in group}
+    scale_groups.regroup(chosen, sharing, format)
+    in_group = {id(m.weight): m for _, m in chosen if scale_groups.of(m) is not None}
     for name, parameter in weights:
         module = in_group.get(id(parameter))
         quantized = _quantized(parameter, format, keep_master, name, tensor_groups, module)
@@ -380,7 +378,7 @@ def _empty_like(param, format, keep_master):
 def quantize_like(value, format, keep_master, name, tensor_groups=(), module=None):
     """Quantizes a plain tensor or DTensor; a DTensor keeps its mesh and placements. `tensor_groups`:
     names of the groups that are tensor parallel. `module`: whose scale group it is to be in."""
-    if module is None or not scale_groups.has_any(module):
+    if module is None or scale_groups.of(module) is None:
         return _quantize_like(value, format, keep_master, name, tensor_groups)
     if all(p.is_replicate() or value.device_mesh.size(i) == 1 for i, p in _placements(value)):
         # Not by a scale of its own first: without a master it would be rounded twice.
@@ -450,9 +448,10 @@ def forget_module(module):
         module.__class__ = torch_nn.Embedding
     elif not (isinstance(module, nn.Linear) and module.is_constructed):
         module.__class__ = linear_subclasses.plain_class(type(module))
+    scale_groups.forget(module)
     kept = module_state.find(module)
     if kept is not None:
-        kept.forget("is_persistent", "weight_names", "scale_group", "multiplies")
+        kept.forget("is_persistent", "weight_names", "multiplies")
         kept.remove_hooks("assign", "flush", "masters")
         module_state.remove_if_empty(module)
 

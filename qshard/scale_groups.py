@@ -1,10 +1,12 @@
 """Weights with one tensor scale: those that inference engines run as one linear.
 
 Which ones they are is in their modules, where copies and pickles of the model keep it. The weights
-themselves hold a number for it, by which a flush that meets all of them knows them.
+themselves hold a number for it, by which a flush that meets all of them knows them; those of copies
+hold another.
 """
 
 import itertools
+import weakref
 
 import torch
 from _qshard_hooks import is_quantized, local_of
@@ -25,17 +27,53 @@ _ids = itertools.count(1)
 
 
 class ScaleGroup:
-    """One object for all modules of a group. Its number is this process's: copies get another."""
+    """One object for all modules of a group. Its number is this process's: copies get another.
+
+    memberships: those that live in modules."""
 
     def __init__(self, members: int):
         self.members = members
         self.id = next(_ids)
+        self.memberships = weakref.WeakSet()
 
     def __getstate__(self):
         return {"members": self.members}
 
     def __setstate__(self, state):
         self.__init__(state["members"])
+
+
+class Membership:
+    """A module's place in a group, kept in its `__dict__`. Copies and pickles of the module make it after
+    the module's parameters, and it then tells the copied weight its group.
+
+    parameters: the module's. Its weight may be replaced, and is not held."""
+
+    def __init__(self, group: ScaleGroup, parameters: dict):
+        self.group, self.parameters = group, parameters
+        group.memberships.add(self)
+
+    def __getstate__(self):
+        return {"group": self.group, "parameters": self.parameters}
+
+    def __setstate__(self, state):
+        self.__init__(state["group"], state["parameters"])
+        self.link()
+
+    def link(self, weight=None) -> None:
+        """Tells the weight, or the one that is about to be it."""
+        weight = self.parameters.get("weight") if weight is None else weight
+        local = local_of(weight)
+        if isinstance(local, torch.Tensor) and is_quantized(local):
+            ops._share_tensor_scale(local, self.group.id, self.group.members)
+
+    def leave(self) -> None:
+        """The others go on as a smaller group, by the scale that they have until one is written."""
+        group = self.group
+        group.memberships.discard(self)
+        group.members -= 1
+        for other in list(group.memberships) if group.members > 1 else ():
+            other.link()
 
 
 def siblings(named: dict, fused=FUSED) -> list[list]:
@@ -75,33 +113,45 @@ def find(chosen, fused, format: str) -> list[list[torch_nn.Module]]:
     return groups
 
 
-def put(groups: list[list[torch_nn.Module]]) -> None:
-    for group in groups:
-        token = ScaleGroup(len(group))
-        for module in group:
-            module_state.of(module).scale_group = token
+def regroup(chosen, groups: list[list[torch_nn.Module]], format: str) -> None:
+    """Before `chosen` modules are quantized in a format: makes `groups` of them. Of groups before, members
+    quantized in another format leave; quantized again in the same one, they stay, unless a whole group
+    is quantized anew without being asked for."""
+    anew = {id(module) for members in groups for module in members}
+    here = {of(module) for _, module in chosen} - {None}
+    whole = {group for group in (m.group for m in here) if here.issuperset(group.memberships)}
+    for _, module in chosen:
+        membership = of(module)
+        if membership is None:
+            continue
+        local = local_of(module.weight)
+        is_same = is_quantized(local) and ops.format(local) == format
+        if membership.group in whole or not is_same or id(module) in anew:
+            forget(module)
+    for members in groups:
+        group = ScaleGroup(len(members))
+        for module in members:
+            module_state.of(module).scale_group = Membership(group, module._parameters)
+
+
+def of(module: torch_nn.Module) -> Membership | None:
+    state = module_state.find(module)
+    if state is None:
+        return None
+    if isinstance(state.scale_group, ScaleGroup):  # of a pickle that knew no memberships
+        state.scale_group = Membership(state.scale_group, module._parameters)
+    return state.scale_group
 
 
 def forget(module: torch_nn.Module) -> None:
-    state = module_state.find(module)
-    if state is not None:
-        state.forget("scale_group")
-
-
-def has_any(module: torch_nn.Module) -> bool:
-    return _group_of(module) is not None
-
-
-def _group_of(module):
-    state = module_state.find(module)
-    return None if state is None else state.scale_group
+    membership = of(module)
+    if membership is not None:
+        module_state.find(module).forget("scale_group")
+        membership.leave()
 
 
 def link(module: torch_nn.Module, weight=None) -> None:
     """Tells the module's weight, or the one that is about to be it, its group."""
-    token = _group_of(module)
-    if token is None:
-        return
-    local = local_of(module.weight if weight is None else weight)
-    if is_quantized(local):
-        ops._share_tensor_scale(local, token.id, token.members)
+    membership = of(module)
+    if membership is not None:
+        membership.link(weight)

@@ -3,6 +3,7 @@ flush, on any mesh."""
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import shared_scale_models as models
@@ -15,7 +16,7 @@ from shared_scale_models import GROUPS, RECIPES, Block, build, looks, step
 from torch import nn
 
 import qshard
-from qshard import module_state
+from qshard import scale_groups
 
 ops = torch.ops.qshard
 
@@ -131,11 +132,52 @@ def test_copies_and_pickles_are_groups_of_their_own():
             other[0].k_proj.weight.mul_(10)
         qshard.flush(other)
         assert_shared(looks(other))
-        assert module_state.of(other[0].q_proj).scale_group is module_state.of(other[0].v_proj).scale_group
+        assert scale_groups.of(other[0].q_proj).group is scale_groups.of(other[0].v_proj).group
     before = looks(build("nvfp4"))
     assert_same(looks(model), before)
     qshard.flush(model)
     assert_same(looks(model), before)
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("keep_master", [False, True])
+def test_copies_share_in_the_step_of_one_optimizer_for_both(way, keep_master):
+    model, twin = (build("nvfp4", keep_master=keep_master) for _ in range(2))
+    other = way(model)
+    assert_same(looks(other), looks(model))
+    both = nn.ModuleList([model, other])
+    step(twin, torch.optim.AdamW(twin.parameters(), lr=0.05), 0)
+    optimizer = torch.optim.AdamW(both.parameters(), lr=0.05)
+    for part in both:
+        step(part, SimpleNamespace(step=lambda: None), 0)  # gradients alone
+    optimizer.step()
+    for part in both:
+        assert_shared(looks(part))
+        assert_same(looks(part), looks(twin))
+
+
+def test_members_that_are_quantized_again_stay_or_leave():
+    model = build("nvfp4")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = RECIPES["nvfp4"]
+    qshard.quantize_(model[0].q_proj, recipe)
+    step(model, optimizer, 0)
+    assert_shared(looks(model))
+    qshard.quantize_(model[0].q_proj, qshard.MXFP8BlockScaling())
+    before = looks(model[0])
+    step(model, optimizer, 1)
+    scales = {n: ops.tensor_scale_inv(model[0].get_parameter(n).detach()).item() for n in before
+              if n.startswith(("k_proj", "v_proj"))}
+    assert len(scales) == 2 and len(set(scales.values())) == 1
+    qshard.quantize_(model, recipe)  # without being asked for
+    assert not any("_qshard_scale_group" in m.__dict__ for m in model.modules())
 
 
 @pytest.mark.parametrize("assign", [False, True])
