@@ -6,7 +6,10 @@ tensor it made a fake from, and `quantize` leaves a note with its own result. Wh
 or the note, is known, a traced call answers as the real one would; elsewhere it says that it cannot.
 """
 
+import functools
+
 import torch
+from _qshard_library import has_key
 from torch._guards import CompileContext, TracingContext
 from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
@@ -238,6 +241,31 @@ for name in ("formats", "backend_report"):
     register_fake(f"qshard::{name}")(lambda op=getattr(ops, name).default: run_really(op))
 for name in ("format", "formats", "backend_report"):
     register_constant(name)
+
+
+# ------------------------------------------------------------------------------ compiled views
+
+
+def view_in_compiled_code():
+    """Inductor's code makes a view by building a tensor anew, with the key set and the storage of another
+    (torch/csrc/inductor/inductor_ops.cpp): of a quantized tensor that has no codes, and was refused when an
+    operator met it. Of these it gets a view. Which one it is says the tensor that the code was given, and
+    not the one that it was compiled with, so that code in torch's caches serves both."""
+    guards = torch._C._dynamo.guards
+    stock = getattr(guards, "_reinterpret_tensor", None)
+    if stock is None:
+        return  # a private name of torch's: without it the error stands
+
+    @functools.wraps(stock)
+    def reinterpret_tensor(self, size, stride, offset_increment=0):
+        if has_key(self):
+            return torch.as_strided(self, size, stride, self.storage_offset() + offset_increment)
+        return stock(self, size, stride, offset_increment)
+
+    guards._reinterpret_tensor = reinterpret_tensor
+
+
+view_in_compiled_code()
 
 
 # ------------------------------------------------------------------------------------- effects

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._inductor.compile_fx
+import torch._inductor.utils
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,13 +77,66 @@ def test_fullgraph_with_activation_checkpointing():
     assert train(block) == pytest.approx(eager, rel=1e-4)
 
 
-def test_stock_linear_raises_under_inductor_instead_of_reading_bytes():
+VIEWS = {
+    "stock linear": lambda x, w: nn.functional.linear(x, w),
+    "transposed": lambda x, w: x @ w.t(),
+    "there and back": lambda x, w: x @ w.t() @ w,
+    "batched": lambda x, w: torch.bmm(x[None], w.view(1, 48, 32).transpose(1, 2)),
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w),
+    "rows": lambda x, w: x @ w[16:32].t(),
+    "columns": lambda x, w: x[:, :16] @ w[:, 16:].t(),
+    "dequantized": lambda x, w: x @ torch.ops.qshard.dequantize(w).t(),
+}
+
+
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_weights_under_inductor(view, keep_master):
+    """Products read codes, as in eager mode, with an address and without."""
     torch._dynamo.reset()
-    linear = nn.Linear(16, 16)
-    linear.weight = nn.Parameter(torch.ops.qshard.quantize(linear.weight, "float8_blockwise"))
-    compiled = torch.compile(linear, backend="inductor")
-    with pytest.raises(Exception, match="quantized|data pointer"):
-        compiled(torch.randn(4, 16))
+    generator = torch.Generator().manual_seed(0)
+    values, x = torch.randn(48, 32, generator=generator), torch.randn(5, 32, generator=generator)
+    weight = nn.Parameter(torch.ops.qshard.quantize(values, "float8_blockwise", keep_master=keep_master))
+    outcomes = []
+    for run in (VIEWS[view], torch.compile(VIEWS[view], fullgraph=True)):
+        weight.grad, input = None, x.clone().requires_grad_()
+        output = run(input, weight)
+        output.sum().backward()
+        outcomes.append((output, input.grad, weight.grad))
+    for eager, compiled in zip(*outcomes):
+        assert torch.equal(eager, compiled)
+
+
+def test_code_compiled_of_a_plain_weight_serves_a_quantized_one(tmp_path):
+    """torch's caches of compiled code know a weight by its shape and dtype."""
+    run = VIEWS["transposed"]
+    x, values = torch.randn(5, 32), torch.randn(48, 32)
+    with torch._inductor.utils.fresh_cache():
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(run)(x, values), run(x, values))
+        torch._dynamo.reset()  # of this process, but not what lies on disk
+        quantized = torch.ops.qshard.quantize(values, "float8_blockwise", keep_master=True)
+        assert torch.equal(torch.compile(run)(x, quantized), run(x, quantized))
+    assert not torch.equal(run(x, quantized), run(x, values))
+
+
+class LinearOfAFramework(nn.Linear):
+    """As all linears of torchtitan 0.3 are."""
+
+
+def test_subclasses_of_linear_under_inductor():
+    torch._dynamo.reset()
+    model = nn.Sequential(LinearOfAFramework(32, 48), LinearOfAFramework(48, 32))
+    qshard.quantize_(model, RECIPES[1])
+    x = torch.randn(5, 32)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return torch._inductor.compile_fx.compile_fx(graph, inputs)
+
+    assert torch.equal(torch.compile(model, fullgraph=True, backend=backend)(x), model(x))
+    assert graphs[0].count("torch.ops.qshard.linear.default") == 2
 
 
 def test_compiled_fused_optimizer_step_equals_eager():

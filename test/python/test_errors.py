@@ -20,7 +20,7 @@ def make(rows=200, cols=48, **kwargs):
 
 
 def impostor(q):
-    return torch._C._dynamo.guards._reinterpret_tensor(q, tuple(q.shape), q.stride(), 0)
+    return torch.ops.inductor._reinterpret_tensor(q, tuple(q.shape), q.stride(), 0)
 
 
 def unpack(fields, size=64, format=FORMAT):
@@ -122,7 +122,7 @@ CALLS = {
         "aten::as_strided_ on a .*bounds",
     ),
     "storage": (lambda q: codes_only(q).storage(), "their bytes are codes and scales"),
-    # tensors that only carry the key, as Inductor makes them
+    # tensors that only carry the key, as code made by Inductor's cpp_wrapper makes them
     "impostor read": (lambda q: impostor(q) + 1, "is not a quantized tensor; a compiler"),
     "impostor written": (lambda q: impostor(q).zero_(), "is not a quantized tensor; a compiler"),
     "impostor copied": (lambda q: q.copy_(impostor(q)), "is not a quantized tensor; a compiler"),

@@ -377,9 +377,10 @@ def test_our_python_asks_for_the_key_alone():
 
 
 def test_tensors_that_only_carry_the_key_are_refused():
-    """Inductor reinterprets tensors with their key set; what it makes of ours has no buffer."""
+    """The code of Inductor's cpp_wrapper reinterprets tensors with their key set; what it makes of ours has
+    no buffer."""
     q = ops.quantize(weight(20, 32), "float8_blockwise")
-    impostor = torch._C._dynamo.guards._reinterpret_tensor(q, (4, 8), (8, 1), 0)
+    impostor = torch.ops.inductor._reinterpret_tensor(q, (4, 8), (8, 1), 0)
     assert torch._C._dispatch_keys(impostor).has(torch._C.DispatchKey.PrivateUse3)
     assert not ops.is_quantized(impostor)
     for call in (
