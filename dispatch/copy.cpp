@@ -245,7 +245,9 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
       is_quantized(from),
       fmt::format("x.data = y would put a {} tensor in the place of {}; x.data.copy_(y) "
                   "writes the values, and qshard.dequantize_(model) makes parameters plain; "
-                  "ZeroRedundancyOptimizer needs parameters_as_bucket_view=False",
+                  "ZeroRedundancyOptimizer needs parameters_as_bucket_view=False; casts of "
+                  "accelerate and PEFT come before quantize_ (for the Trainer of transformers: "
+                  "qshard.integrations.transformers.QuantizeCallback)",
                   describe_plain(from), describe(self)));
   return true;
 }

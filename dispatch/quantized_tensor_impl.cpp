@@ -77,9 +77,10 @@ bool QuantizedTensorImpl::has_storage() const {
     auto meta = std::make_unique<c10::ExtraMeta>();
     meta->custom_data_ptr_error_msg_ = fmt::format(
         "qshard: Cannot access data pointer of a quantized tensor without a master: the bytes of "
-        "{} are codes and scales, not {} values. Use qshard::dequantize(tensor). Under "
-        "torch.compile use qshard.nn.Linear and fused optimizers "
-        "(torch.optim.AdamW(..., fused=True))",
+        "{} are codes and scales, not {} values. Use qshard::dequantize(tensor). Compiled code "
+        "needs that and fused optimizers (torch.optim.AdamW(..., fused=True)); accelerate's FSDP2 "
+        "needs addresses, so that quantize_ comes after its prepare() (for the Trainer of "
+        "transformers: qshard.integrations.transformers.QuantizeCallback)",
         buffer_->layout().format->name, c10::toString(buffer_->dtype()));
     const_cast<QuantizedTensorImpl*>(this)->extra_meta_ = std::move(meta);
   }
@@ -143,8 +144,9 @@ namespace {
   TORCH_CHECK(
       false,
       fmt::format("qshard: a tensor carries the quantized dispatch key ({}) but is not a quantized "
-                  "tensor; a compiler or another library reinterpreted one. Under "
-                  "torch.compile use qshard.nn.Linear",
+                  "tensor; a compiler or another library reinterpreted one. Compile without "
+                  "Inductor's cpp_wrapper, or call the operator outside of compiled code "
+                  "(torch.compiler.disable)",
                   c10::toString(kKey)));
 }
 

@@ -1,9 +1,12 @@
-"""For the Trainer of transformers."""
+"""For the Trainer of transformers, and trainers made of it, as TRL's."""
 
 import os
 
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from qshard.quantization_state import QuantizationState
+from qshard.quantize import is_adapter, is_quantized, quantize_
 from transformers import TrainerCallback
 
 STATE_NAME = "quantization_state.pt"
@@ -39,6 +42,80 @@ class QuantizationStateCallback(TrainerCallback):
             )
         values = torch.load(file, map_location="cpu", weights_only=True)
         QuantizationState(model).load_state_dict(values)
+
+
+class QuantizeCallback(QuantizationStateCallback):
+    """Quantizes the Trainer's model where the Trainer has a place for it: when training begins, after
+    accelerate has cast parameters, mapped the optimizer's by their addresses and sharded them by FSDP2;
+    under DistributedDataParallel, which holds the parameters by then, when the Trainer is made. Then it is
+    a QuantizationStateCallback.
+
+    recipe, options: as `qshard.quantize_` takes them. Without filter_fn LoRA's adapters stay plain.
+    persistent_state is False: histories and counts are in quantization_state.pt, and not in the model's files.
+    resume_from_checkpoint: as of QuantizationStateCallback.
+
+    Raises ValueError for a model that was quantized before; RuntimeError under DistributedDataParallel if
+    it was added after the Trainer was made; NotImplementedError for other wrappers than these.
+    """
+
+    def __init__(self, recipe, *, resume_from_checkpoint: str | None = None, **options):
+        super().__init__(resume_from_checkpoint)
+        if "persistent_state" in options:
+            raise TypeError(
+                "QuantizeCallback: persistent_state is False, because the Trainer makes its checkpoints' names "
+                "of a plain model; leave it out"
+            )
+        if options.get("weights", "quantized") == "quantized":  # else the histories are the modules'
+            options["persistent_state"] = False
+        self.recipe, self.options = recipe, options
+        self.has_quantized = False
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        kind = AcceleratorState().distributed_type
+        if kind not in (DistributedType.NO, DistributedType.FSDP) and not _is_ddp(kind):
+            raise NotImplementedError(
+                f"QuantizeCallback: the Trainer runs {kind.value}; it may run one process, "
+                "DistributedDataParallel or FSDP2"
+            )
+        if _is_ddp(kind):
+            self._quantize(model)
+        else:
+            self._refuse_quantized(model)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if _is_ddp(AcceleratorState().distributed_type) and not self.has_quantized:
+            raise RuntimeError(
+                "QuantizeCallback: DistributedDataParallel holds the parameters by now; give the callback "
+                "to the Trainer when it is made, Trainer(..., callbacks=[QuantizeCallback(recipe)])"
+            )
+        self._quantize(model)
+        super().on_train_begin(args, state, control, model=model, **kwargs)
+
+    def _quantize(self, model):
+        if self._refuse_quantized(model):
+            return
+        options = dict(self.options)
+        if "filter_fn" not in options and any(is_adapter(name) for name, _ in model.named_modules()):
+            options["filter_fn"] = lambda module, name: not is_adapter(name)
+        quantize_(model, self.recipe, **options)
+        self.has_quantized = True
+
+    def _refuse_quantized(self, model):
+        """Whether this callback has quantized the model."""
+        modules = model.modules()
+        is_there = any(is_quantized(p) for p in model.parameters()) or any(
+            getattr(module, "dynamic", None) is not None for module in modules
+        )
+        if is_there and not self.has_quantized:
+            raise ValueError(
+                "QuantizeCallback: the model was quantized before the Trainer was made; leave out one of "
+                "the two, qshard.quantize_ or the callback"
+            )
+        return is_there
+
+
+def _is_ddp(kind):
+    return kind.value.startswith("MULTI_")
 
 
 def _folder(args, state):
