@@ -13,6 +13,7 @@ from qshard.quantize import forget_module, is_quantized
 ops = torch.ops.qshard
 
 
+@replace.outside_inference_mode
 def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
     """Makes every quantized parameter of a model a plain one again, in place, and returns the model.
 

@@ -6,6 +6,9 @@ index of them one matrix. No operator but `flush` is a collective. Errors are ra
 changed: TypeError and ValueError for arguments, RuntimeError else, `NotImplementedError` for what is not
 there yet. Each names its operator.
 
+The accessors (`is_quantized`, `format`, `codes`, `master` and so on) read the local tensor of a DTensor, and
+return that rank's part, plain.
+
 All tensors of a call lie on one device, found_inf of a GradScaler excepted, and are strided. An argument
 that an operator writes is plain: not quantized (a master is, and its tensor hears of the write), without
 elements that share memory with each other or with another argument, not lazily negated, and does not
@@ -17,7 +20,18 @@ import inspect
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from qshard.accessor_ops import (
+    codes,
+    columnwise_codes,
+    columnwise_scale_inv,
+    format,
+    is_quantized,
+    master,
+    scale_inv,
+    tensor_scale_inv,
+)
 from qshard.norm_ops import norm_linear
 from qshard.rotary_ops import join_rotary_embedding, rotary_embedding, split_rotary_embedding
 from qshard.swiglu_ops import (
@@ -28,6 +42,7 @@ from qshard.swiglu_ops import (
 )
 
 _ops = torch.ops.qshard
+
 
 __all__ = [
     "backend_report",
@@ -139,66 +154,12 @@ def dequantize(self: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     Autograd: the gradient passes unchanged. Raises TypeError for a plain tensor or a `dtype` that is not
     floating point, RuntimeError for a written shard whose flush needs other ranks.
     """
+    if isinstance(self, DTensor):
+        raise TypeError(
+            "qshard::dequantize: expected a quantized tensor, got a DTensor; give its part on this rank, "
+            "tensor.to_local(), or take tensor.full_tensor(), whose values are whole"
+        )
     return _ops.dequantize(self, dtype=dtype)
-
-
-def is_quantized(self: Tensor) -> bool:
-    """Whether a tensor is quantized. Of a DTensor ask `qshard.is_quantized`."""
-    return _ops.is_quantized(self)
-
-
-def format(self: Tensor) -> str:
-    """Name of a quantized tensor's format, with its options. Raises TypeError for a plain tensor."""
-    return _ops.format(self)
-
-
-def codes(self: Tensor) -> Tensor:
-    """The codes: an alias of the row image, with the strides of its rows.
-
-    float8_e4m3fn of the tensor's shape; nvfp4: uint8 of half the columns, rounded up, two E2M1 codes a byte,
-    the first in the low nibble. Flushes what is pending if that needs no other rank. With a master, which is
-    the value, in-place operators on this or another plane count as a write of the tensor: its codes are made
-    of the master again. `from_planes` takes codes in. Raises TypeError for a
-    plain tensor, ValueError for a view that is no window of rows and columns, RuntimeError for a written
-    shard whose flush needs other ranks.
-    """
-    return _ops.codes(self)
-
-
-def scale_inv(self: Tensor) -> Tensor:
-    """What codes are multiplied by; an alias, of whole rows only.
-
-    float32 (ceil(rows / 128), ceil(columns / 128)) of float8_blockwise, (1, 1) of the per-tensor formats;
-    mxfp8: float8_e8m0fnu (rows, ceil(columns / 32)); nvfp4: float8_e4m3fn (rows, ceil(columns / 16)), to be
-    multiplied by `tensor_scale_inv` too. Errors: as `codes`.
-    """
-    return _ops.scale_inv(self)
-
-
-def tensor_scale_inv(self: Tensor) -> Tensor:
-    """The fp32 scale of an nvfp4 tensor, (1, 1), or one for each matrix; an alias. Raises ValueError for
-    formats that have none. Other errors: as `codes`."""
-    return _ops.tensor_scale_inv(self)
-
-
-def columnwise_codes(self: Tensor) -> Tensor:
-    """The second codes of a format with two row images (`mxfp8_1x32`), quantized in 32x1 blocks, which
-    dgrad contracts over rows: float8_e4m3fn of the tensor's shape, an alias. Raises ValueError for other
-    formats. Other errors: as `codes`."""
-    return _ops.columnwise_codes(self)
-
-
-def columnwise_scale_inv(self: Tensor) -> Tensor:
-    """The scales of `columnwise_codes`: float8_e8m0fnu (rows / 32, columns), a copy. Raises ValueError for
-    windows that are not whole blocks of 32 rows. Other errors: as `codes`."""
-    return _ops.columnwise_scale_inv(self)
-
-
-def master(self: Tensor) -> Tensor | None:
-    """The value kept beside the codes, or None without one: a plain tensor of the same shape, strides and
-    dtype; an alias. In-place operators on it count as writes of the quantized tensor. Raises TypeError for
-    a plain tensor."""
-    return _ops.master(self)
 
 
 def flush(self: list[Tensor]) -> None:

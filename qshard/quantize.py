@@ -1,6 +1,6 @@
 """quantize_: make a model's weights quantized parameters."""
 
-import warnings
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,9 +13,19 @@ from _qshard_placement import group_names, place, roles
 from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
-from qshard import dynamic, dynamic_modules, module_state, nn, replace, scale_groups, state
+from qshard import (
+    choosing,
+    dynamic,
+    dynamic_modules,
+    module_state,
+    nn,
+    recipes,
+    replace,
+    scale_groups,
+    state,
+)
+from qshard.choosing import weight_names
 from qshard.moves import with_local
 from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear
@@ -23,7 +33,6 @@ from qshard.outside_graphs import outside_graphs
 from qshard.tensor_parallel.local import TensorParallel
 
 ops = torch.ops.qshard
-_ADAPTERS = {"lora_A", "lora_B"}
 _KNOWN = (nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP)
 
 
@@ -35,6 +44,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return type(local) in (torch.Tensor, torch_nn.Parameter, FakeTensor) and ops.is_quantized(local)
 
 
+@replace.outside_inference_mode
 def quantize_(
     model: torch_nn.Module,
     recipe,
@@ -57,7 +67,7 @@ def quantize_(
 
     model: on any device, meta included; under `fully_shard` before its first forward, and before
         DistributedDataParallel(model).
-    recipe: e.g. qshard.Float8BlockScaling().
+    recipe: e.g. qshard.Float8BlockScaling(), or by its format's name, "float8_blockwise".
     keep_master: keep each weight's current value beside its codes, in its own dtype. Optimizer steps
         are then exactly those of a plain parameter. Without, the codes are all there is: 1 byte per
         element, and updates smaller than their resolution are lost.
@@ -75,10 +85,11 @@ def quantize_(
     persistent_state: amax histories and that count are in the model's state_dict. False leaves it the
         names of the plain model's, for code that knows only those; save
         qshard.QuantizationState(model) beside it to resume bit for bit.
-    filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize; all by
-        default, and a warning then names matrices in modules of other kinds, which stay plain without
-        a parameter_fn. Call
-        quantize_ again for modules that are to have another recipe.
+    filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize. By default all
+        but those that share their weight with an embedding, which would look up rounded values. One
+        warning names what may surprise: these, an output layer as large as an embedding's table, and
+        matrices in modules of other kinds, which stay plain without a parameter_fn. The logger "qshard"
+        says at level INFO what was taken. Call quantize_ again for modules that are to have another recipe.
     parameter_fn(parameter, name): which parameters of other modules to quantize, too, of two dimensions or
         more: stacks of experts (experts, rows, columns), matrix by matrix. bmm, einsum, grouped_mm and @
         multiply by their dequantized codes, in eager mode.
@@ -99,7 +110,11 @@ def quantize_(
     held by a weak reference. Weights are converted one after the other, each plain one
     freed before the next, so memory never holds two models.
     """
-    format = _format_of(recipe, stochastic_rounding)
+    choosing.check_arguments(model, filter_fn, parameter_fn)
+    recipe = recipes.recipe_of(recipe, "qshard.quantize_")
+    format = recipe.format
+    if stochastic_rounding:
+        format = f"{format[:-1]},stochastic]" if format.endswith("]") else f"{format}[stochastic]"
     if stochastic_rounding and keep_master:
         raise ValueError(
             "qshard.quantize_: stochastic_rounding is for weights without a master, which holds what "
@@ -118,19 +133,14 @@ def quantize_(
             'qshard.quantize_: share_tensor_scale with weights="dynamic": dynamic weights have no codes '
             "to export; leave one of the two out"
         )
-    chosen = []
-    for name, module in model.named_modules():
-        if weight_names(module) and (filter_fn is None or filter_fn(module, name)):
-            chosen.append((name, module))
-            _refuse_lazy(module, name)
-            if weight_only and not (type(module) in _KNOWN or runs_as_linear(type(module))):
-                raise TypeError(
-                    f"qshard.quantize_: weight_only cannot change how {name}, a "
-                    f"{type(module).__name__}, multiplies; it needs the forward of nn.Linear"
-                )
-    further = list(_further(model, parameter_fn)) if parameter_fn is not None else []
-    if not chosen and not further:
-        raise ValueError("qshard.quantize_: no nn.Linear was chosen; check filter_fn")
+    choice = choosing.Choice(model, filter_fn, parameter_fn)
+    chosen, further = choice.linears, choice.further
+    for name, module in chosen if weight_only else ():
+        if not (type(module) in _KNOWN or runs_as_linear(type(module))):
+            raise TypeError(
+                f"qshard.quantize_: weight_only cannot change how {name}, a "
+                f"{type(module).__name__}, multiplies; it needs the forward of nn.Linear"
+            )
     if is_dynamic and further:
         raise ValueError(
             f'qshard.quantize_: weights="dynamic" is of linears, which quantize at each use, and parameter_fn '
@@ -138,7 +148,8 @@ def quantize_(
         )
     if is_dynamic:
         dynamic_modules.quantize_at_each_use(model, chosen, format, weight_only, group)
-        return _warned(model, chosen, filter_fn)
+        choice.say(f"{format} at each use", False)
+        return model
     sharing = scale_groups.find(chosen, share_tensor_scale, format) if share_tensor_scale else []
     replace.check_model(model, "qshard.quantize_")
     dynamic_modules.refuse_fsdp1(chosen)
@@ -173,22 +184,9 @@ def quantize_(
         state.link(module)
         _pad_now(module)
     flush(model)
-    return _warned(model, chosen, filter_fn or parameter_fn)
-
-
-def _refuse_lazy(module, name):
-    if any(is_lazy(parameter) for parameter in module._parameters.values()):
-        raise ValueError(
-            f"qshard.quantize_: {name or 'the model'}, a {type(module).__name__}, has no shape yet; "
-            "materialize it by a forward first, or leave it out"
-        )
-
-
-def weight_names(module: torch_nn.Module) -> tuple[str, ...]:
-    """The parameters of a module itself that quantize_ quantizes."""
-    if isinstance(module, nn.base.Initialized):
-        return module.weight_names
-    return ("weight",) if isinstance(module, torch_nn.Linear) else ()
+    is_trained = any(weight.requires_grad for _, weight in weights)
+    choice.say(format, is_trained and not keep_master and not stochastic_rounding)
+    return model
 
 
 @outside_graphs
@@ -221,87 +219,6 @@ def mark_written(tensor: torch.Tensor) -> None:
     if not _is_quantized_local(local):
         raise TypeError(f"qshard.mark_written: expected a quantized tensor, got {type(tensor).__name__}")
     ops._mark_written(local)
-
-
-def _format_of(recipe, stochastic_rounding) -> str:
-    format = getattr(recipe, "format", None)
-    if not isinstance(format, str):
-        raise TypeError(
-            f"qshard.quantize_: expected a recipe such as qshard.Float8BlockScaling(), got {recipe!r}"
-        )
-    if stochastic_rounding:
-        format = f"{format[:-1]},stochastic]" if format.endswith("]") else f"{format}[stochastic]"
-    return format
-
-
-def _warned(model, chosen, filter_fn):
-    _warn_of_adapters(chosen)
-    if filter_fn is None:
-        hint = "parameter_fn chooses others; filter_fn=lambda module, name: True says that this is meant"
-        warn_of_what_is_left(model, hint)
-    return model
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a module of this name is one of LoRA's."""
-    return bool(_ADAPTERS & set(name.split(".")))
-
-
-def _warn_of_adapters(chosen):
-    adapters = [name for name, _ in chosen if is_adapter(name)]
-    if adapters:
-        warnings.warn(
-            f"qshard.quantize_: {_some(adapters)} look like LoRA adapters, small matrices that are "
-            "trained in full precision beside frozen weights; leave them out by filter_fn, or "
-            "quantize the model before the adapters are added",
-            stacklevel=4,
-        )
-
-
-def warn_of_what_is_left(model, hint):
-    """Parameters like those of linears: experts of (experts, rows, columns), a matrix that a module
-    of its own kind multiplies by."""
-    left = []
-    for name, module in model.named_modules():
-        kind = type(module)
-        if kind.__module__.startswith("torch.nn.") and kind is not torch_nn.MultiheadAttention:
-            continue  # convolutions, embeddings, norms
-        for attribute, parameter in module._parameters.items():
-            if parameter is None or is_lazy(parameter) or is_quantized(parameter) or parameter.dim() < 2:
-                continue
-            if module_state.dynamic_of(module) is not None:
-                continue
-            is_stack = parameter.dim() > 2 and parameter.shape[0] > 1
-            is_matrix = parameter.dim() == 2 and attribute.endswith("weight")
-            if (is_stack or is_matrix) and min(parameter.shape[-2:]) >= 16:
-                left.append(f"{name}.{attribute}".lstrip("."))
-    if left:
-        warnings.warn(
-            f"qshard.quantize_: {_some(left)} look like weights and were left plain: only those of "
-            f"nn.Linear are quantized. {hint}",
-            stacklevel=4,
-        )
-
-
-def _some(names, count=4):
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
-
-
-def _further(model, parameter_fn):
-    """(name, module, its name there) of parameters of modules that are no linears."""
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            name = f"{prefix}.{attribute}".lstrip(".")
-            if parameter is None or weight_names(module) or not parameter_fn(parameter, name):
-                continue
-            _refuse_lazy(module, prefix)
-            if parameter.dim() < 2 or getattr(parameter, "_fsdp_flattened", False):
-                raise ValueError(
-                    f"qshard.quantize_: parameter_fn chose {name} of shape {tuple(parameter.shape)}; it "
-                    "may choose matrices, and stacks of them, that FSDP1 has not flattened"
-                )
-            yield name, module, attribute
 
 
 def _named_weights(model, chosen, further):
@@ -457,11 +374,13 @@ def forget_module(module):
 
 
 def _pad_now(module):
-    """FSDP2 moves a parameter that it has not seen before into a padded one, at its first use, and
-    views made until then would be views no more on ranks with padding. It does so after every
-    load_state_dict, too: here of nothing."""
-    if any(isinstance(weight, DTensor) for _, weight in state.weights(module)):
-        module.load_state_dict({}, strict=False)
+    """FSDP2 moves a parameter that it has not seen before into a padded one at its first use, and after
+    loads, by a hook of its own in the module (FSDPParam.__init__). Views made until then would be views no
+    more on ranks with padding, so that hook runs now; a load of nothing would run the user's code, too."""
+    fsdp_param = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    for hook in list(module._load_state_dict_post_hooks.values()):
+        if fsdp_param is not None and getattr(hook, "__globals__", None) is vars(fsdp_param):
+            hook(module, None)
 
 
 def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from qshard.recipes import recipe_of
+
 _active: ContextVar[tuple | None] = ContextVar("qshard_quantized_model_init", default=None)
 
 
@@ -14,17 +16,14 @@ def quantized_model_init(
     """Modules of `qshard.nn` that are made within have quantized weights, as by `quantize_` after
     their constructor; memory never holds a second plain one. Other modules stay what they are.
 
-    recipe: e.g. qshard.Float8BlockScaling(); required where enabled.
+    recipe: as for `quantize_`; required where enabled.
     keep_master, weight_only: as for `quantize_`.
 
     >>> with qshard.quantized_model_init(recipe=qshard.Float8BlockScaling()):
     ...     layer = qshard.nn.LayerNormMLP(64, 256)
     """
-    if enabled and not isinstance(getattr(recipe, "format", None), str):
-        raise TypeError(
-            "qshard.quantized_model_init: expected a recipe such as qshard.Float8BlockScaling(), got "
-            f"{recipe!r}"
-        )
+    if enabled:
+        recipe = recipe_of(recipe, "qshard.quantized_model_init")
     options = {"keep_master": keep_master, "weight_only": weight_only}
     token = _active.set((recipe, options) if enabled else None)
     try:
@@ -37,7 +36,8 @@ def quantize_new(module) -> None:
     """Quantizes the weights of a module whose constructor is done, if the context says so."""
     if _active.get() is None:
         return
-    from qshard.quantize import quantize_, weight_names
+    from qshard.choosing import weight_names
+    from qshard.quantize import quantize_
 
     if weight_names(module):
         recipe, options = _active.get()

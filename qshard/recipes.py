@@ -151,3 +151,50 @@ class NVFP4BlockScaling:
     def format(self) -> str:
         """Name of the weights' format."""
         return "nvfp4_1x16" if self.disable_2d_quantization else "nvfp4"
+
+
+RECIPES = (
+    Float8CurrentScaling,
+    DelayedScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+_BY_NAME = {
+    recipe.format: recipe
+    for recipe in (
+        *(recipe() for recipe in RECIPES),
+        Float8CurrentScaling(use_power_2_scales=False),
+        Float8BlockScaling(use_f32_scales=True),
+        MXFP8BlockScaling(weight_block=(1, 32)),
+        NVFP4BlockScaling(disable_2d_quantization=True),
+    )
+}
+
+
+def recipe_of(given, function: str):
+    """The recipe that an argument is or names. Raises TypeError and ValueError in the name of `function`."""
+    if isinstance(given, str):
+        if given not in _BY_NAME:
+            raise ValueError(
+                f"{function}: recipe {given!r} is not known; expected a recipe such as "
+                f"qshard.Float8BlockScaling(), or one of {', '.join(_BY_NAME)}"
+            )
+        return _BY_NAME[given]
+    if isinstance(given, type) and given in RECIPES:
+        raise TypeError(
+            f"{function}: recipe is the class {given.__name__}; expected a recipe, which calling it makes: "
+            f"qshard.{given.__name__}()"
+        )
+    if not isinstance(getattr(given, "format", None), str):
+        raise TypeError(
+            f"{function}: recipe is {given!r}; expected a recipe such as qshard.Float8BlockScaling(), or its "
+            "format's name, such as \"float8_blockwise\""
+        )
+    return given
+
+
+def name_of(format: str) -> str:
+    """The class of the recipe that a format is of."""
+    base = format.partition("[")[0]
+    return type(_BY_NAME[base]).__name__ if base in _BY_NAME else ""

@@ -1,6 +1,7 @@
 """Gives a Parameter another representation, quantized or plain, and lets it stay the object that it is:
 optimizers, EMA copies, tied modules and FSDP2 hold Parameters, not names."""
 
+import functools
 import sys
 import weakref
 
@@ -9,6 +10,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import swap_tensors
+
+
+def outside_inference_mode(function):
+    """Makes tensors that `function` puts into a model ordinary ones: those that are made under
+    torch.inference_mode() cannot be trained afterwards."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        is_grad_enabled = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def check_model(model: nn.Module, function: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from qshard import clients, flat_parameters, traffic
+from qshard import clients, flat_parameters, recipes, traffic
 from qshard.checkpoint.layouts import block_of
 from qshard.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of
@@ -43,6 +43,7 @@ class ParameterReport:
     gathered_as: str = ""  # "codes", or the dtype of plain values; "" if it is not gathered
     weights_sent: int = 0  # to other ranks in a forward and backward
     gradients_sent: int = 0  # over shards and replicas
+    recipe: str = ""  # the class that makes the format
     cut_blocks: str = ""  # how tensor parallelism cuts scale blocks: its bytes are not one device's then
 
 
@@ -62,7 +63,7 @@ class Report(list):
     def __str__(self) -> str:
         columns = {"image B": "image", "master B": "master", "grid B": "grid", "pending B": "pending",
                    "all-gather B": "gathered", "gradient B": "reduced"}
-        rows = [[row.name, row.format, row.shape, *(getattr(row, c) for c in columns.values()),
+        rows = [[row.name, row.format, row.recipe, row.shape, *(getattr(row, c) for c in columns.values()),
                  row.gathered_as]
                 for row in self]
         sums = [sum(getattr(row, column) for row in self) for column in columns.values()]
@@ -71,8 +72,8 @@ class Report(list):
         cut = [f"scale blocks cut by tensor parallelism: {', '.join(cut)}"] if cut else []
         return "\n".join(
             [
-                tabulate([*rows, ["total", "", "", *sums]],
-                         headers=["parameter", "format", "shape", *columns, "as"]),
+                tabulate([*rows, ["total", "", "", "", *sums]],
+                         headers=["parameter", "format", "recipe", "shape", *columns, "as"]),
                 "",
                 f"all-gathered per forward: {sums[-2]:,} B",
                 f"sent to other ranks per forward and backward: weights {sent.weights:,} B, "
@@ -136,7 +137,7 @@ def report(
         result.append(
             ParameterReport(
                 name, format, tuple(param.shape), image, master, grid, pending, **sent,
-                cut_blocks=_cut_blocks(param),
+                cut_blocks=_cut_blocks(param), recipe=recipes.name_of(format.removesuffix(" dynamic")),
             )
         )
     return result
@@ -182,7 +183,7 @@ def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
         yield ParameterReport(
             prefix + flat._fqns[place.index],
             f"{dynamic.format} dynamic" if dynamic is not None else name_of(dtype),
-            tuple(place.shape), **sizes, master=0, grid=0, pending=0, ranks=ranks,
+            tuple(place.shape), **sizes, recipe="" if dynamic is None else recipes.name_of(dynamic.format), master=0, grid=0, pending=0, ranks=ranks,
             gathered_as=("codes" if is_codes else name_of(gather_dtype)) if is_sent else "",
         )
     if any(left.values()):

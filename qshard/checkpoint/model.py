@@ -9,7 +9,8 @@ from _qshard_hooks import local_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from qshard.quantize import is_quantized, weight_names
+from qshard.choosing import weight_names
+from qshard.quantize import is_quantized
 from qshard.state import without_wrappers
 
 ops = torch.ops.qshard

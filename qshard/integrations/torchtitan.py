@@ -15,6 +15,7 @@ import qshard
 import torch
 import torchtitan.config
 from qshard import module_state
+from qshard.choosing import warn_of_what_is_left
 
 try:
     from torchtitan.config import job_config as stock
@@ -24,7 +25,6 @@ except ImportError:
         "for torchtitan 0.2. With 0.3 call qshard.quantize_(model, recipe, persistent_state=False) in a "
         "parallelize_fn of yours, after torchtitan's own"
     ) from None
-from qshard.quantize import warn_of_what_is_left
 from torchtitan.components import checkpoint
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.protocols.model_converter import register_model_converter

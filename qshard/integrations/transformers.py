@@ -6,7 +6,8 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from qshard.quantization_state import QuantizationState
-from qshard.quantize import is_adapter, is_quantized, quantize_
+from qshard.choosing import is_adapter
+from qshard.quantize import is_quantized, quantize_
 from transformers import TrainerCallback
 
 STATE_NAME = "quantization_state.pt"

@@ -56,6 +56,14 @@ class Initialized:
             with fork():
                 fill(getattr(self, name), initialize)
 
+    def shown_format(self) -> str:
+        """How it multiplies, for extra_repr; nothing while it is plain."""
+        if self.weight_format is None:
+            return ""
+        is_dynamic = module_state.dynamic_of(self) is not None
+        how = " at each use" * is_dynamic + ", weight_only=True" * self.weight_only
+        return f", format={self.weight_format}{how}"
+
     def __setstate__(self, state):
         super().__setstate__(state)
         module_state.find(self)  # moves what an earlier version pickled to where forward looks

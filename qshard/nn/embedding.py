@@ -1,6 +1,7 @@
 """An embedding whose weight may be quantized."""
 
 import torch
+from _qshard_hooks import is_quantized, local_of
 
 from qshard import module_state
 
@@ -10,6 +11,14 @@ class Embedding(torch.nn.Embedding):
     It looks up what the linear multiplies by: dequantized codes."""
 
     _qshard = None  # its ModuleState, as of Linear
+
+    def extra_repr(self) -> str:
+        dynamic, local = module_state.dynamic_of(self), local_of(self.weight)
+        if dynamic is not None:
+            return f"{super().extra_repr()}, format={dynamic.format} at each use"
+        if is_quantized(local):
+            return f"{super().extra_repr()}, format={torch.ops.qshard.format(local)}"
+        return super().extra_repr()
 
     def __setstate__(self, state):
         super().__setstate__(state)

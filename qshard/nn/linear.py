@@ -172,4 +172,5 @@ class Linear(Projection, NamedState, torch.nn.Linear):
 
     def extra_repr(self) -> str:
         bias = any(getattr(self, name, None) is not None for name in self.bias_names)
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={bias}{self.shown_format()}"

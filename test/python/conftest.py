@@ -166,12 +166,15 @@ BUDGETS_S = {
     "test_opcheck": 60,
     "test_optimizers": 45,
     "test_random_programs": 210,
+    "test_saved_names": 60,  # compiles linears
+    "test_quantize_after_wrapping": 45,
     "test_tensor_parallel": 120,
     "test_tensor_parallel_checkpoint": 60,
     "test_tensor_parallel_combined": 75,
     "test_tensor_parallel_modules": 60,
     "test_tensor_parallel_styles": 60,
     "test_tensor_parallel_training": 60,
+    "test_tied_embeddings": 45,  # compiles lookups
     "test_trace_fallbacks": 45,
     "test_train_example": 45,
 }

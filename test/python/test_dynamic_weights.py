@@ -67,6 +67,7 @@ def pair(format, dtype=torch.float32, at="cpu", make=Mlp, **kwargs):
     model = make(format).to(at, dtype)
     twin = copy.deepcopy(model)
     recipe = RECIPES.get(format) or next(r for r in EXTRA if r.format == format)
+    kwargs.setdefault("filter_fn", lambda module, name: True)  # tied heads, too
     quantized = qshard.quantize_(model, recipe, **kwargs)
     return quantized, qshard.quantize_(twin, recipe, weights="dynamic", **kwargs)
 

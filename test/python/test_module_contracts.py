@@ -110,7 +110,7 @@ def attention():
 
 def embedding_of_another_class():
     model = Tied(Positions(40, 32))
-    return qshard.quantize_(model, RECIPE)
+    return qshard.quantize_(model, RECIPE, filter_fn=lambda module, name: True)
 
 
 def chosen_by_parameter_fn():
@@ -315,7 +315,7 @@ class Tied(nn.Module):
 
 def tied(dtype=torch.float32, **kwargs):
     torch.manual_seed(0)
-    return qshard.quantize_(Tied().to(dtype), RECIPE, **kwargs)
+    return qshard.quantize_(Tied().to(dtype), RECIPE, filter_fn=lambda module, name: True, **kwargs)
 
 
 def trained_losses(wrap):

@@ -208,7 +208,7 @@ def run_refusals():
                 assert qshard.is_quantized(model[0].weight)
     tied = Tied(64).to(device())
     tied.head.weight = tied.emb.weight
-    qshard.quantize_(tied, recipe)
+    qshard.quantize_(tied, recipe, filter_fn=lambda module, name: True)
     embedding = {"emb": RowwiseParallel(input_layouts=Replicate())}
     refused(lambda: parallelize_module(tied, tp_mesh, embedding), "the weight of this Embedding")
     refused(lambda: distribute_module(tied, tp_mesh), "parallelize_module after")
