@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from _qshard_checkpoint import state_names
 from _qshard_hooks import local_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from qshard.choosing import weight_names
 from qshard.quantize import is_quantized
 from qshard.state import without_wrappers
-
-ops = torch.ops.qshard
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,8 @@ def entries_of(model: nn.Module, names) -> list[Entry]:
     """Parameters and persistent buffers, sharded, each once: what qshard itself keeps is not among
     them. Raises ValueError and NotImplementedError by name."""
     state_dict = model.state_dict(keep_vars=True)
-    own = {
-        key.removesuffix("weight") + f"weight_{name}"
-        for key, tensor in state_dict.items()
-        if key.endswith("weight") and is_quantized(tensor)
-        for name in ops._state(local_of(tensor))
-    }
-    rename = _renaming(names)
+    own = state_names(state_dict)
+    rename = _renaming(names, model)
     entries, seen, keys = [], {}, {}
     for key, tensor in state_dict.items():
         if key in own or not isinstance(tensor, torch.Tensor):
@@ -96,7 +91,7 @@ def entries_of(model: nn.Module, names) -> list[Entry]:
 def plain_linears(model: nn.Module, names) -> list[str]:
     """Names in files of linear modules that are left plain, tied ones too, whose weight the files hold by
     another name."""
-    rename, keys = _renaming(names), model.state_dict(keep_vars=True).keys()
+    rename, keys = _renaming(names, model), model.state_dict(keep_vars=True).keys()
     found = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name in weight_names(module) if isinstance(module, nn.Linear) else ():
@@ -109,14 +104,39 @@ def plain_linears(model: nn.Module, names) -> list[str]:
     return sorted(found)
 
 
-def _renaming(names) -> Callable[[str], str]:
+def _unwrapped(model) -> Callable[[str], str]:
+    """Takes out of a name what DistributedDataParallel and torch.compile add to it."""
+    # It is there if anything was compiled. (Its import takes seconds.)
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    wrappers = {"module": (DistributedDataParallel, nn.DataParallel), "_orig_mod": compiled}
+    short, modules = {"": ""}, {"": model}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if prefix:
+            parent, _, part = prefix.rpartition(".")
+            is_added = isinstance(modules[parent], wrappers.get(part, ()))
+            short[prefix] = short[parent] if is_added else f"{short[parent]}.{part}".lstrip(".")
+            modules[prefix] = module
+
+    def rename(key):
+        prefix, rest = key, []
+        while prefix not in short:
+            prefix, _, part = prefix.rpartition(".")
+            rest.insert(0, part)
+        return ".".join(part for part in (short[prefix], *rest) if part)
+
+    return rename
+
+
+def _renaming(names, model) -> Callable[[str], str]:
+    unwrapped = _unwrapped(model)
     names = {} if names is None else names
     is_mapping = isinstance(names, Mapping)
     if not is_mapping and not callable(names):
         raise TypeError(f"names must be a mapping or a function of names, got {type(names).__name__}")
 
     def rename(key):
-        name = names.get(key, key) if is_mapping else names(key)
+        plain = unwrapped(key)
+        name = names.get(key, names.get(plain, plain)) if is_mapping else names(plain)
         if not isinstance(name, str):
             raise ValueError(f"names gives {name!r} for {key}, not a string")
         return name

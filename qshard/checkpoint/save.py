@@ -39,7 +39,8 @@ def save_quantized(
     directory: made if need be; one that holds safetensors files is an error.
     layout: "deepseek-fp8" for float8_blockwise; "compressed-tensors" for float8_tensorwise,
         float8_delayed, float8_blockwise, mxfp8, nvfp4; "modelopt" for mxfp8 and nvfp4.
-    names: of parameters in files: a mapping or a function of names in the state_dict. Linears left
+    names: of parameters in files: a mapping or a function of names in the state_dict, without what
+        DistributedDataParallel and torch.compile add to these. Linears left
         plain are listed in the config as those to ignore.
     max_file_bytes: files end before this, but for a single weight that is larger.
     scale_fmt: "ue8m0" writes the scales of "deepseek-fp8" as exponents, one byte each, and the config
