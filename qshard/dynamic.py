@@ -142,19 +142,22 @@ class DynamicWeight:
 
     def embedding(self, module: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         """A lookup of what the linears of this weight multiply by."""
-        weight = module.weight
+        return F.embedding(
+            input,
+            self.rounded(module, module.weight),
+            module.padding_idx,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            sparse=module.sparse,
+        )
+
+    def rounded(self, module, weight: torch.Tensor) -> torch.Tensor:
+        """The values of the codes."""
         self.prepare(module, weight)
         if torch.compiler.is_compiling():
             quantized = ops.quantize(weight, self.format)
         else:
             quantized = self._quantize(weight)
-        return F.embedding(
-            input,
-            ops.dequantize(quantized),
-            module.padding_idx,
-            scale_grad_by_freq=module.scale_grad_by_freq,
-            sparse=module.sparse,
-        )
+        return ops.dequantize(quantized)
 
     def _quantize(self, weight):
         """Quantized once for all modules that use it in one forward."""

@@ -89,7 +89,8 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
         weights.setdefault(identity(module), (shape, []))[1].append(module)
     kinds = (nn.Linear, qshard_nn.Linear, nn.Embedding, qshard_nn.Embedding)
     for module in model.modules():
-        if type(module) not in kinds or identity(module) not in weights:
+        is_known = type(module) in kinds or isinstance(module, nn.Embedding)
+        if not is_known or identity(module) not in weights:
             continue
         if all(module is not known for known in weights[identity(module)][1]):
             if getattr(module, "max_norm", None) is not None:
@@ -104,8 +105,10 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
         dynamic.uses = len(modules)
         for module in modules:
             uninstall(module)
-            if isinstance(module, nn.Embedding):
+            if type(module) in (nn.Embedding, qshard_nn.Embedding):
                 module.__class__ = qshard_nn.Embedding
+            elif isinstance(module, nn.Embedding):
+                _look_up_rounded(module)
             else:
                 module.__class__ = qshard_nn.Linear
                 module.weight_only, module.weight_format = weight_only, format
@@ -160,7 +163,33 @@ def uninstall(module: nn.Module) -> None:
     if state.dynamic is not None:
         state.forget("dynamic")
         Installed.count += 1
-    state.remove_hooks("dynamic")
+    state.remove_hooks("dynamic", "lookup")
+
+
+# An embedding of a user's class computes what it likes of its weight. During its forward, `weight` is found in
+# the module's __dict__, before nn.Module looks among parameters: what the codes stand for.
+
+
+def _look_up_rounded(module):
+    module_state.of(module).add_hooks("lookup", lambda: [
+        module.register_forward_pre_hook(_show_rounded),
+        module.register_forward_hook(_hide_rounded, always_call=True),
+    ])
+
+
+def _show_rounded(module, *_):
+    weight, state = module.weight, module_state.of(module)
+    if "weight" in module.__dict__:  # FSDP1's view of a flat parameter
+        state.hidden = weight
+    module.__dict__["weight"] = state.dynamic.rounded(module, weight)
+
+
+def _hide_rounded(module, *_):
+    state = module_state.of(module)
+    module.__dict__.pop("weight", None)
+    if state.hidden is not None:
+        module.__dict__["weight"] = state.hidden
+        state.forget("hidden")
 
 
 # The state is the module's buffers only while a state_dict is made or loaded: wrappers cast, move and

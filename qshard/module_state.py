@@ -24,6 +24,7 @@ class ModuleState:
     scale_group = None  # the Membership of a weight that shares its tensor scale
     multiplies = None  # how a subclass of nn.Linear does (qshard/nn/linear_subclasses.py)
     gradient_reduction = None  # what reduce_gradients_ gave FSDP2
+    hidden = None  # a plain weight in the module's __dict__ that a forward hides
     fsdp1 = None  # what prepare_for_fsdp1 keeps of a root
     saves_scales = False  # torchtitan's checkpoint_scales
 
