@@ -20,14 +20,22 @@ def all_reduce_max(values, groups):
         dist.all_reduce(values.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
 
 
+class StepsTold:
+    """Whether an optimizer has stepped a weight itself, which outlives the weight: each rank's Python frees
+    that at a time of its own, and whether ranks meet must not follow from it."""
+
+    is_told = False
+
+
 class Company:
     """The weights of delayed scaling that agree with one tuple of groups, in the order in which all ranks
     made them.
 
     members: weak references. A place is kept until the weight is gone on all ranks, since each rank's
         Python frees it at a time of its own.
-    trained: those that a forward which records gradients, or a backward, has used since the ranks last met.
-        They tell a step of these weights' copies from a step of another model, on all ranks alike.
+    trained: the StepsTold of those that a forward which records gradients, or a backward, has used since the
+        ranks last met. They tell a step of these weights' copies from a step of another model, on all ranks
+        alike.
     found_inf: of the step that they met for.
     """
 
@@ -35,7 +43,7 @@ class Company:
         self.groups = groups
         self.resolved = [weakref.ref(group) for group in resolved]
         self.members = []
-        self.trained, self.found_inf = weakref.WeakSet(), None
+        self.trained, self.found_inf = set(), None
         self._is_behind = False
         self._due = weakref.WeakSet()  # whose amaxes are agreed on, and whose histories have yet to roll
 
@@ -56,7 +64,7 @@ class Company:
     def meet_after_step(self, found_inf):
         """After a step of an optimizer that holds none of the weights, but may hold their copies: agrees on
         what the step collected. The weights are written afterwards."""
-        if all(dynamic._is_told for dynamic in self.trained):
+        if all(steps.is_told for steps in self.trained):
             return
         self.trained.clear()
         here = [reference() for reference in self.members]
@@ -114,6 +122,11 @@ def of(groups, dynamic) -> Company:
     if all(reference() is not dynamic for reference in company.members):
         company.members.append(weakref.ref(dynamic))
     return company
+
+
+def have_trained() -> bool:
+    """Whether weights of any company, which may be gone by now, were used since their ranks last met."""
+    return any(company.trained for company in _companies)
 
 
 def meet_after_step(found_inf) -> None:

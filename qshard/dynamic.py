@@ -77,24 +77,30 @@ class DynamicWeight:
         self.uses, self.managed, self.is_ignored, self.known_amax = 0, False, False, []
         self.gradient = GradientWatch()
         self._seen = None  # version and address of the values that `state` is of
-        self._is_told = False  # an optimizer has stepped the weight itself
+        self._steps_told = companies.StepsTold()
         self._steps, self._is_used = _Steps.of_others, False  # as of the last roll, since it in training
         self._shared = None  # weight, what it was, quantized tensor, uses left
         self.company = None  # of groups
         self.join(groups)
 
     def __getstate__(self):
-        of_copy = {"_seen": None, "_shared": None, "_is_told": False, "managed": False, "known_amax": []}
+        of_copy = {"_seen": None, "_shared": None, "managed": False, "known_amax": []}
         of_copy["groups"] = ()  # one rank alone may use the copy
-        kept = {name: value for name, value in self.__dict__.items() if name != "company"}
+        kept = {n: value for n, value in self.__dict__.items() if n not in ("company", "_steps_told")}
         return {**kept, **of_copy, "_steps": self._steps - _Steps.of_others}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self.company = None
+        self.__dict__.pop("_is_told", None)  # of earlier pickles
+        self.company, self._steps_told = None, companies.StepsTold()
         self._steps += _Steps.of_others
         if self.state:
             delayed_weights.add(self)
+
+    @property
+    def _is_told(self):
+        """Whether an optimizer has stepped the weight itself."""
+        return self._steps_told.is_told
 
     def join(self, groups: tuple[str, ...]) -> None:
         """Agrees with these groups from now on. All their ranks say so, in the same order of weights."""
@@ -200,7 +206,7 @@ class DynamicWeight:
             self._note_training()
 
     def _note_training(self, *_):
-        self.company.trained.add(self)
+        self.company.trained.add(self._steps_told)
 
     def refresh(self, weight):
         """Brings the state up to date with values that no optimizer step made, if it is not."""
@@ -367,7 +373,7 @@ def _after_step(optimizer, taken):
         for dynamic in delayed_weights
         if not dynamic.managed and module_state.dynamic_of(dynamic.owner) is dynamic
     }
-    if not known:
+    if not known and not companies.have_trained():
         return
     stepped, written, holds_any = {}, {}, False
     for group in optimizer.param_groups:
@@ -376,7 +382,7 @@ def _after_step(optimizer, taken):
             # As of a quantized weight: what has a gradient was written. Groups meet either way.
             if dynamic is None:
                 continue
-            holds_any = dynamic._is_told = True
+            holds_any = dynamic._steps_told.is_told = True
             is_first = id(param) not in taken
             is_written = (is_first and param.grad is not None) or dynamic._seen != _seen(param)
             if is_written or (is_first and dynamic.groups):

@@ -141,3 +141,21 @@ def run_told():
 @on_worlds(2)
 def test_weights_that_an_optimizer_holds(world):
     world.run(run_told)
+
+
+def step_after_a_model_is_gone():
+    """A model of a group has trained, rank 0's Python frees it before rank 1's, and another model steps."""
+    model = build()
+    loss_of(model, batch(0, rank=0)).backward()
+    if dist.get_rank() == 0:
+        del model
+        gc.collect()
+    step_another_model(None)
+    words = torch.ones(7, dtype=torch.int32, device=device())
+    dist.all_reduce(words)
+    return words.tolist()
+
+
+@on_worlds(2)
+def test_when_ranks_meet_does_not_follow_from_what_python_frees(world):
+    assert world.run(step_after_a_model_is_gone) == [[2] * 7] * 2
