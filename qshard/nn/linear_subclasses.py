@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from qshard import module_state
 from qshard.made_classes import made_class
 from qshard.nn.linear import Linear, multiply
-from qshard.tensor_parallel.local import TensorParallel
 
 
 @dataclass
@@ -21,7 +20,7 @@ class Multiplies:
     weight_only: bool
     weight_format: str
     is_tensor_parallel: bool
-    parallel: TensorParallel | None
+    parallel = None  # the styles of qshard.tensor_parallel send values for it, as torch's do
 
 
 def _forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -60,8 +59,4 @@ def is_taken_over(module: torch_nn.Module) -> bool:
 
 def prepare(module, weight_only: bool, weight_format: str, is_tensor_parallel: bool) -> None:
     """Lets a module of a quantized_class, other than qshard.nn.Linear, multiply by its quantized weight."""
-    parallel = module.__dict__.get("parallel")  # by a style of qshard.tensor_parallel
-    parallel = parallel if isinstance(parallel, TensorParallel) else None
-    module_state.of(module).multiplies = Multiplies(
-        weight_only, weight_format, is_tensor_parallel, parallel
-    )
+    module_state.of(module).multiplies = Multiplies(weight_only, weight_format, is_tensor_parallel)

@@ -10,10 +10,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.parallel
 import torch.nn as nn
 import torch.nn.functional as F
-from dist_helpers import on_worlds
+from dist_helpers import full_mesh, on_worlds
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import qshard
 
@@ -146,6 +148,32 @@ def run_fully_sharded(is_first):
         each(X).square().mean().backward()
     for p, q in zip(model.parameters(), twin.parameters()):
         assert torch.equal(p.grad._local_tensor, q.grad._local_tensor)
+
+
+class Bare(nn.Linear):
+    """Without attributes of its own."""
+
+
+@pytest.mark.parametrize("whose", ["torch", "qshard"])
+@on_worlds(2, devices=("cpu",))
+def test_tensor_parallel(world, whose):
+    world.run(run_tensor_parallel, whose)
+
+
+def run_tensor_parallel(whose):
+    styles = qshard.tensor_parallel if whose == "qshard" else torch.distributed.tensor.parallel
+    gradients = []
+    for kind in (Bare, nn.Linear):
+        torch.manual_seed(0)
+        model = MLP(kind)
+        mesh = full_mesh(2)
+        plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
+        qshard.quantize_(model, RECIPES["float8_blockwise"], tp_mesh=mesh)
+        model(X).square().mean().backward()
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b)
 
 
 # ------------------------------------------------------------- in place of quantized weights
