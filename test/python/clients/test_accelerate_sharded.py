@@ -199,7 +199,7 @@ def run_compiled(mode):
         with accelerator(mode) as made, context:
             model, optimizer = prepared(made, "float8_delayed", "quantize prepare")
             if losses:
-                model = torch.compile(model, backend="aot_eager")
+                model = torch.compile(model, backend="inductor")
             losses.append(train(made, model, optimizer, range(2)))
     assert_near(*losses)
 

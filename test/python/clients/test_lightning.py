@@ -64,7 +64,7 @@ class Fabric:
         self.fabric = lightning.Fabric(**common(strategy))
         self.fabric.launch()
         model = qshard.quantize_(llama(seed=seed), RECIPES[recipe], **kwargs)
-        self.model = self.fabric.setup(torch.compile(model, backend="aot_eager") if compiled else model)
+        self.model = self.fabric.setup(torch.compile(model, backend="inductor") if compiled else model)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.optimizer = self.fabric.setup_optimizers(optimizer)
 
@@ -144,7 +144,7 @@ class Module(lightning.LightningModule):
             model = qshard.quantize_(llama(seed=self.seed), RECIPES[self.recipe])
             self.model = shard(model, self.device_mesh["data_parallel"])
             if self.compiled:
-                self.model.compile(backend="aot_eager")
+                self.model.compile(backend="inductor")
 
     def training_step(self, _, index):
         # Lightning does not wind a loader on that cannot do so itself.

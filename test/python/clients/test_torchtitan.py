@@ -168,7 +168,7 @@ def compile_blocks():
         losses = Job(folder).train(range(2))
         counters = torch._dynamo.utils.counters
         counters.clear()
-        compiled = Job(folder, "--compile.enable", "--compile.backend=aot_eager")
+        compiled = Job(folder, "--compile.enable", "--compile.backend=inductor")
         got = compiled.train(range(2))
         assert counters["frames"]["ok"] > 0
         torch._dynamo.reset()

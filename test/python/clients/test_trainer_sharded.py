@@ -77,7 +77,7 @@ def run(recipe, mode, tied, persistent_state):
 def run_compiled(mode):
     with trainers(), shared_folder() as folder:
         runs = []
-        for options in ({}, dict(torch_compile_backend="aot_eager")):
+        for options in ({}, dict(torch_compile_backend="inductor")):
             options = dict(max_steps=1, **options)
             runs.append(trainer(folder, "float8_blockwise", mode, False, arguments=options))
             with compiling() if runs[1:] else contextlib.nullcontext():

@@ -68,7 +68,7 @@ def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(recipe, tied, tmp_pa
 
 def test_the_trainer_compiles(tmp_path):
     runs = []
-    for options in ({}, dict(torch_compile_backend="aot_eager")):
+    for options in ({}, dict(torch_compile_backend="inductor")):
         model = qshard.quantize_(llama(), RECIPES["float8_blockwise"])
         runs.append(Trainer(model, arguments(tmp_path, max_steps=2, **options), train_dataset=Text()))
         with compiling() if options else contextlib.nullcontext():
@@ -143,15 +143,15 @@ def test_gradient_checkpointing_changes_nothing(recipe, use_reentrant):
 
 @pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
 def test_a_compiled_model_is_the_eager_one(recipe):
-    """Traced as a whole; what Inductor makes of it is tested elsewhere."""
+    """As a whole, without a break of the graph."""
     def step(compiled):
         model = qshard.quantize_(llama(), RECIPES[recipe])
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run = torch.compile(model, backend="inductor", fullgraph=True) if compiled else model
         loss = run(**batch(0)).loss
         loss.backward()
         return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
     (loss, eager), (again, compiled) = step(False), step(True)
-    assert loss == again
+    assert_near([again], [loss])
     for name, grad in eager.items():
         assert torch.allclose(compiled[name], grad, rtol=1e-5, atol=1e-7), name
