@@ -5,6 +5,7 @@
 #   CUDA=OFF         no CUDA kernels; ON: an error where they cannot be built
 #   ARCHITECTURES="90a-real;100"   machine code for these GPUs; else for this machine's, or all
 #
+# make test-clients: with the packages named below; NEWEST=1: with their newest versions on PyPI.
 # make docs: build/docs/index.html; warnings are errors.
 # make wheel: build/wheels/qshard-…+torch2.11.cu130-….whl, named after what it was built for.
 
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21.* \
   compressed-tensors==0.20.*
 MORE_CLIENTS := torchtitan==0.2.2 lightning==2.6.* torchao==0.18.* nvidia-modelopt==0.47.* \
-  bitsandbytes==0.50.*
+  bitsandbytes==0.50.* trl==1.16.*
 
 .PHONY: test demo build wheel docs format-check unit-test asan-test python-test test-clients clean
 
@@ -107,9 +108,25 @@ other_transformers := $(VENV)/transformers-5.24
 $(other_transformers): $(clients)
 	python -m pip install --quiet --no-deps --target $@ transformers==5.24.*
 
+ifeq ($(NEWEST),)
 test-clients: $(built) $(more_clients) $(other_transformers)
 	pytest -v --all-clients test/python/clients
 	PYTHONPATH=$(other_transformers) pytest -v --all-clients test/python/clients/test_fuse_models.py
+else
+# In an environment of their own, which finds torch, pytest and qshard in the first: what breaks is a line
+# of docs/clients.md. One file after the other, so that a package that cannot be imported breaks its own.
+newest := $(VENV)/newest
+test-clients: $(built)
+	$(BIN)/python -m venv $(newest)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > $$($(newest)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth
+	$(newest)/bin/python -m pip install --quiet --upgrade torch==$(TORCH) \
+	  $(foreach p,$(CLIENTS) $(MORE_CLIENTS),$(firstword $(subst ==, ,$(p))))
+	$(newest)/bin/python -m pip list --local
+	status=0; for file in test/python/clients/test_*.py; do \
+	  PATH=$(newest)/bin:$$PATH $(newest)/bin/python -m pytest -v --all-clients $$file || status=1; \
+	done; exit $$status
+endif
 
 # Two processes, each with files of its own: tests wait for the ranks of their worlds, half of the time.
 python-test: $(built) $(clients)

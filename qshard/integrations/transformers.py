@@ -5,8 +5,8 @@ import os
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from qshard.quantization_state import QuantizationState
 from qshard.choosing import is_adapter
+from qshard.quantization_state import QuantizationState
 from qshard.quantize import is_quantized, quantize_
 from transformers import TrainerCallback
 

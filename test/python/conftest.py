@@ -22,6 +22,7 @@ MORE_CLIENTS = {
     "test_torchtitan": ("torchtitan",),
     "test_lightning": (*CLIENTS, "lightning"),
     "test_torchao": ("torchao",),
+    "test_trl": (*CLIENTS, "trl"),
     "test_bitsandbytes": ("bitsandbytes",),
     "test_low_bit_readers": (*CLIENTS, "compressed_tensors"),
     "test_low_bit_modelopt": ("safetensors", "modelopt"),
