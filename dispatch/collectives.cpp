@@ -97,14 +97,6 @@ void call_when_done(torch::jit::Stack& stack, std::function<void()> arrived,
       c10::make_intrusive<ReceivedWork>(std::move(work), std::move(arrived), std::move(by_future)));
 }
 
-/// The master of this buffer was, or is about to be, written through a plain alias.
-void mark_master_written(QuantizedBuffer& buffer) {
-  buffer.write_plane();
-  buffer.written();
-  c10::VariableVersion counter = buffer.code_counter();
-  if (counter.enabled()) counter.bump();
-}
-
 /// The plain contiguous tensors that stand for quantized arguments during one collective.
 class StandIns {
  public:
@@ -164,13 +156,13 @@ class StandIns {
       const auto work = stack.back().toCustomClass<c10d::Work>();
       for (const Received& entry : received_) {
         const at::Tensor& tensor = entry.scope.tensor();
-        if (work && tensor.numel() > 0) buffer_of(tensor).expect(entry.arrival(work));
+        if (work && tensor.numel() > 0) buffer_of(tensor).arrivals().expect(entry.arrival(work));
       }
     }
     call_when_done(stack, arrive, [received = received_](const ReceivedWork::Ptr& work) {
       for (const Received& entry : received) {
         const at::Tensor& tensor = entry.scope.tensor();
-        if (tensor.numel() > 0) buffer_of(tensor).expect(entry.arrival(work));
+        if (tensor.numel() > 0) buffer_of(tensor).arrivals().expect(entry.arrival(work));
         entry.scope.commit();  // again: what was flushed before was not what arrives
       }
     });
@@ -211,10 +203,11 @@ class StandIns {
               offset = quantized.storage_offset()](QuantizedBuffer& buffer) {
         work->wait();
         PlainGuard guard;
-        const at::Tensor plane = buffer.write_plane();
-        const at::Tensor now = plane.as_strided(sizes, strides, plane.storage_offset() + offset);
+        const WriteScope scope(
+            make_tensor(BufferPtr::reclaim_copy(&buffer), sizes, strides, offset));
+        const at::Tensor now = scope.plane();
         if (now.const_data_ptr() != target.const_data_ptr()) now.copy_(target);
-        buffer.written();
+        scope.commit_before_bump();
       };
     }
 
@@ -270,7 +263,7 @@ void collective_of_any(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     });
   }
   const bool is_async = is_asynchronous(op, values);
-  for (const BufferPtr& buffer : masters) mark_master_written(*buffer);
+  for (const BufferPtr& buffer : masters) WriteScope::written_by_alias(*buffer);
   if (any_quantized) {
     collective(op, keys, stack);
   } else {
@@ -280,7 +273,7 @@ void collective_of_any(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   }
   if (masters.empty() || !is_async) return;
   call_when_done(*stack, [masters = std::move(masters)] {
-    for (const BufferPtr& buffer : masters) mark_master_written(*buffer);
+    for (const BufferPtr& buffer : masters) WriteScope::written_by_alias(*buffer);
   });
 }
 

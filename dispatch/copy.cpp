@@ -6,7 +6,10 @@
 #include <utility>
 #include <vector>
 
+#include "dispatch/buffer_copies.h"
+#include "dispatch/image_copy.h"
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/make_buffer.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/shard_to_be.h"
@@ -77,7 +80,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
     const bool is_itself = &buffer == &buffer_of(src);  // of overlaps torch has the word
     if (const auto copy = is_itself ? std::nullopt : row_copy(self, src)) {
       if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, non_blocking)) {
-        buffer.note_before_bump(*self.unsafeGetTensorImpl());
+        buffer.flush_state().watch().note_before_bump(*self.unsafeGetTensorImpl());
         return self;
       }
     }
@@ -115,7 +118,8 @@ at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format)
     return value_copy(self, format.value_or(at::MemoryFormat::Preserve));
   }
   c10::OptionalDeviceGuard device_guard(self.device());
-  return make_tensor(impl.buffer()->copy(), self.sizes(), self.strides(), self.storage_offset());
+  return make_tensor(copy_buffer(*impl.buffer()), self.sizes(), self.strides(),
+                     self.storage_offset());
 }
 
 at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_arg,
@@ -134,9 +138,13 @@ at::Tensor to_copy(const at::Tensor& self, std::optional<at::ScalarType> dtype_a
   }
   const BufferPtr& from = impl_of(self).buffer();
   const bool moves_image = non_blocking && dtype == from->dtype() && !device.is_meta() &&
-                           !from->is_meta() && from->placement().is_share();
-  auto copy = moves_image ? QuantizedBuffer::image_copy(from->original(), device)
-                          : from->copy({dtype, device, non_blocking, pinned.value_or(false)});
+                           !from->device().is_meta() && from->placement().is_share();
+  BufferPtr copy;
+  if (moves_image) {
+    copy = ImageCopy::of(*from->original(), device);
+  } else {
+    copy = copy_buffer(*from, {dtype, device, non_blocking, pinned.value_or(false)});
+  }
   return make_tensor(std::move(copy), self.sizes(), self.strides(), self.storage_offset());
 }
 
@@ -155,12 +163,12 @@ std::vector<Piece> consecutive_rows(const at::ITensorListRef& tensors) {
     QuantizedBuffer& head = buffer_of(first);
     const auto rows = row_window(tensor);
     // Pieces without rows do not tell whether they would follow one another.
-    const bool fits = rows && rows->count > 0 && same_kind(buffer, head) &&
-                      buffer.dtype() == head.dtype() && buffer.device() == head.device() &&
-                      buffer.is_shown() && !buffer.is_meta() && !buffer.pending().defined() &&
-                      buffer.generation() == head.generation() &&
-                      buffer.keeps_master() == head.keeps_master() &&
-                      tensor.sizes().slice(1) == first.sizes().slice(1);
+    const bool fits =
+        rows && rows->count > 0 && same_kind(buffer, head) && buffer.dtype() == head.dtype() &&
+        buffer.device() == head.device() && buffer.flush_state().is_shown() &&
+        !buffer.device().is_meta() && !buffer.planes().pending().defined() &&
+        buffer.generation() == head.generation() && buffer.keeps_master() == head.keeps_master() &&
+        tensor.sizes().slice(1) == first.sizes().slice(1);
     if (!fits) return {};
     if (!pieces.empty()) {
       const auto& [last, last_rows] = pieces.back();
@@ -188,7 +196,7 @@ at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
   auto sizes = first.sizes().vec();
   sizes[0] = 0;
   for (const at::Tensor& tensor : tensors) sizes[0] += tensor.size(0);
-  return make_tensor(QuantizedBuffer::concatenate(pieces), sizes);
+  return make_tensor(concatenate(pieces), sizes);
 }
 
 // -------------------------------------------------------------------------------- storage
@@ -199,7 +207,7 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, c10::SymInt offset
   TORCH_CHECK(source.device() == self.device(),
               fmt::format("set_: a storage on {} cannot become that of a {}; use .to(device)",
                           source.device().str(), describe(self)));
-  auto buffer = QuantizedBuffer::over_storage(*impl.buffer(), std::move(source));
+  auto buffer = make_buffer_over_storage(*impl.buffer(), std::move(source));
   const auto& [rows, cols] = std::pair(buffer->layout().rows, buffer->layout().cols);
   const auto whole = make_tensor(buffer, {rows, cols});
   const auto view = make_view(whole, C10_AS_INTARRAYREF_SLOW(sizes),
@@ -253,20 +261,21 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 }
 
 void record_stream(at::Tensor& self, at::Stream stream) {
-  const QuantizedBuffer& buffer = buffer_of(self);
-  for (const auto& plane :
-       {buffer.image(), buffer.master(), buffer.grid().read(), buffer.pending()}) {
-    if (plane.defined()) plane.record_stream(stream);
+  const Planes& planes = buffer_of(self).planes();
+  for (const ReadOnlyTensor* plane :
+       {&planes.image(), &planes.master(), &planes.grid().read(), &planes.pending()}) {
+    if (plane->defined()) plane->record_stream(stream);
   }
 }
 
 bool is_pinned(const at::Tensor& self, std::optional<at::Device>) {
-  return buffer_of(self).image().is_pinned();
+  return buffer_of(self).planes().image().is_pinned();
 }
 
 at::Tensor pin_memory(const at::Tensor& self, std::optional<at::Device>) {
   QuantizedBuffer& from = buffer_of(self);
-  auto pinned = from.copy({from.dtype(), from.device(), /*non_blocking=*/false, /*pinned=*/true});
+  auto pinned =
+      copy_buffer(from, {from.dtype(), from.device(), /*non_blocking=*/false, /*pinned=*/true});
   return make_tensor(std::move(pinned), self.sizes(), self.strides(), self.storage_offset());
 }
 

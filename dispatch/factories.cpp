@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/make_buffer.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/shard_to_be.h"
@@ -75,15 +76,15 @@ at::Tensor make_shard(const at::Tensor& self, at::IntArrayRef sizes, const NewAr
                          c10::add_overflows(row, from.layout().row_offset + rows->first, &row);
   if (is_beyond) row = from.layout().logical_rows;  // cut() ends there
   const bool is_whole = covers_live_rows(self) && held >= from.layout().live_rows();
-  auto shard = QuantizedBuffer::like_rows(from, from.placement().cut(row, held, is_whole),
-                                          args.dtype, args.device, fill);
+  auto shard = make_buffer_of_rows(from, from.placement().cut(row, held, is_whole), args.dtype,
+                                   args.device, fill);
   return make_tensor(std::move(shard), sizes);
 }
 
 /// `new_empty([])` is what DCP's stager and others build `set_(storage, ...)` on: it carries the
 /// template's metadata and no bytes.
 at::Tensor rebuild_template(const at::Tensor& self, const NewArgs& args) {
-  return make_tensor(QuantizedBuffer::without_bytes(buffer_of(self), args.dtype, args.device), {});
+  return make_tensor(make_buffer_without_bytes(buffer_of(self), args.dtype, args.device), {});
 }
 
 at::Tensor new_tensor(const at::Tensor& self, at::IntArrayRef sizes, const NewArgs& args,

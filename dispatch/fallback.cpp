@@ -40,7 +40,7 @@ class Substitution {
     reads_ = true;
     // as_strided_copy and its like count elements of the storage. A master lies somewhere within
     // the packed storage; a copy of the plane starts at its own.
-    return counts_storage_ ? window(buffer_of(tensor).value_plane().clone(), tensor)
+    return counts_storage_ ? window(buffer_of(tensor).value().operand().clone(), tensor)
                            : value_of(tensor);
   }
 
@@ -159,7 +159,11 @@ void convert_value(c10::IValue& value, const Convert& convert) {
 }
 
 void check_has_value(const at::Tensor& tensor) {
-  if (has_key(tensor)) buffer_of(tensor).check_has_value();
+  if (!has_key(tensor)) return;
+  QuantizedBuffer& buffer = buffer_of(tensor);
+  buffer.original();  // an error if it is gone
+  const Planes& planes = buffer.planes();
+  if (!planes.master().defined() && !planes.pending().defined()) buffer.check_is_allocated();
 }
 
 void refuse_what_cannot_fall_back(const c10::OperatorHandle& op, const std::string& name) {

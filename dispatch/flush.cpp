@@ -40,7 +40,7 @@ bool fit_together(const Groups& a, const Groups& b) {
 std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
   std::vector<Batch> batches;
   for (const auto& buffer : buffers) {
-    if (buffer->is_meta()) continue;
+    if (buffer->device().is_meta()) continue;
     Groups groups = groups_of_flush(*buffer);
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
       return b.device == buffer->device() && fit_together(b.groups, groups);
@@ -58,7 +58,7 @@ std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
 }
 
 void check_group_is_known(const QuantizedBuffer& buffer) {
-  if (buffer.can_flush_alone() || buffer.placement().group()) return;
+  if (buffer.placement().is_alone() || buffer.placement().group()) return;
   if (buffer.layout().holds_all_rows()) return;  // of a part of the full tensor
   const Layout& layout = buffer.layout();
   TORCH_CHECK(false,
@@ -77,10 +77,10 @@ bool is_done_alone(const QuantizedBuffer& buffer) {
 /// Of weights that share a scale and are all here, all are written if one is.
 void spread_writes(const Batch& batch) {
   for (const auto& group : shared_scales(batch.buffers)) {
-    const auto is_written = [&](size_t i) { return batch.buffers[i]->is_written(); };
+    const auto is_written = [&](size_t i) { return batch.buffers[i]->flush_state().is_written(); };
     if (std::none_of(group.begin(), group.end(), is_written)) continue;
     for (const size_t i : group) {
-      if (!is_written(i)) batch.buffers[i]->written_elsewhere();
+      if (!is_written(i)) batch.buffers[i]->flush_state().write_elsewhere();
     }
   }
 }
@@ -104,13 +104,13 @@ std::vector<BufferPtr> take_apart(Batch& batch) {
 
 /// The written buffers of a batch, after the ranks of its group know which those are.
 void flush_batch(Batch batch, const RequantizeOptions& options) {
-  std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->is_written(); });
+  std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->flush_state().is_written(); });
   if (batch.buffers.empty()) return;
   if (!batch.groups.shard) {
     // Rows that nobody adopted: whoever adopts them agrees on scales of his own.
     std::erase_if(batch.buffers, [](const BufferPtr& buffer) {
       if (buffer->layout().holds_all_rows()) return false;
-      if (!buffer->is_shown()) flush_alone(buffer);
+      if (!buffer->flush_state().is_shown()) flush_alone(buffer);
       return true;
     });
   }
@@ -119,7 +119,7 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
     RequantizeOptions own = options;
     if (own.kind != FlushKind::kStep) own.pending = Pending::kKeep;
     requantize({batch.device, batch.groups, apart}, own);
-    for (const auto& buffer : apart) buffer->shown_alone();
+    for (const auto& buffer : apart) buffer->flush_state().show();
   }
   Batch left = batch;
   // Nobody waits for their amaxes.
@@ -129,7 +129,7 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
     });
   }
   if (!left.buffers.empty()) requantize(left, options);
-  for (const auto& buffer : batch.buffers) buffer->agreed();
+  for (const auto& buffer : batch.buffers) buffer->flush_state().agree();
 }
 
 /// Whatever one rank wrote counts as written on all.
@@ -137,21 +137,21 @@ void agree_on_what_is_written(const Batch& batch) {
   PlainGuard guard;
   auto flags = at::zeros({static_cast<int64_t>(batch.buffers.size())}, at::kInt);
   for (size_t i = 0; i < batch.buffers.size(); ++i) {
-    flags.mutable_data_ptr<int32_t>()[i] = batch.buffers[i]->is_written();
+    flags.mutable_data_ptr<int32_t>()[i] = batch.buffers[i]->flush_state().is_written();
   }
   const auto agreed = flags.to(batch.device);
   if (batch.groups.shard) batch.groups.shard->all_reduce_max(agreed);
   for (const RankGroupPtr& group : batch.groups.tensor) group->all_reduce_max(agreed);
   flags = agreed.cpu();
   for (size_t i = 0; i < batch.buffers.size(); ++i) {
-    if (flags.const_data_ptr<int32_t>()[i]) batch.buffers[i]->written_elsewhere();
+    if (flags.const_data_ptr<int32_t>()[i]) batch.buffers[i]->flush_state().write_elsewhere();
   }
 }
 
 }  // namespace
 
 void flush_alone(const BufferPtr& buffer) {
-  buffer->settle_arrivals();
+  buffer->arrivals().settle(*buffer);
   check_group_is_known(*buffer);
   // A one-row weight looks whole on one of two ranks, and the others have its state.
   const Share* share = buffer->placement().share();
@@ -159,34 +159,34 @@ void flush_alone(const BufferPtr& buffer) {
   const bool shares_scale = buffer->placement().scale_group().id != 0;
   if (!buffer->layout().holds_all_rows() || may_be_share || shares_scale) {
     // The agreed flush still has to come, from the written values.
-    if (!buffer->is_meta()) requantize(alone(buffer), {.pending = Pending::kKeep});
-    return buffer->shown_alone();
+    if (!buffer->device().is_meta()) requantize(alone(buffer), {.pending = Pending::kKeep});
+    return buffer->flush_state().show();
   }
   at::Tensor amax;
-  if (!buffer->is_meta()) {
+  if (!buffer->device().is_meta()) {
     requantize(alone(buffer), {.amax = buffer->keeps_master() ? nullptr : &amax});
     // A one-row weight on two ranks looks whole on one of them, and they must still meet: the
     // values are rounded by then, and have other amaxes.
     if (amax.defined()) amax = amax.narrow(0, 0, buffer->layout().grid_numel());
   }
-  buffer->shown_alone(amax);
+  buffer->flush_state().show(amax);
 }
 
 void require_shown(const BufferPtr& buffer, const char* op) {
   buffer->check_is_allocated();
-  if (buffer->is_ready() || buffer->layout().rows == 0) return;
+  if (buffer->flush_state().is_ready() || buffer->layout().rows == 0) return;
   // Threads that serve one model may all be the first to read a weight.
   static std::mutex first_use;
   const std::lock_guard lock(first_use);
-  buffer->settle_bumps();
-  if (buffer->is_shown()) return;
+  buffer->flush_state().watch().settle();
+  if (buffer->flush_state().is_shown()) return;
   buffer->complete();
-  if (buffer->can_flush_alone()) return flush_alone(buffer);
+  if (buffer->placement().is_alone()) return flush_alone(buffer);
   const Layout& layout = buffer->layout();
   if (buffer->placement().owns_its_blocks()) {
     // The codes are final, the grid rows of other ranks are not.
     requantize(alone(buffer), {.pending = Pending::kKeep});
-    return buffer->shown_alone();
+    return buffer->flush_state().show();
   }
   TORCH_CHECK(
       !layout.holds_all_rows(),
@@ -202,19 +202,19 @@ void require_shown(const BufferPtr& buffer, const char* op) {
 }
 
 void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tensor& found_inf) {
-  for (const BufferPtr& buffer : buffers) buffer->settle_arrivals();
+  for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   if (kind == FlushKind::kStep) tell_rounding_keys_apart(buffers);
   for (const auto& batch : batches_of(buffers)) {
     spread_writes(batch);
     for (const auto& buffer : batch.buffers) {
-      if (buffer->is_written()) check_group_is_known(*buffer);
+      if (buffer->flush_state().is_written()) check_group_is_known(*buffer);
     }
     flush_batch(batch, {.kind = kind, .found_inf = found_inf});
   }
 }
 
 void flush_any_written(const std::vector<BufferPtr>& buffers) {
-  for (const BufferPtr& buffer : buffers) buffer->settle_arrivals();
+  for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   for (const auto& batch : batches_of(buffers)) {
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
     if (batch.groups.shard || !batch.groups.tensor.empty()) agree_on_what_is_written(batch);
@@ -239,7 +239,7 @@ at::Tensor written_by_rank(const std::vector<BufferPtr>& buffers,
     for (size_t i = begin; i < end; ++i) {
       rows[static_cast<int64_t>(i - begin)][rank] = is_written[i] ? 2 : 1;
     }
-    if (buffers[begin]->is_meta()) continue;
+    if (buffers[begin]->device().is_meta()) continue;
     // One group after another, so that all ranks of the mesh see the same and fail together.
     auto words = rows.to(device);
     if (groups.shard) groups.shard->all_reduce_max(words);

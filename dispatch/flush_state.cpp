@@ -16,8 +16,7 @@ std::optional<c10::Stream> FlushState::write_stream() const {
 
 bool FlushState::notice_other_memory() {
   if (!watch_.has_other_memory()) return false;
-  written_ = true;
-  shown_ = false;
+  state_ = State::kStale;
   start_generation();
   forget_amax();
   ++writes_;
@@ -27,8 +26,7 @@ bool FlushState::notice_other_memory() {
 
 void FlushState::write(at::Device device) {
   notice_other_memory();
-  written_ = true;
-  shown_ = false;
+  state_ = State::kStale;
   forget_amax();
   ++writes_;
   write_stream_ = current_device_stream(device);
@@ -41,16 +39,15 @@ void FlushState::write_with_amax(at::Device device, at::Tensor amax, at::Tensor 
   watch_.note();
   known_amax_ = std::move(amax);
   provisional_ = std::move(provisional);
-  shown_ = shown;
   if (!shown) return;
+  state_ = State::kShown;
   start_generation();
   may_be_replayed_ |= is_capturing(device);
 }
 
 void FlushState::write_elsewhere() {
   notice_other_memory();
-  if (watch_.has_moved()) shown_ = false;
-  written_ = true;
+  state_ = state_of(true, is_shown());
   watch_.note();
 }
 
@@ -65,30 +62,27 @@ void FlushState::requantize(FlushEvent flushed) {
 
 void FlushState::show(at::Tensor amax) {
   // A write that only a counter told of is forgotten by noting it: say it first.
-  written_ = is_written();
-  shown_ = true;
+  state_ = state_of(is_written(), true);
   if (amax.defined()) known_amax_ = std::move(amax);
   provisional_.reset();
   watch_.note();
 }
 
 void FlushState::agree() {
-  written_ = false;
-  shown_ = true;
+  state_ = State::kAgreed;
   forget_amax();
   watch_.note();
 }
 
 void FlushState::replace_rows(bool written, bool same_amax) {
-  written_ = is_written() || written;
+  if (is_written() || written) leave_agreed();
   if (!same_amax) known_amax_.reset();
   provisional_.reset();
   ++writes_;
 }
 
 void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device device) {
-  written_ = other.is_written();
-  shown_ = other.is_shown();
+  state_ = state_of(other.is_written(), other.is_shown());
   ++writes_;
   generation_ = other.generation_;
   known_amax_ = other.knows_amax() && same_amax ? other.known_amax_.to(device) : at::Tensor();
@@ -98,8 +92,7 @@ void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device dev
 }
 
 void FlushState::restore(bool written, bool shown) {
-  written_ = written;
-  shown_ = shown;
+  state_ = state_of(written, shown);
   forget_amax();
   watch_.note();
 }

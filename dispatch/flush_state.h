@@ -27,16 +27,31 @@ namespace qshard {
 //               final if the amaxes that ranks agree on give the same ones
 //   generation  which grid the codes belong to. Codes move as bytes within one generation only
 
-/// The part of a buffer that says what a flush has to do for it. Every transition is a member.
+/// The part of a buffer that says what a flush has to do for it. Every transition is a member. A
+/// buffer is in one of these states:
+///
+///   state    what holds                                  what may follow
+///   agreed   the image shows the value, and all ranks    a write; a gather; copies as bytes
+///            know its scales
+///   shown    the image shows the value, by scales that   the same; the next agreed flush, which
+///            other ranks may not know; a pending write   quantizes again, or agrees on amaxes
+///            may be kept for the flush to come           alone where they are known (settled)
+///   stale    the image is old: master or pending write   a flush: no gather and no read of codes
+///            has the value                               comes before it, but by a flush of this
+///                                                        rank alone
+///
+/// `shown` and `stale` count as written. A counter that moved unseen, or memory that was exchanged,
+/// makes any state stale (WriteWatch).
 class FlushState {
  public:
   FlushState() = default;
   FlushState(const FlushState&) = delete;  // copies are made by copy_of()
   FlushState& operator=(const FlushState&) = delete;
 
-  bool is_written() const { return written_ || watch_.has_moved(); }
-  bool is_shown() const { return shown_ && !watch_.has_moved(); }
-  bool is_settled_and_shown() const { return is_shown() && watch_.is_settled(); }
+  bool is_written() const { return state_ != State::kAgreed || watch_.has_moved(); }
+  bool is_shown() const { return state_ != State::kStale && !watch_.has_moved(); }
+  /// Whether it is shown, for sure and on any thread.
+  bool is_ready() const { return is_shown() && watch_.is_settled(); }
   bool knows_amax() const { return known_amax_.defined() && !watch_.has_moved(); }
   bool is_settled() const { return knows_amax() && is_shown(); }
   int64_t generation() const { return generation_; }
@@ -47,7 +62,6 @@ class FlushState {
   at::Tensor provisional() const { return knows_amax() ? provisional_ : at::Tensor(); }
   /// How often the value changed: what image-only copies compare.
   uint32_t writes() const { return writes_; }
-  bool was_written_unseen() const { return watch_.has_moved(); }
   /// The stream of the last write that said so; none if one did not.
   std::optional<c10::Stream> write_stream() const;
   const FlushEvent& flushed() const { return flushed_; }
@@ -55,23 +69,13 @@ class FlushState {
   /// transition says so.
   bool may_be_replayed() const { return may_be_replayed_; }
 
-  /// Watches a version counter of the master, that of `owner`.
-  void watch(const c10::VariableVersion& counter, const c10::TensorImpl* owner) {
-    watch_.add(counter, owner);
-  }
-  /// The same of the buffer's first tensor, which nobody shares it with yet.
-  void watch_sole(const c10::TensorImpl& owner) { watch_.add_sole(owner); }
-  /// Watches the memory of value and codes; what it held before is forgotten.
-  void watch_memory(MemoryWatch memory) { watch_.watch(memory); }
+  /// The counters of the value's tensors, and its memory. What the in-place kernel that runs now
+  /// said, and the operators that have returned, is said to it.
+  WriteWatch& watch() { return watch_; }
+  const WriteWatch& watch() const { return watch_; }
   /// Whether the watched memory was exchanged, so that its bytes are unknown. If it was, a new
-  /// generation begins, which is written and not shown.
+  /// generation begins, which is stale.
   bool notice_other_memory();
-  /// Before others share it; whether they are the first.
-  bool hold_counter() { return watch_.hold(); }
-  /// The tensor goes, or leaves the buffer; what was watched stays so.
-  void let_go(const c10::TensorImpl& owner) { watch_.let_go(owner); }
-  bool is_watched() const { return !watch_.is_empty(); }
-  const c10::VariableVersion& version_counter() const { return watch_.counter(); }
 
   /// The value was written on the device's current stream.
   void write(at::Device device);
@@ -80,13 +84,14 @@ class FlushState {
   void write_with_amax(at::Device device, at::Tensor amax, at::Tensor provisional, bool shown);
   /// Some rank wrote, or may have: the image stands, and its scales are to be agreed on again.
   void write_elsewhere();
-  /// The image is not to be read before a flush, though the value is the one that it was made of.
-  void hide() { shown_ = false; }
+  /// Of a written value: the image is not to be read before a flush, though the value is the one
+  /// that it was made of.
+  void hide() { state_ = State::kStale; }
   /// The image was made anew from the value, by kernels that `flushed` comes after.
   void requantize(FlushEvent flushed);
   /// The image shows the value, by scales that other ranks may not know. `amax` is that of the
   /// values as they are now, if known.
-  void show(at::Tensor amax);
+  void show(at::Tensor amax = {});
   /// The image shows the value, and all ranks know.
   void agree();
   /// Rows of the value and their codes, of one generation with these, were replaced as bytes.
@@ -101,20 +106,14 @@ class FlushState {
   /// Takes the state of a buffer whose value and image were copied. `same_amax`: the amaxes of the
   /// copied values are those of the source.
   void copy_of(const FlushState& other, bool same_amax, at::Device device);
-  /// As it was when a file was written, or a template read.
+  /// As it was when a file was written, or a template read: `shown` of what was written.
   void restore(bool written, bool shown);
-  /// The in-place kernel that runs now has said all; the bump that follows says nothing new.
-  void note_before_bump() { watch_.note_before_bump(); }
-  void note_before_bump(const c10::TensorImpl& written) { watch_.note_before_bump(written); }
-  /// Operators that noted before a bump have returned since.
-  void settle_bumps() {
-    if (!watch_.is_settled()) watch_.settle();
-  }
   void release();
 
-  static int64_t next_generation();
-
  private:
+  enum class State : uint8_t { kAgreed, kShown, kStale };
+
+  static int64_t next_generation();
   void start_generation() {
     generation_ = next_generation();
     provisional_.reset();
@@ -123,9 +122,15 @@ class FlushState {
     known_amax_.reset();
     provisional_.reset();
   }
+  /// Written from now on; shown as it was.
+  void leave_agreed() {
+    if (state_ == State::kAgreed) state_ = State::kShown;
+  }
+  static State state_of(bool written, bool shown) {
+    return !written ? State::kAgreed : shown ? State::kShown : State::kStale;
+  }
 
-  bool written_ = false;
-  bool shown_ = true;
+  State state_ = State::kAgreed;
   uint32_t writes_ = 0;
   int64_t generation_ = next_generation();
   at::Tensor known_amax_;

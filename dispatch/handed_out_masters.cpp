@@ -42,8 +42,8 @@ class Registry {
   std::atomic<bool> is_empty_ = true;
 
   static const c10::StorageImpl* storage_of(const QuantizedBuffer& buffer) {
-    const at::Tensor& master = buffer.master();
-    return master.defined() ? master.storage().unsafeGetStorageImpl() : nullptr;
+    const ReadOnlyTensor& master = buffer.planes().master();
+    return master.defined() ? master.storage_impl() : nullptr;
   }
 };
 

@@ -10,6 +10,7 @@
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/native_kernels.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/read_codes.h"
 
 namespace qshard {
 
@@ -26,10 +27,12 @@ LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
       fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
                   describe(weight), weight.strides().vec()));
   require_shown(buffer, op);
-  return {matrix_of({buffer->layout(), buffer->image(), buffer->grid().read(), rows->first},
+  const Planes& planes = buffer->planes();
+  const ScalingState& state = buffer->scaling_state();
+  return {matrix_of({buffer->layout(), planes.image().operand(), planes.grid().read().operand(),
+                     rows->first},
                     weight.size(0)),
-          buffer->scaling_state().amax_history, buffer->scaling_state().scaling_amax,
-          &buffer->last_input()};
+          state.amax_history, state.scaling_amax, &buffer->remembered().last_input};
 }
 
 bool is_row_window(const at::Tensor& tensor) {
@@ -41,7 +44,7 @@ at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
   if (!has_key(tensor)) return tensor;
   const BufferPtr& buffer = impl_of(tensor).buffer();
   require_shown(buffer, op);
-  return window(buffer->dequantize_rows({0, buffer->layout().rows}, buffer->dtype()), tensor);
+  return window(dequantized_rows(*buffer, buffer->dtype()), tensor);
 }
 
 std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {

@@ -15,6 +15,7 @@
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/requantize.h"
 #include "dispatch/storage.h"
+#include "dispatch/write_scope.h"
 #include "kernels/optimizer.h"
 
 namespace qshard {
@@ -75,7 +76,7 @@ bool has_steppable_master(const at::Tensor& parameter) {
   if (!is_quantized(parameter)) return false;
   const QuantizedBuffer& buffer = buffer_of(parameter);
   const Layout& layout = buffer.layout();
-  if (!buffer.master().defined()) return false;
+  if (!buffer.planes().master().defined()) return false;
   if (parameter.numel() == 0) return true;
   const Placement& placement = buffer.placement();
   if (!placement.group() && !layout.holds_all_rows()) return false;
@@ -152,15 +153,15 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
     const at::Tensor& parameter = a.parameters[i];
     QuantizedBuffer& buffer = buffer_of(parameter);
     if (parameter.numel() == 0) continue;
-    buffer.write_codes();
+    const WritableCodes codes = buffer.write_codes();
     AdamWTask& task = tasks.emplace_back();
     task.layout = buffer.layout();
     task.cuts = find_cuts(task.layout, ranks_of(buffer.placement().group()));
     task.value_dtype = value_dtype(buffer.dtype());
-    task.parameter = buffer.write_plane().mutable_data_ptr();
+    task.parameter = WriteScope(parameter).data();
     task.values = task.parameter;
-    task.image = buffer.image().mutable_data_ptr<uint8_t>();
-    task.grid = buffer.grid().mutable_data();
+    task.image = codes.image;
+    task.grid = codes.grid;
     task.quantizes = step_quantizes(task.layout);
     task.grad = a.grads[i].mutable_data_ptr();
     task.exp_avg = a.exp_avgs[i].mutable_data_ptr();
@@ -194,8 +195,9 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
     const AdamWTask& task = tasks[t];
     at::Tensor provisional;
     if (task.provisional) provisional = left_at(task.provisional, provisional_numel(task));
-    buffers[t]->written_with_amax(left_at(task.amax, amax_numel(task.layout, task.cuts)),
-                                  std::move(provisional), task.quantizes == StepQuantizes::kAll);
+    buffers[t]->flush_state().write_with_amax(
+        device, left_at(task.amax, amax_numel(task.layout, task.cuts)), std::move(provisional),
+        task.quantizes == StepQuantizes::kAll);
   }
 }
 

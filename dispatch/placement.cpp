@@ -63,6 +63,7 @@ void Placement::adopt_groups_of(const Placement& other) {
 }
 
 void Placement::disown() {
+  forget_rounding();
   if (share() && share()->is_cut) {
     Share copy;
     copy.is_cut = true;

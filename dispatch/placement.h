@@ -24,19 +24,6 @@ struct ScaleGroup {
   bool operator==(const ScaleGroup&) const = default;
 };
 
-/// What the mesh over which FSDP2 gathers a shard is to it. FSDP2 says it in an attribute of its
-/// own, which takes too long to read at each gather.
-struct MeshOfGathers {
-  std::string mesh;            // c10d name of its group
-  bool is_replicated = false;  // its ranks hold the same rows
-};
-
-/// The number of the groups that were found for a DTensor, `spec` the number of its spec.
-struct GroupsOfSpec {
-  int64_t spec = 0;  // 0: none
-  int64_t groups = 0;
-};
-
 /// Rows that are no rank's share, of whole weights and of copies: their scales wait for no other
 /// rank.
 struct Own {
@@ -59,9 +46,16 @@ struct Share {
 struct Gathered {};
 
 /// The rows [row_offset, row_offset + rows) of a logical tensor, where that lies in the full one,
-/// and whose they are. FSDP, HSDP, tensor parallelism and DDP differ in nothing else: FSDP's ranks
-/// hold rows of one logical tensor, tensor-parallel ones a logical tensor each, replicas the same
-/// rows.
+/// and whose they are:
+///
+///   whose      what it knows of other ranks   what may follow
+///   Own        replicas alone                 adopt(): a share
+///   Share      the groups, once it is told    adopt(): other groups; disown(), as of a copy: Own,
+///                                             or a share that is not told
+///   Gathered   nothing: the shards know       adopt(): a share
+///
+/// FSDP, HSDP, tensor parallelism and DDP differ in nothing else: FSDP's ranks hold rows of one
+/// logical tensor, tensor-parallel ones a logical tensor each, replicas the same rows.
 class Placement {
  public:
   Placement() = default;
@@ -107,6 +101,12 @@ class Placement {
   /// @throws c10::Error if there is no such group.
   void set_replicas(std::string_view group);
   void share_scale(const ScaleGroup& group) { scale_group_ = group; }
+  /// Whether all that hold its rows, or others of its tensor, round by one key of stochastic
+  /// rounding. What ranks quantize apart, with seeds of their own, does not until they meet.
+  bool agrees_on_rounding() const { return rounding_groups_ == groups(); }
+  void agreed_on_rounding() { rounding_groups_ = groups(); }
+  /// This rank was given another key.
+  void forget_rounding() { rounding_groups_.reset(); }
   /// Belongs to whom `other` belongs, of whose parameter this is.
   void adopt_groups_of(const Placement& other);
   /// A copy of a share agrees with no other rank until it is adopted again.
@@ -116,6 +116,7 @@ class Placement {
   Layout layout_;
   std::variant<Own, Share, Gathered> whose_;
   ScaleGroup scale_group_;
+  std::optional<Groups> rounding_groups_;  // that agreed on the key of stochastic rounding
 
   Share& as_share();
 };

@@ -16,7 +16,7 @@ namespace qshard {
 
 QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, at::IntArrayRef sizes,
                                          at::IntArrayRef strides, int64_t offset)
-    : c10::TensorImpl(c10::Storage(buffer->storage()), c10::DispatchKeySet(kKey),
+    : c10::TensorImpl(c10::Storage(buffer->planes().storage()), c10::DispatchKeySet(kKey),
                       c10::scalarTypeToTypeMeta(buffer->dtype())),
       buffer_(std::move(buffer)) {
   set_sizes_and_strides(sizes, strides);
@@ -26,7 +26,7 @@ QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, at::IntArrayRef sizes
 QuantizedTensorImpl::QuantizedTensorImpl(BufferPtr buffer, c10::DispatchKeySet key_set,
                                          at::IntArrayRef sizes, at::IntArrayRef strides,
                                          int64_t offset, bool is_export)
-    : c10::TensorImpl(c10::TensorImpl::VIEW, c10::Storage(buffer->storage()), key_set,
+    : c10::TensorImpl(c10::TensorImpl::VIEW, c10::Storage(buffer->planes().storage()), key_set,
                       c10::scalarTypeToTypeMeta(buffer->dtype())),
       buffer_(std::move(buffer)),
       is_export_(is_export) {
@@ -43,34 +43,36 @@ QuantizedTensorImpl::QuantizedTensorImpl(c10::Storage storage, c10::DispatchKeyS
 void QuantizedTensorImpl::become_quantized(BufferPtr buffer) {
   const auto like = c10::make_intrusive<QuantizedTensorImpl>(buffer, sizes(), strides(), 0);
   key_set_ = like->key_set_;
-  storage_ = buffer->storage();
+  storage_ = buffer->planes().storage();
   buffer_ = std::move(buffer);
-  buffer_->watch(*this);
+  buffer_->counters().watch(*this);
 }
 
 void QuantizedTensorImpl::set_buffer(BufferPtr buffer, at::IntArrayRef sizes,
                                      at::IntArrayRef strides, int64_t offset) {
-  buffer_->let_go(*this);
+  let_go();
   buffer_ = std::move(buffer);
-  storage_ = buffer_->storage();
+  storage_ = buffer_->planes().storage();
   data_type_ = c10::scalarTypeToTypeMeta(buffer_->dtype());
   set_sizes_and_strides(sizes, strides, offset);
-  buffer_->watch(*this);
+  buffer_->counters().watch(*this);
 }
 
-QuantizedTensorImpl::~QuantizedTensorImpl() {
-  if (buffer_) buffer_->let_go(*this);
+QuantizedTensorImpl::~QuantizedTensorImpl() { let_go(); }
+
+void QuantizedTensorImpl::let_go() const {
+  if (buffer_) buffer_->flush_state().watch().let_go(*this);
 }
 
 void QuantizedTensorImpl::release_resources() {
-  if (buffer_) buffer_->let_go(*this);
+  let_go();
   buffer_.reset();
   c10::TensorImpl::release_resources();
 }
 
 bool QuantizedTensorImpl::has_storage() const {
   if (!buffer_) return c10::TensorImpl::has_storage();
-  if (buffer_->has_address()) return true;
+  if (buffer_->planes().master().defined()) return true;
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   if (!extra_meta_) {
@@ -90,7 +92,7 @@ bool QuantizedTensorImpl::has_storage() const {
 template <typename Version>
 c10::intrusive_ptr<c10::TensorImpl> QuantizedTensorImpl::copy_and_detach(Version&& version_counter,
                                                                          bool allow_change) const {
-  buffer_->share_counter();
+  buffer_->counters().share();
   auto copy =
       c10::make_intrusive<QuantizedTensorImpl>(buffer_, sizes(), strides(), storage_offset());
   copy->key_set_ = key_set_;
@@ -126,11 +128,11 @@ void QuantizedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::Tensor
       "or assign a new Parameter");
   auto* source = static_cast<QuantizedTensorImpl*>(other.get());
   copy_tensor_metadata(source, this, version_counter(), allow_tensor_metadata_change());
-  buffer_->let_go(*this);
+  let_go();
   buffer_ = source->buffer_;
   is_export_ = source->is_export_;
-  storage_ = buffer_->storage();
-  buffer_->watch(*this);
+  storage_ = buffer_->planes().storage();
+  buffer_->counters().watch(*this);
 }
 
 bool is_quantized(const at::Tensor& tensor) {
@@ -172,7 +174,7 @@ at::Tensor make_tensor(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef 
                        int64_t offset) {
   need_python_part();
   auto tensor = at::detail::make_tensor<QuantizedTensorImpl>(buffer, sizes, strides, offset);
-  buffer->share_version(*tensor.unsafeGetTensorImpl());
+  buffer->counters().share_with(*tensor.unsafeGetTensorImpl());
   return tensor;
 }
 
@@ -214,7 +216,7 @@ void check_within(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::In
 /// A view below autograd, which otherwise makes the views of a tensor share its version counter.
 at::Tensor view_of(const QuantizedTensorImpl& self, at::IntArrayRef sizes, at::IntArrayRef strides,
                    int64_t offset, bool is_export) {
-  self.buffer()->share_counter();
+  self.buffer()->counters().share();
   auto view = at::detail::make_tensor<QuantizedTensorImpl>(self.buffer(), self.key_set(), sizes,
                                                            strides, offset, is_export);
   auto* impl = view.unsafeGetTensorImpl();
@@ -281,16 +283,16 @@ bool covers_live_rows(const at::Tensor& self) {
 
 at::Tensor value_of(const at::Tensor& self) {
   PlainGuard guard;
-  return window(buffer_of(self).value_plane(), self);
+  return window(buffer_of(self).value().operand(), self);
 }
 
 at::Tensor value_copy(const at::Tensor& self, at::MemoryFormat format) {
   PlainGuard guard;
   QuantizedBuffer& buffer = buffer_of(self);
-  const auto value = window(buffer.value_plane(), self);
+  const auto value = window(buffer.value().operand(), self);
   const bool is_dense =
       format == at::MemoryFormat::Preserve || format == at::MemoryFormat::Contiguous;
-  const bool fresh = is_dense && !buffer.keeps_master() && !buffer.pending().defined() &&
+  const bool fresh = is_dense && !buffer.keeps_master() && !buffer.planes().pending().defined() &&
                      value.is_contiguous() &&
                      self.numel() == buffer.layout().rows * buffer.layout().cols;
   return fresh ? value : value.clone(format);
@@ -304,7 +306,7 @@ void bump_and_mark_written(const at::Tensor& self) {
   }
   buffer.written_nothing();
   bump_version(self);
-  buffer.note_before_bump();  // this one was no news
+  buffer.flush_state().watch().note_before_bump();  // this one was no news
 }
 
 std::string describe(const at::Tensor& self) {

@@ -46,7 +46,7 @@ class QuantizedTensorImpl final : public c10::TensorImpl {
   /// this gives them the reason to state.
   bool has_storage() const override;
   const c10::Storage& storage() const override {
-    return buffer_ ? buffer_->storage() : c10::TensorImpl::storage();
+    return buffer_ ? buffer_->planes().storage() : c10::TensorImpl::storage();
   }
   const char* tensorimpl_type_name() const override { return "QuantizedTensorImpl"; }
 
@@ -64,6 +64,8 @@ class QuantizedTensorImpl final : public c10::TensorImpl {
   BufferPtr buffer_;
   bool is_export_ = false;
 
+  /// Leaves the buffer, whose counter may be this tensor's own.
+  void let_go() const;
   template <typename Version>
   c10::intrusive_ptr<c10::TensorImpl> copy_and_detach(Version&& version_counter,
                                                       bool allow_change) const;

@@ -89,8 +89,8 @@ struct Entry {
   /// In front, the amaxes of the full tensor where `amax` has those of blocks, too.
   std::span<float> tensor_amax;
   QuantizeTask task;
-  at::Tensor values;    // that task reads
-  at::Tensor snapshot;  // of the grid that task writes
+  ReadOnlyTensor values;  // that task reads
+  at::Tensor snapshot;    // of the grid that task writes
   std::optional<FlushedState> state;
 };
 
@@ -114,7 +114,7 @@ Entry::Needs needs_of(const QuantizedBuffer& buffer, bool shares_scale) {
 /// What the rowwise image of a task will show, in the values' dtype. Without a master that is the
 /// tensor's value from then on, and the columnwise image must be made of the same: made of the
 /// values before, no load could make it again.
-at::Tensor shown_rowwise(QuantizeTask task, const at::Tensor& values, Stream stream) {
+at::Tensor shown_rowwise(QuantizeTask task, const ReadOnlyTensor& values, Stream stream) {
   task.layout = task.layout.with_images(Images::kRowwise);
   task.cuts = {};
   const auto image =
@@ -218,7 +218,8 @@ class Requantization {
     if (options_.kind != FlushKind::kStep) return;
     std::vector<std::pair<Groups, std::vector<QuantizedBuffer*>>> to_agree;
     for (const BufferPtr& buffer : batch_.buffers) {
-      if (buffer->rounding_is_agreed()) continue;
+      const bool rounds = buffer->scaling_state().rounding.defined();
+      if (!rounds || buffer->placement().agrees_on_rounding()) continue;
       const Groups& groups = buffer->placement().groups();
       auto found = std::find_if(to_agree.begin(), to_agree.end(),
                                 [&](const auto& known) { return known.first == groups; });
@@ -227,7 +228,7 @@ class Requantization {
     }
     for (const auto& [groups, buffers] : to_agree) {
       if (groups != Groups()) agree_on_keys(groups, buffers);
-      for (QuantizedBuffer* buffer : buffers) buffer->agreed_on_rounding();
+      for (QuantizedBuffer* buffer : buffers) buffer->placement().agreed_on_rounding();
     }
   }
 
@@ -286,32 +287,32 @@ class Requantization {
   void prepare(Entry& entry) {
     QuantizedBuffer& buffer = *entry.buffer;
     const Layout& layout = buffer.layout();
-    buffer.write_codes();
+    const WritableCodes codes = buffer.write_codes();
     entry.needs = needs_of(buffer, entry.shares_scale);
     QuantizeTask& task = entry.task;
     task.layout = layout;
     task.cuts = entry.cuts;
     task.value_dtype = value_dtype(buffer.dtype());
     task.amax = entry.amax.data();
-    task.grid = buffer.grid().mutable_data();
+    task.grid = codes.grid;
     if (const FlushState& state = buffer.flush_state(); state.knows_amax()) {
       task.known_amax = {state.known_amax().const_data_ptr<float>(),
                          static_cast<size_t>(state.known_amax().numel())};
     }
     if (entry.needs == Entry::kCodes) {
-      prepare_codes(entry);
+      prepare_codes(entry, codes.image);
     } else {
       vector_.zero(entry.words);
       task.layout = layout.holding(0);  // no code is written
     }
   }
 
-  void prepare_codes(Entry& entry) {
+  void prepare_codes(Entry& entry, uint8_t* image) {
     QuantizedBuffer& buffer = *entry.buffer;
     QuantizeTask& task = entry.task;
-    entry.values = buffer.value_plane();
+    entry.values = buffer.value();
     task.values = entry.values.const_data_ptr();
-    task.image = buffer.image().mutable_data_ptr<uint8_t>();
+    task.image = image;
     if (const at::Tensor made_by = buffer.flush_state().provisional(); made_by.defined()) {
       task.provisional = made_by.mutable_data_ptr<float>();
     }

@@ -7,7 +7,7 @@ namespace qshard {
 
 WriteScope::WriteScope(const at::Tensor& tensor) : tensor_(tensor) {
   const QuantizedBuffer& buffer = buffer_of(tensor);
-  makes_pending_ = !buffer.keeps_master() && !buffer.pending().defined();
+  makes_pending_ = !buffer.keeps_master() && !buffer.planes().pending().defined();
 }
 
 at::Tensor WriteScope::plane() const {
@@ -25,6 +25,12 @@ at::Tensor WriteScope::whole_plane() const {
   return is_whole ? written : window(written, tensor_);
 }
 
+void* WriteScope::data() const {
+  const at::Tensor written = buffer_of(tensor_).write_plane();
+  return static_cast<char*>(written.mutable_data_ptr()) +
+         tensor_.storage_offset() * static_cast<int64_t>(written.element_size());
+}
+
 void WriteScope::commit() const { bump_and_mark_written(tensor_); }
 
 void WriteScope::commit_before_bump() const {
@@ -36,9 +42,16 @@ void WriteScope::roll_back(bool may_have_written) const {
   QuantizedBuffer& buffer = buffer_of(tensor_);
   if (makes_pending_) {  // of two windows of one buffer the first did, for both
     buffer.drop_pending();
-  } else if (may_have_written && (buffer.keeps_master() || buffer.pending().defined())) {
+  } else if (may_have_written && (buffer.keeps_master() || buffer.planes().pending().defined())) {
     buffer.written();
   }
+}
+
+void WriteScope::written_by_alias(QuantizedBuffer& buffer) {
+  buffer.write_plane();
+  buffer.written();
+  c10::VariableVersion counter = buffer.counters().of_codes();
+  if (counter.enabled()) counter.bump();
 }
 
 }  // namespace qshard

@@ -52,7 +52,7 @@ void WriteWatch::note_before_bump(const c10::TensorImpl& written) {
   }
 }
 
-void WriteWatch::settle() {
+void WriteWatch::settle_bumps() {
   for (Watched& watched : counters_) {
     if (!watched.bump_follows) continue;
     if (watched.version() == watched.noted + 1) ++watched.noted;

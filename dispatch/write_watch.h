@@ -57,7 +57,9 @@ class WriteWatch {
   void note_before_bump(const c10::TensorImpl& written);
   /// An operator that noted before its bump has returned since. The bump has come, or it never
   /// will: DTensor calls operators on local tensors below ADInplaceOrView.
-  void settle();
+  void settle() {
+    if (!is_settled()) settle_bumps();
+  }
   bool is_settled() const {
     for (const Watched& watched : counters_) {
       if (watched.bump_follows) return false;
@@ -78,6 +80,8 @@ class WriteWatch {
   };
   c10::SmallVector<Watched, 1> counters_;
   MemoryWatch memory_;
+
+  void settle_bumps();
 };
 
 }  // namespace qshard

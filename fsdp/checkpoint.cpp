@@ -3,8 +3,12 @@
 #include <fmt/format.h>
 #include <torch/library.h>
 
+#include "dispatch/buffer_copies.h"
 #include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/make_buffer.h"
+#include "dispatch/packed_planes.h"
+#include "dispatch/plane_access.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/registration.h"
 #include "fsdp/saved_tensor.h"
@@ -23,7 +27,8 @@ bool is_export(const Tensor& self) { return is_quantized(self) && impl_of(self).
 /// Whether the packed storage alone would lose a write: one that only a collective can flush.
 bool has_pending_update(const Tensor& self) {
   const QuantizedBuffer& buffer = buffer_of(self);
-  return !buffer.is_shown() && !buffer.keeps_master() && !buffer.can_flush_alone();
+  return !buffer.flush_state().is_shown() && !buffer.keeps_master() &&
+         !buffer.placement().is_alone();
 }
 
 /// What a file says of a buffer in integers.
@@ -36,7 +41,7 @@ std::vector<int64_t> fields_of(const QuantizedBuffer& buffer) {
   fields[kMatrixRows] = layout.matrix_rows;
   fields[kRowOffset] = layout.row_offset;
   fields[kKeepsMaster] = buffer.keeps_master();
-  fields[kWritten] = buffer.is_written();
+  fields[kWritten] = buffer.flush_state().is_written();
   fields[kImages] = static_cast<int64_t>(layout.images);
   fields[kIsAdopted] = buffer.placement().knows_groups();
   return fields;
@@ -47,13 +52,13 @@ std::tuple<Tensor, OptionalTensor, std::vector<int64_t>, std::string, std::vecto
     const Tensor& self) {
   QuantizedBuffer& buffer = buffer_of(self);
   PlainGuard guard;
-  const Tensor bytes = buffer.pack();
+  const Tensor bytes = pack_planes(buffer);
   std::vector<Tensor> state;
   for (const auto& [name, tensor] : buffer.scaling_state().tensors()) {
     state.push_back(tensor.clone());
   }
-  return {bytes,
-          buffer.pending().defined() ? OptionalTensor(buffer.pending().clone()) : std::nullopt,
+  const ReadOnlyTensor& pending = buffer.planes().pending();
+  return {bytes, pending.defined() ? OptionalTensor(pending.operand().clone()) : std::nullopt,
           fields_of(buffer), std::string(buffer.layout().format->name), state};
 }
 
@@ -69,8 +74,8 @@ Tensor unpack(const Tensor& bytes, const OptionalTensor& pending, at::IntArrayRe
   const Layout layout = checked_layout(saved);
   Placement placement(layout);
   if (is_adopted(saved, layout)) placement.adopt(Groups());
-  auto buffer = QuantizedBuffer::unpack(bytes, pending.value_or(Tensor()), placement, dtype,
-                                        fields[kKeepsMaster] != 0, fields[kWritten] != 0);
+  auto buffer = unpack_planes(bytes, pending.value_or(Tensor()), placement, dtype,
+                              fields[kKeepsMaster] != 0, fields[kWritten] != 0);
   const auto tensors = buffer->scaling_state().tensors();
   for (size_t i = 0; i < state.size(); ++i) tensors[i].second.copy_(state[i]);
   const auto whole = make_tensor(buffer, {layout.rows, layout.cols});
@@ -87,7 +92,7 @@ Tensor unpack_later(const Tensor& bytes, const OptionalTensor& pending, at::IntA
                           size,  stride,           storage_offset, dtype,
                           state, /*is_read=*/false};
   const Layout layout = checked_layout(saved);
-  auto buffer = QuantizedBuffer::allocate(layout, dtype, fields[kKeepsMaster] != 0, bytes.device());
+  auto buffer = make_buffer(layout, dtype, fields[kKeepsMaster] != 0, bytes.device());
   return make_view(make_tensor(std::move(buffer), {layout.rows, layout.cols}), size, stride,
                    storage_offset);
 }
@@ -114,17 +119,18 @@ shared_planes(const Tensor& self) {
   const auto defined = [](const Tensor& tensor) {
     return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
   };
-  const Tensor codes = buffer.code_bytes();
-  if (buffer.master().defined()) buffer.check_master_is_allocated();
+  const PlaneAccess access(buffer);
+  const Tensor codes = access.code_bytes();
+  const Tensor master = access.master();
   // Behind the last scale nothing was written yet, and it is sent.
   const int64_t grid_bytes = buffer.layout().grid_numel() * static_cast<int64_t>(sizeof(float));
   const int64_t padding = round_up(grid_bytes, 16) - grid_bytes;
   if (padding > 0) codes.narrow(0, codes.numel() - padding, padding).zero_();
   std::vector<Tensor> state;
   for (const auto& [name, tensor] : buffer.scaling_state().tensors()) state.push_back(tensor);
-  return {defined(buffer.master()),
+  return {defined(master),
           codes,
-          defined(buffer.pending()),
+          defined(access.pending()),
           fields_of(buffer),
           std::string(buffer.layout().format->name),
           state};
@@ -142,17 +148,18 @@ Tensor over_shared_planes(const OptionalTensor& master, const Tensor& codes,
   const Layout layout = checked_shared_layout(saved, master);
   Placement placement(layout);
   if (fields[kIsAdopted] != 0) placement.adopt(Groups());
-  auto buffer = QuantizedBuffer::over_planes(
-      placement, dtype, master.value_or(Tensor()), codes, pending.value_or(Tensor()),
-      ScalingState::of(layout, state), fields[kWritten] != 0);
+  auto buffer = make_buffer_over_planes(placement, dtype, master.value_or(Tensor()), codes,
+                                        pending.value_or(Tensor()), ScalingState::of(layout, state),
+                                        fields[kWritten] != 0);
   return make_view(make_tensor(buffer, {layout.rows, layout.cols}), size, stride, storage_offset);
 }
 
 /// A tensor like `self` over a copy of its whole buffer.
-Tensor copy_buffer(const Tensor& self) {
+Tensor copy_buffer_op(const Tensor& self) {
   QuantizedBuffer& buffer = buffer_of(self);
   c10::OptionalDeviceGuard device_guard(self.device());
-  auto copy = buffer.copy({buffer.dtype(), buffer.device(), false, false, /*keeps_adoption=*/true});
+  auto copy =
+      copy_buffer(buffer, {buffer.dtype(), buffer.device(), false, false, /*keeps_adoption=*/true});
   return make_tensor(std::move(copy), {buffer.layout().rows, buffer.layout().cols});
 }
 
@@ -168,14 +175,14 @@ Tensor copy_to(const Tensor& self, at::ScalarType dtype, at::Device device) {
   TORCH_CHECK(!device.is_cuda() || device.index() < gpus, "qshard::_copy_to: there is no device ",
               device);
   c10::OptionalDeviceGuard device_guard(device.is_meta() ? self.device() : device);
-  auto copy = buffer.copy({dtype, device});
+  auto copy = copy_buffer(buffer, {dtype, device});
   return make_tensor(std::move(copy), self.sizes(), self.strides(), self.storage_offset());
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
-  implement<"_copy_buffer", &copy_buffer, Takes::kValuesOrMeta>(m);
+  implement<"_copy_buffer", &copy_buffer_op, Takes::kValuesOrMeta>(m);
   implement<"_copy_to", &copy_to, Takes::kValuesOrMeta>(m);
   implement<"_export_view", &export_view, Takes::kAnything>(m);
   implement<"_is_export", &is_export, Takes::kAnything>(m);

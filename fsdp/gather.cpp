@@ -8,10 +8,14 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include <typeinfo>
 #include <utility>
 
+#include "dispatch/adoption.h"
 #include "dispatch/flush.h"
+#include "dispatch/gathered_buffer.h"
 #include "dispatch/handed_out_masters.h"
+#include "dispatch/image_copy.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "dispatch/streams.h"
@@ -65,37 +69,37 @@ Images images_to_gather(const Format& format) {
 /// handing it to Python and back took a microsecond per parameter and gather.
 Tensor pre_all_gather(const Tensor& self, c10::string_view group) {
   const BufferPtr& buffer = impl_of(self).buffer();
-  buffer->adopt({group.data(), group.size()});
+  adopt(*buffer, {group.data(), group.size()});
   check_is_sharded_by_rows(self, *buffer);
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(buffer->device());
   // An offloaded shard arrives as a fresh device copy: flush the original, once, not every copy.
   const BufferPtr owner = buffer->original();
-  owner->settle_bumps();
-  if (owner->is_written()) flush({owner});
-  if (buffer->is_image_only()) buffer->refresh_from_original();
-  return buffer->begin_gather(images_to_gather(*buffer->layout().format));
+  owner->flush_state().watch().settle();
+  if (owner->flush_state().is_written()) flush({owner});
+  if (ImageCopy* copy = linked_copy(*buffer)) copy->refresh();
+  return GatheredBuffer::begin(*buffer, images_to_gather(*buffer->layout().format));
 }
 
 /// The same for FSDP2, which gathers over the group of its mesh, '' for one rank. None if the shard
 /// does not know yet what that mesh is to it: _set_mesh_of_gathers says so, once.
 OptionalTensor gather_over_mesh(const Tensor& self, c10::string_view mesh) {
   const BufferPtr owner = impl_of(self).buffer()->original();
-  const MeshOfGathers& known = owner->mesh_of_gathers();
+  const MeshOfGathers& known = owner->remembered().mesh_of_gathers;
   if (!mesh.empty() && known.mesh != mesh) return std::nullopt;
   return pre_all_gather(self, known.is_replicated ? "" : mesh);
 }
 
 /// `is_replicated`: the ranks of the mesh hold the same rows.
 void set_mesh_of_gathers(const Tensor& self, c10::string_view mesh, bool is_replicated) {
-  impl_of(self).buffer()->original()->set_mesh_of_gathers(
-      {{mesh.data(), mesh.size()}, is_replicated});
+  impl_of(self).buffer()->original()->remembered().mesh_of_gathers = {{mesh.data(), mesh.size()},
+                                                                      is_replicated};
 }
 
 /// The unsharded tensor over the gathered bytes of shard `self`.
 Tensor post_all_gather(const Tensor& self, const Tensor& image, at::ScalarType dtype) {
   PlainGuard guard;
-  auto buffer = QuantizedBuffer::gathered(*impl_of(self).buffer()->original(), image, dtype);
+  auto buffer = GatheredBuffer::of(*impl_of(self).buffer()->original(), image, dtype);
   auto sizes = self.sizes().vec();
   const int64_t rows_per_slice =
       c10::multiply_integers(self.sizes().slice(1, std::max<int64_t>(self.dim() - 2, 0)));
@@ -106,7 +110,11 @@ Tensor post_all_gather(const Tensor& self, const Tensor& image, at::ScalarType d
 /// A later gather into the same storage.
 void refresh_gathered(const Tensor& self, const Tensor& image, const Tensor& unsharded) {
   PlainGuard guard;
-  buffer_of(unsharded).regather(buffer_of(self), image);
+  QuantizedBuffer& buffer = buffer_of(unsharded);
+  TORCH_CHECK(typeid(buffer) == typeid(GatheredBuffer),
+              "qshard::_refresh_gathered: bytes were gathered for ", describe(unsharded),
+              ", which is not a gathered tensor");
+  static_cast<GatheredBuffer&>(buffer).regather(buffer_of(self), image);
 }
 
 /// The number of these groups, by which _set_groups and others know them.
@@ -121,7 +129,7 @@ std::vector<int64_t> groups_of_specs(at::TensorList self, at::IntArrayRef specs)
   std::vector<int64_t> groups;
   groups.reserve(self.size());
   for (size_t i = 0; i < self.size(); ++i) {
-    const GroupsOfSpec& known = buffer_of(self[i]).groups_of_spec();
+    const GroupsOfSpec& known = buffer_of(self[i]).remembered().groups_of_spec;
     groups.push_back(known.spec == specs[i] ? known.groups : -1);
   }
   return groups;
@@ -129,22 +137,22 @@ std::vector<int64_t> groups_of_specs(at::TensorList self, at::IntArrayRef specs)
 
 /// The last is kept: nearly every buffer is the local tensor of one DTensor.
 void keep_groups_of_spec(const Tensor& self, int64_t spec, int64_t groups) {
-  buffer_of(self).keep_groups_of_spec({spec, groups});
+  buffer_of(self).remembered().groups_of_spec = {spec, groups};
 }
 
 void set_groups(const Tensor& self, int64_t groups) {
-  buffer_of(self).adopt(registered_groups(groups));
+  adopt(buffer_of(self), registered_groups(groups));
 }
 
 /// `self` is what Module.to() and its kin made of the parameter `moved`. Other copies are tensors
 /// of their own.
 void set_groups_of_moved(const Tensor& self, const Tensor& moved) {
-  buffer_of(self).adopt_groups_of(buffer_of(moved));
+  buffer_of(self).placement().adopt_groups_of(buffer_of(moved).placement());
 }
 
 /// The ranks of `group` hold the same rows and see other activations; "": nobody does.
 void set_replicas(const Tensor& self, c10::string_view group) {
-  buffer_of(self).set_replicas({group.data(), group.size()});
+  buffer_of(self).placement().set_replicas({group.data(), group.size()});
 }
 
 /// Names of the groups that hold the other parts of the full tensor.
@@ -176,7 +184,7 @@ void share_tensor_scale(const Tensor& self, int64_t id, int64_t members) {
       fmt::format("qshard::_share_tensor_scale: {} as one of {}: needs weights whose "
                   "format has a scale per tensor, from their present amax",
                   describe(self), members));
-  buffer.share_scale({id, members});
+  share_scale(buffer, {id, members});
 }
 
 /// [id, members]; zeros if `self` shares with none.
@@ -196,7 +204,7 @@ Tensor quantize_share(const Tensor& self, c10::string_view format, bool keep_mas
 }
 
 void set_reduction_group(const Tensor& self, c10::string_view group) {
-  buffer_of(self).adopt({group.data(), group.size()});
+  adopt(buffer_of(self), {group.data(), group.size()});
 }
 
 /// After an optimizer step: what was written, in the order of the list. `groups[i]` is the number
@@ -216,8 +224,8 @@ void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::Li
   for (size_t i = 0; i < self.size(); ++i) {
     buffers.push_back(impl_of(self[i]).buffer());
     QuantizedBuffer& buffer = *buffers.back();
-    if (groups[i] != 0) buffer.adopt(registered_groups(groups[i]));
-    if (has_grad[i] && !(kernels_tell && buffer.is_written())) buffer.written();
+    if (groups[i] != 0) adopt(buffer, registered_groups(groups[i]));
+    if (has_grad[i] && !(kernels_tell && buffer.flush_state().is_written())) buffer.written();
   }
   flush(buffers, is_step ? FlushKind::kStep : FlushKind::kOthers, found_inf.value_or(Tensor()));
 }
@@ -239,13 +247,13 @@ std::vector<std::string> state_names_of_master(const Tensor& self) {
   return names;
 }
 
-void set_rounding_key(const Tensor& self, int64_t key) {
+void set_rounding_key_op(const Tensor& self, int64_t key) {
   QuantizedBuffer& buffer = buffer_of(self);
   TORCH_CHECK(buffer.scaling_state().rounding.defined() && key >= 0 && key < (int64_t{1} << 62),
               fmt::format("qshard::_set_rounding_key: {} with key {}: needs a format that rounds "
                           "stochastically and a key of 62 bits",
                           describe(self), key));
-  buffer.set_rounding_key(key);
+  set_rounding_key(buffer, key);
 }
 
 void mark_written(const Tensor& self) { buffer_of(self).written(); }
@@ -263,7 +271,7 @@ Tensor written_by_rank_op(at::TensorList self, const c10::List<bool>& has_grad, 
   std::vector<bool> is_written;
   for (size_t i = 0; i < self.size(); ++i) {
     buffers.push_back(impl_of(self[i]).buffer()->original());
-    is_written.push_back(has_grad[i] || buffers.back()->is_written());
+    is_written.push_back(has_grad[i] || buffers.back()->flush_state().is_written());
     if (is_capturing(buffers.back()->device())) return at::empty({0, world}, at::kInt);
   }
   return written_by_rank(buffers, is_written, rank, world);
@@ -292,7 +300,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_flush_after_step", &flush_after_step, Takes::kEachDevice>(m);
   implement<"_state", &state, Takes::kAnything>(m);
   implement<"_state_names_of_master", &state_names_of_master, Takes::kAnything>(m);
-  implement<"_set_rounding_key", &set_rounding_key, Takes::kAnything>(m);
+  implement<"_set_rounding_key", &set_rounding_key_op, Takes::kAnything>(m);
   implement<"_mark_written", &mark_written, Takes::kAnything>(m);
   implement<"_written_by_rank", &written_by_rank_op, Takes::kAnything>(m);
 }

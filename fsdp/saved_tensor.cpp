@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "dispatch/packed_planes.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/formats.h"
 #include "kernels/value_dtype.h"
@@ -118,10 +119,9 @@ void check_plane(const Tensor& plane, const char* what, const Layout& layout, bo
                  at::ScalarType dtype) {
   check_plain(plane, what);
   const auto held = static_cast<int64_t>(plane.storage().nbytes());
-  const bool fits =
-      is_bounded(layout, dtype) && plane.storage_offset() == 0 &&
-      plane.scalar_type() == (is_master ? dtype : at::kByte) &&
-      held == (is_master ? Planes::master_bytes(layout, dtype) : Planes::code_bytes(layout));
+  const bool fits = is_bounded(layout, dtype) && plane.storage_offset() == 0 &&
+                    plane.scalar_type() == (is_master ? dtype : at::kByte) &&
+                    held == (is_master ? bytes_of_master(layout, dtype) : bytes_of_codes(layout));
   if (!fits) {
     refuse("of {} x {} elements of {} rows in {} {} cannot have {} bytes of {} as its {}",
            layout.rows, layout.cols, layout.logical_rows, c10::toString(dtype), layout.format->name,
@@ -134,7 +134,7 @@ void check_planes(const Layout& layout, at::ScalarType dtype, bool keeps_master,
                   const Tensor& bytes) {
   const auto held = static_cast<int64_t>(bytes.numel());
   const bool bounded = is_bounded(layout, dtype);
-  const int64_t needed = bounded ? QuantizedBuffer::packed_bytes(layout, dtype, keeps_master) : -1;
+  const int64_t needed = bounded ? packed_bytes(layout, dtype, keeps_master) : -1;
   if (needed == held) return;
   refuse("claims {} x {} elements of {} rows in {}, {} a master, which take {} bytes, but holds {}",
          layout.rows, layout.cols, layout.logical_rows, layout.format->name,

@@ -83,8 +83,8 @@ namespace checked_call {
 inline bool is_freed(const at::Tensor& tensor, Takes takes) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   if (has_key(tensor)) {
-    return takes == Takes::kValues && is_quantized(tensor) && buffer_of(tensor).has_address() &&
-           !impl.storage_initialized();
+    return takes == Takes::kValues && is_quantized(tensor) &&
+           buffer_of(tensor).planes().master().defined() && !impl.storage_initialized();
   }
   return impl.has_storage() && !impl.storage_initialized();
 }

@@ -112,11 +112,14 @@ LinearWeight quantize_for_use(const Tensor& weight, const Format& format, at::Te
   if (use == WeightUse::kWgradOnly) {
     rows.image = at::empty({0}, bytes);
   } else {
-    rows.image = at::empty({layout.rows, layout.row_bytes()}, bytes);
+    const Tensor image = at::empty({layout.rows, layout.row_bytes()}, bytes);
+    Tensor grid;
     if (format.has_grid()) {
-      rows.grid = at::empty({layout.grid_rows(), layout.grid_cols()}, bytes.dtype(at::kFloat));
+      grid = at::empty({layout.grid_rows(), layout.grid_cols()}, bytes.dtype(at::kFloat));
     }
-    write_codes(weight, layout, scaling, rows.image, rows.grid);
+    write_codes(weight, layout, scaling, image, grid);
+    rows.image = image;
+    rows.grid = grid;
   }
   LinearWeight used{matrix_of(std::move(rows), weight.size(0))};
   used.amax_history = scaling.delayed.amax_history;
@@ -132,11 +135,12 @@ Tensor quantize_for_uses(const Tensor& weight, c10::string_view format,
   const UseScaling scaling(layout, state, weight.device(), op);
   c10::OptionalDeviceGuard device_guard(weight.device());
   const auto dtype = weight.scalar_type();
-  const auto planes =
-      QuantizedBuffer::allocate(layout, dtype, /*keeps_master=*/false, weight.device());
-  write_codes(weight, layout, scaling, planes->image(), planes->grid().write());
-  auto buffer = QuantizedBuffer::over_planes(Placement(layout), dtype, {}, planes->code_bytes(), {},
-                                             scaling.delayed, false);
+  auto planes =
+      Planes::allocate(layout, dtype, /*keeps_master=*/false, weight.device(), Fill::kZeros);
+  planes.fill_unit_scales();
+  write_codes(weight, layout, scaling, planes.write_image(), planes.own_grid(layout).write());
+  auto buffer = c10::make_intrusive<QuantizedBuffer>(Placement(layout), dtype, std::move(planes),
+                                                     scaling.delayed);
   return make_tensor(std::move(buffer), weight.sizes());
 }
 

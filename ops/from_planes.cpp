@@ -6,7 +6,9 @@
 
 #include "dispatch/flush.h"
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/make_buffer.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/read_codes.h"
 #include "dispatch/registration.h"
 #include "kernels/checked_sizes.h"
 #include "kernels/formats.h"
@@ -110,16 +112,16 @@ void check_row_scales(const Tensor& bytes, const Layout& layout) {
 
 /// The second image, of the values that the first one shows.
 void quantize_columnwise(const Layout& layout, const Tensor& image) {
-  auto rowwise = QuantizedBuffer::of_codes(Placement(layout), at::kFloat, false, image, {});
+  auto rowwise = make_buffer_of_codes(Placement(layout), at::kFloat, false, image, {});
   // Whole blocks: nobody else's rows have a part in them.
   const bool is_matrix = layout.matrix_rows == layout.logical_rows;
   const Layout own = layout.own_tensor(is_matrix ? layout.rows : layout.matrix_rows);
-  auto requantized = QuantizedBuffer::of_values(
-      Placement(own), rowwise->dequantize_rows({0, layout.rows}, at::kFloat), false);
+  const auto requantized =
+      make_buffer_of_values(Placement(own), dequantized_rows(*rowwise, at::kFloat), false);
   flush_alone(requantized);
   const int64_t offset = layout.columnwise_offset();
   image.narrow(1, offset, layout.image_row_bytes())
-      .copy_(requantized->image().narrow(1, offset, layout.image_row_bytes()));
+      .copy_(requantized->planes().image().narrow(1, offset, layout.image_row_bytes()).operand());
 }
 
 }  // namespace
@@ -198,7 +200,7 @@ Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_vie
   }
   Placement placement(layout);
   if (logical_rows) placement.adopt(Groups());
-  return make_tensor(QuantizedBuffer::of_codes(placement, dtype, keep_master, image, grid), sizes);
+  return make_tensor(make_buffer_of_codes(placement, dtype, keep_master, image, grid), sizes);
 }
 
 }  // namespace qshard

@@ -53,7 +53,7 @@ Tensor without_bytes(const Tensor& weight) {
       weight.sizes());
 }
 
-void check_handed_back(const Tensor& plane, const Tensor& like, const Tensor& grad) {
+void check_handed_back(const Tensor& plane, const ReadOnlyTensor& like, const Tensor& grad) {
   const bool is_freed = plane.defined() && plane.numel() > 0 && plane.has_storage() &&
                         !plane.unsafeGetTensorImpl()->storage_initialized();
   TORCH_CHECK(plane.defined() && plane.sizes() == like.sizes() &&
@@ -69,8 +69,9 @@ void check_handed_back(const Tensor& plane, const Tensor& like, const Tensor& gr
 Tensor over_planes(const Tensor& twin, const Tensor& image, const Tensor& grid,
                    const Tensor& grad) {
   const QuantizedBuffer& of = buffer_of(twin);
-  check_handed_back(image, of.image(), grad);
-  if (of.grid().defined()) check_handed_back(grid, of.grid().read(), grad);
+  check_handed_back(image, of.planes().image(), grad);
+  const Grid& known = of.planes().grid();
+  if (known.defined()) check_handed_back(grid, known.read(), grad);
   const Layout& layout = of.layout();
   auto planes = Planes::over_image(
       image.contiguous(), Grid::snapshot(grid.defined() ? grid.contiguous() : Tensor()), layout);
@@ -122,10 +123,11 @@ void KeptWeight::save(AutogradContext* ctx, const std::string& key, variable_lis
     return;
   }
   if (way_ == Way::kPlanes) {
-    const QuantizedBuffer& buffer = buffer_of(weight_);
+    const Planes& planes = buffer_of(weight_).planes();
     const auto rows = *row_window(weight_);
-    saved.push_back(buffer.image().narrow(0, rows.first, weight_.size(0)));
-    saved.push_back(buffer.grid().defined() ? buffer.grid().read().alias() : Tensor());
+    const ReadOnlyTensor& grid = planes.grid().read();
+    saved.push_back(planes.image().narrow(0, rows.first, weight_.size(0)).operand());
+    saved.push_back(grid.defined() ? grid.operand().alias() : Tensor());
     data[key + "twin"] = without_bytes(weight_);
     return;
   }

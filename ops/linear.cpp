@@ -355,7 +355,8 @@ std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_
                                     amax->scalar_type() == at::kFloat)),
       fmt::format("{}: needs a plain input, and its amax as float32 (1,) or none", op));
   Tensor known = amax.value_or(Tensor());
-  LastInputAmax* last = weight && has_key(*weight) ? &buffer_of(*weight).last_input() : nullptr;
+  LastInputAmax* last =
+      weight && has_key(*weight) ? &buffer_of(*weight).remembered().last_input : nullptr;
   const auto codes = quantize_input(as_matrix(input), checked_format(format, op),
                                     {.rowwise = !columns, .columnwise = columns}, &known, last);
   const bool is_found = known.defined() && !amax;

@@ -7,7 +7,10 @@
 #include "dispatch/flush.h"
 #include "dispatch/handed_out_masters.h"
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/make_buffer.h"
+#include "dispatch/plane_access.h"
 #include "dispatch/quantized_tensor_impl.h"
+#include "dispatch/read_codes.h"
 #include "dispatch/registration.h"
 #include "kernels/checked_sizes.h"
 #include "kernels/formats.h"
@@ -47,9 +50,9 @@ Tensor quantize_rows(const Tensor& self, const Layout& layout, bool keep_master,
   if (groups && !keep_master && rows.is_alias_of(self)) rows = rows.clone();
   Placement placement(layout);
   if (groups) placement.adopt(*groups);
-  auto buffer = QuantizedBuffer::of_values(placement, rows, keep_master);
-  if (buffer->can_flush_alone()) flush_alone(buffer);
-  if (!groups) buffer->agreed();
+  auto buffer = make_buffer_of_values(placement, rows, keep_master);
+  if (buffer->placement().is_alone()) flush_alone(buffer);
+  if (!groups) buffer->flush_state().agree();
   return make_tensor(std::move(buffer), self.sizes());
 }
 
@@ -75,23 +78,20 @@ QuantizedBuffer& quantized_buffer(const Tensor& self, const char* op) {
 
 /// In-place operators on codes and scales are noticed.
 Tensor watched(Tensor plane, const Tensor& self) {
-  if (!plane.is_inference()) {
-    plane.unsafeGetTensorImpl()->set_version_counter(buffer_of(self).code_counter());
-  }
-  return plane;
+  return PlaneAccess(buffer_of(self)).watched(std::move(plane));
 }
 
 /// The grid entries of a window of rows; shaped like its leading dimensions if it holds whole
 /// matrices.
 Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
   QuantizedBuffer& buffer = buffer_of(self);
-  buffer.write_codes();  // the caller may write what it gets
+  const Tensor grid = PlaneAccess(buffer).grid();  // the caller may write what it gets
   const Layout& layout = buffer.layout();
   const int64_t first = std::max<int64_t>(layout.row_offset, 0) + rows.first;
   const int64_t last = std::min(first + rows.count, layout.logical_rows) - 1;
-  if (last < first) return buffer.grid().read().narrow(0, 0, 0);
+  if (last < first) return grid.narrow(0, 0, 0);
   const int64_t first_row = layout.grid_row(first);
-  auto scales = buffer.grid().write().narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
+  auto scales = grid.narrow(0, first_row, layout.grid_row(last) + 1 - first_row);
   if (self.dim() == 2 || rows.count % layout.matrix_rows != 0) return scales;
   c10::DimVector sizes(self.sizes().slice(0, self.dim() - 2));
   sizes.push_back(layout.grid_rows() / layout.matrices());
@@ -101,7 +101,7 @@ Tensor grid_of_rows(const Tensor& self, const RowWindow& rows) {
 
 /// The codes of `self` in the image that begins `image_offset` bytes into each row.
 Tensor codes_in_image(const Tensor& self, int64_t image_offset, const char* op) {
-  const QuantizedBuffer& buffer = buffer_of(self);
+  QuantizedBuffer& buffer = buffer_of(self);
   const Layout& layout = buffer.layout();
   PlainGuard guard;
   const auto not_a_window = [&](const char* why) {
@@ -129,7 +129,8 @@ Tensor codes_in_image(const Tensor& self, int64_t image_offset, const char* op) 
     sizes.back() = ceil_div(sizes.back(), per_byte);
     strides.back() = 1;
   }
-  const auto image = per_byte > 1 ? buffer.image() : buffer.image().view(at::kFloat8_e4m3fn);
+  const Tensor bytes = PlaneAccess(buffer).image();
+  const Tensor image = per_byte > 1 ? bytes : bytes.view(at::kFloat8_e4m3fn);
   if (self.numel() == 0) return image.new_empty(sizes);
   return image.as_strided(sizes, strides, image_offset + to_image(self.storage_offset(), true));
 }
@@ -223,10 +224,10 @@ Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {
   const auto kernel_dtype = is_value_dtype(dtype) ? dtype : at::kFloat;
   Tensor result;
   if (const auto rows = row_window(self)) {
-    result = buffer->dequantize_rows(*rows, kernel_dtype).view(self.sizes());
+    result = dequantized_rows(*buffer, *rows, kernel_dtype).view(self.sizes());
   } else {
-    result = window(buffer->dequantize_rows({0, buffer->layout().rows}, kernel_dtype), self)
-                 .clone(at::MemoryFormat::Contiguous);
+    result =
+        window(dequantized_rows(*buffer, kernel_dtype), self).clone(at::MemoryFormat::Contiguous);
   }
   return result.to(dtype);
 }
@@ -238,7 +239,7 @@ std::string format(const Tensor& self) {
 }
 
 Tensor codes(const Tensor& self) {
-  quantized_buffer(self, "qshard::codes").check_has_rowwise_image("qshard::codes");
+  check_has_rowwise_image(quantized_buffer(self, "qshard::codes").layout(), "qshard::codes");
   require_shown(impl_of(self).buffer(), "qshard::codes");
   return watched(codes_in_image(self, 0, "qshard::codes"), self);
 }
@@ -262,10 +263,12 @@ Tensor columnwise_scale_inv(const Tensor& self) {
   PlainGuard guard;
   // Each row of a block holds a slice of its scales; the last slices may be short or empty.
   const auto slices =
-      buffer.image()
+      buffer.planes()
+          .image()
           .narrow(0, rows->first, rows->count)
           .narrow(1, buffer.layout().columnwise_offset() + layout.row_scale_offset(),
-                  layout.row_scale_bytes());
+                  layout.row_scale_bytes())
+          .operand();
   c10::DimVector sizes(self.sizes());
   sizes[sizes.size() - 2] /= block;
   const auto scales = slices.reshape({rows->count / block, block * layout.row_scale_bytes()})
@@ -275,8 +278,8 @@ Tensor columnwise_scale_inv(const Tensor& self) {
 }
 
 Tensor scale_inv(const Tensor& self) {
-  const QuantizedBuffer& buffer = quantized_buffer(self, "qshard::scale_inv");
-  buffer.check_has_rowwise_image("qshard::scale_inv");
+  QuantizedBuffer& buffer = quantized_buffer(self, "qshard::scale_inv");
+  check_has_rowwise_image(buffer.layout(), "qshard::scale_inv");
   require_shown(impl_of(self).buffer(), "qshard::scale_inv");
   const Layout& layout = buffer.layout();
   const auto rows = row_window(self);
@@ -288,7 +291,8 @@ Tensor scale_inv(const Tensor& self) {
   if (layout.format->scales_in_grid()) return watched(grid_of_rows(self, *rows), self);
   const auto dtype =
       layout.format->row_scale == RowScale::kE8M0 ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn;
-  const auto scales = buffer.image()
+  const auto scales = PlaneAccess(buffer)
+                          .image()
                           .view(dtype)
                           .narrow(0, rows->first, rows->count)
                           .narrow(1, layout.row_scale_offset(), layout.row_scale_bytes());
@@ -317,9 +321,11 @@ OptionalTensor master(const Tensor& self) {
   QuantizedBuffer& buffer = quantized_buffer(self, "qshard::master");
   if (!buffer.keeps_master()) return std::nullopt;
   PlainGuard guard;
-  auto alias = window(buffer.value_plane(), self);
+  buffer.arrivals().settle(buffer);
+  const PlaneAccess access(buffer);
+  auto alias = window(access.master(), self);
   // One counter for the plane and its aliases: in-place loads through an alias mark it written.
-  alias.unsafeGetTensorImpl()->set_version_counter(buffer.code_counter());
+  alias.unsafeGetTensorImpl()->set_version_counter(buffer.counters().of_codes());
   hand_out_master(impl_of(self).buffer());
   return alias;
 }

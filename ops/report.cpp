@@ -43,21 +43,21 @@ c10::Dict<std::string, int64_t> traced_fallbacks_op(bool reads_only) {
 c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self) {
   const QuantizedBuffer& buffer = buffer_of(self);
   c10::Dict<std::string, int64_t> bytes;
-  const auto add = [&](const char* name, const Tensor& plane) {
-    bytes.insert(name, plane.defined() ? static_cast<int64_t>(plane.nbytes()) : 0);
+  const Planes& planes = buffer.planes();
+  const auto add = [&](const char* name, const ReadOnlyTensor& plane) {
+    bytes.insert(name, plane.defined() ? plane.nbytes() : 0);
   };
-  add("image", buffer.image());
-  add("master", buffer.master());
-  add("grid", buffer.grid().read());
-  add("pending", buffer.pending());
-  add("grid_snapshot", buffer.snapshot());
+  add("image", planes.image());
+  add("master", planes.master());
+  add("grid", planes.grid().read());
+  add("pending", planes.pending());
+  add("grid_snapshot", planes.grid().given());
   const Layout& layout = buffer.layout();
   bytes.insert("sent", layout.rows * (layout.format->gathers_by_phase ? layout.image_row_bytes()
                                                                       : layout.row_bytes()));
   bytes.insert("state", buffer.scaling_state().nbytes());
-  const auto codes = static_cast<int64_t>(buffer.image().storage().nbytes());
-  const Tensor& master = buffer.master();
-  bytes.insert("storage", codes + (master.defined() ? static_cast<int64_t>(master.nbytes()) : 0));
+  const auto codes = static_cast<int64_t>(planes.code_storage().nbytes());
+  bytes.insert("storage", codes + (planes.master().defined() ? planes.master().nbytes() : 0));
   return bytes;
 }
 

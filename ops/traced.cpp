@@ -4,6 +4,7 @@
 #include <array>
 
 #include "dispatch/kernel_bridge.h"
+#include "dispatch/make_buffer.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/shown_name.h"
 #include "ops/ops.h"
@@ -14,9 +15,8 @@ Tensor meta_twin(const Tensor& self) {
   PlainGuard guard;
   const QuantizedBuffer& buffer = buffer_of(self);
   const Layout& layout = buffer.layout();
-  return make_tensor(
-      QuantizedBuffer::allocate(layout, buffer.dtype(), buffer.keeps_master(), at::kMeta),
-      {layout.rows, layout.cols});
+  return make_tensor(make_buffer(layout, buffer.dtype(), buffer.keeps_master(), at::kMeta),
+                     {layout.rows, layout.cols});
 }
 
 OptionalTensor plane_copy(const Tensor& self, c10::string_view plane) {

@@ -6,11 +6,23 @@
 #include <torch/library.h>
 
 #include "dispatch/flush.h"
+#include "dispatch/packed_planes.h"
 #include "dispatch/quantized_tensor_impl.h"
 #include "ops/ops.h"
 
 namespace qshard {
 namespace {
+
+// Who holds a buffer reads its planes. Only Planes that no buffer has yet can be written.
+template <typename T>
+concept HasWritableImage = requires(T& planes) {
+  planes.write_image();
+};
+static_assert(HasWritableImage<Planes>);
+static_assert(!HasWritableImage<decltype(std::declval<QuantizedBuffer&>().planes())>);
+static_assert(
+    std::is_same_v<decltype(std::declval<const Planes&>().image()), const ReadOnlyTensor&>);
+static_assert(std::is_same_v<decltype(std::declval<const Grid&>().read()), const ReadOnlyTensor&>);
 
 class TensorTest : public testing::TestWithParam<std::tuple<std::string, bool>> {
  protected:
@@ -35,11 +47,11 @@ TEST_P(TensorTest, IsATensorOfItsNominalDtype) {
   EXPECT_TRUE(q.is_cpu());
   const QuantizedBuffer& buffer = buffer_of(q);
   if (keeps_master()) {
-    EXPECT_EQ(q.data_ptr(), buffer.master().data_ptr());
+    EXPECT_EQ(q.data_ptr(), buffer.planes().master().const_data_ptr());
     EXPECT_EQ(q.storage().nbytes(), static_cast<size_t>(130 * 40 * 4));
   } else {
     EXPECT_THROW(q.data_ptr(), c10::Error);
-    EXPECT_EQ(Planes::code_bytes(buffer.layout()), static_cast<int64_t>(q.storage().nbytes()));
+    EXPECT_EQ(bytes_of_codes(buffer.layout()), static_cast<int64_t>(q.storage().nbytes()));
   }
 }
 
@@ -68,7 +80,7 @@ TEST_P(TensorTest, FlushEqualsQuantizingTheValue) {
   const Tensor expected = quantize(value(q), format(), false, std::nullopt, 0);
   EXPECT_TRUE(at::equal(codes(q).view(at::kByte), codes(expected).view(at::kByte)));
   EXPECT_TRUE(at::equal(scale_inv(q), scale_inv(expected)));
-  EXPECT_TRUE(buffer_of(q).is_shown());
+  EXPECT_TRUE(buffer_of(q).flush_state().is_shown());
 }
 
 TEST_P(TensorTest, CloneIsIndependentAndRebuildFromStorageIsExact) {
@@ -93,7 +105,7 @@ TEST_P(TensorTest, ShardsOfOneTensorTakeItsPlace) {
     EXPECT_FALSE(is_quantized(padded));
     padded.narrow(0, 0, count).copy_(whole.narrow(0, first, count));
     EXPECT_EQ(buffer_of(padded).layout().row_offset, first);
-    EXPECT_FALSE(buffer_of(padded).is_written());
+    EXPECT_FALSE(buffer_of(padded).flush_state().is_written());
     EXPECT_TRUE(at::equal(codes(padded).narrow(0, 0, count).view(at::kByte),
                           codes(whole).narrow(0, first, count).view(at::kByte)));
   }
@@ -111,15 +123,15 @@ TEST_P(TensorTest, EmptyTensorsWork) {
 
 TEST_P(TensorTest, ErrorsLeaveTheTensorAsItWas) {
   const Tensor q = make({12, 8});
-  const Tensor bytes = buffer_of(q).pack();
+  const Tensor bytes = pack_planes(buffer_of(q));
   EXPECT_THROW(q.add_(at::ones({5})), c10::Error);
   EXPECT_THROW(q.resize_({3, 3}), c10::Error);
   EXPECT_THROW(q.copy_(at::ones({7, 8})), c10::Error);
   EXPECT_THROW(q.view(at::kByte), c10::Error);
   Tensor out = q;
   EXPECT_THROW(at::add_out(out, at::ones({30, 8}), at::ones({30, 8})), c10::Error);
-  EXPECT_FALSE(buffer_of(q).pending().defined());
-  EXPECT_TRUE(at::equal(buffer_of(q).pack(), bytes));
+  EXPECT_FALSE(buffer_of(q).planes().pending().defined());
+  EXPECT_TRUE(at::equal(pack_planes(buffer_of(q)), bytes));
 }
 
 TEST_P(TensorTest, MasterAliasMarksTheTensorWritten) {
@@ -128,7 +140,7 @@ TEST_P(TensorTest, MasterAliasMarksTheTensorWritten) {
   EXPECT_EQ(alias.has_value(), keeps_master());
   if (!alias) return;
   alias->mul_(2);
-  EXPECT_FALSE(buffer_of(q).is_shown());
+  EXPECT_FALSE(buffer_of(q).flush_state().is_shown());
   EXPECT_TRUE(at::equal(dequantize(q, std::nullopt),
                         dequantize(quantize(*alias, format(), false, std::nullopt, 0), {})));
 }
@@ -139,7 +151,7 @@ TEST_P(TensorTest, WeakReferencesDoNotKeepPlanes) {
       q.getIntrusivePtr());
   const c10::weak_intrusive_ptr<QuantizedBuffer> buffer(impl_of(q).buffer());
   const auto value = q.storage().getWeakStorageImpl();
-  const auto codes = buffer_of(q).image().storage().getWeakStorageImpl();
+  const auto codes = buffer_of(q).planes().code_storage().getWeakStorageImpl();
   q.reset();
   EXPECT_TRUE(weak.expired());
   EXPECT_TRUE(value.expired());
@@ -153,7 +165,7 @@ TEST(Shards, OfOneBlockNeedTheirGroup) {
   EXPECT_THROW(flush({impl_of(shard).buffer()}), c10::Error);
   const Tensor aligned = quantize(at::randn({128, 16}), "float8_blockwise", true, 256, 128);
   EXPECT_EQ(codes(aligned).size(0), 128);
-  EXPECT_TRUE(buffer_of(aligned).is_written());  // its scales are still to be shared
+  EXPECT_TRUE(buffer_of(aligned).flush_state().is_written());  // its scales are still to be shared
 }
 
 }  // namespace
