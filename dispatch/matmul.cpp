@@ -29,8 +29,7 @@ LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
   require_shown(buffer, op);
   const Planes& planes = buffer->planes();
   const ScalingState& state = buffer->scaling_state();
-  return {matrix_of({buffer->layout(), planes.image().operand(), planes.grid().read().operand(),
-                     rows->first},
+  return {matrix_of({buffer->layout(), planes.image(), planes.grid().read(), rows->first},
                     weight.size(0)),
           state.amax_history, state.scaling_amax, &buffer->remembered().last_input};
 }

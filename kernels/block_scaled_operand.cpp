@@ -11,31 +11,27 @@
 namespace qshard {
 namespace {
 
-uint8_t* memory_of(const at::Tensor& image) {
-  return static_cast<uint8_t*>(image.mutable_data_ptr());
-}
-
-RowImage empty_image(const Layout& layout, const at::TensorOptions& options) {
-  return {layout, at::empty({layout.rows, layout.row_bytes()}, options.dtype(at::kByte)),
-          at::empty({layout.grid_numel()}, options.dtype(at::kFloat))};
+at::Tensor empty_image(const Layout& layout, const at::TensorOptions& options) {
+  return at::empty({layout.rows, layout.row_bytes()}, options.dtype(at::kByte));
 }
 
 // `values` holds the layout's live rows; others are not read.
 RowImage quantized(const at::Tensor& values, const Layout& layout, const int32_t* rounding) {
   const at::Tensor amax = at::empty({layout.grid_numel()}, values.options().dtype(at::kFloat));
-  const RowImage out = empty_image(layout, values.options());
+  const at::Tensor image = empty_image(layout, values.options());
+  const at::Tensor grid = at::empty({layout.grid_numel()}, amax.options());
   QuantizeTask task;
   task.layout = layout;
   task.value_dtype = value_dtype(values.scalar_type());
   task.values = values.const_data_ptr();
-  task.image = memory_of(out.image);
+  task.image = image.mutable_data_ptr<uint8_t>();
   task.amax = amax.mutable_data_ptr<float>();
-  task.grid = out.grid.mutable_data_ptr<float>();
+  task.grid = grid.mutable_data_ptr<float>();
   task.rounding = rounding;
   const Stream stream = current_stream(values.device());
   compute_amax({&task, 1}, stream);
   quantize({&task, 1}, stream);
-  return out;
+  return {layout, image, grid};
 }
 
 }  // namespace
@@ -76,7 +72,7 @@ RowImage weight_rows(const QuantizedMatrix& weight) {
       window.image.view({held.rows, held.row_bytes()}).narrow(0, window.first_row, weight.rows);
   if (held.format->has_tensor_scale()) {
     const int64_t offset = held.row_offset;
-    out.grid = window.grid.view(-1).narrow(0, held.grid_row(offset + window.first_row), 1);
+    out.grid = window.grid.view({-1}).narrow(0, held.grid_row(offset + window.first_row), 1);
   } else {
     out.grid = at::empty({0}, window.image.options().dtype(at::kFloat));
   }
@@ -85,11 +81,12 @@ RowImage weight_rows(const QuantizedMatrix& weight) {
 
 RowImage weight_columns(const QuantizedMatrix& weight) {
   const RowImage rows = weight_rows(weight);
-  RowImage out = empty_image(transposed_layout(rows.layout), rows.image.options());
-  out.grid = rows.grid;
-  const TransposeImageTask task{rows.layout, memory_of(rows.image), memory_of(out.image)};
+  const Layout layout = transposed_layout(rows.layout);
+  const at::Tensor image = empty_image(layout, rows.image.options());
+  const TransposeImageTask task{rows.layout, rows.image.const_data_ptr<uint8_t>(),
+                                image.mutable_data_ptr<uint8_t>()};
   transpose_image(task, current_stream(rows.image.device()));
-  return out;
+  return {layout, image, rows.grid};
 }
 
 }  // namespace qshard

@@ -77,7 +77,7 @@ bool QuantizedMatrix::has(Orientations asked, Arrangement arrangement) const {
 
 at::Tensor bytes_of(const CodeImage& codes) {
   return std::visit(Overloaded{[](std::monostate) { return at::Tensor(); },
-                               [](const RowImage& rows) { return rows.image; },
+                               [](const RowImage& rows) { return rows.image.operand(); },
                                [](const PackedCodes& packed) { return packed.buffer; }},
                     codes);
 }

@@ -7,6 +7,7 @@
 
 #include "kernels/gemm.h"
 #include "kernels/layout.h"
+#include "kernels/read_only_tensor.h"
 
 namespace qshard {
 
@@ -27,8 +28,9 @@ enum class Arrangement : uint8_t {
 /// wants a row to have.
 struct RowImage {
   Layout layout;
-  at::Tensor image;  // uint8 (layout.rows, layout.row_bytes()); rows from logical_rows on are zero
-  at::Tensor grid;   // float32 (layout.grid_numel(),), undefined or empty if the format has none
+  ReadOnlyTensor
+      image;  // uint8 (layout.rows, layout.row_bytes()); rows from logical_rows on are zero
+  ReadOnlyTensor grid;  // float32 (layout.grid_numel(),), undefined or empty if the format has none
   int64_t first_row = 0;
 };
 
@@ -65,7 +67,7 @@ struct QuantizedMatrix {
   const RowImage& row_image() const { return std::get<RowImage>(rowwise); }
 };
 
-/// The bytes that `codes` own, undefined if they are none.
+/// The bytes of `codes`, to be read; undefined if they are none.
 at::Tensor bytes_of(const CodeImage& codes);
 
 /// Rows [image.first_row, image.first_row + rows) of a row image.

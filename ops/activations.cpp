@@ -73,7 +73,7 @@ Tensor encode_activation_op(const Tensor& self, c10::string_view format, bool is
   const c10::OptionalDeviceGuard guard(self.device());
   const Tensor values = self.reshape({tokens.rows, tokens.cols}).contiguous();
   if (tokens.has_row_scales()) {
-    return quantized_rows(values, tokens.format, nullptr).image.view(-1);
+    return quantized_rows(values, tokens.format, nullptr).image.view({-1}).operand();
   }
   EncodeActivationTask task{tokens.message(is_gradient)};
   TORCH_CHECK(!task.message.has_one_scale ||

@@ -46,7 +46,7 @@ SwizzledOperand swizzled(const RowImage& rows) {
 at::Tensor alpha_zero(const RowImage& a, const RowImage& b) {
   at::Tensor factors = at::zeros({2}, a.grid.options());
   at::Tensor alpha = factors.narrow(0, 0, 1);
-  at::mul_out(alpha, a.grid, b.grid);
+  at::mul_out(alpha, a.grid.operand(), b.grid.operand());
   return factors;
 }
 

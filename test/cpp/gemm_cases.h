@@ -18,7 +18,7 @@ inline Layout whole(const char* format, int64_t rows, int64_t cols) {
 
 inline at::Tensor dequantized(const LinearWeight& weight) {
   const RowImage& rows = weight.codes.row_image();
-  const Quantized q{{}, rows.grid, rows.image};
+  const Quantized q{{}, rows.grid.operand(), rows.image.operand()};
   return dequantized(q, rows.layout, at::kFloat, rows.first_row, weight.codes.rows).cpu();
 }
 

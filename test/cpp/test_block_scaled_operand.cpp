@@ -51,8 +51,8 @@ at::Tensor few_bits(int64_t rows, int64_t cols, at::ScalarType dtype) {
 }
 
 bool same_image(const RowImage& got, const Quantized& expected) {
-  return at::equal(got.image.cpu(), expected.image.cpu()) &&
-         at::equal(got.grid.cpu(), expected.grid.cpu().flatten());
+  return at::equal(got.image.operand().cpu(), expected.image.cpu()) &&
+         at::equal(got.grid.operand().cpu(), expected.grid.cpu().flatten());
 }
 
 Layout whole(const Format& format, int64_t rows, int64_t cols) {
@@ -185,8 +185,8 @@ TEST_P(BlockScaledOperand, WindowsOfWeightsAreMatricesOfTheirOwn) {
           matrix_of({layout, q.image, q.grid, first}, first % 64 ? 32 : 64);
       const RowImage rows = weight_rows(window);
       const auto read = [&](const RowImage& image) {
-        return dequantized({{}, image.grid, image.image.contiguous()}, image.layout, at::kFloat, 0,
-                           image.layout.logical_rows)
+        return dequantized({{}, image.grid.operand(), image.image.operand().contiguous()},
+                           image.layout, at::kFloat, 0, image.layout.logical_rows)
             .cpu();
       };
       const at::Tensor expected = dequantized(q, layout, at::kFloat, first, window.rows).cpu();
@@ -210,8 +210,8 @@ TEST(WeightRows, OfOneImageOfTwoHaveItsRowBytes) {
     for (const auto& [layout, bytes] :
          {std::pair{both, q.image.view({64, -1})}, {rowwise, image}}) {
       const RowImage rows = weight_rows(matrix_of({layout, bytes, q.grid, 32}, 32));
-      EXPECT_EQ(rows.layout.row_bytes(), rows.image.stride(0));
-      const Quantized read{{}, rows.grid, rows.image};
+      EXPECT_EQ(rows.layout.row_bytes(), rows.image.operand().stride(0));
+      const Quantized read{{}, rows.grid.operand(), rows.image.operand()};
       EXPECT_TRUE(same_values(dequantized(read, rows.layout, at::kFloat, 0, 32),
                               dequantized(q, both, at::kFloat, 32, 32)));
     }

@@ -23,8 +23,8 @@ bool is_block_scaled([[maybe_unused]] at::Device device) {
 
 // What a GEMM sees of an operand; float, on the CPU.
 at::Tensor read(const RowImage& rows) {
-  return dequantized({{}, rows.grid, rows.image.contiguous()}, rows.layout, at::kFloat, 0,
-                     rows.layout.logical_rows)
+  return dequantized({{}, rows.grid.operand(), rows.image.operand().contiguous()}, rows.layout,
+                     at::kFloat, 0, rows.layout.logical_rows)
       .cpu();
 }
 

@@ -96,7 +96,8 @@ TEST(QuantizedMatrix, RowImagesStandForTheirValues) {
       request.orientations = {true, true};
       const QuantizedMatrix both = PlainOperand(x).codes(request);
       const auto read = [](const RowImage& rows, int64_t count) {
-        return dequantized({{}, rows.grid, rows.image}, rows.layout, at::kFloat, 0, count);
+        return dequantized({{}, rows.grid.operand(), rows.image.operand()}, rows.layout, at::kFloat,
+                           0, count);
       };
       EXPECT_TRUE(at::equal(qshard::dequantized(both, at::kFloat), read(both.row_image(), m)));
       QuantizedMatrix columns = both;
@@ -188,8 +189,8 @@ TEST(QuantizedMatrix, CodesThatAreMissingAreMade) {
   request.orientations = {.columnwise = true};
   const at::Tensor values = qshard::dequantized(operand.present(), at::kFloat);
   const QuantizedMatrix columns = operand.codes(request);
-  EXPECT_TRUE(
-      at::equal(bytes_of(columns.columnwise), quantized_columns(values, format, nullptr).image));
+  EXPECT_TRUE(at::equal(bytes_of(columns.columnwise),
+                        quantized_columns(values, format, nullptr).image.operand()));
   request.orientations = {true, true};
   const QuantizedMatrix both = operand.codes(request);
   EXPECT_TRUE(bytes_of(both.rowwise).is_same(bytes_of(operand.present().rowwise)));
@@ -197,7 +198,7 @@ TEST(QuantizedMatrix, CodesThatAreMissingAreMade) {
   request.format = &find_format("nvfp4");
   request.orientations = {.rowwise = true};
   EXPECT_TRUE(at::equal(bytes_of(operand.codes(request).rowwise),
-                        quantized_rows(values, *request.format, nullptr).image));
+                        quantized_rows(values, *request.format, nullptr).image.operand()));
 }
 
 TEST(QuantizedMatrix, PackedCodesNeedADeviceThatReadsThem) {
