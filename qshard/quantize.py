@@ -393,7 +393,14 @@ def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
         return
     for name, old in state.weights(module):
         new = state_dict.get(prefix + name)
-        if new is None or not is_quantized(old) or is_quantized(new) or new.shape != old.shape:
+        if new is None or not is_quantized(old) or new.shape != old.shape:
+            continue
+        if is_quantized(new):
+            if ops._is_export(local_of(new)):  # what a state_dict has of a DTensor
+                local = local_of(new)
+                copied = ops._copy_buffer(local)
+                copied = copied.as_strided(local.shape, local.stride(), local.storage_offset())
+                state_dict[prefix + name] = with_local(copied, new)
             continue
         state_dict[prefix + name] = _quantized_to_assign(module, old, new, state_dict, prefix + name)
 

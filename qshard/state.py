@@ -12,6 +12,7 @@ import torch
 from _qshard_hooks import is_quantized, local_of
 
 from qshard import module_state
+from qshard.moves import with_local
 from qshard.nn.base import Initialized
 
 ops = torch.ops.qshard
@@ -48,8 +49,10 @@ def link(module: torch.nn.Module) -> None:
 
 def hand_out_masters(module: torch.nn.Module) -> None:
     """Puts masters, as plain tensors, into the module's state_dicts: they can be saved, and loaded
-    where qshard is not installed. They are the memory itself; what is loaded into them is seen. What
-    has no master, and DTensors, whose loads DCP has to announce on every rank, stay what they are."""
+    where qshard is not installed. They are the memory itself; what is loaded into them is seen. Other tensors
+    without a master stay what they are. A DTensor's operators write its local tensor below autograd, where
+    no version counter moves, so that is a view which hears of writes on every rank, as DCP's loads need, and
+    is pickled as plain values."""
     state = module_state.of(module)
     state.add_hooks("masters", lambda: [module.register_state_dict_post_hook(_put_masters)])
 
@@ -57,9 +60,15 @@ def hand_out_masters(module: torch.nn.Module) -> None:
 def _put_masters(module, state_dict, prefix, local_metadata):
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if value is None or value is parameter or not is_quantized(value) or value.is_meta:
+        if value is None or value is parameter:
             continue  # keep_vars=True asks for the parameters themselves
-        master = ops.master(value)
+        local = local_of(value)
+        if not is_quantized(local) or local.is_meta:
+            continue
+        if local is not value:
+            state_dict[prefix + name] = with_local(ops._export_view(local), value)
+            continue
+        master = ops.master(local)
         if master is not None:
             state_dict[prefix + name] = master
 
