@@ -209,7 +209,7 @@ Layout checked_layout(const SavedTensor& saved) {
   check_planes(layout, saved.dtype, keeps_master, saved.bytes);
   check_pending(saved, layout, keeps_master, written);
   check_state(saved, layout);
-  return layout.with_format(find_format(saved.format));
+  return with_format(layout, find_format(saved.format));
 }
 
 Layout checked_shared_layout(const SavedTensor& saved, const std::optional<at::Tensor>& master) {
@@ -233,7 +233,7 @@ Layout checked_shared_layout(const SavedTensor& saved, const std::optional<at::T
   }
   check_pending(saved, layout, keeps_master, written);
   check_state(saved, layout);
-  return layout.with_format(find_format(saved.format));
+  return with_format(layout, find_format(saved.format));
 }
 
 bool is_adopted(const SavedTensor& saved, const Layout& layout) {

@@ -33,25 +33,15 @@ struct Layout {
   int64_t first_element = 0;
   int64_t full_cols = 0;
 
-  // Layouts are made of one another by these; only kernels and their tests fill in fields.
+  // Layouts are made of one another by these, and by the functions below; only kernels and their
+  // tests fill in fields.
 
   /// `held` rows of the same logical tensor, padding included, from the same row on.
   Layout holding(int64_t held) const { return with(&Layout::rows, held); }
   /// Row 0 is `row` of the logical tensor.
   Layout placed(int64_t row) const { return with(&Layout::row_offset, row); }
-  /// The rows held are all of a logical tensor of its own, in matrices of `rows_of_one`.
-  Layout own_tensor(int64_t rows_of_one) const {
-    return placed(0)
-        .within_full_tensor(0, 0)
-        .with(&Layout::logical_rows, rows)
-        .with(&Layout::matrix_rows, rows_of_one);
-  }
-  /// Rows of `width` elements.
-  Layout with_cols(int64_t width) const { return with(&Layout::cols, width); }
   /// Of the row images these are held.
   Layout with_images(Images held) const { return with(&Layout::images, held); }
-  /// The same format by the address of one that stays.
-  Layout with_format(const Format& same) const { return with(&Layout::format, &same); }
   /// The logical tensor begins with element `first` of a full one of `width` columns.
   Layout within_full_tensor(int64_t first, int64_t width) const {
     return with(&Layout::first_element, first).with(&Layout::full_cols, width);
@@ -80,14 +70,13 @@ struct Layout {
   Layout rowwise() const { return with_images(Images::kRowwise).with(&Layout::pitch, row_bytes()); }
   Layout columnwise() const {
     return with_images(Images::kAll)
-        .with_format(*format->columnwise)
+        .with(&Layout::format, format->columnwise)
         .with(&Layout::pitch, row_bytes());
   }
-  /// Whether matrices of `rows` rows can have this format: slices of scales need whole blocks.
-  static bool fits(const Format& format, int64_t rows) {
-    return !format.columnwise || rows % format.columnwise->block_rows == 0;
+  /// Whether its matrices can have this format: slices of scales need whole blocks.
+  bool fits() const {
+    return !format->columnwise || matrix_rows % format->columnwise->block_rows == 0;
   }
-  bool fits() const { return fits(*format, matrix_rows); }
   /// The image that has the blocks of most rows: its blocks are what shards cut.
   Layout tallest() const { return has_columnwise() ? columnwise() : *this; }
 
@@ -134,11 +123,11 @@ struct Layout {
     return left < 0 ? 0 : left < rows ? left : rows;
   }
 
-  /// Whether the logical tensor has no elements, on any rank: nothing of it is ever copied or
-  /// agreed on, so that its rows need no place.
-  bool is_empty() const { return logical_rows == 0 || cols == 0; }
-  /// Whether all rows of the logical tensor are held, or all that are worth anything.
-  bool holds_all_rows() const { return is_empty() || (row_offset == 0 && rows >= logical_rows); }
+  /// Whether all rows of the logical tensor are held, or all that are worth anything: of one
+  /// without elements, on any rank, nothing is ever copied or agreed on.
+  bool holds_all_rows() const {
+    return logical_rows == 0 || cols == 0 || (row_offset == 0 && rows >= logical_rows);
+  }
   /// Whether every block that the live rows touch lies within them.
   bool owns_its_blocks() const {
     if (holds_all_rows()) return true;
@@ -157,5 +146,25 @@ struct Layout {
     return layout;
   }
 };
+
+/// The rows held are all of a logical tensor of its own, in matrices of `rows_of_one`.
+inline Layout own_tensor(const Layout& layout, int64_t rows_of_one) {
+  Layout own = layout.placed(0).within_full_tensor(0, 0);
+  own.logical_rows = layout.rows;
+  own.matrix_rows = rows_of_one;
+  return own;
+}
+
+/// Rows of `width` elements.
+inline Layout with_cols(Layout layout, int64_t width) {
+  layout.cols = width;
+  return layout;
+}
+
+/// The same format by the address of one that stays.
+inline Layout with_format(Layout layout, const Format& same) {
+  layout.format = &same;
+  return layout;
+}
 
 }  // namespace qshard

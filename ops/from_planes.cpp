@@ -115,7 +115,7 @@ void quantize_columnwise(const Layout& layout, const Tensor& image) {
   auto rowwise = make_buffer_of_codes(Placement(layout), at::kFloat, false, image, {});
   // Whole blocks: nobody else's rows have a part in them.
   const bool is_matrix = layout.matrix_rows == layout.logical_rows;
-  const Layout own = layout.own_tensor(is_matrix ? layout.rows : layout.matrix_rows);
+  const Layout own = own_tensor(layout, is_matrix ? layout.rows : layout.matrix_rows);
   const auto requantized =
       make_buffer_of_values(Placement(own), dequantized_rows(*rowwise, at::kFloat), false);
   flush_alone(requantized);

@@ -151,11 +151,11 @@ TEST(Layout, LayoutsMadeOfAnotherDifferInWhatTheyAreNamedFor) {
   EXPECT_EQ(2 * rowwise.row_bytes(), shard.row_bytes());
   EXPECT_EQ(shard.columnwise().row_bytes(), shard.row_bytes());
 
-  const Layout own = shard.own_tensor(32);
+  const Layout own = own_tensor(shard, 32);
   EXPECT_TRUE(own.holds_all_rows());
   EXPECT_EQ(own.matrices(), 2);
   EXPECT_EQ(own.element(1), 96);
-  EXPECT_EQ(own.with_cols(32).within_full_tensor(7, 40).element(1), 47);
+  EXPECT_EQ(with_cols(own, 32).within_full_tensor(7, 40).element(1), 47);
 }
 
 }  // namespace
