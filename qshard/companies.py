@@ -20,6 +20,13 @@ def all_reduce_max(values, groups):
         dist.all_reduce(values.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
 
 
+def _device_of(group):
+    """Where a group's ranks meet: by what the group can reduce, since the weights may be gone on one of them."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kinds = {device.type for device in group._device_types}
+    return accelerator if accelerator is not None and accelerator.type in kinds else torch.device("cpu")
+
+
 class StepsTold:
     """Whether an optimizer has stepped a weight itself, which outlives the weight: each rank's Python frees
     that at a time of its own, and whether ranks meet must not follow from it."""
@@ -80,8 +87,7 @@ class Company:
 
     def _agreed(self, members, found_inf):
         """`members`: (DynamicWeight or None, whether a step was of it, whether its words count)."""
-        devices = {d.state[0].device for d, *_ in members if d is not None}
-        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        device = _device_of(self.resolved[0]())
         nothing = torch.zeros(4, device=device)
         rows = []
         for dynamic, is_stepped, counts in members:

@@ -69,7 +69,7 @@ def run_saved(recipe, keep_master, rows):
         torch.distributed.barrier()
         read = torch.load(files[torch.distributed.get_rank()] + ".plain", weights_only=True)
     for name, value in model.state_dict().items():
-        assert_same(read[name], (local(value) + 0).cpu(), name)
+        assert_same(read[name].cpu(), (local(value) + 0).cpu(), name)
 
 
 @formats
