@@ -112,14 +112,27 @@ class Company:
 _companies: list[Company] = []
 
 
+def _resolve(name):
+    try:
+        return torch._C._distributed_c10d._resolve_process_group(name)
+    except RuntimeError:  # no group has the name
+        return None
+
+
+def _alive() -> list[Company]:
+    """Those whose groups exist. destroy_process_group leaves weights that were trained, and their names are
+    given to other groups, so groups are told apart by identity."""
+    _companies[:] = [
+        c for c in _companies
+        if all(group() is not None and group() is _resolve(name) for name, group in zip(c.groups, c.resolved))
+    ]
+    return _companies
+
+
 def of(groups, dynamic) -> Company:
-    """The company of these groups, which the weight joins. Names of groups are given again after
-    destroy_process_group, so groups are told apart by identity."""
-    resolve = torch._C._distributed_c10d._resolve_process_group
-    resolved = [resolve(name) for name in groups]
-    alive = [c for c in _companies if all(group() is not None for group in c.resolved)]
-    _companies[:] = alive
-    for company in alive:
+    """The company of these groups, which the weight joins."""
+    resolved = [_resolve(name) for name in groups]
+    for company in _alive():
         if [group() for group in company.resolved] == resolved:
             break
     else:
@@ -136,5 +149,5 @@ def have_trained() -> bool:
 
 
 def meet_after_step(found_inf) -> None:
-    for company in list(_companies):
+    for company in list(_alive()):
         company.meet_after_step(found_inf)

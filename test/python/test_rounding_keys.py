@@ -37,7 +37,7 @@ class SameGradients(torch.optim.SGD):
 
 def values(layers):
     weights = [layer[0].weight.detach() for layer in layers]
-    return [(w.full_tensor() if isinstance(w, DTensor) else w * 1).clone() for w in weights]
+    return [(w.full_tensor() if isinstance(w, DTensor) else w * 1).cpu() for w in weights]
 
 
 def train(recipe, sharded, by_blocks=True):
