@@ -443,7 +443,8 @@ def bytes_sent():
         def call(*args, **kwargs):
             *_, tensor = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
             ranks = (kwargs.get("group") or dist.group.WORLD).size()
-            sent.append((name, tensor.nbytes * (ranks - 1) * (factor or ranks) // ranks))
+            agrees = name == "all_reduce" and kwargs.get("op") == dist.ReduceOp.MAX  # on amaxes
+            sent.append(("agreement" if agrees else name, tensor.nbytes * (ranks - 1) * (factor or ranks) // ranks))
             return stock[at](*args, **kwargs)
 
         return call

@@ -212,10 +212,6 @@ CALLS = {
     "linear bias": (lambda q: F.linear(X, q, torch.ones(3)), "bias of shape"),
     "linear dtype": (lambda q: F.linear(X.double(), q), "input dtype Double"),
     "linear plain weight": (lambda q: ops.linear(X, torch.randn(8, 48)), "the weight is a plain"),
-    "linear column window": (
-        lambda q: ops.linear(X[:, :5], q[:, :5], weight_only=True),
-        "window of whole rows",
-    ),
     "linear scalar": (lambda q: F.linear(torch.tensor(1.0), q), "input of shape"),
     "mm dtype": (lambda q: torch.mm(X.bfloat16(), q.t()), "same dtype"),
     "mm shape": (lambda q: torch.mm(X, q), "shapes cannot be multiplied"),

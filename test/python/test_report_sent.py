@@ -42,7 +42,7 @@ def observed(model, loss=None, weights=WEIGHTS):
     before, text = qshard.report(model).sent(), str(qshard.report(model))
     with bytes_sent() as calls:
         (loss() if loss else loss_of(model, batch(0))).backward()
-    gradients = {name for name, _ in calls if name not in weights}
+    gradients = {name for name, _ in calls if name not in (*weights, "agreement")}
     assert before.weights == sent_by(calls, *weights), (before, calls)
     assert before.gradients == sent_by(calls, *gradients), (before, calls)
     assert f"weights {before.weights:,} B, gradients {before.gradients:,} B" in text
