@@ -102,7 +102,8 @@ def test_an_embedding_of_a_class_of_its_own_looks_up_what_the_head_multiplies_by
         assert torch.equal(compiled(ids), found)
         torch._dynamo.reset()
     qshard.dequantize_(model)
-    assert model["embedding"].__dict__.keys() == before.keys()
+    left = model["embedding"].__dict__.keys() - {"_is_torch_compile"}  # a mark of torch 2.15
+    assert left == before.keys()
     assert torch.equal(model["embedding"](ids), model["embedding"].weight[ids] * factor)
 
 
