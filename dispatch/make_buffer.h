@@ -26,7 +26,7 @@ BufferPtr make_buffer_without_bytes(const QuantizedBuffer& from, at::ScalarType 
 /// `from` over another storage: of its master, a value like any other, or without a master of its
 /// image and grid.
 BufferPtr make_buffer_over_storage(const QuantizedBuffer& from, c10::Storage storage);
-/// Over planes that somebody else shares; master and pending may be undefined.
+/// Over planes that another buffer shares; master and pending may be undefined.
 BufferPtr make_buffer_over_planes(const Placement& placement, at::ScalarType dtype,
                                   const at::Tensor& master, const at::Tensor& codes,
                                   const at::Tensor& pending, ScalingState state, bool is_written);

@@ -215,7 +215,7 @@ class DynamicWeight:
         refresh_all([(self, weight)])
 
     def is_step_due(self, weight):
-        """Whether somebody's copies of the weight were stepped since its history rolled. Ranks of groups
+        """Whether copies of the weight were stepped since its history rolled. Ranks of groups
         have met for it."""
         if not weight.requires_grad or self._is_told:
             return False

@@ -74,7 +74,7 @@ def run_alone(alone):
 
 @pytest.mark.parametrize("alone", ALONE)
 @on_worlds(2)
-def test_one_rank_alone_waits_for_nobody(world, alone):
+def test_one_rank_alone_waits_for_no_other(world, alone):
     for losses, filled in world.run(run_alone, alone):
         assert filled == [6] * 5  # of two steps that are kept: weight, input, gradient
         assert losses[-1] < 10

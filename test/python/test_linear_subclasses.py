@@ -52,7 +52,7 @@ class Linear(nn.Linear, Parallel):
 
 
 class Scaled(Linear):
-    """Its forward is its own, of which nobody can know what it computes."""
+    """Its forward is its own, and what it computes cannot be known."""
 
     def forward(self, input):
         return F.linear(input, self.weight, self.bias) * 0.5
