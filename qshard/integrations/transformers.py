@@ -6,6 +6,7 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from qshard.choosing import is_adapter
+from qshard.module_state import dynamics_of
 from qshard.quantization_state import QuantizationState
 from qshard.quantize import is_quantized, quantize_
 from transformers import TrainerCallback
@@ -103,10 +104,7 @@ class QuantizeCallback(QuantizationStateCallback):
 
     def _refuse_quantized(self, model):
         """Whether this callback has quantized the model."""
-        modules = model.modules()
-        is_there = any(is_quantized(p) for p in model.parameters()) or any(
-            getattr(module, "dynamic", None) is not None for module in modules
-        )
+        is_there = any(is_quantized(p) for p in model.parameters()) or any(dynamics_of(model))
         if is_there and not self.has_quantized:
             raise ValueError(
                 "QuantizeCallback: the model was quantized before the Trainer was made; leave out one of "

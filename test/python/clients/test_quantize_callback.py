@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import qshard
 from qshard.integrations.transformers import QuantizeCallback
+from qshard.module_state import dynamics_of
 
 DDP = dict(ddp_backend="gloo")
 FSDP2 = dict(DDP, fsdp=True, fsdp_config=dict(state_dict_type="FULL_STATE_DICT", version=2))
@@ -64,6 +65,26 @@ def test_training_twice_quantizes_once(tmp_path):
     run.train()
     run.train()
     assert quantized_names(run.model)
+
+
+def test_weights_that_stay_plain_are_known(tmp_path):
+    recipe, options = RECIPES["float8_delayed"], {"weights": "dynamic"}
+    run = trainer(tmp_path, QuantizeCallback(recipe, **options))
+    run.train()
+    before = [dynamic for _, dynamic in dynamics_of(run.model)]
+    run.train()
+    after = [dynamic for _, dynamic in dynamics_of(run.model)]
+    assert before and all(a is b for a, b in zip(after, before, strict=True))
+    with pytest.raises(ValueError, match="quantized before the Trainer was made"):
+        trainer(tmp_path, QuantizeCallback(recipe), qshard.quantize_(llama(), recipe, **options))
+
+
+def test_an_attribute_of_the_users_is_no_quantization(tmp_path):
+    model = llama()
+    model.dynamic = "mine"
+    run = trainer(tmp_path, QuantizeCallback(RECIPES["nvfp4"]), model)
+    run.train()
+    assert quantized_names(run.model) and model.dynamic == "mine"
 
 
 def test_adapters_stay_plain(tmp_path):
