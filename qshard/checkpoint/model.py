@@ -37,15 +37,19 @@ class Entry:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What DistributedDataParallel and torch.compile were given."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif compiler is not None and isinstance(model, compiler.OptimizedModule):
-            model = model._orig_mod
-        else:
-            return model
+    """What DistributedDataParallel, DataParallel and torch.compile were given."""
+    while (name := _name_of_wrapped(model)) is not None:
+        model = getattr(model, name)
+    return model
+
+
+def _name_of_wrapped(module: nn.Module) -> str | None:
+    """The part that a wrapper adds to names, by the wrapper's class; of other modules None."""
+    if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    # It is there if anything was compiled. (Its import takes seconds.)
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return "_orig_mod" if isinstance(module, compiled) else None
 
 
 def own_class(model: nn.Module) -> type:
@@ -104,16 +108,13 @@ def plain_linears(model: nn.Module, names) -> list[str]:
     return sorted(found)
 
 
-def _unwrapped(model) -> Callable[[str], str]:
-    """Takes out of a name what DistributedDataParallel and torch.compile add to it."""
-    # It is there if anything was compiled. (Its import takes seconds.)
-    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-    wrappers = {"module": (DistributedDataParallel, nn.DataParallel), "_orig_mod": compiled}
+def _unwrapped_names(model) -> Callable[[str], str]:
+    """Takes out of a name what wrappers add to it."""
     short, modules = {"": ""}, {"": model}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if prefix:
             parent, _, part = prefix.rpartition(".")
-            is_added = isinstance(modules[parent], wrappers.get(part, ()))
+            is_added = part == _name_of_wrapped(modules[parent])
             short[prefix] = short[parent] if is_added else f"{short[parent]}.{part}".lstrip(".")
             modules[prefix] = module
 
@@ -128,14 +129,14 @@ def _unwrapped(model) -> Callable[[str], str]:
 
 
 def _renaming(names, model) -> Callable[[str], str]:
-    unwrapped = _unwrapped(model)
+    unwrapped_name = _unwrapped_names(model)
     names = {} if names is None else names
     is_mapping = isinstance(names, Mapping)
     if not is_mapping and not callable(names):
         raise TypeError(f"names must be a mapping or a function of names, got {type(names).__name__}")
 
     def rename(key):
-        plain = unwrapped(key)
+        plain = unwrapped_name(key)
         name = names.get(key, names.get(plain, plain)) if is_mapping else names(plain)
         if not isinstance(name, str):
             raise ValueError(f"names gives {name!r} for {key}, not a string")
