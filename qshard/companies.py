@@ -87,7 +87,13 @@ class Company:
 
     def _agreed(self, members, found_inf):
         """`members`: (DynamicWeight or None, whether a step was of it, whether its words count)."""
-        device = _device_of(self.resolved[0]())
+        groups = [group() for group in self.resolved]
+        if None in groups:
+            raise RuntimeError(
+                "qshard.flush: the process group that the ranks of these weights agree over was destroyed; call "
+                'qshard.quantize_(..., weights="dynamic", group=...) again with one that exists'
+            )
+        device = _device_of(groups[0])
         nothing = torch.zeros(4, device=device)
         rows = []
         for dynamic, is_stepped, counts in members:
@@ -97,7 +103,7 @@ class Company:
             flags = torch.tensor([float(is_stepped), 1.0], device=device)
             rows.append(torch.cat([dynamic.state[0][1:, 0].to(device), flags]))
         words = torch.stack(rows)
-        all_reduce_max(words, self.groups)
+        all_reduce_max(words, groups)
         self.found_inf, self._is_behind = found_inf, True
         for i, (dynamic, is_stepped, counts) in enumerate(members):
             if dynamic is None or not counts:
