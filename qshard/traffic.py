@@ -96,6 +96,13 @@ def _count_gradients(group, trained, shards, replicas, dtype):
         row.reduced, row.gradients_sent = of_reduced, of_sent
 
 
+def groups_of_state(state) -> list:
+    """FSDP2's groups of parameters of one module, by its FSDPState."""
+    several = getattr(state, "_fsdp_param_groups", None)  # of later torch
+    groups = [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
+
+
 def _groups(model) -> Iterator[tuple[object, bool]]:
     """FSDP2's groups of parameters, and whether backward gathers their weights again."""
     inner, seen = inner_modules(model, FSDPModule), set()
@@ -104,9 +111,8 @@ def _groups(model) -> Iterator[tuple[object, bool]]:
         # The first forward tells roots, whose weights stay gathered after it unless one said otherwise.
         is_root = state._is_root if state._is_root is not None else id(module) not in inner
         stays = state._auto_reshard_after_forward and is_root
-        several = getattr(state, "_fsdp_param_groups", None)  # of later torch
-        for group in [state._fsdp_param_group] if several is None else several:
-            if group is not None and id(group) not in seen:
+        for group in groups_of_state(state):
+            if id(group) not in seen:
                 seen.add(id(group))
                 again = group.post_forward_mesh_info is not None and group.unshard_in_backward
                 yield group, again and not stays

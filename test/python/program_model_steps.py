@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 import qshard
+from qshard.traffic import groups_of_state
 
 
 def output_of(subject, seed):
@@ -204,11 +205,8 @@ def forward_that_fails(subject):
         yield
     finally:
         for module in subject.fsdp_modules():
-            state = module._get_fsdp_state()
-            several = getattr(state, "_fsdp_param_groups", None)  # of later torch
-            for group in [state._fsdp_param_group] if several is None else several:
-                if group is not None:
-                    group._training_state = TrainingState.IDLE
+            for group in groups_of_state(module._get_fsdp_state()):
+                group._training_state = TrainingState.IDLE
 
 
 @step(1, lambda d: {"seed": d.seed(), "layer": d.rng.randrange(len(d.setup.layers))})
