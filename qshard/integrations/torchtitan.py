@@ -146,7 +146,8 @@ def _checkpoint_beside(manager_type):
     def __init__(self, *args, **kwargs):
         stock_init(self, *args, **kwargs)
         parts = self.states[checkpoint.MODEL].model
-        scales = any(module_state.of(part).saves_scales for part in parts)
+        states = map(module_state.find, parts)
+        scales = any(state is not None and state.saves_scales for state in states)
         state = _LoadedLast(*parts, scales=scales)
         if state.state_dict():
             self.states["qshard"] = state
