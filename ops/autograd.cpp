@@ -233,10 +233,7 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
                     "qshard::linear: weight_state is given, so format must name the weight's");
   if (!weight_state) check_format_name(weight, format, "qshard::linear");
   if (goes_the_way_of_matmul(weight)) {
-    const Tensor product =
-        weight_only ? at::linear(input, dequantize_autograd(weight, input.scalar_type()), bias)
-                    : linear_by_matmul(input, weight, bias);
-    return residual && residual->defined() ? *residual + product : product;
+    return linear_of_view(input, weight, bias, weight_only, residual);
   }
   const Tensor quantized = !weight_state && is_quantized_on_use(weight, format)
                                ? quantize_autograd(weight, *format, false, std::nullopt, 0)

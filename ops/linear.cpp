@@ -10,6 +10,7 @@
 #include "dispatch/quantized_tensor_impl.h"
 #include "kernels/block_scaled_operand.h"
 #include "kernels/linear.h"
+#include "ops/autograd.h"
 #include "ops/dynamic_weight.h"
 #include "ops/linear_operands.h"
 #include "ops/ops.h"
@@ -383,10 +384,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   const bool is_dynamic = weight_state.has_value();
   check_format_name(weight, format, "qshard::linear");
   if (goes_the_way_of_matmul(weight)) {
-    const Tensor product = weight_only
-                               ? at::linear(input, dequantize(weight, input.scalar_type()), bias)
-                               : linear_by_matmul(input, weight, bias);
-    return residual && residual->defined() ? *residual + product : product;
+    return linear_of_view(input, weight, bias, weight_only, residual);
   }
   const Tensor quantized = !is_dynamic && is_quantized_on_use(weight, format)
                                ? quantize(weight, *format, false, std::nullopt, 0)
@@ -408,6 +406,16 @@ Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTens
 
 bool goes_the_way_of_matmul(const Tensor& weight) {
   return has_key(weight) && (weight.dim() == 1 || weight.dim() == 2) && !is_row_window(weight);
+}
+
+Tensor linear_of_view(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      bool weight_only, const OptionalTensor& residual) {
+  // Through the dispatcher: with autograd's kernel where that is on.
+  static const auto values = typed_op<decltype(dequantize_autograd)>("qshard::dequantize");
+  const Tensor product = weight_only
+                             ? at::linear(input, values.call(weight, input.scalar_type()), bias)
+                             : linear_by_matmul(input, weight, bias);
+  return residual && residual->defined() ? *residual + product : product;
 }
 
 Tensor linear_by_matmul(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {

@@ -99,6 +99,9 @@ bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> f
 /// w[::2]), whose codes linear cannot multiply: matmul takes any, by its codes where they can be
 /// multiplied, else by their values.
 bool goes_the_way_of_matmul(const Tensor& weight);
+/// linear of such a weight, which weight_only multiplies by its values.
+Tensor linear_of_view(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      bool weight_only, const OptionalTensor& residual);
 Tensor linear_by_matmul(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 /// aten::linear where autograd has no part: inference_mode.
 Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
