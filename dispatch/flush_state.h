@@ -84,8 +84,8 @@ class FlushState {
   void write_with_amax(at::Device device, at::Tensor amax, at::Tensor provisional, bool shown);
   /// Some rank wrote, or may have: the image stands, and its scales are to be agreed on again.
   void write_elsewhere();
-  /// Of a written value: the image is not to be read before a flush, though the value is the one
-  /// that it was made of.
+  /// A written value's image is not to be read before a flush, though the value is the one that it
+  /// was made of.
   void hide() { state_ = State::kStale; }
   /// The image was made anew from the value, by kernels that `flushed` comes after.
   void requantize(FlushEvent flushed);

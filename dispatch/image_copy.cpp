@@ -11,7 +11,7 @@ ImageCopy::ImageCopy(QuantizedBuffer& original, Planes planes)
     : QuantizedBuffer(original.placement(), original.dtype(), std::move(planes)),
       link_(Link{c10::weak_intrusive_ptr<QuantizedBuffer>(Ptr::reclaim_copy(&original)),
                  original.flush_state().writes(), original.keeps_master()}) {
-  flush_state().join(/*generation=*/0);  // of no image
+  flush_state().join(/*generation=*/0);  // it has no image yet
 }
 
 ImageCopy::CopyPtr ImageCopy::of(QuantizedBuffer& original, at::Device device) {

@@ -12,8 +12,8 @@ BufferPtr make_buffer(const Layout& layout, at::ScalarType dtype, bool keeps_mas
 /// itself.
 BufferPtr make_buffer_of_values(const Placement& placement, const at::Tensor& values,
                                 bool keeps_master);
-/// Of codes: `image` (rows, row_bytes) uint8 and `grid` as Planes has them, which it takes over as
-/// the value, agreed on by all ranks. A master is what they stand for.
+/// `image` (rows, row_bytes) uint8 and `grid`, as Planes has them, are the value, agreed on by all
+/// ranks. A master is what they stand for.
 BufferPtr make_buffer_of_codes(const Placement& placement, at::ScalarType dtype, bool keeps_master,
                                const at::Tensor& image, const at::Tensor& grid);
 /// The rows of the logical tensor of `from` that `placement` says (Placement::cut), with a snapshot

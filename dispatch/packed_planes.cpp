@@ -65,7 +65,7 @@ BufferPtr unpack_planes(const at::Tensor& bytes, const at::Tensor& pending,
   PlainGuard guard;
   const Layout& layout = placement.layout();
   auto planes = Planes::allocate(layout, dtype, keeps_master, bytes.device(), Fill::kNothing);
-  // Of memory of its own: 16-byte alignment is the allocator's.
+  // A clone has memory of its own, which the allocator aligns to 16 bytes.
   const PackedPlanes packed(bytes.clone(), layout, dtype, keeps_master);
   planes.write_image().copy_(packed.image);
   if (keeps_master) planes.write_master().copy_(packed.master);

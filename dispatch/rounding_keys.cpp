@@ -14,7 +14,7 @@ namespace {
 
 constexpr int32_t kLargestWord = 0x7fffffff;
 
-/// Of one key: its low and its high word, and the count of steps.
+/// One key's low and high word, and the count of steps.
 using Words = std::array<int32_t, kRoundingWords>;
 
 Words words_of(const at::Tensor& rounding) {
