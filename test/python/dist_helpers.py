@@ -11,6 +11,7 @@ import ctypes
 import datetime
 import gc
 import importlib
+import json
 import math
 import os
 import pickle
@@ -30,6 +31,7 @@ import torch.distributed as dist
 COLLECTIVE_TIMEOUT_S = 20
 START_S = 180
 NO_ANSWER = "no answer"
+TIMED_OUT = "Timed out"  # in gloo's error of a collective that waited too long
 ANSWERED = 3  # exit code of a process that has answered and takes no more jobs
 MANY_THREADS = 150  # a process of the CPU that has more is renewed
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h: who forked it takes it along
@@ -69,12 +71,14 @@ class World:
         # Those that ended say nothing of when: mostly after another's error.
         failed = [(o.seconds or math.inf, rank, o.error) for rank, o in enumerate(outcomes) if o.error]
         if failed:
-            # The first is the cause; the others mostly say that a peer has gone.
+            # The first is the cause; the others mostly say that a peer has gone. Ranks that wait for
+            # each other end together, and each says where it waited.
             text = f"{function.__name__} on {self}\n"
             for i, (seconds, rank, error) in enumerate(sorted(failed)):
-                last_line = error.strip().splitlines()[-1]
+                is_cause = i == 0 or TIMED_OUT in error
+                shown = error if is_cause else error.strip().splitlines()[-1]
                 after = f" after {seconds:.1f} s" if seconds < math.inf else ""
-                text += f"rank {rank}{after}: {last_line if i else error}\n"
+                text += f"rank {rank}{after}: {shown}\n"
             pytest.fail(text, pytrace=False)
         return [outcome.value for outcome in outcomes]
 
@@ -198,6 +202,7 @@ def _start(pipe, device, rank):
     # Not by conftest: there is one of that name beside the tests of clients, too.
     import library_under_test  # noqa: F401
 
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "64"  # of last_collectives
     if device == "cuda":
         gpus = torch.cuda.device_count()
         torch.cuda.set_device(rank % gpus)
@@ -242,11 +247,23 @@ def _serve(pipe, device, rank):
             forget_meshes()
         except BaseException:  # CheckpointException derives from it
             value, error = None, traceback.format_exc()
+            if TIMED_OUT in error:
+                error += last_collectives()
         is_worn = device == "cpu" and _threads() > MANY_THREADS
         pipe.send(Outcome(value, error, time.monotonic() - start, is_worn))
         if error:
             # As in a real job: the process goes, and its peers find out at their next collective.
             os._exit(ANSWERED)
+
+
+def last_collectives():
+    """Those that this rank began last, as torch's flight recorder has them: a rank that waits for
+    another is in another collective than that."""
+    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"][-8:]
+    return "the last collectives here, the latest at the end:\n" + "".join(
+        f"  {e['process_group'][0]} #{e['collective_seq_id']} {e['profiling_name']} "
+        f"{e['input_sizes']} {e['input_dtypes']}\n" for e in entries
+    )
 
 
 def _threads():
