@@ -222,6 +222,9 @@ def main():
 
     for format in args.formats:
         run(Trainer(format, args, mesh), args)
+    # Gloo's threads let go of a collective's tensors a little after its end, and abort the process if Python
+    # has ended by then (https://github.com/pytorch/pytorch/issues/190489). A barrier has no tensors.
+    dist.barrier()
     dist.destroy_process_group()
 
 
