@@ -188,7 +188,7 @@ def main():
     torch.manual_seed(0)
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    gc.disable()  # a collection inside a round would be charged to whoever runs then
+    gc.disable()  # a collection inside a round would be charged to the section that runs then
     results = []
     for section in (native_ops, unshard_reshard, linear):
         results += section(args.device, args)

@@ -216,8 +216,8 @@ def swiglu(bench: Bench, format: str, shape) -> Iterator[Row]:
 
 
 def rotary(bench: Bench, shape) -> Iterator[Row]:
-    """Of what linears give, as attention reads it: (batch, heads, positions, channels). And of one projection, whose
-    keys and values have a quarter of the heads: of what it gives, and into its gradient."""
+    """Rotary embedding of what linears give, as attention reads it: (batch, heads, positions, channels); and of one
+    projection's output and gradient, whose keys and values have a quarter of the heads."""
     batch, positions, heads, channels = shape
     x = bench.randn(*shape, dtype=torch.bfloat16).transpose(1, 2)
     angles = bench.randn(positions, channels)
@@ -271,7 +271,7 @@ def norm(bench: Bench, kind: str, shape) -> Iterator[Row]:
 
 
 def norm_codes(bench: Bench, kind: str, format: str, shape) -> Iterator[Row]:
-    """Of normalized rows as forward asks for them, and as backward makes its columns."""
+    """Codes of normalized rows as forward asks for them, and as backward makes its columns."""
     bf16 = {"dtype": torch.bfloat16}
     x, weight = bench.randn(*shape, **bf16), bench.randn(shape[1], **bf16)
     is_rms, bias = kind == "RMSNorm", None if kind == "RMSNorm" else weight

@@ -10,7 +10,7 @@ Accumulate: the backward of a second microbatch, which adds to .grad in the GEMM
 with a hook on the weight, for which autograd adds: device time, and memory beyond what lives before.
 With --torchao: ours per tensor next to its Float8Linear, eager and compiled, of which FSDP2 gathers
 the same codes; last, because torchao changes inductor.
-Saved: memory that forward leaves allocated, less its output, per element of an input that nobody
+Saved: memory that forward leaves allocated, less its output, per element of an input that nothing
 else keeps. A code is 1 byte, a 1x128 scale 4/128 more.
 """
 
@@ -255,7 +255,7 @@ def saved_per_element(bench: Bench, layers, tokens, features) -> float:
     """Bytes that the layers keep of one common input until backward, per element of it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    x = bench.activation(bench.randn(tokens, features))  # like a norm's result nobody keeps it
+    x = bench.activation(bench.randn(tokens, features))  # like a norm's result, it is not kept
     outputs = [layer(x) for layer in layers]
     elements = x.numel()
     del x

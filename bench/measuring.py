@@ -97,7 +97,7 @@ def trace(
 
 
 def events_of(profiler, file: Path | None = None) -> list[dict]:
-    """Of a profile that has ended, as Chrome's format has them."""
+    """The events of a profile that has ended, as Chrome's format has them."""
     with tempfile.TemporaryDirectory() as folder:
         path = file or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -110,7 +110,7 @@ def interleaved(
     """For each function, for each of its calls, the kernels that ran. The functions take turns.
 
     Before every call 256 MB are read, five times an H200's L2 cache, so that no call finds its
-    operands there, nor lines that have yet to be written back. The kernel of `frac_`, which nobody
+    operands there, nor lines that have yet to be written back. The kernel of `frac_`, which nothing
     else uses, stands before and after in the trace.
     """
     buffer = torch.zeros((256 << 20) // 4 if device == "cuda" else 16, device=device)
@@ -262,7 +262,7 @@ class Results:
             print(f"FAILED {name}: {type(error).__name__}: {first_line(error)}", flush=True)
 
     def worst(self) -> list[Row]:
-        """Of the rows of each name that have a goal, the one that is furthest from it."""
+        """For each name, the row that is furthest from its goal, if any has one."""
         groups = {}
         for row in self.rows:
             if row.goal is not None:

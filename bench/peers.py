@@ -3,7 +3,7 @@
 torchao_tensorwise   Float8Linear with a scale per tensor; FSDP2 gathers its weights in FP8
 torchao_rowwise      the same with a scale per row; FSDP2 gathers its weights in bf16
 
-torchao's conversion changes how torch's inductor generates code in this process, for everybody: peers
+torchao's conversion changes how torch's inductor generates code in this process, for all models: peers
 are measured last.
 """
 
@@ -53,5 +53,5 @@ def gathered_element_size(shard: torch.Tensor) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of the peers that were imported."""
+    """The versions of the peers that were imported."""
     return {name: sys.modules[name].__version__ for name in ("torchao",) if name in sys.modules}

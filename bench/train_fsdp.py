@@ -323,7 +323,7 @@ def host_times(configurations, args, mesh, rounds: int = 15) -> dict[Configurati
             clock.step()
             clock.times = HostTimes()
     gc.collect()
-    gc.disable()  # a collection would be charged to whoever runs then
+    gc.disable()  # a collection would be charged to the configuration that runs then
     try:
         for _ in range(rounds):
             for clock in clocks.values():

@@ -69,7 +69,7 @@ class Configuration:
 
 @dataclass
 class Result:
-    """Of one configuration, on rank 0."""
+    """What one configuration measured on rank 0."""
 
     step_ms: float
     tokens_per_second: float
@@ -101,7 +101,7 @@ def goals(configuration: Configuration, is_tiny: bool, layout: dict[str, int]) -
         step = {"float8_tensorwise": per_tensor, "float8_blockwise": 0.82}.get(configuration.format)
         if step is None or configuration.stock or configuration.no_master:
             return {}
-        # Of eight layers' four gathers half, of the head's and the embedding's all.
+        # Half of the bytes of eight layers' four gathers, and all of the head's and the embedding's.
         return {"step": step, "activations": (8 * 4 * 0.502 + 2) / (8 * 4 + 2)}
     if configuration.no_master:
         return {"step": 1.0, "steady": 5.2} if ranks == 2 else {"step": 1.0}

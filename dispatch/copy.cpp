@@ -221,8 +221,8 @@ std::string describe_plain(const at::Tensor& tensor) {
                      fmt::join(tensor.sizes(), ", "), tensor.device().str());
 }
 
-/// Another tensor's memory, as parametrizations put it into the parameter that they keep. Of a
-/// plain one the values are copied: its memory has no room for codes.
+/// Another tensor's memory, as parametrizations put it into the parameter that they keep. The
+/// values of a plain tensor are copied, since its memory has no room for codes.
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   if (is_quantized(self) && has_key(source)) {
     TORCH_CHECK(source.device() == self.device(),

@@ -74,7 +74,7 @@ bool is_done_alone(const QuantizedBuffer& buffer) {
   return buffer.flush_state().is_settled() && !has_activation_amaxes(buffer);
 }
 
-/// Of weights that share a scale and are all here, all are written if one is.
+/// If one of the weights that share a scale is written, all are, where all of them are here.
 void spread_writes(const Batch& batch) {
   for (const auto& group : shared_scales(batch.buffers)) {
     const auto is_written = [&](size_t i) { return batch.buffers[i]->flush_state().is_written(); };
@@ -107,7 +107,7 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
   std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->flush_state().is_written(); });
   if (batch.buffers.empty()) return;
   if (!batch.groups.shard) {
-    // Rows that nobody adopted: whoever adopts them agrees on scales of his own.
+    // Rows without a group keep provisional scales: the group that adopts them agrees on its own.
     std::erase_if(batch.buffers, [](const BufferPtr& buffer) {
       if (buffer->layout().holds_all_rows()) return false;
       if (!buffer->flush_state().is_shown()) flush_alone(buffer);
@@ -122,7 +122,7 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
     for (const auto& buffer : apart) buffer->flush_state().show();
   }
   Batch left = batch;
-  // Nobody waits for their amaxes.
+  // No other rank needs these amaxes, so buffers whose codes are final skip the flush.
   if (!batch.groups.shard && batch.groups.tensor.empty()) {
     std::erase_if(left.buffers, [](const BufferPtr& b) {
       return is_done_alone(*b) && b->placement().scale_group().id == 0;

@@ -10,7 +10,7 @@ namespace qshard {
 
 /// For readers of image or grid (codes, GEMM, byte copies): makes the image show the value, or
 /// throws an error that names `op` and the way out. No collective: a shard cut at block boundaries
-/// shows exact codes of its own rows, one that nobody adopted those of a tensor of its own, and
+/// shows exact codes of its own rows, a shard without a group those of a tensor of its own, and
 /// both stay written for the flush to come.
 void require_shown(const BufferPtr& buffer, const char* op);
 

@@ -1,4 +1,4 @@
-// Masters that are somebody's plain tensors, as the values of state_dicts are.
+// Masters that callers hold as plain tensors, as the values of state_dicts are.
 #pragma once
 
 #include <ATen/core/Tensor.h>

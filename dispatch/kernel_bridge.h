@@ -21,8 +21,8 @@ struct PlainGuard {
   at::AutoDispatchBelowADInplaceOrView below;
 };
 
-/// ADInplaceOrView does this for the tensors it sees; inside TensorLists, and below it, nobody
-/// does, and autograd's saved-tensor check would miss the write.
+/// ADInplaceOrView does this for the tensors it sees; inside TensorLists, and below it, no
+/// kernel does, and autograd's saved-tensor check would miss the write.
 inline void bump_version(const at::Tensor& written) {
   if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
 }

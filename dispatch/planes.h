@@ -44,7 +44,7 @@ class Planes {
   static Planes none(at::ScalarType dtype, bool keeps_master, at::Device device);
   static Planes allocate(const Layout& layout, at::ScalarType dtype, bool keeps_master,
                          at::Device device, Fill fill, bool pinned = false);
-  /// With the grid of another buffer's snapshot, until somebody is about to write it.
+  /// With the grid of another buffer's snapshot, until something is about to write it.
   static Planes allocate_with_snapshot(const ReadOnlyTensor& grid, const Layout& layout,
                                        at::ScalarType dtype, bool keeps_master, at::Device device,
                                        Fill fill);

@@ -15,9 +15,9 @@ namespace qshard {
 constexpr c10::DispatchKey kKey = c10::DispatchKey::PrivateUse3;
 
 /// Sizes, strides and storage_offset index a dense `rows x cols` buffer of nominal-dtype elements.
-/// Where a master is kept that buffer is the master, and the tensor's storage: to whoever looks at
-/// memory it is an ordinary strided tensor. Elsewhere the buffer is *virtual*: `has_storage()` is
-/// false, so raw data access throws, and `storage()` has image and grid, for FSDP2 to manage.
+/// Where a master is kept that buffer is the master, and the tensor's storage: code that looks
+/// at memory finds an ordinary strided tensor. Elsewhere the buffer is *virtual*: `has_storage()`
+/// is false, so raw data access throws, and `storage()` has image and grid, for FSDP2 to manage.
 class QuantizedTensorImpl final : public c10::TensorImpl {
  public:
   QuantizedTensorImpl(BufferPtr buffer, at::IntArrayRef sizes, at::IntArrayRef strides,

@@ -17,9 +17,10 @@ struct OpTraits {
   static OpTraits of(const c10::OperatorHandle& op);
 };
 
-/// Who else in this process has kernels on the quantized keys: a name for messages, "" if nobody.
-/// Looked up once, before the first kernel of ours is registered; whatever registers or relies on
-/// one asks here first, since initialisers run in link order and a taken key makes torch abort.
+/// The other library that has kernels on the quantized keys in this process, as messages name it;
+/// "" if there is none. Looked up once, before the first kernel of ours is registered; whatever
+/// registers or relies on one asks here first, since initialisers run in link order and a taken key
+/// makes torch abort.
 const std::string& foreign_owner_of_key();
 inline bool key_is_ours() { return foreign_owner_of_key().empty(); }
 /// @throws c10::Error naming `op` and the owner if the key is not ours.

@@ -155,7 +155,7 @@ class Requantization {
     take_words();
     for (Entry& entry : entries_) prepare(entry);
     const auto states = state_tasks();
-    // With nobody and nothing to wait for, one pass over the values may do.
+    // If no other rank's amaxes are needed, one pass over the values may do.
     const Groups& groups = batch_.groups;
     const bool agrees = groups.shard || !groups.tensor.empty();
     const bool at_once = ranks_ == 1 && groups.tensor.empty() && groups.replicas.empty() &&

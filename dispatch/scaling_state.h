@@ -32,10 +32,10 @@ struct ScalingState {
   /// Takes over the numbers of another buffer's state of the same format and shape.
   void copy_from(const ScalingState& other);
 
-  /// Of a tensor that was never flushed. The key of stochastic rounding is torch's seed.
+  /// The state of a tensor that was never flushed. The key of stochastic rounding is torch's seed.
   static ScalingState fresh(const Layout& layout, at::Device device);
 
-  /// Of these tensors, in the order of tensors(), shared.
+  /// A state that shares these tensors, in the order of tensors().
   /// @throws c10::Error for another number of tensors than the format has.
   static ScalingState of(const Layout& layout, at::TensorList tensors);
 

@@ -1,4 +1,4 @@
-// WriteWatch: notices writes that tell nobody, by version counters.
+// WriteWatch: notices writes by other libraries' operators, by version counters.
 #pragma once
 
 #include <c10/core/TensorImpl.h>
@@ -19,7 +19,7 @@ class WriteWatch {
   /// Watches one more counter, that of `owner`, from now on; in place of another one it had.
   void add(const c10::VariableVersion& counter, const c10::TensorImpl* owner);
   /// Watches the counter of a buffer's first tensor where it lies: torch's factories (empty_like)
-  /// go on with another tensor where somebody shares the counter of the one that they were given.
+  /// go on with another tensor where something shares the counter of the one that they were given.
   /// The tensor tells before it goes (let_go).
   void add_sole(const c10::TensorImpl& owner);
   /// Holds that counter from now on; others are about to. Whether it was not held before.

@@ -249,7 +249,7 @@ for name in ("format", "formats", "backend_report"):
 def view_in_compiled_code():
     """Inductor's code makes a view by building a tensor anew, with the key set and the storage of another
     (torch/csrc/inductor/inductor_ops.cpp): of a quantized tensor that has no codes, and was refused when an
-    operator met it. Of these it gets a view. Which one it is says the tensor that the code was given, and
+    operator met it. For these it gets a view. Which one it is says the tensor that the code was given, and
     not the one that it was compiled with, so that code in torch's caches serves both."""
     guards = torch._C._dynamo.guards
     stock = getattr(guards, "_reinterpret_tensor", None)

@@ -150,7 +150,7 @@ void set_groups_of_moved(const Tensor& self, const Tensor& moved) {
   buffer_of(self).placement().adopt_groups_of(buffer_of(moved).placement());
 }
 
-/// The ranks of `group` hold the same rows and see other activations; "": nobody does.
+/// The ranks of `group` hold the same rows and see other activations; "": no other rank does.
 void set_replicas(const Tensor& self, c10::string_view group) {
   buffer_of(self).placement().set_replicas({group.data(), group.size()});
 }

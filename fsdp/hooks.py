@@ -315,7 +315,7 @@ def writes_by_operators_alone(optimizer):
 def flush_after_step(optimizer, taken):
     """One all-reduce per reduction group over the optimizer's own parameters, in their order: the
     same on all ranks whatever gradients and rows each has, which no registry of parameters is. What
-    has a gradient was written: optimizers that write through addresses tell nobody. A parameter whose
+    has a gradient was written: optimizers that write through addresses move no version counter. A parameter whose
     step was taken within this one makes no other; if it was written since, it is quantized."""
     first, again = [], []
     if debug.is_on:

@@ -73,7 +73,7 @@ def ranks_of(name):
 
 
 def in_groups(names, groups):
-    """Of each name, whether it is that of a group among `groups`. Two meshes over the same ranks have
+    """For each name, whether it is that of a group among `groups`. Two meshes over the same ranks have
     groups of their own, and DTensor, whose caches hold meshes that compare equal, may name either."""
     known = set(groups)
     ranks = {ranks_of(name) for name in known}

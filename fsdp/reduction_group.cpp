@@ -15,9 +15,9 @@
 namespace qshard {
 namespace {
 
-/// Asks for the process group at each use (a look into a hash map beside a collective). Whoever
-/// destroys a group means it, but others may keep it alive, and its name is given again in a
-/// process that starts over, whose caches may hold DTensors with a mesh of before.
+/// Asks for the process group at each use (a look into a hash map beside a collective). A
+/// caller that destroys a group ends it, but others may keep it alive, and its name is given again
+/// in a process that starts over, whose caches may hold DTensors with a mesh of before.
 class ProcessGroupHandle final : public RankGroup {
  public:
   using RankGroup::RankGroup;

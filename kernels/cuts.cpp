@@ -22,7 +22,7 @@ Cuts find_cuts(const Layout& all_images, int64_t ranks) {
   Cuts cuts;
   if (layout.format->scales_in_grid() || ranks <= 1 || layout.cols == 0) return cuts;
   // Dimension 0 is cut: rows of one matrix, or whole matrices. Taking a single matrix of a 3-D
-  // tensor for a 2-D one lists cuts that nobody has, which does no harm.
+  // tensor for a 2-D one lists cuts that no rank has, which does no harm.
   std::vector<int64_t> rows;
   if (layout.matrices() == 1) {
     const int64_t chunk = ceil_div(layout.logical_rows, ranks);

@@ -151,7 +151,7 @@ const Format& intern(Format format, const Format& base) {
 /// The base of a name of base and options, if there are any.
 const Format& base_of(std::string_view name) { return find_base(name.substr(0, name.find('['))); }
 
-// Of activations only: a weight's transpose would have other scales.
+// For activations only: a weight's transpose would have other scales.
 constexpr Format kMxfp8Rows{"mxfp8_1x32", kE4M3, 8, 448.f, 1, 32, RowScale::kE8M0, true, kE4M3};
 
 }  // namespace

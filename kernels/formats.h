@@ -57,8 +57,8 @@ struct Format {
   /// bytes in both.
   const Format* columnwise = nullptr;
   bool gathers_by_phase = false;  // forward gathers the rowwise image only, backward the columnwise
-  /// Of the codes of inputs that wgrad reads, where scales are in blocks: 1: along the tokens, in
-  /// blocks of 128; 2: in blocks of 128x128. Those that forward reads have blocks of 1x128.
+  /// Block shape of the scales of inputs that wgrad reads: 1 = 1x128 along the tokens, 2 = 128x128.
+  /// Inputs that forward reads have blocks of 1x128.
   int x_block_scaling_dim = 1;  // 2 of float8_blockwise
   /// Rows that share blocks hold the blocks' scales in equal slices, one slice a row; otherwise
   /// each of them holds them all.

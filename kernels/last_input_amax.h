@@ -24,9 +24,9 @@ class LastInputAmax {
     explicit operator bool() const { return last != nullptr; }
   };
 
-  /// Of the current CUDA stream. There is none where the use before was on another stream, which
-  /// may yet write, nor while a graph is captured, whose replays would outlive the words. Waits for
-  /// the use of another thread.
+  /// The use before this one on the current CUDA stream. There is none where the use before was on
+  /// another stream, which may yet write, nor while a graph is captured, whose replays would
+  /// outlive the words. Waits for the use of another thread.
   Use use(at::Device device);
 
  private:

@@ -40,7 +40,7 @@ struct Layout {
   Layout holding(int64_t held) const { return with(&Layout::rows, held); }
   /// Row 0 is `row` of the logical tensor.
   Layout placed(int64_t row) const { return with(&Layout::row_offset, row); }
-  /// Of the row images these are held.
+  /// Which row images are held.
   Layout with_images(Images held) const { return with(&Layout::images, held); }
   /// The logical tensor begins with element `first` of a full one of `width` columns.
   Layout within_full_tensor(int64_t first, int64_t width) const {

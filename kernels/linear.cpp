@@ -58,7 +58,7 @@ void check_weight(const QuantizedMatrix& weight) {
               " scales");
 }
 
-// Of a format of two row images a gathered weight may have one, as its recipe says.
+// A gathered weight whose format has two row images may have one of them, as its recipe says.
 void check_gathered_image(const Layout& layout, bool is_there, const char* gemm, const char* image,
                           const char* way_out) {
   TORCH_CHECK(

@@ -9,10 +9,10 @@ namespace qshard {
 /// A weight (N, K) and what its linear remembers beside it.
 struct LinearWeight {
   QuantizedMatrix codes;  // rows of a row image
-  // Of delayed scaling (kernels/scaling_state.h), undefined without it.
+  // Delayed scaling's (kernels/scaling_state.h), undefined without it.
   at::Tensor amax_history = {};
   at::Tensor scaling_amax = {};
-  LastInputAmax* last_input = nullptr;  // null of a weight that is quantized for one use
+  LastInputAmax* last_input = nullptr;  // null for a weight that is quantized for one use
 };
 
 }  // namespace qshard

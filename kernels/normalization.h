@@ -8,7 +8,7 @@
 
 namespace qshard {
 
-/// Of a row, which has columns in eights: what the registers of a CUDA block hold.
+/// The longest row, which has columns in eights, that the registers of a CUDA block hold.
 constexpr int64_t kMaxNormBytes = 32768;
 
 struct Normalization {

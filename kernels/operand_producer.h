@@ -42,7 +42,7 @@ class OperandProducer {
   /// The values that a GEMM reads which reads no codes: in the dtype they have, or dequantized to
   /// `dtype`.
   virtual at::Tensor values(at::ScalarType dtype) const = 0;
-  /// Called where nobody asks for codes: delayed scaling collects the amax of the values, so that
+  /// Called where no GEMM asks for codes: delayed scaling collects the amax of the values, so that
   /// training can go on where something quantizes them.
   virtual void collect_amax(const DelayedAmax& delayed) const = 0;
 
@@ -126,7 +126,7 @@ class QuantizedOperand final : public OperandProducer {
         codes_(std::move(codes)),
         values_(std::move(values)),
         sizes_{codes_.rows, codes_.cols} {}
-  /// Of nothing but codes, which stand for values of `dtype`.
+  /// An operand that has nothing but codes, which stand for values of the options' dtype.
   QuantizedOperand(QuantizedMatrix codes, const at::TensorOptions& options)
       : OperandProducer(options), codes_(std::move(codes)), sizes_{codes_.rows, codes_.cols} {}
 

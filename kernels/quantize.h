@@ -16,7 +16,7 @@ namespace qshard {
 /// `amax` is what ranks agree on between compute_amax and quantize: the amax of every grid entry,
 /// (grid_rows, grid_cols), then those of the blocks that several ranks hold rows of although their
 /// scales are row-local, (cuts.rows, block_cols). Scales of other blocks need no amax from outside.
-/// Of two row images only the columnwise one has cut blocks; both are written.
+/// If there are two row images, only the columnwise one has cut blocks; both are written.
 struct QuantizeTask {
   Layout layout;
   Cuts cuts;

@@ -34,7 +34,7 @@ struct RowImage {
   int64_t first_row = 0;
 };
 
-/// Rows of one-byte codes without gaps, then their fp32 scales, then what nobody wrote. Codes
+/// Rows of one-byte codes without gaps, then their fp32 scales, then unwritten padding. Codes
 /// beyond the matrix are zero.
 struct PackedCodes {
   at::Tensor buffer;  // uint8, contiguous: packed_rowwise_bytes or packed_columnwise_bytes
@@ -107,7 +107,8 @@ QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, 
 /// @throws c10::Error for no codes, and for columnwise ones after the random Hadamard transform.
 at::Tensor dequantized(const QuantizedMatrix& matrix, at::ScalarType dtype);
 
-/// Of a row image that holds a weight's second image too: from that one, if the format has one.
+/// The values of a weight by its second, columnwise image, if the format has one; else as
+/// dequantized().
 at::Tensor dequantized_columnwise(const QuantizedMatrix& weight, at::ScalarType dtype);
 
 }  // namespace qshard

@@ -38,7 +38,7 @@ struct Tokens {
   ActivationMessage message(bool is_gradient) const {
     return {format, is_gradient ? PackedRole::kGradient : PackedRole::kInput, rows, cols};
   }
-  /// Of `ranks` ranks, one after the other.
+  /// The layout of `ranks` ranks' activations, one after the other.
   Layout layout(int64_t ranks) const {
     return whole_layout(activation_format(format), ranks * rows, cols);
   }

@@ -44,7 +44,8 @@ inline bool is_known(const c10::SymInt& size) { return !size.is_symbolic() || si
 
 /// What qshard::linear's backward does with a gradient's values: (grad_input, grad_weight), (0,) or
 /// undefined what is not asked for or was added to `into.leaf.sum`. `added`, for a quantized weight
-/// whose grad_input is needed: an earlier grad_input, which nobody else has, to add this one to.
+/// whose grad_input is needed: an earlier grad_input, which nothing else refers to, to add this one
+/// to.
 std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
                                             const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,

@@ -78,8 +78,8 @@ class CheckedOperator {
 
 namespace checked_call {
 
-/// Whether a tensor has elements and no memory. Of a quantized one that is asked of its master,
-/// where kernels read values by address; what reads codes asks the buffer.
+/// Whether a tensor has elements and no memory. A quantized one is judged by its master, where
+/// kernels read values by address; operators that read codes ask the buffer.
 inline bool is_freed(const at::Tensor& tensor, Takes takes) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   if (has_key(tensor)) {

@@ -17,7 +17,7 @@ namespace {
 
 using at::Tensor;
 
-/// What a plain weight is scaled by: delayed scaling's state, amaxes that somebody knows, or the
+/// What a plain weight is scaled by: delayed scaling's state, amaxes that the caller knows, or the
 /// amaxes of its values.
 struct UseScaling {
   ScalingState delayed;

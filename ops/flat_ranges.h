@@ -23,7 +23,7 @@ namespace qshard {
 at::Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& formats,
                           at::IntArrayRef geometry);
 /// What codes are multiplied by, if whole weights are scaled by `amax`, flat as of amax_of_ranges.
-/// Of `geometry` it reads rows and cols.
+/// It reads rows and cols of `geometry`.
 at::Tensor scale_inv_of_ranges(const at::Tensor& amax, const std::vector<std::string>& formats,
                                at::IntArrayRef geometry);
 /// Writes the codes of ranges, scaled by `amax`, to `codes`, uint8 of as many bytes, contiguous.

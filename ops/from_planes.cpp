@@ -1,4 +1,4 @@
-// from_planes: a quantized tensor of codes and scales that somebody else made.
+// from_planes: a quantized tensor of codes and scales that other software made.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -113,7 +113,7 @@ void check_row_scales(const Tensor& bytes, const Layout& layout) {
 /// The second image, of the values that the first one shows.
 void quantize_columnwise(const Layout& layout, const Tensor& image) {
   auto rowwise = make_buffer_of_codes(Placement(layout), at::kFloat, false, image, {});
-  // Whole blocks: nobody else's rows have a part in them.
+  // Whole blocks: no other rank's rows have a part in them.
   const bool is_matrix = layout.matrix_rows == layout.logical_rows;
   const Layout own = own_tensor(layout, is_matrix ? layout.rows : layout.matrix_rows);
   const auto requantized =

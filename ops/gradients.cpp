@@ -52,7 +52,7 @@ MessageLayout summed(const Tensor& messages, c10::string_view format, int64_t ch
                   messages.size(2) == layout.bytes() && messages.is_contiguous(),
               kSum, ": expected contiguous uint8 messages of shape (chunks, peers, ",
               layout.bytes(), "), got ", describe(messages));
-  TORCH_CHECK(messages.size(1) >= 1, kSum, ": nobody sent anything: messages of shape ",
+  TORCH_CHECK(messages.size(1) >= 1, kSum, ": no peer sent anything: messages of shape ",
               messages.sizes());
   const int64_t held =
       checked_product(kSum, "the sum of messages", {messages.size(0), chunk_numel});

@@ -19,9 +19,9 @@ struct LeafGrad {
 /// For edge `edge` of `node`, which autograd's engine evaluates in this thread. `sum` is defined
 /// only if adding the gradient to it and returning an undefined one leaves what returning the
 /// gradient would: a plain eager backward() reaches a leaf with a plain contiguous .grad on this
-/// stream, and nobody would see that gradient. A leaf may be a DTensor (tensor_parallel/local.py):
-/// `sum` is then the local tensor of its .grad. `grad` and `input` are what the gradient is made
-/// of.
+/// stream, and no hook or caller would see that gradient. A leaf may be a DTensor
+/// (tensor_parallel/local.py): `sum` is then the local tensor of its .grad. `grad` and `input` are
+/// what the gradient is made of.
 LeafGrad leaf_grad(torch::autograd::Node& node, size_t edge, const at::Tensor& grad,
                    const at::Tensor& input);
 

@@ -54,7 +54,7 @@ WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
 /// What an operator returns where nothing is asked for.
 inline Tensor none_of(const at::TensorOptions& options) { return at::empty({0}, options); }
 
-/// What becomes of a weight's gradient.
+/// Where a weight's gradient goes.
 struct WeightGradient {
   bool is_needed = false;
   at::ScalarType dtype = at::kFloat;

@@ -6,9 +6,10 @@
 
 namespace qshard {
 
-/// ops/norm_linear_autograd.cpp. norm(input) @ weight^T + bias for each of the weights; `biases` of
-/// all or of none. `format`: as of `linear`. with_input: and, last, the input, for whoever adds it
-/// to something: that sum's gradient is added to the norm's as this is written.
+/// ops/norm_linear_autograd.cpp. norm(input) @ weight^T + bias for each of the weights; `biases`:
+/// one for each weight, or none. `format`: as for `linear`. with_input: the last result is the
+/// input, for a caller that adds it to something: that sum's gradient is added to the norm's as
+/// this is written.
 /// @throws c10::Error for shapes that do not go together, and for an RMSNorm with a bias.
 std::vector<Tensor> norm_linear(const Tensor& input, const Tensor& norm_weight,
                                 const OptionalTensor& norm_bias, at::TensorList weights,

@@ -27,7 +27,7 @@ struct NormLinearFunction : Function<NormLinearFunction> {
       KeptWeight(weights[i], needs.normed, format, std::nullopt).save(ctx, key_of(i), saved);
     }
     ctx->save_for_backward(std::move(saved));
-    // An output that nobody used has no gradient, and its weight gets none.
+    // An output that was not used has no gradient, and its weight gets none.
     ctx->set_materialize_grads(false);
     std::vector<int64_t> bias_dtypes;
     for (const Tensor& bias : biases) {
@@ -59,7 +59,7 @@ struct NormLinearFunction : Function<NormLinearFunction> {
     if (!is_reached) return result;
     const auto saved = ctx->get_saved_variables();
     const NormedInput kept = NormedInput::restore(ctx, saved.data());
-    // Of the tensors given to forward, those that there are count.
+    // Edges are numbered by the tensors that forward was given, without undefined ones.
     const bool has_norm_bias = kept.has_bias();
     const size_t first_weight = kWeights - (has_norm_bias ? 0 : 1);
     const size_t first_bias = first_weight + count;
@@ -74,7 +74,7 @@ struct NormLinearFunction : Function<NormLinearFunction> {
     for (size_t i = 0; i < count && !columns.defined(); ++i) {
       if (grads[i].defined() && needs_weight(i)) columns = kept.columns();
     }
-    // Of linears one by one autograd evaluates the last first, and adds their gradients in that
+    // For separate linears autograd evaluates the last first, and adds their gradients in that
     // order.
     Tensor grad_normed;
     for (size_t i = count; i-- > 0;) {
@@ -115,7 +115,7 @@ struct NormLinearFunction : Function<NormLinearFunction> {
   static std::string key_of(size_t weight) { return fmt::format("weight{}_", weight); }
 };
 
-/// The format of all of them, which nobody knows of traced ones.
+/// The format of all weights. Traced ones do not show theirs, so the caller gives it.
 std::string name_of(at::TensorList weights, std::optional<c10::string_view> format) {
   return format ? std::string(*format) : std::string(buffer_of(weights[0]).layout().format->name);
 }

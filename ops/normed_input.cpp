@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 bool is_traced(const Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
 
-// Of what is wrapped nothing is known here.
+// What a wrapped tensor holds is not known here.
 bool is_bare(const Tensor& tensor) {
   const auto keys = tensor.key_set();
   return !keys.has_any(c10::functorch_transforms_ks) &&

@@ -25,8 +25,8 @@ struct NormArguments {
 };
 
 /// The format of all the weights, if their GEMMs, wgrads too, read packed codes of the input which
-/// is quantized once for all: decided from sizes, devices, dtypes and formats. Of traced tensors,
-/// whose formats nobody knows, by `format`; without it null.
+/// is quantized once for all: decided from sizes, devices, dtypes and formats. Traced tensors do
+/// not show their formats, so `format` says it; without it null.
 const Format* input_codes_format(const Tensor& input, at::TensorList weights,
                                  std::optional<c10::string_view> format);
 /// Whether that is so of norm(input), and NormOperand makes the codes.

@@ -89,7 +89,7 @@ class ShareInputCodes {
 /// `format`: the weight's, where the caller knows it. Traced code cannot ask for it; knowing it, it
 /// quantizes the input by an operator of its own, once for all linears of one input. `residual`:
 /// added to the output, of its shape and dtype, within the GEMM where that can. `input_is_kept`:
-/// somebody else keeps the input until backward, so wgrad's codes are made again there.
+/// something else keeps the input until backward, so wgrad's codes are made again there.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               bool weight_only, std::optional<c10::string_view> format, WeightState weight_state,
               const OptionalTensor& residual = {}, bool input_is_kept = false);

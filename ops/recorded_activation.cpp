@@ -14,7 +14,7 @@ bool allocates_its_results(const torch::autograd::Node* function) {
   return dynamic_cast<const torch::autograd::TraceableFunction*>(function) != nullptr;
 }
 
-// Fused norms return `y.view(shape)`, a view of a base that nobody else uses.
+// Fused norms return `y.view(shape)`, a view of a base that nothing else uses.
 bool is_only_tensor_of_its_memory(const at::Tensor& x) {
   return x.has_storage() && x.storage().use_count() == (x.is_view() ? 2 : 1);
 }

@@ -1,4 +1,4 @@
-// Which inputs of linears nobody writes behind autograd's back.
+// Inputs of linears that nothing can write without autograd's knowledge.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,11 +7,11 @@
 
 namespace qshard {
 
-/// What recorded `x`, if x is an activation that nobody wrote and whose memory belongs to the
+/// What recorded `x`, if x is an activation that nothing wrote and whose memory belongs to the
 /// graph; else null.
 ///
 /// A version counter shows writes by torch's own operators. It does not show c10d receives, kernels
-/// of other libraries, CUDA-graph replays and writes through a pointer, so whoever remembers
+/// of other libraries, CUDA-graph replays and writes through a pointer, so code that remembers
 /// something about the values of x must know that none of them has its memory. That holds for
 /// - what one of autograd's operators returned, and views of it: the operator allocated it. A leaf,
 ///   or a view of one, is anybody's: pipeline stages receive into leaves that require grad, and

@@ -14,7 +14,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-/// Of the tensors given to forward, those that there are count.
+/// Edges are numbered by the tensors that forward was given, without undefined ones.
 struct Edges {
   size_t input = 0, gate = 1, down = 2, up = 3;
   size_t gate_bias, up_bias, down_bias, residual, norm_weight, norm_bias;
@@ -95,7 +95,7 @@ struct FirstLinears {
     up_saves_codes = of_up.saves_codes;
   }
 
-  /// Of norm(input), whose codes the weights read.
+  /// For norm(input), whose codes the weights read.
   FirstLinears(const Tensor& input, const NormArguments& norm, const Tensor& gate,
                const OptionalTensor& up, const OptionalTensor& gate_bias,
                const OptionalTensor& up_bias, c10::string_view format) {
@@ -301,7 +301,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     Tensor grad_input = first(0, "gate_", ctx->saved_data["gate_saves_codes"].toBool(), needs_gate,
                               edge.gate, result[kGate], std::nullopt);
     if (!is_joined) {
-      // Nobody else has it yet.
+      // Nothing else refers to it yet.
       const bool is_added = needs_input && gives_codes && !is_traced_or_subclass(grad_input);
       const Tensor other =
           first(1, "up_", ctx->saved_data["up_saves_codes"].toBool(), needs_up, edge.up,

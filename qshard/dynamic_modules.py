@@ -236,6 +236,6 @@ def _after_load(module, *_):
         if loaded is not None and loaded is not tensor and not loaded.is_meta:  # assign=True
             tensor.copy_(loaded)
     _hide_state(module)
-    # Of one moment, values and state agree; else the values have another amax, and get its scale.
+    # Values and state of one moment agree; else the values have another amax, and get its scale.
     dynamic_of(module)._seen = None
     dynamic_of(module).refresh_owner()

@@ -42,7 +42,7 @@ def places(flat) -> Iterator[Place]:
 
 
 def dynamic_of(flat, place: Place) -> DynamicWeight | None:
-    """Of the module that has the parameter, or of one that shares it."""
+    """The DynamicWeight of the module that has the parameter, or of one that shares it."""
     owners = [place.module] if place.param_name == "weight" else []
     for shared in flat._shared_param_infos:
         name, module, _, prim_name, prim, _ = shared

@@ -84,7 +84,7 @@ class QuantizedReduceScatter(ReduceScatter):
         if numel == 0:
             return
         messages = self.quantize(input_tensor, world, numel)
-        # Nobody needs the input any more, and FSDP2 keeps it until the reduction is over: received
+        # The input is not needed any more, and FSDP2 keeps it until the reduction is over: received
         # messages lie there, so that at no time there is more memory in use than without us.
         received = _empty_in(input_tensor, messages.shape, torch.uint8)
         dist.all_to_all_single(received.view(-1), messages.view(-1), group=group)
@@ -120,7 +120,7 @@ class DDPHook:
             self._reduce(buffer, group)
             future.set_result(buffer)
             return future
-        # Of our own, so that backward goes on meanwhile; the future is done when the stream is.
+        # A stream of our own, so that backward goes on meanwhile; the future is done when the stream is.
         if self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
@@ -233,7 +233,7 @@ def ddp_comm_hook(format: str, *, rounding: str = "nearest") -> DDPHook:
 
 
 def ddp_message_bytes(format: str, numel: int, ranks: int) -> int:
-    """Of a bucket of DDP, to each rank, before the sum and after it."""
+    """Bytes that go to each rank for a bucket of DDP, before the sum and after it."""
     return ops._gradient_message_bytes(format, _ddp_chunk(numel, ranks))
 
 
@@ -363,7 +363,7 @@ _said: set[str] = set()
 
 
 def _empty_in(used: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the memory of one that nobody needs any more, or in its own if that is too small."""
+    """A tensor in the memory of one that is not needed any more, or in its own if that is too small."""
     free, nbytes = _bytes_of(used), math.prod(shape) * dtype.itemsize
     if free.numel() >= nbytes and free.data_ptr() % 16 == 0:
         return free[:nbytes].view(dtype).view(shape)

@@ -23,7 +23,7 @@ class QuantizationState:
     models: quantized ones; or parts of one, whose parameters have different names.
     scales: save the scales of weights without a master, too, with which their values come back as
         the same codes: <module>.<weight>_scale_inv, uint8 of single rows, sharded as the weight, or
-        fp32, and <weight>_tensor_scale_inv of NVFP4. Of matrices, plain, sharded or cut by tensor
+        fp32, and <weight>_tensor_scale_inv of NVFP4. For matrices, plain, sharded or cut by tensor
         parallelism between scale blocks: others are a NotImplementedError. Both methods are then
         collectives of all ranks of the models' meshes.
     """

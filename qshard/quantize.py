@@ -37,8 +37,8 @@ _KNOWN = (nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the local tensor of a DTensor, is quantized. Of a fake tensor: whether the
-    one it was made from is."""
+    """Whether a tensor, or the local tensor of a DTensor, is quantized. For a fake tensor:
+    whether the one it was made from is."""
     local = local_of(tensor)
     # The operator, not the dispatch keys: compiled code is traced with fakes, which have other keys.
     return type(local) in (torch.Tensor, torch_nn.Parameter, FakeTensor) and ops.is_quantized(local)
@@ -81,7 +81,7 @@ def quantize_(
         a quantized weight with a master would. Before or after wrapping; of FSDP1 see
         `prepare_for_fsdp1`.
     group: for "dynamic" and DelayedScaling: the process group that agrees on amaxes after a step. Copies of
-        the model (deepcopy, pickle) agree with nobody.
+        the model (deepcopy, pickle) agree with no other rank.
     persistent_state: amax histories and that count are in the model's state_dict. False leaves it the
         names of the plain model's, for code that knows only those; save
         qshard.QuantizationState(model) beside it to resume bit for bit.
@@ -211,7 +211,7 @@ def flush(model: torch_nn.Module) -> None:
 
 @outside_graphs
 def mark_written(tensor: torch.Tensor) -> None:
-    """Says that a tensor's memory was written by code that tells nobody (a kernel given its
+    """Says that a tensor's memory was written by code that moves no version counter (a kernel given its
     data_ptr(), NumPy, another process). Its codes follow at the next flush. A sharded parameter must
     be marked on all ranks. Optimizers need not: what has a gradient counts as written by their
     step."""

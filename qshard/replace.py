@@ -26,7 +26,7 @@ def outside_inference_mode(function):
 
 
 def check_model(model: nn.Module, function: str) -> None:
-    """Raises if somebody keeps this model's parameters in another form than Python objects."""
+    """Raises if a wrapper keeps this model's parameters in another form than Python objects."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for module in model.modules():
@@ -63,7 +63,7 @@ def check(param: nn.Parameter, name: str, function: str) -> None:
         return  # it stays itself, with another local tensor
     if weakref.getweakrefs(param):
         raise RuntimeError(
-            f"{function}: somebody keeps a weak reference to {name} (torch.compile does, once the "
+            f"{function}: a weak reference to {name} is kept (torch.compile keeps one, once the "
             "model ran: call torch._dynamo.reset() first), and takes it for the tensor that it was"
         )
     if param._use_count() > 1:

@@ -154,7 +154,7 @@ def _with_sent(rows, weights: int, gradients: int) -> list[ParameterReport]:
 
 
 def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
-    """Of the parameters in a flat parameter of FSDP1, and of its padding. `unit`: how its codes are
+    """Rows of the parameters in a flat parameter of FSDP1, and of its padding. `unit`: how its codes are
     gathered, or None."""
     flat, numel = handle.flat_param, flat_parameters.shard_numel(handle)
     is_sent = flat_parameters.is_sharded(handle)
@@ -210,7 +210,7 @@ def _largest_part(param) -> list[int]:
     shape = list(param.shape)
     tensor = ops._tensor_groups(param._local_tensor)
     is_tensor = in_groups(group_names(param.device_mesh), tensor)
-    # Of a tensor that tensor parallelism cut by rows before FSDP2, torch says so.
+    # torch says of a tensor that tensor parallelism cut it by rows before FSDP2.
     has_strided = any(map(is_strided, param.placements))
     for other, size, placement in zip(is_tensor, param.device_mesh.shape, param.placements):
         is_fsdp = is_strided(placement) or not has_strided and placement.is_shard(0) and not other

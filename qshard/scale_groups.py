@@ -16,7 +16,7 @@ from qshard import module_state
 
 ops = torch.ops.qshard
 
-# Of one parent and one input; the names of Hugging Face's models, and of Llama's own.
+# Siblings that read one input, by the names of Hugging Face's models, and of Llama's own.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -77,7 +77,7 @@ class Membership:
 
 
 def siblings(named: dict, fused=FUSED) -> list[list]:
-    """Of {module's name: what it has}, lists of those whose modules have one parent and are named
+    """Lists of the values of `named` ({module's name: value}) whose modules have one parent and are named
     together in `fused`; two at least."""
     groups = []
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in named):
@@ -114,8 +114,8 @@ def find(chosen, fused, format: str) -> list[list[torch_nn.Module]]:
 
 
 def regroup(chosen, groups: list[list[torch_nn.Module]], format: str) -> None:
-    """Before `chosen` modules are quantized in a format: makes `groups` of them. Of groups before, members
-    quantized in another format leave; quantized again in the same one, they stay, unless a whole group
+    """Before `chosen` modules are quantized in a format: makes `groups` of them. Members of earlier groups
+    leave if they are quantized in another format; quantized again in the same one, they stay, unless a whole group
     is quantized anew without being asked for."""
     anew = {id(module) for members in groups for module in members}
     here = {of(module) for _, module in chosen} - {None}

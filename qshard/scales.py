@@ -32,7 +32,7 @@ def has_own_scales(weight: torch.Tensor) -> bool:
 
 
 def ranks_of(models) -> Ranks:
-    """The ranks that save or load together. Of a rank's other parameters, too: its part of the models may
+    """The ranks that save or load together, by all parameters of the models: a rank's part of the models may
     have no weight with scales."""
     return Ranks([p for model in models for p in model.parameters()], _FUNCTION)
 

@@ -123,7 +123,7 @@ def load(weight: torch.Tensor, state_dict: dict, weight_key: str) -> None:
     for name, tensor in ops._state(weight).items():
         key = f"{weight_key}_{name}"
         if key in state_dict:
-            # Of what a full state_dict does not have, torch leaves the meta model's own tensor.
+            # torch leaves the meta model's own tensor where a full state_dict has none.
             if not state_dict[key].is_meta:
                 tensor.copy_(state_dict[key])
             state_dict[key] = tensor

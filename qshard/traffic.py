@@ -119,7 +119,7 @@ def _groups(model) -> Iterator[tuple[object, bool]]:
 
 
 def of_ddp(model: nn.Module) -> dict[int, Traffic]:
-    """By the parameters' ids. Of communication hooks that are not ours, what DDP would send without."""
+    """By the parameters' ids. For communication hooks that are not ours, what DDP would send without."""
     found = {}
     for ddp in (m for m in model.modules() if isinstance(m, DistributedDataParallel)):
         ranks = ddp.process_group.size()
@@ -145,8 +145,8 @@ def of_ddp(model: nn.Module) -> dict[int, Traffic]:
 
 
 def _bucket_numels(hook, params, buckets):
-    """Each bucket is of one dtype, and DDP says its bytes. Of several dtypes the hook knows after a
-    step; before, one bucket for each."""
+    """Each bucket is of one dtype, and DDP says its bytes. With several dtypes the hook knows buckets after
+    a step; before, one bucket for each."""
     dtypes = [param.dtype for param in params]
     if len(set(dtypes)) == 1:
         return [nbytes // dtypes[0].itemsize for nbytes in buckets]

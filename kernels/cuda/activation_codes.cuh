@@ -1,5 +1,5 @@
-// What becomes of a tile of values in registers: codes with one scale, or in blocks of 1x128, or
-// columns in the block that the tile is.
+// Encodes a tile of values in registers: with one scale, in blocks of 1x128, or in the one 128x128
+// block that the tile is.
 #pragma once
 
 #include "kernels/cuda/activation_tile.cuh"

@@ -33,7 +33,7 @@ struct ActivationTask {
 
 /// One scale per 1x128 block along each orientation's rows, outer dimension fastest, as cuBLASLt's
 /// VEC128_32F takes them: scale_inv (ceil(k / 128), m_padded), scale_inv_t (ceil(m / 128),
-/// k_padded). Of square blocks as BLK128x128_32F does: scale_inv_t (ceil(k / 128),
+/// k_padded). With square blocks scale_inv_t is as BLK128x128_32F takes it: (ceil(k / 128),
 /// round_up(ceil(m / 128), 4)), the last ones zero. Codes are E4M3.
 cudaError_t launch_quantize_activation_in_blocks(const ActivationTask& task, DType value_dtype,
                                                  cudaStream_t stream);

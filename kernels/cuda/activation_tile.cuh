@@ -44,7 +44,7 @@ struct ActivationTile {
     load(task.values, task.m, task.k, task.k, tile_row, tile_col, vectorized);
   }
 
-  /// Of values (m, k), `ld` of them from row to row.
+  /// Reads this thread's part of values (m, k), whose rows lie `ld` values apart.
   __device__ void load(const void* from_all, int64_t m, int64_t k, int64_t ld, int64_t tile_row,
                        int64_t tile_col, bool vectorized) {
     const int64_t c = tile_col + col;

@@ -86,7 +86,7 @@ uint32_t alignment_of(const void* pointer) {
   return static_cast<uint32_t>(address & (~address + 1));
 }
 
-// What becomes of a product besides being written.
+// Steps of the epilogue that change a product before it is written.
 enum class Epilogue : uint8_t { kNone, kBias, kAdded };
 
 Epilogue epilogue_of(const ScaledGemm& gemm) {
@@ -246,8 +246,8 @@ cublasLtMatmulAlgo_t fastest(const Algorithms& algorithms, const Launch& launch)
   return algorithms[*winner < kClearlyFaster * sums[0] ? winner - sums.begin() : 0];
 }
 
-// The host waits while algorithms are timed, which a capture forbids; and whoever asks for
-// deterministic algorithms wants the same one in every run.
+// The host waits while algorithms are timed, which a capture forbids; and a user who
+// asks for deterministic algorithms wants the same one in every run.
 bool may_tune(const ScaledGemm& gemm) {
   const double multiplies = static_cast<double>(gemm.a.rows) * gemm.b.rows * gemm.k;
   if (multiplies < kMinTunedMultiplies || at::globalContext().deterministicAlgorithms()) {
@@ -269,7 +269,7 @@ cublasLtMatmulAlgo_t fastest_on_scratch(const Algorithms& algorithms, const Laun
 
 struct Plan {
   std::shared_ptr<const Algorithms> algorithms;  // one once tuned; none: no kernel
-  bool is_tuned = false;                         // or somebody tunes it
+  bool is_tuned = false;                         // or another thread tunes it
 };
 
 // The plans of this process; backward runs in threads of its own.

@@ -124,7 +124,7 @@ struct SpanOf {
   __device__ static int offset(int v) {
     return (v * kThreads + static_cast<int>(threadIdx.x)) * kSize;
   }
-  /// Of part i after transpose_over_lanes.
+  /// The offset of part i after transpose_over_lanes.
   __device__ static int transposed_offset(int v, int i) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     return offset(v) - lane * kSize + (32 * i + lane) * kPart;

@@ -10,7 +10,7 @@ namespace qshard::cuda {
 cudaError_t launch_encode_messages(const EncodeMessagesTask& task, cudaStream_t stream);
 cudaError_t launch_sum_messages(const SumMessagesTask& task, cudaStream_t stream);
 
-/// Of messages with tile scales: the launchers above call them.
+/// The launchers above call these for messages with tile scales.
 cudaError_t launch_encode_nvfp4_messages(const EncodeMessagesTask& task, cudaStream_t stream);
 cudaError_t launch_sum_nvfp4_messages(const SumMessagesTask& task, cudaStream_t stream);
 

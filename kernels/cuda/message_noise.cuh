@@ -10,7 +10,7 @@ namespace qshard::cuda {
 /// What rounds kNoiseValues values.
 struct NoiseWords {
   uint32_t word[4];
-  /// Of value i, a compile-time constant wherever loops are unrolled.
+  /// The noise of value i, a compile-time constant wherever loops are unrolled.
   __device__ __forceinline__ uint32_t of(int i) const { return noise_of_word(word[i / 4], i % 4); }
 };
 
@@ -19,7 +19,7 @@ class MessageNoise {
   __device__ __forceinline__ explicit MessageNoise(const int32_t* rounding)
       : key_(philox_key(rounding)), count_(philox_count(rounding)) {}
 
-  /// Of the values from kNoiseValues * counter on.
+  /// The noise of the values from kNoiseValues * counter on.
   __device__ __forceinline__ NoiseWords draw(uint64_t counter) const {
     uint32_t x[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), count_,
                      0};

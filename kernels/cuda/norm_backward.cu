@@ -20,7 +20,7 @@ constexpr int kBackwardBlocks = kThreadsAtOnce<kBlockThreads> / kBlockThreads;
 template <typename Value, int kBlockThreads, bool kAdds>
 using BackwardAhead = RowsAhead<Value, kBackwardRows<kBlockThreads>*(kAdds ? 3 : 2), kBlockThreads>;
 
-/// A vector's contribution to a row's sums and to its columns', and what becomes of it.
+/// A vector's contribution to a row's sums and to its columns', and the gradient made from them.
 template <typename Value, bool kRms>
 struct VectorGradient {
   static constexpr int kSize = Vector<Value>::kSize;

@@ -14,8 +14,8 @@ constexpr int kLongNormThreads = 512;
 constexpr int kMaxNormThreads = 1024;
 constexpr int kNormVectors = 2;  // of a row, that a thread holds
 
-/// Of kCount numbers of each of kLanes lanes, the one over all lanes whose place is that of the
-/// lane's group among kCount groups: each step halves the lanes that hold a number, and the numbers
+/// Reduces kCount numbers of each of kLanes lanes over all lanes. The lanes form kCount groups, and
+/// a lane of group i gets number i: each step halves the lanes that hold a number, and the numbers
 /// that a lane holds, then a butterfly ends it.
 template <int kLanes, int kCount, typename T, typename Combine>
 __device__ __forceinline__ T over_lanes(const T (&x)[kCount], const Combine& combine) {
@@ -89,7 +89,7 @@ class Lanes {
 
  public:
   struct Shared {
-    // Of warps that a row does not have, zeros, which change no sum that began at one.
+    // Warps that a row does not have add zeros, which change no sum that began at one.
     alignas(2 * kBytes) float sums[2][kCount][kRows][kWarps];
   };
 
@@ -155,7 +155,7 @@ class Columns {
     }
   }
 
-  /// Of the thread's vector i.
+  /// The first column of the thread's vector i.
   __device__ static int first(int i) {
     return static_cast<int>(threadIdx.x) * Vector<Value>::kSize + from_first(i);
   }

@@ -1,7 +1,7 @@
-// Codes of normalized rows, whose values are never stored: of 16-bit values 2 B are read, and 1 B
-// is written an element and orientation. The statistics that tiles want first are a pass of 2 B,
-// which finds the amax of one scale on the way. Rowwise codes in blocks need no such pass: whoever
-// holds a row has its statistics.
+// Codes of normalized rows, whose values are never stored: a kernel reads 2 B of each 16-bit value,
+// and writes 1 B for each orientation. Tiles want the statistics first, which takes a pass of 2 B;
+// it finds the amax of one scale on the way. Rowwise codes in blocks need no such pass: the threads
+// that hold a row have its statistics.
 #include "kernels/cuda/activation_codes.cuh"
 #include "kernels/cuda/amax.cuh"
 #include "kernels/cuda/norm_quantize_kernels.h"
@@ -167,7 +167,7 @@ __device__ __forceinline__ float block_amax(const Vector<Value> (&y)[kRows][kNor
 }
 
 /// The scales of the blocks that a thread's vectors lie in, by which their codes are made; stores
-/// them. Of a block's lanes each computes one.
+/// them. Each of a block's lanes computes one.
 template <typename Value, typename Rows, int kRows>
 __device__ __forceinline__ void block_scales(const Vector<Value> (&y)[kRows][kNormVectors],
                                              const Rows& rows, const ActivationTask& out,

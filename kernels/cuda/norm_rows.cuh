@@ -25,7 +25,7 @@ class RowParameters {
   static constexpr int kFours = kFloats / 4;
 
  public:
-  /// Of dynamic shared memory.
+  /// Bytes of dynamic shared memory.
   static constexpr int kBytes =
       kWhere == ParametersIn::kShared ? kNormVectors * kFloats * kBlockThreads * 4 : 0;
 
@@ -45,7 +45,7 @@ class RowParameters {
     }
   }
 
-  /// Of the thread's vector i.
+  /// The parameters of the thread's vector i.
   __device__ Parameters of(int i) const {
     if constexpr (kWhere == ParametersIn::kRegisters) return stay_[i];
     if constexpr (kWhere == ParametersIn::kMemory) return from_memory(i);
@@ -65,8 +65,8 @@ class RowParameters {
   __device__ Parameters from_memory(int i) const {
     return columns_.has(i) ? Parameters(task_, Columns<Value>::first(i)) : Parameters();
   }
-  /// Of what the thread has put there itself: nothing is to synchronise. Neighbours' lie side by
-  /// side.
+  /// The address of parameters that the thread has put there itself, so it need not synchronise.
+  /// Those of neighbouring threads lie side by side.
   __device__ uint32_t address(int i, int four) const {
     return at_ + (i * kFours + four) * kBlockThreads * sizeof(uint4);
   }

@@ -9,7 +9,7 @@
 
 namespace qshard::cuda {
 
-/// Of these, and of those that CUDA blocks take in one turn, an int holds the sum.
+/// An int holds the sum of these and of the rows that CUDA blocks take in one turn.
 constexpr int64_t kMaxNormRows = 1 << 30;
 
 /// Rows of x (rows, cols), normalized in fp32 and rounded once: (x - mean) * rstd * gamma + beta,

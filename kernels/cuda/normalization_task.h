@@ -28,7 +28,7 @@ inline at::Tensor empty_statistics(const at::Tensor& x, const Normalization& nor
   return at::empty({norm.rms ? 1 : 2, x.numel() / x.size(-1)}, x.options().dtype(at::kFloat));
 }
 
-/// Of x and parameters in vectors; neither the values nor gradients are set.
+/// The task for x and parameters in vectors; neither the values nor gradients are set.
 inline NormTask norm_task(const at::Tensor& x, const at::Tensor& statistics,
                           const Normalization& norm) {
   NormTask task;

@@ -1,5 +1,6 @@
-// CUDA kernels behind kernels/quantize.h. `stream` is a cudaStream_t; nothing synchronises. Of two
-// row images both are written at once, and one is read: the layouts to dequantize are of one.
+// CUDA kernels behind kernels/quantize.h. `stream` is a cudaStream_t; nothing synchronises. A
+// format with two row images has both written at once, and one is read: dequantizing takes the
+// layout of one image.
 #pragma once
 
 #include <span>

@@ -11,8 +11,8 @@
 
 namespace qshard::cuda {
 
-/// A task as the kernels see it, in tiles of `tile_rows` rows. Of two images its cut blocks are
-/// those of the columnwise one, the rest is the same for both.
+/// A task as the kernels see it, in tiles of `tile_rows` rows. If there are two images, its cut
+/// blocks are those of the columnwise one; the rest is the same for both.
 RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows);
 /// The same in tiles of kCodeTileRows rows, of a task that rounds stochastically.
 inline StochasticRowScaledTask describe_stochastic(const QuantizeTask& task) {

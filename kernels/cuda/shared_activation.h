@@ -12,7 +12,7 @@ namespace qshard::cuda {
 /// again until the tensor gets another record or other memory (`.data = `), on the stream and in
 /// the CUDA-graph capture it was made in.
 ///
-/// The tensor must be an activation that nobody wrote or can write unseen: the caller knows
+/// The tensor must be an activation that nothing wrote or can write unseen: the caller knows
 /// (ops/recorded_activation.h). Memory that a captured graph writes at each replay is told by its
 /// stream: the default stream cannot be captured, and outside of captures codes are shared there
 /// alone.

@@ -12,7 +12,7 @@ ops = torch.ops.qshard
 
 
 class Boxes:
-    """Of one tensor, equal on all ranks. A box is ((first, count), ...), one pair per dimension.
+    """The boxes of one tensor, equal on all ranks. A box is ((first, count), ...), one pair per dimension.
 
     held: {rank: box}. matrices: {rank: the box of the logical matrix that the rank's rows are of},
     in whose first element scale blocks begin: the whole, or what tensor parallelism left of it."""

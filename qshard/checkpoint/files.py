@@ -140,7 +140,7 @@ class Reader:
         return tuple(piece.get_shape()), piece.get_dtype()
 
     def box(self, name, box):
-        """Of each dimension [first, first + count); no more than that is read."""
+        """[first, first + count) of each dimension; no more than that is read."""
         piece = self.files[self.names[name]].get_slice(name)
         shape = piece.get_shape()
         if tuple(box) == tuple((0, size) for size in shape):

@@ -135,7 +135,7 @@ class _Plan:
             scale = ops.scale_inv(entry.local)
             as_exponents = scale.to(torch.float8_e8m0fnu).float()
             is_exact = bool(((as_exponents == scale) | scale.isnan()).all())
-            # Of a weight that is quantized again there are other scales.
+            # A weight that is quantized again has other scales.
             is_again = not self.boxes[entry.key].is_aligned
             if not is_exact or is_again and "fp32_scale" in ops.format(entry.local):
                 raise ValueError(
@@ -300,7 +300,7 @@ def _gathered(entry, plan, writer, ranks):
     def plane(piece, block):
         """One entry per block."""
         of_blocks = {rank: in_blocks(box, block) for rank, box in boxes.items()}
-        # Rows of nobody's matter to no box.
+        # Rows that no rank has matter to no box.
         of_blocks = {
             rank: box if all(n for _, n in box) else ((0, 0), (0, 0))
             for rank, box in of_blocks.items()

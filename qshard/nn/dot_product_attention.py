@@ -132,7 +132,7 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
         return 1 if self.parallel is None else self.parallel.ranks
 
     def _of_own_heads(self, x, dim):
-        """Of what may be of all heads."""
+        """This rank's heads of x, which may have all heads."""
         if self.ranks == 1 or x is None or x.dim() <= -dim - 1 or x.shape[dim] != self.num_attention_heads:
             return x
         heads = self.num_attention_heads // self.ranks

@@ -24,9 +24,9 @@ def norm_linear(
     *,
     needs_normed: bool = True,
 ) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """(linear(norm(x)) by each of the weights, norm(x), x). norm: what `normalize` takes after x. enter: what
-    becomes of norm(x) on the way to the linear, a collective. needs_normed: without, norm(x) may be None, as it is
-    where the operator makes its codes alone. Of the x that is returned, the gradient is added to the norm's as
+    """(linear(norm(x)) by each of the weights, norm(x), x). norm: what `normalize` takes after x. enter: a
+    collective that norm(x) goes through on the way to the linear. needs_normed: without, norm(x) may be None, as it is
+    where the operator makes its codes alone. The gradient of the x that is returned is added to the norm's as
     this is written."""
     x = x.to(activation_dtype(x))
     if enter is None and not needs_normed and _takes_norm(x, norm, multiply, weights, biases):

@@ -8,12 +8,12 @@ from contextlib import nullcontext
 import torch
 from torch.nn import init
 
-# Of weights whose init_method is None, in TransformerEngine.
+# TransformerEngine's, for weights whose init_method is None.
 default_init_method = functools.partial(init.normal_, mean=0.0, std=0.023)
 
 
 def gamma_init(zero_centered_gamma: bool) -> Callable:
-    """Of a normalization's weight."""
+    """How a normalization's weight is initialized."""
     return init.zeros_ if zero_centered_gamma else init.ones_
 
 
@@ -29,7 +29,7 @@ def linear_bias(in_features: int) -> Callable:
 
 
 def halves(initialize: Callable, fork: Callable) -> tuple[tuple, tuple]:
-    """Of two parameters that are one's halves by rows: the values of the whole, drawn for the first."""
+    """Initializers of two parameters that are one's halves by rows: the values of the whole are drawn for the first."""
     kept = []
     first = functools.partial(_first_half, initialize, kept)
     return (first, fork), (functools.partial(_second_half, kept), nullcontext)

@@ -35,7 +35,7 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
     hidden_size, ffn_hidden_size: sizes of the last dimension outside and inside.
     activation: "gelu", "qgelu", "relu", "srelu", "silu", or gated: "glu", "geglu", "qgeglu", "reglu",
         "sreglu", "swiglu", "clamped_swiglu". fc1_weight of a gated one has 2 x ffn_hidden_size rows,
-        those of the gate first. Of an activation its input is kept for backward, nothing else.
+        those of the gate first. Backward keeps an activation's input, nothing else.
     activation_params: of "clamped_swiglu": limit, alpha, glu_linear_offset.
     checkpoint: keep the input of the module only, and compute the rest again in backward; not under
         torch.func's transforms.

@@ -396,8 +396,8 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
         return query, key, value
 
     def _heads_of_group(self):
-        """Of queries, keys and values, of a fused projection: of each group by itself where its weight is
-        interleaved."""
+        """Numbers of heads of queries, keys and values in a fused projection, or in each group of it where its
+        weight is interleaved."""
         ranks = self.core_attention.ranks
         heads, groups = self.num_attention_heads // ranks, self.num_gqa_groups // ranks
         return [heads // groups, 1, 1] if self.qkv_weight_interleaved else [heads, groups, groups]

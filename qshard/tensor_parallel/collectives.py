@@ -27,7 +27,7 @@ _MOST_PIECES = 16
 
 
 def scattered_sum(x, dim, group, ranks):
-    """Of x (...), the same shape on all ranks, this rank's part of the sum along `dim`."""
+    """This rank's part, along `dim`, of the sum of x (...), which has the same shape on all ranks."""
     pieces = x.shape[:dim].numel()
     if 1 < pieces <= _MOST_PIECES:
         return _scattered_pieces(x, dim, group, ranks)

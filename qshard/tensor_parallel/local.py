@@ -54,7 +54,7 @@ class TensorParallel:
         return replace(self, mode=mode)
 
     def placement_of(self, parameter):
-        """Of a weight (rows, columns) or a bias (rows,)."""
+        """The placement of a weight (rows, columns) or a bias (rows,)."""
         dim = MODES[self.mode]
         return Shard(dim) if dim is not None and dim < parameter.dim() else Replicate()
 

@@ -10,8 +10,8 @@ from qshard.tensor_parallel.local import distributed, local_part
 
 
 def norm_of_tokens(step: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-    """step(x, weight), which normalizes over the last dimension. Of DTensors on a mesh of one dimension,
-    x whole or cut along tokens and the weight whole, by their local tensors: the result is placed as x is, and
+    """step(x, weight), which normalizes over the last dimension. DTensors on a mesh of one dimension,
+    x whole or cut along tokens and the weight whole, are normalized by their local tensors: the result is placed as x is, and
     the weight's gradient is summed over ranks that hold other tokens."""
     if not _runs_locally(x, weight):
         return step(x, weight)

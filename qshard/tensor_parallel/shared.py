@@ -45,7 +45,7 @@ def current_slot() -> Slot:
 
 
 def shared(owner: torch.Tensor, key: tuple, make):
-    """make(), or what it made of this owner before: an activation of eager training that nobody wrote
+    """make(), or what it made of this owner before: an activation of eager training that nothing wrote
     since. `key`: what else make() depends on."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or owner.grad_fn is None:
         return make()

@@ -42,7 +42,7 @@ def linear(module, input, how):
     if input.placements != (wanted,):
         input = input.redistribute(placements=(wanted,))
     if bias is not None:
-        # Of the rows of a sharded output, or of all.
+        # The bias of a sharded output's rows, or of all.
         grad = Partial() if weight_grad.is_partial() else None
         bias = bias.to_local(grad_placements=grad and (grad,)) if isinstance(bias, DTensor) else bias
         if result.is_partial():

@@ -44,7 +44,7 @@ at::Tensor naive_columns(const at::Tensor& x, bool hadamard) {
   return groups.matmul(hadamard_matrix().t()).flatten(1).to(x.scalar_type());
 }
 
-// Of few bits, so that 16 of them have an exact sum in fp32.
+// Values of few bits, so that 16 of them have an exact sum in fp32.
 at::Tensor few_bits(int64_t rows, int64_t cols, at::ScalarType dtype) {
   const at::Tensor sizes = at::pow(2., at::randint(-3, 4, {1, cols}));
   return at::randint(-127, 128, {rows, cols}).mul(sizes).to(dtype);

@@ -69,7 +69,7 @@ void for_shapes(at::ScalarType dtype, const Run& run) {
   }
 }
 
-// Of a format and dtype: in parts, which compute-sanitizer runs one by one.
+// One test for each format and dtype, which compute-sanitizer runs one by one.
 class SwigluCodes : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType>> {
  protected:
   void SetUp() override {
@@ -150,7 +150,7 @@ TEST(Swiglu, MaximaAreThoseOfTheValues) {
   }
 }
 
-// Of each strip one gate is not zero, whose silu the maxima give.
+// One gate of each strip is not zero, and the maxima give its silu.
 TEST(Swiglu, SiluOfEveryBFloat16) {
   if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
   const at::Tensor every = at::arange(-32768, 32768, at::kShort).view(at::kBFloat16).to(gpu());

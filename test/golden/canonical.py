@@ -13,7 +13,7 @@ LENGTH = 8  # characters of a digest
 
 
 def digest(*parts):
-    """Of bytes, tensors, and what has a repr that says all."""
+    """The digest of bytes, tensors, and objects whose repr says all."""
     sha = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else described(part)

@@ -156,7 +156,7 @@ def load(name, weights_only=True):
 
 
 def older_files(device):
-    """Of before pickles named qshard.serialization."""
+    """Files from before pickles named qshard.serialization."""
     file = torch.load(OLDER_FILES / "before_serialization.pt", weights_only=True)
     for name, q in file["tensors"].items():
         yield f"before_serialization.pt, {name}", {"all": digest(all_of(q))}

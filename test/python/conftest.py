@@ -165,7 +165,7 @@ BUDGETS_S = {
     "test_shared_scales": 45,
     "test_shard_windows": 120,
     "test_sharded_state_dicts": 75,
-    "test_nobody_hangs": 90,  # one case waits for the process group's timeout
+    "test_no_rank_hangs": 90,  # one case waits for the process group's timeout
     "test_op_sweep": 60,
     "test_opcheck": 60,
     "test_optimizers": 45,

@@ -219,7 +219,7 @@ def _start(pipe, device, rank):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             return _serve(pipe, device, rank)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status == 0:  # nobody has jobs any more
+        if status == 0:  # there are no jobs any more
             return
         if status != ANSWERED:
             pipe.send(Outcome(error=f"the process ended with exit code {status}"))
@@ -288,8 +288,8 @@ _modules = 0
 
 
 def collect_garbage():
-    """Of a job, or a file of tests. What imports have made is a hundred times that, and looked at once:
-    of transformers and Inductor it takes half a second."""
+    """Frees what a job, or a file of tests, left. What imports have made is a hundred times that, and is
+    looked at once: for transformers and Inductor that takes half a second."""
     global _modules
     gc.collect()
     if len(sys.modules) > _modules:

@@ -277,7 +277,7 @@ def gradients(model):
 
 
 def relative_error(got, want):
-    """Of all gradients of a model, over all ranks."""
+    """The relative error of all gradients of a model, over all ranks."""
     sums = torch.zeros(2)
     for name in want:
         sums[0] += (got[name].double() - want[name].double()).square().sum().item()

@@ -109,8 +109,8 @@ def different_values(model, other):
 
 
 def sums_alike(strategy=""):
-    """Whether FSDP1 sums the gradients of ranks as FSDP2 does: two at a time. Of more the order is that
-    of their places, which differ."""
+    """Whether FSDP1 sums the gradients of ranks as FSDP2 does: two at a time. With more ranks the order
+    is that of their places, which differ."""
     return dist.get_world_size() <= 2 or "HYBRID" in strategy
 
 

@@ -88,7 +88,7 @@ def planes(draw):
 
 
 def ranges(draw):
-    """Of two weights, the second one cut."""
+    """Ranges of two weights, the second one cut."""
     format = draw.rng.choice(("float8_tensorwise", "float8_blockwise", "float8_delayed"))
     rows, columns = draw.rows, draw.columns
     start = draw.rng.randrange(rows * columns)

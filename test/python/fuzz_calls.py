@@ -18,7 +18,7 @@ CHANGES_ITS_TENSOR = {
 
 
 def schemas():
-    """Of every operator, by name."""
+    """The schema of every operator, by name."""
     found = {
         schema.name.removeprefix("qshard::"): schema
         for schema in torch._C._jit_get_all_schemas()
@@ -204,7 +204,7 @@ class Attempt:
         return list(tensors_in(self.snapshot.values))
 
     def content(self):
-        """Of the results, and of what was written."""
+        """The bytes of the results, and of what was written."""
         return content([self.result, [t for t, _ in self.snapshot.mutable]])
 
     def has_fakes(self):

@@ -166,7 +166,7 @@ def assert_same(actual, expected, note=""):
 
 def state(q):
     """All that an error must leave alone: geometry, and the bytes of every plane. Not whether a flush
-    is due: after an error within a list of tensors nobody knows which were written."""
+    is due: after an error within a list of tensors it is not known which were written."""
     q = q.detach()
     data, pending, (*layout, _dirty, images, _adopted), fmt, state = ops._pack(q)
     geometry = (tuple(q.shape), q.stride(), q.storage_offset(), q.dtype, layout, images, fmt)

@@ -2,7 +2,7 @@
 
     python op_sweep.py LOG FIRST STEP     ops op_db[FIRST::STEP], one JSON line each
 
-A line "begin" is written before each op, so that whoever reads LOG after a crash knows which one it
+A line "begin" is written before each op, so that a reader of LOG knows after a crash which one it
 was.
 """
 
@@ -41,8 +41,8 @@ def can_be_quantized(value):
 
 
 def quantize(value, fmt, **options):
-    """Of a format that takes whole blocks of rows only: the first rows of a larger matrix. Of more
-    dimensions these would not be contiguous, as the plain tensor is."""
+    """A quantized tensor of these values. If the format takes whole blocks of rows only, it is the first rows
+    of a larger matrix; with more dimensions these would not be contiguous, as the plain tensor is."""
     if helpers.fit(fmt, value.size(-2)) == value.size(-2):
         return ops.quantize(value, fmt, **options)
     if value.dim() > 2:

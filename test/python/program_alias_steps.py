@@ -79,7 +79,7 @@ def write_state_dict(subject, layer, op, number, seed):
 
 
 class DeviceBytes:
-    """Of a GPU, for torch.as_tensor."""
+    """Memory of a GPU, for torch.as_tensor."""
 
     def __init__(self, address, count):
         self.__cuda_array_interface__ = {
@@ -91,7 +91,7 @@ class DeviceBytes:
 
 
 def memory_of(tensor):
-    """A plain tensor over the memory of a dense one: who writes it tells nobody."""
+    """A plain tensor over the memory of a dense one: writes to it move no version counter of that."""
     count = tensor.numel() * tensor.element_size()
     if count == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -175,7 +175,7 @@ def make_in_inference(subject, target, view, by, into):
 
 
 def codes_of(tensor):
-    """What is shown of a tensor that shares scales with nobody: exactly that of its value."""
+    """The codes of a tensor that shares its scales with no other: exactly those of its value."""
     if not is_quantized(tensor):
         return Codes(tensor)
     exact = rounded_like(plain_value(tensor), tensor) if ops._keeps_master(tensor) else None

@@ -48,7 +48,7 @@ def load_bytes(subject, saved):
 
 
 def of_the_lowest_rank():
-    """Of what several ranks have, as models that are not sharded, DCP takes one rank's, by default that of
+    """If several ranks have a tensor, as of models that are not sharded, DCP takes one rank's, by default that of
     the rank with fewest bytes to write: not the same one of a model and its twin."""
     return DefaultSavePlanner(dedup_save_to_lowest_rank=True)
 

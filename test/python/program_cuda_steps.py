@@ -59,8 +59,8 @@ def draw_graph(d):
 @step(1.5, on_cuda(draw_graph), reads=True)
 @torch.no_grad()
 def replay_graph(subject, layer, op, number, replays, forward, seed):
-    """A write in a CUDA graph, perhaps before a forward in it; the graph is replayed, and then gone. Of a
-    twin the forward is left out: it looks at its peer's state."""
+    """A write in a CUDA graph, perhaps before a forward in it; the graph is replayed, and then gone. A
+    twin leaves the forward out: it looks at its peer's state."""
     weight = subject.tensor(f"w{layer}")
     WRITES[op](weight, number, seed)  # kernels are loaded, and workspaces made, outside of graphs
     output = output_of(subject, seed)

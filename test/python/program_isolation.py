@@ -1,7 +1,7 @@
 """What makes a random program depend on its seed alone, whatever ran before it in its process.
 
 Generators are seeded, caches of earlier programs emptied, and garbage is collected between programs
-only. Memory that nobody has written holds NaNs, of the CPU at each allocation, on a GPU what the caching
+only. Unwritten memory holds NaNs, of the CPU at each allocation, on a GPU what the caching
 allocator has free, before each program and again before each step. On a GPU streams also get to a step
 late, others in each step: what does not wait for a stream that it needs finds NaNs, or older values.
 """
@@ -65,7 +65,7 @@ def end_failed_steps():
 @contextlib.contextmanager
 def junk_in_new_memory():
     """torch's own flag for its CPU allocator: float32 is NaN, every second bfloat16 is, and other types
-    have values that nobody would write."""
+    have values that no program writes."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     flag = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_cpu_allocator_do_junk_fill")
     flag.value = True
@@ -137,7 +137,7 @@ def streams_of(models):
 
 
 def before_step(models, seed, number, delays):
-    """Of a program on a GPU."""
+    """What is done before a step of a program on a GPU."""
     if device().type != "cuda":
         return
     streams = streams_of(models)

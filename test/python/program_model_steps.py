@@ -20,7 +20,7 @@ from qshard.traffic import groups_of_state
 
 
 def output_of(subject, seed):
-    """Of this rank's random input."""
+    """The output for this rank's random input."""
     subject.catch_up()
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     x = torch.randn(4, subject.setup.layers[0].cols, generator=generator)

@@ -174,8 +174,8 @@ class TwinLinear(nn.Linear):
         self.__dict__.setdefault("rounded", None)
 
     def state(self):
-        """Of the weight that of the peer's present gather, which FSDP2 keeps until it reshards it; of
-        activations, in the last rows, what the peer has now."""
+        """The weight's state is that of the peer's present gather, which FSDP2 keeps until it reshards it; the
+        activations', in the last rows, is what the peer has now."""
         if self.gathered_state is None:
             return self.last_state
         merged = {name: state.clone() for name, state in self.gathered_state.items()}

@@ -45,7 +45,7 @@ REFUSALS = (
     # A shard was written, and its codes are read before the flush that all ranks take part in.
     (r"rows on other ranks\. Call qshard\.flush\(model\)", r"read_codes", "share"),
     (r"no reduction group is known for it yet", r"read_codes", "share"),
-    # Of weights that are offloaded delayed scaling keeps its amaxes where the forwards are: a linear of
+    # Delayed scaling keeps the amaxes of offloaded weights where the forwards are: a linear of
     # the shard itself is none, and torch loads no full state_dict into tensors on two devices.
     (r"the amax history of a weight on cpu is on cuda", r"read_codes", "share"),
     (r"Multiple devices found", r"load", "anything"),
@@ -101,7 +101,7 @@ class Run:
         return Difference(len(self.program.steps), found) if found else None
 
     def digest(self):
-        """Of the values that the quantized subject ends with, and of how its steps ended."""
+        """The digest of the values that the quantized subject ends with, and of how its steps ended."""
         tensors = {**self.ours.registers, **{n: local(p) for n, p in self.ours.params.items()}}
         digest = hashlib.sha256()
         for name, tensor in sorted(tensors.items()):

@@ -61,7 +61,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a program that came to its end."""
+    """The result of a program that came to its end."""
 
     finding: Finding | None
     endings: Counter  # of its steps
@@ -295,7 +295,7 @@ def main():
 
 
 def print_kinds(findings, stops):
-    """What was found, by kind. Of a program that was not shrunk the step that shows it is the last."""
+    """What was found, by kind. If a program was not shrunk, the step that shows it is its last."""
     seeds = {}
     for finding in findings:
         shortest = finding.shortest

@@ -118,7 +118,7 @@ def train(format, sharded=None, steps=3, foreach=True, **kwargs):
 
 
 def save(format, folder, **kwargs):
-    """Of a trained model, on all ranks."""
+    """Saves a trained model, on all ranks."""
     model = build(format, "before", **kwargs)
     step(model, torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True), 0)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)

@@ -33,7 +33,7 @@ SIZES = [(2, (3, 5), 256), (3, (1, 130), 200), (4, (2, 33), 100), (1, (4, 1), 7)
 
 
 def values(ranks, tokens, features, dtype):
-    """Of each rank, rows and blocks of sizes of their own, with what is special among them."""
+    """Values for each rank: rows and blocks of sizes of their own, with special values among them."""
     generator = torch.Generator().manual_seed(ranks + features)
     x = torch.randn(ranks, *tokens, features, generator=generator)
     x *= 2.0 ** torch.randint(-9, 10, (ranks, *tokens, (features + 127) // 128), generator=generator)[
@@ -50,7 +50,7 @@ def values(ranks, tokens, features, dtype):
 
 
 def oracle(x, format, is_gradient, amax):
-    """Of tokens (M, K): codes, scale_inv, what that is of each value, and the codes' dtype."""
+    """For tokens (M, K): codes, scale_inv, the same for each value, and the codes' dtype."""
     dtype = torch.float8_e4m3fn
     is_power_of_two = "fp32_scale" not in format and "delayed" not in format
     if "blockwise" in format:

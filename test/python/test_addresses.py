@@ -1,4 +1,4 @@
-"""Where a master is kept, a tensor is an ordinary strided tensor to whoever looks at its memory, and
+"""Where a master is kept, a tensor is an ordinary strided tensor to code that looks at its memory, and
 what writes there without a word is seen by its version counter, or by the gradient that its optimizer
 stepped with."""
 
@@ -173,7 +173,7 @@ def test_other_raw_writes_are_marked():
     q = make()
     codes = bits(ops.codes(q)).clone()
     write_behind(q, 3.0)
-    assert torch.equal(bits(ops.codes(q)), codes)  # nobody said so
+    assert torch.equal(bits(ops.codes(q)), codes)  # no version counter moved
     ops._mark_written(q)
     assert_codes_are_of_the_value(q)
 

@@ -369,7 +369,7 @@ def test_load_state_dict(world, rows, format, keep_master):
 
 def planes(tensor):
     """(packed bytes, pending update, layout, format). What needs no other rank is flushed first:
-    copies do so, pickling does not. Whose share the rows are is left out: a clone's are nobody's."""
+    copies do so, pickling does not. Whose share the rows are is left out: a clone's are no rank's."""
     is_alone = dist.get_world_size() == 1
     if is_alone:
         ops.codes(tensor.detach())

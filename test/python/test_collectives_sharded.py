@@ -52,7 +52,7 @@ def run_broadcast_of_written_shards(keep_master):
     for source, shard in enumerate(shards.values()):
         if keep_master:
             assert_same(shard, weight(*shard.shape, seed=source).to(device()))
-    # Nobody wrote since, but the ranks cannot know what the others did: all count as written.
+    # No rank wrote since, but the ranks cannot know what the others did: all count as written.
     for shard in shards.values():
         dist.broadcast(shard, 0)
         assert is_dirty(shard)
@@ -245,9 +245,9 @@ def run_load_of_full_state_dict(source, target, rows, written):
         set_model_state_dict(other, dict(full), options=options)  # torch writes into the dict
         assert len(quantized_parameters(other)) == (5 if target[0] else 0)
         dirty = [is_dirty(p) for p in quantized_parameters(other).values()]
-        everybody = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, dirty)
-        assert all(flags == dirty for flags in everybody), f"meta {meta}: {everybody}"
+        of_all_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all_ranks, dirty)
+        assert all(flags == dirty for flags in of_all_ranks), f"meta {meta}: {of_all_ranks}"
         loaded = {name: full_value(param) for name, param in other.named_parameters()}
         if target[1] is not False:
             assert not different(loaded, values), f"meta {meta}"

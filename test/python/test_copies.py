@@ -486,7 +486,7 @@ def test_queues_share_memory_between_processes(method):
     inbox.put(None)
     process.join(60)
     assert_same(q, before * 2)
-    ops._mark_written(q)  # nobody told this process
+    ops._mark_written(q)  # this process was not told
     assert_same(ops.dequantize(q), rounded(before * 2, "float8_blockwise"))
 
 

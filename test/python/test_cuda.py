@@ -218,7 +218,7 @@ def three_linears(format):
 
 
 def quantize_launches(profile):
-    """Of our kernels; Inductor names its own after the operators around them."""
+    """Launches of our kernels; Inductor names its own after the operators around them."""
     names = {e.key: e.count for e in profile.key_averages()}
     return sum(n for name, n in names.items() if "qshard::" in name and "quantize_" in name)
 
@@ -299,7 +299,7 @@ def test_codes_of_an_input_belong_to_a_format():
     x = torch.randn(48, 256, device="cuda", dtype=torch.bfloat16)
     rows, columns = ops.quantize_input(x, "float8_blockwise", True, True)
     y, saved = ops.linear_forward(x, w, None, True)
-    used = 256 * 128 + 4 * 2 * 4  # codes, and the scales of 2 x 1 blocks in rows of 4; the rest is nobody's
+    used = 256 * 128 + 4 * 2 * 4  # codes, and the scales of 2 x 1 blocks in rows of 4; the rest is padding
     assert torch.equal(columns[:used], saved[:used])
     for format in ("float8_blockwise", None):
         assert torch.equal(ops.linear_forward(x, w, None, False, False, rows, format)[0], y)

@@ -231,7 +231,7 @@ def test_a_step_within_a_step_is_one_step():
         step(plain, optimizer, i)
         step(model, container, i)
         assert same_state(state_of(plain[0].weight), state_of(model[0].weight))
-    # Of an outer step that failed nothing is left.
+    # An outer step that failed leaves nothing behind.
     container.fails = True
     with pytest.raises(KeyError):
         step(model, container, 3)

@@ -46,7 +46,7 @@ def save(model):
 
 
 def free_another_model(model):
-    """Of the same group, which the other rank still has."""
+    """Frees a model of the same group, which the other rank still has."""
     model.others.clear()
     gc.collect()
 

@@ -519,7 +519,7 @@ def test_ranges_have_the_codes_of_the_whole(format, cols, at):
 
 @pytest.mark.parametrize("at", DEVICES)
 def test_ranges_of_many_weights_in_one_call(at):
-    """Of other formats, shapes and dtypes, each as by itself."""
+    """Their formats, shapes and dtypes differ, and each result is as by itself."""
     generator = torch.Generator().manual_seed(0)
     values, ranges, alone = [], [], []
     for format, rows, cols, start, numel, dtype in (

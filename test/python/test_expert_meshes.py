@@ -1,9 +1,9 @@
 """Experts on a mesh (efsdp, ep): Shard(0) over ep, and fully_shard on efsdp cuts what that leaves, so that
 a weight is placed as (_StridedShard(0), Shard(0)).
 
-Matrices of a stack have scales of their own, whoever holds them. Of experts below each other in one
-matrix scale blocks begin in each rank's part, and the one scale is the full tensor's; of a part that its
-rank quantized by itself, the part's.
+Matrices of a stack have scales of their own, on whichever rank they lie. If experts lie below each other
+in one matrix, scale blocks begin in each rank's part, and the one scale is the full tensor's, or the
+part's if its rank quantized it by itself.
 """
 
 import itertools
@@ -123,7 +123,7 @@ class Definition:
         return full.chunk(self.ep.size())[self.ep.get_local_rank()]
 
     def with_largest(self, name):
-        """Of the matrix, the part and below it in blocks of its own the largest value of all."""
+        """This rank's part of the weight with the largest value of all below it, in blocks of its own."""
         part = self.part(name)
         if name == "stacked" or self.by_parts or not self.has_tensor_scale:
             return part
@@ -151,7 +151,7 @@ class Definition:
 
     @staticmethod
     def mismatching(got, want, rows):
-        """Of a gathered tensor, with FSDP2's padding, and what `rows` of `want` are to be."""
+        """Bytes in which a gathered tensor, with FSDP2's padding, and `rows` of `want` differ."""
         if want.dim() > 2:
             return mismatching_bytes(got, want)
         row_bytes = image_bytes(want).numel() // want.shape[0]
@@ -325,7 +325,7 @@ PRODUCTS = (
 def test_products_of_a_stack_are_of_its_codes(format, keep_master):
     model = build_mlps(4, format, keep_master=keep_master)
     shown = ops.dequantize(model.up.detach()).requires_grad_()
-    # Of two images, what transposes a stack multiplies by the one that is for transposed operands.
+    # If there are two images, a transposed stack is multiplied by the one for transposed operands.
     has_two = has_two_images(format)
     for multiply in PRODUCTS[: 2 if has_two else None]:
         x = tokens(4, 0, 0).requires_grad_()
@@ -373,7 +373,7 @@ def refusals():
         with pytest.raises(NotImplementedError) as error:
             build(mesh, 1, ROWS, "float8_blockwise", order)
         errors.append(str(error.value))
-    model = build(mesh, 1, ROWS, "float8_blockwise", "dlsf")  # a step before meets nobody
+    model = build(mesh, 1, ROWS, "float8_blockwise", "dlsf")  # a step before meets no other rank
     with pytest.raises(NotImplementedError) as error:
         qshard.flush(model)
     errors.append(str(error.value))

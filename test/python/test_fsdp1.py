@@ -41,7 +41,7 @@ def run_fp32(format, rows=257, train_as=None, **kwargs):
         kwargs.pop("use_orig_params", None)
         other = build_fsdp2(format, rows=rows, **kwargs)
         others = train(other, **train_as)
-        # Of microbatches that are not reduced, GEMMs add to the gradients of quantized parameters.
+        # In microbatches that are not reduced, GEMMs add to the gradients of quantized parameters.
         exact = sums_alike(kwargs.get("strategy", "")) and train_as.get("synced", True)
     check_as(losses, others, model, other, exact)
     return losses

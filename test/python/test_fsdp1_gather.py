@@ -85,7 +85,7 @@ GATHER_MODES = {
 @pytest.mark.parametrize("mode", GATHER_MODES)
 @on_worlds(2)
 def test_gather_of_codes_trains_as_fsdp2(world, mode, format, strategy, use_orig_params):
-    """Of two ranks, whose sums have one order."""
+    """On two ranks, whose sums have one order."""
     kwargs = {"train_as": {}} | GATHER_MODES[mode]
     results = world.run(
         run_as_fsdp2, format, strategy=strategy, use_orig_params=use_orig_params, **kwargs

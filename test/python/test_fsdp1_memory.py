@@ -48,7 +48,7 @@ def peak_bytes(function):
 
 
 def peaks(model):
-    """Of forward and backward, of an optimizer step, and of a forward alone: in a second step."""
+    """Peaks of forward and backward, of an optimizer step, and of a forward alone, in a second step."""
     optimizer = adamw(model)
 
     def forward_and_backward():

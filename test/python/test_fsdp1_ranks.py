@@ -21,7 +21,7 @@ def write_a_full_copy(model):
 
 
 def freeze_what_rank_0_has(model):
-    """Of blocks: it has no gradient there, and the other rank has."""
+    """Freezes parts of blocks: rank 0 has no gradient there, and the other rank has."""
     for block in model.blocks:
         block.norm.requires_grad_(False)
         block.up.requires_grad_(False)

@@ -163,7 +163,7 @@ def run_resumed(format, kind, use_orig_params, mixed_precision):
     for m in (model, other):
         FSDP.set_state_dict_type(m, *KINDS[kind])
     state = model.state_dict()
-    # Of full ones on CPU FSDP1 gathers several states into one buffer (torch 2.11), of plain models too.
+    # On CPU FSDP1 gathers several full states into one buffer (torch 2.11), for plain models, too.
     is_gathered = not (kind == "full" and use_orig_params and device().type == "cpu")
     optimizer_state = (
         FSDP.optim_state_dict(model, optimizer) if is_gathered else optimizer.state_dict()

@@ -56,7 +56,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 
 
 def clip(model, norm):
-    """Of FSDP1, and of FSDP2."""
+    """Clips gradients of a model under FSDP1, or under FSDP2."""
     if isinstance(model, FSDP):
         return model.clip_grad_norm_(norm)
     return nn.utils.clip_grad_norm_(model.parameters(), norm).full_tensor()
@@ -410,7 +410,7 @@ def test_branches_that_one_rank_takes(world, use_orig_params):
 
 
 def run_ignored(how, group_is_told, use_orig_params):
-    """FSDP1 leaves the head alone; whoever ignores it reduces its gradient."""
+    """FSDP1 leaves the head alone; the training loop reduces its gradient."""
     torch.manual_seed(0)
     group = dist.group.WORLD if group_is_told else None
     model = make_dynamic(Model().to(device()), DELAYED, group=group)

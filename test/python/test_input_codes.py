@@ -131,7 +131,7 @@ def checkpointed(x, use_reentrant, before=lambda x: x):
 
 
 def returned_buffer(function, kept=lambda buffer: buffer):
-    """What an autograd function returns of a buffer that somebody keeps."""
+    """What an autograd function returns of a buffer that something keeps."""
 
     def make(x):
         buffer = torch.zeros_like(x, requires_grad=False)

@@ -1,4 +1,4 @@
-"""What somebody who installs qshard meets: `python -m qshard`, a checkout beside the installed package,
+"""What a user who installs qshard meets: `python -m qshard`, a checkout beside the installed package,
 and a library that was built for another torch."""
 
 import os

@@ -29,7 +29,7 @@ X = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
 
 
 class Parallel(nn.Module):
-    """Of torchtitan's Module: it knows how its parameters are cut, and its forward may be replaced."""
+    """As torchtitan's Module: it knows how its parameters are cut, and its forward may be replaced."""
 
     cut = None
 

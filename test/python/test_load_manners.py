@@ -87,7 +87,7 @@ def test_a_process_whose_key_is_taken_goes_on(who, tmp_path):
 
 
 class WithState(torch.nn.Linear):
-    """Somebody else's module, whose buffers have the names that qshard gives to its own."""
+    """A user's module, whose buffers have the names that qshard gives to its own."""
 
     def __init__(self):
         super().__init__(16, 16)
@@ -162,7 +162,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
 def test_sharded_tensors_are_copied(is_first):
-    """Of FSDP1's SHARDED state dicts, wherever the library was loaded."""
+    """FSDP1's SHARDED state dicts have them, wherever the library was loaded."""
     lines = ["import torch.distributed._shard.sharded_tensor", "import qshard"]
     first, second = lines[::-1] if is_first else lines
     script = DEEPCOPY.format(first=first, second=second)

@@ -148,7 +148,7 @@ def test_nothing_refers_to_parameters(world, kind):
 
 
 def sizes_of_tables():
-    """Of everything that the embedded modules and the package keep."""
+    """The sizes of everything that the embedded modules and the package keep."""
     found = {}
     for name, module in list(__import__("sys").modules.items()):
         if name.startswith(("_qshard_", "qshard")):

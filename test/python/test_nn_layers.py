@@ -183,7 +183,7 @@ def test_quantized_layers_are_their_parts(format, fused):
 
 @pytest.mark.parametrize("attention_type", ["self", "cross"])
 def test_parts_are_not_joined(attention_type):
-    """Of weights of their own, queries, keys and values are in no tensor of all of them, nor are gradients."""
+    """Queries, keys and values by weights of their own are in no tensor of all of them, nor are gradients."""
     module = randomize(nn.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, input_layernorm=True,
                                              attention_type=attention_type, return_layernorm_output=True))
     qshard.quantize_(module, RECIPES["float8_tensorwise"])

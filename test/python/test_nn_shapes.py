@@ -47,7 +47,7 @@ def normed_of(module, x):
 def assert_close(got, expected, bound):
     for a, b in zip(got, expected):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        # Of one token no gradient reaches queries and keys: both are zeros.
+        # With one token no gradient reaches queries and keys: both are zeros.
         assert (a.double() - b.double()).norm() <= bound * b.double().norm()
 
 

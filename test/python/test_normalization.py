@@ -113,7 +113,7 @@ def test_a_graph_of_the_gradients_cuda():
 
 @needs_gpu
 def test_what_keeps_memory_cuda():
-    """Of a weight in fp32 and activations in bf16 no copies in fp32 are made."""
+    """No copies in fp32 are made of a weight in fp32 or of activations in bf16."""
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(4096, device="cuda", requires_grad=True)
     torch.cuda.reset_peak_memory_stats()

@@ -197,7 +197,7 @@ def test_copies_have_a_pending_write_of_their_own(keep_master):
 
 @keep_or_not
 def test_copies_of_a_written_shard_show_codes_of_their_own(keep_master):
-    """A copy waits for nobody, as other copies do."""
+    """A copy waits for no other rank, as other copies do."""
     q = make_shard(keep_master)
     q.mul_(1.5)
     assert_same(ops.dequantize(image_copy(q)), ops.dequantize(q.clone()))

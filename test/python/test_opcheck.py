@@ -26,7 +26,7 @@ def plain(*shape, grad=False, dtype=torch.float32):
 
 
 def dynamic(fmt, *args):
-    """Arguments with a plain weight that is quantized within. Of delayed scaling inputs are written, as
+    """Arguments with a plain weight that is quantized within. Delayed scaling writes to inputs, as
     amaxes are collected there, which opcheck would take for a mistake."""
     return *args, dict(format=not_delayed(fmt), weight_state=[])
 
@@ -234,7 +234,7 @@ def test_opcheck(name, fmt):
 @pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise"])
 def test_opcheck_of_codes_between_linears(fmt):
     def check(op, *args):
-        # Of test_aot_dispatch_dynamic bytes behind codes would differ, which nobody writes or reads.
+        # In test_aot_dispatch_dynamic bytes behind codes would differ, which nothing writes or reads.
         utils = ("test_schema", "test_faketensor")
         torch.library.opcheck(getattr(ops, op).default, args, test_utils=utils)
         return getattr(ops, op)(*args)
@@ -267,7 +267,7 @@ def test_opcheck_of_codes_of_a_norm(fmt):
     torch.library.opcheck(ops.norm_linear.default, (x, gamma, None, weights), options, test_utils=utils)
 
     def check(op, *args):
-        utils = ("test_schema", "test_faketensor")  # bytes behind codes differ, which nobody writes or reads
+        utils = ("test_schema", "test_faketensor")  # bytes behind codes differ, which nothing writes or reads
         args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
         torch.library.opcheck(getattr(ops, op).default, args, test_utils=utils)
         return getattr(ops, op)(*args)

@@ -271,7 +271,7 @@ def test_compiled_fused_step():
 
 @pytest.mark.parametrize("name", ["AdamW foreach", "AdamW fused", "AdamW for-loop"])
 def test_compiled_steps_write_through_the_address_and_are_seen(name):
-    """Inductor's code writes to memory and moves the version counter, and tells nobody."""
+    """Inductor's code writes to memory and moves the version counter, and calls no operator."""
     parameters = quantized(keep_master=True)
     twins = plain_twins(parameters)
     torch._dynamo.reset()
@@ -326,8 +326,8 @@ def test_steps_without_a_master_are_not_warned_of_as_merges_are(world):
 
 
 def test_parameters_can_be_swapped_after_a_step():
-    """Module.to may swap parameters, and torch.utils.swap_tensors refuses those that somebody holds a
-    weak reference to."""
+    """Module.to may swap parameters, and torch.utils.swap_tensors refuses those that have a
+    weak reference."""
     for params in (quantized(True), [Parameter(weight(3, 4))]):
         optimizer = OPTIMIZERS["AdamW fused"](params)
         for param in params:

@@ -63,7 +63,7 @@ def loss_of(output, target):
 
 
 def gradients_of(model, x, target):
-    """Of one replica: the microbatches' losses, and the sums of their gradients by parameter."""
+    """One replica's: the microbatches' losses, and the sums of their gradients by parameter."""
     losses = []
     for mine, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES)):
         losses.append(loss_of(model(mine), wanted))

@@ -146,7 +146,7 @@ def test_ranks_of_other_seeds(world, format, keep_master):
 
 
 def histories_of_replicas():
-    """The same ones, whoever makes the replicas."""
+    """Histories, which are the same whichever wrapper makes the replicas."""
     found = []
     for wrap in ("ddp", "replicate", "hsdp"):
         model = build(DELAYED)
@@ -175,7 +175,7 @@ def test_replicas_agree_on_histories(world):
 
 
 def copies_of_ddp():
-    """Of the module: nobody else has to step with it, as with an EMA on one rank. Of DDP: as DDP."""
+    """A copy of the module steps without other ranks, as an EMA on one rank. A copy of DDP steps as DDP."""
     ddp = DistributedDataParallel(build(DELAYED))
     train_ddp(ddp, 1)
     if dist.get_rank() == 0:

@@ -170,7 +170,7 @@ def test_replicas_only(world):
 
 
 def run_tensor_parallel():
-    """Of what tensor parallelism cut, whole norms among it."""
+    """Bytes sent for what tensor parallelism cut, whole norms among it."""
     mesh = full_mesh(2, 2, names=("data", "tensor"))
     torch.manual_seed(0)
     model = Model(256).to(device())

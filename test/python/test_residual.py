@@ -32,7 +32,7 @@ def backward(leaves, function):
     return y.detach(), torch.autograd.grad(y, leaves, grad, allow_unused=True, materialize_grads=True)
 
 
-# Of 16-bit values half a unit in the last place, relative to the value.
+# Half a unit in the last place, relative to the value.
 HALF_ULP = {B16: 2.0**-8, torch.float16: 2.0**-11, F32: 2.0**-24}
 
 
@@ -316,7 +316,7 @@ def test_dropped_hooked_and_biased_blocks_are_added_outside(device):
 @on_devices
 @pytest.mark.parametrize("fused_qkv", [False, True])
 def test_attention_keeps_no_whole_projection(device, fused_qkv):
-    """Of queries, keys and values in one tensor, the first two are rotated to tensors of their own."""
+    """Queries and keys that lie in one tensor with values are rotated to tensors of their own."""
     module = layer(IN_CODES["tensorwise"], device, fuse_qkv_params=fused_qkv, qkv_weight_interleaved=False)
     x = draw(2, 64, 256, seed=1, device=device, dtype=B16).requires_grad_()
     kept, codes = {}, []

@@ -26,7 +26,7 @@ def build(recipe, by_blocks):
 
 
 class SameGradients(torch.optim.SGD):
-    """Of all parameters the first's."""
+    """Steps all parameters by the first one's gradient."""
 
     def step(self, closure=None):
         params = self.param_groups[0]["params"]

@@ -363,7 +363,7 @@ def test_checkpointing_recomputes_what_it_kept():
 
 
 def sharded_gradients(formats):
-    """Of FSDP2, which frees what was gathered after forward: without hooks, and with each kind of them."""
+    """Gradients under FSDP2, which frees what was gathered after forward: without hooks, and with each kind."""
     right = {}
     for format in formats:
         for reshards in (True, False):

@@ -248,7 +248,7 @@ def linear_weights(model):
 
 
 def full_state_dict_of_tensor_parallel(format, shape):
-    # Of even parts: torch 2.11's set_model_state_dict gives uneven columns wrong values, of plain weights, too.
+    # Even parts: torch 2.11's set_model_state_dict gives uneven columns wrong values, of plain weights, too.
     model, other = (tensor_parallel(format, shape, hidden=512, seed=seed) for seed in range(2))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     values = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -1,6 +1,6 @@
 """A gather reads a flushed image whatever streams and events the user hands over.
 
-Each test lets the stream that writes and flushes sleep first, so that whoever does not wait reads old
+Each test lets the stream that writes and flushes sleep first, so that a stream that does not wait reads old
 codes, and compares with the same model stepped on one stream.
 """
 
@@ -35,7 +35,7 @@ def sleep():
 
 
 def losses_of(model, step):
-    """Of STEPS steps and a last forward; nothing waits for the device in between."""
+    """Losses of STEPS steps and a last forward; nothing waits for the device in between."""
     inputs = [batch(i) for i in range(STEPS + 1)]
     losses = []
     for i, x in enumerate(inputs):

@@ -47,7 +47,7 @@ NAMES = ("dp", "tp")
 
 
 def assert_same(got, want, name="", bound=1e-3):
-    """Of a gradient, relative to its norm: parts are summed in another order."""
+    """Compares gradients relative to their norm: parts are summed in another order."""
     error = (got - want).norm() / want.norm()
     assert error < bound, (name, error.item())
 
@@ -60,7 +60,7 @@ def steps_of(
 ):
     """Losses, all gradients before the last update, and norms. mesh: None for one device, which takes
     the batches of both ranks of dp. scale_by: what rank 0 multiplies the loss of each step with, and
-    with it whoever has the same loss."""
+    so do the ranks that have the same loss."""
     mine = range(dp_ranks) if mesh is None else [mesh.get_local_rank("dp")]
     rank = 0 if mesh is None else mine[0] if plan is replicated else dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -159,7 +159,7 @@ def test_blocks_compiled_by_inductor(world):
 
 
 class Scaled(nn.Linear):
-    """Somebody's own linear: quantize_ replaces its weight, not it."""
+    """A user's own linear: quantize_ replaces its weight, not it."""
 
     def forward(self, x):
         return super().forward(x) * 0.5
@@ -317,7 +317,7 @@ WAYS = {  # options to save with, and to load with
 
 
 def run_state_dicts(format, way):
-    """Of model and optimizer: training goes on bit for bit."""
+    """Model and optimizer are saved and loaded: training goes on bit for bit."""
     mesh = full_mesh(2, 2, names=NAMES)
     dim, hidden = 96, 160
     model = build(format, mesh, dim, hidden)

@@ -40,7 +40,7 @@ def quantized(module, format, **kwargs):
 
 
 def value_of(plain, name, of=lambda parameter: parameter):
-    """Of a parameter of the layer over a mesh."""
+    """The value of a parameter of the layer over a mesh."""
     for i, half in enumerate(("fc1_gate_", "fc1_up_")):
         if half in name:
             return of(plain.get_parameter(name.replace(half, "fc1_"))).chunk(2)[i]

@@ -21,7 +21,7 @@ from qshard.tensor_parallel import codes, collectives, shared
 
 ops = torch.ops.qshard
 DIM, HIDDEN, TOKENS, STEPS = 256, 512, 8, 2
-# Of losses, and of gradients by norm. GPUs quantize what each rank multiplies by scales of its own.
+# For losses, and for gradients by norm. GPUs quantize what each rank multiplies by scales of its own.
 TOLERANCE = {"cpu": (1e-4, 2e-3), "cuda": (2e-2, 6e-2)}
 FORMATS = ("float8_tensorwise", DELAYED, "float8_blockwise", "mxfp8", "nvfp4")
 

@@ -39,7 +39,7 @@ import qshard
 ops = torch.ops.qshard
 DIM, HIDDEN, TOKENS = 256, 512, 8
 STEPS = 3
-# Of blocks and one scale; the formats' differences are tested by their bytes.
+# Formats of blocks and of one scale; their differences are tested by their bytes.
 TRAINED = ("float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4")
 
 
@@ -133,7 +133,7 @@ def test_losses_and_gradients_under_fsdp(world, plan, order):
 
 @on_worlds(2)
 def test_features_that_the_ranks_do_not_divide(world):
-    """Of one scale: parts of blocks have other scales than the blocks of one device. No number of
+    """With one scale: parts of blocks have other scales than the blocks of one device. No number of
     features is a multiple of 16, of no rank either: on GPUs all multiply values then."""
     formats = ("float8_tensorwise",)
     world.run(run_training, (1, 2), ("dp", "tp"), formats, replicated, "pqf", 100, 259)
@@ -173,7 +173,7 @@ def test_orders_give_the_same_bits(world):
 
 
 class Scaled(nn.Linear):
-    """Somebody's own linear, which sees what is assigned to it."""
+    """A user's own linear, which sees what is assigned to it."""
 
     def __setattr__(self, name, value):
         super().__setattr__(name, value)

@@ -53,8 +53,8 @@ def run_training(folder):
         losses = train(resumed, 2, steps)["losses"]
         for step, loss in losses.items():
             assert loss == pytest.approx(runs["float8_blockwise", saved]["losses"][step], rel=1e-3)
-    # Of a layer four activations, codes or bf16; of the head's input, of logits and of the embedding's
-    # gradient the values, in bf16; and over FSDP2 half of the weights.
+    # Each layer sends four activations, in codes or bf16; the head's input, the logits and the embedding's
+    # gradient are sent as values in bf16; and FSDP2 sends half of the weights.
     tokens, dim, vocabulary, layers = 2 * 32, 64, 256, 2
     for format, size in (("bf16", 2), ("float8_blockwise", 1)):
         activations = tokens * (4 * layers * dim * size + 2 * (2 * dim + vocabulary))

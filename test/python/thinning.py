@@ -14,8 +14,8 @@ HELP = (
 
 
 def keep_pairs(config, items):
-    """Takes out of the collected tests what every two values do without. Of what was asked for only:
-    a case that is named, or chosen by -k, runs."""
+    """Takes out of the collected tests what every two values do without. A case that
+    is named, or chosen by -k, runs."""
     products = {}
     for item in items:
         if item.get_closest_marker("pairwise"):

@@ -35,7 +35,7 @@ FORMATS = {
     for f in (
         Format("float8_tensorwise", None, True, grad_dtype=torch.float8_e5m2),
         Format("float8_tensorwise_fp32_scale", None, False, grad_dtype=torch.float8_e5m2),
-        # Of a tensor that no optimizer step has changed; then see delayed_scaling.py.
+        # For a tensor that no optimizer step has changed; then see delayed_scaling.py.
         Format("float8_delayed", None, False, grad_dtype=torch.float8_e5m2),
         Format("float8_blockwise", (128, 128), True),
         Format("float8_blockwise_fp32_scale", (128, 128), False),

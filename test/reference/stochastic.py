@@ -1,4 +1,4 @@
-"""Stochastic rounding of codes: which random word an element gets, and what becomes of it.
+"""Stochastic rounding of codes: which random word an element gets, and how it is rounded by that.
 
 Element i = logical row * cols + column takes word i % 4 of Philox 4x32-10 of the counter
 (low word of i / 4, high word of i / 4, count, 0) under a 64-bit key.

@@ -3,8 +3,8 @@
     python test/upstream/compare.py …/pytorch/test/distributed/fsdp/test_fsdp_core.py …
     python test/upstream/compare.py --weights quantized …/_composable/fsdp/test_fully_shard_training.py …
 
-Of FSDP1 the weights stay plain and are quantized at each use (--weights dynamic); elsewhere, of FSDP2 and
-DCP, the parameters are quantized as modules are made. The files should be those of the installed torch.
+In tests of FSDP1 the weights stay plain and are quantized at each use (--weights dynamic); in those of FSDP2
+and DCP the parameters are quantized as modules are made. The files should be those of the installed torch.
 They want two GPUs or more; on machines without one they run on CPU, over gloo, as far as they do there
 (startup/on_cpu.py). `-k` as of pytest. What was printed is in the folder --logs. Exit status 1 if
 something passes plain only, and DIFFERENCES does not say why.

@@ -63,7 +63,7 @@ def compiling():
 
 
 def assert_near(losses, others, rtol=1e-5):
-    """Of a compiled model, whose graphs may sum in another order."""
+    """For a compiled model, whose graphs may sum in another order."""
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(others), rtol=rtol, atol=0)
 
 
