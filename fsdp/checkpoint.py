@@ -352,8 +352,8 @@ def __copy__(self):
         reduce = copyreg.dispatch_table.get(type(self))
         return copy._reconstruct(self, None, *(reduce(self) if reduce else self.__reduce_ex__(4)))
     result = self.detach().requires_grad_(self.requires_grad)
-    if type(self) is torch.nn.Parameter:
-        result = torch.nn.Parameter(self.detach(), self.requires_grad)
+    if type(self) is not torch.Tensor:  # a kind of Parameter, whose constructor may want more
+        result = torch.Tensor._make_subclass(type(self), self.detach(), self.requires_grad)
     result.__dict__.update(self.__dict__)
     return result
 

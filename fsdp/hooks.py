@@ -20,12 +20,18 @@ from torch.optim.optimizer import (
 )
 
 ops = torch.ops.qshard
-_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def has_tensor_type(tensor):
+    """Whether a tensor is a torch.Tensor itself or any kind of Parameter. Other subclasses (DTensor, FakeTensor,
+    ShardedTensor) answer for themselves."""
+    kind = type(tensor)
+    return kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
 
 
 def is_quantized(tensor):
-    """Exact types only: a subclass (DTensor, FakeTensor, ShardedTensor) answers for itself."""
-    if type(tensor) not in _TENSOR_TYPES:
+    """Of a tensor of another type than has_tensor_type() takes: False."""
+    if not has_tensor_type(tensor):
         return False
     if torch.compiler.is_compiling():  # Dynamo traces torch's functions, and none of ours
         return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.PrivateUse3)
@@ -34,7 +40,7 @@ def is_quantized(tensor):
 
 def local_of(tensor):
     """The local tensor of a DTensor; any other tensor itself."""
-    return tensor if type(tensor) in _TENSOR_TYPES else getattr(tensor, "_local_tensor", tensor)
+    return tensor if has_tensor_type(tensor) else getattr(tensor, "_local_tensor", tensor)
 
 
 def tensor_property(name):
@@ -124,7 +130,7 @@ def hook_property(hook):
     instance with that `shard`. FSDP2 looks hooks up some seven times per parameter and gather. Nothing
     is kept of the tensors that it asks: a weak reference would forbid torch.utils.swap_tensors, and so
     Module.to()."""
-    get = hook_getter((hook, hook.name, *_TENSOR_TYPES))
+    get = hook_getter((hook, hook.name, torch.Tensor, torch.nn.Parameter))
     setattr(torch.Tensor, hook.name, property(get))
     return hook
 
@@ -323,7 +329,7 @@ def flush_after_step(optimizer, taken):
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             local = local_of(param)
-            if type(local) in _TENSOR_TYPES and has_key(local):
+            if has_tensor_type(local) and has_key(local):
                 (again if id(param) in taken else first).append((param, local))
     if first:
         # GradScaler gives it to fused optimizers, which then change nothing.

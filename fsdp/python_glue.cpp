@@ -32,6 +32,7 @@ QSHARD_WEAK PyObject* PyTuple_GetItem(PyObject* tuple, ssize_t index);
 QSHARD_WEAK ssize_t PyTuple_Size(PyObject* tuple);
 QSHARD_WEAK extern PyObject* PyExc_AttributeError;
 QSHARD_WEAK void PyErr_SetObject(PyObject* type, PyObject* value);
+QSHARD_WEAK int PyType_IsSubtype(PyObject* type, PyObject* of);
 QSHARD_WEAK PyObject* PyType_GenericAlloc(PyObject* type, ssize_t items);
 QSHARD_WEAK int PyObject_SetAttr(PyObject* object, PyObject* name, PyObject* value);
 QSHARD_WEAK PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
@@ -86,8 +87,8 @@ class Owned {
 
 // ---------------------------------------------------- natives, for the modules in Python to call
 
-/// Where a torch.Tensor, of no Python subclass but Parameter, has the address of its TensorImpl, in
-/// words; 0: not known. That is torch's matter, so it is looked up: find_impl.
+/// Where a torch.Tensor, of no Python subclass but kinds of Parameter, has the address of its
+/// TensorImpl, in words; 0: not known. That is torch's matter, so it is looked up: find_impl.
 size_t g_place_of_impl = 0;
 
 const c10::TensorImpl* impl_at(const PyObject* tensor, size_t place) {
@@ -147,14 +148,14 @@ PyObject* has_key(PyObject* /*self*/, PyObject* tensor) {
   return has < 0 ? nullptr : PyBool_FromLong(has);
 }
 
-/// `hook` is (class, name, types): an instance whose attribute `shard` is the tensor, if that is
-/// quantized and of exactly one of the types, else an AttributeError of that name.
+/// `hook` is (class, name, torch.Tensor, Parameter): an instance whose attribute `shard` is the
+/// tensor, if that is quantized and a torch.Tensor itself or any kind of Parameter, else an
+/// AttributeError of that name.
 PyObject* get_hook(PyObject* hook, PyObject* tensor) {
   const Owned type(PyObject_Type(tensor));
-  int has = 0;
-  for (ssize_t i = PyTuple_Size(hook) - 1; i > 1 && has == 0; --i) {
-    if (PyTuple_GetItem(hook, i) == type.get()) has = has_key_of(tensor);
-  }
+  const bool has_tensor_type = type.get() == PyTuple_GetItem(hook, 2) ||
+                               PyType_IsSubtype(type.get(), PyTuple_GetItem(hook, 3)) != 0;
+  const int has = has_tensor_type ? has_key_of(tensor) : 0;
   if (has == 0) PyErr_SetObject(PyExc_AttributeError, PyTuple_GetItem(hook, 1));
   if (has <= 0) return nullptr;
   static PyObject* const attribute = PyUnicode_InternFromString("shard");

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from _qshard_hooks import (
     dtensor_groups,
+    has_tensor_type,
     is_quantized as _is_quantized_local,
     local_of,
 )
@@ -41,7 +42,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     whether the one it was made from is."""
     local = local_of(tensor)
     # The operator, not the dispatch keys: compiled code is traced with fakes, which have other keys.
-    return type(local) in (torch.Tensor, torch_nn.Parameter, FakeTensor) and ops.is_quantized(local)
+    return (has_tensor_type(local) or type(local) is FakeTensor) and ops.is_quantized(local)
 
 
 @replace.outside_inference_mode

@@ -1,6 +1,7 @@
 """Gives a Parameter another representation, quantized or plain, and lets it stay the object that it is:
 optimizers, EMA copies, tied modules and FSDP2 hold Parameters, not names."""
 
+import copyreg
 import functools
 import sys
 import weakref
@@ -75,13 +76,18 @@ def check(param: nn.Parameter, name: str, function: str) -> None:
 
 
 def replace(param: nn.Parameter, value: torch.Tensor) -> None:
-    """`value`, of the same shape, dtype and device, becomes what `param` is. Hooks, gradient and
+    """`value`, of the same shape, dtype and device, becomes what `param` is. Its class, hooks, gradient and
     attributes stay."""
     if isinstance(param, DTensor):
         param._local_tensor = value._local_tensor
         return
-    new = nn.Parameter(value, requires_grad=param.requires_grad)
+    # swap_tensors swaps classes and attributes, too. A user's class may construct in a way of its own.
+    kind = type(param) if issubclass(type(param), nn.Parameter) else nn.Parameter
+    new = torch.Tensor._make_subclass(kind, value, param.requires_grad)
     new.__dict__.update(param.__dict__)
+    for slot in copyreg._slotnames(type(param)):
+        if hasattr(param, slot):
+            setattr(new, slot, getattr(param, slot))
     if param.grad is not None:
         if param.grad_dtype != param.dtype:
             new.grad_dtype = param.grad_dtype
