@@ -112,36 +112,35 @@ class DynamicWeight:
         """What a use reads: ops.linear's weight_state."""
         return self.state or self.known_amax
 
-    def linear(self, module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    def linear(self, module: nn.Linear, input: torch.Tensor, how) -> torch.Tensor:
+        """`how`: the ModuleState of module."""
         weight = module.weight
         self.prepare(module, weight)
         if torch.compiler.is_compiling():
-            return self._linear(module, weight, input)
+            return self._linear(module, weight, input, how)
         if torch._C._are_functorch_transforms_active():
             if self.state:
                 raise NotImplementedError(
                     f"qshard.nn.Linear: {self.format} under torch.func transforms is not supported for "
                     'weights="dynamic"; use another recipe'
                 )
-            return linear_under_transforms(
-                input, weight, module.bias, module.weight_only, self.format
-            )
+            return linear_under_transforms(input, weight, module.bias, how.weight_only, self.format)
         if self.uses > 1:
             output = ops.linear(
-                input, self._quantize(weight), module.bias, weight_only=module.weight_only
+                input, self._quantize(weight), module.bias, weight_only=how.weight_only
             )
         else:
-            output = self._linear(module, weight, input)
+            output = self._linear(module, weight, input, how)
         if self.company is not None and not self._is_told and output.requires_grad:
             output.register_hook(self._note_training)
         return output
 
-    def _linear(self, module, weight, input):
+    def _linear(self, module, weight, input, how):
         return ops.linear(
             input,
             weight,
             module.bias,
-            weight_only=module.weight_only,
+            weight_only=how.weight_only,
             format=self.format,
             weight_state=self.scaling,
         )

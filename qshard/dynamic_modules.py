@@ -4,12 +4,15 @@ import torch
 from _qshard_hooks import is_quantized, local_of
 from torch import nn
 
-from qshard import module_state
+from qshard import flat_parameters, module_state
 from qshard.dynamic import DynamicWeight, Installed, delayed_weights
-from qshard.module_state import dynamic_of
+from qshard.module_state import NAMES_OF_STATE, dynamic_of
+from qshard.nn.base import Initialized
+from qshard.nn.embedding import Embedding
+from qshard.nn.linear import Linear
+from qshard.nn.linear_subclasses import quantized_class, runs_as_linear
 
 ops = torch.ops.qshard
-_STATE = ("weight_amax_history", "weight_scaling_amax")  # as quantized weights name them
 
 
 def check_arguments(weights, group, keep_master, stochastic_rounding, persistent_state) -> bool:
@@ -59,7 +62,7 @@ def is_flattened(module) -> bool:
     or, with use_orig_params, marks it. FSDP2 marks modules like FSDP1."""
     if not getattr(module, "_is_fsdp_managed_module", False):
         return False
-    names = getattr(module, "weight_names", ("weight",))
+    names = module.weight_names if isinstance(module, Initialized) else ("weight",)
     weights = [module._parameters.get(name) for name in names]
     return any(weight is None or getattr(weight, "_fsdp_flattened", False) for weight in weights)
 
@@ -67,16 +70,13 @@ def is_flattened(module) -> bool:
 def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
     """Makes chosen modules, and linears and embeddings that are tied to them, use their plain weights by
     `DynamicWeight`s. Nothing is changed by what cannot be."""
-    from qshard import nn as qshard_nn  # which knows nothing of quantize_
-
     identity = weight_identities(model)
     weights = {}
     for name, module in chosen:
-        is_constructed = getattr(module, "is_constructed", False)  # multiplies in ways of its own
-        if type(module) not in (nn.Linear, qshard_nn.Linear) or is_constructed:
+        if not _is_usual(module):
             raise TypeError(
                 f'qshard.quantize_: weights="dynamic" cannot change how {name}, a '
-                f"{type(module).__name__}, multiplies; it needs nn.Linear itself, made by torch"
+                f"{type(module).__name__}, multiplies; it needs the forward of nn.Linear, made by torch"
             )
         weight = module.weight
         if is_quantized(local_of(weight)):
@@ -87,13 +87,12 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
         shape = module.out_features, module.in_features
         ops.quantize(torch.empty(shape, dtype=weight.dtype, device="meta"), format)
         weights.setdefault(identity(module), (shape, []))[1].append(module)
-    kinds = (nn.Linear, qshard_nn.Linear, nn.Embedding, qshard_nn.Embedding)
     for module in model.modules():
-        is_known = type(module) in kinds or isinstance(module, nn.Embedding)
+        is_known = _is_usual(module) or isinstance(module, nn.Embedding)
         if not is_known or identity(module) not in weights:
             continue
         if all(module is not known for known in weights[identity(module)][1]):
-            if getattr(module, "max_norm", None) is not None:
+            if isinstance(module, nn.Embedding) and module.max_norm is not None:
                 raise NotImplementedError(
                     'qshard.quantize_: weights="dynamic" with an embedding of max_norm, which rewrites '
                     "the weight at each use, that is tied to a linear; leave the linear out by filter_fn"
@@ -105,28 +104,34 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
         dynamic.uses = len(modules)
         for module in modules:
             uninstall(module)
-            if type(module) in (nn.Embedding, qshard_nn.Embedding):
-                module.__class__ = qshard_nn.Embedding
+            if type(module) in (nn.Embedding, Embedding):
+                module.__class__ = Embedding
             elif isinstance(module, nn.Embedding):
                 _look_up_rounded(module)
-            else:
-                module.__class__ = qshard_nn.Linear
-                module.weight_only, module.weight_format = weight_only, format
+            elif runs_as_linear(type(module)):
+                module.__class__ = quantized_class(type(module))
             install(module, dynamic)
+            if isinstance(module, nn.Linear):
+                how = module_state.of(module)
+                how.weight_only, how.weight_format = weight_only, format
         dynamic.owner = modules[0]
         if dynamic.state:
             delayed_weights.add(dynamic)
             dynamic.refresh_owner()
 
 
+def _is_usual(module):
+    """Whether a module multiplies as nn.Linear does. Those of qshard.nn's constructors have ways of their own."""
+    is_ours = isinstance(module, Linear) and not module.is_constructed
+    return is_ours or runs_as_linear(type(module))
+
+
 def weight_identities(model):
     """A function of a module that tells which have one weight. FSDP1 keeps views of a flat parameter in
     place of parameters; it knows which are shared."""
     shared = {}
-    for module in model.modules():
-        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
-        for info in getattr(flat, "_shared_param_infos", None) or ():
-            name, owner, _, prim_name, prim, _ = info
+    for _, unit in flat_parameters.units(model):
+        for name, owner, _, prim_name, prim, _ in unit._handle.flat_param._shared_param_infos:
             if name == prim_name == "weight":
                 shared[id(owner)] = id(prim)
 
@@ -196,42 +201,28 @@ def _hide_rounded(module, *_):
 # broadcast buffers.
 
 
-class NamedState:
-    """A module whose state is found by the names that its state_dicts have of it, as DCP asks."""
-
-    weight_amax_history = property(lambda self: _state_of(self, 0))
-    weight_scaling_amax = property(lambda self: _state_of(self, 1))
-
-
-def _state_of(module, index):
-    dynamic = dynamic_of(module)
-    if dynamic is None or not dynamic.state:
-        raise AttributeError(_STATE[index])  # nn.Module then looks for a buffer
-    return dynamic.state[index]
-
-
 def _show_latest_state(module, *_):
     dynamic_of(module).refresh_owner()
     _show_state(module)
 
 
 def _show_state(module, *_):
-    module._buffers.update(zip(_STATE, dynamic_of(module).state))
+    module._buffers.update(zip(NAMES_OF_STATE, dynamic_of(module).state))
 
 
 def _hide_state(module, *_):
-    for name in _STATE:
+    for name in NAMES_OF_STATE:
         module._buffers.pop(name, None)
 
 
 def _prepare_load(module, state_dict, prefix, *_):
     _show_state(module)
-    for name, tensor in zip(_STATE, dynamic_of(module).state):
+    for name, tensor in zip(NAMES_OF_STATE, dynamic_of(module).state):
         state_dict.setdefault(prefix + name, tensor)  # checkpoints without one load, too
 
 
 def _after_load(module, *_):
-    for name, tensor in zip(_STATE, dynamic_of(module).state):
+    for name, tensor in zip(NAMES_OF_STATE, dynamic_of(module).state):
         loaded = module._buffers.get(name)
         if loaded is not None and loaded is not tensor and not loaded.is_meta:  # assign=True
             tensor.copy_(loaded)

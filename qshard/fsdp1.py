@@ -200,7 +200,7 @@ class _Preparation:
 
 def prepared_units(model: nn.Module) -> dict[int, Unit]:
     """By the id of its FSDP1 handle, each unit of a model that `prepare_for_fsdp1` prepared."""
-    handles = (_handle_of(m) for m in model.modules())
+    handles = (unit._handle for _, unit in flat_parameters.units(model))
     found = {id(handle): getattr(handle, "_qshard_unit", None) for handle in handles}
     units = {key: unit for key, unit in found.items() if unit is not None}
     for unit in units.values():

@@ -17,12 +17,16 @@ class ModuleState:
     """Pickles of modules hold it: an attribute that is not set has the default below, and attributes only
     ever grow."""
 
+    weight_only = False  # how it multiplies, as quantize_ says
+    weight_format: str | None = None  # of its weights; None: they are plain
+    is_tensor_parallel = False  # whether quantize_ was given a tp_mesh
+    parallel = None  # the TensorParallel of its first linear, once a mesh or a style has cut it
+    style = None  # its LinearStyle, if a style of qshard.tensor_parallel was applied
     dynamic = None  # the DynamicWeight of a weight that stays plain
     weight_names: tuple[str, ...] = ()  # parameters that parameter_fn chose, of a module that is no linear
     is_persistent = True  # whether `buffers` are in the module's state_dict
     buffers: tuple[str, ...] = ()  # names of the buffers that are linked to states of weights
     scale_group = None  # the Membership of a weight that shares its tensor scale
-    multiplies = None  # how a subclass of nn.Linear does (qshard/nn/linear_subclasses.py)
     gradient_reduction = None  # what reduce_gradients_ gave FSDP2
     hidden = None  # a plain weight in the module's __dict__ that a forward hides
     fsdp1 = None  # what prepare_for_fsdp1 keeps of a root
@@ -30,6 +34,15 @@ class ModuleState:
 
     def __init__(self):
         self.hooks = {}  # handles of hooks in the module, by what they are for
+
+    def __setstate__(self, state):
+        multiplies = state.pop("multiplies", None)  # in earlier pickles an object of its own
+        self.__dict__.update(state, **vars(multiplies) if multiplies is not None else {})
+
+    @property
+    def message_format(self) -> str | None:
+        """The weight's format, if it is what activations are quantized by."""
+        return None if self.weight_only else self.weight_format
 
     def add_hooks(self, purpose: str, register: Callable[[], list]) -> None:
         """Registers hooks, once for each purpose."""
@@ -47,12 +60,30 @@ class ModuleState:
             self.__dict__.pop(name, None)
 
 
+NOTHING = ModuleState()  # which qshard's own classes have as an attribute, and nobody writes
+
+
+class Shown:
+    """Shows an attribute of its state in a module of qshard's. An attribute of that name which a user has
+    given to an nn.Linear comes first, as to everyone who looks it up."""
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, module, owner):
+        return getattr(NOTHING if module is None else module._qshard, self.name)
+
+
+def current(module: nn.Module) -> ModuleState | None:
+    """The state of a module itself, and of none that it wraps; for code that is traced, and asks no module
+    that an earlier version may have pickled."""
+    state = module.__dict__.get(NAME)
+    return state if isinstance(state, ModuleState) else None
+
+
 def find(module: nn.Module) -> ModuleState | None:
     """The state of a module itself, and of none that it wraps."""
-    state = module.__dict__.get(NAME)
-    if isinstance(state, ModuleState):
-        return state
-    return _migrated(module)
+    return current(module) or _migrated(module)
 
 
 def of(module: nn.Module) -> ModuleState:
@@ -83,6 +114,24 @@ def dynamics_of(model: nn.Module) -> Iterator[tuple[nn.Module, object]]:
             yield module, dynamic
 
 
+class NamedState:
+    """A module whose state of delayed scaling is found by the names that its state_dicts have of it, as DCP
+    asks."""
+
+    weight_amax_history = property(lambda self: _state_of(self, 0))
+    weight_scaling_amax = property(lambda self: _state_of(self, 1))
+
+
+NAMES_OF_STATE = ("weight_amax_history", "weight_scaling_amax")  # as quantized weights name them
+
+
+def _state_of(module, index):
+    dynamic = dynamic_of(module)
+    if dynamic is None or not dynamic.state:
+        raise AttributeError(NAMES_OF_STATE[index])  # nn.Module then looks for a buffer
+    return dynamic.state[index]
+
+
 # --------------------------------------------------------------------- pickles of earlier versions
 
 # These kept each of the above as an attribute of the module.
@@ -103,23 +152,41 @@ _EARLIER_HOOKS = {
 }
 
 
+# By their types, among attributes whose names a user may use, too.
+_EARLIER_TYPES = {
+    "dynamic": ("qshard.dynamic", "DynamicWeight"),
+    "parallel": ("qshard.tensor_parallel.local", "TensorParallel"),
+    "style": ("qshard.tensor_parallel.styles", "LinearStyle"),
+}
+
+
 def _migrated(module):
     """The state that an earlier version pickled, moved to its place; None if there is none. Modules of a
     user's class unpickle as that class says, so this happens when their state is first asked for."""
-    attributes = module.__dict__
-    found = [n for n in attributes if n.startswith("_qshard_") and (n in _EARLIER or n in _EARLIER_HOOKS)]
-    dynamic = attributes.get("dynamic")
-    is_dynamic = type(dynamic).__name__ == "DynamicWeight" and type(dynamic).__module__ == "qshard.dynamic"
-    if not found and not is_dynamic:
-        return None
-    state = ModuleState()
-    for name in found:
-        value = attributes.pop(name)
-        if name in _EARLIER:
-            setattr(state, _EARLIER[name], value)
-        else:
-            state.hooks[_EARLIER_HOOKS[name]] = list(value) if isinstance(value, list) else [value]
-    if is_dynamic:
-        state.dynamic = attributes.pop("dynamic")
+    attributes, state = module.__dict__, current(module) or ModuleState()
+    typed = [
+        name
+        for name, kind in _EARLIER_TYPES.items()
+        if (type(attributes.get(name)).__module__, type(attributes.get(name)).__name__) == kind
+    ]
+    hooks = [name for name in _EARLIER_HOOKS if name in attributes]
+    named = [name for name in _EARLIER if name in attributes]
+    if not typed and not hooks and not named:
+        return current(module)
+    for name in typed + named:
+        setattr(state, _EARLIER.get(name, name), attributes.pop(name))
+    for name in hooks:
+        handles = attributes.pop(name)
+        state.hooks[_EARLIER_HOOKS[name]] = list(handles) if isinstance(handles, list) else [handles]
     attributes[NAME] = state
     return state
+
+
+def migrate(module: nn.Module) -> None:
+    """Moves what an earlier version pickled of a module of qshard's own to where its forward looks."""
+    state, attributes = _migrated(module), module.__dict__
+    if attributes.get("weight_format") is None or (state is not None and state.weight_format is not None):
+        return
+    for name in ("weight_only", "weight_format", "is_tensor_parallel"):
+        if name in attributes:
+            setattr(of(module), name, attributes.pop(name))

@@ -31,7 +31,6 @@ from qshard.moves import with_local
 from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear
 from qshard.outside_graphs import outside_graphs
-from qshard.tensor_parallel.local import TensorParallel
 
 ops = torch.ops.qshard
 _KNOWN = (nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP)
@@ -254,9 +253,9 @@ def _tensor_groups(model, tp_mesh):
     """Names of the groups that are tensor parallel: the caller's, and those that modules know."""
     names = set(group_names(tp_mesh)) if tp_mesh is not None else set()
     for module in model.modules():
-        parallel = getattr(module, "parallel", None)
-        if isinstance(parallel, TensorParallel):
-            names.add(parallel.group)
+        state = module_state.find(module)
+        if state is not None and state.parallel is not None:
+            names.add(state.parallel.group)
     return sorted(names - {""})
 
 
@@ -264,10 +263,7 @@ def _refuse_tensor_parallel(chosen, tensor_groups):
     """The modules that qshard.nn's constructors make multiply whole weights."""
     for name, module in chosen:
         for weight in map(module.get_parameter, weight_names(module)):
-            is_made_by_us = isinstance(module, nn.base.Initialized)
-            if not (is_made_by_us and getattr(module, "is_constructed", True)):
-                continue
-            if getattr(module, "parallel", None) is not None:
+            if not nn.base.is_constructed(module) or module._qshard.parallel is not None:
                 continue
             if isinstance(weight, DTensor) and any(
                 group in tensor_groups and not placement.is_replicate()
@@ -330,13 +326,10 @@ def _prepare_module(module, weight_only, is_tensor_parallel):
     dynamic_modules.uninstall(module)
     if runs_as_linear(type(module)):
         module.__class__ = linear_subclasses.quantized_class(type(module))
-    if isinstance(module, nn.base.Initialized):
-        module.weight_only = weight_only
-        module.weight_format = ops.format(local_of(getattr(module, module.weight_names[0])))
-        module.is_tensor_parallel = is_tensor_parallel
-    elif runs_as_linear(type(module)):
-        format = ops.format(local_of(module.weight))
-        linear_subclasses.prepare(module, weight_only, format, is_tensor_parallel)
+    if isinstance(module, nn.base.Initialized) or runs_as_linear(type(module)):
+        how = module_state.of(module)
+        how.weight_only, how.is_tensor_parallel = weight_only, is_tensor_parallel
+        how.weight_format = ops.format(local_of(getattr(module, weight_names(module)[0])))
 
 
 def _follow_loads(module):
@@ -359,17 +352,14 @@ def _flush_parts(module, _):
 def forget_module(module):
     """Undoes what quantize_ did to a module."""
     dynamic_modules.uninstall(module)
-    if isinstance(module, nn.base.Initialized):
-        for name in ("weight_only", "weight_format", "is_tensor_parallel"):
-            module.__dict__.pop(name, None)
     if type(module) is nn.Embedding:
         module.__class__ = torch_nn.Embedding
-    elif not (isinstance(module, nn.Linear) and module.is_constructed):
+    elif not nn.base.is_constructed(module):
         module.__class__ = linear_subclasses.plain_class(type(module))
     scale_groups.forget(module)
     kept = module_state.find(module)
     if kept is not None:
-        kept.forget("is_persistent", "weight_names", "multiplies")
+        kept.forget("is_persistent", "weight_names", "weight_only", "weight_format", "is_tensor_parallel")
         kept.remove_hooks("assign", "flush", "masters")
         module_state.remove_if_empty(module)
 

@@ -11,8 +11,7 @@ from _qshard_hooks import is_quantized, local_of
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from qshard.nn.base import Initialized
-from qshard.nn.linear_subclasses import is_taken_over
+from qshard.module_state import find
 
 
 def watch_registration(module, name, param):
@@ -42,7 +41,8 @@ def watch_registration(module, name, param):
             "replaces weights (a framework's parallelize) comes first, then qshard.quantize_(model, "
             "recipe); to mean a plain weight, call qshard.dequantize_ before"
         )
-    if not (isinstance(module, Initialized) or is_taken_over(module)):  # which quantize it at each use
+    state = find(module)
+    if state is None or state.weight_format is None:  # else it quantizes the weight at each use
         warnings.warn(
             f"qshard: {what} was quantized, and a plain parameter was assigned in its place, which is used "
             "as it is and gathered in full; call qshard.quantize_(model, recipe) again to quantize it",

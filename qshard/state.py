@@ -26,7 +26,7 @@ def weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     else:
         state = module_state.find(module)
         names = ("weight",) if state is None else state.weight_names or ("weight",)
-    return [(name, w) for name in names if (w := getattr(module, name, None)) is not None]
+    return [(name, w) for name in names if (w := module._parameters.get(name)) is not None]
 
 
 def name_weight(module: torch.nn.Module, name: str) -> None:

@@ -22,10 +22,11 @@ class Initialized:
     weight_names: of the parameters that `quantize_` quantizes, and multiplies by as weight_only and
         weight_format say."""
 
+    is_constructed = True  # as opposed to an nn.Linear that quantize_ has turned into qshard.nn.Linear
     weight_names: tuple[str, ...] = ()
-    weight_only = False
-    weight_format: str | None = None
+    weight_only, weight_format = module_state.Shown(), module_state.Shown()
     _initial: dict = {}
+    _qshard = module_state.NOTHING  # its ModuleState, which code that is traced looks up by name
 
     def add_parameter(
         self,
@@ -58,20 +59,25 @@ class Initialized:
 
     def shown_format(self) -> str:
         """How it multiplies, for extra_repr; nothing while it is plain."""
-        if self.weight_format is None:
+        state = self._qshard
+        if state.weight_format is None:
             return ""
-        is_dynamic = module_state.dynamic_of(self) is not None
-        how = " at each use" * is_dynamic + ", weight_only=True" * self.weight_only
-        return f", format={self.weight_format}{how}"
+        how = " at each use" * (state.dynamic is not None) + ", weight_only=True" * state.weight_only
+        return f", format={state.weight_format}{how}"
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        module_state.find(self)  # moves what an earlier version pickled to where forward looks
+        module_state.migrate(self)
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         if state_dict.pop(prefix + "_extra_state", None) is not None:
             warn_of_extra_state()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def is_constructed(module: nn.Module) -> bool:
+    """Whether a constructor of qshard.nn made a module."""
+    return isinstance(module, Initialized) and module.is_constructed
 
 
 def returned(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -129,14 +129,14 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
     @property
     def ranks(self) -> int:
         """That the heads are cut over."""
-        return 1 if self.parallel is None else self.parallel.ranks
+        return 1 if self._qshard.parallel is None else self._qshard.parallel.ranks
 
     def _of_own_heads(self, x, dim):
         """This rank's heads of x, which may have all heads."""
         if self.ranks == 1 or x is None or x.dim() <= -dim - 1 or x.shape[dim] != self.num_attention_heads:
             return x
         heads = self.num_attention_heads // self.ranks
-        return x.narrow(dim, self.parallel.mesh.get_local_rank() * heads, heads)
+        return x.narrow(dim, self._qshard.parallel.mesh.get_local_rank() * heads, heads)
 
     def forward(
         self,
@@ -300,7 +300,7 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
             offset = scores.new_zeros(scores.shape[1])
             if self.softmax_type == "learnable":
                 offset = self.softmax_offset
-                offset = (offset if self.parallel is None else self.parallel.weight(offset)).float()
+                offset = (offset if self._qshard.parallel is None else self._qshard.parallel.weight(offset)).float()
             sink = offset.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             probabilities = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         else:

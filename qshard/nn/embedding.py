@@ -10,10 +10,10 @@ class Embedding(torch.nn.Embedding):
     """nn.Embedding whose weight is a quantized linear's, too; `quantize_` turns nn.Embedding into it.
     It looks up what the linear multiplies by: dequantized codes."""
 
-    _qshard = None  # its ModuleState, as of Linear
+    _qshard = module_state.NOTHING  # its ModuleState, as of Linear
 
     def extra_repr(self) -> str:
-        dynamic, local = module_state.dynamic_of(self), local_of(self.weight)
+        dynamic, local = self._qshard.dynamic, local_of(self.weight)
         if dynamic is not None:
             return f"{super().extra_repr()}, format={dynamic.format} at each use"
         if is_quantized(local):
@@ -22,11 +22,11 @@ class Embedding(torch.nn.Embedding):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        module_state.find(self)  # as Initialized
+        module_state.migrate(self)  # as Initialized
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Indices of any shape -> (..., embedding_dim)."""
-        state = self._qshard
-        if state is not None and state.dynamic is not None:
-            return state.dynamic.embedding(self, input)
+        dynamic = self._qshard.dynamic
+        if dynamic is not None:
+            return dynamic.embedding(self, input)
         return super().forward(input)

@@ -75,8 +75,8 @@ class Norm(Initialized, DeviceMeshes, torch.nn.Module):
                 f"in normalized_shape {shape}"
             )
         weight, bias = self.weight, self.bias if self.has_bias else None
-        if self.parallel is not None:
-            weight, bias = self.parallel.local(weight, bias)
+        if self._qshard.parallel is not None:
+            weight, bias = self._qshard.parallel.local(weight, bias)
         # As TransformerEngine's: the result is in the parameters' dtype.
         dtype = autocast_dtype(input) or weight.dtype
         return normalize(

@@ -128,7 +128,7 @@ class LayerNormLinear(Projection, torch.nn.Module):
         as_parts: a tuple of what each of the weights gives, in place of the first. with_input: and, last,
         inp, to add something to: that sum's gradient is added to the norm's as this is written."""
         refuse("LayerNormLinear", fp8_output=fp8_output, fp8_grad=fp8_grad)
-        parallel = self.parallel
+        parallel = self._qshard.parallel
         gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
         if parallel is not None:
             gamma, beta = parallel.replicated(gamma), parallel.replicated(beta)

@@ -195,8 +195,8 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
         (..., hidden_size) norm(inp) (return_layernorm_output), in the dtype of `inp` or autocast's. adds_input: out
         is inp + that and fc2_bias, which is not returned."""
         multiply = Multiply(
-            self.weight_only,
-            self.weight_format,
+            self._qshard.weight_only,
+            self._qshard.weight_format,
             self.fuse_wgrad_accumulation,
             overwrite=is_first_microbatch is True,
         )
@@ -206,7 +206,7 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
             output, normed = self._mlp(inp, multiply, adds_input)
         more = [normed] if self.return_layernorm_output else []
         if self.return_bias and not adds_input:
-            is_summed = self.parallel is not None and self.parallel.sequence_dim is not None
+            is_summed = self._qshard.parallel is not None and self._qshard.parallel.sequence_dim is not None
             if self.use_bias:
                 bias = returned(local_part(self.fc2_bias, is_summed), output.dtype)
             else:
@@ -218,7 +218,7 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
         gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
         first = [[getattr(self, f"{name}{kind}") for kind in ("weight", "bias")] for name in self.fc1_names]
         second = self.fc2_weight, None if self.return_bias and not adds_input else self.fc2_bias
-        parallel, row = self.parallel, None
+        parallel, row = self._qshard.parallel, None
         if parallel is not None:
             gamma, beta = parallel.replicated(gamma), parallel.replicated(beta)
             enter = functools.partial(parallel.enter, format=self.message_format)

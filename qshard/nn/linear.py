@@ -6,8 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from qshard.calls import runs_as_steps
-from qshard.dynamic_modules import NamedState
 from qshard.functional import linear_under_transforms
+from qshard.module_state import NamedState
 from qshard.nn import initial
 from qshard.nn.arguments import refuse
 from qshard.nn.multiply import joined
@@ -18,8 +18,7 @@ _linear = torch.ops.qshard.linear.default
 
 
 def multiply(module: torch.nn.Linear, input: torch.Tensor, how) -> torch.Tensor:
-    """The forward of a linear with a quantized weight. `how`: what has qshard.nn.Linear's weight_only,
-    weight_format, is_tensor_parallel and parallel; the module itself if it is one."""
+    """The forward of a linear with a quantized weight. `how`: its ModuleState."""
     weight, bias = module.weight, module.bias
     if isinstance(weight, DTensor):
         if how.parallel is None or isinstance(input, DTensor):
@@ -68,10 +67,6 @@ class Linear(Projection, NamedState, torch.nn.Linear):
     weight_format: of the weight, for compiled code, which cannot ask it: there the input of several
         linears (q/k/v, gate/up) is quantized once if they name the same.
     """
-
-    is_tensor_parallel = False  # whether quantize_ was given a tp_mesh
-    style = None  # its LinearStyle, if a style of qshard.tensor_parallel was applied
-    _qshard = None  # its ModuleState (qshard/module_state.py), which code that is traced looks up by name
 
     def __init__(
         self,
@@ -166,9 +161,9 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         if residual is not None:
             return residual + self(input)
         state = self._qshard
-        if state is not None and state.dynamic is not None:
-            return state.dynamic.linear(self, input)
-        return multiply(self, input, self)
+        if state.dynamic is not None:
+            return state.dynamic.linear(self, input, state)
+        return multiply(self, input, state)
 
     def extra_repr(self) -> str:
         bias = any(getattr(self, name, None) is not None for name in self.bias_names)

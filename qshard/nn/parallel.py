@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from qshard import module_state
 from qshard.nn.arguments import refuse_context_parallelism
 from qshard.tensor_parallel.local import TensorParallel
 
@@ -14,7 +15,7 @@ from qshard.tensor_parallel.local import TensorParallel
 class DeviceMeshes:
     """A module with parameters, over a mesh of tensor-parallel ranks."""
 
-    parallel = None  # the TensorParallel of its first linear, once it has a mesh
+    _qshard = module_state.NOTHING  # its ModuleState, as of Initialized
     sequence_parallel = False
     fuse_wgrad_accumulation = False
 
@@ -63,7 +64,7 @@ class DeviceMeshes:
                     src_data_rank=None,
                 )
             self._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        self.parallel = parallel
+        module_state.of(self).parallel = parallel
 
     def set_tensor_parallel_group(self, tp_group) -> None:
         """set_device_mesh over the ranks of a process group. `fully_shard` needs meshes with one root:
@@ -90,7 +91,7 @@ class DeviceMeshes:
     @property
     def message_format(self) -> str | None:
         """The weight's format, if it is what activations are quantized by."""
-        return None if self.weight_only else self.weight_format
+        return self._qshard.message_format
 
     def _check_weight_mesh(self, tp_mesh, weight_mesh):
         module = f"qshard.nn.{type(self).__name__}.set_device_mesh"

@@ -22,7 +22,7 @@ class Projection(Initialized, DeviceMeshes):
 
     weight_names = ("weight",)
     bias_names = ("bias",)
-    is_constructed = False  # as opposed to an nn.Linear that quantize_ has turned into this
+    is_constructed = False
 
     def add_projection(
         self,
@@ -65,8 +65,8 @@ class Projection(Initialized, DeviceMeshes):
 
     def multiply(self, is_first_microbatch: bool | None, input_is_kept: bool = False) -> Multiply:
         return Multiply(
-            self.weight_only,
-            self.weight_format,
+            self._qshard.weight_only,
+            self._qshard.weight_format,
             self.fuse_wgrad_accumulation,
             overwrite=is_first_microbatch is True,
             input_is_kept=input_is_kept,
@@ -77,15 +77,15 @@ class Projection(Initialized, DeviceMeshes):
         adds = self.use_bias and not self.return_bias
         weights = [getattr(self, name) for name in self.weight_names]
         biases = [getattr(self, name) if adds else None for name in self.bias_names]
-        if self.parallel is not None:
-            weights, biases = map(self.parallel.weight, weights), map(self.parallel.bias, biases)
+        if self._qshard.parallel is not None:
+            weights, biases = map(self._qshard.parallel.weight, weights), map(self._qshard.parallel.bias, biases)
         return list(weights), list(biases)
 
     def project(
         self, x: torch.Tensor, is_first_microbatch: bool | None, input_is_kept: bool = False
     ) -> list[torch.Tensor]:
         """(..., in_features) -> (..., rows) of each weight."""
-        multiply, parallel = self.multiply(is_first_microbatch, input_is_kept), self.parallel
+        multiply, parallel = self.multiply(is_first_microbatch, input_is_kept), self._qshard.parallel
         if parallel is None:
             return multiply_parts(multiply, x, *self.parameters_to_multiply())
         parallel.check_output(x)
@@ -103,7 +103,7 @@ class Projection(Initialized, DeviceMeshes):
         input_is_kept: bool = False,
     ) -> torch.Tensor:
         """residual + (..., out_features), bias included."""
-        is_one = self.parallel is None and len(self.weight_names) == 1
+        is_one = self._qshard.parallel is None and len(self.weight_names) == 1
         if is_one and not (self.use_bias and self.return_bias):
             (weight,), (bias,) = self.parameters_to_multiply()
             multiply = self.multiply(is_first_microbatch, input_is_kept)
@@ -118,7 +118,7 @@ class Projection(Initialized, DeviceMeshes):
         module does not have is an empty tensor."""
         if self.return_bias:
             like = output[0] if isinstance(output, tuple) else output
-            parallel = self.parallel
+            parallel = self._qshard.parallel
             is_summed = parallel is not None and parallel.cuts_output_tokens
             biases = [
                 returned(local_part(getattr(self, name), is_summed), like.dtype)

@@ -19,7 +19,7 @@ def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tens
     multiply = multiply_of(linears)
     if multiply is None:
         return None
-    dynamics = [_dynamic_of(linear) for linear in linears]
+    dynamics = [linear._qshard.dynamic for linear in linears]
     if all(dynamic is not None for dynamic in dynamics):
         for dynamic, linear in zip(dynamics, linears):
             dynamic.prepare(linear, linear.weight)
@@ -27,23 +27,23 @@ def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tens
         return swiglu_mlp(x, multiply, *parts, [dynamic.scaling for dynamic in dynamics])
     if any(dynamic is not None for dynamic in dynamics):
         return None
-    if all(linear.style is None for linear in linears):
+    if all(linear._qshard.style is None for linear in linears):
         if any(isinstance(linear.weight, DTensor) for linear in linears):
             return None
         return swiglu_mlp(x, multiply, *((linear.weight, linear.bias) for linear in linears))
     if not _styles_meet(gate, up, down):
         return None
-    x = gate.style.enter(gate, x)
-    down.parallel.check_output(x)
-    y = swiglu_mlp(x, multiply, *(l.parallel.local(l.weight, l.bias) for l in linears))
-    return down.style.leave(down, y)
+    x = gate._qshard.style.enter(gate, x)
+    down._qshard.parallel.check_output(x)
+    y = swiglu_mlp(x, multiply, *(l._qshard.parallel.local(l.weight, l.bias) for l in linears))
+    return down._qshard.style.leave(down, y)
 
 
 def multiply_of(linears: Sequence[Linear]) -> Multiply | None:
     """How linears multiply that run by operators, in one way, with nothing around them but styles."""
     if not all(map(_is_usual, linears)):
         return None
-    ways = [(linear.weight_only, linear.weight_format) for linear in linears]
+    ways = [(l._qshard.weight_only, l._qshard.weight_format) for l in linears]
     if any(way != ways[0] for way in ways):
         return None
     multiply = Multiply(*ways[0])
@@ -54,23 +54,18 @@ def _is_usual(linear):
     """Whether calling it is its operator alone, or that between the hooks of its style."""
     if not isinstance(linear, Linear) or linear.is_constructed:
         return False
-    dynamic = _dynamic_of(linear)
-    if dynamic is not None and dynamic.uses > 1:
-        return False
-    return does_forward_alone(linear, 0 if linear.style is None else linear.style.hooks)
-
-
-def _dynamic_of(linear):
     state = linear._qshard
-    return None if state is None else state.dynamic
+    if state.dynamic is not None and state.dynamic.uses > 1:
+        return False
+    return does_forward_alone(linear, 0 if state.style is None else state.style.hooks)
 
 
 def _styles_meet(gate, up, down):
     """Whether what passes between the linears are local tensors, cut by features."""
-    styles = [linear.style for linear in (gate, up, down)]
-    if any(style is None for style in styles) or any(l.parallel is None for l in (gate, up, down)):
+    gate, up, down = (linear._qshard for linear in (gate, up, down))
+    if any(state.style is None or state.parallel is None for state in (gate, up, down)):
         return False
     is_column_and_row = gate.parallel.mode == "column" and down.parallel.mode == "row"
-    is_local = styles[0].gives_local_features and styles[2].takes_local_features
-    is_one_mesh = styles[0].mesh == styles[2].mesh
-    return is_column_and_row and is_local and is_one_mesh and styles[0].is_like(styles[1])
+    is_local = gate.style.gives_local_features and down.style.takes_local_features
+    is_one_mesh = gate.style.mesh == down.style.mesh
+    return is_column_and_row and is_local and is_one_mesh and gate.style.is_like(up.style)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import style as stock
 
+from qshard import module_state
 from qshard.calls import count_hooks
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.local import TensorParallel
@@ -33,7 +34,7 @@ class LinearStyle:
         before = count_hooks(module)
         module = apply(module, mesh)
         if isinstance(module, torch.nn.Linear):
-            module.style = cls(style, mesh, count_hooks(module) - before)
+            module_state.of(module).style = cls(style, mesh, count_hooks(module) - before)
         return module
 
     def __deepcopy__(self, memo):
@@ -84,7 +85,7 @@ class ColwiseParallel(stock.ColwiseParallel):
     def _apply(self, module, device_mesh):
         module = LinearStyle.applied(self, super()._apply, module, device_mesh)
         if isinstance(module, torch.nn.Linear):
-            module.parallel = _column(self.input_layouts, device_mesh)
+            module_state.of(module).parallel = _column(self.input_layouts, device_mesh)
         return module
 
     @staticmethod
@@ -94,7 +95,7 @@ class ColwiseParallel(stock.ColwiseParallel):
                 input_layouts, desired_input_layouts, mod, inputs, device_mesh
             )
         (x,) = inputs
-        parallel, format = mod.parallel, _format(mod)
+        parallel, format = mod._qshard.parallel, mod._qshard.message_format
         if isinstance(x, DTensor):
             if x.placements == desired_input_layouts:
                 # Partial gradients are summed, and reduced once.
@@ -131,7 +132,7 @@ class RowwiseParallel(stock.RowwiseParallel):
     def _apply(self, module, device_mesh):
         module = LinearStyle.applied(self, super()._apply, module, device_mesh)
         if isinstance(module, torch.nn.Linear):
-            module.parallel = _row(self.output_layouts, device_mesh)
+            module_state.of(module).parallel = _row(self.output_layouts, device_mesh)
         return module
 
     @staticmethod
@@ -146,7 +147,7 @@ class RowwiseParallel(stock.RowwiseParallel):
                 return x
         if isinstance(x, DTensor):
             x = _local(x, (Shard(x.ndim - 1),), "RowwiseParallel")
-        mod.parallel.check_output(x)
+        mod._qshard.parallel.check_output(x)
         return x
 
     @staticmethod
@@ -155,12 +156,12 @@ class RowwiseParallel(stock.RowwiseParallel):
             return stock.RowwiseParallel._prepare_output_fn(
                 output_layouts, use_local_output, mod, outputs, device_mesh
             )
-        outputs = mod.parallel.leave(outputs, _format(mod))
+        outputs = mod._qshard.parallel.leave(outputs, mod._qshard.message_format)
         if use_local_output:
             return outputs
         (placement,) = output_layouts
         if placement.is_shard():
-            placement = Shard(mod.parallel._dim(outputs))
+            placement = Shard(mod._qshard.parallel._dim(outputs))
         return DTensor.from_local(outputs, device_mesh, (placement,), run_check=False)
 
 
@@ -263,20 +264,13 @@ def _is_of_tokens(layout, ndim):
 
 
 def _runs_locally(module):
-    is_ours = getattr(module, "weight_format", None) is not None
-    return is_ours and getattr(module, "parallel", None) is not None
-
-
-def _format(module):
-    return None if module.weight_only else module.weight_format
+    state = module_state.current(module)
+    return state is not None and state.weight_format is not None and state.parallel is not None
 
 
 def _common_format(module):
-    formats = {
-        None if child.weight_only else child.weight_format
-        for child in module.modules()
-        if getattr(child, "weight_format", None) is not None
-    }
+    states = filter(None, map(module_state.current, module.modules()))
+    formats = {state.message_format for state in states if state.weight_format is not None}
     return formats.pop() if len(formats) == 1 else None
 
 

@@ -88,12 +88,13 @@ def assert_equal(a, b):
     assert len(a) == len(b) and all(map(torch.equal, a, b))
 
 
+@pytest.mark.parametrize("weights", ["quantized", "dynamic"])
 @pytest.mark.parametrize("weight_only", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_subclass_computes_what_nn_linear_does(recipe, weight_only):
+def test_a_subclass_computes_what_nn_linear_does(recipe, weight_only, weights):
     model, twin = mlp(), mlp(plain_linear)
     for each in (model, twin):
-        qshard.quantize_(each, RECIPES[recipe], weight_only=weight_only)
+        qshard.quantize_(each, RECIPES[recipe], weight_only=weight_only, weights=weights)
     assert_equal(step(model), step(twin))
     assert isinstance(model.up, Linear) and type(model.up).__name__ == "Linear"
     assert model.up.weight_only == model.up.style == model.up.weight_format == "mine"

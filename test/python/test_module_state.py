@@ -2,6 +2,7 @@
 
 import copy
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import qshard
 
 ops = torch.ops.qshard
-FILE = Path(__file__).with_name("files") / "before_module_state.pt"
+FILES = Path(__file__).with_name("files")
+FILE = FILES / "before_module_state.pt"
 RECIPES = {
     "blockwise": (qshard.Float8BlockScaling(), {}),
     "delayed": (qshard.DelayedScaling(amax_history_len=4), {}),
@@ -107,6 +109,75 @@ def test_a_users_attribute_dynamic_stays_beside_weights_that_are_quantized_at_ea
     qshard.report(model)
     qshard.dequantize_(model)
     assert all(module.dynamic is False for module in model.modules())
+
+
+OURS = ("weight_only", "weight_format", "parallel", "style", "is_tensor_parallel")
+
+
+@ANY_RECIPE
+def test_a_linear_with_attributes_of_all_our_names(recipe):
+    model, usual = (nn.Sequential(nn.Linear(16, 16)) for _ in range(2))
+    usual.load_state_dict(model.state_dict())
+    for name in OURS:
+        setattr(model[0], name, "mine")
+    x = torch.randn(4, 16)
+    assert torch.equal(quantize(model, recipe)(x), quantize(usual, recipe)(x))
+    assert [getattr(model[0], name) for name in OURS] == ["mine"] * len(OURS)
+    qshard.dequantize_(model)
+    assert [getattr(model[0], name) for name in OURS] == ["mine"] * len(OURS)
+    assert type(model[0]) is nn.Linear
+
+
+class Watched:
+    """Notes the attributes of a user's module that code of qshard looks up."""
+
+    looked_up = set()
+
+    def __getattribute__(self, name):
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(("qshard", "_qshard")):
+            Watched.looked_up.add((type(self).__name__, name))
+        return super().__getattribute__(name)
+
+
+class WatchedLinear(Watched, nn.Linear):
+    pass
+
+
+class WatchedTable(Watched, nn.Embedding):
+    pass
+
+
+class WatchedBlock(Watched, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = WatchedTable(32, 16), WatchedLinear(16, 32, bias=False)
+        self.norm, self.up = nn.LayerNorm(16), WatchedLinear(16, 16)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.up(self.norm(self.table(x))))
+
+
+# FSDP1 marks modules with the first.
+OF_TORCH = {"_is_fsdp_managed_module", *dir(WatchedBlock()), *dir(nn.Linear(1, 1)), *dir(nn.Embedding(1, 1))}
+
+
+@ANY_RECIPE
+def test_no_attribute_of_a_users_module_is_looked_up_but_torchs(recipe):
+    Watched.looked_up.clear()
+    model = quantize(WatchedBlock(), recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.arange(7)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    qshard.flush(model)
+    str(qshard.report(model, optimizer=optimizer))
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    state = qshard.QuantizationState(model)
+    state.load_state_dict(state.state_dict())
+    qshard.dequantize_(quantize(model.to(torch.bfloat16), recipe) if recipe != "dynamic" else model)
+    assert {name for _, name in Watched.looked_up} - OF_TORCH - {"_qshard"} == set()
 
 
 # -------------------------------------------------------------------------------------- wrappers
@@ -207,3 +278,26 @@ def test_modules_from_before_do_what_they_did(earlier):
         shared["q_proj"].weight.mul_(4)
     qshard.flush(shared)
     assert len({ops.tensor_scale_inv(m.weight).item() for m in shared.values()}) == 1
+
+
+class Subclass(nn.Linear):
+    """Multiplies as nn.Linear does."""
+
+
+def test_pickles_of_modules_that_had_attributes_in_place_of_a_state():
+    """Written by the version before these: weight_only and weight_format were attributes of our modules, and
+    an object of its own in the state of a subclass."""
+    earlier = torch.load(FILES / "before_shown_attributes.pt", weights_only=False)
+    x = torch.linspace(-1, 1, 64).view(4, 16)
+    for name, (recipe, options) in earlier["options"].items():
+        recipe = RECIPES[recipe][0]
+        for model in (earlier["models"][name], copy.deepcopy(earlier["models"][name])):
+            twin = nn.Sequential(nn.Linear(16, 16), Subclass(16, 16), qshard.nn.Linear(16, 16))
+            twin = twin[: len(model)]
+            twin.load_state_dict(earlier["values"][name])
+            qshard.quantize_(twin, recipe, **options)
+            assert torch.equal(model(x), twin(x))
+            assert repr(model) == repr(twin)
+            qshard.dequantize_(model)
+            assert [type(m) for m in model] == [nn.Linear, Subclass, qshard.nn.Linear][: len(model)]
+            assert not of_qshard(model[0]) and model[0].style == "mine"

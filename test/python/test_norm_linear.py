@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import qshard
-from qshard import nn
+from qshard import module_state, nn
 from qshard.nn.multiply import joined
 from qshard.nn.norms import normalize
 
@@ -204,7 +204,7 @@ def test_left_to_the_composition_cuda(case):
     options = {"main_grad": {"fuse_wgrad_accumulation": True}, "normed": {"return_layernorm_output": True}}
     module = make(IN_CODES["tensorwise"], **sizes, **options.get(case, {}))
     if case == "weight_only":
-        module.weight_only = True
+        module_state.of(module).weight_only = True
     if case == "plain":
         module = nn.LayerNormLinear(512, 512, params_dtype=B16, device="cuda")
     if case == "main_grad":
