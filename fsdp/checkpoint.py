@@ -198,6 +198,34 @@ def refuse_quantized_parameters(fsdp1):
     fsdp1.__init__ = __init__
 
 
+# ------------------------------------------------------------------------------------------ transformers
+
+
+def count_codes(model_type):
+    """get_memory_footprint() multiplies elements by the size of their dtype, which for a quantized weight is
+    its value's."""
+    stock = model_type.get_memory_footprint
+
+    @functools.wraps(stock)
+    def get_memory_footprint(self, *args, **kwargs):
+        return stock(self, *args, **kwargs) + sum(map(bytes_beside_values, self.parameters()))
+
+    model_type.get_memory_footprint = get_memory_footprint
+
+
+def bytes_beside_values(parameter):
+    """What a quantized parameter occupies, whole, more than its values would; less than 0 without a master."""
+    local = local_of(parameter)
+    if not is_quantized(local):
+        return 0
+    whole = torch.empty(parameter.shape, dtype=local.dtype, device="meta")
+    twin = ops.quantize(whole, ops.format(local), keep_master=ops._keeps_master(local))
+    return ops._storage_bytes(twin)["storage"] - whole.nbytes
+
+
+# -------------------------------------------------------------------------- modules that are loaded later
+
+
 class PatchAfterLoading:
     """A module's loader, which patches the module."""
 
@@ -217,8 +245,8 @@ class PatchAfterLoading:
 
 
 class PatchOnImport:
-    """Patches DTensor's, DCP's, FSDP2's and FSDP1's modules whenever they are loaded: importing them here would
-    cost every user their time. What a later torch no longer has is left alone."""
+    """Patches DTensor's, DCP's, FSDP2's, FSDP1's and transformers' modules whenever they are loaded: importing
+    them here would cost every user their time. What later versions no longer have is left alone."""
 
     patches = {
         "torch.distributed.tensor._api": lambda module: (
@@ -244,6 +272,10 @@ class PatchOnImport:
         ),
         "torch.distributed.checkpoint.default_planner": lambda module: (
             hasattr(module, "create_default_local_load_plan") and load_without_state(module)
+        ),
+        "transformers.modeling_utils": lambda module: (
+            hasattr(getattr(module, "PreTrainedModel", None), "get_memory_footprint")
+            and count_codes(module.PreTrainedModel)
         ),
     }
 

@@ -43,6 +43,10 @@ def agree_over_replicas(ddp_type):
             for _, tensor in _states(module):
                 torch.distributed.broadcast(tensor, group=self.process_group, group_src=0)
         _set_replicas(self)
+        histories = [name for name, _ in _states(module) if name.endswith("_amax_history")]
+        if histories:  # then the object, with its copies, has a hook of its own, which Join asks for
+            weight = histories[0].removesuffix("_amax_history")
+            self.join_hook = functools.partial(_refuse_to_join, weight)
 
     ddp_type.__init__ = __init__
 
@@ -66,25 +70,14 @@ def _set_replicas(ddp):
             ops._set_replicas(parameter, group.group_name if group.size() > 1 else "")
 
 
-def refuse_to_join(ddp_type):
+def _refuse_to_join(weight, **kwargs):
     """A rank that has joined takes no more steps, in which the others would wait for it."""
-    stock = ddp_type.join_hook
-
-    @functools.wraps(stock)
-    def join_hook(self, **kwargs):
-        for name, _ in _states(self.module):
-            if name.endswith("_amax_history"):
-                raise NotImplementedError(
-                    f"qshard: {name.removesuffix('_amax_history')} has delayed scaling, whose histories "
-                    "all replicas agree on after each step, and DistributedDataParallel.join() lets some "
-                    "of them take fewer; give all ranks as many inputs, or use another recipe, such as "
-                    "qshard.Float8CurrentScaling()"
-                )
-        return stock(self, **kwargs)
-
-    ddp_type.join_hook = join_hook
+    raise NotImplementedError(
+        f"qshard: {weight} has delayed scaling, whose histories all replicas agree on after each step, and "
+        "DistributedDataParallel.join() lets some of them take fewer; give all ranks as many inputs, or use "
+        "another recipe, such as qshard.Float8CurrentScaling()"
+    )
 
 
 agree_over_replicas(DistributedDataParallel)
 remember_replicas(DistributedDataParallel)
-refuse_to_join(DistributedDataParallel)

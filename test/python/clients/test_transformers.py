@@ -39,6 +39,23 @@ def test_from_pretrained_of_what_save_pretrained_wrote(recipe, tied, tmp_path):
     assert not info["missing_keys"] and not info["mismatched_keys"]
 
 
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@recipes
+def test_memory_footprint_is_what_the_tensors_occupy(recipe, keep_master):
+    model = llama().to(torch.bfloat16)
+    plain = model.get_memory_footprint()
+    assert plain == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    for block in model.model.layers:  # of which none is the model itself
+        qshard.quantize_(block, RECIPES[recipe], keep_master=keep_master)
+    occupied = sum(row.image + row.master + row.grid + row.pending for row in qshard.report(model))
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    found = model.get_memory_footprint()
+    assert occupied + buffers <= found <= occupied + buffers + 16 * len(list(model.parameters()))
+    assert found - buffers == model.get_memory_footprint(return_buffers=False)
+    assert keep_master or found < plain
+    assert qshard.dequantize_(model).get_memory_footprint() == plain
+
+
 def arguments(folder, **kwargs):
     return TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=4, learning_rate=1e-2, save_steps=3,
