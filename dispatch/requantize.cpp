@@ -6,40 +6,12 @@
 #include <span>
 #include <utility>
 
+#include "dispatch/amax_vector.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/storage.h"
 
 namespace qshard {
 namespace {
-
-/// Float32 words of all buffers of a flush in one vector, which is what ranks agree on.
-class AmaxVector {
- public:
-  AmaxVector(int64_t numel, at::Device device)
-      : words_(at::empty({numel}, at::TensorOptions().dtype(at::kFloat).device(device))) {}
-
-  /// The next `count` words.
-  std::span<float> take(int64_t count) {
-    const std::span<float> taken(words_.mutable_data_ptr<float>() + taken_,
-                                 static_cast<size_t>(count));
-    taken_ += count;
-    return taken;
-  }
-  void zero(std::span<float> words) {
-    if (!words.empty()) tensor_of(words).zero_();
-  }
-  const at::Tensor& words() const { return words_; }
-  at::Tensor tensor_of(std::span<float> words) const {
-    return words_.narrow(0, words.data() - words_.const_data_ptr<float>(),
-                         static_cast<int64_t>(words.size()));
-  }
-  /// The words taken so far.
-  at::Tensor taken() const { return words_.narrow(0, 0, taken_); }
-
- private:
-  at::Tensor words_;
-  int64_t taken_ = 0;
-};
 
 /// The state of one buffer on the device of its planes for the time of a flush. Nothing stays of a
 /// flush that another is to follow: each rank knows its own amaxes alone, and scales that the next
