@@ -88,7 +88,7 @@ def content(value):
 
 
 def bits(t):
-    t = t.detach().resolve_neg().resolve_conj().contiguous().flatten()
+    t = t.detach().resolve_neg().resolve_conj().flatten().clone(memory_format=torch.contiguous_format)
     if t.is_quantized:
         t = t.int_repr()
     return t.view(torch.uint8).numpy().tobytes()
