@@ -3,7 +3,6 @@
 
 #include <ATen/ATen.h>
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,14 +27,5 @@ LinearWeight quantize_for_use(const at::Tensor& weight, const Format& format, at
 /// @throws as quantize_for_use.
 at::Tensor quantize_for_uses(const at::Tensor& weight, c10::string_view format,
                              const std::vector<at::Tensor>& state);
-
-/// Delayed scaling of n weights once ranks have agreed on `amax`, float32 (n, 3): of each weight,
-/// its linear's input and the gradient of its linear's output. Brings amax_history and scaling_amax
-/// up to date and replaces amax[:, 0] by what codes are scaled by.
-/// @throws c10::ValueError for tensors of other counts, shapes or devices.
-void update_delayed_op(const at::Tensor& amax, const std::vector<std::string>& formats,
-                       at::TensorList amax_history, at::TensorList scaling_amax,
-                       at::ScalarType value_dtype, bool is_step,
-                       const std::optional<at::Tensor>& found_inf);
 
 }  // namespace qshard

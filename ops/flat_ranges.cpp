@@ -22,89 +22,11 @@ using at::Tensor;
 constexpr int64_t kGeometry = 3;   // rows, cols, start
 constexpr int64_t kMostParts = 3;  // of a range: the end of a row, rows, the beginning of one
 
-/// One range's weight, and where it begins.
-struct FlatRange {
-  Layout weight;
-  int64_t start;
-};
-
-std::vector<FlatRange> ranges_of(const char* op, const std::vector<std::string>& formats,
-                                 at::IntArrayRef geometry) {
-  TORCH_CHECK_VALUE(geometry.size() == kGeometry * formats.size(),
-                    fmt::format("{}: {} ranges have {} numbers of rows, columns and start", op,
-                                formats.size(), geometry.size()));
-  std::vector<FlatRange> ranges;
-  for (size_t i = 0; i < formats.size(); ++i) {
-    const int64_t rows = geometry[kGeometry * i], cols = geometry[kGeometry * i + 1];
-    const Layout weight =
-        checked_sizes(op, whole_layout(checked_format(formats[i], op), rows, cols));
-    TORCH_CHECK_VALUE(
-        weight.format->scales_in_grid() && weight.format->code_bits == 8 && rows > 0 && cols > 0,
-        fmt::format("{}: ranges of a {} weight of shape ({}, {}) cannot be quantized: its "
-                    "scales lie in the rows, or it is empty",
-                    op, weight.format->name, rows, cols));
-    ranges.push_back({weight, geometry[kGeometry * i + 2]});
-  }
-  return ranges;
-}
-
-int64_t grid_numel(const char* op, const std::vector<FlatRange>& ranges) {
-  int64_t numel = 0;
-  for (const auto& range : ranges) {
-    numel += range.weight.grid_numel();
-    checked_product(op, "geometry", {numel});
-  }
-  return numel;
-}
-
 void check_count(const char* op, at::TensorList tensors, const std::vector<FlatRange>& ranges,
                  const char* what) {
   TORCH_CHECK_VALUE(
       tensors.size() == ranges.size(),
       fmt::format("{}: {} ranges, and {} tensors of {}", op, ranges.size(), tensors.size(), what));
-}
-
-void check_values(const char* op, at::TensorList values, const std::vector<FlatRange>& ranges) {
-  check_count(op, values, ranges, "values");
-  for (size_t i = 0; i < values.size(); ++i) {
-    const Tensor& range = values[i];
-    TORCH_CHECK_TYPE(
-        !has_key(range) && range.is_contiguous() && is_value_dtype(range.scalar_type()),
-        fmt::format("{}: a range must be plain, contiguous float32, bfloat16 or float16, got {}",
-                    op, describe(range)));
-    const auto& [weight, start] = ranges[i];
-    TORCH_CHECK_VALUE(lies_within(start, range.numel(), weight.rows * weight.cols),
-                      fmt::format("{}: {} elements from {} on do not lie within a weight of shape "
-                                  "({}, {})",
-                                  op, range.numel(), start, weight.rows, weight.cols));
-  }
-}
-
-void check_scales(const char* op, at::TensorList scales, const std::vector<FlatRange>& ranges) {
-  check_count(op, scales, ranges, "scales");
-  for (size_t i = 0; i < scales.size(); ++i) {
-    const auto& weight = ranges[i].weight;
-    TORCH_CHECK_VALUE(
-        scales[i].scalar_type() == at::kFloat && scales[i].is_contiguous() &&
-            scales[i].numel() == weight.grid_numel() && !has_key(scales[i]),
-        fmt::format("{}: a {} weight of shape ({}, {}) has {} scales, plain contiguous float32; "
-                    "got {}",
-                    op, weight.format->name, weight.rows, weight.cols, weight.grid_numel(),
-                    describe(scales[i])));
-  }
-}
-
-void check_codes(const char* op, at::TensorList codes, at::TensorList values) {
-  TORCH_CHECK_VALUE(
-      codes.size() == values.size(),
-      fmt::format("{}: codes of {} ranges, and values of {}", op, codes.size(), values.size()));
-  for (size_t i = 0; i < codes.size(); ++i) {
-    TORCH_CHECK_VALUE(
-        codes[i].scalar_type() == at::kByte && codes[i].is_contiguous() &&
-            codes[i].numel() == values[i].numel(),
-        fmt::format("{}: codes of a range must be contiguous uint8 of {} bytes, got {}", op,
-                    values[i].numel(), describe(codes[i])));
-  }
 }
 
 /// Rows of a range: where it begins or ends within a row, that one is taken by itself.
@@ -241,12 +163,74 @@ void run_parts(const std::vector<FlatRange>& ranges, at::TensorList values, at::
 
 }  // namespace
 
-Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& formats,
-                      at::IntArrayRef geometry) {
-  PlainGuard guard;
-  const char* op = "qshard::_amax_of_ranges";
-  const auto ranges = ranges_of(op, formats, geometry);
-  check_values(op, values, ranges);
+std::vector<FlatRange> ranges_of(const char* op, const std::vector<std::string>& formats,
+                                 at::IntArrayRef geometry) {
+  TORCH_CHECK_VALUE(geometry.size() == kGeometry * formats.size(),
+                    fmt::format("{}: {} ranges have {} numbers of rows, columns and start", op,
+                                formats.size(), geometry.size()));
+  std::vector<FlatRange> ranges;
+  for (size_t i = 0; i < formats.size(); ++i) {
+    const int64_t rows = geometry[kGeometry * i], cols = geometry[kGeometry * i + 1];
+    const Layout weight =
+        checked_sizes(op, whole_layout(checked_format(formats[i], op), rows, cols));
+    TORCH_CHECK_VALUE(
+        weight.format->scales_in_grid() && weight.format->code_bits == 8 && rows > 0 && cols > 0,
+        fmt::format("{}: ranges of a {} weight of shape ({}, {}) cannot be quantized: its "
+                    "scales lie in the rows, or it is empty",
+                    op, weight.format->name, rows, cols));
+    ranges.push_back({weight, geometry[kGeometry * i + 2]});
+  }
+  return ranges;
+}
+
+int64_t grid_numel(const char* op, const std::vector<FlatRange>& ranges) {
+  int64_t numel = 0;
+  for (const auto& range : ranges) {
+    numel += range.weight.grid_numel();
+    checked_product(op, "geometry", {numel});
+  }
+  return numel;
+}
+
+at::ScalarType quantizable_dtype(const Tensor& values) {
+  return values.scalar_type() == at::kDouble ? at::kFloat : values.scalar_type();
+}
+
+Tensor quantizable(const Tensor& values) { return values.to(quantizable_dtype(values)); }
+
+void check_values(const char* op, at::TensorList values, const std::vector<FlatRange>& ranges) {
+  check_count(op, values, ranges, "values");
+  for (size_t i = 0; i < values.size(); ++i) {
+    const Tensor& range = values[i];
+    TORCH_CHECK_TYPE(
+        !has_key(range) && range.is_contiguous() &&
+            (is_value_dtype(range.scalar_type()) || range.scalar_type() == at::kDouble),
+        fmt::format("{}: a range must be plain, contiguous float32, bfloat16, float16 or float64, "
+                    "got {}",
+                    op, describe(range)));
+    const auto& [weight, start] = ranges[i];
+    TORCH_CHECK_VALUE(lies_within(start, range.numel(), weight.rows * weight.cols),
+                      fmt::format("{}: {} elements from {} on do not lie within a weight of shape "
+                                  "({}, {})",
+                                  op, range.numel(), start, weight.rows, weight.cols));
+  }
+}
+
+void check_amaxes(const char* op, at::TensorList amax, const std::vector<FlatRange>& ranges) {
+  check_count(op, amax, ranges, "amaxes");
+  for (size_t i = 0; i < amax.size(); ++i) {
+    const auto& weight = ranges[i].weight;
+    TORCH_CHECK_VALUE(
+        amax[i].scalar_type() == at::kFloat && amax[i].is_contiguous() &&
+            amax[i].numel() == weight.grid_numel() && !has_key(amax[i]),
+        fmt::format("{}: a {} weight of shape ({}, {}) has {} amaxes, plain contiguous float32; "
+                    "got {}",
+                    op, weight.format->name, weight.rows, weight.cols, weight.grid_numel(),
+                    describe(amax[i])));
+  }
+}
+
+Tensor amax_of_ranges(const char* op, at::TensorList values, const std::vector<FlatRange>& ranges) {
   if (ranges.empty()) return at::empty({0}, at::kFloat);
   c10::OptionalDeviceGuard device_guard(values[0].device());
   const int64_t numel = grid_numel(op, ranges);
@@ -258,13 +242,14 @@ Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& for
   int64_t at = 0;
   for (size_t i = 0; i < ranges.size(); ++i) {
     const Layout& weight = ranges[i].weight;
-    const auto parts = parts_of(ranges[i], values[i].numel());
+    const Tensor flat = quantizable(values[i]).view(-1);
+    const auto parts = parts_of(ranges[i], flat.numel());
     most_parts = std::max(most_parts, parts.size());
     for (size_t j = 0; j < parts.size(); ++j) {
-      kept.push_back(whole_rows(values[i].view(-1), parts[j], weight.cols));
+      kept.push_back(whole_rows(flat, parts[j], weight.cols));
       QuantizeTask task;
       task.layout = layout_of(weight, parts[j]);
-      task.value_dtype = value_dtype(values[i].scalar_type());
+      task.value_dtype = value_dtype(flat.scalar_type());
       task.values = kept.back().const_data_ptr();
       task.amax = first + static_cast<int64_t>(j) * numel + at;
       tasks.push_back(task);
@@ -276,42 +261,30 @@ Tensor amax_of_ranges(at::TensorList values, const std::vector<std::string>& for
   return amaxes.view(at::kInt).amax(0).view(at::kFloat);
 }
 
-Tensor scale_inv_of_ranges(const Tensor& amax, const std::vector<std::string>& formats,
-                           at::IntArrayRef geometry) {
-  PlainGuard guard;
-  const char* op = "qshard::_scale_inv_of_ranges";
-  const auto ranges = ranges_of(op, formats, geometry);
-  const int64_t numel = grid_numel(op, ranges);
+std::vector<Tensor> scale_inv_of_ranges(const char* op, at::TensorList amax,
+                                        const std::vector<FlatRange>& ranges) {
+  if (ranges.empty()) return {};
+  c10::OptionalDeviceGuard device_guard(amax[0].device());
+  const Tensor all = at::empty({grid_numel(op, ranges)}, amax[0].options());
+  std::vector<Tensor> scales;
   std::vector<QuantizeTask> tasks;
-  TORCH_CHECK_TYPE(
-      amax.scalar_type() == at::kFloat && amax.is_contiguous() && !has_key(amax),
-      fmt::format("{}: amaxes must be plain contiguous float32, got {}", op, describe(amax)));
-  TORCH_CHECK_VALUE(amax.numel() == numel,
-                    fmt::format("{}: these {} weights have {} amaxes, got {}", op, ranges.size(),
-                                numel, amax.numel()));
-  c10::OptionalDeviceGuard device_guard(amax.device());
-  const auto scale_inv = at::empty_like(amax);
   int64_t at = 0;
-  for (const auto& range : ranges) {
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const Layout& weight = ranges[i].weight;
+    scales.push_back(all.narrow(0, at, weight.grid_numel()));
     QuantizeTask task;
-    task.layout = range.weight.holding(0);  // no code is written
-    task.amax = amax.mutable_data_ptr<float>() + at;
-    task.grid = scale_inv.mutable_data_ptr<float>() + at;
+    task.layout = weight.holding(0);                // no code is written
+    task.amax = amax[i].mutable_data_ptr<float>();  // read only
+    task.grid = scales.back().mutable_data_ptr<float>();
     tasks.push_back(task);
-    at += range.weight.grid_numel();
+    at += weight.grid_numel();
   }
-  quantize(tasks, current_stream(amax.device()));
-  return scale_inv;
+  quantize(tasks, current_stream(amax[0].device()));
+  return scales;
 }
 
-void quantize_ranges(at::TensorList values, const std::vector<std::string>& formats,
-                     at::IntArrayRef geometry, at::TensorList amax, at::TensorList codes) {
-  PlainGuard guard;
-  const char* op = "qshard::_quantize_ranges";
-  const auto ranges = ranges_of(op, formats, geometry);
-  check_values(op, values, ranges);
-  check_scales(op, amax, ranges);
-  check_codes(op, codes, values);
+void quantize_ranges(const char* op, at::TensorList values, const std::vector<FlatRange>& ranges,
+                     at::TensorList amax, at::TensorList codes) {
   if (ranges.empty()) return;
   // The kernels say what the scales are, for which their callers have no use.
   const Tensor grids = at::empty({kMostParts * grid_numel(op, ranges)}, amax[0].options());
@@ -332,14 +305,8 @@ void quantize_ranges(at::TensorList values, const std::vector<std::string>& form
                           });
 }
 
-void dequantize_ranges(at::TensorList codes, const std::vector<std::string>& formats,
-                       at::IntArrayRef geometry, at::TensorList scale_inv, at::TensorList values) {
-  PlainGuard guard;
-  const char* op = "qshard::_dequantize_ranges";
-  const auto ranges = ranges_of(op, formats, geometry);
-  check_values(op, values, ranges);
-  check_scales(op, scale_inv, ranges);
-  check_codes(op, codes, values);
+void dequantize_ranges(at::TensorList codes, const std::vector<FlatRange>& ranges,
+                       at::TensorList scale_inv, at::TensorList values) {
   run_parts<DequantizeTask>(
       ranges, values, codes, &dequantize,
       [&](DequantizeTask& task, auto& batch, size_t i, const Part& part, const Tensor& in,

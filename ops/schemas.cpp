@@ -8,12 +8,13 @@
 
 #include "dispatch/registration.h"
 #include "ops/activations.h"
+#include "ops/agree_on_ranges.h"
 #include "ops/checked_call.h"
 #include "ops/dynamic_weight.h"
-#include "ops/flat_ranges.h"
 #include "ops/norm_linear.h"
 #include "ops/normalization.h"
 #include "ops/ops.h"
+#include "ops/range_messages.h"
 #include "ops/rotary.h"
 #include "ops/rotary_heads.h"
 #include "ops/swiglu_mlp.h"
@@ -146,18 +147,19 @@ TORCH_LIBRARY(qshard, m) {
 
   // Weights that stay plain, in the ranges that flat parameters cut.
   m.def("_quantize_for_uses(Tensor weight, str format, Tensor[] state) -> Tensor");
-  m.def("_amax_of_ranges(Tensor[] values, str[] formats, int[] geometry) -> Tensor");
-  m.def("_scale_inv_of_ranges(Tensor amax, str[] formats, int[] geometry) -> Tensor");
   m.def(
-      "_quantize_ranges(Tensor[] values, str[] formats, int[] geometry, Tensor[] amax, "
-      "Tensor(a!)[] codes) -> ()");
+      "_agree_on_ranges(Tensor[] values, str[] formats, int[] geometry, Tensor(a!)[] own, "
+      "bool[] is_known, Tensor(b!)[] amax, Tensor(c!)[] state, int[] steps, int[] groups, "
+      "Tensor? found_inf=None) -> int[]");
   m.def(
-      "_dequantize_ranges(Tensor[] codes, str[] formats, int[] geometry, Tensor[] scale_inv, "
-      "Tensor(a!)[] values) -> ()");
+      "_agree_on_histories(Tensor(a!)[] amax_history, int[] levels, int groups, Device device) "
+      "-> int[]");
   m.def(
-      "_update_delayed(Tensor(a!) amax, str[] formats, Tensor(b!)[] amax_history, "
-      "Tensor(c!)[] scaling_amax, ScalarType value_dtype, bool is_step, "
-      "Tensor? found_inf=None) -> ()");
+      "_write_message(Tensor shard, int rank, int world, str[] formats, int[] geometry, "
+      "Tensor[] amax, ScalarType dtype) -> Tensor");
+  m.def(
+      "_read_messages(Tensor messages, str[] formats, int[] geometry, Tensor[] amax, "
+      "Tensor(a!) out) -> ()");
 
   // Gradients on the wire.
   m.def(
@@ -288,11 +290,10 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_transposed_operand", &transposed_operand>(m);
 
   implement<"_quantize_for_uses", &quantize_for_uses>(m);
-  implement<"_amax_of_ranges", &amax_of_ranges>(m);
-  implement<"_scale_inv_of_ranges", &scale_inv_of_ranges>(m);
-  implement<"_quantize_ranges", &quantize_ranges>(m);
-  implement<"_dequantize_ranges", &dequantize_ranges>(m);
-  implement<"_update_delayed", &update_delayed_op, Takes::kValuesAnywhere>(m);
+  implement<"_agree_on_ranges", &agree_on_ranges, Takes::kValuesAnywhere>(m);
+  implement<"_agree_on_histories", &agree_on_histories, Takes::kValuesAnywhere>(m);
+  implement<"_write_message", &write_message, Takes::kValuesOrMeta>(m);
+  implement<"_read_messages", &read_messages, Takes::kValuesOrMeta>(m);
 
   implement<"quantize_gradients", &quantize_gradients>(m);
   implement<"sum_gradients", &sum_gradients>(m);

@@ -8,16 +8,10 @@ brings its histories up to date by itself.
 import weakref
 
 import torch
-import torch.distributed as dist
 
+ops = torch.ops.qshard
 
-def all_reduce_max(values, groups):
-    """The largest over groups, in place, of floats that are not negative: by their bits, so that NaN is
-    the largest on every backend."""
-    for group in groups:
-        if isinstance(group, str):
-            group = torch._C._distributed_c10d._resolve_process_group(group)
-        dist.all_reduce(values.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+_NOTHING, _IS_HERE, _WAS_STEPPED = 0, 1, 2  # what a rank knows of a weight that its group meets for
 
 
 def _device_of(group):
@@ -54,6 +48,14 @@ class Company:
         self._is_behind = False
         self._due = weakref.WeakSet()  # whose amaxes are agreed on, and whose histories have yet to roll
 
+    def exists(self):
+        """Whether its groups do. destroy_process_group leaves weights that were trained, and their names
+        are given to other groups, so groups are told apart by identity."""
+        return all(
+            group() is not None and group() is _resolve(name)
+            for name, group in zip(self.groups, self.resolved)
+        )
+
     def is_due(self, dynamic):
         return dynamic in self._due
 
@@ -75,44 +77,33 @@ class Company:
             return
         self.trained.clear()
         here = [reference() for reference in self.members]
-        words = self._agreed([(d, d is not None and d._is_used, True) for d in here], found_inf)
-        if None in here:
-            is_somewhere = words[:, 3].tolist()
-            self.members = [m for m, is_kept in zip(self.members, is_somewhere) if is_kept]
+        levels = [_NOTHING if d is None else _WAS_STEPPED if d._is_used else _IS_HERE for d in here]
+        agreed = self._agree(here, levels, found_inf)
+        self.members = [m for m, level in zip(self.members, agreed) if level != _NOTHING]
 
     def meet_in_flush(self, members, found_inf):
         """`members`: (DynamicWeight, whether this rank has yet to roll its history), of one model. A rank
         that has rolled it, in an evaluation of its own, has nothing to add."""
-        self._agreed([(d, is_behind, is_behind) for d, is_behind in members], found_inf)
+        levels = [_WAS_STEPPED if is_behind else _NOTHING for _, is_behind in members]
+        self._agree([d if is_behind else None for d, is_behind in members], levels, found_inf)
 
-    def _agreed(self, members, found_inf):
-        """`members`: (DynamicWeight or None, whether a step was of it, whether its words count)."""
-        groups = [group() for group in self.resolved]
-        if None in groups:
+    def _agree(self, members, levels, found_inf):
+        """Agrees on what histories of members, or None, have collected; returns the largest level of each on
+        any rank."""
+        if not self.exists():
             raise RuntimeError(
                 "qshard.flush: the process group that the ranks of these weights agree over was destroyed; call "
                 'qshard.quantize_(..., weights="dynamic", group=...) again with one that exists'
             )
-        device = _device_of(groups[0])
-        nothing = torch.zeros(4, device=device)
-        rows = []
-        for dynamic, is_stepped, counts in members:
-            if dynamic is None or not counts:
-                rows.append(nothing)
-                continue
-            flags = torch.tensor([float(is_stepped), 1.0], device=device)
-            rows.append(torch.cat([dynamic.state[0][1:, 0].to(device), flags]))
-        words = torch.stack(rows)
-        all_reduce_max(words, groups)
+        nothing, number = torch.empty(0), ops._groups("", list(self.groups), [])
+        histories = [nothing if dynamic is None else dynamic.state[0] for dynamic in members]
+        agreed = ops._agree_on_histories(histories, levels, number, _device_of(self.resolved[0]()))
         self.found_inf, self._is_behind = found_inf, True
-        for i, (dynamic, is_stepped, counts) in enumerate(members):
-            if dynamic is None or not counts:
-                continue
-            dynamic.state[0][1:, 0].copy_(words[i, :2])
-            if is_stepped or bool(words[i, 2]):  # a rank that knows need not wait for the answer
+        for dynamic, level in zip(members, agreed):
+            if dynamic is not None and level == _WAS_STEPPED:
                 dynamic._is_used = True
                 self._due.add(dynamic)
-        return words
+        return agreed
 
 
 _companies: list[Company] = []
@@ -126,12 +117,7 @@ def _resolve(name):
 
 
 def _alive() -> list[Company]:
-    """Those whose groups exist. destroy_process_group leaves weights that were trained, and their names are
-    given to other groups, so groups are told apart by identity."""
-    _companies[:] = [
-        c for c in _companies
-        if all(group() is not None and group() is _resolve(name) for name, group in zip(c.groups, c.resolved))
-    ]
+    _companies[:] = [company for company in _companies if company.exists()]
     return _companies
 
 

@@ -13,9 +13,12 @@ from torch.nn import functional as F
 
 from qshard import companies, module_state
 from qshard.functional import linear_under_transforms
-from qshard.ranges import Range, amax_of_ranges
 
 ops = torch.ops.qshard
+
+# What a rank knows of a weight when its state is brought up to date, of values that no step made, or after a
+# step: of other weights, of this one if it was on another rank, of this one (ops/agree_on_ranges.h).
+NO_STEP, NOT_OF_IT, PERHAPS, STEPPED = range(4)
 
 
 class _Steps:
@@ -213,6 +216,10 @@ class DynamicWeight:
             refresh_all(_with_weights(self.company.take_to_refresh()))
         refresh_all([(self, weight)])
 
+    def move_state(self, device):
+        if self.state and self.state[0].device != device:
+            self.state = [table.to(device) for table in self.state]
+
     def is_step_due(self, weight):
         """Whether copies of the weight were stepped since its history rolled. Ranks of groups
         have met for it."""
@@ -246,9 +253,6 @@ def _seen(weight):
 def refresh_all(weights):
     """Brings the states of (DynamicWeight, its weight) up to date, without a collective. A weight that was
     not used in training since its history rolled was not stepped: the step was another model's."""
-    for dynamic, weight in weights:
-        if dynamic.state[0].device != weight.device:
-            dynamic.state = [t.to(weight.device) for t in dynamic.state]
     due, stale = [], []
     for dynamic, weight in weights:
         if dynamic.is_step_due(weight):
@@ -297,67 +301,39 @@ def flush(model):
 
 
 def _follow_step(weights, found_inf=None, is_agreed=False):
-    """Brings the state of (DynamicWeight, its values, whether the step was of it) up to date, with one
-    all-reduce a group if they are not agreed: the step was of what it was of on any rank. A rank that
-    knows need not wait for the answer."""
-    for groups, dtype, members in _alike(weights):
-        amax = own_amaxes(members)
-        stepped = [is_stepped for _, _, is_stepped in members]
-        if groups and not is_agreed:
-            flags = torch.tensor([[float(is_stepped)] for is_stepped in stepped], device=amax.device)
-            words = torch.cat([amax, flags], 1)
-            companies.all_reduce_max(words, groups)
-            amax = words[:, :3].contiguous()
-            stepped = [is_stepped or bool(words[i, 3]) for i, is_stepped in enumerate(stepped)]
-        for is_step in (True, False):
-            chosen = [i for i, is_stepped in enumerate(stepped) if is_stepped == is_step]
-            if chosen:
-                dynamics = [members[i][0] for i in chosen]
-                amaxes = amax if len(chosen) == len(amax) else torch.stack([amax[i] for i in chosen])
-                update_state(dynamics, amaxes, dtype, is_step, found_inf if is_step else None)
-        for dynamic, values, _ in members:
-            dynamic._seen = _seen(values)
-            dynamic._steps, dynamic._is_used = _Steps.of_others, False
+    """Brings the state of (DynamicWeight, its values, whether the step was of it) up to date. Ranks that have
+    not agreed do so: the step was of what it was of on any of them."""
+    steps, groups = [], []
+    for dynamic, _, is_stepped in weights:
+        meets = dynamic.groups and not is_agreed
+        steps.append(STEPPED if is_stepped else PERHAPS if meets else NO_STEP)
+        groups.append(ops._groups("", list(dynamic.groups), []) if meets else 0)
+    _bring_up_to_date(weights, steps, groups, found_inf)
+    for dynamic, *_ in weights:
+        dynamic._steps, dynamic._is_used = _Steps.of_others, False
 
 
 def _update(weights):
     """The same of values that no step made, which are the same on all ranks: each finds their amax alone."""
-    for _, dtype, members in _alike(weights):
-        update_state([dynamic for dynamic, *_ in members], own_amaxes(members), dtype, is_step=False)
-        for dynamic, values, _ in members:
-            dynamic._seen = _seen(values)
+    _bring_up_to_date(weights, [NO_STEP] * len(weights), [0] * len(weights))
 
 
-def _alike(weights):
-    """(groups, dtype, weights) of those that have these and the device in common."""
-    kinds = {}
-    for weight in weights:
-        dynamic, values, _ = weight
-        kinds.setdefault((dynamic.groups, values.dtype, values.device), []).append(weight)
-    return [(groups, dtype, members) for (groups, dtype, _), members in kinds.items()]
-
-
-def own_amaxes(weights):
-    """float32 (weights, 3) of (DynamicWeight, its whole values, ...): this rank's amaxes of each, and of the
-    input and gradient that its linear saw in this step."""
-    flat = [values.detach().contiguous().view(-1) for _, values, _ in weights]
-    ranges = [Range(dynamic.format, *dynamic.shape, 0) for dynamic, *_ in weights]
-    amax = amax_of_ranges(flat, ranges)  # of those that are elsewhere 0
-    activations = torch.stack([dynamic.state[0][1:, 0] for dynamic, *_ in weights])
-    return torch.cat([amax.view(-1, 1), activations], 1)
-
-
-def update_state(dynamics, amax, dtype, is_step, found_inf=None):
-    """`amax`: float32 (weights, 3), agreed on; its first column becomes what codes are scaled by."""
-    ops._update_delayed(
-        amax,
-        [d.format for d in dynamics],
-        [d.state[0] for d in dynamics],
-        [d.state[1] for d in dynamics],
-        dtype,
-        is_step,
+def _bring_up_to_date(weights, steps, groups, found_inf=None):
+    dynamics = [dynamic for dynamic, *_ in weights]
+    for dynamic, values, _ in weights:
+        dynamic.move_state(values.device)
+    ops._agree_on_ranges(
+        [values.contiguous() for _, values, _ in weights],
+        [dynamic.format for dynamic in dynamics],
+        [number for dynamic in dynamics for number in (*dynamic.shape, 0)],
+        [], [], [],
+        [table for dynamic in dynamics for table in dynamic.state],
+        steps,
+        groups,
         found_inf,
     )
+    for dynamic, values, _ in weights:
+        dynamic._seen = _seen(values)
 
 
 delayed_weights = weakref.WeakSet()

@@ -2,23 +2,16 @@
 codes."""
 
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from qshard import flat_parameters
-from qshard.companies import all_reduce_max
-from qshard.dynamic import DynamicWeight, Installed, update_state
-from qshard.ranges import (
-    Range,
-    amax_of_ranges,
-    dequantize_ranges,
-    quantize_ranges,
-    scale_inv_of_ranges,
-)
+from qshard.dynamic import NO_STEP, NOT_OF_IT, PERHAPS, STEPPED, DynamicWeight, Installed
 
-_ALIGNMENT = 16
+ops = torch.ops.qshard
+
 _BEFORE_STEPS = "prepare_gradient_for_optim"  # of a handle: called on all ranks, then those steps come
 
 
@@ -30,65 +23,14 @@ class _Weight:
     start: int
     rows: int
     cols: int
-    sends_codes: bool
-    grid_numel: int
     index: int  # among the unit's parameters
-    amax: torch.Tensor | None = None  # agreed on; of delayed scaling, what codes are scaled by
-    scale_inv: torch.Tensor | None = None
+    sends_codes: bool
+    own: torch.Tensor  # amaxes of what this rank has
+    amax: torch.Tensor  # agreed on; of delayed scaling, what codes are scaled by
 
     @property
     def end(self):
         return self.start + self.rows * self.cols
-
-    def range_at(self, begin):
-        """Its elements from `begin` of the flat parameter on."""
-        return Range(self.dynamic.format, self.rows, self.cols, begin - self.start)
-
-
-@dataclass
-class _Piece:
-    """Elements [begin, end) of the flat parameter in one message: of a weight whose codes are sent, or
-    plain."""
-
-    weight: _Weight | None
-    begin: int
-    end: int
-
-
-@dataclass
-class _Message:
-    """What one rank sends: plain values, then codes from `codes` on."""
-
-    pieces: list[_Piece] = field(default_factory=list)
-
-    def plain(self):
-        return [p for p in self.pieces if p.weight is None]
-
-    def codes(self):
-        return [p for p in self.pieces if p.weight is not None]
-
-    def numel(self, pieces):
-        return sum(p.end - p.begin for p in pieces)
-
-    def codes_at(self, itemsize):
-        return _round_up(self.numel(self.plain()) * itemsize, _ALIGNMENT)
-
-    def nbytes(self, itemsize):
-        return self.codes_at(itemsize) + self.numel(self.codes())
-
-    def places(self, sent, dtype):
-        """Of each plain piece and of each piece of codes, where it lies in the bytes that are sent."""
-        plain, at = [], 0
-        for piece in self.plain():
-            end = at + (piece.end - piece.begin) * dtype.itemsize
-            plain.append(sent[at:end].view(dtype))
-            at = end
-        codes, at = [], self.codes_at(dtype.itemsize)
-        for piece in self.codes():
-            end = at + piece.end - piece.begin
-            codes.append(sent[at:end])
-            at = end
-        return plain, codes
 
 
 class Unit:
@@ -105,6 +47,8 @@ class Unit:
         self.shard_numel = flat_parameters.shard_numel(handle)
         self.is_sharded = flat_parameters.is_sharded(handle)
         self.rank = handle.rank if handle.uses_sharded_strategy else 0
+        replicas = [] if self.replicas is None else [self.replicas.group_name]
+        self.groups = ops._groups(self.group.group_name, [], replicas)
         # FSDP1 has reduced its gradient, and steps the parameters that this rank has a part of.
         self.is_stepped_in_backward = False
         self.is_in_root_forward = False  # before which its ranks have met
@@ -118,13 +62,13 @@ class Unit:
         """For the formats that its modules have at present."""
         self.dynamics, self._installed = dynamics, Installed.count
         self.weights = self._weights_of(dynamics)
-        self.gathers_codes = any(w.sends_codes for w in self.weights)
+        self.seen = None  # versions of what this rank's amaxes are of
+        self.sent = [weight for weight in self.weights if weight.sends_codes]
+        self.gathers_codes = bool(self.sent)
         if self.gathers_codes:
-            self.messages = [self._message(rank) for rank in range(self.handle.world_size)]
             self.handle._all_gather_flat_param = types.MethodType(
                 lambda handle, out: self.all_gather(handle, out), self.handle
             )
-        self.seen, self.own_amaxes = None, None
 
     def follow(self):
         """Sets it up anew if quantize_ or dequantize_ has given modules of it another format."""
@@ -161,9 +105,10 @@ class Unit:
             sends_codes = may_send_codes and _is_same_when_quantized_again(dynamic)
             if sends_codes or dynamic.state:
                 grid = _grid_numel(dynamic.format, place.shape)
-                weight = _Weight(dynamic, place.start, *place.shape, sends_codes, grid, place.index)
-                weight.dynamic.managed = True
-                found.append(weight)
+                own, amax = torch.zeros(2, grid, device=self.handle.device)
+                where = place.start, *place.shape, place.index
+                found.append(_Weight(dynamic, *where, sends_codes, own, amax))
+                dynamic.managed = True
         return found
 
     # ------------------------------------------------------------------------- agreement
@@ -199,14 +144,23 @@ class Unit:
         shard = getattr(self.flat, "_local_shard", None)  # FSDP1 makes it in the first forward
         return (*(t._version for t in tensors), 0 if shard is None else shard._version)
 
-    def amaxes(self, are_kept):
-        """Of what this rank has of the weights, one after the other. They are kept until a version moves, but
-        not over a step: fused optimizers move none."""
-        versions = self.versions()
-        if self.own_amaxes is None or self.seen != versions or not are_kept:
-            values, ranges = zip(*map(self.own_part, self.weights))
-            self.own_amaxes, self.seen = amax_of_ranges(values, ranges), versions
-        return self.own_amaxes
+    def parts(self, stepped, is_forward):
+        """(this rank's values of a weight, where they begin in it, whether its amaxes are known, what is known of
+        a step, groups) of each. Amaxes are known until a version moves, but not over a step: fused
+        optimizers move none."""
+        is_step = bool(stepped) or self.is_stepped_in_backward
+        is_known = is_forward and not is_step and self.seen == self.versions()
+        groups = self.groups if is_step or self.is_sharded else 0
+        shard, first = self.local_shard().detach(), self.rank * self.shard_numel
+        for weight in self.weights:
+            begin, end = flat_parameters.range_on(self.rank, self.shard_numel, weight.start, weight.end)
+            values, start = shard[:0], 0
+            if begin < end and not is_known:
+                values, start = shard[begin - first : end - first], begin - weight.start
+            step = NOT_OF_IT if is_step else NO_STEP
+            if is_step and weight.dynamic.state and self.is_stepped(weight, stepped):
+                step = STEPPED if weight.dynamic.gradient.is_reached else PERHAPS
+            yield values, start, is_known, step, groups
 
     def is_called_alone(self):
         """Whether a gather is neither of the root's forward, before which the ranks have met, nor of a
@@ -217,42 +171,21 @@ class Unit:
     def local_shard(self):
         return getattr(self.flat, "_local_shard", self.flat)
 
-    def range_of(self, weight, rank):
-        """The elements of a weight that a rank holds, counted in the flat parameter."""
-        return flat_parameters.range_on(rank, self.shard_numel, weight.start, weight.end)
-
-    def own_values(self, begin, end):
-        first = self.rank * self.shard_numel
-        return self.local_shard().detach()[begin - first : end - first]
-
-    def own_part(self, weight):
-        """This rank's values of a weight, and where they lie in it."""
-        begin, end = self.range_of(weight, self.rank)
-        values = _quantizable(self.own_values(begin, end))
-        return values, weight.range_at(begin if begin < end else weight.start)
-
     # -------------------------------------------------------------------------- gathering
 
-    def _message(self, rank):
-        first = rank * self.shard_numel
-        message, position, end = _Message(), first, first + self.shard_numel
-        for weight in self.weights:
-            if not weight.sends_codes:
-                continue
-            begin, stop = self.range_of(weight, rank)
-            if begin == stop:
-                continue
-            if position < begin:
-                message.pieces.append(_Piece(None, position, begin))
-            message.pieces.append(_Piece(weight, begin, stop))
-            position = stop
-        if position < end:
-            message.pieces.append(_Piece(None, position, end))
-        return message
+    def _message(self, shard, dtype):
+        return ops._write_message(
+            shard, self.rank, self.handle.world_size, *self._sent_ranges(),
+            [weight.amax.to(shard.device) for weight in self.sent], dtype,
+        )
 
-    def message_bytes(self, itemsize):
-        """What each rank sends of codes, and of the rest in a dtype of that size."""
-        return _round_up(max(m.nbytes(itemsize) for m in self.messages), _ALIGNMENT)
+    def _sent_ranges(self):
+        places = [number for w in self.sent for number in (w.rows, w.cols, w.start)]
+        return [weight.dynamic.format for weight in self.sent], places
+
+    def message_bytes(self, dtype):
+        """What each rank sends of codes, and of the rest in that dtype."""
+        return self._message(torch.empty(self.shard_numel, device="meta"), dtype).numel()
 
     @torch.no_grad()
     def all_gather(self, handle, out):
@@ -268,48 +201,13 @@ class Unit:
             weight.dynamic.known_amax = [weight.amax] if is_known else []
         if not sends_codes:
             return type(handle)._all_gather_flat_param(handle, out)
-        nbytes = self.message_bytes(out.element_size())
-        device = self.local_shard().device
-        sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._write(sent, out.dtype)
-        sent = sent.to(out.device)
-        received = torch.empty(nbytes * handle.world_size, dtype=torch.uint8, device=out.device)
-        dist.all_gather_into_tensor(received, sent, group=self.group)
+        sent = self._message(self.local_shard().detach(), out.dtype).to(out.device)
+        received = sent.new_empty(handle.world_size, sent.numel())
+        dist.all_gather_into_tensor(received.view(-1), sent, group=self.group)
         del sent
-        self._read(received.view(handle.world_size, nbytes), out)
+        amaxes = [weight.amax.to(out.device) for weight in self.sent]
+        ops._read_messages(received, *self._sent_ranges(), amaxes, out)
         return out
-
-    def _write(self, sent, dtype):
-        message = self.messages[self.rank]
-        sent[message.nbytes(dtype.itemsize) :].zero_()
-        sent[message.numel(message.plain()) * dtype.itemsize : message.codes_at(dtype.itemsize)].zero_()
-        plain, codes = message.places(sent, dtype)
-        if plain:
-            values = [self.own_values(p.begin, p.end) for p in message.plain()]
-            torch._foreach_copy_(plain, values)
-        if codes:
-            pieces = message.codes()
-            values = [_quantizable(self.own_values(p.begin, p.end)) for p in pieces]
-            amaxes = [p.weight.amax.to(sent.device) for p in pieces]
-            quantize_ranges(values, [p.weight.range_at(p.begin) for p in pieces], amaxes, codes)
-
-    def _read(self, received, out):
-        plain, plain_out, pieces, codes = [], [], [], []
-        for message, row in zip(self.messages, received):
-            own_plain, own_codes = message.places(row, out.dtype)
-            plain += own_plain
-            plain_out += [out[p.begin : p.end] for p in message.plain()]
-            codes += own_codes
-            pieces += message.codes()
-        if plain:
-            torch._foreach_copy_(plain_out, plain)
-        if codes:
-            dequantize_ranges(
-                codes,
-                [p.weight.range_at(p.begin) for p in pieces],
-                [p.weight.scale_inv for p in pieces],
-                [out[p.begin : p.end] for p in pieces],
-            )
 
 
 def optimizers_in_backward(param):
@@ -325,18 +223,9 @@ def _is_same_when_quantized_again(dynamic):
     return dynamic.format.partition("[")[0] in ("float8_tensorwise", "float8_blockwise")
 
 
-def _quantizable(values):
-    """fp64, which units with a lower param_dtype may keep, as fp32."""
-    return values.float() if values.dtype == torch.float64 else values
-
-
 def _grid_numel(format, shape):
     rows, cols = shape
     return -(-rows // 128) * -(-cols // 128) if format.startswith("float8_blockwise") else 1
-
-
-def _round_up(a, b):
-    return -(-a // b) * b
 
 
 def is_in_backward():
@@ -353,84 +242,36 @@ def agree(units, stepped=(), found_inf=None, is_forward=False):
 
     stepped: ids of the parameters that an optimizer step was of; the others' values were written
         otherwise, if at all. is_forward: before a forward, not after a step or a load."""
-    meetings = {}
+    due = []
     for unit in units:
         unit.follow()
-        if not unit.weights:
-            continue
-        is_step = bool(stepped) or unit.is_stepped_in_backward
-        if is_step or unit.is_sharded:
-            key = unit.group, unit.replicas if is_step else None, is_step, unit.local_shard().device
-            meetings.setdefault(key, []).append(unit)
-        elif not is_forward or unit.seen != unit.versions():  # whole, and the same on all ranks
-            meetings.setdefault((None, None, False, unit), []).append(unit)
-    for (group, replicas, is_step, _), members in meetings.items():
-        weights = [(unit, weight) for unit in members for weight in unit.weights]
-        delayed = [(unit, weight) for unit, weight in weights if weight.dynamic.state]
-        are_kept = is_forward and not is_step
-        words = torch.cat([u.amaxes(are_kept) for u in members]).to(members[0].handle.device)
-        for _, weight in delayed:
-            _move_state(weight.dynamic, words.device)
-        numel = words.numel()
-        if is_step and delayed:
-            words = torch.cat([words, _collected(delayed, words.device)])
-        if group is not None:
-            all_reduce_max(words, [group])
-        if replicas is not None and delayed:
-            all_reduce_max(words, [replicas])
-        _take_amaxes(weights, words)
-        collected = words[numel:].view(-1, 3) if is_step else words.new_zeros(len(delayed), 3)
-        _update_delayed(delayed, collected, stepped, found_inf)
-        _take_scales([weight for _, weight in weights if weight.sends_codes])
+        meets = bool(stepped) or unit.is_stepped_in_backward or unit.is_sharded
+        # What is whole has the same values on all ranks.
+        if unit.weights and (meets or not is_forward or unit.seen != unit.versions()):
+            due.append(unit)
+    weights = [weight for unit in due for weight in unit.weights]
+    if weights:
+        for unit in due:
+            for weight in unit.weights:
+                weight.dynamic.move_state(unit.handle.device)
+        parts = [part for unit in due for part in unit.parts(stepped, is_forward)]
+        values, starts, are_known, steps, groups = map(list, zip(*parts))
+        is_stepped = ops._agree_on_ranges(
+            values,
+            [weight.dynamic.format for weight in weights],
+            [number for w, start in zip(weights, starts) for number in (w.rows, w.cols, start)],
+            [weight.own for weight in weights],
+            are_known,
+            [weight.amax for weight in weights],
+            [table for weight in weights for table in weight.dynamic.state],
+            steps,
+            groups,
+            found_inf,
+        )
+        for weight, is_step in zip(weights, is_stepped):
+            if is_step:
+                weight.dynamic.gradient.is_reached = False
+    for unit in due:
+        unit.seen = unit.versions()
     for unit in units:
         unit.is_stepped_in_backward = False
-
-
-def _collected(delayed, device):
-    """Three words of each weight with a history: what its linear saw of inputs and gradients, and whether
-    backward reached it."""
-    dynamics = [weight.dynamic for _, weight in delayed]
-    activations = torch.stack([dynamic.state[0][1:, 0] for dynamic in dynamics])
-    is_reached = torch.tensor([[float(dynamic.gradient.is_reached)] for dynamic in dynamics], device=device)
-    return torch.cat([activations, is_reached], 1).view(-1)
-
-
-def _take_amaxes(weights, words):
-    """In place: a backward reads what holds for the codes that are gathered for it."""
-    sizes = [weight.grid_numel for _, weight in weights]
-    for _, weight in weights:
-        if weight.amax is None or weight.amax.device != words.device:
-            weight.amax = words.new_empty(weight.grid_numel)
-    torch._foreach_copy_([weight.amax for _, weight in weights], words[: sum(sizes)].split(sizes))
-
-
-def _take_scales(weights):
-    if not weights:
-        return
-    amaxes = torch.cat([weight.amax for weight in weights])
-    scales = scale_inv_of_ranges(amaxes, [weight.range_at(weight.start) for weight in weights])
-    for weight, scale_inv in zip(weights, scales.split([weight.grid_numel for weight in weights])):
-        weight.scale_inv = scale_inv
-
-
-def _update_delayed(delayed, words, stepped, found_inf):
-    """`words`: float32 (weights, 3), agreed on. Histories roll of what an optimizer step was of and backward
-    had reached, on whatever rank. A rank that it reached need not wait for the answer of the others."""
-    kinds = {}
-    for i, (unit, weight) in enumerate(delayed):
-        gradient, is_step = weight.dynamic.gradient, unit.is_stepped(weight, stepped)
-        is_step = is_step and (gradient.is_reached or bool(words[i, 2]))
-        if is_step:
-            gradient.is_reached = False
-        dtype = _quantizable(unit.own_values(0, 0)).dtype
-        kinds.setdefault((is_step, dtype), []).append((i, weight))
-    for (is_step, dtype), members in kinds.items():
-        amax = torch.stack([torch.cat([weight.amax, words[i, :2]]) for i, weight in members])
-        dynamics = [weight.dynamic for _, weight in members]
-        update_state(dynamics, amax, dtype, is_step, found_inf if is_step else None)
-        torch._foreach_copy_([weight.amax for _, weight in members], list(amax[:, :1]))
-
-
-def _move_state(dynamic, device):
-    if dynamic.state[0].device != device:
-        dynamic.state = [t.to(device) for t in dynamic.state]

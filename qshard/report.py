@@ -165,7 +165,7 @@ def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
     as_codes = {weight.index for weight in unit.weights if weight.sends_codes} if unit else ()
     # Each rank sends as much as the others.
     plain = numel * gather_dtype.itemsize
-    message = unit.message_bytes(gather_dtype.itemsize) if as_codes else plain
+    message = unit.message_bytes(gather_dtype) if as_codes else plain
     left = {
         "image": numel * dtype.itemsize,
         "gathered": is_sent * ranks * message,

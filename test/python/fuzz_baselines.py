@@ -89,28 +89,39 @@ def planes(draw):
 
 def ranges(draw):
     """Ranges of two weights, the second one cut."""
-    format = draw.rng.choice(("float8_tensorwise", "float8_blockwise", "float8_delayed"))
+    format = draw.rng.choice(("float8_tensorwise", "float8_blockwise", "float8_delayed[history=4]"))
     rows, columns = draw.rows, draw.columns
     start = draw.rng.randrange(rows * columns)
     values = [draw.plain(rows * columns), draw.plain(rows * columns - start)]
-    geometry = [rows, columns, 0, rows, columns, start]
-    amax = ops._amax_of_ranges(values, [format] * 2, geometry)
-    scales = [s.clone() for s in amax.chunk(2)]
-    codes = [draw.bytes(v.numel()) for v in values]
-    lists = {"formats": [format] * 2, "geometry": geometry, "values": values, "codes": codes}
-    return lists | {"amax": scales, "scale_inv": scales}
+    numel = -(-rows // 128) * -(-columns // 128) if format == "float8_blockwise" else 1
+    own, amax = [[draw.place(torch.zeros(numel)) for _ in "ab"] for _ in "ab"]
+    tables = (3, 4), (3, 3)
+    state = [draw.place(torch.zeros(*t)) for t in tables * 2] if "delayed" in format else []
+    given = {"values": values, "formats": [format] * 2, "geometry": [rows, columns, 0, rows, columns, start]}
+    given |= {"own": own, "is_known": [draw.flag(), False], "amax": amax, "state": state}
+    steps = [draw.rng.randrange(4) for _ in "ab"]
+    return given | {"steps": steps, "groups": [0, 0], "found_inf": draw.maybe(lambda: torch.zeros(1))}
 
 
-def delayed(draw):
-    zeros = lambda *shape: draw.place(torch.zeros(*shape))  # noqa: E731
-    given = {
-        "amax": draw.plain(6, dtype=torch.float32).abs(),
-        "formats": ["float8_delayed[history=4]"] * 2,
-    }
-    given["amax_history"], given["scaling_amax"] = [zeros(3, 4) for _ in "ab"], [
-        zeros(3, 3) for _ in "ab"
-    ]
-    return given | {"value_dtype": torch.float32, "found_inf": draw.maybe(lambda: torch.zeros(1))}
+def histories(draw):
+    of_two = [draw.place(torch.zeros(3, 4)), torch.empty(0)]
+    return {"amax_history": of_two, "levels": [draw.rng.randrange(3), 0], "groups": 0}
+
+
+def messages(draw):
+    """Of two weights among plain values."""
+    formats = [draw.rng.choice(("float8_tensorwise", "float8_blockwise")) for _ in "ab"]
+    rows, columns, world = draw.rows, draw.columns, draw.rng.choice((1, 2, 3))
+    numel = rows * columns
+    shard = draw.plain(-(-(2 * numel + 20) // world))
+    geometry = [rows, columns, 3, rows, columns, 7 + numel]
+    blocks = -(-rows // 128) * -(-columns // 128)
+    amax = [draw.place(torch.ones(blocks if "block" in f else 1)) for f in formats]
+    given = {"shard": shard, "rank": draw.rng.randrange(world), "world": world, "formats": formats}
+    given |= {"geometry": geometry, "amax": amax, "dtype": draw.dtype}
+    sent = [ops._write_message(shard, r, world, formats, geometry, amax, draw.dtype) for r in range(world)]
+    out = draw.plain(shard.numel() * world)
+    return given | {"messages": draw.place(torch.stack(sent)), "out": out}
 
 
 def gradients(draw):
@@ -274,11 +285,10 @@ OF_OPERATOR = {
     },
     "_transposed_operand": lambda d: {"self": d.plain(d.tokens, d.columns)},
     "_quantize_for_uses": lambda d: {"weight": d.plain(d.rows, d.columns), "state": []},
-    "_amax_of_ranges": ranges,
-    "_scale_inv_of_ranges": lambda d: (r := ranges(d)) | {"amax": torch.cat(r["amax"])},
-    "_quantize_ranges": ranges,
-    "_dequantize_ranges": ranges,
-    "_update_delayed": delayed,
+    "_agree_on_ranges": ranges,
+    "_agree_on_histories": histories,
+    "_write_message": messages,
+    "_read_messages": messages,
     "quantize_gradients": gradients,
     "sum_gradients": gradients,
     "_gradient_message_bytes": gradients,

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from flat_ranges import agree
 from forked import outcome, refusal
 from helpers import FORMATS
 from nn_helpers import RECIPES
@@ -37,14 +38,8 @@ NO_META_KERNEL = {
         b, "float8_tensorwise", False, [4, 48], 0, torch.float32
     ),
     "_quantize_for_uses": lambda x, b: ops._quantize_for_uses(x, FORMAT, []),
-    "_amax_of_ranges": lambda x, b: ops._amax_of_ranges([x[0]], [FORMAT], [4, 48, 0]),
-    "_scale_inv_of_ranges": lambda x, b: ops._scale_inv_of_ranges(x[0, :1], [FORMAT], [4, 48, 0]),
-    "_quantize_ranges": lambda x, b: ops._quantize_ranges(
-        [x[0]], [FORMAT], [4, 48, 0], [x[1, :1].view(1, 1)], [b[:48]]
-    ),
-    "_update_delayed": lambda x, b: ops._update_delayed(
-        x[0, :3], ["float8_delayed[history=1]"], [x[1, :3]], [x[2, :9]], torch.float32, True
-    ),
+    "_agree_on_ranges": lambda x, b: agree([x[0]], [(FORMAT, 4, 48, 0)]),
+    "_agree_on_histories": lambda x, b: ops._agree_on_histories([x[0, :3]], [2], 0, x.device),
 }
 
 
@@ -132,7 +127,7 @@ def test_tensors_that_are_not_strided_are_refused(layout):
         lambda: ops.quantize_gradients(odd, "float8", 1, 192),
         lambda: ops._message_amax(odd, "float8_tensorwise"),
         lambda: ops._transposed_operand(odd),
-        lambda: ops._amax_of_ranges([odd], [FORMAT], [48, 48, 0]),
+        lambda: agree([odd], [(FORMAT, 48, 48, 0)]),
     )
     if layout == "nested":  # linear takes nested inputs, and says what else may not be nested
         assert "qshard::linear: the weight must be a strided tensor" in refusal(calls[1])

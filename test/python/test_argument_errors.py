@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from flat_ranges import agree, messages_of
 from forked import refusal
 
 import qshard.tensor_parallel  # _gather_tokens
@@ -55,7 +56,8 @@ def test_long_names_are_cut_in_errors():
         lambda: ops.quantize(X, f"nvfp4[{name}]"),
         lambda: ops._gradient_message_bytes(name, 1),
         lambda: ops._plane_copy(weight(), name),
-        lambda: ops._amax_of_ranges([X], [name], [1, 1, 0]),
+        lambda: agree([X], [(name, 1, 1, 0)]),
+        lambda: messages_of(X.flatten(), 1, [(name, 1, 1, 0)], []),
         lambda: ops._quantize_for_uses(X, name, []),
         lambda: ops._message_amax(X, name),
         lambda: ops._pre_all_gather(weight(), name),
@@ -68,14 +70,14 @@ def test_long_names_are_cut_in_errors():
     ("make", "found"),
     [
         (lambda: X.t(), "not contiguous Float"),
-        (lambda: X.double(), "contiguous Double"),
+        (lambda: X.int(), "contiguous Int"),
         (lambda: ops.quantize(X, FORMAT), "float8_blockwise"),
     ],
 )
 def test_an_error_says_which_property_is_wrong(make, found):
     tensor = make()
-    text = refusal(lambda: ops._amax_of_ranges([tensor], [FORMAT], [48, 48, 0]))
-    assert "qshard::_amax_of_ranges" in text and found in text, text
+    text = refusal(lambda: agree([tensor], [(FORMAT, 48, 48, 0)]))
+    assert "qshard::_agree_on_ranges" in text and found in text, text
 
 
 def test_a_gather_of_tokens_names_itself():

@@ -3,6 +3,7 @@ and state have. Errors by name, where pointers were read before."""
 
 import pytest
 import torch
+from flat_ranges import agree
 from forked import refusal
 from helpers import FORMATS, bits
 
@@ -158,10 +159,6 @@ def test_state_of_delayed_scaling_has_its_dtype_and_size(change):
     dtype = change.get("dtype", torch.float32)
     history = torch.zeros(change.get("history", (3, 16)), dtype=dtype)
     scaling = torch.zeros(change.get("scaling", (3, 3)), dtype=dtype)
-    format = ["float8_delayed[history=16]"]
-    text = refusal(
-        lambda: ops._update_delayed(
-            torch.ones(3), format, [history], [scaling], torch.float32, True
-        )
-    )
-    assert "qshard::_update_delayed" in text
+    of = [("float8_delayed[history=16]", 4, 48, 0)]
+    text = refusal(lambda: agree([torch.ones(4, 48)], of, state=[history, scaling], steps=[3]))
+    assert "qshard::_agree_on_ranges" in text

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from flat_ranges import agree, lists_of, messages_of
 from forked import outcome, refusal
 
 ops = torch.ops.qshard
@@ -19,15 +20,15 @@ def weight(format=FORMAT, rows=64, cols=48, **kwargs):
     return ops.quantize(torch.randn(rows, cols), format, **kwargs)
 
 
-def ranges(op, start, rows=4, cols=48):
-    """Each operator over ranges of one weight, which begin at `start`."""
-    x, scale, codes = [X[0].clone()], [torch.ones(1, 1)], [torch.zeros(48, dtype=torch.uint8)]
-    format, geometry = ["float8_tensorwise"], [rows, cols, start]
+def messages(start, rows=4, cols=48):
+    """FSDP1's, of a weight that begins at `start` of its flat parameter."""
+    weight, scale, x = [(FORMAT, rows, cols, start)], [torch.ones(1, 1)], X[0].clone()
     return {
-        "_amax_of_ranges": lambda: ops._amax_of_ranges(x, format, geometry),
-        "_quantize_ranges": lambda: ops._quantize_ranges(x, format, geometry, scale, codes),
-        "_dequantize_ranges": lambda: ops._dequantize_ranges(codes, format, geometry, scale, x),
-    }[op]
+        "written": lambda: messages_of(x, 1, weight, scale),
+        "read": lambda: ops._read_messages(
+            torch.zeros(1, 64, dtype=torch.uint8), *lists_of(weight), scale, x
+        ),
+    }
 
 
 def planes():
@@ -39,13 +40,15 @@ SIZES = {
     "heads of join": lambda: ops.join_rotary_embedding(
         HEADS, HEADS, HEADS, TABLE, TABLE, [1, HUGE, HUGE]
     ),
-    "ranges of amaxes": ranges("_amax_of_ranges", HUGE - 5),
-    "ranges quantized": ranges("_quantize_ranges", HUGE - 5),
-    "ranges dequantized": ranges("_dequantize_ranges", HUGE - 5),
-    "ranges of huge weights": ranges("_amax_of_ranges", 0, rows=2**40, cols=2**40),
-    "scales of huge weights": lambda: ops._scale_inv_of_ranges(
-        torch.ones(1), [FORMAT], [2**62, 2**62, 0]
+    "ranges of amaxes": lambda: agree([X[0]], [(FORMAT, 4, 48, HUGE - 5)]),
+    "ranges of huge weights": lambda: agree([X[0]], [(FORMAT, 2**40, 2**40, 0)]),
+    "amaxes of huge weights": lambda: agree(
+        [X[0]], [("float8_blockwise", 2**30, 2**19, 0)] * 2, own=[torch.ones(1)] * 2
     ),
+    "messages written": messages(HUGE - 5)["written"],
+    "messages read": messages(HUGE - 5)["read"],
+    "messages of huge weights": messages(0, rows=2**62, cols=2**62)["written"],
+    "messages of many ranks": lambda: ops._write_message(X[0], 0, HUGE, [], [], [], torch.float32),
     "quantize": lambda: ops.quantize(X, FORMAT, row_offset=HUGE),
     "quantize of rows": lambda: ops.quantize(X, FORMAT, logical_rows=HUGE, row_offset=HUGE - 2),
     "quantize of all rows": lambda: ops.quantize(X, FORMAT, logical_rows=HUGE),

@@ -24,6 +24,7 @@ from dist_models import (
     shard,
     train,
 )
+from flat_ranges import own_amaxes
 from helpers import fit
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -34,13 +35,6 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard
 from qshard.module_state import dynamic_of, dynamics_of
-from qshard.ranges import (
-    Range,
-    amax_of_ranges,
-    dequantize_ranges,
-    quantize_ranges,
-    scale_inv_of_ranges,
-)
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -453,10 +447,6 @@ def test_operators_refuse_what_does_not_fit():
         ops.linear(x, w, format="nvfp4[stochastic]", weight_state=[])
     with pytest.raises(ValueError, match="run forward through the wrapper"):
         ops.linear(x, w.flatten(), format="nvfp4", weight_state=[])
-    with pytest.raises(ValueError, match="scales lie in the rows"):
-        ops._amax_of_ranges([w.flatten()], ["nvfp4"], [16, 32, 0])
-    with pytest.raises(ValueError, match="do not lie within"):
-        ops._amax_of_ranges([w.flatten()], ["float8_blockwise"], [16, 32, 1])
 
 
 @pytest.mark.parametrize("at", DEVICES)
@@ -465,7 +455,7 @@ def test_amaxes_that_are_known_are_not_looked_for(format, at):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 200, generator=generator).to(at)
     w = torch.randn(130, 200, generator=generator).to(at)
-    amax = amax_of_ranges([w.flatten()], [Range(format, *w.shape, 0)])
+    amax, = own_amaxes([w], [(format, *w.shape, 0)])
     results = []
     for state in [], [amax], [4 * amax]:
         weight = w.clone().requires_grad_()
@@ -481,77 +471,3 @@ def test_amaxes_that_are_known_are_not_looked_for(format, at):
         ops.linear(x, w, format="float8_blockwise", weight_state=[torch.ones(3, device=at)])
     with pytest.raises(ValueError, match="needs no state tensors, got 1"):
         ops.linear(x, w, format="nvfp4", weight_state=[amax])
-
-
-# ------------------------------------------------------------------- ranges of flat parameters
-
-
-@pytest.mark.parametrize("at", DEVICES)
-@pytest.mark.parametrize("cols", [1, 100, 128, 257])
-@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise"])
-def test_ranges_have_the_codes_of_the_whole(format, cols, at):
-    rows = 130
-    generator = torch.Generator().manual_seed(0)
-    value = torch.randn(rows, cols, generator=generator).to(at)
-    value[0, 0], value[129, -1] = 300.0, float("inf")
-    whole = ops.quantize(value, format)
-    flat, codes = value.flatten(), ops.codes(whole).view(torch.uint8).flatten()
-    shown = ops.dequantize(whole, dtype=torch.bfloat16).flatten()
-    cuts = sorted({0, 1, cols - 1, cols, 3 * cols + cols // 2, 64 * cols, rows * cols})
-    parts = list(zip(cuts, cuts[1:]))
-    ranges = [Range(format, rows, cols, a) for a, _ in parts]
-    amaxes = amax_of_ranges([flat[a:b] for a, b in parts], ranges)
-    amax = amaxes.view(len(parts), -1).amax(0)
-    scale_inv = scale_inv_of_ranges(amax, ranges[:1])
-    assert torch.equal(scale_inv, ops.scale_inv(whole).flatten())
-    # Codes lie one after the other, as in a message: some are aligned, most are not.
-    got = torch.empty(rows * cols, dtype=torch.uint8, device=at)
-    quantize_ranges(
-        [flat[a:b] for a, b in parts], ranges, [amax] * len(parts), [got[a:b] for a, b in parts]
-    )
-    assert torch.equal(got, codes)
-    values = torch.empty(rows * cols, dtype=torch.bfloat16, device=at)
-    dequantize_ranges(
-        [got[a:b] for a, b in parts], ranges, [scale_inv] * len(parts), [values[a:b] for a, b in parts]
-    )
-    assert torch.equal(values, shown)
-    assert not amax_of_ranges([flat[:0]], [Range(format, rows, cols, 5)]).any()
-
-
-@pytest.mark.parametrize("at", DEVICES)
-def test_ranges_of_many_weights_in_one_call(at):
-    """Their formats, shapes and dtypes differ, and each result is as by itself."""
-    generator = torch.Generator().manual_seed(0)
-    values, ranges, alone = [], [], []
-    for format, rows, cols, start, numel, dtype in (
-        ("float8_blockwise", 300, 256, 100, 70000, torch.float32),
-        ("float8_tensorwise", 7, 33, 40, 3, torch.bfloat16),
-        ("float8_delayed", 64, 64, 0, 4096, torch.float32),
-        ("float8_blockwise", 129, 200, 129 * 200, 0, torch.float16),
-    ):
-        values.append(torch.randn(numel, generator=generator).to(at, dtype))
-        ranges.append(Range(format, rows, cols, start))
-        alone.append(amax_of_ranges(values[-1:], ranges[-1:]))
-    amax = amax_of_ranges(values, ranges)
-    assert torch.equal(amax, torch.cat(alone))
-    assert amax.numel() == 6 + 1 + 1 + 4
-    scales = scale_inv_of_ranges(amax, ranges)
-    assert torch.equal(
-        scales, torch.cat([scale_inv_of_ranges(one, [of]) for one, of in zip(alone, ranges)])
-    )
-
-
-def test_ranges_refuse_what_does_not_fit():
-    flat, codes = torch.randn(512), torch.empty(511, dtype=torch.uint8)
-    of = [Range("float8_tensorwise", 16, 32, 0)]
-    amax = [amax_of_ranges([flat], of)]
-    with pytest.raises(ValueError, match="contiguous uint8 of 512 bytes"):
-        quantize_ranges([flat], of, amax, [codes])
-    with pytest.raises(ValueError, match="1 ranges, and 2 tensors of values"):
-        amax_of_ranges([flat, flat], of)
-    with pytest.raises(ValueError, match="has 1 scales"):
-        dequantize_ranges([codes], of, [torch.ones(2)], [flat])
-    with pytest.raises(TypeError, match="plain, contiguous float32"):
-        amax_of_ranges([flat.double()], of)
-    with pytest.raises(ValueError, match="these 1 weights have 1 amaxes, got 2"):
-        scale_inv_of_ranges(torch.ones(2), of)

@@ -125,7 +125,7 @@ def run_wire(format, gather):
     units = module_state.of(model).fsdp1.units
     plain = [2 * unit.shard_numel for unit in units]
     expected = [
-        max(m.nbytes(2) for m in unit.messages) if unit.gathers_codes else nbytes
+        unit.message_bytes(torch.bfloat16) if unit.gathers_codes else nbytes
         for unit, nbytes in zip(units, plain)
     ]
     codes = [sum(w.rows * w.cols for w in unit.weights if w.sends_codes) for unit in units]
@@ -184,7 +184,7 @@ def run_peak():
         if event.name() == "[memory]":
             level += event.nbytes()
             peak = max(peak, level)
-    message = max(m.nbytes(2) for m in unit.messages)
+    message = unit.message_bytes(torch.bfloat16)
     return peak, message
 
 

@@ -3,12 +3,14 @@ not be written is refused before anything is."""
 
 import pytest
 import torch
+from flat_ranges import agree
 from forked import refusal
 from helpers import bits
 
 ops = torch.ops.qshard
 DELAYED = "float8_delayed[history=16]"
 X = torch.randn(4, 48)
+WIDE, OF_WIDE, ONE = torch.randn(4, 384), ("float8_blockwise", 4, 384, 0), torch.ones(1)
 GRAD = torch.randn(4, 64)
 
 
@@ -51,35 +53,24 @@ WRITERS = {
         lambda: torch.zeros(64, 48),
         "weight_grad",
     ),
-    "_dequantize_ranges": (
-        lambda out: ops._dequantize_ranges(
-            [torch.full((48,), 0x38, dtype=torch.uint8)],
-            ["float8_tensorwise"],
-            [4, 48, 0],
-            [torch.ones(1, 1)],
-            [out],
+    "_read_messages": (
+        lambda out: ops._read_messages(
+            torch.full((1, 192), 0x38, dtype=torch.uint8), ["float8_tensorwise"], [4, 48, 0], [ONE], out
         ),
-        lambda: torch.zeros(48),
-        "values",
+        lambda: torch.zeros(192),
+        "out",
     ),
-    "_quantize_ranges": (
-        lambda out: ops._quantize_ranges(
-            [torch.ones(48)], ["float8_tensorwise"], [4, 48, 0], [torch.ones(1, 1)], [out]
-        ),
-        lambda: torch.zeros(48, dtype=torch.uint8),
-        "codes",
+    "_agree_on_ranges of own amaxes": (
+        lambda out: agree([WIDE], [OF_WIDE], own=[out]), lambda: torch.zeros(3), "own",
     ),
-    "_update_delayed": (
-        lambda out: ops._update_delayed(
-            out, [DELAYED], [torch.zeros(3, 16)], [torch.zeros(3, 3)], torch.float32, True
-        ),
-        lambda: torch.ones(3),
-        "amax",
+    "_agree_on_ranges": (lambda out: agree([WIDE], [OF_WIDE], amax=[out]), lambda: torch.zeros(3), "amax"),
+    "_agree_on_ranges of the history": (
+        lambda out: agree([X], [(DELAYED, 4, 48, 0)], state=[out, torch.zeros(3, 3)], steps=[3]),
+        lambda: torch.zeros(3, 16),
+        "state",
     ),
-    "_update_delayed of the history": (
-        lambda out: ops._update_delayed(
-            torch.ones(3), [DELAYED], [out], [torch.zeros(3, 3)], torch.float32, True
-        ),
+    "_agree_on_histories": (
+        lambda out: ops._agree_on_histories([out], [2], 0, torch.device("cpu")),
         lambda: torch.zeros(3, 16),
         "amax_history",
     ),
@@ -101,8 +92,8 @@ def test_a_write_moves_the_version_counter_once(name):
     before, version = out.clone(), out._version
     call(out)
     assert out._version == version + 1
-    # An amax of which nothing is remembered yet stays what it is.
-    assert not torch.equal(out, before) or name.startswith("_update_delayed")
+    # A rank alone agrees with what it has collected.
+    assert not torch.equal(out, before) or name == "_agree_on_histories"
 
 
 @writers
@@ -182,9 +173,7 @@ def test_what_is_read_and_what_is_written_share_no_memory():
     )
     state = torch.zeros(3, 16), torch.zeros(3, 3)
     text = refusal(
-        lambda: ops._update_delayed(
-            torch.ones(6), [DELAYED] * 2, [state[0]] * 2, [state[1]] * 2, torch.float32, True
-        )
+        lambda: agree([X, X], [(DELAYED, 4, 48, 0)] * 2, state=[*state, *state], steps=[3, 3])
     )
     assert "shares memory" in text
     assert torch.equal(bits(memory), kept)
@@ -204,24 +193,5 @@ def test_a_write_to_a_master_is_heard_by_its_tensor():
 def test_conjugated_views_are_resolved_or_refused():
     values = torch.randn(64, 48, dtype=torch.complex64).conj()
     assert "conjugated" in refusal(lambda: ops.sum_gradients(message(X), "float8", 192, values))
-    format, geometry = ["float8_tensorwise"], [64, 48, 0]
-    codes, scale = [torch.zeros(64 * 48, dtype=torch.uint8)], [torch.ones(1, 1)]
-    text = refusal(lambda: ops._quantize_ranges([values], format, geometry, scale, codes))
+    text = refusal(lambda: agree([values], [("float8_tensorwise", 64, 48, 0)]))
     assert "got plain contiguous ComplexFloat" in text
-
-
-@pytest.mark.parametrize("op", ["_quantize_ranges", "_dequantize_ranges"])
-def test_ranges_for_which_there_is_no_memory_write_nothing(op):
-    """The rows of the first of two go through an image; the second asks for a row of 2**50 columns."""
-    formats, geometry = ["float8_tensorwise"] * 2, [32, 130, 0, 1, 2**50, 5]
-    values = [torch.randn(32 * 130), torch.randn(10)]
-    codes = [torch.full((v.numel(),), 56, dtype=torch.uint8) for v in values]
-    scales = [torch.ones(1, 1) for _ in values]
-    written = codes if op == "_quantize_ranges" else values
-    before = [t.clone() for t in written]
-    with pytest.raises(RuntimeError, match="memory"):
-        if op == "_quantize_ranges":
-            ops._quantize_ranges(values, formats, geometry, scales, codes)
-        else:
-            ops._dequantize_ranges(codes, formats, geometry, scales, values)
-    assert all(map(torch.equal, written, before))
