@@ -93,7 +93,7 @@ def _checkpoint(model):
             "quantized tensors without masters in state_dict(): known to DCP and torch.save; for "
             "safetensors call qshard.dequantize_(model)"
         )
-    states = [s for m in model.modules() if (s := find(m)) is not None and s.buffers]
+    states = [s for s in map(find, model.modules()) if s.buffers]
     if states:
         is_in_it = all(s.is_persistent for s in states)
         text += "; histories and counts " + (

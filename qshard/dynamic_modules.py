@@ -15,12 +15,20 @@ from qshard.nn.linear_subclasses import quantized_class, runs_as_linear
 ops = torch.ops.qshard
 
 
-def check_arguments(weights, group, keep_master, stochastic_rounding, persistent_state) -> bool:
-    """Whether weights are to stay plain; raises for what does not go with it."""
+_WHY_NOT = {
+    "stochastic_rounding": "the weights stay plain, and what optimizer steps make of them is not rounded",
+    "keep_master=False": "the weights stay plain, and are their own masters",
+    "persistent_state=False": "amax histories are in the model's state_dict",
+    "tp_mesh": "dynamic weights are whole plain tensors",
+    "share_tensor_scale": "dynamic weights have no codes to export",
+}
+
+
+def check_arguments(weights, group, given: dict[str, object]) -> bool:
+    """Whether weights are to stay plain; raises for what does not go with it. `given`: of _WHY_NOT, what is
+    not left at its default."""
     if weights not in ("quantized", "dynamic"):
-        raise ValueError(
-            f'qshard.quantize_: weights is "quantized" or "dynamic", got {weights!r}'
-        )
+        raise ValueError(f'qshard.quantize_: weights is "quantized" or "dynamic", got {weights!r}')
     if weights == "quantized":
         if group is not None:
             raise ValueError(
@@ -28,20 +36,9 @@ def check_arguments(weights, group, keep_master, stochastic_rounding, persistent
                 "FSDP2"
             )
         return False
-    if stochastic_rounding:
+    for name in filter(given.get, given):
         raise ValueError(
-            'qshard.quantize_: stochastic_rounding with weights="dynamic": the weights stay plain, and '
-            "what optimizer steps make of them is not rounded; leave it out"
-        )
-    if not keep_master:
-        raise ValueError(
-            'qshard.quantize_: keep_master=False with weights="dynamic": the weights stay plain, and are '
-            "their own masters; leave it out"
-        )
-    if not persistent_state:
-        raise ValueError(
-            'qshard.quantize_: persistent_state=False with weights="dynamic": amax histories are in the '
-            "model's state_dict; leave it out"
+            f'qshard.quantize_: {name} with weights="dynamic": {_WHY_NOT[name]}; leave one of the two out'
         )
     return True
 
@@ -163,8 +160,6 @@ def install(module: nn.Module, dynamic: DynamicWeight) -> None:
 
 def uninstall(module: nn.Module) -> None:
     state = module_state.find(module)
-    if state is None:
-        return
     if state.dynamic is not None:
         state.forget("dynamic")
         Installed.count += 1

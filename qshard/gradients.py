@@ -298,7 +298,7 @@ class _ModuleRounding:
 
 def _undo(module: nn.Module) -> None:
     state = module_state.find(module)
-    comm = None if state is None else state.gradient_reduction
+    comm = state.gradient_reduction
     if comm is None:
         return
     # FSDP2 has no public name for what it starts with.

@@ -60,7 +60,7 @@ class ModuleState:
             self.__dict__.pop(name, None)
 
 
-NOTHING = ModuleState()  # which qshard's own classes have as an attribute, and nobody writes
+NOTHING = ModuleState()  # the state of modules that have none; what is to be written asks of()
 
 
 class Shown:
@@ -74,36 +74,36 @@ class Shown:
         return getattr(NOTHING if module is None else module._qshard, self.name)
 
 
-def current(module: nn.Module) -> ModuleState | None:
+def current(module: nn.Module) -> ModuleState:
     """The state of a module itself, and of none that it wraps; for code that is traced, and asks no module
     that an earlier version may have pickled."""
     state = module.__dict__.get(NAME)
-    return state if isinstance(state, ModuleState) else None
+    return state if isinstance(state, ModuleState) else NOTHING
 
 
-def find(module: nn.Module) -> ModuleState | None:
+def find(module: nn.Module) -> ModuleState:
     """The state of a module itself, and of none that it wraps."""
-    return current(module) or _migrated(module)
+    state = current(module)
+    return _migrated(module) if state is NOTHING else state
 
 
 def of(module: nn.Module) -> ModuleState:
     """The state of a module, made if need be."""
     state = find(module)
-    if state is None:
+    if state is NOTHING:
         state = module.__dict__[NAME] = ModuleState()
     return state
 
 
 def remove_if_empty(module: nn.Module) -> None:
     state = find(module)
-    if state is not None and state.__dict__ == {"hooks": {}}:
+    if state is not NOTHING and state.__dict__ == {"hooks": {}}:
         del module.__dict__[NAME]
 
 
 def dynamic_of(module: nn.Module):
     """The DynamicWeight by which a module uses its plain weight, or None."""
-    state = find(module)
-    return None if state is None else state.dynamic
+    return find(module).dynamic
 
 
 def dynamics_of(model: nn.Module) -> Iterator[tuple[nn.Module, object]]:
@@ -161,9 +161,9 @@ _EARLIER_TYPES = {
 
 
 def _migrated(module):
-    """The state that an earlier version pickled, moved to its place; None if there is none. Modules of a
-    user's class unpickle as that class says, so this happens when their state is first asked for."""
-    attributes, state = module.__dict__, current(module) or ModuleState()
+    """The state that an earlier version pickled, moved to its place, if there is one. Modules of a user's
+    class unpickle as that class says, so this happens when their state is first asked for."""
+    attributes, state = module.__dict__, current(module)
     typed = [
         name
         for name, kind in _EARLIER_TYPES.items()
@@ -172,20 +172,21 @@ def _migrated(module):
     hooks = [name for name in _EARLIER_HOOKS if name in attributes]
     named = [name for name in _EARLIER if name in attributes]
     if not typed and not hooks and not named:
-        return current(module)
+        return state
+    if state is NOTHING:
+        state = attributes[NAME] = ModuleState()
     for name in typed + named:
         setattr(state, _EARLIER.get(name, name), attributes.pop(name))
     for name in hooks:
         handles = attributes.pop(name)
         state.hooks[_EARLIER_HOOKS[name]] = list(handles) if isinstance(handles, list) else [handles]
-    attributes[NAME] = state
     return state
 
 
 def migrate(module: nn.Module) -> None:
     """Moves what an earlier version pickled of a module of qshard's own to where its forward looks."""
     state, attributes = _migrated(module), module.__dict__
-    if attributes.get("weight_format") is None or (state is not None and state.weight_format is not None):
+    if attributes.get("weight_format") is None or state.weight_format is not None:
         return
     for name in ("weight_only", "weight_format", "is_tensor_parallel"):
         if name in attributes:

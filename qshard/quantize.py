@@ -120,19 +120,14 @@ def quantize_(
             "qshard.quantize_: stochastic_rounding is for weights without a master, which holds what "
             "rounding would lose; pass keep_master=False"
         )
-    is_dynamic = dynamic_modules.check_arguments(
-        weights, group, keep_master, stochastic_rounding, persistent_state
-    )
-    if is_dynamic and tp_mesh is not None:
-        raise ValueError(
-            'qshard.quantize_: tp_mesh with weights="dynamic": dynamic weights are whole plain tensors; '
-            "leave one of the two out"
-        )
-    if is_dynamic and share_tensor_scale:
-        raise ValueError(
-            'qshard.quantize_: share_tensor_scale with weights="dynamic": dynamic weights have no codes '
-            "to export; leave one of the two out"
-        )
+    given = {
+        "stochastic_rounding": stochastic_rounding,
+        "keep_master=False": not keep_master,
+        "persistent_state=False": not persistent_state,
+        "tp_mesh": tp_mesh is not None,
+        "share_tensor_scale": share_tensor_scale,
+    }
+    is_dynamic = dynamic_modules.check_arguments(weights, group, given)
     choice = choosing.Choice(model, filter_fn, parameter_fn)
     chosen, further = choice.linears, choice.further
     for name, module in chosen if weight_only else ():
@@ -252,10 +247,8 @@ def _check(parameter, format, keep_master, name, tensor_groups):
 def _tensor_groups(model, tp_mesh):
     """Names of the groups that are tensor parallel: the caller's, and those that modules know."""
     names = set(group_names(tp_mesh)) if tp_mesh is not None else set()
-    for module in model.modules():
-        state = module_state.find(module)
-        if state is not None and state.parallel is not None:
-            names.add(state.parallel.group)
+    parallels = [state.parallel for state in map(module_state.find, model.modules())]
+    names.update(parallel.group for parallel in parallels if parallel is not None)
     return sorted(names - {""})
 
 
@@ -358,10 +351,9 @@ def forget_module(module):
         module.__class__ = linear_subclasses.plain_class(type(module))
     scale_groups.forget(module)
     kept = module_state.find(module)
-    if kept is not None:
-        kept.forget("is_persistent", "weight_names", "weight_only", "weight_format", "is_tensor_parallel")
-        kept.remove_hooks("assign", "flush", "masters")
-        module_state.remove_if_empty(module)
+    kept.forget("is_persistent", "weight_names", "weight_only", "weight_format", "is_tensor_parallel")
+    kept.remove_hooks("assign", "flush", "masters")
+    module_state.remove_if_empty(module)
 
 
 def _pad_now(module):

@@ -41,8 +41,7 @@ def watch_registration(module, name, param):
             "replaces weights (a framework's parallelize) comes first, then qshard.quantize_(model, "
             "recipe); to mean a plain weight, call qshard.dequantize_ before"
         )
-    state = find(module)
-    if state is None or state.weight_format is None:  # else it quantizes the weight at each use
+    if find(module).weight_format is None:  # else it quantizes the weight at each use
         warnings.warn(
             f"qshard: {what} was quantized, and a plain parameter was assigned in its place, which is used "
             "as it is and gathered in full; call qshard.quantize_(model, recipe) again to quantize it",

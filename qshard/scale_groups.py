@@ -136,8 +136,6 @@ def regroup(chosen, groups: list[list[torch_nn.Module]], format: str) -> None:
 
 def of(module: torch_nn.Module) -> Membership | None:
     state = module_state.find(module)
-    if state is None:
-        return None
     if isinstance(state.scale_group, ScaleGroup):  # of a pickle that knew no memberships
         state.scale_group = Membership(state.scale_group, module._parameters)
     return state.scale_group

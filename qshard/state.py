@@ -24,8 +24,7 @@ def weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     if isinstance(module, Initialized):
         names = module.weight_names
     else:
-        state = module_state.find(module)
-        names = ("weight",) if state is None else state.weight_names or ("weight",)
+        names = module_state.find(module).weight_names or ("weight",)
     return [(name, w) for name in names if (w := module._parameters.get(name)) is not None]
 
 
@@ -76,8 +75,6 @@ def _put_masters(module, state_dict, prefix, local_metadata):
 def unlink(module: torch.nn.Module) -> None:
     """Takes out what `link` put into a module, whose weights may have no such state any more."""
     state = module_state.find(module)
-    if state is None:
-        return
     for name in state.buffers:
         if name in module._buffers:
             delattr(module, name)
@@ -93,8 +90,7 @@ def linked_to(model: torch.nn.Module, parameters) -> list[torch.nn.Module]:
 
 def has_buffers(module: torch.nn.Module) -> bool:
     """Whether `link` has put states of its weights into the module."""
-    state = module_state.find(module)
-    return state is not None and bool(state.buffers)
+    return bool(module_state.find(module).buffers)
 
 
 def _link_before(module, *_):

@@ -16,7 +16,7 @@ Multiplies = module_state.ModuleState  # by this name pickles of earlier version
 
 def _forward(self, input: torch.Tensor) -> torch.Tensor:
     state = module_state.current(self)
-    if state is None or state.weight_format is None:
+    if state.weight_format is None:
         return F.linear(input, self.weight, self.bias)
     if state.dynamic is not None:
         return state.dynamic.linear(self, input, state)

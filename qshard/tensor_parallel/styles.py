@@ -29,12 +29,14 @@ class LinearStyle:
     hooks: int
 
     @classmethod
-    def applied(cls, style, apply, module, mesh):
+    def applied(cls, style, apply, module, mesh, mode, layouts):
         """apply(module, mesh), which adds the style's hooks; a linear knows them afterwards."""
         before = count_hooks(module)
         module = apply(module, mesh)
         if isinstance(module, torch.nn.Linear):
-            module_state.of(module).style = cls(style, mesh, count_hooks(module) - before)
+            state = module_state.of(module)
+            state.style = cls(style, mesh, count_hooks(module) - before)
+            state.parallel = _parallel(mode, layouts, mesh)
         return module
 
     def __deepcopy__(self, memo):
@@ -83,10 +85,8 @@ class ColwiseParallel(stock.ColwiseParallel):
     Arguments, and what other modules do: as in torch."""
 
     def _apply(self, module, device_mesh):
-        module = LinearStyle.applied(self, super()._apply, module, device_mesh)
-        if isinstance(module, torch.nn.Linear):
-            module_state.of(module).parallel = _column(self.input_layouts, device_mesh)
-        return module
+        layouts = self.input_layouts
+        return LinearStyle.applied(self, super()._apply, module, device_mesh, "column", layouts)
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
@@ -130,10 +130,8 @@ class RowwiseParallel(stock.RowwiseParallel):
     Arguments, and what other modules do: as in torch."""
 
     def _apply(self, module, device_mesh):
-        module = LinearStyle.applied(self, super()._apply, module, device_mesh)
-        if isinstance(module, torch.nn.Linear):
-            module_state.of(module).parallel = _row(self.output_layouts, device_mesh)
-        return module
+        layouts = self.output_layouts
+        return LinearStyle.applied(self, super()._apply, module, device_mesh, "row", layouts)
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
@@ -240,22 +238,13 @@ def _part(whole, parallel, dim):
     return whole.chunk(parallel.ranks, dim)[parallel.mesh.get_local_rank()].contiguous()
 
 
-def _column(input_layouts, mesh):
-    """How a linear runs locally, or None: as torch's style does."""
-    (layout,) = input_layouts
+def _parallel(mode, layouts, mesh):
+    """How a linear runs locally whose tokens lie outside as one layout says, or None: as torch's style does."""
+    (layout,) = layouts
     if layout.is_replicate():
-        return TensorParallel.over(mesh, "column")
+        return TensorParallel.over(mesh, mode)
     if layout.is_shard() and layout.dim != -1:
-        return TensorParallel.over(mesh, "column", layout.dim)
-    return None
-
-
-def _row(output_layouts, mesh):
-    (layout,) = output_layouts
-    if layout.is_replicate():
-        return TensorParallel.over(mesh, "row")
-    if layout.is_shard() and layout.dim != -1:
-        return TensorParallel.over(mesh, "row", layout.dim)
+        return TensorParallel.over(mesh, mode, layout.dim)
     return None
 
 
@@ -265,11 +254,11 @@ def _is_of_tokens(layout, ndim):
 
 def _runs_locally(module):
     state = module_state.current(module)
-    return state is not None and state.weight_format is not None and state.parallel is not None
+    return state.weight_format is not None and state.parallel is not None
 
 
 def _common_format(module):
-    states = filter(None, map(module_state.current, module.modules()))
+    states = map(module_state.current, module.modules())
     formats = {state.message_format for state in states if state.weight_format is not None}
     return formats.pop() if len(formats) == 1 else None
 

@@ -393,7 +393,7 @@ def linear(**kwargs):
     "kwargs,message",
     [
         (dict(weights="dynamic", stochastic_rounding=True, keep_master=False), "stochastic_rounding wi"),
-        (dict(weights="dynamic", keep_master=False), "are their own masters; leave it out"),
+        (dict(weights="dynamic", keep_master=False), "are their own masters; leave one of the two out"),
         (dict(weights="dynamic", persistent_state=False), "histories are in the model's state_dict"),
         (dict(weights="dynamic", tp_mesh="mesh"), "leave one of the two out"),
         (dict(weights="plain"), 'weights is "quantized" or "dynamic", got \'plain\''),
