@@ -1,11 +1,11 @@
 """The operator of a normalization and its linears; public as those of `qshard.ops`."""
 
-import torch
 from torch import Tensor
 
-_ops = torch.ops.qshard
+from qshard.operator_calls import operator
 
 
+@operator
 def norm_linear(
     input: Tensor,
     norm_weight: Tensor,
@@ -35,15 +35,3 @@ def norm_linear(
     Returns (..., rows) for each weight, in the dtype of `input`. No double backward. Raises RuntimeError for
     shapes or devices that do not go together.
     """
-    return _ops.norm_linear(
-        input,
-        norm_weight,
-        norm_bias,
-        weights,
-        biases,
-        eps=eps,
-        rms=rms,
-        zero_centered_gamma=zero_centered_gamma,
-        format=format,
-        with_input=with_input,
-    )

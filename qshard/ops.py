@@ -33,6 +33,7 @@ from qshard.accessor_ops import (
     tensor_scale_inv,
 )
 from qshard.norm_ops import norm_linear
+from qshard.operator_calls import operator
 from qshard.rotary_ops import join_rotary_embedding, rotary_embedding, split_rotary_embedding
 from qshard.swiglu_ops import (
     swiglu_linear_backward,
@@ -79,6 +80,7 @@ __all__ = [
 ]
 
 
+@operator
 def quantize(
     self: Tensor,
     format: str,
@@ -101,11 +103,9 @@ def quantize(
     dimensions, rows that do not lie within `logical_rows`, or a row count that the format cannot have;
     TypeError for another dtype. Formulas: docs, Concepts.
     """
-    return _ops.quantize(
-        self, format, keep_master=keep_master, logical_rows=logical_rows, row_offset=row_offset
-    )
 
 
+@operator
 def from_planes(
     codes: Tensor,
     scale_inv: Tensor,
@@ -134,17 +134,6 @@ def from_planes(
     No autograd. Raises TypeError for a wrong dtype; ValueError for a wrong shape or device, an unknown format
     and scales that the format cannot have.
     """
-    return _ops.from_planes(
-        codes,
-        scale_inv,
-        format,
-        tensor_scale_inv=tensor_scale_inv,
-        dtype=dtype,
-        keep_master=keep_master,
-        columns=columns,
-        logical_rows=logical_rows,
-        row_offset=row_offset,
-    )
 
 
 def dequantize(self: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -162,6 +151,7 @@ def dequantize(self: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return _ops.dequantize(self, dtype=dtype)
 
 
+@operator
 def flush(self: list[Tensor]) -> None:
     """Requantizes those of the tensors that were written since their last flush, in place.
 
@@ -169,9 +159,9 @@ def flush(self: list[Tensor]) -> None:
     order; one all-reduce a group. `qshard.flush(model)` knows the groups of a model's parameters. Raises
     TypeError for a plain tensor.
     """
-    _ops.flush(self)
 
 
+@operator
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -205,18 +195,9 @@ def linear(
     Autograd: dgrad and wgrad are quantized in the same way; no double backward. Raises RuntimeError for
     shapes or devices that do not fit.
     """
-    return _ops.linear(
-        input,
-        weight,
-        bias,
-        weight_only=weight_only,
-        format=format,
-        weight_state=weight_state,
-        residual=residual,
-        input_is_kept=input_is_kept,
-    )
 
 
+@operator
 def linear_forward(
     input: Tensor,
     weight: Tensor,
@@ -238,19 +219,9 @@ def linear_forward(
 
     Errors: as `linear`.
     """
-    return _ops.linear_forward(
-        input,
-        weight,
-        bias,
-        save_quantized_input,
-        weight_only,
-        input_rows,
-        format,
-        weight_state,
-        residual,
-    )
 
 
+@operator
 def quantize_input(input: Tensor, format: str, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     """Codes of an input for linears whose weights have `format`, once for all of them: what compiled code
     calls.
@@ -261,9 +232,9 @@ def quantize_input(input: Tensor, format: str, rows: bool, columns: bool) -> tup
     Raises RuntimeError where the device has no FP8 GEMM, and for delayed scaling, whose linears scale by
     histories of their own.
     """
-    return _ops.quantize_input(input, format, rows, columns)
 
 
+@operator
 def linear_backward(
     grad: Tensor,
     weight: Tensor,
@@ -285,20 +256,9 @@ def linear_backward(
 
     Raises RuntimeError for shapes that do not fit.
     """
-    return _ops.linear_backward(
-        grad,
-        weight,
-        input,
-        input_is_quantized,
-        needs_input,
-        needs_weight,
-        weight_only,
-        grad_dtype,
-        format,
-        weight_state,
-    )
 
 
+@operator
 def linear_backward_accumulate(
     grad: Tensor,
     weight: Tensor,
@@ -316,19 +276,9 @@ def linear_backward_accumulate(
     weight_grad: plain (rows, columns) of float32, bfloat16 or float16; written.
     format, weight_state: as of `linear`, for a plain weight.
     """
-    return _ops.linear_backward_accumulate(
-        grad,
-        weight,
-        input,
-        input_is_quantized,
-        needs_input,
-        weight_grad,
-        weight_only,
-        format,
-        weight_state,
-    )
 
 
+@operator
 def linear_backward_codes(
     rows: Tensor,
     columns: Tensor,
@@ -354,23 +304,9 @@ def linear_backward_codes(
 
     Raises RuntimeError for codes of another size, and for a weight that is not float8.
     """
-    return _ops.linear_backward_codes(
-        rows,
-        columns,
-        size,
-        dtype,
-        weight,
-        input,
-        input_is_quantized,
-        needs_input,
-        needs_weight,
-        grad_dtype,
-        format,
-        weight_state,
-        input_sum,
-    )
 
 
+@operator
 def linear_backward_codes_accumulate(
     rows: Tensor,
     columns: Tensor,
@@ -386,22 +322,9 @@ def linear_backward_codes_accumulate(
     input_sum: Tensor | None = None,
 ) -> Tensor:
     """`linear_backward_codes` that adds the weight's gradient to `weight_grad`. Returns grad_input."""
-    return _ops.linear_backward_codes_accumulate(
-        rows,
-        columns,
-        size,
-        dtype,
-        weight,
-        input,
-        input_is_quantized,
-        needs_input,
-        weight_grad,
-        format,
-        weight_state,
-        input_sum,
-    )
 
 
+@operator
 def quantize_gradients(
     values: Tensor,
     format: str,
@@ -421,11 +344,9 @@ def quantize_gradients(
 
     Raises RuntimeError for values that do not fit, and for an unknown format.
     """
-    return _ops.quantize_gradients(
-        values, format, chunks, chunk_numel, rounding=rounding, first_noise=first_noise
-    )
 
 
+@operator
 def sum_gradients(
     messages: Tensor, format: str, chunk_numel: int, out: Tensor, *, factor: float = 1.0
 ) -> None:
@@ -437,18 +358,17 @@ def sum_gradients(
 
     Raises RuntimeError for shapes that do not fit, ValueError for an unknown format.
     """
-    _ops.sum_gradients(messages, format, chunk_numel, out, factor=factor)
 
 
+@operator
 def formats() -> list[str]:
     """Names of all formats, without their options."""
-    return _ops.formats()
 
 
+@operator
 def backend_report() -> str:
     """One line per GEMM path taken so far in this process: format, direction, backend, count, and why if it
     is not a low-precision GEMM. `qshard.backend_report` says besides what the devices can."""
-    return _ops.backend_report()
 
 
 for _name in __all__:

@@ -1,11 +1,11 @@
 """The operators of rotary position embeddings; public as those of `qshard.ops`."""
 
-import torch
 from torch import Tensor
 
-_ops = torch.ops.qshard
+from qshard.operator_calls import operator
 
 
+@operator
 def rotary_embedding(
     input: Tensor,
     cos: Tensor,
@@ -29,11 +29,9 @@ def rotary_embedding(
     Autograd keeps cos and sin alone; the gradient has the memory layout of the result. RuntimeError for
     what does not fit.
     """
-    return _ops.rotary_embedding(
-        input, cos, sin, dim, interleaved=interleaved, inverse=inverse, stride=stride
-    )
 
 
+@operator
 def split_rotary_embedding(
     input: Tensor,
     cos: Tensor,
@@ -53,11 +51,9 @@ def split_rotary_embedding(
     Autograd keeps cos and sin alone; backward is join_rotary_embedding with the other `inverse`, whose one
     result the projection takes as it is. RuntimeError for what does not fit.
     """
-    return _ops.split_rotary_embedding(
-        input, cos, sin, heads, dim, interleaved=interleaved, inverse=inverse
-    )
 
 
+@operator
 def join_rotary_embedding(
     query: Tensor,
     key: Tensor,
@@ -73,6 +69,3 @@ def join_rotary_embedding(
     """The transpose of `split_rotary_embedding` by angles of the other sign, which is its inverse: queries
     and keys (., ., groups * heads, channels), turned, and values, in one contiguous tensor (., .,
     groups * sum(heads), channels). Any strides of what is given. Arguments as there."""
-    return _ops.join_rotary_embedding(
-        query, key, value, cos, sin, heads, dim, interleaved=interleaved, inverse=inverse
-    )

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-_ops = torch.ops.qshard
+from qshard.operator_calls import operator
 
 
+@operator
 def swiglu_mlp(
     input: Tensor,
     gate: Tensor,
@@ -46,29 +47,9 @@ def swiglu_mlp(
     Returns (..., outputs) in the dtype of `input`. No double backward. Raises RuntimeError for shapes,
     devices or formats that do not go together.
     """
-    return _ops.swiglu_mlp(
-        input,
-        gate,
-        up,
-        down,
-        gate_bias,
-        up_bias,
-        down_bias,
-        weight_only=weight_only,
-        format=format,
-        down_format=down_format,
-        gate_state=gate_state,
-        up_state=up_state,
-        down_state=down_state,
-        residual=residual,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        eps=eps,
-        rms=rms,
-        zero_centered_gamma=zero_centered_gamma,
-    )
 
 
+@operator
 def swiglu_linear_forward(
     gate: Tensor,
     up: Tensor,
@@ -89,11 +70,9 @@ def swiglu_linear_forward(
 
     Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """
-    return _ops.swiglu_linear_forward(
-        gate, up, weight, bias, keep_maxima, weight_only, format, weight_state, residual
-    )
 
 
+@operator
 def swiglu_linear_backward(
     grad: Tensor,
     gate: Tensor,
@@ -120,24 +99,9 @@ def swiglu_linear_backward(
 
     Raises RuntimeError for shapes that do not fit, and for codes where the device has no FP8 GEMM.
     """
-    return _ops.swiglu_linear_backward(
-        grad,
-        gate,
-        up,
-        weight,
-        maxima,
-        needs_weight,
-        rows,
-        columns,
-        joined,
-        grad_format,
-        weight_only,
-        grad_dtype,
-        format,
-        weight_state,
-    )
 
 
+@operator
 def swiglu_linear_backward_accumulate(
     grad: Tensor,
     gate: Tensor,
@@ -155,18 +119,3 @@ def swiglu_linear_backward_accumulate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`swiglu_linear_backward` that adds the weight's gradient to `weight_grad`, as
     `linear_backward_accumulate` does, and returns the others."""
-    return _ops.swiglu_linear_backward_accumulate(
-        grad,
-        gate,
-        up,
-        weight,
-        maxima,
-        weight_grad,
-        rows,
-        columns,
-        joined,
-        grad_format,
-        weight_only,
-        format,
-        weight_state,
-    )
