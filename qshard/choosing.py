@@ -75,13 +75,13 @@ class Choice:
             return
         hint = "check filter_fn"
         if self.tied:
-            hint = f"{_some([n for n, _ in self.tied])} shares its weight with an embedding; {_ASKS}"
+            hint = f"{some([n for n, _ in self.tied])} shares its weight with an embedding; {_ASKS}"
         raise ValueError(f"qshard.quantize_: no nn.Linear was chosen; {hint}")
 
     def say(self, recipe: str, is_rounded_to_nearest: bool) -> None:
         """Logs what was taken, and warns once of all that may surprise."""
         names = [name for name, _ in self.linears] + [name for name, *_ in self.further]
-        _log.info("quantize_: %d modules or parameters as %s: %s", len(names), recipe, _some(names, 8))
+        _log.info("quantize_: %d modules or parameters as %s: %s", len(names), recipe, some(names, 8))
         said = [*self._of_adapters(), *self._of_tables(is_default=self.filter_fn is None)]
         if self.filter_fn is None and self.parameter_fn is None:
             said += left_plain(
@@ -100,7 +100,7 @@ class Choice:
         adapters = [name for name, _ in self.linears if is_adapter(name)]
         if adapters:
             yield (
-                f"{_some(adapters)} look like LoRA adapters, small matrices that are trained in full "
+                f"{some(adapters)} look like LoRA adapters, small matrices that are trained in full "
                 "precision beside frozen weights; leave them out by filter_fn, or quantize the model "
                 "before the adapters are added"
             )
@@ -176,7 +176,7 @@ def left_plain(model: torch_nn.Module, hint: str) -> Iterator[str]:
                 left.append(f"{name}.{attribute}".lstrip("."))
     if left:
         yield (
-            f"{_some(left)} look like weights and were left plain: only those of nn.Linear are quantized. "
+            f"{some(left)} look like weights and were left plain: only those of nn.Linear are quantized. "
             f"{hint}"
         )
 
@@ -186,6 +186,7 @@ def warn_of_what_is_left(model: torch_nn.Module, hint: str) -> None:
         warnings.warn(f"qshard.quantize_: {said}", stacklevel=3)
 
 
-def _some(names, count=4):
+def some(names: list[str], count: int = 4) -> str:
+    """The first of names, for a message."""
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more

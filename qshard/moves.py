@@ -92,6 +92,13 @@ def _check_dtype(name, dtype):
 def with_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor like another one, of another local tensor, of any dtype. (`DTensor.from_local` would
     take one that FSDP2 offloads to CPU to the mesh's device.)"""
-    spec = copy.copy(like._spec)
-    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return distributed(local, like._spec)
+
+
+def distributed(local: torch.Tensor, spec) -> DTensor:
+    """A local tensor as a DTensor of a spec that is there, but for the dtype: as torch's to_local makes
+    gradients, in a tenth of from_local's time."""
+    spec = copy.copy(spec)
+    if local.dtype != spec.tensor_meta.dtype:  # FSDP2's mixed precision
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
     return DTensor(local, spec, requires_grad=False)

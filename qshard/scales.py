@@ -13,6 +13,7 @@ from qshard.checkpoint.boxes import Boxes, boxes_of, in_blocks
 from qshard.checkpoint.layouts import block_of
 from qshard.checkpoint.model import Entry
 from qshard.checkpoint.ranks import Ranks
+from qshard.state import copy_values
 
 ops = torch.ops.qshard
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the values of codes 0 to 7
@@ -162,10 +163,7 @@ class Restore:
 
     def __call__(self):
         """Quantizes once more what check() did: kept, all of it would be a second model."""
-        state = {name: tensor.clone() for name, tensor in ops._state(self.local).items()}
-        self.local.copy_(self._quantized(_values(self.local)))
-        for name, tensor in ops._state(self.local).items():
-            tensor.copy_(state[name])
+        copy_values(self.local, self._quantized(_values(self.local)))
 
     def _quantized(self, values):
         ones = torch.ones_like(values, dtype=torch.float64)

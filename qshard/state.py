@@ -125,6 +125,14 @@ def load(weight: torch.Tensor, state_dict: dict, weight_key: str) -> None:
             state_dict[key] = tensor
 
 
+def copy_values(weight: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies a quantized tensor into a weight, which keeps what its format remembers of training."""
+    state = {name: tensor.clone() for name, tensor in ops._state(weight).items()}
+    weight.copy_(source)
+    for name, tensor in ops._state(weight).items():
+        tensor.copy_(state[name])
+
+
 def set_rounding_key(weight: torch.Tensor, fqn: str) -> None:
     """Keys stochastic rounding with torch's seed and the parameter's name."""
     if "rounding" in ops._state(weight):

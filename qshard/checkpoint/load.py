@@ -10,7 +10,9 @@ from qshard.checkpoint import files, layouts
 from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import entries_of
 from qshard.checkpoint.ranks import Ranks
+from qshard.choosing import some
 from qshard.quantize import flush
+from qshard.state import copy_values
 
 ops = torch.ops.qshard
 _FUNCTION = "qshard.checkpoint.load_quantized"
@@ -72,15 +74,10 @@ def _checked_loads(entries, boxes, directory, ranks):
         loads.append(load)
     unused = sorted(set(reader.names) - used)
     if unused:
-        raise ValueError(f"the files hold {_some(unused)}, which this model has no place for")
+        raise ValueError(f"the files hold {some(unused)}, which this model has no place for")
     for load in loads:
         load.check_numbers()
     return loads
-
-
-def _some(names):
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
 
 
 def _check(reader, name, key, shapes, dtypes):
@@ -174,11 +171,7 @@ class _QuantizedLoad:
         if not self.is_aligned:  # the flush of all ranks quantizes them
             local.copy_(ops.dequantize(read, dtype=torch.float32)[window])
             return
-        state = {name: tensor.clone() for name, tensor in ops._state(local).items()}
-        local.copy_(read.narrow(0, window[0].start, self.box[0][1]))
-        # What the format remembers of training is the model's.
-        for name, tensor in ops._state(local).items():
-            tensor.copy_(state[name])
+        copy_values(local, read.narrow(0, window[0].start, self.box[0][1]))
 
     @property
     def _per_code(self):

@@ -4,7 +4,6 @@ The local part of a parameter is multiplied, and collectives on plain tensors st
 operator; DTensor is not asked in forward or backward.
 """
 
-import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +11,7 @@ from _qshard_placement import group_names
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from qshard.moves import distributed
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.shared import current_slot, shared
 
@@ -198,15 +198,6 @@ class _SummedPart(torch.autograd.Function):
             return None
         (group,) = group_names(ctx.spec.mesh)
         return distributed(collectives.all_reduced(grad, group) if group else grad, ctx.spec)
-
-
-def distributed(local, spec):
-    """A local tensor as a DTensor of a spec that is there, but for the dtype: as torch's to_local makes
-    gradients, in a tenth of from_local's time."""
-    spec = copy.copy(spec)
-    if local.dtype != spec.tensor_meta.dtype:  # FSDP2's mixed precision
-        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
-    return DTensor(local, spec, requires_grad=False)
 
 
 class OnOneRank(torch.autograd.Function):
