@@ -9,6 +9,15 @@ import torch.distributed as dist
 
 PARALLEL_MODES = (None, "column", "row")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+UNSUPPORTED = (  # by constructors
+    "delay_wgrad_compute",
+    "symmetric_ar_type",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+)
 
 
 def refuse(module: str, **arguments) -> None:
@@ -18,6 +27,11 @@ def refuse(module: str, **arguments) -> None:
             raise NotImplementedError(
                 f"qshard.nn.{module}: {name}={value!r} is not supported; leave it at its default"
             )
+
+
+def refuse_arguments(module: str, given: dict) -> None:
+    """The same of what a constructor was given, its locals()."""
+    refuse(module, **{name: given[name] for name in UNSUPPORTED if name in given})
 
 
 def refuse_context_parallelism(module: str, cp_group=None) -> None:

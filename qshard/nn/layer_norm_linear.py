@@ -8,7 +8,7 @@ from torch.nn import init
 
 from qshard.calls import runs_as_steps
 from qshard.nn import initial
-from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse
+from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse, refuse_arguments
 from qshard.nn.fused import norm_linear
 from qshard.nn.multiply import joined
 from qshard.nn.projection import Projection
@@ -69,16 +69,7 @@ class LayerNormLinear(Projection, torch.nn.Module):
         tp_mesh=None,
         weight_mesh=None,
     ):
-        refuse(
-            "LayerNormLinear",
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            delay_wgrad_compute=delay_wgrad_compute,
-            symmetric_ar_type=symmetric_ar_type,
-        )
+        refuse_arguments("LayerNormLinear", locals())
         check_choice("LayerNormLinear", "normalization", normalization, NORMALIZATIONS)
         if parallel_mode == "row":
             raise NotImplementedError(

@@ -13,7 +13,7 @@ from qshard.nn.activations import ACTIVATIONS, check_params, is_gated
 from qshard.nn.arguments import (
     NORMALIZATIONS,
     check_choice,
-    refuse,
+    refuse_arguments,
     rng_fork,
 )
 from qshard.nn.base import Initialized, returned
@@ -88,16 +88,7 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
         tp_mesh=None,
         weight_mesh=None,
     ):
-        refuse(
-            "LayerNormMLP",
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-            delay_wgrad_compute=delay_wgrad_compute,
-            symmetric_ar_type=symmetric_ar_type,
-        )
+        refuse_arguments("LayerNormMLP", locals())
         check_choice("LayerNormMLP", "normalization", normalization, NORMALIZATIONS)
         check_choice("LayerNormMLP", "activation", activation, ACTIVATIONS)
         check_params("LayerNormMLP", activation, activation_params)

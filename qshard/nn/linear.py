@@ -9,7 +9,7 @@ from qshard.calls import runs_as_steps
 from qshard.functional import linear_under_transforms
 from qshard.module_state import NamedState
 from qshard.nn import initial
-from qshard.nn.arguments import refuse
+from qshard.nn.arguments import refuse, refuse_arguments
 from qshard.nn.multiply import joined
 from qshard.nn.projection import Projection
 from qshard.tensor_parallel import stock
@@ -100,16 +100,7 @@ class Linear(Projection, NamedState, torch.nn.Linear):
         tp_mesh=None,
         weight_mesh=None,
     ):
-        refuse(
-            "Linear",
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-            delay_wgrad_compute=delay_wgrad_compute,
-            symmetric_ar_type=symmetric_ar_type,
-        )
+        refuse_arguments("Linear", locals())
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.add_projection(

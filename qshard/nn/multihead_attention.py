@@ -7,11 +7,7 @@ from torch import Tensor, nn
 
 from qshard.calls import does_forward_alone, runs_as_steps
 from qshard.nn import initial
-from qshard.nn.arguments import (
-    NORMALIZATIONS,
-    check_choice,
-    refuse,
-)
+from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse, refuse_arguments
 from qshard.nn.dot_product_attention import DotProductAttention, check_heads
 from qshard.nn.l2_normalization import L2Normalization
 from qshard.nn.layer_norm import LayerNorm
@@ -99,14 +95,7 @@ class MultiheadAttention(DeviceMeshes, nn.Module):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
     ):
-        refuse(
-            "MultiheadAttention",
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-        )
+        refuse_arguments("MultiheadAttention", locals())
         ranks = check_ranks("MultiheadAttention", tp_group, tp_size)
         check_choice("MultiheadAttention", "attention_type", attention_type, ("self", "cross"))
         check_choice("MultiheadAttention", "normalization", normalization, NORMALIZATIONS)
