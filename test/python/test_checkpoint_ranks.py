@@ -63,4 +63,6 @@ def run_on_a_part(program, ranks):
 @pytest.mark.parametrize("kind", MESHES)
 @on_worlds(5)
 def test_a_mesh_is_a_part_of_the_world(world, kind, program):
+    if program is save_and_load:
+        pytest.importorskip("safetensors")
     world.run(run_on_a_part, program, MESHES[kind])
