@@ -9,8 +9,8 @@ from dist_helpers import device, full_mesh, on_worlds
 from dist_models import DELAYED, RECIPES
 from test_tensor_parallel_gather import Sent
 from test_tensor_parallel_modules import TOLERANCE, Quantized
-from test_tensor_parallel_values import refused
 from test_tensor_parallel_training import batch, full_grad
+from test_tensor_parallel_values import refused
 from test_wgrad_accumulation import added
 from torch import nn
 from torch.distributed.fsdp import fully_shard
