@@ -240,11 +240,8 @@ at::Tensor written_by_rank(const std::vector<BufferPtr>& buffers,
       rows[static_cast<int64_t>(i - begin)][rank] = is_written[i] ? 2 : 1;
     }
     if (buffers[begin]->device().is_meta()) continue;
-    // One group after another, so that all ranks of the mesh see the same and fail together.
     auto words = rows.to(device);
-    if (groups.shard) groups.shard->all_reduce_max(words);
-    for (const RankGroupPtr& group : groups.tensor) group->all_reduce_max(words);
-    for (const RankGroupPtr& group : groups.replicas) group->all_reduce_max(words);
+    groups.all_reduce_max(words);
     rows.copy_(words);
   }
   return all;

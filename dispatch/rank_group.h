@@ -46,6 +46,14 @@ struct Groups {
   std::vector<RankGroupPtr> replicas;  // hold the same rows, and see other activations
 
   bool operator==(const Groups&) const = default;
+
+  /// MAX over the ranks of all, in place, on int32. One group after the other, so that all ranks of
+  /// a mesh see the same and fail together.
+  void all_reduce_max(const at::Tensor& bits) const {
+    if (shard) shard->all_reduce_max(bits);
+    for (const RankGroupPtr& group : tensor) group->all_reduce_max(bits);
+    for (const RankGroupPtr& group : replicas) group->all_reduce_max(bits);
+  }
 };
 
 /// A number for these groups, by c10d names, to be handed to operators; 0 for none at all. Asked

@@ -210,9 +210,7 @@ class Requantization {
       keys.push_back(buffer->scaling_state().rounding.to(batch_.device));
     }
     const at::Tensor agreed = at::stack(keys);
-    if (groups.shard) groups.shard->all_reduce_max(agreed);
-    for (const RankGroupPtr& group : groups.tensor) group->all_reduce_max(agreed);
-    for (const RankGroupPtr& group : groups.replicas) group->all_reduce_max(agreed);
+    groups.all_reduce_max(agreed);
     for (size_t i = 0; i < buffers.size(); ++i) {
       buffers[i]->scaling_state().rounding.copy_(agreed[static_cast<int64_t>(i)]);
     }

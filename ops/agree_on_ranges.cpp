@@ -132,12 +132,9 @@ class Agreement {
   }
 
   void reduce() {
-    const Groups& groups = meeting_.groups;
-    const Tensor bits = vector_.words().view(at::kInt);
-    if (groups.shard) groups.shard->all_reduce_max(bits);
-    for (const RankGroupPtr& group : groups.tensor) group->all_reduce_max(bits);
-    if (!meeting_.is_step || delayed_.empty()) return;
-    for (const RankGroupPtr& group : groups.replicas) group->all_reduce_max(bits);
+    Groups groups = meeting_.groups;
+    if (delayed_.empty()) groups.replicas.clear();  // they have the same values
+    groups.all_reduce_max(vector_.words().view(at::kInt));
   }
 
   /// Whether steps were of weights on other ranks. Where this one knows, it does not wait for the
@@ -326,10 +323,7 @@ std::vector<int64_t> agree_on_histories(at::TensorList amax_history, at::IntArra
     histories.push_back(collected(history));
   }
   if (!rows.empty()) at::_foreach_copy_(rows, histories);
-  const Tensor bits = vector.words().view(at::kInt);
-  if (ranks.shard) ranks.shard->all_reduce_max(bits);
-  for (const RankGroupPtr& group : ranks.tensor) group->all_reduce_max(bits);
-  for (const RankGroupPtr& group : ranks.replicas) group->all_reduce_max(bits);
+  ranks.all_reduce_max(vector.words().view(at::kInt));
   if (!rows.empty()) at::_foreach_copy_(histories, rows);
   const auto is_most = [](int64_t level) { return level == kWasStepped; };
   if (std::all_of(levels.begin(), levels.end(), is_most)) return levels.vec();  // without waiting
