@@ -104,8 +104,8 @@ class Unit:
         for place, dynamic in dynamics:
             sends_codes = may_send_codes and _is_same_when_quantized_again(dynamic)
             if sends_codes or dynamic.state:
-                grid = _grid_numel(dynamic.format, place.shape)
-                own, amax = torch.zeros(2, grid, device=self.handle.device)
+                like = ops.quantize(torch.empty(place.shape, device="meta"), dynamic.format)
+                own, amax = torch.zeros(2, ops.scale_inv(like).numel(), device=self.handle.device)
                 where = place.start, *place.shape, place.index
                 found.append(_Weight(dynamic, *where, sends_codes, own, amax))
                 dynamic.managed = True
@@ -144,23 +144,26 @@ class Unit:
         shard = getattr(self.flat, "_local_shard", None)  # FSDP1 makes it in the first forward
         return (*(t._version for t in tensors), 0 if shard is None else shard._version)
 
-    def parts(self, stepped, is_forward):
-        """(this rank's values of a weight, where they begin in it, whether its amaxes are known, what is known of
-        a step, groups) of each. Amaxes are known until a version moves, but not over a step: fused
-        optimizers move none."""
-        is_step = bool(stepped) or self.is_stepped_in_backward
-        is_known = is_forward and not is_step and self.seen == self.versions()
-        groups = self.groups if is_step or self.is_sharded else 0
+    def is_known(self, is_step, is_forward):
+        """Whether this rank's amaxes are those of its values: until a version moves, but not over a step, as
+        fused optimizers move none."""
+        return is_forward and not is_step and self.seen == self.versions()
+
+    def own_parts(self):
+        """This rank's values of each weight, and where they begin in it."""
         shard, first = self.local_shard().detach(), self.rank * self.shard_numel
+        ranges = [flat_parameters.range_on(self.rank, self.shard_numel, w.start, w.end) for w in self.weights]
+        values = [shard[begin - first : end - first] for begin, end in ranges]
+        starts = [begin - w.start if begin < end else 0 for w, (begin, end) in zip(self.weights, ranges)]
+        return values, starts
+
+    def steps(self, stepped):
+        """What is known of a step of each weight."""
         for weight in self.weights:
-            begin, end = flat_parameters.range_on(self.rank, self.shard_numel, weight.start, weight.end)
-            values, start = shard[:0], 0
-            if begin < end and not is_known:
-                values, start = shard[begin - first : end - first], begin - weight.start
-            step = NOT_OF_IT if is_step else NO_STEP
-            if is_step and weight.dynamic.state and self.is_stepped(weight, stepped):
-                step = STEPPED if weight.dynamic.gradient.is_reached else PERHAPS
-            yield values, start, is_known, step, groups
+            if weight.dynamic.state and self.is_stepped(weight, stepped):
+                yield STEPPED if weight.dynamic.gradient.is_reached else PERHAPS
+            else:
+                yield NOT_OF_IT
 
     def is_called_alone(self):
         """Whether a gather is neither of the root's forward, before which the ranks have met, nor of a
@@ -223,11 +226,6 @@ def _is_same_when_quantized_again(dynamic):
     return dynamic.format.partition("[")[0] in ("float8_tensorwise", "float8_blockwise")
 
 
-def _grid_numel(format, shape):
-    rows, cols = shape
-    return -(-rows // 128) * -(-cols // 128) if format.startswith("float8_blockwise") else 1
-
-
 def is_in_backward():
     return torch._C._current_graph_task_id() != -1
 
@@ -242,20 +240,29 @@ def agree(units, stepped=(), found_inf=None, is_forward=False):
 
     stepped: ids of the parameters that an optimizer step was of; the others' values were written
         otherwise, if at all. is_forward: before a forward, not after a step or a load."""
-    due = []
+    changed, weights, values, starts, are_known, steps, groups = [], [], [], [], [], [], []
     for unit in units:
         unit.follow()
-        meets = bool(stepped) or unit.is_stepped_in_backward or unit.is_sharded
+        is_step = bool(stepped) or unit.is_stepped_in_backward
+        meets, is_known = is_step or unit.is_sharded, unit.is_known(is_step, is_forward)
         # What is whole has the same values on all ranks.
-        if unit.weights and (meets or not is_forward or unit.seen != unit.versions()):
-            due.append(unit)
-    weights = [weight for unit in due for weight in unit.weights]
+        if not unit.weights or (is_known and not meets):
+            continue
+        numel = len(unit.weights)
+        weights += unit.weights
+        if is_known:
+            own = [torch.empty(0, dtype=unit.local_shard().dtype)] * numel, [0] * numel
+        else:
+            own = unit.own_parts()
+            changed.append(unit)
+        values += own[0]
+        starts += own[1]
+        are_known += [is_known] * numel
+        steps += unit.steps(stepped) if is_step else [NO_STEP] * numel
+        groups += [unit.groups if meets else 0] * numel
     if weights:
-        for unit in due:
-            for weight in unit.weights:
-                weight.dynamic.move_state(unit.handle.device)
-        parts = [part for unit in due for part in unit.parts(stepped, is_forward)]
-        values, starts, are_known, steps, groups = map(list, zip(*parts))
+        for weight in weights:
+            weight.dynamic.move_state(weight.amax.device)
         is_stepped = ops._agree_on_ranges(
             values,
             [weight.dynamic.format for weight in weights],
@@ -271,7 +278,7 @@ def agree(units, stepped=(), found_inf=None, is_forward=False):
         for weight, is_step in zip(weights, is_stepped):
             if is_step:
                 weight.dynamic.gradient.is_reached = False
-    for unit in due:
+    for unit in changed:
         unit.seen = unit.versions()
     for unit in units:
         unit.is_stepped_in_backward = False
