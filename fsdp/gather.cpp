@@ -258,6 +258,12 @@ void set_rounding_key_op(const Tensor& self, int64_t key) {
 
 void mark_written(const Tensor& self) { buffer_of(self).written(); }
 
+/// What a linear of these weights is about to ask, before it sends anything: an error where codes
+/// wait for a flush that other ranks take part in.
+void check_codes_can_be_read(at::TensorList self) {
+  for (const Tensor& weight : self) require_shown(impl_of(weight).buffer(), "qshard::linear");
+}
+
 /// written_by_rank() of shards, and of the originals of offloaded ones. Those with a gradient count
 /// as written, as in flush_after_step(). Empty where a CUDA graph is captured, which cannot wait
 /// for an answer.
@@ -302,6 +308,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_state_names_of_master", &state_names_of_master, Takes::kAnything>(m);
   implement<"_set_rounding_key", &set_rounding_key_op, Takes::kAnything>(m);
   implement<"_mark_written", &mark_written, Takes::kAnything>(m);
+  implement<"_check_codes_can_be_read", &check_codes_can_be_read, Takes::kEachDevice>(m);
   implement<"_written_by_rank", &written_by_rank_op, Takes::kAnything>(m);
 }
 

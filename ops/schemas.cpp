@@ -220,6 +220,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_state_names_of_master(Tensor self) -> str[]");
   m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");
+  m.def("_check_codes_can_be_read(Tensor[] self) -> ()");
   m.def("_written_by_rank(Tensor[] self, bool[] has_grad, int rank, int world) -> Tensor");
   m.def("_copy_buffer(Tensor self) -> Tensor");
   m.def("_copy_to(Tensor self, ScalarType dtype, Device device) -> Tensor");

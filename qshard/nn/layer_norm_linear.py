@@ -123,7 +123,8 @@ class LayerNormLinear(Projection, torch.nn.Module):
         gamma, beta, enter = self.layer_norm_weight, self.layer_norm_bias, None
         if parallel is not None:
             gamma, beta = parallel.replicated(gamma), parallel.replicated(beta)
-            enter = functools.partial(parallel.enter, format=self.message_format)
+            read = [getattr(self, name) for name in self.weight_names]
+            enter = functools.partial(parallel.enter, format=self.message_format, weights=read)
         norm = self.normalization, gamma, beta, self.eps, self.zero_centered_gamma
         multiply = self.multiply(is_first_microbatch)
         weights, biases = self.parameters_to_multiply()

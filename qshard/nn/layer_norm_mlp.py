@@ -212,7 +212,8 @@ class LayerNormMLP(Initialized, DeviceMeshes, torch.nn.Module):
         parallel, row = self._qshard.parallel, None
         if parallel is not None:
             gamma, beta = parallel.replicated(gamma), parallel.replicated(beta)
-            enter = functools.partial(parallel.enter, format=self.message_format)
+            read = [*(weight for weight, _ in first), second[0]]
+            enter = functools.partial(parallel.enter, format=self.message_format, weights=read)
             row = parallel.in_mode("row" if self.is_parallel else None)
             first, second = [parallel.local(*pair) for pair in first], row.local(*second)
         output, normed = norm_mlp(

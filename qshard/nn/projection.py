@@ -89,7 +89,7 @@ class Projection(Initialized, DeviceMeshes):
         if parallel is None:
             return multiply_parts(multiply, x, *self.parameters_to_multiply())
         parallel.check_output(x)
-        x = parallel.enter(x, self.message_format)
+        x = parallel.enter(x, self.message_format, [getattr(self, name) for name in self.weight_names])
         parts = multiply_parts(multiply, x, *self.parameters_to_multiply())
         if parallel.mode == "row":
             parts = [joined(parts)]  # one collective

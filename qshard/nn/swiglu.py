@@ -9,6 +9,7 @@ from qshard.calls import does_forward_alone
 from qshard.nn.fused import swiglu_mlp
 from qshard.nn.linear import Linear
 from qshard.nn.multiply import Multiply
+from qshard.tensor_parallel.local import check_can_be_read
 
 
 def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor | None:
@@ -33,6 +34,7 @@ def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tens
         return swiglu_mlp(x, multiply, *((linear.weight, linear.bias) for linear in linears))
     if not _styles_meet(gate, up, down):
         return None
+    check_can_be_read([linear.weight for linear in linears])
     x = gate._qshard.style.enter(gate, x)
     down._qshard.parallel.check_output(x)
     y = swiglu_mlp(x, multiply, *(l._qshard.parallel.local(l.weight, l.bias) for l in linears))

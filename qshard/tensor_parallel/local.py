@@ -7,6 +7,7 @@ operator; DTensor is not asked in forward or backward.
 from dataclasses import dataclass, replace
 
 import torch
+from _qshard_hooks import is_quantized, local_of
 from _qshard_placement import group_names
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -15,6 +16,7 @@ from qshard.moves import distributed
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.shared import current_slot, shared
 
+ops = torch.ops.qshard
 _library = torch.library.Library("qshard", "FRAGMENT")
 _library.define("_local_parts(Tensor parameter, Tensor grad) -> Tensor[]")
 
@@ -58,9 +60,9 @@ class TensorParallel:
         dim = MODES[self.mode]
         return Shard(dim) if dim is not None and dim < parameter.dim() else Replicate()
 
-    def enter(self, x, format):
+    def enter(self, x, format, weights):
         """The input of the local linear of what the module is given. format: of the weight, by which the
-        input is quantized, or None."""
+        input is quantized, or None. weights: that the module then reads."""
         _refuse_transforms()
         if isinstance(x, DTensor):
             raise TypeError(
@@ -72,6 +74,7 @@ class TensorParallel:
         if self.sequence_dim is None:
             make = lambda: collectives.copy_to_ranks(x, self.group)  # noqa: E731
         else:
+            check_can_be_read(weights)
             dim, format = self._dim(x), format or ""
             make = lambda: collectives.gather_input(x, dim, format, self.group, self.ranks)  # noqa: E731
         return shared(x, (self, format), make)
@@ -147,6 +150,16 @@ def _refuse_transforms():
         raise NotImplementedError(
             "qshard.nn: torch.func's transforms are not supported over tensor parallelism; use autograd"
         )
+
+
+def check_can_be_read(weights):
+    """Raises, on all ranks and before anything is sent, where one was written and its codes wait for
+    the flush that all ranks take part in: the linear would say so after the ranks have gathered its
+    input."""
+    if torch.compiler.is_compiling():
+        return
+    parts = [local_of(weight) for weight in weights]
+    ops._check_codes_can_be_read([part for part in parts if is_quantized(part)])
 
 
 def local_part(parameter: torch.Tensor, is_summed: bool = False) -> torch.Tensor:

@@ -12,7 +12,7 @@ the input alone is redistributed, the one operator runs on local tensors, and it
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from qshard.tensor_parallel.local import OnOneRank, local_part
+from qshard.tensor_parallel.local import OnOneRank, check_can_be_read, local_part
 from qshard.tensor_parallel.shared import shared
 
 _linear = torch.ops.qshard.linear.default
@@ -40,6 +40,7 @@ def linear(module, input, how):
         wanted = result = input_grad = given if is_kept else Replicate()
         weight_grad = Partial() if wanted.is_shard() else placement
     if input.placements != (wanted,):
+        check_can_be_read((weight,))
         input = input.redistribute(placements=(wanted,))
     if bias is not None:
         # The bias of a sharded output's rows, or of all.

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import style as stock
 from qshard import module_state
 from qshard.calls import count_hooks
 from qshard.tensor_parallel import collectives
-from qshard.tensor_parallel.local import TensorParallel
+from qshard.tensor_parallel.local import TensorParallel, check_can_be_read
 from qshard.tensor_parallel.shared import shared
 
 
@@ -102,10 +102,11 @@ class ColwiseParallel(stock.ColwiseParallel):
                 return shared(x, (), lambda: x.to_local(grad_placements=(Partial(),)))
 
             def enter():
-                return parallel.enter(_local(x, input_layouts, "ColwiseParallel"), format)
+                given = _local(x, input_layouts, "ColwiseParallel")
+                return parallel.enter(given, format, (mod.weight,))
 
             return shared(x, (parallel, format), enter)
-        return parallel.enter(x, format)
+        return parallel.enter(x, format, (mod.weight,))
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
@@ -189,6 +190,7 @@ class PrepareModuleInput(stock.PrepareModuleInput):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         if isinstance(input, DTensor):
             input = _local(input, (input_layout,), "PrepareModuleInput")
+        check_can_be_read(_weights_over(mesh, self._module))
         parallel = TensorParallel.over(mesh, "column", input_layout.dim)
         if torch.compiler.is_compiling():
             # Dynamo traces a backward for a gradient that is placed as the output is, and this one may
@@ -255,6 +257,12 @@ def _is_of_tokens(layout, ndim):
 def _runs_locally(module):
     state = module_state.current(module)
     return state.weight_format is not None and state.parallel is not None
+
+
+def _weights_over(mesh, module):
+    """Those that a forward of the module reads as they are: FSDP2's are flushed when they are gathered."""
+    weights = [child.weight for child in module.modules() if _runs_locally(child)]
+    return [w for w in weights if isinstance(w, DTensor) and w.device_mesh == mesh]
 
 
 def _common_format(module):

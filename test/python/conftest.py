@@ -133,7 +133,7 @@ BUDGETS_S = {
     "test_dynamic_optimizers": 45,
     "test_effects": 60,  # Inductor's first compilation
     "test_expert_meshes": 60,
-    "test_first_use": 60,
+    "test_first_use": 90,
     "test_fsdp1": 60,
     "test_fsdp1_gather": 45,
     "test_fsdp1_state": 45,

@@ -7,13 +7,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_worlds, shared_folder
-from dist_models import batch, check_gathered, collectives, full_value, local
+from dist_models import RECIPES, batch, check_gathered, collectives, full_value, local
 from forked import outcome
 from helpers import FORMATS, assert_same, fit, ops, quantized_alike, value, weight
 from test_adoption_sharded import sharded
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from tp_models import build, replicated
 
 import qshard
+from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
@@ -143,3 +146,81 @@ def run_refused(fmt, name):
 @on_worlds(2)
 def test_what_cannot_be_read_is_refused_before_any_collective(world, fmt, name):
     world.run(run_refused, fmt, name)
+
+
+# ----------------------------------------------------------------- sequence parallelism
+
+# A gather of tokens stands before the linear: what its module then reads is looked at before that.
+
+
+class Gated(torch.nn.Module):
+    """A SwiGLU MLP of linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def styled(plan):
+    """A model of linears, and a parallelize_module of qshard's styles."""
+
+    def make(mesh):
+        model = Gated().to(device())
+        tokens = {"input_layouts": Shard(1)}
+        column, first = ColwiseParallel(**tokens), ColwiseParallel(**tokens)
+        whole = {"desired_input_layouts": Replicate(), "use_local_output": False, **tokens}
+        plans = {
+            "column": {"gate": first, "up": column, "down": RowwiseParallel(output_layouts=Shard(1))},
+            "prepared": {
+                "": PrepareModuleInput(**whole),
+                "gate": ColwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        }
+        return parallelize_module(model, mesh, plans[plan])
+
+    return make
+
+
+def constructed(make, **sizes):
+    return lambda mesh: make(**sizes, tp_mesh=mesh, sequence_parallel=True, device=device())
+
+
+COLUMN = {"in_features": DIM, "out_features": HIDDEN, "parallel_mode": "column"}
+MLP = {"hidden_size": DIM, "ffn_hidden_size": HIDDEN, "set_parallel_mode": True}
+# By name: what makes the model, and the weights that a forward refuses before it sends anything.
+GATHERING = {
+    "Linear": (constructed(qshard.nn.Linear, **COLUMN), ("weight",)),
+    "LayerNormLinear": (constructed(qshard.nn.LayerNormLinear, **COLUMN), ("weight",)),
+    "LayerNormMLP": (constructed(qshard.nn.LayerNormMLP, **MLP), ("fc1_weight", "fc2_weight")),
+    "ColwiseParallel": (styled("column"), ("gate.weight",)),
+    "PrepareModuleInput": (styled("prepared"), ("gate.weight", "up.weight", "down.weight")),
+}
+
+
+def run_refused_by_module(fmt, kind):
+    make, names = GATHERING[kind]
+    model = make(full_mesh(names=("tp",)))
+    qshard.quantize_(model, RECIPES[fmt], filter_fn=lambda *_: True)
+    x = inputs(8).chunk(2, 1)[torch.distributed.get_rank()].contiguous()
+    x = x if kind in ("ColwiseParallel", "PrepareModuleInput") else x.transpose(0, 1).contiguous()
+    for name in names:
+        model(x)
+        with torch.no_grad():
+            local(model.get_parameter(name)).mul_(2)
+        with collectives() as calls, pytest.raises(RuntimeError, match="qshard.flush"):
+            model(x)
+        assert not calls, (name, calls)
+        qshard.flush(model)
+
+
+@pytest.mark.parametrize("kind", GATHERING)
+@pytest.mark.parametrize("fmt", ["float8_tensorwise", "nvfp4"])
+@on_worlds(2)
+def test_what_cannot_be_read_is_refused_before_tokens_are_gathered(world, fmt, kind):
+    world.run(run_refused_by_module, fmt, kind)

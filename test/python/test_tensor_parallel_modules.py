@@ -330,7 +330,7 @@ def run_sharing():
             enter = getattr(model, name).project
 
             def project(x, *args, linear=getattr(model, name), enter=enter):
-                entered = linear._qshard.parallel.enter(x, linear.message_format)
+                entered = linear._qshard.parallel.enter(x, linear.message_format, ())
                 seen.append(entered)
                 made.append(ops._shares_input_codes(entered))
                 return enter(x, *args)
@@ -348,21 +348,21 @@ def run_sharing():
             model(x)
         assert seen[0] is not seen[1] and shared.current_slot().last is None
         normed = model.norm(x)
-        first = model.q._qshard.parallel.enter(normed, "float8_blockwise")
+        first = model.q._qshard.parallel.enter(normed, "float8_blockwise", ())
         # Nothing refers to the input, which may be swapped. What was made of it goes with it.
         assert shared.current_slot().last is not None
         assert weakref.getweakrefcount(normed) == 0 and not normed.__dict__
         if sequence_parallel:  # else it is a view of the input, and keeps that
             other = torch.zeros_like(normed)
             torch.utils.swap_tensors(normed, other)
-            assert model.q._qshard.parallel.enter(other, "float8_blockwise") is first
+            assert model.q._qshard.parallel.enter(other, "float8_blockwise", ()) is first
             del other
             assert shared.current_slot().last is None
             normed = model.norm(x)
-            first = model.q._qshard.parallel.enter(normed, "float8_blockwise")
+            first = model.q._qshard.parallel.enter(normed, "float8_blockwise", ())
         with torch.no_grad():
             normed.mul_(2)
-        assert model.q._qshard.parallel.enter(normed, "float8_blockwise") is not first
+        assert model.q._qshard.parallel.enter(normed, "float8_blockwise", ()) is not first
 
 
 @on_worlds(2)
