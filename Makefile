@@ -6,6 +6,7 @@
 #   ARCHITECTURES="90a-real;100"   machine code for these GPUs; else for this machine's, or all
 #
 # make test-clients: with the packages named below; NEWEST=1: with their newest versions on PyPI.
+#   TORCH=2.15.0: with torchtitan 0.3 in the place of 0.2.
 # make docs: build/docs/index.html; warnings are errors.
 # make wheel: build/wheels/qshard-…+torch2.11.cu130-….whl, named after what it was built for.
 
@@ -23,11 +24,14 @@ export PATH := $(BIN):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# torchtitan 0.2 runs with torch 2.11, and 0.3 needs torch 2.15.
+TORCHTITAN := $(if $(filter 2.11%,$(TORCH)),0.2.2,0.3.0)
+
 # What the tests of clients run with (test/python/clients): those of make test, and what
 # make test-clients adds.
 CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21.* \
   compressed-tensors==0.20.*
-MORE_CLIENTS := torchtitan==0.2.2 lightning==2.6.* torchao==0.18.* nvidia-modelopt==0.47.* \
+MORE_CLIENTS := torchtitan==$(TORCHTITAN) lightning==2.6.* torchao==0.18.* nvidia-modelopt==0.47.* \
   bitsandbytes==0.50.* trl==1.16.*
 
 .PHONY: test demo build wheel docs format-check unit-test asan-test python-test test-clients clean

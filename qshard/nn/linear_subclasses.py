@@ -17,6 +17,11 @@ Multiplies = module_state.ModuleState  # by this name pickles of earlier version
 def _forward(self, input: torch.Tensor) -> torch.Tensor:
     state = module_state.current(self)
     if state.weight_format is None:
+        if state.awaits is not None:
+            raise RuntimeError(
+                "qshard: a converter of torchtitan chose this linear, whose weight is still plain; set "
+                "model_spec.parallelize_fn = qshard_parallelize(model_spec.parallelize_fn)"
+            )
         return F.linear(input, self.weight, self.bias)
     if state.dynamic is not None:
         return state.dynamic.linear(self, input, state)

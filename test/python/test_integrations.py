@@ -8,7 +8,7 @@ import qshard
 
 
 def test_a_torchtitan_of_another_version_is_named(tmp_path):
-    """0.3 has no job_config, and its converters change a config before there is a model."""
+    """One that has neither of the parts by which the two known versions are told."""
     for folder in ("torchtitan", "torchtitan/config"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").write_text("")
@@ -19,4 +19,4 @@ def test_a_torchtitan_of_another_version_is_named(tmp_path):
         env={**os.environ, "PYTHONPATH": path, "QSHARD_LIBRARY": qshard.library_path()},
     )
     assert done.returncode != 0
-    assert "the converter is for torchtitan 0.2. With 0.3 call qshard.quantize_" in done.stderr
+    assert "neither torchtitan.config.job_config, as 0.2, nor torchtitan.config.conf" in done.stderr

@@ -1,0 +1,40 @@
+"""What the converters of both versions of torchtitan let users choose."""
+
+import qshard
+
+_RECIPES = {
+    "float8_tensorwise": qshard.Float8CurrentScaling,
+    "float8_delayed": qshard.DelayedScaling,
+    "float8_blockwise": qshard.Float8BlockScaling,
+    "mxfp8": qshard.MXFP8BlockScaling,
+    "nvfp4": qshard.NVFP4BlockScaling,
+}
+
+
+def check(options) -> None:
+    """Raises ValueError for a recipe that there is not."""
+    if options.recipe not in _RECIPES:
+        raise ValueError(
+            f"quantize.qshard: recipe must be one of {', '.join(_RECIPES)}, not {options.recipe!r}"
+        )
+
+
+def recipe_of(options):
+    """The recipe that a converter's options name."""
+    is_delayed = options.recipe == "float8_delayed"
+    more = dict(amax_history_len=options.amax_history_len) if is_delayed else {}
+    return _RECIPES[options.recipe](**more)
+
+
+def arguments(options) -> dict:
+    """What quantize_ is given beside the recipe and which weights to take."""
+    return dict(
+        keep_master=options.keep_master,
+        weight_only=options.weight_only,
+        stochastic_rounding=options.stochastic_rounding,
+        persistent_state=False,
+    )
+
+
+def is_kept_plain(options, name: str) -> bool:
+    return any(part in name for part in options.filter_fqns)

@@ -1,0 +1,125 @@
+"""torchtitan 0.3, whose converters change a model's configuration: its debug models, optimizers and
+checkpoints, on two ranks, with quantized weights and beside plain twins."""
+
+import pytest
+import torch
+from dist_helpers import on_worlds, shared_folder
+from titan_jobs import (
+    TABLE,
+    Job,
+    assert_close,
+    configured,
+    on_cpu,
+    resumes,
+    trains_beside_a_plain_twin,
+    trains_compiled,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_worlds(2, devices=("cpu",))
+def test_llama3_under_fsdp(world, recipe):
+    results = world.run(trains_beside_a_plain_twin, "llama3", {"recipe": recipe}, 10, {})
+    assert_close(results, 0.05 if recipe == "nvfp4" else 0.01)
+
+
+HYBRID = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
+TENSOR = {"tensor_parallel_degree": 2}
+NO_SEQUENCE = {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}
+PARTIAL = {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"}
+
+
+@pytest.mark.parametrize("recipe", ["float8_delayed", "float8_blockwise"])
+@pytest.mark.parametrize("parallelism", [HYBRID, TENSOR, NO_SEQUENCE, PARTIAL])
+@on_worlds(2, devices=("cpu",))
+def test_llama3_on_other_meshes(world, parallelism, recipe):
+    sections = {"parallelism": parallelism}
+    assert_close(world.run(trains_beside_a_plain_twin, "llama3", {"recipe": recipe}, 3, sections), 0.01)
+
+
+WITHOUT_MASTERS = {"recipe": "nvfp4", "keep_master": False, "stochastic_rounding": True}
+
+
+@pytest.mark.parametrize(
+    "quantization, sections",
+    [
+        ({"recipe": "float8_delayed"}, {}),
+        ({"recipe": "float8_delayed"}, {"parallelism": TENSOR}),
+        ({**WITHOUT_MASTERS, "checkpoint_scales": True}, {}),
+    ],
+)
+@on_worlds(2, devices=("cpu",))
+def test_llama3_resumes_bit_for_bit(world, quantization, sections):
+    world.run(resumes, "llama3", quantization, sections)
+
+
+@pytest.mark.parametrize("parallelism, backend", [({}, "inductor"), (TENSOR, "aot_eager")])
+@on_worlds(2, devices=("cpu",))
+def test_compiled_blocks_train_as_eager_ones(world, parallelism, backend):
+    world.run(trains_compiled, "llama3", {"parallelism": parallelism}, backend)
+
+
+def checkpointed(policy):
+    """(losses, products that ran) with a policy and without."""
+    with on_cpu():
+        import torchtitan.distributed.activation_checkpoint as stock
+
+    results = []
+    for policy_config in (None, getattr(stock, policy).Config()):
+        with shared_folder() as folder, Products() as products:
+            config = configured("llama3", quantization={}, activation_checkpoint=policy_config)
+            job = Job(config, folder, dims=results[0][2] if results else None)
+            results.append((job.train(range(2)), products.count, job.dims))
+            assert job.plain_names() == TABLE
+    return [result[:2] for result in results]
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of quantized linears in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.qshard.linear_forward.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", ["SelectiveAC", "FullAC"])
+@on_worlds(2, devices=("cpu",))
+def test_selective_checkpointing_computes_no_quantized_linear_again(world, policy):
+    for (losses, once), (again_losses, count) in world.run(checkpointed, policy):
+        assert losses == again_losses
+        # Each of two steps has 8 chunks of the head, outside of what is checkpointed.
+        blocks = once - 2 * 8
+        assert blocks > 0 and count == once + (0 if policy == "SelectiveAC" else blocks)
+
+
+def refused(sections, match):
+    with shared_folder() as folder, pytest.raises(NotImplementedError, match=match):
+        Job(configured("llama3", quantization={}, **sections), folder)
+
+
+@on_worlds(2, devices=("cpu",))
+def test_named_errors(world):
+    with pytest.raises(ValueError, match="recipe must be one of float8_tensorwise, .*, not 'int8'"):
+        configured("llama3", quantization={"recipe": "int8"})
+    world.run(refused, {"parallelism": {"spmd_backend": "full_dtensor"}}, "full_dtensor")
+
+
+def forgotten():
+    with shared_folder() as folder:
+        config = configured("llama3", quantization={})
+        config.model_spec.parallelize_fn = config.model_spec.parallelize_fn.__wrapped__
+        job = Job(config, folder)
+        with pytest.raises(RuntimeError, match="parallelize_fn = qshard_parallelize"):
+            job.train(range(1))
+
+
+@on_worlds(2, devices=("cpu",))
+def test_a_converter_without_its_parallelize_fn_is_named(world):
+    world.run(forgotten)

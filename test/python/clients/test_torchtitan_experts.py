@@ -1,0 +1,56 @@
+"""Mixtures of experts of torchtitan 0.3 on two ranks, with stacks of experts in codes, beside plain twins."""
+
+import pytest
+from dist_helpers import on_worlds, shared_folder
+from titan_jobs import (
+    Job,
+    assert_close,
+    configured,
+    resumes,
+    trains_beside_a_plain_twin,
+    trains_compiled,
+)
+
+EXPERT = {"expert_parallel_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    "model, recipe, parallelism, steps",
+    [
+        ("deepseek_v3", "float8_blockwise", {}, 10),
+        ("deepseek_v3", "float8_blockwise", EXPERT, 10),
+        ("deepseek_v3", "float8_delayed", EXPERT, 3),
+        ("deepseek_v3", "mxfp8", {**EXPERT, "spmd_backend": "partial_dtensor"}, 3),
+        ("deepseek_v3", "float8_blockwise", {**EXPERT, **TENSOR}, 3),
+        ("qwen3", "float8_tensorwise", {}, 3),
+        ("qwen3", "nvfp4", EXPERT, 3),
+    ],
+)
+@on_worlds(2, devices=("cpu",))
+def test_experts_train_in_codes(world, model, recipe, parallelism, steps):
+    sections = {"parallelism": parallelism}
+    results = world.run(trains_beside_a_plain_twin, model, {"recipe": recipe}, steps, sections)
+    assert_close(results, 0.05 if recipe == "nvfp4" else 0.01)
+
+
+@pytest.mark.parametrize("recipe, parallelism", [("float8_delayed", EXPERT), ("float8_blockwise", {})])
+@on_worlds(2, devices=("cpu",))
+def test_experts_resume_bit_for_bit(world, recipe, parallelism):
+    world.run(resumes, "deepseek_v3", {"recipe": recipe}, {"parallelism": parallelism})
+
+
+@pytest.mark.parametrize("parallelism", [{}, EXPERT])
+@on_worlds(2, devices=("cpu",))
+def test_compiled_experts_train_as_eager_ones(world, parallelism):
+    world.run(trains_compiled, "deepseek_v3", {"parallelism": parallelism}, "aot_eager")
+
+
+def refused():
+    with shared_folder() as folder, pytest.raises(NotImplementedError, match="into whole matrices, by Shard"):
+        Job(configured("deepseek_v3", quantization={}, parallelism=TENSOR), folder)
+
+
+@on_worlds(2, devices=("cpu",))
+def test_tensor_parallelism_that_cuts_experts_is_a_named_error(world):
+    world.run(refused)
