@@ -11,7 +11,7 @@
 //
 // Received tensors count as written on every rank, the source and ranks without rows included:
 // whether ranks meet in a flush may not depend on who sent. An asynchronous work says it a second
-// time when it is waited for (received_work.h): a flush in between showed what was there before.
+// time when it is waited for (received_work.h), unless a flush or a read has waited for it before.
 //
 // Schemas of _c10d_functional and _dtensor mark what they write. Those of c10d mark nothing, and
 // there names tell (is_received). _c10d_functional_autograd calls _c10d_functional, but for
@@ -21,6 +21,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 #include <string_view>
 
 #include "dispatch/argument_tensors.h"
@@ -147,22 +149,23 @@ class StandIns {
     if (!is_async_ || received_.empty()) return;
     const auto arrive = [received = received_] {
       for (const Received& entry : received) {
-        entry.put_where_values_are();
-        entry.scope.commit();
+        if (entry.arrives_now()) {
+          entry.put_where_values_are();
+          entry.scope.commit();
+        }
       }
     };
     if (!is_point_to_point(op_.operator_name().name)) {
       // All ranks are in this collective: a flush on the way waits for it, and sees what arrives.
       const auto work = stack.back().toCustomClass<c10d::Work>();
       for (const Received& entry : received_) {
-        const at::Tensor& tensor = entry.scope.tensor();
-        if (work && tensor.numel() > 0) buffer_of(tensor).arrivals().expect(entry.arrival(work));
+        if (work) buffer_of(entry.scope.tensor()).arrivals().expect(entry.arrival(work));
       }
     }
     call_when_done(stack, arrive, [received = received_](const ReceivedWork::Ptr& work) {
       for (const Received& entry : received) {
-        const at::Tensor& tensor = entry.scope.tensor();
-        if (tensor.numel() > 0) buffer_of(tensor).arrivals().expect(entry.arrival(work));
+        if (entry.has_arrived->load()) continue;
+        buffer_of(entry.scope.tensor()).arrivals().expect(entry.arrival(work));
         entry.scope.commit();  // again: what was flushed before was not what arrives
       }
     });
@@ -194,14 +197,19 @@ class StandIns {
     WriteScope scope;
     at::Tensor plain;   // what the collective writes
     at::Tensor target;  // the same elements of the plane
+    /// Once: who waits after a flush has waited finds the value as the flush left it.
+    std::shared_ptr<std::atomic<bool>> has_arrived = std::make_shared<std::atomic<bool>>(false);
 
+    bool arrives_now() const { return !has_arrived->exchange(true); }
     /// The same for a flush, which the buffer keeps: it must not keep the buffer.
     std::function<void(QuantizedBuffer&)> arrival(const ReceivedWork::Ptr& work) const {
       const at::Tensor& quantized = scope.tensor();
-      return [work, target = target, sizes = quantized.sizes().vec(),
+      return [work, target = target, has_arrived = has_arrived, sizes = quantized.sizes().vec(),
               strides = quantized.strides().vec(),
               offset = quantized.storage_offset()](QuantizedBuffer& buffer) {
+        if (has_arrived->load()) return;
         work->wait();
+        if (has_arrived->exchange(true)) return;
         PlainGuard guard;
         const WriteScope scope(
             make_tensor(BufferPtr::reclaim_copy(&buffer), sizes, strides, offset));

@@ -169,9 +169,15 @@ def write_in_inference(subject, target, view, op, number, seed):
 
 @step(1, lambda d: draw_make(d, MAKERS), reads=True)
 def make_in_inference(subject, target, view, by, into):
-    """Tensors without a version counter."""
+    """Tensors without a version counter. Documented: plain ones that a quantized tensor makes are tensors
+    as those made elsewhere, which may be written anywhere, and so are the twin's then."""
     with torch.inference_mode():
-        keep_made(subject, into, made(subject, target, view, by), by)
+        tensor = made(subject, target, view, by)
+    if subject.quantized:
+        subject.twin.makes_inference_tensors = tensor.is_inference()
+    elif not subject.makes_inference_tensors:
+        tensor = tensor.clone()
+    keep_made(subject, into, tensor, by)
 
 
 def codes_of(tensor):

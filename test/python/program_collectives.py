@@ -9,7 +9,6 @@ import torch.distributed._functional_collectives as functional
 from dist_helpers import device, full_mesh, gather_objects
 from program_meshes import part_count
 from program_steps import step
-from program_tensor_steps import Codes
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import qshard
@@ -119,30 +118,26 @@ def draw_future(d):
     if drawn is None:
         return None
     between = d.choice(("nothing", "flush", "write", "wait"))
-    if any(layer.format and not layer.keep_master for layer in d.setup.layers) and between == "flush":
-        between = "write"  # the flush would round all of them, and a twin rounds what is returned
     return {**drawn, "kind": d.choice(FUTURES), "between": between}
 
 
 @step(2, draw_future)
 @torch.no_grad()
 def future(subject, layer, rows, kind, between):
-    """Another parameter may be written, and all be flushed, before what was sent is there."""
+    """Another parameter may be written, and all be flushed, before what was sent is there. A flush waits
+    for what its tensors receive, and rounds that with the rows beside it."""
     if between == "flush" and dist.get_rank() == 0:
         time.sleep(0.02)  # others flush while they wait for what this rank sends
     work, tensor = FUTURES[kind](subject.tensor(f"w{layer}")[rows[0] : rows[1]])
-    if between == "flush" and subject.quantized:
-        qshard.flush(subject.model)
+    if between == "flush":
+        qshard.flush(subject.model) if subject.quantized else work.wait()
+        yield  # the twin takes over what is rounded
     if between == "write":
         subject.tensor(f"w{(layer + 1) % len(subject.setup.layers)}").mul_(0.5)
     if between == "wait":
         work.wait()
     work.get_future().wait()
-    own = subject.setup.layers[layer]
-    if between == "flush" and own.format and not own.keep_master:
-        # The flush may have come before or after what was sent.
-        return Codes(tensor * 1, tensor * 1 if subject.quantized else None)
-    return tensor * 1
+    yield tensor * 1
 
 
 def draw_distribute(d):

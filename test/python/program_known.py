@@ -22,19 +22,6 @@ class Known:
 
 KNOWN = (
     Known(
-        "made in inference mode",
-        r"^(make|copy)_in_inference\(",
-        "of a tensor made in inference mode other writes raise than of a plain one",
-        "made_in_inference",
-    ),
-    Known(
-        "future of a collective",
-        r"^future\(.*between='flush'",
-        "a flush in between rounds the rows beside those that are received, and a twin's stay as they are",
-        "future",
-        r"no master",
-    ),
-    Known(
         "weight copied without blocking",
         r"^copy_over\(",
         "a non-blocking copy on another device takes the amax history of the weight along: forward raises",

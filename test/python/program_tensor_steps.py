@@ -124,6 +124,8 @@ def index_fill(tensor, number, seed):
 
 def foreach_mul(tensor, number, seed):
     """One row twice; not on GPUs, whose kernel writes all of a list at once."""
+    if tensor.is_inference():  # torch raises when it has written the first of a list
+        return tensor.mul_(number)
     torch._foreach_mul_([tensor[1:] if tensor.is_cuda else tensor, tensor[:1]], number)
 
 
@@ -198,6 +200,7 @@ def foreach(subject, targets, op, seed):
     if device().type == "cuda":  # torch's kernel writes all of a list at once: one that is there twice races
         targets = {subject.home(name): name for name in targets}.values()
     tensors = [subject.tensor(name) for name in targets]
+    tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # as in foreach_mul
     FOREACH[op](tensors, [random_like(t, seed) for t in tensors])
 
 
