@@ -128,7 +128,8 @@ class Agreement {
       flags.push_back(entry->stepped == kStepped ? 1.f : 0.f);
     }
     collect_state(tasks, current_stream(meeting_.device));
-    vector_.tensor_of(flags_).copy_(at::tensor(flags));
+    // A graph that is captured alone has no copy from the host.
+    if (meets()) vector_.tensor_of(flags_).copy_(at::tensor(flags));
   }
 
   void reduce() {
