@@ -39,6 +39,8 @@ def quantize(model: nn.Module, parallel_dims) -> None:
         config = module_state.find(module).awaits
         _, modules = by_config.setdefault(id(config), (config, []))
         table = tables.get(id(module._parameters.get("weight")))
+        if getattr(model, "enable_weight_tying", False) and module is model.lm_head:
+            table = "tok_embeddings"  # Decoder.init_states ties them again, which its parallelize untied
         if table is None:
             modules.append(module)
             continue

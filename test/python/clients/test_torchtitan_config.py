@@ -4,6 +4,7 @@ checkpoints, on two ranks, with quantized weights and beside plain twins."""
 import pytest
 import torch
 from dist_helpers import on_worlds, shared_folder
+from dist_models import different, local_values
 from titan_jobs import (
     TABLE,
     Job,
@@ -56,10 +57,10 @@ def test_llama3_resumes_bit_for_bit(world, quantization, sections):
     world.run(resumes, "llama3", quantization, sections)
 
 
-@pytest.mark.parametrize("parallelism, backend", [({}, "inductor"), (TENSOR, "aot_eager")])
+@pytest.mark.parametrize("parallelism", [{}, TENSOR])
 @on_worlds(2, devices=("cpu",))
-def test_compiled_blocks_train_as_eager_ones(world, parallelism, backend):
-    world.run(trains_compiled, "llama3", {"parallelism": parallelism}, backend)
+def test_compiled_blocks_train_as_eager_ones(world, parallelism):
+    world.run(trains_compiled, "llama3", {"parallelism": parallelism})
 
 
 def checkpointed(policy):
@@ -123,3 +124,50 @@ def forgotten():
 @on_worlds(2, devices=("cpu",))
 def test_a_converter_without_its_parallelize_fn_is_named(world):
     world.run(forgotten)
+
+
+def says_what_is_left():
+    config = configured("llama3", quantization={"filter_fqns": []})
+    model = config.model_spec.model
+    model.enable_weight_tying = True
+    w1 = model.layers[0].feed_forward.w1
+    stock = type(model.layers[0].feed_forward).__dataclass_fields__["w1"].type  # as config.override may put
+    model.layers[0].feed_forward.w1 = stock(
+        in_features=w1.in_features, out_features=w1.out_features, param_init=w1.param_init
+    )
+    with shared_folder() as folder, pytest.warns(UserWarning) as said:
+        job = Job(config, folder)
+    said = [str(warning.message) for warning in said if "qshard_parallelize" in str(warning.message)]
+    return job.plain_names(), said
+
+
+@on_worlds(2, devices=("cpu",))
+def test_warnings_name_what_stays_plain(world):
+    for names, (tied, left) in world.run(says_what_is_left):
+        assert names == TABLE | {"layers.0.feed_forward.w1.weight"}
+        assert "lm_head was left plain: it shares its weight with the embedding tok_embeddings" in tied
+        assert "layers.0.feed_forward.w1 were left plain: something replaced their configs" in left
+
+
+def trains_adapters():
+    """The base trains, too, plain or not: torchtitan 0.3.0 registers its parts without requires_grad=False."""
+    with on_cpu():
+        from torchtitan.components.lora import LoRAConverter
+
+    config = configured("llama3", quantization={})
+    spec = config.model_spec
+    spec.model = LoRAConverter.Config(rank=8).build().convert(spec.model)
+    with shared_folder() as folder:
+        job = Job(config, folder)
+        before = local_values(job.model)
+        job.train(range(2))
+        changed = different(before, local_values(job.model))
+    return job.plain_names(), changed
+
+
+@on_worlds(2, devices=("cpu",))
+def test_adapters_of_torchtitan_train_beside_a_quantized_base(world):
+    for names, changed in world.run(trains_adapters):
+        adapters = {name for name in names if "lora_" in name}
+        assert adapters and names == TABLE | adapters
+        assert {name for name in changed if "lora_b" in name}

@@ -43,7 +43,7 @@ def test_experts_resume_bit_for_bit(world, recipe, parallelism):
 @pytest.mark.parametrize("parallelism", [{}, EXPERT])
 @on_worlds(2, devices=("cpu",))
 def test_compiled_experts_train_as_eager_ones(world, parallelism):
-    world.run(trains_compiled, "deepseek_v3", {"parallelism": parallelism}, "aot_eager")
+    world.run(trains_compiled, "deepseek_v3", {"parallelism": parallelism})
 
 
 def refused():
