@@ -214,7 +214,7 @@ def count_codes(model_type):
 
 
 def bytes_beside_values(parameter):
-    """What a quantized parameter occupies, whole, more than its values would; less than 0 without a master."""
+    """What a quantized parameter occupies, whole, beyond its values' bytes; below 0 without a master."""
     local = local_of(parameter)
     if not is_quantized(local):
         return 0
@@ -245,8 +245,8 @@ class PatchAfterLoading:
 
 
 class PatchOnImport:
-    """Patches DTensor's, DCP's, FSDP2's, FSDP1's and transformers' modules whenever they are loaded: importing
-    them here would cost every user their time. What later versions no longer have is left alone."""
+    """Patches DTensor's, DCP's, FSDP2's, FSDP1's and transformers' modules whenever they are loaded:
+    importing them here would cost every user their time. What later versions no longer have is left alone."""
 
     patches = {
         "torch.distributed.tensor._api": lambda module: (

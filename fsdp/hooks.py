@@ -23,8 +23,8 @@ ops = torch.ops.qshard
 
 
 def has_tensor_type(tensor):
-    """Whether a tensor is a torch.Tensor itself or any kind of Parameter. Other subclasses (DTensor, FakeTensor,
-    ShardedTensor) answer for themselves."""
+    """Whether a tensor is a torch.Tensor itself or any kind of Parameter. Other subclasses (DTensor,
+    FakeTensor, ShardedTensor) answer for themselves."""
     kind = type(tensor)
     return kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
 

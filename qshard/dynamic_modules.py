@@ -118,7 +118,7 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
 
 
 def _is_usual(module):
-    """Whether a module multiplies as nn.Linear does. Those of qshard.nn's constructors have ways of their own."""
+    """Whether a module multiplies as nn.Linear does. Those that qshard.nn constructs have ways of their own."""
     is_ours = isinstance(module, Linear) and not module.is_constructed
     return is_ours or runs_as_linear(type(module))
 

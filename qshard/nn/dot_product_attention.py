@@ -300,7 +300,8 @@ class DotProductAttention(Initialized, DeviceMeshes, nn.Module):
             offset = scores.new_zeros(scores.shape[1])
             if self.softmax_type == "learnable":
                 offset = self.softmax_offset
-                offset = (offset if self._qshard.parallel is None else self._qshard.parallel.weight(offset)).float()
+                parallel = self._qshard.parallel
+                offset = (offset if parallel is None else parallel.weight(offset)).float()
             sink = offset.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             probabilities = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         else:

@@ -77,8 +77,9 @@ class Projection(Initialized, DeviceMeshes):
         adds = self.use_bias and not self.return_bias
         weights = [getattr(self, name) for name in self.weight_names]
         biases = [getattr(self, name) if adds else None for name in self.bias_names]
-        if self._qshard.parallel is not None:
-            weights, biases = map(self._qshard.parallel.weight, weights), map(self._qshard.parallel.bias, biases)
+        parallel = self._qshard.parallel
+        if parallel is not None:
+            weights, biases = map(parallel.weight, weights), map(parallel.bias, biases)
         return list(weights), list(biases)
 
     def project(

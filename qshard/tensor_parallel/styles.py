@@ -241,7 +241,7 @@ def _part(whole, parallel, dim):
 
 
 def _parallel(mode, layouts, mesh):
-    """How a linear runs locally whose tokens lie outside as one layout says, or None: as torch's style does."""
+    """How a linear runs locally whose tokens lie outside as `layouts` says, or None: as torch's style does."""
     (layout,) = layouts
     if layout.is_replicate():
         return TensorParallel.over(mesh, mode)

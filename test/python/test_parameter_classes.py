@@ -1,4 +1,5 @@
-"""Parameters of users' classes: quantized, copied and dequantized, each keeps its class, as in plain torch."""
+"""Parameters of users' classes keep these when they are quantized, copied and dequantized, as in plain
+torch."""
 
 import copy
 import io
