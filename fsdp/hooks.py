@@ -241,13 +241,23 @@ def refuse_unsupported(fsdp_param):
 made_up_steps = []  # not empty during one (fsdp/checkpoint.py)
 
 
+class StepUnderWay:
+    """A step that a thread is in. taken: ids of the parameters whose step another optimizer took within it.
+    is_entered_again: by the same optimizer, whose class calls the step of its base class. torch runs the
+    hooks for that one, too, if the process has made an optimizer of the base class before, which other ranks
+    may not have."""
+
+    def __init__(self, optimizer):
+        self.optimizer = weakref.ref(optimizer)
+        self.taken = set()
+        self.is_entered_again = False
+
+
 class StepsUnderWay(threading.local):
-    """[weak reference to an optimizer, ids of the parameters whose step another one took within its
-    own], the outermost first: some optimizers hold others and step them (torchtitan's
-    OptimizersContainer)."""
+    """The outermost first: some optimizers hold others and step them (torchtitan's OptimizersContainer)."""
 
     def __init__(self):
-        self.steps = []
+        self.steps: list[StepUnderWay] = []
 
 
 under_way = StepsUnderWay()
@@ -261,16 +271,14 @@ def takes_part_of_steps(optimizer):
 
 
 def optimizers_on_the_stack():
-    """Those whose step this thread is in. What calls the hooks is a function in the file of
-    torch.optim.Optimizer (profile_hook_step), compiled or not."""
+    """Those whose step this thread is in, from the innermost on, and as often as they are in it. torch calls
+    the hooks from `wrapper` in the file of torch.optim.Optimizer (profile_hook_step), compiled or not."""
     frame, found = sys._getframe(), []
     while frame is not None:
-        if frame.f_code.co_filename == _OPTIMIZER_FILE:
-            found.extend(
-                value
-                for value in frame.f_locals.values()
-                if isinstance(value, torch.optim.Optimizer)
-            )
+        code = frame.f_code
+        if code.co_filename == _OPTIMIZER_FILE and code.co_name == "wrapper":
+            values = frame.f_locals.get("self"), *frame.f_locals.get("args", ())
+            found += [v for v in values if isinstance(v, torch.optim.Optimizer)][:1]
         frame = frame.f_back
     return found
 
@@ -278,16 +286,24 @@ def optimizers_on_the_stack():
 _OPTIMIZER_FILE = register_optimizer_step_post_hook.__code__.co_filename
 
 
+def is_within_its_own_step(optimizer):
+    return sum(other is optimizer for other in optimizers_on_the_stack()) > 1
+
+
 # What torch.optim marks its own such methods with: torch.compile traces neither these nor what they call.
 @torch._disable_dynamo
 def begin_step(optimizer, args, kwargs):
     if under_way.steps:
-        # One that raised has left its entry, since nothing is called after it.
+        own = [step for step in under_way.steps if step.optimizer() is optimizer]
+        if own and is_within_its_own_step(optimizer):
+            own[0].is_entered_again = True
+            return
+        # One that raised has left its entry, since torch calls no hook after it.
         others = [other for other in optimizers_on_the_stack() if other is not optimizer]
         under_way.steps = [
-            step for step in under_way.steps if any(step[0]() is other for other in others)
+            step for step in under_way.steps if any(step.optimizer() is other for other in others)
         ]
-    under_way.steps = [*under_way.steps, [weakref.ref(optimizer), set()]]
+    under_way.steps = [*under_way.steps, StepUnderWay(optimizer)]
     ops._set_in_step(True)
 
 
@@ -296,17 +312,19 @@ def end_step(optimizer, args, kwargs):
     """What follows a step, and not one that is a part of another."""
     steps, taken = under_way.steps, set()
     for i, step in enumerate(steps):
-        if step[0]() is optimizer:
-            taken = step[1]
+        if step.optimizer() is optimizer:
+            if step.is_entered_again and is_within_its_own_step(optimizer):
+                return
+            taken = step.taken
             del steps[i:]
             break
     ops._set_in_step(bool(steps))
-    if any(takes_part_of_steps(step[0]()) for step in steps):
+    if any(takes_part_of_steps(step.optimizer()) for step in steps):
         return
     if steps:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for step in steps:
-            step[1].update(held)
+            step.taken.update(held)
     for follow in step_followers:
         follow(optimizer, taken)
 
