@@ -30,7 +30,7 @@ def has_tensor_type(tensor):
 
 
 def is_quantized(tensor):
-    """Of a tensor of another type than has_tensor_type() takes: False."""
+    """Whether a tensor is quantized; False for a type that has_tensor_type() does not take."""
     if not has_tensor_type(tensor):
         return False
     if torch.compiler.is_compiling():  # Dynamo traces torch's functions, and none of ours

@@ -14,9 +14,9 @@
 
 namespace qshard {
 
-/// The message of `rank` of `world` ranks, uint8: of its `shard`, plain, contiguous, of any
-/// floating-point dtype that can be quantized, or float64. Of a shard on meta, which needs no
-/// `amax`, its size.
+/// The message of `rank` of `world` ranks, uint8, for its `shard`, which is plain, contiguous and
+/// of any floating-point dtype that can be quantized, or float64. A shard on meta needs no `amax`,
+/// and its message shows the size.
 /// @throws c10::ValueError for weights that overlap, are not in order or exceed the flat parameter,
 /// and what ranges_of() refuses; c10::TypeError for other shards.
 at::Tensor write_message(const at::Tensor& shard, int64_t rank, int64_t world,

@@ -23,7 +23,7 @@ NO_STEP, NOT_OF_IT, PERHAPS, STEPPED = range(4)
 
 class _Steps:
     """Optimizer steps so far, and those of optimizers without a weight of delayed scaling, which may hold
-    copies that somebody writes the weights from afterwards; found_inf of the last."""
+    copies that the trainer writes the weights from afterwards; found_inf of the last."""
 
     all, of_others, found_inf = 0, 0, None
 
@@ -55,16 +55,17 @@ class DynamicWeight:
     """How the modules of one plain weight quantize it.
 
     state: delayed scaling's amax_history and scaling_amax, else empty.
-    groups: c10d names of the groups that agree on amaxes, one after the other. Copies agree with nobody.
-    uses: modules that read the weight in a forward. Of several the first quantizes it, and its codes are
-        kept until the backward of the last; alone, a weight is quantized again in backward.
+    groups: c10d names of the groups that agree on amaxes, one after the other. Copies agree with no other
+        rank.
+    uses: modules that read the weight in a forward. If there are several, the first quantizes it, and its
+        codes are kept until the backward of the last; alone, a weight is quantized again in backward.
     is_ignored: FSDP1 leaves the weight alone, as it was told to, in a module that it marks as its own.
-    managed: somebody else, who knows the shards of the weight, keeps the state up to date.
-    gradient: of delayed scaling, what tells of a managed weight's.
-    known_amax: of current scaling, [float32 (grid,)] while somebody knows the amaxes of the weight as it is
-        read: uses look for none. Else empty.
+    managed: the FSDP1 unit, which knows the shards of the weight, keeps the state up to date.
+    gradient: for delayed scaling, tells whether a managed weight got one.
+    known_amax: for current scaling, [float32 (grid,)] while the FSDP1 unit knows the amaxes of the weight as
+        it is read: uses look for none. Else empty.
 
-    Of delayed scaling the steps of an optimizer that holds the weight say when histories roll. Until there
+    With delayed scaling the steps of an optimizer that holds the weight say when histories roll. Until there
     is one, each use looks at the values, which may be written through a flat buffer, or as `.data`, and
     the first use after another optimizer's step is of what that one wrote. Ranks of groups agree in that
     step, and on nothing in a use, which one rank alone may make.

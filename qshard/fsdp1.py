@@ -41,7 +41,7 @@ def prepare_for_fsdp1(fsdp_root: nn.Module, *, gather: str = "quantized") -> nn.
     quantize_(..., weights="dynamic") with another recipe, or `dequantize_`, on all ranks alike, the formats
     that modules then have are gathered.
 
-    Of weights in FSDP1's ignored_modules or ignored_states, with DelayedScaling, amaxes are agreed on over
+    With DelayedScaling the amaxes of weights in FSDP1's ignored_modules or ignored_states are agreed on over
     the `group` of quantize_, or over FSDP1's.
 
     A part of a prepared model that is prepared, too, gets its own `gather`; a model of which parts were
@@ -178,7 +178,7 @@ class _Preparation:
             dynamic.join(groups)
 
     def _before_state_dict(self, module, *_):
-        """Of sharded units all ranks call it."""
+        """All ranks call it for sharded units."""
         _refuse_local(module)
         agree([unit for unit in self.units if unit.is_stepped_in_backward])
 

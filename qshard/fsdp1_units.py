@@ -138,8 +138,8 @@ class Unit:
         self.is_stepped_in_backward = self.is_sharded and getattr(handle, "_has_optim_in_backward", False)
 
     def versions(self):
-        """Of everything that a write may go through. They are what this rank has written: which ranks write
-        and which do not, by `if p.grad is not None` say, no other rank knows."""
+        """The versions of all tensors that a write may go through. They show what this rank has written: other
+        ranks may have skipped that write, as by `if p.grad is not None`."""
         tensors = (*self.parameters(), *(getattr(self.flat, "_shared_params", None) or ()))
         shard = getattr(self.flat, "_local_shard", None)  # FSDP1 makes it in the first forward
         return (*(t._version for t in tensors), 0 if shard is None else shard._version)
@@ -198,7 +198,7 @@ class Unit:
         if not is_full and self.is_called_alone():
             agree([self], is_forward=True)
         sends_codes = self.gathers_codes and not is_full
-        # Of whole values somebody may write some before they are read.
+        # A caller may write to whole values before they are read.
         for weight in self.weights:
             is_known = sends_codes and weight.sends_codes and not weight.dynamic.state
             weight.dynamic.known_amax = [weight.amax] if is_known else []

@@ -109,7 +109,7 @@ def histories(draw):
 
 
 def messages(draw):
-    """Of two weights among plain values."""
+    """The message of two weights among plain values."""
     formats = [draw.rng.choice(("float8_tensorwise", "float8_blockwise")) for _ in "ab"]
     rows, columns, world = draw.rows, draw.columns, draw.rng.choice((1, 2, 3))
     numel = rows * columns

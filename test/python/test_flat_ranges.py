@@ -37,7 +37,7 @@ def test_ranges_have_the_amaxes_of_the_whole(format, cols, at):
 
 @pytest.mark.parametrize("at", DEVICES)
 def test_ranges_of_many_weights_in_one_call(at):
-    """Of other formats, shapes and dtypes, each as by itself."""
+    """Their formats, shapes and dtypes differ, and each result is as by itself."""
     values, ranges = [], []
     for format, rows, cols, start, numel, dtype in (
         ("float8_blockwise", 300, 256, 100, 70000, torch.float32),

@@ -295,7 +295,7 @@ def test_all_ranks_have_quantized_copies_or_none(world, shape, keep_master):
 
 # ------------------------------------------------------------------------------ windows of rows
 
-# Of rows that each rank counts from its own. A rank without rows cannot tell such a window from the
+# Each rank counts rows from its own. A rank without rows cannot tell such a window from the
 # whole, and yet it must know, as its peers do, whether they meet in the next flush.
 
 ROW_COPIES = {

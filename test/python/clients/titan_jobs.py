@@ -162,7 +162,7 @@ def stay_plain(job):
 
 
 def all_to_all(outputs, inputs, group=None, async_op=False):
-    """Of parts of several sizes, as tokens of experts are; gloo's own takes lists of one size alone."""
+    """All-to-all of parts of several sizes, as tokens of experts are; gloo's own takes lists of one size alone."""
     assert not async_op
     flat = torch.cat([part.reshape(-1) for part in inputs])
     received = flat.new_empty(sum(part.numel() for part in outputs))
