@@ -61,37 +61,31 @@ void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocki
   scope.commit_before_bump();
 }
 
-void copy_into_quantized(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+  PlainGuard guard;
+  const bool from_quantized = has_key(src);
+  if (!has_key(self)) {
+    if (at::Tensor shard = become_shard(self, src); shard.defined()) {
+      copy_(shard, src, non_blocking);
+      if (has_key(self)) return self;
+    }
+    return self.copy_(value_of(src), non_blocking);
+  }
   c10::OptionalDeviceGuard device_guard(self.device());
   TORCH_CHECK(at::is_expandable_to(src.sizes(), self.sizes()),
               fmt::format("copy_: a source of shape {} cannot be broadcast to a {}", src.sizes(),
                           describe(self)));
-  if (has_key(src)) {
+  if (from_quantized) {
     QuantizedBuffer& buffer = buffer_of(self);
     const bool is_itself = &buffer == &buffer_of(src);  // of overlaps torch has the word
     if (const auto copy = is_itself ? std::nullopt : row_copy(self, src)) {
       if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, non_blocking)) {
         buffer.flush_state().watch().note_before_bump(*self.unsafeGetTensorImpl());
-        return;
+        return self;
       }
     }
   }
   write_values(self, src, non_blocking);
-}
-
-at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
-  PlainGuard guard;
-  if (!has_key(self)) {
-    if (const at::Tensor shard = become_shard(self, src); shard.defined()) {
-      copy_into_quantized(shard, src, non_blocking);
-      if (has_key(self)) return self;
-    }
-    return self.copy_(value_of(src), non_blocking);
-  }
-  copy_into_quantized(self, src, non_blocking);
-  QuantizedBuffer& buffer = buffer_of(self);
-  const bool is_of_all_ranks = has_key(src) && !makes_shards();
-  if (is_of_all_ranks && buffer.placement().is_share()) buffer.flush_state().copy_into_share();
   return self;
 }
 

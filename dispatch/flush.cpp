@@ -57,9 +57,6 @@ std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
   return batches;
 }
 
-/// Whether other ranks take part in its flush.
-bool has_peers(const Batch& batch) { return batch.groups.shard || !batch.groups.tensor.empty(); }
-
 void check_group_is_known(const QuantizedBuffer& buffer) {
   if (buffer.placement().is_alone() || buffer.placement().group()) return;
   if (buffer.layout().holds_all_rows()) return;  // of a part of the full tensor
@@ -77,45 +74,10 @@ bool is_done_alone(const QuantizedBuffer& buffer) {
   return buffer.flush_state().is_settled() && !has_activation_amaxes(buffer);
 }
 
-/// Whatever one rank wrote counts as written on all.
-void agree_on_what_is_written(const Batch& batch) {
-  const auto state_of = [&](size_t i) -> FlushState& { return batch.buffers[i]->flush_state(); };
-  // No rank's answer can be waited for while a CUDA graph is made, and all ranks make one.
-  const bool is_asked = !is_capturing(batch.device);
-  PlainGuard guard;
-  auto flags = at::ones({static_cast<int64_t>(batch.buffers.size())}, at::kInt);
-  for (size_t i = 0; i < batch.buffers.size() && is_asked; ++i) {
-    flags.mutable_data_ptr<int32_t>()[i] = state_of(i).is_known_written();
-  }
-  if (is_asked && has_peers(batch)) {
-    const auto agreed = flags.to(batch.device);
-    if (batch.groups.shard) batch.groups.shard->all_reduce_max(agreed);
-    for (const RankGroupPtr& group : batch.groups.tensor) group->all_reduce_max(agreed);
-    flags = agreed.cpu();
-  }
-  for (size_t i = 0; i < batch.buffers.size(); ++i) {
-    state_of(i).become_sure(flags.const_data_ptr<int32_t>()[i] != 0);
-  }
-}
-
-/// Ranks tell one another what copies into their shares have written. Rows without a group
-/// stay unsure, since the ranks that could tell are not known yet.
-void become_sure_of_copies(const Batch& batch) {
-  Batch unsure{batch.device, batch.groups, {}};
-  for (const BufferPtr& buffer : batch.buffers) {
-    const Share* share = buffer->placement().share();
-    const bool can_ask = has_peers(batch) || !share || share->knows_groups;
-    if (buffer->flush_state().is_unsure() && can_ask) unsure.buffers.push_back(buffer);
-  }
-  if (!unsure.buffers.empty()) agree_on_what_is_written(unsure);
-}
-
 /// If one of the weights that share a scale is written, all are, where all of them are here.
 void spread_writes(const Batch& batch) {
   for (const auto& group : shared_scales(batch.buffers)) {
-    const auto is_written = [&](size_t i) {
-      return batch.buffers[i]->flush_state().is_known_written();
-    };
+    const auto is_written = [&](size_t i) { return batch.buffers[i]->flush_state().is_written(); };
     if (std::none_of(group.begin(), group.end(), is_written)) continue;
     for (const size_t i : group) {
       if (!is_written(i)) batch.buffers[i]->flush_state().write_elsewhere();
@@ -142,8 +104,7 @@ std::vector<BufferPtr> take_apart(Batch& batch) {
 
 /// The written buffers of a batch, after the ranks of its group know which those are.
 void flush_batch(Batch batch, const RequantizeOptions& options) {
-  std::erase_if(batch.buffers,
-                [](const BufferPtr& b) { return !b->flush_state().is_known_written(); });
+  std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->flush_state().is_written(); });
   if (batch.buffers.empty()) return;
   if (!batch.groups.shard) {
     // Rows without a group keep provisional scales: the group that adopts them agrees on its own.
@@ -169,6 +130,22 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
   }
   if (!left.buffers.empty()) requantize(left, options);
   for (const auto& buffer : batch.buffers) buffer->flush_state().agree();
+}
+
+/// Whatever one rank wrote counts as written on all.
+void agree_on_what_is_written(const Batch& batch) {
+  PlainGuard guard;
+  auto flags = at::zeros({static_cast<int64_t>(batch.buffers.size())}, at::kInt);
+  for (size_t i = 0; i < batch.buffers.size(); ++i) {
+    flags.mutable_data_ptr<int32_t>()[i] = batch.buffers[i]->flush_state().is_written();
+  }
+  const auto agreed = flags.to(batch.device);
+  if (batch.groups.shard) batch.groups.shard->all_reduce_max(agreed);
+  for (const RankGroupPtr& group : batch.groups.tensor) group->all_reduce_max(agreed);
+  flags = agreed.cpu();
+  for (size_t i = 0; i < batch.buffers.size(); ++i) {
+    if (flags.const_data_ptr<int32_t>()[i]) batch.buffers[i]->flush_state().write_elsewhere();
+  }
 }
 
 }  // namespace
@@ -228,10 +205,9 @@ void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tens
   for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   if (kind == FlushKind::kStep) tell_rounding_keys_apart(buffers);
   for (const auto& batch : batches_of(buffers)) {
-    become_sure_of_copies(batch);
     spread_writes(batch);
     for (const auto& buffer : batch.buffers) {
-      if (buffer->flush_state().is_known_written()) check_group_is_known(*buffer);
+      if (buffer->flush_state().is_written()) check_group_is_known(*buffer);
     }
     flush_batch(batch, {.kind = kind, .found_inf = found_inf});
   }
@@ -241,7 +217,7 @@ void flush_any_written(const std::vector<BufferPtr>& buffers) {
   for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   for (const auto& batch : batches_of(buffers)) {
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
-    has_peers(batch) ? agree_on_what_is_written(batch) : become_sure_of_copies(batch);
+    if (batch.groups.shard || !batch.groups.tensor.empty()) agree_on_what_is_written(batch);
     spread_writes(batch);
     flush_batch(batch, {});
   }

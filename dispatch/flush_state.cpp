@@ -62,7 +62,7 @@ void FlushState::requantize(FlushEvent flushed) {
 
 void FlushState::show(at::Tensor amax) {
   // A write that only a counter told of is forgotten by noting it: say it first.
-  state_ = state_of(is_known_written(), true);
+  state_ = state_of(is_written(), true);
   if (amax.defined()) known_amax_ = std::move(amax);
   provisional_.reset();
   watch_.note();
@@ -70,21 +70,19 @@ void FlushState::show(at::Tensor amax) {
 
 void FlushState::agree() {
   state_ = State::kAgreed;
-  is_unsure_ = false;
   forget_amax();
   watch_.note();
 }
 
 void FlushState::replace_rows(bool written, bool same_amax) {
-  if (is_known_written() || written) leave_agreed();
+  if (is_written() || written) leave_agreed();
   if (!same_amax) known_amax_.reset();
   provisional_.reset();
   ++writes_;
 }
 
 void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device device) {
-  state_ = state_of(other.is_known_written(), other.is_shown());
-  is_unsure_ |= other.is_unsure_;
+  state_ = state_of(other.is_written(), other.is_shown());
   ++writes_;
   generation_ = other.generation_;
   known_amax_ = other.knows_amax() && same_amax ? other.known_amax_.to(device) : at::Tensor();

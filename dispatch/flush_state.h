@@ -17,9 +17,6 @@ namespace qshard {
 //
 //   written     since the last flush that all ranks of its group took part in. Equal on all ranks:
 //               whether they meet in a flush depends on it alone
-//   unsure      rows of a quantized tensor were copied into a share. Whether those were all of its
-//               rows, with their codes, a rank without rows cannot tell: to it a window of no rows
-//               is the same. So ranks tell one another in the next flush, which all take part in
 //   shown       the image shows the present value, by scales that may be this rank's alone. A local
 //               matter: what is not shown is written, not the reverse
 //   agreed      said of a flush: all ranks of the group took part, and the scales are theirs
@@ -43,18 +40,15 @@ namespace qshard {
 ///            has the value                               comes before it, but by a flush of this
 ///                                                        rank alone
 ///
-/// `shown` and `stale` count as written, and so does whatever is unsure. A counter that moved
-/// unseen, or memory that was exchanged, makes any state stale (WriteWatch).
+/// `shown` and `stale` count as written. A counter that moved unseen, or memory that was exchanged,
+/// makes any state stale (WriteWatch).
 class FlushState {
  public:
   FlushState() = default;
   FlushState(const FlushState&) = delete;  // copies are made by copy_of()
   FlushState& operator=(const FlushState&) = delete;
 
-  bool is_written() const { return is_unsure_ || is_known_written(); }
-  /// Whether this rank knows that it is. Others may know less: is_written() decides who meets.
-  bool is_known_written() const { return state_ != State::kAgreed || watch_.has_moved(); }
-  bool is_unsure() const { return is_unsure_; }
+  bool is_written() const { return state_ != State::kAgreed || watch_.has_moved(); }
   bool is_shown() const { return state_ != State::kStale && !watch_.has_moved(); }
   /// Whether it is shown, for sure and on any thread.
   bool is_ready() const { return is_shown() && watch_.is_settled(); }
@@ -90,13 +84,6 @@ class FlushState {
   void write_with_amax(at::Device device, at::Tensor amax, at::Tensor provisional, bool shown);
   /// Some rank wrote, or may have: the image stands, and its scales are to be agreed on again.
   void write_elsewhere();
-  /// Rows of a quantized tensor were copied into this share, whatever that wrote here.
-  void copy_into_share() { is_unsure_ = true; }
-  /// The ranks have told one another whether any of them knows that it is written.
-  void become_sure(bool written) {
-    if (written) write_elsewhere();
-    is_unsure_ = false;
-  }
   /// A written value's image is not to be read before a flush, though the value is the one that it
   /// was made of.
   void hide() { state_ = State::kStale; }
@@ -144,7 +131,6 @@ class FlushState {
   }
 
   State state_ = State::kAgreed;
-  bool is_unsure_ = false;
   uint32_t writes_ = 0;
   int64_t generation_ = next_generation();
   at::Tensor known_amax_;

@@ -133,15 +133,13 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
     }
   }
   if (!is_whole) {
-    flush_state_.replace_rows(from.flush_state_.is_known_written(), /*same_amax=*/!keeps_master());
+    flush_state_.replace_rows(from.flush_state_.is_written(), /*same_amax=*/!keeps_master());
     return true;
   }
   if (!is_same_generation) {
     Grid& grid = planes_.own_grid(layout());
     if (grid.defined()) grid.write().copy_(from.planes_.grid().read().operand(), non_blocking);
-    // What a share remembers, other ranks remember, too, and one without rows cannot know whether
-    // all of them are copied.
-    if (!placement_.is_share()) scaling_state_.copy_from(from.scaling_state_);
+    scaling_state_.copy_from(from.scaling_state_);
   }
   drop_pending();
   copy_flush_state(*this, from);

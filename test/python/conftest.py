@@ -185,7 +185,7 @@ BUDGETS_S = {
     "test_replica_rounding": 75,
     "test_report_sent": 60,
     "test_shared_scales": 45,
-    "test_shard_windows": 180,
+    "test_shard_windows": 120,
     "test_sharded_state_dicts": 75,
     "test_no_rank_hangs": 90,  # one case waits for the process group's timeout
     "test_op_sweep": 60,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, gather_objects, on_worlds
-from dist_models import check_gathered, collectives, full_value, is_dirty, local
+from dist_models import check_gathered, full_value, is_dirty, local
 from helpers import FORMATS, assert_same, fit, is_quantized, ops, value, weight
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -291,88 +291,3 @@ def run_every_result(fmt, keep_master, shape):
 def test_all_ranks_have_quantized_copies_or_none(world, shape, keep_master):
     for fmt in FORMATS:
         world.run(run_every_result, fmt, keep_master, shape)
-
-
-# ------------------------------------------------------------------------------ windows of rows
-
-# Each rank counts rows from its own. A rank without rows cannot tell such a window from the
-# whole, and yet it must know, as its peers do, whether they meet in the next flush.
-
-ROW_COPIES = {
-    "half": lambda p, q: p[: len(p) // 2].copy_(q[: len(q) // 2]),
-    "no rows": lambda p, q: p[:0].copy_(q[:0]),
-    "the rows after": lambda p, q: p[:-1].copy_(q[1:]),
-    "last row": lambda p, q: p[-1:].copy_(q[-1:]),
-    "one row for all": lambda p, q: p.copy_(q[:1]),
-    "all": lambda p, q: p.copy_(q),
-}
-ROW_SOURCES = ("another model", "clone", "new_zeros", "empty_like, copied")
-BEFORE = ("fresh", "trained", "written")
-
-
-@torch.no_grad()
-def run_row_copy(keep_master, shape, copied, source, before):
-    """Whether it counts as written by rank, and which it was copied to."""
-    fmt = chosen(FORMATS, keep_master, shape, copied, source, before)
-    model = make(fmt, keep_master, shape, trained=before != "fresh")
-    other = make(fmt, keep_master, shape, seed=1) if source == "another model" else None
-    p = local(model.weight).detach()
-    q = local(other.weight).detach() if other else SOURCES[source](p)
-    twin, twin_source = value(p), value(q)
-    if before == "written":
-        p.mul_(1.5), twin.mul_(1.5)
-    ROW_COPIES[copied](p, q)
-    ROW_COPIES[copied](twin, twin_source)
-    assert_same(p, twin)
-    facts = gather_objects(is_dirty(p))
-    if len(set(facts)) > 1:  # the next flush would hang
-        return facts
-    if chosen(("step", "gather"), copied, source, before) == "step":
-        step(model)
-        twin -= 0.125
-    if keep_master:
-        assert_same(local(model.weight), twin)
-        assert check_gathered(model, {"weight": full_value(model.weight)}) == 1
-    else:
-        assert check_gathered(model) == 1
-    return facts
-
-
-def run_row_copies(keep_master, shape, copied):
-    cases = [(source, before) for source in ROW_SOURCES for before in BEFORE]
-    facts = {case: run_row_copy(keep_master, shape, copied, *case) for case in cases}
-    split = {case: by_rank for case, by_rank in facts.items() if len(set(by_rank)) > 1}
-    assert not split, f"written on some ranks only: {split}"
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("copied", ROW_COPIES)
-@pytest.mark.parametrize("shape", SHAPES[:3] + ((5, 48),), ids=lambda s: "x".join(map(str, s)))
-@keep_or_not
-@on_worlds(2, 3, 4)
-def test_a_copy_of_rows_counts_as_written_on_all_ranks_or_none(world, keep_master, shape, copied):
-    world.run(run_row_copies, keep_master, shape, copied)
-
-
-@torch.no_grad()
-def run_unwritten_copy(keep_master):
-    """Ranks ask one another once whether a copy of all rows wrote anything, and its codes stay."""
-    model, other = (make("nvfp4", keep_master, (5, 48), seed) for seed in (0, 1))
-    for copy_of in (model, other):
-        assert check_gathered(copy_of) == 1
-    images = [ops.codes(local(m.weight)).clone() for m in (model, other)]
-    local(model.weight).copy_(local(other.weight))
-    agreed(is_dirty(model.weight), "written")
-    for flags in (1, 0):
-        with collectives() as calls:
-            model.unshard()
-        assert [name for name, _ in calls].count("allreduce") == flags, calls
-        model.reshard()
-    assert_same(ops.codes(local(model.weight)), images[1])
-    assert not is_dirty(model.weight)
-
-
-@keep_or_not
-@on_worlds(4)
-def test_a_copy_of_all_rows_keeps_its_codes(world, keep_master):
-    world.run(run_unwritten_copy, keep_master)
