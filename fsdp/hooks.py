@@ -14,6 +14,7 @@ import _qshard_debug as debug
 import torch
 from _qshard_library import find_impl, has_key, hook_getter
 from _qshard_placement import groups_of
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -23,10 +24,12 @@ ops = torch.ops.qshard
 
 
 def has_tensor_type(tensor):
-    """Whether a tensor is a torch.Tensor itself or any kind of Parameter. Other subclasses (DTensor,
-    FakeTensor, ShardedTensor) answer for themselves."""
+    """Whether a tensor is a torch.Tensor itself or any kind of Parameter that has a shape. Other subclasses
+    (DTensor, FakeTensor, ShardedTensor) answer for themselves."""
     kind = type(tensor)
-    return kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
+    return kind is torch.Tensor or (
+        issubclass(kind, torch.nn.Parameter) and not issubclass(kind, UninitializedTensorMixin)
+    )
 
 
 def is_quantized(tensor):
