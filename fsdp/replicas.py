@@ -43,10 +43,6 @@ def agree_over_replicas(ddp_type):
             for _, tensor in _states(module):
                 torch.distributed.broadcast(tensor, group=self.process_group, group_src=0)
         _set_replicas(self)
-        histories = [name for name, _ in _states(module) if name.endswith("_amax_history")]
-        if histories:  # then the object, with its copies, has a hook of its own, which Join asks for
-            weight = histories[0].removesuffix("_amax_history")
-            self.join_hook = functools.partial(_refuse_to_join, weight)
 
     ddp_type.__init__ = __init__
 
@@ -68,6 +64,11 @@ def _set_replicas(ddp):
     for parameter in ddp.module.parameters():
         if is_quantized(parameter):
             ops._set_replicas(parameter, group.group_name if group.size() > 1 else "")
+    histories = [name for name, _ in _states(ddp.module) if name.endswith("_amax_history")]
+    if histories:  # then the object has a hook of its own, which Join asks for
+        ddp.join_hook = functools.partial(
+            _refuse_to_join, histories[0].removesuffix("_amax_history")
+        )
 
 
 def _refuse_to_join(weight, **kwargs):

@@ -65,14 +65,25 @@ NOTHING = ModuleState()  # the state of modules that have none; what is to be wr
 
 
 class Shown:
-    """Shows an attribute of its state in a module of qshard's. An attribute of that name which a user has
-    given to an nn.Linear comes first, as to everyone who looks it up."""
+    """An attribute of its state as one of a module of qshard's, to read and to write. One of that name which
+    a user has given to an nn.Linear stays the user's."""
 
     def __set_name__(self, owner, name):
         self.name = name
 
     def __get__(self, module, owner):
+        if module is not None and self.name in module.__dict__:
+            return module.__dict__[self.name]
         return getattr(NOTHING if module is None else module._qshard, self.name)
+
+    def __set__(self, module, value):
+        own = module.__dict__ if self.name in module.__dict__ else vars(of(module))
+        own[self.name] = value
+
+    def __delete__(self, module):
+        if self.name not in module.__dict__:
+            raise AttributeError(self.name)
+        del module.__dict__[self.name]
 
 
 def current(module: nn.Module) -> ModuleState:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import qshard
+from qshard import module_state
 
 ops = torch.ops.qshard
 FILES = Path(__file__).with_name("files")
@@ -301,3 +302,20 @@ def test_pickles_of_modules_that_had_attributes_in_place_of_a_state():
             qshard.dequantize_(model)
             assert [type(m) for m in model] == [nn.Linear, Subclass, qshard.nn.Linear][: len(model)]
             assert not of_qshard(model[0]) and model[0].style == "mine"
+
+
+def test_shown_attributes_are_written_where_forwards_read_them():
+    linear = qshard.quantize_(nn.Sequential(nn.Linear(64, 64)), qshard.Float8CurrentScaling())[0]
+    assert linear.weight_only is False
+    linear.weight_only = True
+    assert linear.weight_only is True and module_state.find(linear).weight_only is True
+    with pytest.raises(AttributeError, match="weight_only"):
+        del linear.weight_only
+    users = nn.Sequential(nn.Linear(64, 64))
+    users[0].weight_only = "the user's"
+    qshard.quantize_(users, qshard.Float8CurrentScaling())
+    assert users[0].weight_only == "the user's" and module_state.find(users[0]).weight_only is False
+    users[0].weight_only = "another"
+    assert users[0].weight_only == "another" and module_state.find(users[0]).weight_only is False
+    del users[0].weight_only
+    assert users[0].weight_only is False
