@@ -8,7 +8,9 @@ import torch.distributed.checkpoint as dcp
 from dist_helpers import full_mesh, on_worlds, shared_folder
 from dist_models import train_by_sgd
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import qshard
 
@@ -169,3 +171,50 @@ def in_a_shared_folder(state):
 @on_worlds(2, devices=("cpu",))
 def test_dcp_saves_and_loads_it_beside_a_sharded_model(world, state):
     world.run(in_a_shared_folder, state)
+
+
+def experts_on(mesh, count, is_sharded, seed):
+    """Stacks of which each rank of the mesh's second dimension has some; the later, the larger."""
+    torch.manual_seed(seed)
+    model = Experts()
+    for name in ("up", "down"):
+        stack = torch.randn(count, 32, 32) * torch.arange(1, count + 1).view(-1, 1, 1)
+        setattr(model, name, nn.Parameter(distribute_tensor(stack, mesh["ep"], [Shard(0)])))
+    recipe, options = STATES["delayed"]
+    options = {**options, "persistent_state": False, "tp_mesh": mesh["ep"]}
+    qshard.quantize_(model, recipe, parameter_fn=lambda *_: True, **options)
+    if is_sharded:
+        fully_shard(model, mesh=mesh["efsdp"])
+    return model
+
+
+def states_of_ranks(model):
+    parameters = dict(model.named_parameters()).items()
+    states = {name: torch.ops.qshard._state(p._local_tensor) for name, p in parameters}
+    return {f"{name}_{part}": t * 1 for name, parts in states.items() for part, t in parts.items()}
+
+
+def resume_experts(shape, count, is_sharded):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep"))
+    model = experts_on(mesh, count, is_sharded, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 0 + 1
+        optimizer.step()
+    saved = states_of_ranks(model)
+    with shared_folder() as folder:
+        dcp.save({"state": qshard.QuantizationState(model)}, checkpoint_id=folder)
+        other = experts_on(mesh, count, is_sharded, seed=1)
+        dcp.load({"state": qshard.QuantizationState(other)}, checkpoint_id=folder)
+    loaded = states_of_ranks(other)
+    assert saved.keys() == loaded.keys() and len(saved) == 4
+    return [name for name in saved if not torch.equal(saved[name], loaded[name])]
+
+
+@pytest.mark.parametrize(
+    "shape, count, is_sharded", [((1, 2), 4, True), ((1, 2), 5, False), ((2, 1), 4, True)]
+)
+@on_worlds(2, devices=("cpu",))
+def test_ranks_of_an_expert_mesh_load_the_states_of_their_own_experts(world, shape, count, is_sharded):
+    assert world.run(resume_experts, shape, count, is_sharded) == [[], []]
