@@ -273,9 +273,10 @@ def takes_part_of_steps(optimizer):
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def optimizers_on_the_stack():
-    """Those whose step this thread is in, from the innermost on, and as often as they are in it. torch calls
-    the hooks from `wrapper` in the file of torch.optim.Optimizer (profile_hook_step), compiled or not."""
+def steps_around(optimizer):
+    """Optimizers of the steps that this thread is in, but for the step of `optimizer` whose hook this is.
+    torch calls hooks from `wrapper` in the file of torch.optim.Optimizer (profile_hook_step), compiled or
+    not."""
     frame, found = sys._getframe(), []
     while frame is not None:
         code = frame.f_code
@@ -283,29 +284,25 @@ def optimizers_on_the_stack():
             values = frame.f_locals.get("self"), *frame.f_locals.get("args", ())
             found += [v for v in values if isinstance(v, torch.optim.Optimizer)][:1]
         frame = frame.f_back
-    return found
+    return found[1:] if found and found[0] is optimizer else found
 
 
 _OPTIMIZER_FILE = register_optimizer_step_post_hook.__code__.co_filename
-
-
-def is_within_its_own_step(optimizer):
-    return sum(other is optimizer for other in optimizers_on_the_stack()) > 1
 
 
 # What torch.optim marks its own such methods with: torch.compile traces neither these nor what they call.
 @torch._disable_dynamo
 def begin_step(optimizer, args, kwargs):
     if under_way.steps:
-        own = [step for step in under_way.steps if step.optimizer() is optimizer]
-        if own and is_within_its_own_step(optimizer):
-            own[0].is_entered_again = True
-            return
+        outer = steps_around(optimizer)
         # One that raised has left its entry, since torch calls no hook after it.
-        others = [other for other in optimizers_on_the_stack() if other is not optimizer]
         under_way.steps = [
-            step for step in under_way.steps if any(step.optimizer() is other for other in others)
+            step for step in under_way.steps if any(step.optimizer() is other for other in outer)
         ]
+        for step in under_way.steps:
+            if step.optimizer() is optimizer:
+                step.is_entered_again = True
+                return
     under_way.steps = [*under_way.steps, StepUnderWay(optimizer)]
     ops._set_in_step(True)
 
@@ -316,7 +313,7 @@ def end_step(optimizer, args, kwargs):
     steps, taken = under_way.steps, set()
     for i, step in enumerate(steps):
         if step.optimizer() is optimizer:
-            if step.is_entered_again and is_within_its_own_step(optimizer):
+            if step.is_entered_again and optimizer in steps_around(optimizer):
                 return
             taken = step.taken
             del steps[i:]
