@@ -93,6 +93,9 @@ class Messages {
   std::vector<Message> messages_;
 
   static int64_t round_up(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
+  static int64_t end_of(const FlatRange& range) {
+    return range.start + range.weight.rows * range.weight.cols;
+  }
 
   Message message_of(int64_t rank) const {
     Message message;
@@ -104,12 +107,16 @@ class Messages {
       message.plain.push_back({nullptr, at, until});
       plain += until - at;
     };
-    for (const FlatRange& weight : weights_) {
-      const int64_t begin = std::max(weight.start, first(rank));
-      const int64_t stop = std::min(weight.start + weight.weight.rows * weight.weight.cols, end);
+    // They lie in order, so that messages of many ranks take no look at each weight for each rank.
+    auto weight = std::partition_point(weights_.begin(), weights_.end(), [&](const FlatRange& w) {
+      return end_of(w) <= first(rank);
+    });
+    for (; weight != weights_.end() && weight->start < end; ++weight) {
+      const int64_t begin = std::max(weight->start, first(rank));
+      const int64_t stop = std::min(end_of(*weight), end);
       if (begin >= stop) continue;
       add_plain(begin);
-      message.codes.push_back({&weight, begin, stop});
+      message.codes.push_back({&*weight, begin, stop});
       codes += stop - begin;
       at = stop;
     }
