@@ -1,14 +1,8 @@
 """What the converters of both versions of torchtitan let users choose."""
 
-import qshard
+from qshard.recipes import RECIPES
 
-_RECIPES = {
-    "float8_tensorwise": qshard.Float8CurrentScaling,
-    "float8_delayed": qshard.DelayedScaling,
-    "float8_blockwise": qshard.Float8BlockScaling,
-    "mxfp8": qshard.MXFP8BlockScaling,
-    "nvfp4": qshard.NVFP4BlockScaling,
-}
+_RECIPES = {recipe().format: recipe for recipe in RECIPES}
 
 
 def check(options) -> None:

@@ -5,7 +5,6 @@ import copy
 import importlib
 import inspect
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
 from nn_helpers import assert_bits
 from safetensors.torch import load_file
+from titan_stand_ins import Nothing, cpu_as_accelerator, histc_of_integers
 from torch.distributed.fsdp import FSDPModule
 
 import qshard
@@ -24,8 +24,8 @@ RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "
 
 
 def on_cpu():
-    """torchtitan looks for an accelerator when it is imported; here it finds the CPU."""
-    with mock.patch("torch._utils._get_available_device_type", lambda: "cpu"):
+    """torchtitan is imported under this."""
+    with cpu_as_accelerator():
         import qshard.integrations.torchtitan  # noqa: F401
 
 
@@ -88,7 +88,7 @@ class Job:
             sd_adapter=adapter, base_folder=str(folder),
         )
 
-    @mock.patch("torch.histc", lambda x, **kwargs: histc(x.float(), **kwargs).long())
+    @histc_of_integers()
     def train(self, steps, step_all=True):
         from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -105,19 +105,6 @@ class Job:
             self.optimizers.zero_grad()
             losses.append((loss.item(), float(norm)))
         return losses
-
-
-histc = torch.histc  # which CPUs have for floats alone
-
-
-class Nothing:
-    """A data loader without a position."""
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 def resume(model, recipe, mode, arguments):

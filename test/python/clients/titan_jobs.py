@@ -8,6 +8,7 @@ import torch._dynamo
 import torch.distributed as dist
 from dist_helpers import shared_folder
 from dist_models import different, local_values
+from titan_stand_ins import Nothing, cpu_as_accelerator, histc_of_integers
 from torch.distributed.fsdp import FSDPModule
 
 from qshard.quantize import is_quantized
@@ -20,8 +21,8 @@ FLAVORS = {"qwen3": ("qwen3_moe_debug", "debugmodel_moe")}  # others have a debu
 
 @contextlib.contextmanager
 def on_cpu():
-    """torchtitan looks for an accelerator when it is imported; here it finds the CPU."""
-    with mock.patch("torch._utils._get_available_device_type", lambda: "cpu"):
+    """torchtitan is imported under this."""
+    with cpu_as_accelerator():
         import torchtitan.trainer  # noqa: F401
         from torchtitan.models import deepseek_v3, llama3, qwen3  # noqa: F401
 
@@ -121,7 +122,7 @@ class Job:
         return torch.randint(2048, (2, SEQUENCE + 1), generator=generator)
 
     @mock.patch("torch.distributed.all_to_all", lambda *args, **kwargs: all_to_all(*args, **kwargs))
-    @mock.patch("torch.histc", lambda x, **kwargs: histc(x.float(), **kwargs).long())
+    @histc_of_integers()
     def train(self, steps):
         from torchtitan.distributed import utils
         from torchtitan.distributed.spmd_types import annotate_input_spmd_types
@@ -170,19 +171,6 @@ def all_to_all(outputs, inputs, group=None, async_op=False):
     dist.all_to_all_single(received, flat, *sizes, group=group)
     for part, values in zip(outputs, received.split(sizes[0])):
         part.copy_(values.view_as(part))
-
-
-histc = torch.histc  # which CPUs have for floats alone
-
-
-class Nothing:
-    """A data loader without a position."""
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 def trains_beside_a_plain_twin(model, quantization, steps, sections):
