@@ -8,8 +8,8 @@
 
 namespace qshard {
 
-/// Float32 words of all weights of a meeting in one vector, which ranks reduce by the largest bits:
-/// of numbers that are not negative these order as the numbers do, with NaN on top.
+/// Float32 words of all weights of a meeting in one vector, which ranks reduce by the largest bits.
+/// Bits of numbers that are not negative order as the numbers do, with NaN on top.
 class AmaxVector {
  public:
   AmaxVector(int64_t numel, at::Device device)

@@ -28,8 +28,8 @@ enum Stepped : int64_t {
 /// `amax` takes what whole weights are scaled by; ranks meet on its device, else on the values'.
 /// `state`: amax_history and scaling_amax of each range whose format has them, one after the other,
 /// on that device. `steps`: Stepped; which ranges are kNoStep is the same on all ranks. `groups`:
-/// of each range the number of _groups(), 0: this rank knows all of its weight. Replicas, which
-/// have the same values, meet after steps only, for what histories collect.
+/// the number of _groups() for each range, or 0 where this rank knows all of its weight. Replicas,
+/// which have the same values, meet after steps only, for what histories collect.
 ///
 /// A history rolls if the step was of the weight on any rank. Returns whether it was, as 0 or 1.
 /// Nothing but `own` is written before the ranks have agreed.

@@ -1,10 +1,10 @@
 // What ranks send in FSDP1's all-gather of a flat parameter whose weights are sent as codes.
 //
-// Each rank has an equal shard of the flat parameter. Its message is what lies there in the dtype
-// of forward and backward, without the weights that are sent as codes, then their codes at the next
-// multiple of 16 bytes. All messages are as long as the longest. Weight i has a format and, in
-// geometry[3i, 3i + 3), rows, columns and where it begins in the flat parameter; `amax[i]` is what
-// the whole of it is scaled by.
+// Each rank has an equal shard of the flat parameter. Its message begins with the shard's values,
+// in the dtype of forward and backward, but for the weights that are sent as codes. Those codes
+// follow at the next multiple of 16 bytes. All messages are as long as the longest. Weight i has a
+// format and, in geometry[3i, 3i + 3), rows, columns and where it begins in the flat parameter;
+// `amax[i]` is what the whole of it is scaled by.
 #pragma once
 
 #include <ATen/ATen.h>

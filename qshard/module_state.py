@@ -18,7 +18,7 @@ class ModuleState:
     ever grow."""
 
     weight_only = False  # how it multiplies, as quantize_ says
-    weight_format: str | None = None  # of its weights; None: they are plain
+    weight_format: str | None = None  # the format of its weights; None: they are plain
     is_tensor_parallel = False  # whether quantize_ was given a tp_mesh
     parallel = None  # the TensorParallel of its first linear, once a mesh or a style has cut it
     style = None  # its LinearStyle, if a style of qshard.tensor_parallel was applied

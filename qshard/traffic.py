@@ -98,7 +98,7 @@ def _count_gradients(group, trained, shards, replicas, dtype):
 
 def groups_of_state(state) -> list:
     """FSDP2's groups of parameters of one module, by its FSDPState."""
-    several = getattr(state, "_fsdp_param_groups", None)  # of later torch
+    several = getattr(state, "_fsdp_param_groups", None)  # later versions of torch have it
     groups = [state._fsdp_param_group] if several is None else several
     return [group for group in groups if group is not None]
 

@@ -202,7 +202,7 @@ def _start(pipe, device, rank):
     # Not by conftest: there is one of that name beside the tests of clients, too.
     import library_under_test  # noqa: F401
 
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "64"  # of last_collectives
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "64"  # last_collectives reads it
     if device == "cuda":
         gpus = torch.cuda.device_count()
         torch.cuda.set_device(rank % gpus)

@@ -67,7 +67,7 @@ def test_amaxes_that_are_known_are_not_looked_for():
 
 def new_state(value, format=HISTORY):
     state = [table.clone() for table in ops._state(ops.quantize(value, format)).values()]
-    state[0][1:, 0] = torch.tensor([2.0, 0.5])  # of its linear's input and gradient, in this step
+    state[0][1:, 0] = torch.tensor([2.0, 0.5])  # what a linear has collected of its input and gradient in this step
     return state
 
 

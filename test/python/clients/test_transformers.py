@@ -45,7 +45,7 @@ def test_memory_footprint_is_what_the_tensors_occupy(recipe, keep_master):
     model = llama().to(torch.bfloat16)
     plain = model.get_memory_footprint()
     assert plain == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    for block in model.model.layers:  # of which none is the model itself
+    for block in model.model.layers:  # the model itself is never what quantize_ is given
         qshard.quantize_(block, RECIPES[recipe], keep_master=keep_master)
     occupied = sum(row.image + row.master + row.grid + row.pending for row in qshard.report(model))
     buffers = sum(buffer.nbytes for buffer in model.buffers())
