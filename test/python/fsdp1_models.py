@@ -20,6 +20,7 @@ from dist_models import (
 )
 from torch import nn
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel as FSDP,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -99,6 +100,9 @@ def full_values(model):
                 name.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
                 for name, p in model.named_parameters()
             }
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # A root stays gathered after a forward without a backward.
     return {name: p.detach().full_tensor() * 1 for name, p in model.named_parameters()}
 
 
