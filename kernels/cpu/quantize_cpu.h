@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "kernels/quantize.h"
+#include "kernels/quantize_tasks.h"
 
 namespace qshard::cpu {
 

@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "kernels/quantize.h"
+#include "kernels/quantize_tasks.h"
 
 namespace qshard::cpu {
 

@@ -6,7 +6,7 @@
 
 #include <span>
 
-#include "kernels/quantize.h"
+#include "kernels/quantize_tasks.h"
 
 namespace qshard::cuda {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/row_image_kernels.h"
-#include "kernels/quantize.h"
+#include "kernels/quantize_tasks.h"
 
 namespace qshard::cuda {
 

@@ -7,7 +7,7 @@
 
 #include "kernels/cuda/batcher.h"
 #include "kernels/cuda/row_scaled_kernels.h"
-#include "kernels/quantize.h"
+#include "kernels/quantize_tasks.h"
 
 namespace qshard::cuda {
 
