@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <span>
 #include <utility>
 
@@ -28,10 +29,14 @@ struct Entry {
   FlatRange range;
   Tensor values, own, amax;  // the last two undefined where the caller has no use for them
   Tensor history, scaling;   // undefined without delayed scaling
-  int64_t stepped = kNoStep;
+  int64_t step = kNoStep;
   at::Device device = at::kCPU;  // where its ranks meet
   std::span<float> words, collected;
 };
+
+/// A step's bits, each of which is reduced on its own.
+constexpr int64_t kBits[] = {kHeld, kReached};
+constexpr int64_t kFlags = std::size(kBits);
 
 /// Ranges of one device whose ranks meet.
 struct Meeting {
@@ -41,13 +46,13 @@ struct Meeting {
   std::vector<Entry*> entries;
 };
 
-/// All words that are reduced: amaxes, then for a step what histories collected, then whether each
+/// All words that are reduced: amaxes, then for a step what histories collected, then what each
 /// rank knows of the step.
 int64_t words_of(const Meeting& meeting) {
   int64_t words = 0;
   for (const Entry* entry : meeting.entries) {
     words += entry->range.weight.grid_numel();
-    if (meeting.is_step && entry->history.defined()) words += kActivationRows + 1;
+    if (meeting.is_step && entry->history.defined()) words += kActivationRows + kFlags;
   }
   return words;
 }
@@ -87,7 +92,7 @@ class Agreement {
     }
     if (meeting.is_step) {
       for (Entry* entry : delayed_) entry->collected = vector_.take(kActivationRows);
-      flags_ = vector_.take(static_cast<int64_t>(delayed_.size()));
+      flags_ = vector_.take(static_cast<int64_t>(delayed_.size()) * kFlags);
     }
   }
 
@@ -125,7 +130,7 @@ class Agreement {
     std::vector<float> flags;
     for (const Entry* entry : delayed_) {
       tasks.push_back(task_of(*entry));
-      flags.push_back(entry->stepped == kStepped ? 1.f : 0.f);
+      for (const int64_t bit : kBits) flags.push_back((entry->step & bit) != 0 ? 1.f : 0.f);
     }
     collect_state(tasks, current_stream(meeting_.device));
     // A graph that is captured alone has no copy from the host.
@@ -138,15 +143,18 @@ class Agreement {
     groups.all_reduce_max(vector_.words().view(at::kInt));
   }
 
-  /// Whether steps were of weights on other ranks. Where this one knows, it does not wait for the
-  /// answer.
+  /// What other ranks know of the step. Where this one knows that it was of all weights, it does
+  /// not wait for the answer.
   void hear() {
-    const auto waits = [](const Entry* entry) { return entry->stepped == kPerhaps; };
-    if (!meets() || std::none_of(delayed_.begin(), delayed_.end(), waits)) return;
+    const auto waits = [](const Entry* entry) { return entry->step != kOfIt; };
+    if (!meets() || !meeting_.is_step || std::none_of(delayed_.begin(), delayed_.end(), waits)) {
+      return;
+    }
     const Tensor flags = vector_.tensor_of(flags_).cpu();
-    for (size_t i = 0; i < delayed_.size(); ++i) {
-      if (waits(delayed_[i]) && flags.const_data_ptr<float>()[i] != 0) {
-        delayed_[i]->stepped = kStepped;
+    const float* flag = flags.const_data_ptr<float>();
+    for (Entry* entry : delayed_) {
+      for (const int64_t bit : kBits) {
+        if (*flag++ != 0) entry->step |= bit;
       }
     }
   }
@@ -155,7 +163,7 @@ class Agreement {
   void apply(const std::optional<Tensor>& found_inf) {
     std::vector<StateTask> steps, others;
     for (const Entry* entry : delayed_) {
-      (entry->stepped == kStepped ? steps : others).push_back(task_of(*entry));
+      (entry->step == kOfIt ? steps : others).push_back(task_of(*entry));
     }
     Tensor skipped;
     if (found_inf && !steps.empty()) skipped = found_inf->to(meeting_.device, at::kFloat);
@@ -177,11 +185,11 @@ std::vector<Entry> entries_of(at::TensorList values, const std::vector<FlatRange
     entry.values = values[i];
     if (!own.empty()) entry.own = own[i];
     if (!amax.empty()) entry.amax = amax[i];
-    entry.stepped = steps[i];
+    entry.step = steps[i];
     entry.device = (amax.empty() ? values : amax)[i].device();
-    TORCH_CHECK_VALUE(
-        entry.stepped >= kNoStep && entry.stepped <= kStepped,
-        fmt::format("{}: a step is 0 to {}, got {}", kOp, int64_t{kStepped}, entry.stepped));
+    TORCH_CHECK_VALUE(entry.step == kNoStep ||
+                          (entry.step >= kStep && entry.step <= kOfIt && entry.step % 2 == 1),
+                      fmt::format("{}: a step is 0, 1, 3, 5 or 7, got {}", kOp, entry.step));
     if (!is_delayed(ranges[i])) continue;
     TORCH_CHECK_VALUE(states + 2 <= state.size(), kOp, ": needs two state tensors for each weight ",
                       "of delayed scaling, got ", state.size());
@@ -236,7 +244,7 @@ std::vector<Meeting> meetings_of(std::vector<Entry>& entries, at::IntArrayRef gr
   std::vector<Meeting> meetings;
   for (size_t i = 0; i < entries.size(); ++i) {
     Entry& entry = entries[i];
-    const bool is_step = entry.stepped != kNoStep;
+    const bool is_step = entry.step != kNoStep;
     Groups own = registered_groups(groups[i]);
     if (!is_step) own.replicas.clear();
     auto found = std::find_if(meetings.begin(), meetings.end(), [&](const Meeting& meeting) {
@@ -279,7 +287,7 @@ std::vector<int64_t> agree_on_ranges(at::TensorList values, const std::vector<st
   find_own(entries, is_known);
   for (Meeting& meeting : meetings) Agreement(meeting).run(found_inf);
   std::vector<int64_t> is_stepped;
-  for (const Entry& entry : entries) is_stepped.push_back(entry.stepped == kStepped);
+  for (const Entry& entry : entries) is_stepped.push_back(entry.step == kOfIt);
   return is_stepped;
 }
 

@@ -10,12 +10,13 @@
 
 namespace qshard {
 
-/// What a rank knows of a range when it meets the others.
-enum Stepped : int64_t {
-  kNoStep,   // they meet for values that no optimizer step made
-  kNotOfIt,  // they meet after a step, which was not of this weight
-  kPerhaps,  // it was if it was on another rank
-  kStepped,  // it was
+/// What a rank knows of a range when it meets the others: bits.
+enum Step : int64_t {
+  kNoStep = 0,   // they meet for values that no optimizer step made
+  kStep = 1,     // they meet after a step; set on all ranks or none
+  kHeld = 2,     // whose optimizer holds the weight, or a piece of it, on this rank
+  kReached = 4,  // a backward of this rank has reached the weight since its history rolled
+  kOfIt = kStep | kHeld | kReached,
 };
 
 /// Brings amaxes of ranges, and delayed scaling of their weights, up to date, with one all-reduce
@@ -27,11 +28,12 @@ enum Stepped : int64_t {
 /// amaxes of the values; where `is_known` is set, it has them already, and `values[i]` is empty.
 /// `amax` takes what whole weights are scaled by; ranks meet on its device, else on the values'.
 /// `state`: amax_history and scaling_amax of each range whose format has them, one after the other,
-/// on that device. `steps`: Stepped; which ranges are kNoStep is the same on all ranks. `groups`:
+/// on that device. `steps`: Step; which ranges are kNoStep is the same on all ranks. `groups`:
 /// the number of _groups() for each range, or 0 where this rank knows all of its weight. Replicas,
 /// which have the same values, meet after steps only, for what histories collect.
 ///
-/// A history rolls if the step was of the weight on any rank. Returns whether it was, as 0 or 1.
+/// A history rolls if any rank's optimizer holds the weight and any rank's backward reached it: the
+/// one that steps a piece may have no gradient of its own. Returns whether it rolls, as 0 or 1.
 /// Nothing but `own` is written before the ranks have agreed.
 /// @throws c10::ValueError and c10::TypeError for arguments that do not fit together, before
 /// anything is sent.

@@ -16,9 +16,10 @@ from qshard.functional import linear_under_transforms
 
 ops = torch.ops.qshard
 
-# What a rank knows of a weight when its state is brought up to date, of values that no step made, or after a
-# step: of other weights, of this one if it was on another rank, of this one (ops/agree_on_ranges.h).
-NO_STEP, NOT_OF_IT, PERHAPS, STEPPED = range(4)
+# What a rank knows of a weight when its state is brought up to date (ops/agree_on_ranges.h): that no step made
+# its values; or that a step did, whose optimizer holds the weight here, and that a backward reached it here.
+NO_STEP, STEP, HELD, REACHED = 0, 1, 2, 4
+OF_IT = STEP | HELD | REACHED
 
 
 class _Steps:
@@ -307,7 +308,7 @@ def _follow_step(weights, found_inf=None, is_agreed=False):
     steps, groups = [], []
     for dynamic, _, is_stepped in weights:
         meets = dynamic.groups and not is_agreed
-        steps.append(STEPPED if is_stepped else PERHAPS if meets else NO_STEP)
+        steps.append(OF_IT if is_stepped else STEP | HELD if meets else NO_STEP)
         groups.append(ops._groups("", list(dynamic.groups), []) if meets else 0)
     _bring_up_to_date(weights, steps, groups, found_inf)
     for dynamic, *_ in weights:

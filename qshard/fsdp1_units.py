@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from qshard import flat_parameters
-from qshard.dynamic import NO_STEP, NOT_OF_IT, PERHAPS, STEPPED, DynamicWeight, Installed
+from qshard.dynamic import HELD, NO_STEP, REACHED, STEP, DynamicWeight, Installed
 
 ops = torch.ops.qshard
 
@@ -158,12 +158,12 @@ class Unit:
         return values, starts
 
     def steps(self, stepped):
-        """What is known of a step of each weight."""
+        """What this rank knows of a step of each weight. A rank whose optimizer leaves out pieces without
+        elements may have reached what another steps."""
         for weight in self.weights:
-            if weight.dynamic.state and self.is_stepped(weight, stepped):
-                yield STEPPED if weight.dynamic.gradient.is_reached else PERHAPS
-            else:
-                yield NOT_OF_IT
+            is_held = weight.dynamic.state and self.is_stepped(weight, stepped)
+            is_reached = weight.dynamic.gradient.is_reached
+            yield STEP | (HELD if is_held else 0) | (REACHED if is_reached else 0)
 
     def is_called_alone(self):
         """Whether a gather is neither of the root's forward, before which the ranks have met, nor of a

@@ -160,5 +160,5 @@ def test_state_of_delayed_scaling_has_its_dtype_and_size(change):
     history = torch.zeros(change.get("history", (3, 16)), dtype=dtype)
     scaling = torch.zeros(change.get("scaling", (3, 3)), dtype=dtype)
     of = [("float8_delayed[history=16]", 4, 48, 0)]
-    text = refusal(lambda: agree([torch.ones(4, 48)], of, state=[history, scaling], steps=[3]))
+    text = refusal(lambda: agree([torch.ones(4, 48)], of, state=[history, scaling], steps=[7]))
     assert "qshard::_agree_on_ranges" in text

@@ -6,7 +6,8 @@ from flat_ranges import agree, lists_of, messages_of, own_amaxes
 
 ops = torch.ops.qshard
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-NO_STEP, NOT_OF_IT, PERHAPS, STEPPED = range(4)
+NO_STEP, STEP, HELD, REACHED = 0, 1, 2, 4
+OF_IT = STEP | HELD | REACHED
 HISTORY = "float8_delayed[history=4]"
 
 
@@ -82,7 +83,7 @@ def tables_after(steps, values, found_inf=None):
 
 def test_histories_roll_of_steps_alone():
     values = [random_values(16, 32) * factor for factor in (1, 8, 2)]
-    for step, answer in (NO_STEP, 0), (NOT_OF_IT, 0), (PERHAPS, 0), (STEPPED, 1):
+    for step, answer in (NO_STEP, 0), (STEP, 0), (STEP | HELD, 0), (STEP | REACHED, 0), (OF_IT, 1):
         state, amax, answers = tables_after([step] * 3, values)
         assert answers == [answer] * 3
         rolled = answer == 1
@@ -95,7 +96,7 @@ def test_histories_roll_of_steps_alone():
 
 def test_a_skipped_step_rolls_nothing():
     values = [random_values(16, 32)]
-    state, amax, _ = tables_after([STEPPED], values, found_inf=torch.ones(1))
+    state, amax, _ = tables_after([OF_IT], values, found_inf=torch.ones(1))
     wanted, same, _ = tables_after([NO_STEP], values)
     assert torch.equal(amax, same) and all(map(torch.equal, state, wanted))
 
@@ -121,7 +122,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         "scales lie in the rows": lambda: agree([value], [("nvfp4", 16, 32, 0)]),
         "1 ranges, and 2 tensors of values": lambda: agree([value, value], of),
         "has 1 amaxes": lambda: agree([value], of, own=[torch.ones(2)]),
-        "a step is 0 to 3, got 4": lambda: agree([value], of, own=own, steps=[4]),
+        "a step is 0, 1, 3, 5 or 7, got 4": lambda: agree([value], of, own=own, steps=[4]),
         "1 ranges, 2 steps": lambda: agree([value], of, own=own, steps=[0, 0]),
         "needs two state tensors": lambda: agree([value], delayed, own=own, state=state[:1]),
         "is not the state of": lambda: agree([value], delayed, own=own, state=state[::-1]),

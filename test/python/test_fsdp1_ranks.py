@@ -4,9 +4,12 @@ itself lets it."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import on_worlds
+from dist_helpers import device, on_worlds
 from dist_models import DELAYED, adamw, batch, collectives, count, loss_of
-from fsdp1_models import BF16, FSDP, build_fsdp1, check_gathers, train_fsdp1
+from fsdp1_models import BF16, FSDP, Branches, build_fsdp1, check_gathers, make_dynamic, train_fsdp1, wrap
+
+import qshard
+from qshard import module_state
 
 
 FORMATS = pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
@@ -109,3 +112,33 @@ def test_one_rank_evaluates_whole_weights(world):
     assert a == b == c == other
 
 
+# ------------------------------------------------------------------ optimizers of a rank's pieces
+
+
+def train_pieces(parts, is_held):
+    """Histories of a model whose rank 0 has the head's piece, and rank 1 that of the other head."""
+    torch.manual_seed(0)
+    model = wrap(make_dynamic(Branches(parts), DELAYED).to(device()))
+    qshard.prepare_for_fsdp1(model)
+    held = [param for name, param in model.named_parameters() if is_held(name, param)]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    for number in range(len(parts)):
+        loss_of(model, batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [dynamic.state[0].tolist() for _, dynamic in module_state.dynamics_of(model)]
+
+
+def run_pieces(other_rank_uses):
+    """The rank that has the piece of a weight steps it, with the gradient of the rank that has used it."""
+    uses = other_rank_uses[dist.get_rank()]
+    pieces = train_pieces([uses] * 4, lambda name, param: param.numel() > 0)
+    assert pieces == train_pieces([uses] * 4, lambda name, param: True)
+    return pieces
+
+
+@pytest.mark.parametrize("other_rank_uses", [(2, 1), (1, 2), (2, 2)], ids=["other", "own", "same"])
+@on_worlds(2)
+def test_a_step_of_pieces_is_of_the_weight_on_all_ranks(world, other_rank_uses):
+    histories, others = world.run(run_pieces, other_rank_uses)
+    assert histories == others and any(max(row) > 0 for history in histories for row in history)

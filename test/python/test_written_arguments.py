@@ -65,7 +65,7 @@ WRITERS = {
     ),
     "_agree_on_ranges": (lambda out: agree([WIDE], [OF_WIDE], amax=[out]), lambda: torch.zeros(3), "amax"),
     "_agree_on_ranges of the history": (
-        lambda out: agree([X], [(DELAYED, 4, 48, 0)], state=[out, torch.zeros(3, 3)], steps=[3]),
+        lambda out: agree([X], [(DELAYED, 4, 48, 0)], state=[out, torch.zeros(3, 3)], steps=[7]),
         lambda: torch.zeros(3, 16),
         "state",
     ),
