@@ -1,10 +1,10 @@
-"""Ranks that agree on amaxes of weights which stay plain, and when they meet for that.
+"""Ranks that agree on amaxes of weights which stay plain, and when they meet for that: `ranks_meet`.
 
-They meet in optimizer steps and in `qshard.flush`, which all of them make, and never in a use of a weight,
-which one may make alone. Every rank has the same values of these weights, so that after a meeting each
-brings its histories up to date by itself.
+A `Company` is of whole weights. Every rank has the same values of these, so that after a meeting each brings its
+histories up to date by itself. fsdp1_units.py has the units of FSDP1.
 """
 
+import enum
 import weakref
 
 import torch
@@ -12,6 +12,28 @@ import torch
 ops = torch.ops.qshard
 
 _NOTHING, _IS_HERE, _WAS_STEPPED = 0, 1, 2  # what a rank knows of a weight that its group meets for
+
+
+class Occasion(enum.Enum):
+    """What brings amaxes and histories up to date. All ranks come to the first three."""
+
+    STEP = "a step of an optimizer that holds one of the weights"
+    OTHER_STEP = "a step of an optimizer that holds none of the weights, and perhaps copies of them"
+    FLUSH = "qshard.flush"
+    VALUES = "values that no step made: before a use, a gather or a state dict, after a load or a write"
+
+
+def ranks_meet(occasion: Occasion, *, is_cut: bool = False, is_behind: bool = False) -> bool:
+    """Whether the ranks that agree on weights meet now. It is decided here alone, from what all of them know;
+    one that waits for another which does not come would wait for ever.
+
+    is_cut: each rank has a part of the values, and only it knows whether it wrote that. Whole values are the
+        same on all ranks, and one may use, or gather from, what it has alone.
+    is_behind: a step may have been of the weights since the ranks met for one: an optimizer in backward, which
+        steps other pieces on each rank, or one of copies, after the weights were used in training."""
+    if occasion is Occasion.VALUES:
+        return is_cut or is_behind
+    return is_behind if occasion is Occasion.OTHER_STEP else True
 
 
 def _device_of(group):
@@ -42,6 +64,7 @@ class Company:
 
     def __init__(self, groups, resolved):
         self.groups = groups
+        self.number = ops._groups("", list(groups), [])
         self.resolved = [weakref.ref(group) for group in resolved]
         self.members = []
         self.trained, self.found_inf = set(), None
@@ -73,7 +96,8 @@ class Company:
     def meet_after_step(self, found_inf):
         """After a step of an optimizer that holds none of the weights, but may hold their copies: agrees on
         what the step collected. The weights are written afterwards."""
-        if all(steps.is_told for steps in self.trained):
+        is_behind = not all(steps.is_told for steps in self.trained)
+        if not ranks_meet(Occasion.OTHER_STEP, is_behind=is_behind):
             return
         self.trained.clear()
         here = [reference() for reference in self.members]
@@ -95,9 +119,9 @@ class Company:
                 "qshard.flush: the process group that the ranks of these weights agree over was destroyed; call "
                 'qshard.quantize_(..., weights="dynamic", group=...) again with one that exists'
             )
-        nothing, number = torch.empty(0), ops._groups("", list(self.groups), [])
+        nothing, device = torch.empty(0), _device_of(self.resolved[0]())
         histories = [nothing if dynamic is None else dynamic.state[0] for dynamic in members]
-        agreed = ops._agree_on_histories(histories, levels, number, _device_of(self.resolved[0]()))
+        agreed = ops._agree_on_histories(histories, levels, self.number, device)
         self.found_inf, self._is_behind = found_inf, True
         for dynamic, level in zip(members, agreed):
             if dynamic is not None and level == _WAS_STEPPED:

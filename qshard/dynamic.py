@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from qshard import companies, module_state
+from qshard.companies import Occasion, ranks_meet
 from qshard.functional import linear_under_transforms
 
 ops = torch.ops.qshard
@@ -258,12 +259,12 @@ def refresh_all(weights):
     due, stale = [], []
     for dynamic, weight in weights:
         if dynamic.is_step_due(weight):
-            due.append((dynamic, weight.detach(), True))
+            due.append((dynamic, weight.detach(), OF_IT))
         elif dynamic.is_stale(weight):
-            stale.append((dynamic, weight.detach(), False))
+            stale.append((dynamic, weight.detach(), NO_STEP))
     for found_inf, members in _by_found_inf(due):
-        _follow_step(members, found_inf, is_agreed=True)
-    _update(stale)
+        _bring_up_to_date(members, Occasion.VALUES, found_inf)
+    _bring_up_to_date(stale, Occasion.VALUES)
     for dynamic, _ in weights:
         if dynamic.company is not None:
             dynamic.company.rolled(dynamic)
@@ -297,31 +298,17 @@ def flush(model):
         dynamic._is_used = dynamic._is_used or is_behind
         if dynamic.company is not None:
             meeting.setdefault(dynamic.company, []).append((dynamic, is_behind))
-    for company, members in meeting.items():
-        company.meet_in_flush(members, _Steps.found_inf)
+    if ranks_meet(Occasion.FLUSH):
+        for company, members in meeting.items():
+            company.meet_in_flush(members, _Steps.found_inf)
     refresh_all(weights)
 
 
-def _follow_step(weights, found_inf=None, is_agreed=False):
-    """Brings the state of (DynamicWeight, its values, whether the step was of it) up to date. Ranks that have
-    not agreed do so: the step was of what it was of on any of them."""
-    steps, groups = [], []
-    for dynamic, _, is_stepped in weights:
-        meets = dynamic.groups and not is_agreed
-        steps.append(OF_IT if is_stepped else STEP | HELD if meets else NO_STEP)
-        groups.append(ops._groups("", list(dynamic.groups), []) if meets else 0)
-    _bring_up_to_date(weights, steps, groups, found_inf)
-    for dynamic, *_ in weights:
-        dynamic._steps, dynamic._is_used = _Steps.of_others, False
-
-
-def _update(weights):
-    """The same of values that no step made, which are the same on all ranks: each finds their amax alone."""
-    _bring_up_to_date(weights, [NO_STEP] * len(weights), [0] * len(weights))
-
-
-def _bring_up_to_date(weights, steps, groups, found_inf=None):
-    dynamics = [dynamic for dynamic, *_ in weights]
+def _bring_up_to_date(weights, occasion, found_inf=None):
+    """States of (DynamicWeight, its values, what this rank knows of a step that made them)."""
+    if not weights:
+        return
+    dynamics, meets = [dynamic for dynamic, *_ in weights], ranks_meet(occasion)
     for dynamic, values, _ in weights:
         dynamic.move_state(values.device)
     ops._agree_on_ranges(
@@ -330,12 +317,14 @@ def _bring_up_to_date(weights, steps, groups, found_inf=None):
         [number for dynamic in dynamics for number in (*dynamic.shape, 0)],
         [], [], [],
         [table for dynamic in dynamics for table in dynamic.state],
-        steps,
-        groups,
+        [step for *_, step in weights],
+        [dynamic.company.number if meets and dynamic.company else 0 for dynamic in dynamics],
         found_inf,
     )
-    for dynamic, values, _ in weights:
+    for dynamic, values, step in weights:
         dynamic._seen = _seen(values)
+        if step != NO_STEP:
+            dynamic._steps, dynamic._is_used = _Steps.of_others, False
 
 
 delayed_weights = weakref.WeakSet()
@@ -362,12 +351,15 @@ def _after_step(optimizer, taken):
             holds_any = dynamic._steps_told.is_told = True
             is_first = id(param) not in taken
             is_written = (is_first and param.grad is not None) or dynamic._seen != _seen(param)
-            if is_written or (is_first and dynamic.groups):
-                kind = stepped if is_first and not made_up_steps else written
-                kind[id(dynamic)] = dynamic, param.detach(), is_written
+            if is_first and not made_up_steps:
+                if is_written or dynamic.company is not None:
+                    step = OF_IT if is_written else STEP | HELD
+                    stepped[id(dynamic)] = dynamic, param.detach(), step
+            elif is_written:
+                written[id(dynamic)] = dynamic, param.detach(), NO_STEP
     found_inf = getattr(optimizer, "found_inf", None)
-    _follow_step(list(stepped.values()), found_inf)
-    _update(list(written.values()))
+    _bring_up_to_date(list(stepped.values()), Occasion.STEP, found_inf)
+    _bring_up_to_date(list(written.values()), Occasion.VALUES)
     if not holds_any and not made_up_steps:
         _Steps.of_others, _Steps.found_inf = _Steps.of_others + 1, found_inf
         companies.meet_after_step(found_inf)

@@ -12,6 +12,7 @@ from _qshard_hooks import made_up_steps, step_followers
 from torch import nn
 
 from qshard import flat_parameters, module_state
+from qshard.companies import Occasion
 from qshard.dynamic import Installed
 from qshard.fsdp1_units import Unit, agree, is_in_backward, optimizers_in_backward
 
@@ -147,7 +148,7 @@ class _Preparation:
         """Whatever was written since the last one, on whichever ranks."""
         if is_in_backward():  # of values that this forward has read before
             return
-        agree(self.units, is_forward=True)
+        agree(self.units)
         for unit in self.units:
             unit.is_in_root_forward = True
         self._find_ignored()
@@ -236,8 +237,9 @@ def _forget(reference):
 
 
 def _after_step(optimizer, taken):
-    """One all-reduce over the units of which the optimizer holds a parameter, as it does on all ranks. What
-    it writes after a step within its own is noticed as any write."""
+    """One all-reduce over the units of which the optimizer holds a parameter. What it writes after a step within
+    its own is noticed as any write. Units with pieces of parameters meet if any unit of the model does: a rank
+    may have no piece of them, and its optimizer then holds none."""
     if not _preparations:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -248,9 +250,11 @@ def _after_step(optimizer, taken):
         units = [u for u in (preparation.units if preparation else ()) if u.is_held(held)]
         if is_in_backward:  # not on all ranks: the next forward agrees
             units = [u for u in units if not u.is_stepped_in_backward]
+        elif units:
+            units = [u for u in preparation.units if u.has_pieces or u in units]
         if units:
             found_inf = getattr(optimizer, "found_inf", None)
-            agree(units, () if made_up_steps else held, found_inf)
+            agree(units, Occasion.VALUES if made_up_steps else Occasion.STEP, held, found_inf)
 
 
 step_followers.append(_after_step)

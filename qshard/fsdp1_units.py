@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from qshard import flat_parameters
+from qshard.companies import Occasion, ranks_meet
 from qshard.dynamic import HELD, NO_STEP, REACHED, STEP, DynamicWeight, Installed
 
 ops = torch.ops.qshard
@@ -46,6 +47,7 @@ class Unit:
         self.gather = gather
         self.shard_numel = flat_parameters.shard_numel(handle)
         self.is_sharded = flat_parameters.is_sharded(handle)
+        self.has_pieces = self.is_sharded and handle._use_orig_params
         self.rank = handle.rank if handle.uses_sharded_strategy else 0
         replicas = [] if self.replicas is None else [self.replicas.group_name]
         self.groups = ops._groups(self.group.group_name, [], replicas)
@@ -118,7 +120,7 @@ class Unit:
         return (self.flat, *(getattr(self.flat, "_params", None) or ()))
 
     def is_held(self, ids):
-        return any(id(param) in ids for param in self.parameters())
+        return bool(ids) and any(id(param) in ids for param in self.parameters())
 
     def is_stepped(self, weight, ids):
         """Whether the optimizer holds the weight, or the flat parameter that it is in, or the weight has
@@ -144,10 +146,11 @@ class Unit:
         shard = getattr(self.flat, "_local_shard", None)  # FSDP1 makes it in the first forward
         return (*(t._version for t in tensors), 0 if shard is None else shard._version)
 
-    def is_known(self, is_step, is_forward):
-        """Whether this rank's amaxes are those of its values: until a version moves, but not over a step, as
-        fused optimizers move none."""
-        return is_forward and not is_step and self.seen == self.versions()
+    def is_known(self, held):
+        """Whether this rank's amaxes are those of its values: until a version moves, but not over a step of
+        parameters that it holds, as fused optimizers move none."""
+        is_stepped = self.is_stepped_in_backward or self.is_held(held)
+        return not is_stepped and self.seen == self.versions()
 
     def own_parts(self):
         """This rank's values of each weight, and where they begin in it."""
@@ -157,11 +160,11 @@ class Unit:
         starts = [begin - w.start if begin < end else 0 for w, (begin, end) in zip(self.weights, ranges)]
         return values, starts
 
-    def steps(self, stepped):
+    def steps(self, held):
         """What this rank knows of a step of each weight. A rank whose optimizer leaves out pieces without
         elements may have reached what another steps."""
         for weight in self.weights:
-            is_held = weight.dynamic.state and self.is_stepped(weight, stepped)
+            is_held = weight.dynamic.state and self.is_stepped(weight, held)
             is_reached = weight.dynamic.gradient.is_reached
             yield STEP | (HELD if is_held else 0) | (REACHED if is_reached else 0)
 
@@ -196,7 +199,7 @@ class Unit:
         parameter in the dtype of forward and backward."""
         is_full = handle._force_full_precision or getattr(handle, "_use_fake_all_gather", False)
         if not is_full and self.is_called_alone():
-            agree([self], is_forward=True)
+            agree([self])
         sends_codes = self.gathers_codes and not is_full
         # A caller may write to whole values before they are read.
         for weight in self.weights:
@@ -231,20 +234,21 @@ def is_in_backward():
 
 
 @torch.no_grad()
-def agree(units, stepped=(), found_inf=None, is_forward=False):
+def agree(units, occasion=Occasion.VALUES, held=(), found_inf=None):
     """Brings amaxes and histories of units up to date. All ranks call it: where FSDP1 gathers, which ranks
-    of a shard group do together, and after steps. Whether they meet is decided here, from that alone.
+    of a shard group do together, and after steps.
 
-    Amaxes of values are agreed on by those that hold the other parts, each time: only a rank itself knows
-    whether it has written. What histories collect is agreed on by all that a step is of.
+    Amaxes of values are agreed on by those that hold the other parts, each time. What histories collect is
+    agreed on by all that a step is of.
 
-    stepped: ids of the parameters that an optimizer step was of; the others' values were written
-        otherwise, if at all. is_forward: before a forward, not after a step or a load."""
+    held: ids of the parameters that an optimizer which has stepped holds on this rank; the others' values were
+        written otherwise, if at all."""
     changed, weights, values, starts, are_known, steps, groups = [], [], [], [], [], [], []
     for unit in units:
         unit.follow()
-        is_step = bool(stepped) or unit.is_stepped_in_backward
-        meets, is_known = is_step or unit.is_sharded, unit.is_known(is_step, is_forward)
+        is_step = occasion is Occasion.STEP or unit.is_stepped_in_backward
+        meets = ranks_meet(occasion, is_cut=unit.is_sharded, is_behind=unit.is_stepped_in_backward)
+        is_known = unit.is_known(held)
         # What is whole has the same values on all ranks.
         if not unit.weights or (is_known and not meets):
             continue
@@ -258,7 +262,7 @@ def agree(units, stepped=(), found_inf=None, is_forward=False):
         values += own[0]
         starts += own[1]
         are_known += [is_known] * numel
-        steps += unit.steps(stepped) if is_step else [NO_STEP] * numel
+        steps += unit.steps(held) if is_step else [NO_STEP] * numel
         groups += [unit.groups if meets else 0] * numel
     if weights:
         for weight in weights:

@@ -142,3 +142,21 @@ def run_pieces(other_rank_uses):
 def test_a_step_of_pieces_is_of_the_weight_on_all_ranks(world, other_rank_uses):
     histories, others = world.run(run_pieces, other_rank_uses)
     assert histories == others and any(max(row) > 0 for history in histories for row in history)
+
+
+def hold_one_block(name, param):
+    """Rank 0 holds pieces of one unit alone, and rank 1 of all."""
+    return param.numel() > 0 and (dist.get_rank() == 1 or "blocks.0" in name)
+
+
+def run_few_units():
+    """What histories took up in steps; what they collect is each rank's own until there is a step."""
+    histories = train_pieces([1] * 3, hold_one_block)
+    return [row[1:] for history in histories for row in history]
+
+
+@on_worlds(2)
+def test_ranks_meet_for_units_that_one_of_them_holds_nothing_of(world):
+    rows, others = world.run(run_few_units)
+    assert rows == others and any(max(row) > 0 for row in rows)
+
