@@ -204,12 +204,17 @@ def _making_shards(stock, of_whole_tensor):
 
             self._init_shard_mesh = init_shard_mesh
         try:
-            return stock(self, *args, **kwargs)
+            stock(self, *args, **kwargs)
         finally:
             self.__dict__.pop("_init_shard_mesh", None)
             ops._make_shards(None)
+        for follow in cut_followers:
+            follow(self)
 
     return make
+
+
+cut_followers = []  # called with each of FSDP2's parameters once its shards are made
 
 
 def _shard_rank(fsdp_param):

@@ -10,6 +10,7 @@ from torch import nn as torch_nn
 from torch.nn.parameter import is_lazy
 
 from qshard import module_state, nn
+from qshard.dynamic import is_flattened
 from qshard.dynamic_modules import weight_identities
 
 _ADAPTERS = {"lora_A", "lora_B"}
@@ -146,7 +147,7 @@ def _further(model, parameter_fn) -> Iterator[tuple[str, torch_nn.Module, str]]:
             if parameter is None or weight_names(module) or not parameter_fn(parameter, name):
                 continue
             _refuse_lazy(module, prefix)
-            if parameter.dim() < 2 or getattr(parameter, "_fsdp_flattened", False):
+            if parameter.dim() < 2 or is_flattened(parameter):
                 raise ValueError(
                     f"qshard.quantize_: parameter_fn chose {name} of shape {tuple(parameter.shape)}; it "
                     "may choose matrices, and stacks of them, that FSDP1 has not flattened"

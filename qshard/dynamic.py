@@ -6,7 +6,7 @@ What a module needs for that is its `DynamicWeight`, one for each weight: tied m
 import weakref
 
 import torch
-from _qshard_hooks import made_up_steps, step_followers
+from _qshard_hooks import cut_followers, is_replicated, made_up_steps, step_followers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -61,7 +61,8 @@ class DynamicWeight:
         rank.
     uses: modules that read the weight in a forward. If there are several, the first quantizes it, and its
         codes are kept until the backward of the last; alone, a weight is quantized again in backward.
-    is_ignored: FSDP1 leaves the weight alone, as it was told to, in a module that it marks as its own.
+    is_ignored: FSDP1 leaves the weight alone, as it was told to.
+    is_cut: FSDP2 has cut the weight.
     managed: the FSDP1 unit, which knows the shards of the weight, keeps the state up to date.
     gradient: for delayed scaling, tells whether a managed weight got one.
     known_amax: for current scaling, [float32 (grid,)] while the FSDP1 unit knows the amaxes of the weight as
@@ -72,6 +73,8 @@ class DynamicWeight:
     the first use after another optimizer's step is of what that one wrote. Ranks of groups agree in that
     step, and on nothing in a use, which one rank alone may make.
     """
+
+    is_cut = False
 
     def __init__(self, format: str, shape: tuple[int, int], groups: tuple[str, ...] = ()):
         self.format, self.shape, self.groups = format, shape, groups
@@ -92,7 +95,8 @@ class DynamicWeight:
     def __getstate__(self):
         of_copy = {"_seen": None, "_shared": None, "managed": False, "known_amax": []}
         of_copy["groups"] = ()  # one rank alone may use the copy
-        kept = {n: value for n, value in self.__dict__.items() if n not in ("company", "_steps_told")}
+        here = ("company", "is_cut", "_steps_told")
+        kept = {n: value for n, value in self.__dict__.items() if n not in here}
         return {**kept, **of_copy, "_steps": self._steps - _Steps.of_others}
 
     def __setstate__(self, state):
@@ -194,7 +198,7 @@ class DynamicWeight:
             return
         if self.managed:
             return self.gradient.watch(weight)
-        if getattr(module, "_is_fsdp_managed_module", False) and not self.is_ignored:
+        if self.is_cut or is_flattened(weight):
             raise RuntimeError(
                 f"qshard: {self.format} weights that FSDP shards need the amaxes of all ranks; call "
                 "qshard.prepare_for_fsdp1(model) after FullyShardedDataParallel(model), or, under "
@@ -247,6 +251,23 @@ class DynamicWeight:
         weight = self.whole_weight()
         if weight is not None:
             self.refresh(weight)
+
+
+def is_flattened(weight: torch.Tensor | None) -> bool:
+    """Whether a weight is a view of one of FSDP1's flat parameters, or, with use_orig_params, stands for one.
+    torch marks both."""
+    base = None if weight is None else weight._base
+    return getattr(weight, "_fsdp_flattened", False) or getattr(base, "_is_flat_param", False)
+
+
+def _note_cut(fsdp_param):
+    where = fsdp_param._module_info
+    dynamic = module_state.dynamic_of(where.module) if where.param_name == "weight" else None
+    if dynamic is not None and not is_replicated(fsdp_param):
+        dynamic.is_cut = True
+
+
+cut_followers.append(_note_cut)
 
 
 def _seen(weight):

@@ -3,9 +3,10 @@
 import torch
 from _qshard_hooks import is_quantized, local_of
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from qshard import flat_parameters, module_state
-from qshard.dynamic import DynamicWeight, Installed, delayed_weights
+from qshard.dynamic import DynamicWeight, Installed, delayed_weights, is_flattened
 from qshard.module_state import NAMES_OF_STATE, dynamic_of
 from qshard.nn.base import Initialized
 from qshard.nn.embedding import Embedding
@@ -46,7 +47,7 @@ def check_arguments(weights, group, given: dict[str, object]) -> bool:
 def refuse_fsdp1(chosen) -> None:
     """Raises if FSDP1 has flattened the weights of modules already."""
     for name, module in chosen:
-        if is_flattened(module):
+        if _has_flattened(module):
             raise RuntimeError(
                 f"qshard.quantize_: FullyShardedDataParallel has flattened the weight of {name}; call "
                 'quantize_(model, recipe, weights="dynamic"), which leaves it as it is, then '
@@ -54,14 +55,11 @@ def refuse_fsdp1(chosen) -> None:
             )
 
 
-def is_flattened(module) -> bool:
-    """Whether FSDP1 has made a weight of the module a view of a flat parameter: it takes the parameter out,
-    or, with use_orig_params, marks it. FSDP2 marks modules like FSDP1."""
-    if not getattr(module, "_is_fsdp_managed_module", False):
-        return False
+def _has_flattened(module):
+    """Whether FSDP1 has flattened a weight of the module. Without use_orig_params it takes the parameter out, and
+    leaves a view in its place."""
     names = module.weight_names if isinstance(module, Initialized) else ("weight",)
-    weights = [module._parameters.get(name) for name in names]
-    return any(weight is None or getattr(weight, "_fsdp_flattened", False) for weight in weights)
+    return any(is_flattened(module._parameters.get(n, module.__dict__.get(n))) for n in names)
 
 
 def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
@@ -112,6 +110,9 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
                 how = module_state.of(module)
                 how.weight_only, how.weight_format = weight_only, format
         dynamic.owner = modules[0]
+        weight = modules[0]._parameters.get("weight")
+        if isinstance(weight, DTensor) and not all(p.is_replicate() for p in weight.placements):
+            dynamic.is_cut = True
         if dynamic.state:
             delayed_weights.add(dynamic)
             dynamic.refresh_owner()
@@ -134,7 +135,7 @@ def weight_identities(model):
 
     def identity(module):
         weight = module._parameters.get("weight")
-        if weight is None or is_flattened(module):
+        if weight is None or is_flattened(weight):
             return "module", shared.get(id(module), id(module))
         return "weight", id(weight)
 

@@ -159,8 +159,7 @@ class WatchedBlock(Watched, nn.Module):
         return self.head(self.up(self.norm(self.table(x))))
 
 
-# FSDP1 marks modules with the first.
-OF_TORCH = {"_is_fsdp_managed_module", *dir(WatchedBlock()), *dir(nn.Linear(1, 1)), *dir(nn.Embedding(1, 1))}
+OF_TORCH = {*dir(WatchedBlock()), *dir(nn.Linear(1, 1)), *dir(nn.Embedding(1, 1))}
 
 
 @ANY_RECIPE
