@@ -135,10 +135,11 @@ class Requantization {
     auto tasks = tasks_of({Entry::kCodes, Entry::kScales});
     if (!at_once) compute_amax(tasks, stream_);
     compute_amax(tasks_of({Entry::kNothing}), stream_);
-    collect_state(states, stream_);
-    agree();
+    vector_.collect(states);
+    vector_.reduce(groups, options_.kind);
     share_scales();
-    apply(states);
+    if (options_.amax) *options_.amax = states.empty() ? vector_.words() : vector_.words().clone();
+    vector_.apply(states, options_.kind, options_.found_inf);
     if (agrees) allocate_snapshots();
     tasks = tasks_of({Entry::kCodes, Entry::kScales});
     if (at_once) {
@@ -157,7 +158,6 @@ class Requantization {
   std::vector<Entry> entries_;
   AmaxVector vector_;
   std::vector<std::vector<size_t>> sharing_;  // positions of entries
-  at::Tensor front_;  // what is agreed on by all that hold parts of full tensors
 
   static std::vector<Entry> entries_of(const Batch& batch, int64_t ranks) {
     std::vector<Entry> entries(batch.buffers.size());
@@ -228,11 +228,13 @@ class Requantization {
         entry.tensor_amax = vector_.take(of_tensor);
       }
     }
-    front_ = vector_.taken();
+    vector_.end_front();
     for (Entry& entry : entries_) {
       const Layout& layout = entry.buffer->layout();
       if (entry.amax.empty()) entry.amax = vector_.take(amax_numel(layout, entry.cuts));
       if (!is_in_front(entry)) entry.words = vector_.take(state_words(*layout.format));
+      const std::span<float> front = entry.tensor_amax;
+      if (!front.empty()) vector_.stands_for(front, entry.amax.first(front.size()));
     }
   }
 
@@ -322,32 +324,6 @@ class Requantization {
     return tasks;
   }
 
-  /// Every rank knows how many words there are: that depends on the logical tensors and the groups,
-  /// and in front on the full tensors.
-  void agree() {
-    const at::Tensor bits = vector_.taken().view(at::kInt);
-    if (bits.numel() == 0) return;
-    const Groups& groups = batch_.groups;
-    if (groups.shard) groups.shard->all_reduce_max(bits);
-    if (front_.numel() > 0) agree_on_full_tensors();
-    if (options_.kind != FlushKind::kStep) return;
-    for (const RankGroupPtr& group : groups.replicas) group->all_reduce_max(bits);
-  }
-
-  void agree_on_full_tensors() {
-    std::vector<at::Tensor> amaxes, copies;
-    for (const Entry& entry : entries_) {
-      if (entry.tensor_amax.empty()) continue;
-      amaxes.push_back(vector_.tensor_of(entry.amax.first(entry.tensor_amax.size())));
-      copies.push_back(vector_.tensor_of(entry.tensor_amax));
-    }
-    if (!amaxes.empty()) at::_foreach_copy_(copies, amaxes);
-    for (const RankGroupPtr& group : batch_.groups.tensor) {
-      group->all_reduce_max(front_.view(at::kInt));
-    }
-    if (!amaxes.empty()) at::_foreach_copy_(amaxes, copies);
-  }
-
   /// Matrix by matrix: the largest bits are the largest amax, with NaN on top.
   void share_scales() {
     std::vector<at::Tensor> largest, copies, sources;
@@ -370,17 +346,6 @@ class Requantization {
       copies.insert(copies.end(), others.begin(), others.end());
     }
     if (!copies.empty()) at::_foreach_copy_(copies, sources);
-  }
-
-  /// Replaces amaxes by those to scale by.
-  void apply(const std::vector<StateTask>& states) {
-    if (options_.amax) *options_.amax = states.empty() ? vector_.words() : vector_.words().clone();
-    at::Tensor found_inf;
-    if (!states.empty() && options_.found_inf.defined()) {
-      found_inf = options_.found_inf.to(batch_.device, at::kFloat);
-    }
-    apply_state(states, options_.kind,
-                found_inf.defined() ? found_inf.const_data_ptr<float>() : nullptr, stream_);
   }
 
   /// Where quantize() writes the grids a second time: what gathered tensors will be given, so that

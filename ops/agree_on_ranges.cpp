@@ -8,10 +8,7 @@
 #include <utility>
 
 #include "dispatch/amax_vector.h"
-#include "dispatch/kernel_bridge.h"
 #include "dispatch/quantized_tensor_impl.h"
-#include "dispatch/rank_group.h"
-#include "kernels/scaling_state.h"
 #include "ops/flat_ranges.h"
 #include "ops/ops.h"
 
@@ -132,7 +129,7 @@ class Agreement {
       tasks.push_back(task_of(*entry));
       for (const int64_t bit : kBits) flags.push_back((entry->step & bit) != 0 ? 1.f : 0.f);
     }
-    collect_state(tasks, current_stream(meeting_.device));
+    vector_.collect(tasks);
     // A graph that is captured alone has no copy from the host.
     if (meets()) vector_.tensor_of(flags_).copy_(at::tensor(flags));
   }
@@ -140,7 +137,7 @@ class Agreement {
   void reduce() {
     Groups groups = meeting_.groups;
     if (delayed_.empty()) groups.replicas.clear();  // they have the same values
-    groups.all_reduce_max(vector_.words().view(at::kInt));
+    vector_.reduce(groups, meeting_.is_step ? FlushKind::kStep : FlushKind::kOthers);
   }
 
   /// What other ranks know of the step. Where this one knows that it was of all weights, it does
@@ -165,12 +162,8 @@ class Agreement {
     for (const Entry* entry : delayed_) {
       (entry->step == kOfIt ? steps : others).push_back(task_of(*entry));
     }
-    Tensor skipped;
-    if (found_inf && !steps.empty()) skipped = found_inf->to(meeting_.device, at::kFloat);
-    const Stream stream = current_stream(meeting_.device);
-    apply_state(steps, FlushKind::kStep,
-                skipped.defined() ? skipped.const_data_ptr<float>() : nullptr, stream);
-    apply_state(others, FlushKind::kOthers, nullptr, stream);
+    vector_.apply(steps, FlushKind::kStep, found_inf.value_or(Tensor()));
+    vector_.apply(others, FlushKind::kOthers, Tensor());
   }
 };
 
@@ -332,7 +325,7 @@ std::vector<int64_t> agree_on_histories(at::TensorList amax_history, at::IntArra
     histories.push_back(collected(history));
   }
   if (!rows.empty()) at::_foreach_copy_(rows, histories);
-  ranks.all_reduce_max(vector.words().view(at::kInt));
+  vector.reduce(ranks, FlushKind::kStep);
   if (!rows.empty()) at::_foreach_copy_(histories, rows);
   const auto is_most = [](int64_t level) { return level == kWasStepped; };
   if (std::all_of(levels.begin(), levels.end(), is_most)) return levels.vec();  // without waiting
