@@ -7,6 +7,7 @@ or the note, is known, a traced call answers as the real one would; elsewhere it
 """
 
 import functools
+import math
 
 import torch
 from _qshard_library import has_key
@@ -346,74 +347,64 @@ for name in EFFECTS:
 # ------------------------------------------------------------------------------- flop formulas
 
 
-@register_flop_formula(
-    [torch.ops.qshard.linear, torch.ops.qshard.linear_forward], get_raw=True
-)
-def linear_flops(input, weight, *args, out_val=None, **kwargs):
+def flops_of(*names):
+    """Registers a formula of operators. It is given their arguments by the names that the schemas have."""
+
+    def register(formula):
+        for op in (getattr(ops, name) for name in names):
+            register_flop_formula(op, get_raw=True)(by_name(formula, op))
+        return formula
+
+    return register
+
+
+def by_name(formula, op):
+    names = [argument.name for argument in op.default._schema.arguments]
+
+    def count(*args, out_val=None, **kwargs):
+        return formula(**dict(zip(names, args)), **kwargs)
+
+    return count
+
+
+@flops_of("linear", "linear_forward")
+def linear_flops(input, weight, **_):
     return 2 * input.numel() * weight.shape[0]
 
 
-@register_flop_formula(torch.ops.qshard.linear_backward, get_raw=True)
-def linear_backward_flops(
-    grad, weight, input, quantized, needs_input, needs_weight, *args, **kwargs
-):
+# Operators that add to a gradient are not asked whether it is needed.
+
+
+@flops_of("linear_backward", "linear_backward_accumulate", "_linear_backward_into")
+def linear_backward_flops(grad, weight, needs_input=True, needs_weight=True, **_):
     return 2 * grad.numel() * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
 
 
-@register_flop_formula(torch.ops.qshard.linear_backward_accumulate, get_raw=True)
-def accumulate_flops(grad, weight, input, quantized, needs_input, weight_grad, *args, **kwargs):
-    return linear_backward_flops(grad, weight, input, quantized, needs_input, True)
+@flops_of("linear_backward_codes", "linear_backward_codes_accumulate")
+def codes_flops(size, weight, needs_input, needs_weight=True, **_):
+    return 2 * math.prod(size) * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
 
 
-@register_flop_formula(torch.ops.qshard._linear_backward_into, get_raw=True)
-def backward_into_flops(grad, weight, input, quantized, needs_weight, *args, **kwargs):
-    return linear_backward_flops(grad, weight, input, quantized, True, needs_weight)
+# 2 x tokens x inner x outputs a GEMM; gate is (..., inner) of the parts, (rows, ...) of the MLP.
 
 
-def register_swiglu_flops():
-    """2 x tokens x inner x outputs a GEMM; gate is (..., inner) of the parts, (rows, ...) of the MLP."""
-
-    @register_flop_formula(torch.ops.qshard.swiglu_mlp, get_raw=True)
-    def mlp_flops(input, gate, up, down, *args, out_val=None, **kwargs):
-        first = gate.shape[0] * (1 if up is None else 2)
-        tokens = input.numel() // max(1, input.shape[-1])
-        return 2 * input.numel() * first + 2 * tokens * down.shape[0] * down.shape[1]
-
-    @register_flop_formula(torch.ops.qshard.swiglu_linear_forward, get_raw=True)
-    def forward_flops(gate, up, weight, *args, out_val=None, **kwargs):
-        return 2 * gate.numel() * weight.shape[0]
-
-    @register_flop_formula(torch.ops.qshard.swiglu_linear_backward, get_raw=True)
-    def backward_flops(grad, gate, up, weight, maxima, needs_weight, rows, columns, *args, **kwargs):
-        return 2 * gate.numel() * weight.shape[0] * (bool(needs_weight) + bool(rows or columns))
-
-    @register_flop_formula(torch.ops.qshard.swiglu_linear_backward_accumulate, get_raw=True)
-    def backward_accumulate_flops(grad, gate, up, weight, maxima, sum, rows, columns, *args, **kwargs):
-        return backward_flops(grad, gate, up, weight, maxima, True, rows, columns)
-
-    @register_flop_formula(torch.ops.qshard.linear_backward_codes, get_raw=True)
-    def codes_flops(
-        rows, columns, size, dtype, weight, input, quantized, needs_input, needs_weight, *args, **kwargs
-    ):
-        flops = 2 * weight.shape[1]
-        for length in size:
-            flops *= length
-        return flops * (bool(needs_input) + bool(needs_weight))
-
-    @register_flop_formula(torch.ops.qshard.linear_backward_codes_accumulate, get_raw=True)
-    def codes_accumulate_flops(
-        rows, columns, size, dtype, weight, input, quantized, needs_input, sum, *args, **kwargs
-    ):
-        return codes_flops(
-            rows, columns, size, dtype, weight, input, quantized, needs_input, True
-        )
+@flops_of("swiglu_mlp")
+def mlp_flops(input, gate, up, down, **_):
+    first = gate.shape[0] * (1 if up is None else 2)
+    tokens = input.numel() // max(1, input.shape[-1])
+    return 2 * input.numel() * first + 2 * tokens * down.shape[0] * down.shape[1]
 
 
-register_swiglu_flops()
+@flops_of("swiglu_linear_forward")
+def swiglu_flops(gate, weight, **_):
+    return 2 * gate.numel() * weight.shape[0]
 
 
-@register_flop_formula(
-    [torch.ops.qshard.norm_linear, torch.ops.qshard._norm_linear_forward], get_raw=True
-)
-def norm_linear_flops(input, norm_weight, norm_bias, weights, *args, out_val=None, **kwargs):
+@flops_of("swiglu_linear_backward", "swiglu_linear_backward_accumulate")
+def swiglu_backward_flops(gate, weight, rows, columns, needs_weight=True, **_):
+    return 2 * gate.numel() * weight.shape[0] * (bool(needs_weight) + bool(rows or columns))
+
+
+@flops_of("norm_linear", "_norm_linear_forward")
+def norm_linear_flops(input, weights, **_):
     return sum(2 * input.numel() * weight.shape[0] for weight in weights)
