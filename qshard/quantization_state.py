@@ -4,37 +4,12 @@ import contextlib
 
 import torch
 from _qshard_hooks import is_quantized, local_of
-from _qshard_placement import place, roles
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard import scales
 from qshard.quantize import flush
-from qshard.state import has_buffers, link, weights, without_wrappers
+from qshard.state import has_buffers, link, tensors_of, weights, without_wrappers
 
 ops = torch.ops.qshard
-
-
-def _of_all_ranks(weight, tensor):
-    """A state of a weight as what is saved of it: of a stack whose matrices an expert mesh hands out, one
-    DTensor of the rows of all its ranks, since each knows its own matrices alone."""
-    if not isinstance(weight, DTensor) or weight.dim() < 3 or tensor.dim() < 2:
-        return tensor
-    local, mesh, shape = local_of(weight), weight.device_mesh, weight.shape
-    logical_rows, _, _ = ops._logical_tensor(local)
-    if logical_rows == shape[:-1].numel():
-        return tensor  # all matrices, of which FSDP cut rows
-    groups = ops._tensor_groups(local)
-    rows, parts, _ = roles(mesh, weight.placements, groups, "a stack")
-    if place(mesh, weight.placements, shape, groups).logical_rows != logical_rows:
-        parts = [*parts, rows]  # nothing but the number of matrices tells this dimension from FSDP's
-    (part,) = parts
-    placements = [Shard(0) if i == part else Replicate() for i in range(mesh.ndim)]
-    # Each rank has rows for its matrices and for its activations: torch.chunk's parts of their sum.
-    of_activations = tensor.shape[0] - logical_rows // shape[1:-1].numel()
-    whole = torch.Size((shape[0] + mesh.size(part) * of_activations, tensor.shape[1]))
-    return DTensor.from_local(
-        tensor, mesh, placements, run_check=False, shape=whole, stride=(whole[1], 1)
-    )
 
 
 class QuantizationState:
@@ -106,12 +81,8 @@ class QuantizationState:
         result = {}
         for prefix, module in self._modules():
             link(module)
-            for name, weight in weights(module):
-                if not is_quantized(local_of(weight)):
-                    continue
-                for part, tensor in ops._state(local_of(weight)).items():
-                    tensor = _of_all_ranks(weight, tensor)
-                    result[without_wrappers(f"{prefix}.{name}_{part}".lstrip("."))] = tensor
+            for name, tensor in tensors_of(module).items():
+                result[without_wrappers(f"{prefix}.{name}".lstrip("."))] = tensor
         return result
 
     def _modules(self):

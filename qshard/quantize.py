@@ -393,14 +393,14 @@ def _quantized_to_assign(module, old, new, state_dict, key):
     format, keep_master = ops.format(local), ops._keeps_master(local)
     with torch.no_grad():
         if isinstance(new, DTensor):  # shards wait for their flush
-            groups = ops._tensor_groups(local)
+            groups = state.tensor_groups(old)
             value = quantize_like(new.detach(), format, keep_master, key, groups, module)
         else:
             value = _empty_like(new, format, keep_master)
             scale_groups.link(module, value)
         state.set_rounding_key(local_of(value), key)
         # Before the values are quantized: by what it says.
-        state.load(local_of(value), state_dict, key)
+        state.load(value, state_dict, key)
         if not isinstance(new, DTensor) and not new.is_meta:
             value.copy_(new)
     return value

@@ -10,6 +10,8 @@ import hashlib
 
 import torch
 from _qshard_hooks import is_quantized, local_of
+from _qshard_placement import group_names, place, roles
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard import module_state
 from qshard.moves import with_local
@@ -97,13 +99,57 @@ def _link_before(module, *_):
     link(module)
 
 
-def tensors_of(module):
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a module's weights, as state_dicts have it."""
     return {
         f"{name}_{part}": tensor
         for name, weight in weights(module)
         if is_quantized(local_of(weight))
-        for part, tensor in ops._state(local_of(weight)).items()
+        for part, tensor in _saved_state(weight).items()
     }
+
+
+def _saved_state(weight):
+    return {part: _of_all_ranks(weight, tensor) for part, tensor in ops._state(local_of(weight)).items()}
+
+
+def _of_all_ranks(weight, tensor):
+    """A state of a weight as what is saved of it: of a stack whose matrices an expert mesh hands out, one
+    DTensor of the rows of all its ranks, since each knows its own matrices alone."""
+    dimension = _expert_dimension(weight) if tensor.dim() > 1 else None
+    if dimension is None:
+        return tensor
+    logical_rows, _, _ = ops._logical_tensor(local_of(weight))
+    mesh, shape = weight.device_mesh, weight.shape
+    placements = [Shard(0) if i == dimension else Replicate() for i in range(mesh.ndim)]
+    # Each rank has rows for its matrices and for its activations: torch.chunk's parts of their sum.
+    of_activations = tensor.shape[0] - logical_rows // shape[1:-1].numel()
+    whole = torch.Size((shape[0] + mesh.size(dimension) * of_activations, tensor.shape[1]))
+    return DTensor.from_local(
+        tensor, mesh, placements, run_check=False, shape=whole, stride=(whole[1], 1)
+    )
+
+
+def _expert_dimension(weight):
+    """The dimension of a weight's mesh that hands out the matrices of a stack; None if none does."""
+    if not isinstance(weight, DTensor) or weight.dim() < 3:
+        return None
+    local, mesh, shape = local_of(weight), weight.device_mesh, weight.shape
+    logical_rows, _, _ = ops._logical_tensor(local)
+    if logical_rows == shape[:-1].numel():
+        return None  # all matrices, of which FSDP cut rows
+    groups = ops._tensor_groups(local)
+    rows, parts, _ = roles(mesh, weight.placements, groups, "a stack")
+    if place(mesh, weight.placements, shape, groups).logical_rows != logical_rows:
+        parts = [*parts, rows]  # nothing but the number of matrices tells this dimension from FSDP's
+    (part,) = parts
+    return part
+
+
+def tensor_groups(weight: torch.Tensor) -> list[str]:
+    """Names of the groups whose ranks have tensors of their own: of tensor parallelism, and of experts."""
+    groups, dimension = ops._tensor_groups(local_of(weight)), _expert_dimension(weight)
+    return groups if dimension is None else [*groups, group_names(weight.device_mesh)[dimension]]
 
 
 def fill_missing(module: torch.nn.Module, state_dict: dict, prefix: str) -> None:
@@ -116,7 +162,7 @@ def fill_missing(module: torch.nn.Module, state_dict: dict, prefix: str) -> None
 
 def load(weight: torch.Tensor, state_dict: dict, weight_key: str) -> None:
     """Loads the state of a new weight from what a state_dict has of it, and puts it in its place."""
-    for name, tensor in ops._state(weight).items():
+    for name, tensor in _saved_state(weight).items():
         key = f"{weight_key}_{name}"
         if key in state_dict:
             # torch leaves the meta model's own tensor where a full state_dict has none.

@@ -173,7 +173,7 @@ def test_dcp_saves_and_loads_it_beside_a_sharded_model(world, state):
     world.run(in_a_shared_folder, state)
 
 
-def experts_on(mesh, count, is_sharded, seed):
+def experts_on(mesh, count, is_sharded, seed, is_persistent=False):
     """Stacks of which each rank of the mesh's second dimension has some; the later, the larger."""
     torch.manual_seed(seed)
     model = Experts()
@@ -181,7 +181,7 @@ def experts_on(mesh, count, is_sharded, seed):
         stack = torch.randn(count, 32, 32) * torch.arange(1, count + 1).view(-1, 1, 1)
         setattr(model, name, nn.Parameter(distribute_tensor(stack, mesh["ep"], [Shard(0)])))
     recipe, options = STATES["delayed"]
-    options = {**options, "persistent_state": False, "tp_mesh": mesh["ep"]}
+    options = {**options, "persistent_state": is_persistent, "tp_mesh": mesh["ep"]}
     qshard.quantize_(model, recipe, parameter_fn=lambda *_: True, **options)
     if is_sharded:
         fully_shard(model, mesh=mesh["efsdp"])
@@ -194,9 +194,26 @@ def states_of_ranks(model):
     return {f"{name}_{part}": t * 1 for name, parts in states.items() for part, t in parts.items()}
 
 
-def resume_experts(shape, count, is_sharded):
+def beside_the_model(model, other, folder):
+    dcp.save({"state": qshard.QuantizationState(model)}, checkpoint_id=folder)
+    dcp.load({"state": qshard.QuantizationState(other)}, checkpoint_id=folder)
+
+
+def in_the_model(model, other, folder, **kwargs):
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    loaded = other.state_dict()
+    dcp.load(loaded, checkpoint_id=folder)
+    other.load_state_dict({name: value.clone() for name, value in loaded.items()}, **kwargs)
+
+
+def assigned(model, other, folder):
+    in_the_model(model, other, folder, assign=True)
+
+
+def resume_experts(shape, count, is_sharded, save_and_load):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep"))
-    model = experts_on(mesh, count, is_sharded, seed=0)
+    is_persistent = save_and_load is not beside_the_model
+    model = experts_on(mesh, count, is_sharded, 0, is_persistent)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
         for parameter in model.parameters():
@@ -204,17 +221,19 @@ def resume_experts(shape, count, is_sharded):
         optimizer.step()
     saved = states_of_ranks(model)
     with shared_folder() as folder:
-        dcp.save({"state": qshard.QuantizationState(model)}, checkpoint_id=folder)
-        other = experts_on(mesh, count, is_sharded, seed=1)
-        dcp.load({"state": qshard.QuantizationState(other)}, checkpoint_id=folder)
+        other = experts_on(mesh, count, is_sharded, 1, is_persistent)
+        save_and_load(model, other, folder)
     loaded = states_of_ranks(other)
     assert saved.keys() == loaded.keys() and len(saved) == 4
     return [name for name in saved if not torch.equal(saved[name], loaded[name])]
 
 
+@pytest.mark.parametrize("save_and_load", [beside_the_model, in_the_model, assigned])
 @pytest.mark.parametrize(
     "shape, count, is_sharded", [((1, 2), 4, True), ((1, 2), 5, False), ((2, 1), 4, True)]
 )
 @on_worlds(2, devices=("cpu",))
-def test_ranks_of_an_expert_mesh_load_the_states_of_their_own_experts(world, shape, count, is_sharded):
-    assert world.run(resume_experts, shape, count, is_sharded) == [[], []]
+def test_ranks_of_an_expert_mesh_load_the_states_of_their_own_experts(
+    world, shape, count, is_sharded, save_and_load
+):
+    assert world.run(resume_experts, shape, count, is_sharded, save_and_load) == [[], []]
