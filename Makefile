@@ -118,7 +118,8 @@ test-clients: $(built) $(more_clients) $(other_transformers)
 	PYTHONPATH=$(other_transformers) pytest -v --all-clients test/python/clients/test_fuse_models.py
 else
 # In an environment of their own, which finds torch, pytest and qshard in the first: what breaks is a line
-# of docs/clients.md. One file after the other, so that a package that cannot be imported breaks its own.
+# of docs/clients.md. One file after the other, so that a package that cannot be imported breaks its own; a
+# file for another torchtitan says so, and has no tests (5).
 newest := $(VENV)/newest
 test-clients: $(built)
 	$(BIN)/python -m venv $(newest)
@@ -128,7 +129,8 @@ test-clients: $(built)
 	  $(foreach p,$(CLIENTS) $(MORE_CLIENTS),$(firstword $(subst ==, ,$(p))))
 	$(newest)/bin/python -m pip list --local
 	status=0; for file in test/python/clients/test_*.py; do \
-	  PATH=$(newest)/bin:$$PATH $(newest)/bin/python -m pytest -v --all-clients $$file || status=1; \
+	  PATH=$(newest)/bin:$$PATH $(newest)/bin/python -m pytest -v --all-clients $$file \
+	    || test $$? = 5 || status=1; \
 	done; exit $$status
 endif
 

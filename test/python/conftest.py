@@ -11,6 +11,7 @@ import library_under_test  # noqa: F401
 import pytest
 import thinning
 import torch
+import torch.distributed.fsdp
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # test/reference, the oracle
 
@@ -29,11 +30,13 @@ MORE_CLIENTS = {
     "test_low_bit_readers": (*CLIENTS, "compressed_tensors"),
     "test_low_bit_modelopt": ("safetensors", "modelopt"),
 }
-# What tells the version of torchtitan that a file is for: each needs a torch of its own.
+# What tells the version of torchtitan that a file is for, and the torch that this version needs.
+TORCHTITAN_0_2 = "torchtitan.config.job_config", "FSDPModule"
+TORCHTITAN_0_3 = "torchtitan.config.configurable", "DataParallelMeshDims"
 TORCHTITANS = {
-    "test_torchtitan": "job_config",
-    "test_torchtitan_config": "configurable",
-    "test_torchtitan_experts": "configurable",
+    "test_torchtitan": TORCHTITAN_0_2,
+    "test_torchtitan_config": TORCHTITAN_0_3,
+    "test_torchtitan_experts": TORCHTITAN_0_3,
 }
 ONLY_ALL_CLIENTS = MORE_CLIENTS.keys() - {"test_low_bit_readers"}  # not in make test
 
@@ -41,8 +44,8 @@ ONLY_ALL_CLIENTS = MORE_CLIENTS.keys() - {"test_low_bit_readers"}  # not in make
 class ForAnotherTorchtitan(pytest.Module):
     def collect(self):
         pytest.skip(
-            "for another version of torchtitan; `make test-clients` runs 0.2 with torch 2.11 and 0.3 with "
-            "TORCH=2.15.0", allow_module_level=True,
+            "for another version of torchtitan or of torch; `make test-clients` runs 0.2 with torch 2.11 and "
+            "0.3 with TORCH=2.15.0", allow_module_level=True,
         )
 
 
@@ -62,8 +65,10 @@ def pytest_pycollect_makemodule(module_path, parent):
     needed = MORE_CLIENTS.get(module_path.stem, CLIENTS)
     missing = [package for package in needed if find_spec(package) is None]
     if not missing:
-        part = TORCHTITANS.get(module_path.stem)
-        if part is None or find_spec(f"torchtitan.config.{part}") is not None:
+        if module_path.stem not in TORCHTITANS:
+            return None
+        part, of_torch = TORCHTITANS[module_path.stem]
+        if find_spec(part) is not None and hasattr(torch.distributed.fsdp, of_torch):
             return None
         return ForAnotherTorchtitan.from_parent(parent, path=module_path)
     module = WithoutPackages.from_parent(parent, path=module_path)
