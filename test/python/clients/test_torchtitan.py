@@ -5,6 +5,7 @@ import copy
 import importlib
 import inspect
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from dist_helpers import on_worlds, shared_folder
 from dist_models import different, local_values
 from nn_helpers import assert_bits
 from safetensors.torch import load_file
-from titan_stand_ins import Nothing, cpu_as_accelerator, histc_of_integers
+from titan_stand_ins import (
+    Nothing,
+    cpu_as_accelerator,
+    documented,
+    histc_of_integers,
+    late_stager,
+    step_is_near,
+)
 from torch.distributed.fsdp import FSDPModule
 
 import qshard
@@ -99,6 +107,9 @@ class Job:
             loss = self.loss_fn(self.model(tokens[:, :-1]), tokens[:, 1:])
             loss.backward()
             norm = clip_grad_norm_(list(self.model.parameters()), 1.0, foreach=True)
+            step_is_near.set()
+            self.checkpoints.maybe_wait_for_staging()
+            step_is_near.clear()
             for optimizer in [self.optimizers] if step_all else self.optimizers:
                 optimizer.step()
             self.schedulers.step()
@@ -107,13 +118,30 @@ class Job:
         return losses
 
 
+def test_the_documented_configuration_quantizes_all_but_the_head(tmp_path):
+    on_cpu()
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols.model_converter import build_model_converters
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    file = tmp_path / "llama3.toml"
+    file.write_text(documented("torchtitan 0.2"))
+    config = ConfigManager().parse_args([f"--job.config_file={file}"])
+    spec = get_train_spec(config.model.name)
+    with torch.device("meta"):
+        model = spec.model_cls(spec.model_args[config.model.flavor])
+    build_model_converters(config, SimpleNamespace(tp_enabled=False, pp_enabled=False)).convert(model)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    plain = [name for name, module in linears.items() if not qshard.is_quantized(module.weight)]
+    assert plain == ["output"] and len(linears) > 6
+
+
 def resume(model, recipe, mode, arguments):
-    with shared_folder() as folder:
+    with shared_folder() as folder, late_stager():
         arguments = [f"--quantize.qshard.recipe={recipe}", f"--checkpoint.async_mode={mode}", *arguments]
         first = Job(folder, *arguments, model=model)
         losses = first.train(range(2))
         first.checkpoints.save(2)
-        first.checkpoints.maybe_wait_for_staging()
         losses += first.train(range(2, 4))
         first.checkpoints._async_wait()
         dist.barrier()
@@ -138,9 +166,14 @@ def test_llama3_resumes_bit_for_bit(world, recipe, arguments):
         assert len(losses) == 4 and not said
 
 
+@pytest.mark.parametrize(
+    "recipe, arguments",
+    [("float8_delayed", ()), ("nvfp4", (*WITHOUT_MASTERS, "--quantize.qshard.checkpoint-scales"))],
+)
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 @on_worlds(2, devices=("cpu",))
-def test_async_checkpoints(world):
-    world.run(resume, "llama3", "float8_delayed", "async", ())
+def test_async_checkpoints(world, mode, recipe, arguments):
+    world.run(resume, "llama3", recipe, mode, arguments)
 
 
 @pytest.mark.parametrize("recipe", ["float8_delayed", "float8_blockwise"])
@@ -185,9 +218,10 @@ def to_hugging_face(recipe):
         assert not different(local_values(first.model), local_values(second.model))
 
 
+@pytest.mark.parametrize("recipe", ["float8_delayed", "nvfp4"])
 @on_worlds(2, devices=("cpu",))
-def test_hugging_face_output_and_input_have_no_histories(world):
-    world.run(to_hugging_face, "float8_delayed")
+def test_hugging_face_output_and_input_have_no_histories(world, recipe):
+    world.run(to_hugging_face, recipe)
 
 
 def one_flush_a_step():

@@ -10,14 +10,32 @@ from titan_jobs import (
     Job,
     assert_close,
     configured,
+    exports,
     on_cpu,
     resumes,
     trains_beside_a_plain_twin,
     trains_compiled,
 )
+from titan_stand_ins import documented
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
+
+
+def test_the_documented_configuration_quantizes_all_but_the_head(tmp_path, monkeypatch):
+    with on_cpu():
+        from torchtitan.config import ConfigManager
+
+        from qshard.integrations.torchtitan.quantized_modules import is_awaited
+
+    (tmp_path / "my_configs.py").write_text(documented("torchtitan 0.3"))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = ConfigManager().parse_args(["--module=my_configs", "--config=llama3_8b_qshard"])
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert [name for name, module in linears.items() if not is_awaited(module)] == ["lm_head"]
+    assert len(linears) > 32 and config.model_spec.parallelize_fn.__wrapped__
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -41,6 +59,7 @@ def test_llama3_on_other_meshes(world, parallelism, recipe):
     assert_close(world.run(trains_beside_a_plain_twin, "llama3", {"recipe": recipe}, 3, sections), 0.01)
 
 
+PINNED = {"async_mode": "async_with_pinned_mem"}
 WITHOUT_MASTERS = {"recipe": "nvfp4", "keep_master": False, "stochastic_rounding": True}
 
 
@@ -50,6 +69,10 @@ WITHOUT_MASTERS = {"recipe": "nvfp4", "keep_master": False, "stochastic_rounding
         ({"recipe": "float8_delayed"}, {}),
         ({"recipe": "float8_delayed"}, {"parallelism": TENSOR}),
         ({**WITHOUT_MASTERS, "checkpoint_scales": True}, {}),
+        ({"recipe": "float8_delayed"}, {"checkpoint": {"async_mode": "async"}}),
+        ({**WITHOUT_MASTERS, "checkpoint_scales": True}, {"checkpoint": {"async_mode": "async"}}),
+        ({"recipe": "float8_delayed"}, {"checkpoint": PINNED}),
+        ({**WITHOUT_MASTERS, "checkpoint_scales": True}, {"checkpoint": PINNED}),
     ],
 )
 @on_worlds(2, devices=("cpu",))
@@ -57,10 +80,27 @@ def test_llama3_resumes_bit_for_bit(world, quantization, sections):
     world.run(resumes, "llama3", quantization, sections)
 
 
-@pytest.mark.parametrize("parallelism", [{}, TENSOR])
+@pytest.mark.parametrize(
+    "quantization, sections",
+    [
+        ({"recipe": "float8_delayed"}, {"parallelism": TENSOR}),
+        ({"recipe": "float8_blockwise"}, {}),
+        (WITHOUT_MASTERS, {}),
+    ],
+)
 @on_worlds(2, devices=("cpu",))
-def test_compiled_blocks_train_as_eager_ones(world, parallelism):
-    world.run(trains_compiled, "llama3", {"parallelism": parallelism})
+def test_llama3_exports_plain_values_to_hugging_face(world, quantization, sections):
+    for names in world.run(exports, "llama3", quantization, sections):
+        assert "model.layers.0.self_attn.q_proj.weight" in names
+        assert not {name for name in names if "amax" in name or "rounding" in name}
+
+
+# Inductor rounds to bf16 where eager does not, and the reverse. Under tensor parallelism this moves the loss
+# of a plain twin by 4e-5, and here values beside a border become other codes, too.
+@pytest.mark.parametrize("parallelism, of_loss", [({}, 1e-4), (TENSOR, 4e-4)])
+@on_worlds(2, devices=("cpu",))
+def test_compiled_blocks_train_as_eager_ones(world, parallelism, of_loss):
+    world.run(trains_compiled, "llama3", {"parallelism": parallelism}, of_loss)
 
 
 def checkpointed(policy):

@@ -6,6 +6,7 @@ from titan_jobs import (
     Job,
     assert_close,
     configured,
+    exports,
     resumes,
     trains_beside_a_plain_twin,
     trains_compiled,
@@ -34,10 +35,33 @@ def test_experts_train_in_codes(world, model, recipe, parallelism, steps):
     assert_close(results, 0.05 if recipe == "nvfp4" else 0.01)
 
 
-@pytest.mark.parametrize("recipe, parallelism", [("float8_delayed", EXPERT), ("float8_blockwise", {})])
+@pytest.mark.parametrize(
+    "recipe, parallelism, mode",
+    [
+        ("float8_delayed", EXPERT, "disabled"),
+        ("float8_blockwise", {}, "disabled"),
+        ("float8_delayed", EXPERT, "async"),
+        ("float8_delayed", EXPERT, "async_with_pinned_mem"),
+    ],
+)
 @on_worlds(2, devices=("cpu",))
-def test_experts_resume_bit_for_bit(world, recipe, parallelism):
-    world.run(resumes, "deepseek_v3", {"recipe": recipe}, {"parallelism": parallelism})
+def test_experts_resume_bit_for_bit(world, recipe, parallelism, mode):
+    sections = {"parallelism": parallelism, "checkpoint": {"async_mode": mode}}
+    world.run(resumes, "deepseek_v3", {"recipe": recipe}, sections)
+
+
+@pytest.mark.parametrize(
+    "model, recipe, parallelism",
+    [
+        ("deepseek_v3", "float8_blockwise", {}),
+        ("deepseek_v3", "float8_delayed", EXPERT),
+        ("qwen3", "float8_blockwise", EXPERT),
+    ],
+)
+@on_worlds(2, devices=("cpu",))
+def test_experts_export_plain_values_to_hugging_face(world, model, recipe, parallelism):
+    for names in world.run(exports, model, {"recipe": recipe}, {"parallelism": parallelism}):
+        assert {name for name in names if "mlp.experts.0." in name}
 
 
 @pytest.mark.parametrize("parallelism", [{}, EXPERT])
