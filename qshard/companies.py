@@ -69,7 +69,6 @@ class Company:
         self.members = []
         self.trained, self.found_inf = set(), None
         self._is_behind = False
-        self._due = weakref.WeakSet()  # whose amaxes are agreed on, and whose histories have yet to roll
 
     def exists(self):
         """Whether its groups do. destroy_process_group leaves weights that were trained, and their names
@@ -78,12 +77,6 @@ class Company:
             group() is not None and group() is _resolve(name)
             for name, group in zip(self.groups, self.resolved)
         )
-
-    def is_due(self, dynamic):
-        return dynamic in self._due
-
-    def rolled(self, dynamic):
-        self._due.discard(dynamic)
 
     def take_to_refresh(self):
         """The weights at the first use of any since the ranks met, else none. All are brought up to date
@@ -125,8 +118,7 @@ class Company:
         self.found_inf, self._is_behind = found_inf, True
         for dynamic, level in zip(members, agreed):
             if dynamic is not None and level == _WAS_STEPPED:
-                dynamic._is_used = True
-                self._due.add(dynamic)
+                dynamic._is_used = dynamic.is_due = True
         return agreed
 
 

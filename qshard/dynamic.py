@@ -63,6 +63,7 @@ class DynamicWeight:
         codes are kept until the backward of the last; alone, a weight is quantized again in backward.
     is_ignored: FSDP1 leaves the weight alone, as it was told to.
     is_cut: FSDP2 has cut the weight.
+    is_due: ranks of its company have agreed on its amaxes, and its history has yet to roll.
     managed: the FSDP1 unit, which knows the shards of the weight, keeps the state up to date.
     gradient: for delayed scaling, tells whether a managed weight got one.
     known_amax: for current scaling, [float32 (grid,)] while the FSDP1 unit knows the amaxes of the weight as
@@ -74,7 +75,7 @@ class DynamicWeight:
     step, and on nothing in a use, which one rank alone may make.
     """
 
-    is_cut = False
+    is_cut = is_due = False
 
     def __init__(self, format: str, shape: tuple[int, int], groups: tuple[str, ...] = ()):
         self.format, self.shape, self.groups = format, shape, groups
@@ -95,7 +96,7 @@ class DynamicWeight:
     def __getstate__(self):
         of_copy = {"_seen": None, "_shared": None, "managed": False, "known_amax": []}
         of_copy["groups"] = ()  # one rank alone may use the copy
-        here = ("company", "is_cut", "_steps_told")
+        here = ("company", "is_cut", "is_due", "_steps_told")
         kept = {n: value for n, value in self.__dict__.items() if n not in here}
         return {**kept, **of_copy, "_steps": self._steps - _Steps.of_others}
 
@@ -233,7 +234,7 @@ class DynamicWeight:
         if not weight.requires_grad or self._is_told:
             return False
         if self.company is not None:
-            return self.company.is_due(self)
+            return self.is_due
         return self._is_used and self._steps != _Steps.of_others
 
     def is_stale(self, weight):
@@ -287,8 +288,7 @@ def refresh_all(weights):
         _bring_up_to_date(members, Occasion.VALUES, found_inf)
     _bring_up_to_date(stale, Occasion.VALUES)
     for dynamic, _ in weights:
-        if dynamic.company is not None:
-            dynamic.company.rolled(dynamic)
+        dynamic.is_due = False
 
 
 def _with_weights(dynamics):
