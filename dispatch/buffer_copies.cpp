@@ -58,7 +58,8 @@ BufferPtr copy_buffer(QuantizedBuffer& buffer, const CopyTo& to) {
                 "qshard: cannot copy a quantized tensor out of the meta device; there "
                 "is no data. Use to_empty() and initialise it");
     auto copy = of_planes();
-    copy->flush_state().restore(buffer.flush_state().is_written(), /*shown=*/true);
+    const FlushState& state = buffer.flush_state();
+    copy->flush_state().restore(state.is_written_here(), /*shown=*/true, state.may_differ());
     return copy;
   }
   const bool is_bytewise =

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dispatch/buffer_copies.h"
+#include "dispatch/fallback.h"
 #include "dispatch/image_copy.h"
 #include "dispatch/kernel_bridge.h"
 #include "dispatch/make_buffer.h"
@@ -61,31 +62,46 @@ void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocki
   scope.commit_before_bump();
 }
 
-at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
-  PlainGuard guard;
-  const bool from_quantized = has_key(src);
-  if (!has_key(self)) {
-    if (at::Tensor shard = become_shard(self, src); shard.defined()) {
-      copy_(shard, src, non_blocking);
-      if (has_key(self)) return self;
-    }
-    return self.copy_(value_of(src), non_blocking);
-  }
+/// Whether all ranks call this copy. FSDP2 makes shards, and DCP fills export views, by copies that
+/// only ranks with rows call. Kernels of an optimizer's step write on all ranks.
+bool is_called_by_all_ranks(const at::Tensor& self) {
+  return buffer_of(self).placement().is_share() && !makes_shards() && !impl_of(self).is_export() &&
+         !is_in_step();
+}
+
+void copy_into_quantized(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   c10::OptionalDeviceGuard device_guard(self.device());
   TORCH_CHECK(at::is_expandable_to(src.sizes(), self.sizes()),
               fmt::format("copy_: a source of shape {} cannot be broadcast to a {}", src.sizes(),
                           describe(self)));
-  if (from_quantized) {
-    QuantizedBuffer& buffer = buffer_of(self);
+  QuantizedBuffer& buffer = buffer_of(self);
+  if (has_key(src)) {
     const bool is_itself = &buffer == &buffer_of(src);  // of overlaps torch has the word
     if (const auto copy = is_itself ? std::nullopt : row_copy(self, src)) {
       if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, non_blocking)) {
         buffer.flush_state().watch().note_before_bump(*self.unsafeGetTensorImpl());
-        return self;
+        return;
       }
     }
   }
   write_values(self, src, non_blocking);
+  buffer.flush_state().may_differ().kept_scaling_state = true;
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+  PlainGuard guard;
+  if (!has_key(self)) {
+    // Code like FSDP2's calls this where there are rows.
+    if (const at::Tensor shard = become_shard(self, src); shard.defined()) {
+      copy_into_quantized(shard, src, non_blocking);
+      if (has_key(self)) return self;
+    }
+    return self.copy_(value_of(src), non_blocking);
+  }
+  // An error of some ranks, whose rows the source does not fit, leaves them in step with the
+  // others.
+  if (is_called_by_all_ranks(self)) buffer_of(self).flush_state().may_differ().in_writes = true;
+  copy_into_quantized(self, src, non_blocking);
   return self;
 }
 

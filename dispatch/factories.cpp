@@ -153,6 +153,8 @@ at::Tensor zeros_like(const at::Tensor& self, DTypeArg dtype, LayoutArg, DeviceA
 
 void make_shards(std::optional<int64_t> rank) { t_shards = rank; }
 
+bool makes_shards() { return t_shards.has_value(); }
+
 void register_factories(torch::Library& aten) {
   aten.impl("new_empty", &new_empty);
   aten.impl("new_zeros", &new_zeros);

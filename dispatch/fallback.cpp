@@ -250,6 +250,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 void set_in_step(bool in_step) { t_in_step = in_step; }
 
+bool is_in_step() { return t_in_step; }
+
 void set_fallback_tracing(bool enabled) {
   std::lock_guard lock(g_trace_mutex);
   if (enabled) {

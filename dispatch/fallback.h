@@ -22,6 +22,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 /// Says whether this thread is within an optimizer's step, where sums are meant to be rounded to
 /// codes.
 void set_in_step(bool in_step);
+bool is_in_step();
 
 /// Counting of operators that took the fallback, from the last time that it was enabled.
 /// @param reads_only  those that had a value made to read, for qshard.trace_fallbacks(): what only

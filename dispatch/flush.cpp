@@ -74,10 +74,150 @@ bool is_done_alone(const QuantizedBuffer& buffer) {
   return buffer.flush_state().is_settled() && !has_activation_amaxes(buffer);
 }
 
+/// Whether other ranks take part in its flush.
+bool has_peers(const Batch& batch) { return batch.groups.shard || !batch.groups.tensor.empty(); }
+
+/// The tables of a scaling state as int32 words, which are bits of amaxes and keys: none is
+/// negative. Undefined where a format has none.
+at::Tensor words_of_state(const ScalingState& state, at::Device device) {
+  std::vector<at::Tensor> words;
+  for (const auto& [name, tensor] : state.tensors()) {
+    words.push_back(tensor.to(device).view(at::kInt).flatten());
+  }
+  return words.empty() ? at::Tensor() : at::cat(words);
+}
+
+int64_t numel_of(const ScalingState& state) {
+  int64_t numel = 0;
+  for (const auto& [name, tensor] : state.tensors()) numel += tensor.numel();
+  return numel;
+}
+
+void set_state(const ScalingState& state, const at::Tensor& words) {
+  int64_t next = 0;
+  for (const auto& [name, tensor] : state.tensors()) {
+    const auto own = words.narrow(0, next, tensor.numel());
+    tensor.copy_(own.view(tensor.scalar_type()).view(tensor.sizes()));
+    next += tensor.numel();
+  }
+}
+
+/// Ranks tell one another what they know of these buffers, in a vector of which the largest words
+/// win: whether each is written, whether a rank with rows of it kept its scaling state, the state
+/// that such ranks have, and that of the others. What ranks that hold parts of full tensors agree
+/// on lies in front.
+class Comparison {
+ public:
+  explicit Comparison(const Batch& batch) : batch_(batch), buffers_(batch.buffers) {
+    const auto rest = std::stable_partition(
+        buffers_.begin(), buffers_.end(),
+        [](const BufferPtr& b) { return !b->placement().groups_of_full_tensor().empty(); });
+    parts_ = rest - buffers_.begin();
+  }
+
+  void run() {
+    add_facts();
+    add_states(0, parts_);
+    const int64_t front = numel_;
+    add(facts_.narrow(0, count() + parts_, count() - parts_));
+    add_states(parts_, count());
+    words_ = at::cat(to_send_);
+    if (batch_.groups.shard) batch_.groups.shard->all_reduce_max(words_);
+    for (const RankGroupPtr& group : batch_.groups.tensor) {
+      group->all_reduce_max(words_.narrow(0, 0, front));
+    }
+    const at::Tensor host = words_.cpu();
+    const auto* word = host.const_data_ptr<int32_t>();
+    take_over(0, parts_, word, word + count(), count() + parts_);
+    take_over(parts_, count(), word, word + front - parts_, front + count() - parts_);
+  }
+
+ private:
+  const Batch& batch_;
+  std::vector<BufferPtr> buffers_;
+  int64_t parts_;  // how many are of full tensors
+  at::Tensor facts_, words_;
+  std::vector<at::Tensor> to_send_;
+  int64_t numel_ = 0;  // of those
+
+  int64_t count() const { return static_cast<int64_t>(buffers_.size()); }
+
+  /// A rank without rows has the state of its peers, or has taken over another one where they, who
+  /// copied some of their rows, have not.
+  static bool keeps_state(const QuantizedBuffer& buffer) {
+    const MayDiffer& may_differ = buffer.flush_state().may_differ();
+    return buffer.layout().live_rows() > 0 &&
+           (may_differ.kept_scaling_state || !may_differ.in_writes);
+  }
+
+  void add(const at::Tensor& words) {
+    to_send_.push_back(words);
+    numel_ += words.numel();
+  }
+
+  void add_facts() {
+    const auto facts = at::empty({2 * count()}, at::kInt);
+    auto* fact = facts.mutable_data_ptr<int32_t>();
+    for (int64_t i = 0; i < count(); ++i) {
+      fact[i] = buffers_[i]->flush_state().is_written_here();
+      fact[count() + i] = keeps_state(*buffers_[i]);
+    }
+    facts_ = facts.to(batch_.device);
+    add(facts_.narrow(0, 0, count() + parts_));
+  }
+
+  void add_states(int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const at::Tensor state = words_of_state(buffers_[i]->scaling_state(), batch_.device);
+      if (!state.defined()) continue;
+      const at::Tensor none = at::zeros_like(state);
+      const bool is_kept = keeps_state(*buffers_[i]);
+      add(is_kept ? state : none);
+      add(is_kept ? none : state);
+    }
+  }
+
+  void take_over(int64_t begin, int64_t end, const int32_t* is_written, const int32_t* is_kept,
+                 int64_t next_state) const {
+    for (int64_t i = begin; i < end; ++i) {
+      FlushState& flush_state = buffers_[i]->flush_state();
+      if (is_written[i]) flush_state.write_elsewhere();
+      flush_state.may_differ() = {};
+      const ScalingState& state = buffers_[i]->scaling_state();
+      const int64_t numel = numel_of(state);
+      if (numel == 0) continue;
+      set_state(state, words_.narrow(0, is_kept[i] ? next_state : next_state + numel, numel));
+      next_state += 2 * numel;
+    }
+  }
+};
+
+/// The buffers in which ranks may differ: they tell one another. Rows without a group wait for one.
+void compare_copies(const Batch& batch) {
+  Batch compared{batch.device, batch.groups, {}};
+  for (const BufferPtr& buffer : batch.buffers) {
+    const bool is_share = buffer->placement().is_share();
+    const bool can_ask = has_peers(batch) || !is_share || buffer->placement().knows_groups();
+    if (buffer->flush_state().may_differ().in_writes && can_ask) compared.buffers.push_back(buffer);
+  }
+  if (compared.buffers.empty()) return;
+  PlainGuard guard;
+  if (!has_peers(batch)) {
+    for (const BufferPtr& buffer : compared.buffers) buffer->flush_state().may_differ() = {};
+  } else if (is_capturing(batch.device)) {
+    // No answer can be waited for while a CUDA graph is captured, which all ranks do.
+    for (const BufferPtr& buffer : compared.buffers) buffer->flush_state().write_elsewhere();
+  } else {
+    Comparison(compared).run();
+  }
+}
+
 /// If one of the weights that share a scale is written, all are, where all of them are here.
 void spread_writes(const Batch& batch) {
   for (const auto& group : shared_scales(batch.buffers)) {
-    const auto is_written = [&](size_t i) { return batch.buffers[i]->flush_state().is_written(); };
+    const auto is_written = [&](size_t i) {
+      return batch.buffers[i]->flush_state().is_written_here();
+    };
     if (std::none_of(group.begin(), group.end(), is_written)) continue;
     for (const size_t i : group) {
       if (!is_written(i)) batch.buffers[i]->flush_state().write_elsewhere();
@@ -104,7 +244,8 @@ std::vector<BufferPtr> take_apart(Batch& batch) {
 
 /// The written buffers of a batch, after the ranks of its group know which those are.
 void flush_batch(Batch batch, const RequantizeOptions& options) {
-  std::erase_if(batch.buffers, [](const BufferPtr& b) { return !b->flush_state().is_written(); });
+  std::erase_if(batch.buffers,
+                [](const BufferPtr& b) { return !b->flush_state().is_written_here(); });
   if (batch.buffers.empty()) return;
   if (!batch.groups.shard) {
     // Rows without a group keep provisional scales: the group that adopts them agrees on its own.
@@ -130,22 +271,6 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
   }
   if (!left.buffers.empty()) requantize(left, options);
   for (const auto& buffer : batch.buffers) buffer->flush_state().agree();
-}
-
-/// Whatever one rank wrote counts as written on all.
-void agree_on_what_is_written(const Batch& batch) {
-  PlainGuard guard;
-  auto flags = at::zeros({static_cast<int64_t>(batch.buffers.size())}, at::kInt);
-  for (size_t i = 0; i < batch.buffers.size(); ++i) {
-    flags.mutable_data_ptr<int32_t>()[i] = batch.buffers[i]->flush_state().is_written();
-  }
-  const auto agreed = flags.to(batch.device);
-  if (batch.groups.shard) batch.groups.shard->all_reduce_max(agreed);
-  for (const RankGroupPtr& group : batch.groups.tensor) group->all_reduce_max(agreed);
-  flags = agreed.cpu();
-  for (size_t i = 0; i < batch.buffers.size(); ++i) {
-    if (flags.const_data_ptr<int32_t>()[i]) batch.buffers[i]->flush_state().write_elsewhere();
-  }
 }
 
 }  // namespace
@@ -205,9 +330,10 @@ void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tens
   for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   if (kind == FlushKind::kStep) tell_rounding_keys_apart(buffers);
   for (const auto& batch : batches_of(buffers)) {
+    compare_copies(batch);
     spread_writes(batch);
     for (const auto& buffer : batch.buffers) {
-      if (buffer->flush_state().is_written()) check_group_is_known(*buffer);
+      if (buffer->flush_state().is_written_here()) check_group_is_known(*buffer);
     }
     flush_batch(batch, {.kind = kind, .found_inf = found_inf});
   }
@@ -217,7 +343,12 @@ void flush_any_written(const std::vector<BufferPtr>& buffers) {
   for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   for (const auto& batch : batches_of(buffers)) {
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
-    if (batch.groups.shard || !batch.groups.tensor.empty()) agree_on_what_is_written(batch);
+    if (has_peers(batch)) {
+      PlainGuard guard;
+      Comparison(batch).run();
+    } else {
+      compare_copies(batch);
+    }
     spread_writes(batch);
     flush_batch(batch, {});
   }

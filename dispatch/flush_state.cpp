@@ -62,7 +62,7 @@ void FlushState::requantize(FlushEvent flushed) {
 
 void FlushState::show(at::Tensor amax) {
   // A write that only a counter told of is forgotten by noting it: say it first.
-  state_ = state_of(is_written(), true);
+  state_ = state_of(is_written_here(), true);
   if (amax.defined()) known_amax_ = std::move(amax);
   provisional_.reset();
   watch_.note();
@@ -74,15 +74,19 @@ void FlushState::agree() {
   watch_.note();
 }
 
-void FlushState::replace_rows(bool written, bool same_amax) {
-  if (is_written() || written) leave_agreed();
+void FlushState::replace_rows(const FlushState& from, bool same_amax) {
+  if (is_written_here() || from.is_written_here()) leave_agreed();
+  may_differ_.in_writes |= from.may_differ_.in_writes;
+  may_differ_.kept_scaling_state = true;
   if (!same_amax) known_amax_.reset();
   provisional_.reset();
   ++writes_;
 }
 
 void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device device) {
-  state_ = state_of(other.is_written(), other.is_shown());
+  state_ = state_of(other.is_written_here(), other.is_shown());
+  may_differ_.in_writes |= other.may_differ_.in_writes;
+  may_differ_.kept_scaling_state = other.may_differ_.kept_scaling_state;
   ++writes_;
   generation_ = other.generation_;
   known_amax_ = other.knows_amax() && same_amax ? other.known_amax_.to(device) : at::Tensor();
@@ -91,8 +95,9 @@ void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device dev
   watch_.note();
 }
 
-void FlushState::restore(bool written, bool shown) {
+void FlushState::restore(bool written, bool shown, MayDiffer may_differ) {
   state_ = state_of(written, shown);
+  may_differ_ = may_differ;
   forget_amax();
   watch_.note();
 }

@@ -17,6 +17,9 @@ namespace qshard {
 //
 //   written     since the last flush that all ranks of its group took part in. Equal on all ranks:
 //               whether they meet in a flush depends on it alone
+//   may differ  ranks may differ in what was written. All of them have called a copy into their
+//               shares; whether it took codes along, each rank decided by the rows that it has. It
+//               counts as written, and ranks tell one another in the next flush
 //   shown       the image shows the present value, by scales that may be this rank's alone. A local
 //               matter: what is not shown is written, not the reverse
 //   agreed      said of a flush: all ranks of the group took part, and the scales are theirs
@@ -26,6 +29,15 @@ namespace qshard {
 //   provisional said of codes: of the present value with known amaxes, by the scales before it;
 //               final if the amaxes that ranks agree on give the same ones
 //   generation  which grid the codes belong to. Codes move as bytes within one generation only
+
+/// In what ranks may differ until they meet. Whatever is made of a share carries it along, so that
+/// all ranks know it or none.
+struct MayDiffer {
+  bool in_writes = false;
+  /// Whether this rank's histories, and its key of rounding, are still those from before the copy:
+  /// a copy of all rows takes over the source's. A rank without rows cannot tell all from some.
+  bool kept_scaling_state = false;
+};
 
 /// The part of a buffer that says what a flush has to do for it. Every transition is a member. A
 /// buffer is in one of these states:
@@ -40,15 +52,19 @@ namespace qshard {
 ///            has the value                               comes before it, but by a flush of this
 ///                                                        rank alone
 ///
-/// `shown` and `stale` count as written. A counter that moved unseen, or memory that was exchanged,
-/// makes any state stale (WriteWatch).
+/// `shown` and `stale` count as written, and so does any state in which ranks may differ. A counter
+/// that moved unseen, or memory that was exchanged, makes any state stale (WriteWatch).
 class FlushState {
  public:
   FlushState() = default;
   FlushState(const FlushState&) = delete;  // copies are made by copy_of()
   FlushState& operator=(const FlushState&) = delete;
 
-  bool is_written() const { return state_ != State::kAgreed || watch_.has_moved(); }
+  bool is_written() const { return may_differ_.in_writes || is_written_here(); }
+  /// Whether this rank knows of a write. Other ranks may know less: see is_written().
+  bool is_written_here() const { return state_ != State::kAgreed || watch_.has_moved(); }
+  const MayDiffer& may_differ() const { return may_differ_; }
+  MayDiffer& may_differ() { return may_differ_; }
   bool is_shown() const { return state_ != State::kStale && !watch_.has_moved(); }
   /// Whether it is shown, for sure and on any thread.
   bool is_ready() const { return is_shown() && watch_.is_settled(); }
@@ -72,7 +88,6 @@ class FlushState {
   /// The counters of the value's tensors, and its memory. What the in-place kernel that runs now
   /// said, and the operators that have returned, is said to it.
   WriteWatch& watch() { return watch_; }
-  const WriteWatch& watch() const { return watch_; }
   /// Whether the watched memory was exchanged, so that its bytes are unknown. If it was, a new
   /// generation begins, which is stale.
   bool notice_other_memory();
@@ -95,7 +110,7 @@ class FlushState {
   /// The image shows the value, and all ranks know.
   void agree();
   /// Rows of the value and their codes, of one generation with these, were replaced as bytes.
-  void replace_rows(bool written, bool same_amax);
+  void replace_rows(const FlushState& from, bool same_amax);
   /// The codes, or the grid beside them, are others, of no known origin.
   void replace_codes() {
     start_generation();
@@ -107,7 +122,7 @@ class FlushState {
   /// copied values are those of the source.
   void copy_of(const FlushState& other, bool same_amax, at::Device device);
   /// As it was when a file was written, or a template read: `shown` of what was written.
-  void restore(bool written, bool shown);
+  void restore(bool written, bool shown, MayDiffer may_differ = {});
   void release();
 
  private:
@@ -131,6 +146,7 @@ class FlushState {
   }
 
   State state_ = State::kAgreed;
+  MayDiffer may_differ_;
   uint32_t writes_ = 0;
   int64_t generation_ = next_generation();
   at::Tensor known_amax_;

@@ -37,7 +37,8 @@ ImageCopy::CopyPtr ImageCopy::of(QuantizedBuffer& original, at::Device device) {
     copy->refresh();
   } else {
     // Nothing worth sending yet: the flush comes first.
-    copy->flush_state().restore(/*written=*/true, /*shown=*/false);
+    copy->flush_state().restore(/*written=*/true, /*shown=*/false,
+                                original.flush_state().may_differ());
   }
   return copy;
 }
@@ -57,7 +58,8 @@ void ImageCopy::refresh() {
   PlainGuard guard;
   const Ptr from = original();
   link_->writes = from->flush_state().writes();
-  flush_state().restore(from->flush_state().is_written(), from->flush_state().is_shown());
+  const FlushState& state = from->flush_state();
+  flush_state().restore(state.is_written_here(), state.is_shown(), state.may_differ());
   const int64_t generation = from->generation();
   if (this->generation() == generation) return;
   from->flush_state().flushed().wait();

@@ -86,7 +86,8 @@ BufferPtr make_buffer_of_rows(QuantizedBuffer& from, const Placement& placement,
   if (grid.defined() && layout.format->scales_in_grid()) {
     buffer->flush_state().join(from.generation());
   }
-  buffer->flush_state().restore(from.flush_state().is_written(), /*shown=*/true);
+  const FlushState& state = from.flush_state();
+  buffer->flush_state().restore(state.is_written_here(), /*shown=*/true, state.may_differ());
   return buffer;
 }
 
@@ -97,7 +98,8 @@ BufferPtr make_buffer_without_bytes(const QuantizedBuffer& from, at::ScalarType 
       new_buffer(Placement(from.layout()), dtype, Planes::none(dtype, from.keeps_master(), device),
                  from.scaling_state().copy_to(device));
   buffer->placement().adopt_groups_of(from.placement());
-  buffer->flush_state().restore(from.flush_state().is_written(), /*shown=*/true);
+  const FlushState& state = from.flush_state();
+  buffer->flush_state().restore(state.is_written_here(), /*shown=*/true, state.may_differ());
   return buffer;
 }
 
@@ -108,8 +110,9 @@ BufferPtr make_buffer_over_storage(const QuantizedBuffer& from, c10::Storage sto
   auto planes = keeps_master ? Planes::around_master(std::move(storage), layout, from.dtype())
                              : Planes::over_codes(std::move(storage), layout);
   auto buffer = new_buffer(from.placement(), from.dtype(), std::move(planes), from.scaling_state());
-  buffer->flush_state().restore(keeps_master || from.flush_state().is_written(),
-                                /*shown=*/!keeps_master);
+  const FlushState& state = from.flush_state();
+  buffer->flush_state().restore(keeps_master || state.is_written_here(), /*shown=*/!keeps_master,
+                                state.may_differ());
   return buffer;
 }
 

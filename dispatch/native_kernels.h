@@ -16,6 +16,8 @@ void register_optimizers(torch::Library& aten);
 /// shard of it, and empty_like its own rows anew: FSDP2's constructor is at work. kSameRows:
 /// empty_like alone, for nn.Module._apply. Nothing: factories make plain tensors again.
 void make_shards(std::optional<int64_t> rank);
+/// Whether they are being made: rows are copied into them on the ranks that have some.
+bool makes_shards();
 constexpr int64_t kSameRows = -1;
 
 /// Boxed kernel of view ops without a hand-written kernel: runs the op on a meta tensor with the

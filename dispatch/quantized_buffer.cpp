@@ -133,7 +133,7 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
     }
   }
   if (!is_whole) {
-    flush_state_.replace_rows(from.flush_state_.is_written(), /*same_amax=*/!keeps_master());
+    flush_state_.replace_rows(from.flush_state_, /*same_amax=*/!keeps_master());
     return true;
   }
   if (!is_same_generation) {

@@ -225,7 +225,7 @@ void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::Li
     buffers.push_back(impl_of(self[i]).buffer());
     QuantizedBuffer& buffer = *buffers.back();
     if (groups[i] != 0) adopt(buffer, registered_groups(groups[i]));
-    if (has_grad[i] && !(kernels_tell && buffer.flush_state().is_written())) buffer.written();
+    if (has_grad[i] && !(kernels_tell && buffer.flush_state().is_written_here())) buffer.written();
   }
   flush(buffers, is_step ? FlushKind::kStep : FlushKind::kOthers, found_inf.value_or(Tensor()));
 }

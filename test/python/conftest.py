@@ -154,6 +154,7 @@ BUDGETS_S = {
     "test_checkpoint_dcp": 90,
     "test_saved_operands": 60,  # compiles linears
     "test_saved_scales": 60,
+    "test_copies_sharded": 180,
     "test_compile": 75,  # Inductor's first compilation takes 30 s
     "test_docs": 60,  # its compiled snippet takes 30 s
     "test_dynamic_optimizers": 45,
