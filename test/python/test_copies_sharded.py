@@ -132,6 +132,34 @@ def test_so_do_the_ranks_of_replicas(world, keep_master, shape, copied):
     world.run(run_copies, keep_master, shape, copied, mesh=(2, 2))
 
 
+@torch.no_grad()
+def run_histories(keep_master, copied):
+    """Ranks of 2, 2, 1 and 0 rows: some copy all that they have, which takes over histories, too."""
+    model, other = (make("float8_delayed", keep_master, (5, 48), seed, True) for seed in (0, 1))
+    own, source = shared_state(model), shared_state(other)
+    assert own != source
+    HISTORY_COPIES[copied](local(model.weight).detach(), local(other.weight).detach())
+    check_together(model, NEXT["gather"])
+    kept = shared_state(model)["amax_history"]
+    assert kept == (source if copied == "all" else own)["amax_history"]
+    check_together(model, step)
+    assert check_gathered(model) == 1
+
+
+HISTORY_COPIES = {
+    "one row": lambda p, q: p[:1].copy_(q[:1]),
+    "all but one": lambda p, q: p[1:].copy_(q[1:]),
+    "all": lambda p, q: p.copy_(q),
+}
+
+
+@pytest.mark.parametrize("copied", HISTORY_COPIES)
+@keep_or_not
+@on_worlds(4)
+def test_histories_are_the_same_on_all_ranks(world, keep_master, copied):
+    world.run(run_histories, keep_master, copied)
+
+
 # ------------------------------------------------------------------- what is made of the shard next
 
 
