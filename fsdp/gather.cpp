@@ -11,16 +11,16 @@
 #include <typeinfo>
 #include <utility>
 
-#include "dispatch/adoption.h"
-#include "dispatch/flush.h"
-#include "dispatch/gathered_buffer.h"
-#include "dispatch/handed_out_masters.h"
-#include "dispatch/image_copy.h"
-#include "dispatch/kernel_bridge.h"
-#include "dispatch/quantized_tensor_impl.h"
-#include "dispatch/streams.h"
-#include "ops/checked_call.h"
-#include "ops/ops.h"
+#include "dispatch/buffer/adoption.h"
+#include "dispatch/buffer/gathered_buffer.h"
+#include "dispatch/buffer/handed_out_masters.h"
+#include "dispatch/buffer/image_copy.h"
+#include "dispatch/flush/flush.h"
+#include "dispatch/parts/kernel_bridge.h"
+#include "dispatch/parts/streams.h"
+#include "dispatch/tensor/quantized_tensor_impl.h"
+#include "ops/calls/checked_call.h"
+#include "ops/calls/ops.h"
 
 namespace qshard {
 namespace {

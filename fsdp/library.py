@@ -1,6 +1,6 @@
 """Imports the Python that the library brings, once, in whichever thread it is needed first.
 
-fsdp/python_glue.cpp runs this file and calls `finish`. Python's import system lets other threads wait
+loader/python_glue.cpp runs this file and calls `finish`. Python's import system lets other threads wait
 meanwhile, and notices where two would wait for each other. A lock of ours, which a thread takes while
 it waits for the GIL, would deadlock.
 """

@@ -1,5 +1,5 @@
 // RankGroups of c10d process groups, found by name.
-#include "dispatch/rank_group.h"
+#include "dispatch/parts/rank_group.h"
 
 #include <c10/util/intrusive_ptr.h>
 #include <fmt/format.h>
@@ -10,7 +10,7 @@
 #include <map>
 #include <mutex>
 
-#include "kernels/shown_name.h"
+#include "kernels/format/shown_name.h"
 
 namespace qshard {
 namespace {

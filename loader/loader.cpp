@@ -14,7 +14,7 @@
 #include <cstdio>
 #include <string>
 
-#include "fsdp/after_loading.h"
+#include "loader/after_loading.h"
 
 extern "C" {
 QSHARD_WEAK extern PyObject* PyExc_UserWarning;

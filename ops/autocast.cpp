@@ -4,9 +4,9 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "ops/norm_linear.h"
-#include "ops/ops.h"
-#include "ops/swiglu_mlp.h"
+#include "ops/calls/ops.h"
+#include "ops/linear/norm_linear.h"
+#include "ops/mlp/swiglu_mlp.h"
 
 namespace qshard {
 namespace {

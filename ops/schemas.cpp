@@ -6,18 +6,18 @@
 // leading underscore serve the embedded Python (fsdp/*.py) and may change.
 #include <torch/library.h>
 
-#include "dispatch/registration.h"
-#include "ops/activations.h"
-#include "ops/agree_on_ranges.h"
-#include "ops/checked_call.h"
-#include "ops/dynamic_weight.h"
-#include "ops/norm_linear.h"
-#include "ops/normalization.h"
-#include "ops/ops.h"
-#include "ops/range_messages.h"
-#include "ops/rotary.h"
-#include "ops/rotary_heads.h"
-#include "ops/swiglu_mlp.h"
+#include "dispatch/aten/registration.h"
+#include "ops/calls/checked_call.h"
+#include "ops/calls/ops.h"
+#include "ops/linear/dynamic_weight.h"
+#include "ops/linear/norm_linear.h"
+#include "ops/linear/normalization.h"
+#include "ops/mlp/swiglu_mlp.h"
+#include "ops/rotary/rotary.h"
+#include "ops/rotary/rotary_heads.h"
+#include "ops/wire/activations.h"
+#include "ops/wire/agree_on_ranges.h"
+#include "ops/wire/range_messages.h"
 
 namespace qshard {
 

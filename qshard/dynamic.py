@@ -17,7 +17,7 @@ from qshard.functional import linear_under_transforms
 
 ops = torch.ops.qshard
 
-# What a rank knows of a weight when its state is brought up to date (ops/agree_on_ranges.h): that no step made
+# What a rank knows of a weight when its state is brought up to date (ops/wire/agree_on_ranges.h): that no step made
 # its values; or that a step did, whose optimizer holds the weight here, and that a backward reached it here.
 NO_STEP, STEP, HELD, REACHED = 0, 1, 2, 4
 OF_IT = STEP | HELD | REACHED

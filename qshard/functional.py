@@ -10,7 +10,7 @@ ops = torch.ops.qshard
 
 @register_torch_dispatch("qshard::linear", NestedTensor)
 def linear_of_jagged(cls, func, types, args, kwargs=None):
-    """The kernel of nested tensors (ops/nested_linear.cpp), which autograd would have come to by itself."""
+    """The kernel of nested tensors (ops/linear/nested_linear.cpp), which autograd would have come to by itself."""
     return func._op_dk(torch._C.DispatchKey.NestedTensorCPU, *args, **(kwargs or {}))
 
 

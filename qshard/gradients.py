@@ -2,7 +2,7 @@
 
 A reduce-scatter becomes: quantize what each rank is to get into one message, an all-to-all of the
 messages' bytes, and their sum in fp32, in the order of ranks. Format of a message:
-kernels/gradient_message.h.
+kernels/messages/gradient_message.h.
 """
 
 import hashlib

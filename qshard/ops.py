@@ -184,7 +184,7 @@ def linear(
         saves it plain, again in backward. Empty; or where all scales are in a grid, perhaps its amaxes,
         float32 (grid entries,), if they are known; or of delayed scaling float32 (3, history), slot 0 of
         whose rows collects amaxes of input and gradient, and (3, 3), where [0, 0] is what the weight is
-        scaled by: kernels/scaling_state.h.
+        scaled by: kernels/scaling/scaling_state.h.
     residual: (..., rows) in the dtype of `input`: what the output, rounded, is added to; within the GEMM where
         that can, which rounds once.
     input_is_kept: something else keeps `input` until backward: autograd then keeps no codes of it for wgrad, which
@@ -335,12 +335,12 @@ def quantize_gradients(
     first_noise: int = 0,
 ) -> Tensor:
     """Gradients as messages of bytes: uint8 (chunks, bytes), of `chunk_numel` values each, with zeros after
-    the last value. Layout: kernels/gradient_message.h. No alias.
+    the last value. Layout: kernels/messages/gradient_message.h. No alias.
 
     values: float32, bfloat16 or float16 of any shape, at most chunks x chunk_numel of them.
     format: float8, mxfp8 or nvfp4.
     rounding: None for nearest even, else int32 (key_low, key_high, count) on the values' device; value i of
-        message c takes noise first_noise + c x round_up(chunk_numel, 16) + i (kernels/message_noise.h).
+        message c takes noise first_noise + c x round_up(chunk_numel, 16) + i (kernels/numerics/message_noise.h).
 
     Raises RuntimeError for values that do not fit, and for an unknown format.
     """

@@ -1,9 +1,9 @@
-// The noise of kernels/message_noise.h, value after value.
+// The noise of kernels/numerics/message_noise.h, value after value.
 #pragma once
 
 #include <ATen/core/PhiloxRNGEngine.h>
 
-#include "kernels/message_noise.h"
+#include "kernels/numerics/message_noise.h"
 
 namespace qshard::cpu {
 

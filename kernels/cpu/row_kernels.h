@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/formats.h"
+#include "kernels/format/formats.h"
 
 namespace at {
 class philox_engine;

@@ -9,7 +9,7 @@
 
 #include <cstring>
 
-#include "kernels/float8.h"
+#include "kernels/numerics/float8.h"
 
 #define QSHARD_AVX2 __attribute__((target("avx2,f16c")))
 #define QSHARD_AVX2_INLINE __attribute__((target("avx2,f16c"), always_inline)) inline

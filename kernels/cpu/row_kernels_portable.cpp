@@ -2,7 +2,7 @@
 
 #include "kernels/cpu/message_noise.h"
 #include "kernels/cpu/row_kernels.h"
-#include "kernels/row_scales.h"
+#include "kernels/numerics/row_scales.h"
 
 namespace qshard::cpu {
 namespace {

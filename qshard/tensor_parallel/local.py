@@ -135,7 +135,7 @@ class TensorParallel:
 
 
 def _local_parts(parameter, grad):
-    """For ops/leaf_grad.cpp: the local tensors of a DTensor and of its gradient, if both are placed alike."""
+    """For ops/linear/leaf_grad.cpp: the local tensors of a DTensor and of its gradient, if both are placed alike."""
     if not (isinstance(parameter, DTensor) and isinstance(grad, DTensor)):
         return []
     is_alike = grad.placements == parameter.placements and grad.device_mesh == parameter.device_mesh
@@ -183,7 +183,7 @@ def local_part(parameter: torch.Tensor, is_summed: bool = False) -> torch.Tensor
 
 
 class QshardLocalPart(torch.autograd.Function):
-    """ops/leaf_grad.cpp knows it by name: wgrad may be added to the local part of a leaf's .grad within
+    """ops/linear/leaf_grad.cpp knows it by name: wgrad may be added to the local part of a leaf's .grad within
     the GEMM, and then no gradient comes by here."""
 
     @staticmethod

@@ -4,7 +4,7 @@ Each linear makes a tensor of its own of what it is given: by a collective, or a
 DTensor. What was made last is remembered with its owner, the tensor that they all were given.
 
 Nothing here refers to the owner, weakly or by its address: the tensor itself keeps a mark
-(kernels/kept_with_tensor.h), which dies with it.
+(kernels/tensors/kept_with_tensor.h), which dies with it.
 """
 
 import threading

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "kernel_cases.h"
-#include "kernels/linear.h"
-#include "kernels/whole_layout.h"
+#include "kernels/format/whole_layout.h"
+#include "kernels/linear/linear.h"
 
 namespace qshard::testing {
 

@@ -10,9 +10,9 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/float8.h"
-#include "kernels/quantize.h"
-#include "kernels/value_dtype.h"
+#include "kernels/format/value_dtype.h"
+#include "kernels/numerics/float8.h"
+#include "kernels/quantize/quantize.h"
 #include "row_scale_reference.h"
 #include "stochastic_reference.h"
 #ifdef QSHARD_WITH_CUDA

@@ -4,7 +4,7 @@
 #include <iostream>
 
 #include "kernel_cases.h"
-#include "kernels/operand_producer.h"
+#include "kernels/linear/operand_producer.h"
 
 namespace qshard::testing {
 

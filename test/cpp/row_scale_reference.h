@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "kernels/formats.h"
+#include "kernels/format/formats.h"
 
 namespace qshard::testing {
 

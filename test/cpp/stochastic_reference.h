@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/formats.h"
+#include "kernels/format/formats.h"
 #include "row_scale_reference.h"
 
 namespace qshard::testing {

@@ -5,10 +5,10 @@
 #include <bit>
 
 #include "kernel_cases.h"
-#include "kernels/block_scaled_operand.h"
-#include "kernels/hadamard.h"
-#include "kernels/transpose.h"
-#include "kernels/whole_layout.h"
+#include "kernels/format/whole_layout.h"
+#include "kernels/linear/block_scaled_operand.h"
+#include "kernels/numerics/hadamard.h"
+#include "kernels/transpose/transpose.h"
 
 namespace qshard::testing {
 namespace {

@@ -2,7 +2,7 @@
 // steps, or by their own where there is none, and what the history notes.
 #include "gemm_cases.h"
 #ifdef QSHARD_WITH_CUDA
-#include "kernels/cuda/linear_fp8.h"
+#include "kernels/linear/linear_fp8.h"
 #endif
 
 namespace qshard::testing {

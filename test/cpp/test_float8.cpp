@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kernels/cpu/row_kernels.h"
-#include "kernels/float8.h"
+#include "kernels/numerics/float8.h"
 
 namespace qshard {
 namespace {

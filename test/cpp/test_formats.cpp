@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "kernels/layout.h"
+#include "kernels/format/layout.h"
 
 namespace qshard {
 namespace {

@@ -1,7 +1,7 @@
 // Steps that quantize what they write, on every device there is, against torch's step followed by
 // the library's own passes.
 #include "kernel_cases.h"
-#include "kernels/optimizer.h"
+#include "kernels/adamw/adamw.h"
 
 namespace qshard::testing {
 namespace {

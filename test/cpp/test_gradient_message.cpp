@@ -1,11 +1,11 @@
-// Messages that carry gradients (kernels/gradient_message.h): what arrives, and CUDA against CPU at
-// the edges of tiles, blocks and vectors. (Bits against the oracle:
+// Messages that carry gradients (kernels/messages/gradient_message.h): what arrives, and CUDA
+// against CPU at the edges of tiles, blocks and vectors. (Bits against the oracle:
 // test/python/test_gradient_messages.py.)
 #include <fmt/format.h>
 
 #include "kernel_cases.h"
-#include "kernels/gradient_message.h"
-#include "kernels/value_dtype.h"
+#include "kernels/format/value_dtype.h"
+#include "kernels/messages/gradient_message.h"
 
 namespace qshard::testing {
 namespace {

@@ -1,6 +1,6 @@
 // Codes by the scale of the last input: those of two passes, whatever that was.
 #include "gemm_cases.h"
-#include "kernels/swiglu.h"
+#include "kernels/linear/swiglu_operand.h"
 #include "packed_cases.h"
 #ifdef QSHARD_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -10,7 +10,7 @@
 #include <chrono>
 #include <thread>
 
-#include "kernels/cuda/linear_fp8.h"
+#include "kernels/linear/linear_fp8.h"
 #endif
 
 namespace qshard::testing {

@@ -4,7 +4,7 @@
 
 #include "gemm_cases.h"
 #ifdef QSHARD_WITH_CUDA
-#include "kernels/cuda/linear_fp8.h"
+#include "kernels/linear/linear_fp8.h"
 #endif
 
 namespace qshard::testing {

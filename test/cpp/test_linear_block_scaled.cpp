@@ -3,11 +3,11 @@
 #include <iostream>
 
 #include "gemm_cases.h"
-#include "kernels/block_scaled_operand.h"
+#include "kernels/linear/block_scaled_operand.h"
 #ifdef QSHARD_WITH_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
 
-#include "kernels/cuda/linear_block_scaled.h"
+#include "kernels/linear/linear_block_scaled.h"
 #endif
 
 namespace qshard::testing {

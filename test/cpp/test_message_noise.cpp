@@ -1,12 +1,12 @@
-// Stochastic rounding of messages of gradients (kernels/message_noise.h): the forms without
-// branches against its definition, and its mean.
+// Stochastic rounding of messages of gradients (kernels/numerics/message_noise.h): the forms
+// without branches against its definition, and its mean.
 #include <gtest/gtest.h>
 
 #include <random>
 
-#include "kernels/gradient_message.h"
-#include "kernels/message_noise.h"
-#include "kernels/nvfp4_message.h"
+#include "kernels/messages/gradient_message.h"
+#include "kernels/numerics/message_noise.h"
+#include "kernels/numerics/nvfp4_message.h"
 
 namespace qshard::testing {
 namespace {

@@ -3,8 +3,8 @@
 #include <c10/util/Exception.h>
 
 #include "gemm_cases.h"
-#include "kernels/linear_amax.h"
-#include "kernels/norm_operand.h"
+#include "kernels/linear/linear_amax.h"
+#include "kernels/linear/norm_operand.h"
 #include "packed_cases.h"
 
 namespace qshard::testing {

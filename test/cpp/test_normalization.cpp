@@ -1,6 +1,6 @@
 // LayerNorm and RMSNorm: the values and gradients of their formulas in fp64, the same in every run.
 #include "kernel_cases.h"
-#include "kernels/normalization.h"
+#include "kernels/norm/normalization.h"
 
 namespace qshard::testing {
 namespace {

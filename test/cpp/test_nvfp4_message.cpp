@@ -1,10 +1,11 @@
-// Arithmetic of NVFP4's messages (kernels/nvfp4_message.h): bit for bit that of row_scales.h.
+// Arithmetic of NVFP4's messages (kernels/numerics/nvfp4_message.h): bit for bit that of
+// row_scales.h.
 #include <gtest/gtest.h>
 
 #include <vector>
 
-#include "kernels/gradient_message.h"
-#include "kernels/nvfp4_message.h"
+#include "kernels/messages/gradient_message.h"
+#include "kernels/numerics/nvfp4_message.h"
 
 namespace qshard::testing {
 namespace {

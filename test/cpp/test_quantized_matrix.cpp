@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "gemm_cases.h"
-#include "kernels/block_scaled_operand.h"
+#include "kernels/linear/block_scaled_operand.h"
 
 namespace qshard::testing {
 namespace {

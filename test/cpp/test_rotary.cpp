@@ -2,7 +2,7 @@
 #include <ATen/ops/where.h>
 
 #include "kernel_cases.h"
-#include "kernels/rotary.h"
+#include "kernels/rotary/rotary.h"
 
 namespace qshard::testing {
 namespace {

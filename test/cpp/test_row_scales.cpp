@@ -1,5 +1,5 @@
 // Scalar numerics of row-local scales and FP4, the layout of their bytes, and which blocks are cut.
-#include "kernels/row_scales.h"
+#include "kernels/numerics/row_scales.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "kernels/cuts.h"
+#include "kernels/format/cuts.h"
 #include "row_scale_reference.h"
 
 namespace qshard::testing {

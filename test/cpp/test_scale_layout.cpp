@@ -1,6 +1,6 @@
-// The swizzled order of block scales that cuBLASLt takes (kernels/cuda/scale_layout.h).
+// The swizzled order of block scales that cuBLASLt takes (kernels/gemm/scale_layout.h).
 #include "kernel_cases.h"
-#include "kernels/cuda/scale_layout.h"
+#include "kernels/gemm/scale_layout.h"
 
 namespace qshard::testing {
 namespace {

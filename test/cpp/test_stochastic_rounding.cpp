@@ -2,7 +2,7 @@
 #include <ATen/Parallel.h>
 
 #include "kernel_cases.h"
-#include "kernels/row_scales.h"
+#include "kernels/numerics/row_scales.h"
 
 namespace qshard::testing {
 namespace {
@@ -26,7 +26,7 @@ const Encoder kEncoders[] = {
 };
 
 // Random123's known answers: the engine is Philox 4x32-10, and its arguments are the words of the
-// key and of the counter that kernels/random_words.h says.
+// key and of the counter that kernels/numerics/random_words.h says.
 TEST(StochasticRounding, TorchsEngineGivesTheKnownAnswers) {
   const struct {
     uint64_t key, counter_high, counter_low;

@@ -5,7 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include "gemm_cases.h"
-#include "kernels/swiglu.h"
+#include "kernels/linear/swiglu_operand.h"
 #include "packed_cases.h"
 
 namespace qshard::testing {

@@ -5,10 +5,10 @@
 #include <gtest/gtest.h>
 #include <torch/library.h>
 
-#include "dispatch/flush.h"
-#include "dispatch/packed_planes.h"
-#include "dispatch/quantized_tensor_impl.h"
-#include "ops/ops.h"
+#include "dispatch/buffer/packed_planes.h"
+#include "dispatch/flush/flush.h"
+#include "dispatch/tensor/quantized_tensor_impl.h"
+#include "ops/calls/ops.h"
 
 namespace qshard {
 namespace {

@@ -16,7 +16,7 @@ def grid_numel(format, rows, cols, *_):
 
 
 def agree(values, ranges, *, own=(), is_known=(), amax=(), state=(), steps=None, groups=None, found_inf=None):
-    """Alone, if no groups are named; steps: ops/agree_on_ranges.h."""
+    """Alone, if no groups are named; steps: ops/wire/agree_on_ranges.h."""
     return ops._agree_on_ranges(
         list(values), *lists_of(ranges), list(own), list(is_known), list(amax), list(state),
         steps or [0] * len(ranges), groups or [0] * len(ranges), found_inf,

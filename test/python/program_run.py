@@ -52,7 +52,7 @@ REFUSALS = (
 )
 
 
-WRITTEN = 6  # among the integers that say what a packed tensor is (LayoutField in fsdp/saved_tensor.h)
+WRITTEN = 6  # among the integers that say what a packed tensor is (LayoutField in ops/tensor/saved_tensor.h)
 
 
 @dataclass(frozen=True)

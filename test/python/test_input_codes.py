@@ -1,6 +1,6 @@
 """Linears of one activation share its codes, and no linear multiplies codes of what its input was.
 
-Which inputs are shared is decided on any device (`ops/recorded_activation.h`); only Hopper's FP8
+Which inputs are shared is decided on any device (`ops/linear/recorded_activation.h`); only Hopper's FP8
 linears have codes to share.
 """
 

@@ -2,7 +2,7 @@
 within each stage: losses and weights are those of one process, bit for bit.
 
 A stage receives every step's activations into the same leaf tensors, and no version counter shows
-it: on CUDA a linear must not take its codes of the step before (`ops/recorded_activation.h`).
+it: on CUDA a linear must not take its codes of the step before (`ops/linear/recorded_activation.h`).
 """
 
 import pytest

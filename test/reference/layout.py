@@ -1,4 +1,4 @@
-"""Where the bytes of a shard lie; mirrors kernels/layout.h and kernels/cuts.h."""
+"""Where the bytes of a shard lie; mirrors kernels/format/layout.h and kernels/format/cuts.h."""
 
 from dataclasses import dataclass, replace
 

@@ -1,0 +1,150 @@
+#include "dispatch/aten/matmul.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <unordered_map>
+#include <vector>
+
+#include "dispatch/aten/native_kernels.h"
+#include "dispatch/buffer/read_codes.h"
+#include "dispatch/flush/flush.h"
+#include "dispatch/parts/kernel_bridge.h"
+#include "dispatch/tensor/quantized_tensor_impl.h"
+
+namespace qshard {
+
+LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
+  TORCH_CHECK(
+      has_key(weight),
+      fmt::format("{}: the weight is a plain {} tensor, not a quantized one. Quantize it with "
+                  "qshard.quantize_(model, recipe); after load_state_dict(assign=True), again",
+                  op, c10::toString(weight.scalar_type())));
+  const BufferPtr& buffer = impl_of(weight).buffer();
+  const auto rows = row_window(weight);
+  TORCH_CHECK(
+      weight.dim() == 2 && rows && weight.size(1) == buffer->layout().cols,
+      fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
+                  describe(weight), weight.strides().vec()));
+  require_shown(buffer, op);
+  const Planes& planes = buffer->planes();
+  const ScalingState& state = buffer->scaling_state();
+  return {matrix_of({buffer->layout(), planes.image(), planes.grid().read(), rows->first},
+                    weight.size(0)),
+          state.amax_history, state.scaling_amax, &buffer->remembered().last_input};
+}
+
+bool is_row_window(const at::Tensor& tensor) {
+  return has_key(tensor) && tensor.dim() == 2 && row_window(tensor) &&
+         tensor.size(1) == buffer_of(tensor).layout().cols;
+}
+
+at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
+  if (!has_key(tensor)) return tensor;
+  const BufferPtr& buffer = impl_of(tensor).buffer();
+  require_shown(buffer, op);
+  return window(dequantized_rows(*buffer, buffer->dtype()), tensor);
+}
+
+std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {
+  using Arguments = std::vector<std::string_view>;
+  static const std::unordered_map<std::string_view, Arguments> known{
+      {"aten::embedding", {"weight"}},
+      {"aten::_embedding_bag", {"weight"}},
+      {"aten::_embedding_bag_forward_only", {"weight"}},
+      {"aten::convolution", {"input", "weight"}},
+      {"aten::convolution_backward", {"input", "weight"}},
+      {"aten::mm", {"self", "mat2"}},  // with out=, and of a sparse matrix
+      {"aten::addmm", {"mat1", "mat2"}},
+      {"aten::addmm_", {"mat1", "mat2"}},
+      {"aten::_sparse_addmm", {"mat1", "mat2"}},
+      // These come here with out= alone; without it they are made of the others.
+      {"aten::matmul", {"self", "other"}},
+      {"aten::linalg_matmul", {"self", "other"}},
+      {"aten::inner", {"self", "other"}},
+      {"aten::tensordot", {"self", "other"}},
+      {"aten::linalg_multi_dot", {"tensors"}},
+      {"aten::chain_matmul", {"matrices"}},
+      {"aten::linear", {"input", "weight"}},
+      {"aten::bmm", {"self", "mat2"}},
+      {"aten::mv", {"self", "vec"}},
+      {"aten::addmv", {"mat", "vec"}},
+      {"aten::addbmm", {"batch1", "batch2"}},
+      {"aten::baddbmm", {"batch1", "batch2"}},
+      {"aten::_addmm_activation", {"mat1", "mat2"}},
+      {"aten::_grouped_mm", {"self", "mat2"}},
+      {"aten::linear", {"weight"}},  // of nested inputs
+      {"aten::linear_backward", {"weight"}},
+      // nn.MultiheadAttention's and nn.TransformerEncoderLayer's in eval mode
+      {"aten::_native_multi_head_attention", {"qkv_weight", "proj_weight"}},
+      {"aten::_transformer_encoder_layer_fwd",
+       {"qkv_weight", "proj_weight", "ffn_weight_1", "ffn_weight_2"}},
+  };
+  const auto found = known.find(op);
+  return found == known.end() ? std::span<const std::string_view>() : found->second;
+}
+
+namespace {
+
+void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
+  TORCH_CHECK(a.scalar_type() == b.scalar_type(),
+              fmt::format("{}: expected both matrices to have the same dtype, but got {} and {}",
+                          op, c10::toString(a.scalar_type()), c10::toString(b.scalar_type())));
+}
+
+bool shapes_fit(const at::Tensor& a, const at::Tensor& b) {
+  return a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0);
+}
+
+/// x @ weight.t() and x @ weight run as the linear layer's forward and dgrad do; this is what
+/// DTensor decomposes F.linear and its backward into. None for other operands.
+std::optional<at::Tensor> product_with_weight(const at::Tensor& a, const at::Tensor& b,
+                                              const std::optional<at::Tensor>& bias,
+                                              const char* op) {
+  if (has_key(a) || !has_key(b) || !shapes_fit(a, b)) return std::nullopt;
+  const bool is_transposed = is_row_window(b.t());
+  if (!is_transposed && !is_row_window(b)) return std::nullopt;
+  check_same_dtype(a, b, op);
+  c10::OptionalDeviceGuard device_guard(b.device());
+  const PlainOperand operand(a);
+  if (is_transposed) return linear_forward(operand, linear_weight(b.t(), op), bias, false).output;
+  const at::Tensor product =
+      linear_backward({.grad = &operand, .needs_input = true}, linear_weight(b, op)).grad_input;
+  return bias ? product + *bias : product;
+}
+
+at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
+  constexpr const char* kOp = "aten::mm";
+  PlainGuard guard;
+  if (auto product = product_with_weight(a, b, std::nullopt, kOp)) return *std::move(product);
+  return at::mm(dequantized_codes(a, kOp), dequantized_codes(b, kOp));
+}
+
+at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,
+                 const at::Scalar& beta, const at::Scalar& alpha) {
+  constexpr const char* kOp = "aten::addmm";
+  PlainGuard guard;
+  const bool adds_bias = !has_key(bias) && bias.dim() == 1 && b.dim() == 2 &&
+                         bias.size(0) == b.size(1) && bias.scalar_type() == b.scalar_type() &&
+                         beta.equal(1) && alpha.equal(1);
+  if (adds_bias) {
+    if (auto product = product_with_weight(a, b, bias, kOp)) return *std::move(product);
+  }
+  return at::addmm(has_key(bias) ? value_of(bias) : bias, dequantized_codes(a, kOp),
+                   dequantized_codes(b, kOp), beta, alpha);
+}
+
+at::Tensor bmm(const at::Tensor& a, const at::Tensor& b) {
+  PlainGuard guard;
+  return at::bmm(dequantized_codes(a, "aten::bmm"), dequantized_codes(b, "aten::bmm"));
+}
+
+}  // namespace
+
+void register_matmul(torch::Library& aten) {
+  aten.impl("mm", &mm);
+  aten.impl("addmm", &addmm);
+  aten.impl("bmm", &bmm);
+}
+
+}  // namespace qshard

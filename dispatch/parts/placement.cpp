@@ -1,0 +1,76 @@
+#include "dispatch/parts/placement.h"
+
+#include <algorithm>
+
+#include "kernels/scaling/scaling_state.h"
+
+namespace qshard {
+
+const Groups& Placement::groups() const {
+  static const Groups none;
+  if (const Own* own = std::get_if<Own>(&whose_)) return own->groups;
+  return share() ? share()->groups : none;
+}
+
+const std::vector<RankGroupPtr>& Placement::groups_of_full_tensor() const {
+  static const std::vector<RankGroupPtr> none;
+  const Format& format = *layout_.format;
+  const bool has_any = format.has_tensor_scale() || state_words(format) > 0;
+  return knows_groups() && has_any ? groups().tensor : none;
+}
+
+Placement Placement::cut(int64_t row, int64_t rows, bool is_whole) const {
+  Placement part(
+      layout_.with_images(Images::kAll).holding(rows).placed(std::min(row, layout_.logical_rows)),
+      Share{});
+  Share& share = part.as_share();
+  if (is_whole && this->share()) share = *this->share();
+  share.is_cut = true;
+  share.groups.tensor = groups().tensor;  // the parts of the full tensor lie where they did
+  part.scale_group_ = scale_group_;
+  return part;
+}
+
+Share& Placement::as_share() {
+  if (!is_share()) whose_ = Share{.groups = groups()};
+  return std::get<Share>(whose_);
+}
+
+void Placement::adopt(std::string_view group) {
+  Share& share = as_share();
+  const RankGroupPtr& known = share.groups.shard;
+  const bool is_known = known ? known->name() == group : group.empty();
+  if (!is_known) share.groups.shard = find_group(group);
+  share.knows_groups = true;
+}
+
+void Placement::adopt(const Groups& groups) {
+  Share& share = as_share();
+  share.groups = groups;
+  share.knows_groups = true;
+}
+
+void Placement::set_replicas(std::string_view group) {
+  std::vector<RankGroupPtr> replicas;
+  if (!group.empty()) replicas.push_back(find_group(group));
+  if (Own* own = std::get_if<Own>(&whose_)) own->groups.replicas = std::move(replicas);
+  if (Share* share = std::get_if<Share>(&whose_)) share->groups.replicas = std::move(replicas);
+}
+
+void Placement::adopt_groups_of(const Placement& other) {
+  whose_ = other.is_gathered() ? std::variant<Own, Share, Gathered>() : other.whose_;
+  scale_group_ = other.scale_group_;
+}
+
+void Placement::disown() {
+  forget_rounding();
+  if (share() && share()->is_cut) {
+    Share copy;
+    copy.is_cut = true;
+    whose_ = std::move(copy);
+  } else if (!is_gathered()) {
+    whose_ = Own{};
+  }
+}
+
+}  // namespace qshard

@@ -1,0 +1,87 @@
+// WriteWatch: notices writes by other libraries' operators, by version counters.
+#pragma once
+
+#include <c10/core/TensorImpl.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+
+#include "dispatch/parts/storage.h"
+
+namespace qshard {
+
+/// The version counters of a master: of the tensor, which its views and the aliases of its master
+/// share. Kernels of ours say what they write; code that writes through the address (Inductor's, an
+/// in-place load through an alias) moves a counter and says nothing. A resize of a storage, which
+/// leaves other bytes in it, does not even that: the memory is watched, too.
+class WriteWatch {
+ public:
+  /// Watches one more counter, that of `owner`, from now on; in place of another one it had.
+  void add(const c10::VariableVersion& counter, const c10::TensorImpl* owner);
+  /// Watches the counter of a buffer's first tensor where it lies: torch's factories (empty_like)
+  /// go on with another tensor where something shares the counter of the one that they were given.
+  /// The tensor tells before it goes (let_go).
+  void add_sole(const c10::TensorImpl& owner);
+  /// Holds that counter from now on; others are about to. Whether it was not held before.
+  bool hold();
+  void let_go(const c10::TensorImpl& owner) {
+    if (!is_empty() && counters_.front().owner == &owner) hold();
+  }
+  bool is_empty() const { return counters_.empty(); }
+  /// The counter, held, that new tensors over the buffer share; of the tensor it was made with.
+  const c10::VariableVersion& counter() const { return counters_.front().counter; }
+
+  /// Watches these storages from now on, in place of those before.
+  void watch(MemoryWatch memory) { memory_ = memory; }
+  /// Whether a storage got other memory since that was last noted.
+  bool has_other_memory() const { return memory_.has_moved(); }
+
+  /// The same, or whether a counter moved.
+  bool has_moved() const {
+    if (has_other_memory()) return true;
+    for (const Watched& watched : counters_) {
+      const uint32_t version = watched.version();
+      if (version != watched.noted && !(watched.bump_follows && version == watched.noted + 1)) {
+        return true;
+      }
+    }
+    return false;
+  }
+  /// All moves so far are known.
+  void note();
+  /// The same, and of the next one, too: the kernel that runs now is followed by the bump that
+  /// ADInplaceOrView makes for every in-place operator.
+  void note_before_bump();
+  /// The same, and of the next move of `written`'s counter alone: a tensor whose counter is not
+  /// watched, as that of x.data, moves none that is.
+  void note_before_bump(const c10::TensorImpl& written);
+  /// An operator that noted before its bump has returned since. The bump has come, or it never
+  /// will: DTensor calls operators on local tensors below ADInplaceOrView.
+  void settle() {
+    if (!is_settled()) settle_bumps();
+  }
+  bool is_settled() const {
+    for (const Watched& watched : counters_) {
+      if (watched.bump_follows) return false;
+    }
+    return true;
+  }
+
+ private:
+  struct Watched {
+    c10::VariableVersion counter;  // disabled while the owner's is read where it lies
+    const c10::TensorImpl* owner;  // to tell them apart; it may be gone if the counter is held
+    uint32_t noted;
+    bool bump_follows;
+
+    uint32_t version() const {
+      return (counter.enabled() ? counter : owner->version_counter()).current_version();
+    }
+  };
+  c10::SmallVector<Watched, 1> counters_;
+  MemoryWatch memory_;
+
+  void settle_bumps();
+};
+
+}  // namespace qshard

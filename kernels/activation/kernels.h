@@ -1,0 +1,72 @@
+// Launchers of the kernels that prepare GEMM operands: activations, gradients, transposed weights.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/format/formats.h"
+#include "kernels/scaling/scaling_state.h"
+
+namespace qshard::cuda {
+
+/// Codes of x (M, K) in the orientations asked for, ready for a GEMM that contracts along rows of
+/// codes. Whatever lies beyond M or K is written as code 0.
+struct ActivationTask {
+  const void* values = nullptr;  // (m, k) contiguous
+  int64_t m = 0;
+  int64_t k = 0;
+
+  uint8_t* codes = nullptr;  // (m_padded, k_padded), or null
+  float* scale_inv = nullptr;
+  int64_t m_padded = 0;  // m <= m_padded <= round_up(m, 128)
+  int64_t k_padded = 0;  // round_up(k, 16); more where these are columns of a wider matrix
+
+  uint8_t* codes_t = nullptr;  // x^T (k_padded, m_padded_t), or null
+  float* scale_inv_t = nullptr;
+  int64_t m_padded_t = 0;       // round_up(m, 128)
+  bool square_columns = false;  // codes_t has scales of 128x128 blocks
+
+  bool power_of_two = true;
+  bool has_own_amax = true;  // NaN where one of the values is; not so of an amax that callers give
+};
+
+/// One scale per 1x128 block along each orientation's rows, outer dimension fastest, as cuBLASLt's
+/// VEC128_32F takes them: scale_inv (ceil(k / 128), m_padded), scale_inv_t (ceil(m / 128),
+/// k_padded). With square blocks scale_inv_t is as BLK128x128_32F takes it: (ceil(k / 128),
+/// round_up(ceil(m / 128), 4)), the last ones zero. Codes are E4M3.
+cudaError_t launch_quantize_activation_in_blocks(const ActivationTask& task, DType value_dtype,
+                                                 cudaStream_t stream);
+
+/// One scale, from the device's `amax` (1): scale_inv (1), scale_inv_t (1). Codes are E4M3 or E5M2.
+cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, const float* amax,
+                                                  DType value_dtype, DType code_dtype,
+                                                  cudaStream_t stream);
+
+/// An amax from before: by it codes are made in the pass that finds the values' own.
+struct EarlierAmax {
+  const float* amax = nullptr;  // on the device; 0: there is none
+  DelayedAmax delayed = {};     // whose it is: codes by it are final, and the own is collected
+  float* next = nullptr;        // without `delayed` it is a guess; the next one's is left here
+};
+
+/// The same by `earlier`, in one pass; in two where there is none, or where the own amax gives
+/// another scale than the guess. `amax` (1): device memory, left with the values' own.
+cudaError_t launch_quantize_activation_by_earlier(const ActivationTask& task,
+                                                  const EarlierAmax& earlier, float* amax,
+                                                  DType value_dtype, DType code_dtype,
+                                                  cudaStream_t stream);
+
+/// out (cols, ld_out)[c][r] = in (rows, ld_in)[r][c]. rows, cols, ld_in, ld_out are multiples of 16
+/// and both pointers 16-byte aligned.
+cudaError_t launch_transpose_codes(const uint8_t* in, int64_t rows, int64_t cols, int64_t ld_in,
+                                   uint8_t* out, int64_t ld_out, cudaStream_t stream);
+
+/// Copies scales of 128x128 blocks into the layout of cuBLASLt's BLK128x128_32F: the blocks along
+/// the contraction run fastest, padded to a multiple of 4 with zeros. `grid` is (row_blocks,
+/// col_blocks). Contracting columns: out (row_blocks, round_up(col_blocks, 4)); contracting rows:
+/// out (col_blocks, round_up(row_blocks, 4)).
+cudaError_t launch_gemm_block_scales(const float* grid, int64_t row_blocks, int64_t col_blocks,
+                                     bool contract_rows, float* out, cudaStream_t stream);
+
+}  // namespace qshard::cuda

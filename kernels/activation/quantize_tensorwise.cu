@@ -1,0 +1,107 @@
+#include <algorithm>
+
+#include "kernels/activation/codes.cuh"
+#include "kernels/activation/earlier_amax.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+template <typename Value, typename Code>
+__global__ void __launch_bounds__(kTileThreads)
+    quantize_tensorwise(const __grid_constant__ ActivationTask task, const float* amax,
+                        bool vectorized) {
+  using Tile = ActivationTile<Value>;
+  __shared__ typename Tile::Shared shared;
+  // From the end: that is what the amax pass has left in the L2 cache.
+  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  const float scale = scale_from_amax(*amax, Code::kMax, task.power_of_two);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(task, scale);
+  Tile tile;
+  tile.load(task, tile_row, tile_col, vectorized);
+  const bool has_nan = isnan(*amax) || !task.has_own_amax;
+  tile.template store_both<Code>(task, tile_row, tile_col, shared, has_nan, scale);
+}
+
+/// Codes by the earlier amax, if there is one; collects the values' own.
+template <typename Value, typename Code>
+__global__ void __launch_bounds__(kTileThreads)
+    quantize_by_earlier(const __grid_constant__ ActivationTask task,
+                        const __grid_constant__ EarlierAmax earlier, float* amax, bool vectorized) {
+  using Tile = ActivationTile<Value>;
+  __shared__ typename Tile::Shared shared;
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
+  Tile tile;
+  tile.load(task, tile_row, tile_col, vectorized);
+  const uint32_t own = largest_of<Value, Tile::kRows>(tile.values);
+  if (is_known(earlier)) {
+    const float scale = scale_from_amax(*earlier.amax, Code::kMax, task.power_of_two);
+    if (is_first) store_tensor_scale(task, scale);
+    tile.template store_both<Code>(task, tile_row, tile_col, shared, is_nan(own), scale);
+  }
+  // Last: threads meet here.
+  const uint32_t largest = max_of_block<kTileThreads>(own);
+  if (threadIdx.x == 0) raise(amax, largest);
+}
+
+template <typename Value, typename Code>
+__global__ void __launch_bounds__(kTileThreads)
+    finish_by_earlier(const __grid_constant__ ActivationTask task,
+                      const __grid_constant__ EarlierAmax earlier, const float* amax, dim3 tiles,
+                      bool vectorized) {
+  using Tile = ActivationTile<Value>;
+  __shared__ typename Tile::Shared shared;
+  finish_codes<Code>(task, earlier, *amax, tiles, shared, [&](int64_t tile_row, int64_t tile_col) {
+    Tile tile;
+    tile.load(task, tile_row, tile_col, vectorized);
+    return tile;
+  });
+}
+
+template <typename Run>
+cudaError_t with_types(DType value_dtype, DType code_dtype, const Run& run) {
+  return with_value_type(value_dtype, [&](auto value) {
+    return code_dtype == DType::kFloat8E5M2 ? run(value, E5M2{}) : run(value, E4M3{});
+  });
+}
+
+}  // namespace
+
+cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, const float* amax,
+                                                  DType value_dtype, DType code_dtype,
+                                                  cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  const bool vectorized = activation_is_vectorized(task, value_dtype);
+  return with_types(value_dtype, code_dtype, [&](auto value, auto code) {
+    quantize_tensorwise<decltype(value), decltype(code)>
+        <<<activation_grid(task), kTileThreads, 0, stream>>>(task, amax, vectorized);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_quantize_activation_by_earlier(const ActivationTask& task,
+                                                  const EarlierAmax& earlier, float* amax,
+                                                  DType value_dtype, DType code_dtype,
+                                                  cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  const bool vectorized = activation_is_vectorized(task, value_dtype);
+  const dim3 tiles = activation_grid(task);
+  const cudaError_t zeroed = cudaMemsetAsync(amax, 0, sizeof(float), stream);
+  if (zeroed != cudaSuccess) return zeroed;
+  return with_types(value_dtype, code_dtype, [&](auto value, auto code) {
+    using Value = decltype(value);
+    using Code = decltype(code);
+    quantize_by_earlier<Value, Code>
+        <<<tiles, kTileThreads, 0, stream>>>(task, earlier, amax, vectorized);
+    const cudaError_t launched = cudaGetLastError();
+    if (launched != cudaSuccess) return launched;
+    finish_by_earlier<Value, Code>
+        <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kTileThreads, 0, stream>>>(
+            task, earlier, amax, tiles, vectorized);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace qshard::cuda

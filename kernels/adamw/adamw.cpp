@@ -1,0 +1,81 @@
+#include "kernels/adamw/adamw.h"
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <vector>
+
+#ifdef QSHARD_WITH_CUDA
+#include "kernels/adamw/adamw_cuda.h"
+#endif
+
+namespace qshard {
+namespace {
+
+at::Tensor tensor_over(void* data, int64_t numel, DType dtype) {
+  const auto type = dtype == DType::kFloat32    ? at::kFloat
+                    : dtype == DType::kBFloat16 ? at::kBFloat16
+                                                : at::kHalf;
+  return at::from_blob(data, {numel}, at::TensorOptions().dtype(type));
+}
+
+at::Tensor scalar_over(const float* data) {
+  return at::from_blob(const_cast<float*>(data), {}, at::TensorOptions().dtype(at::kFloat));
+}
+
+std::optional<at::Tensor> optional_scalar(const float* data) {
+  return data ? std::optional(scalar_over(data)) : std::nullopt;
+}
+
+/// torch's own kernel, then the passes that a GPU saves.
+void fused_adamw_cpu(std::span<const AdamWTask> tasks, const AdamWOptions& options) {
+  std::vector<at::Tensor> parameters, grads, exp_avgs, exp_avg_sqs, steps;
+  std::vector<QuantizeTask> all, to_encode;
+  for (const AdamWTask& task : tasks) {
+    const int64_t numel = task.layout.live_rows() * task.layout.cols;
+    parameters.push_back(tensor_over(task.parameter, numel, task.value_dtype));
+    grads.push_back(tensor_over(task.grad, numel, task.value_dtype));
+    exp_avgs.push_back(tensor_over(task.exp_avg, numel, task.value_dtype));
+    exp_avg_sqs.push_back(tensor_over(task.exp_avg_sq, numel, task.value_dtype));
+    steps.push_back(scalar_over(task.step));
+    all.push_back(task);
+    if (task.quantizes == StepQuantizes::kAll) to_encode.push_back(task);
+  }
+  at::_fused_adamw_(parameters, grads, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, steps,
+                    options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
+                    /*amsgrad=*/false, options.maximize, optional_scalar(options.grad_scale),
+                    optional_scalar(options.found_inf));
+  compute_amax(all, {});
+  quantize(to_encode, {});
+}
+
+}  // namespace
+
+StepQuantizes step_quantizes(const Layout& layout) {
+  const Format& format = *layout.format;
+  if (format.columnwise) return StepQuantizes::kNothing;  // no step writes two images
+  // Stochastic rounding draws its words when ranks have agreed on their count.
+  if (!format.has_tensor_scale() && !format.stochastic_rounding && layout.owns_its_blocks()) {
+    return StepQuantizes::kAll;
+  }
+  const bool keeps_its_scale = format.scales_in_grid() && format.has_tensor_scale() &&
+                               format.power_of_two_scales && !format.stochastic_rounding &&
+                               format.amax_history.length == 0;
+  if (keeps_its_scale) return StepQuantizes::kProvisional;
+  // The amaxes of cut blocks alone are no pass over the values.
+  return format.has_grid() ? StepQuantizes::kAmaxes : StepQuantizes::kNothing;
+}
+
+void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, Stream stream) {
+  if (tasks.empty()) return;
+  if (!stream.is_cuda) return fused_adamw_cpu(tasks, options);
+#ifdef QSHARD_WITH_CUDA
+  cuda::fused_adamw(tasks, options, stream.handle);
+#else
+  TORCH_CHECK(
+      false,
+      "_fused_adamw_: a CUDA tensor, and qshard was built without CUDA (nvcc was not found)");
+#endif
+}
+
+}  // namespace qshard

@@ -1,0 +1,170 @@
+// Where the bytes of a quantized shard lie: the row image and the scale grid.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/format/formats.h"
+
+namespace qshard {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+/// Which row images a buffer holds of a format that has two (Format::columnwise).
+enum class Images : int8_t { kAll, kRowwise, kColumnwise };
+
+/// Placement and geometry of the rows one buffer holds.
+///
+/// The logical tensor is `logical_rows x cols`: `logical_rows / matrix_rows` matrices of
+/// `matrix_rows` rows each (one for a 2-D weight, one per expert for N-D weights). Scale blocks are
+/// anchored at each matrix's row 0, never at a shard's row 0, and never span matrices.
+struct Layout {
+  const Format* format = nullptr;
+  int64_t rows = 0;          // rows held, padding included
+  int64_t cols = 0;          // K, elements per row
+  int64_t logical_rows = 0;  // R
+  int64_t matrix_rows = 0;   // rows per matrix; logical_rows % matrix_rows == 0
+  int64_t row_offset = 0;    // logical row of row 0
+  Images images = Images::kAll;
+  int64_t pitch = 0;  // of one image among others (rowwise(), columnwise()): bytes from row to row
+  // Where the logical tensor lies in the full one, which tensor parallelism cuts: the element that
+  // (0, 0) is, and the elements from one row to the next; 0 where they are `cols`.
+  int64_t first_element = 0;
+  int64_t full_cols = 0;
+
+  // Layouts are made of one another by these, and by the functions below; only kernels and their
+  // tests fill in fields.
+
+  /// `held` rows of the same logical tensor, padding included, from the same row on.
+  Layout holding(int64_t held) const { return with(&Layout::rows, held); }
+  /// Row 0 is `row` of the logical tensor.
+  Layout placed(int64_t row) const { return with(&Layout::row_offset, row); }
+  /// Which row images are held.
+  Layout with_images(Images held) const { return with(&Layout::images, held); }
+  /// The logical tensor begins with element `first` of a full one of `width` columns.
+  Layout within_full_tensor(int64_t first, int64_t width) const {
+    return with(&Layout::first_element, first).with(&Layout::full_cols, width);
+  }
+
+  /// Row image: `[K codes | zeros to 16 B | row-local scales | pad to 16 B]` per row; of two images
+  /// `[rowwise row | columnwise row]`.
+  int64_t code_bytes() const { return ceil_div(cols * format->code_bits, 8); }
+  int64_t row_scale_offset() const { return round_up(code_bytes(), 16); }
+  int64_t row_scale_bytes() const {
+    if (format->scales_in_grid()) return 0;
+    return format->scales_in_slices ? ceil_div(block_cols(), format->block_rows) : block_cols();
+  }
+  int64_t image_row_bytes() const { return round_up(row_scale_offset() + row_scale_bytes(), 16); }
+  int64_t row_bytes() const {
+    if (pitch) return pitch;
+    return has_rowwise() && has_columnwise() ? 2 * image_row_bytes() : image_row_bytes();
+  }
+  int64_t image_bytes() const { return rows * row_bytes(); }
+
+  bool has_rowwise() const { return images != Images::kColumnwise; }
+  bool has_columnwise() const { return format->columnwise && images != Images::kRowwise; }
+  /// Where the columnwise image begins in a row.
+  int64_t columnwise_offset() const { return has_rowwise() ? image_row_bytes() : 0; }
+  /// The layouts of single images; their rows keep their distance.
+  Layout rowwise() const { return with_images(Images::kRowwise).with(&Layout::pitch, row_bytes()); }
+  Layout columnwise() const {
+    return with_images(Images::kAll)
+        .with(&Layout::format, format->columnwise)
+        .with(&Layout::pitch, row_bytes());
+  }
+  /// Whether its matrices can have this format: slices of scales need whole blocks.
+  bool fits() const {
+    return !format->columnwise || matrix_rows % format->columnwise->block_rows == 0;
+  }
+  /// The image that has the blocks of most rows: its blocks are what shards cut.
+  Layout tallest() const { return has_columnwise() ? columnwise() : *this; }
+
+  /// Blocks of the logical tensor: block (i, j) holds rows `[i*B, (i+1)*B)` of its matrix.
+  int64_t matrices() const { return matrix_rows ? logical_rows / matrix_rows : 0; }
+  int64_t block_rows_per_matrix() const {
+    return format->block_rows ? ceil_div(matrix_rows, format->block_rows) : 1;
+  }
+  int64_t block_cols() const {
+    return cols == 0 ? 0 : format->block_cols ? ceil_div(cols, format->block_cols) : 1;
+  }
+  /// Block row of a logical row.
+  int64_t block_row(int64_t logical_row) const {
+    const int64_t in_matrix = logical_row % matrix_rows;
+    return logical_row / matrix_rows * block_rows_per_matrix() +
+           (format->block_rows ? in_matrix / format->block_rows : 0);
+  }
+
+  /// Grid: scales of all blocks, or of all matrices where the row image holds those of the blocks.
+  int64_t grid_rows() const {
+    if (!format->has_grid()) return 0;
+    return format->scales_in_grid() ? matrices() * block_rows_per_matrix() : matrices();
+  }
+  int64_t grid_cols() const {
+    if (!format->has_grid() || cols == 0) return 0;
+    return format->scales_in_grid() ? block_cols() : 1;
+  }
+  int64_t grid_numel() const { return grid_rows() * grid_cols(); }
+  /// Grid row of a logical row.
+  int64_t grid_row(int64_t logical_row) const {
+    return format->scales_in_grid() ? block_row(logical_row) : logical_row / matrix_rows;
+  }
+
+  /// Elements of the full tensor from one row to the next.
+  int64_t element_pitch() const { return full_cols ? full_cols : cols; }
+  /// The element of the full tensor that begins a logical row.
+  int64_t element(int64_t logical_row) const {
+    return first_element + logical_row * element_pitch();
+  }
+
+  /// Rows held that are rows of the logical tensor: padding is none.
+  int64_t live_rows() const {
+    const int64_t left = logical_rows - row_offset;
+    return left < 0 ? 0 : left < rows ? left : rows;
+  }
+
+  /// Whether all rows of the logical tensor are held, or all that are worth anything: of one
+  /// without elements, on any rank, nothing is ever copied or agreed on.
+  bool holds_all_rows() const {
+    return logical_rows == 0 || cols == 0 || (row_offset == 0 && rows >= logical_rows);
+  }
+  /// Whether every block that the live rows touch lies within them.
+  bool owns_its_blocks() const {
+    if (holds_all_rows()) return true;
+    const int64_t live = live_rows();
+    if (format->has_tensor_scale() || live == 0) return false;
+    const int64_t block = tallest().format->block_rows;
+    const auto is_cut = [&](int64_t logical_row) { return logical_row % matrix_rows % block != 0; };
+    return !is_cut(row_offset) && !is_cut(row_offset + live);
+  }
+
+ private:
+  template <typename Field>
+  Layout with(Field Layout::*field, std::type_identity_t<Field> value) const {
+    Layout layout = *this;
+    layout.*field = value;
+    return layout;
+  }
+};
+
+/// The rows held are all of a logical tensor of its own, in matrices of `rows_of_one`.
+inline Layout own_tensor(const Layout& layout, int64_t rows_of_one) {
+  Layout own = layout.placed(0).within_full_tensor(0, 0);
+  own.logical_rows = layout.rows;
+  own.matrix_rows = rows_of_one;
+  return own;
+}
+
+/// Rows of `width` elements.
+inline Layout with_cols(Layout layout, int64_t width) {
+  layout.cols = width;
+  return layout;
+}
+
+/// The same format by the address of one that stays.
+inline Layout with_format(Layout layout, const Format& same) {
+  layout.format = &same;
+  return layout;
+}
+
+}  // namespace qshard

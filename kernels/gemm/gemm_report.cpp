@@ -1,0 +1,89 @@
+#include "kernels/gemm/gemm_report.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <array>
+#include <atomic>
+
+namespace qshard {
+namespace {
+
+constexpr size_t kMaxFormats = 16;
+using Counters = std::array<std::array<std::atomic<int64_t>, kGemmFallbacks>, kGemmDirections>;
+std::array<Counters, kMaxFormats> counters{};
+std::array<std::atomic<bool>, kGemmFallbacks> warned{};
+
+constexpr std::array<const char*, kGemmDirections> kDirectionNames{"forward", "grad_input",
+                                                                   "grad_weight"};
+
+}  // namespace
+
+const char* gemm_fallback_reason(GemmFallback fallback) {
+  switch (fallback) {
+    case GemmFallback::kNone:
+      return "";
+    case GemmFallback::kWeightOnly:
+      return "weight-only, as asked for";
+    case GemmFallback::kCpu:
+      return "no FP8 GEMM on CPU";
+    case GemmFallback::kFormat:
+      return "GEMMs in its format need compute capability 10.0 (Blackwell)";
+    case GemmFallback::kOneRowBlocks:
+      return "scale blocks of one row have no transpose";
+    case GemmFallback::kDevice:
+      return "FP8 GEMMs need compute capability 8.9 (Ada) or above";
+    case GemmFallback::kBlockDevice:
+      return "FP8 GEMMs with 128x128 scales run on compute capability 9.0 (Hopper) only";
+    case GemmFallback::kDtype:
+      return "the input is not float32, bfloat16 or float16";
+    case GemmFallback::kOutFeatures:
+      return "the number of out features is not a multiple of 16";
+    case GemmFallback::kWindow:
+      return "the weight is a window that does not start at a scale block or spans several scales";
+    case GemmFallback::kAlignment:
+      return "the weight's rows are not 16-byte aligned";
+    case GemmFallback::kTooLarge:
+      return "a dimension is too large";
+    case GemmFallback::kNoKernel:
+      return "cuBLASLt has no kernel for the codes' shape or types";
+  }
+  return "";
+}
+
+void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback) {
+  const auto index = static_cast<size_t>(format.index);
+  if (index >= kMaxFormats) return;
+  const auto why = static_cast<size_t>(fallback);
+  counters[index][static_cast<size_t>(direction)][why].fetch_add(1, std::memory_order_relaxed);
+  if (fallback <= GemmFallback::kCpu) return;
+  if (!warned[why].exchange(true, std::memory_order_relaxed)) {
+    TORCH_WARN("qshard: a linear with a ", format.name,
+               " weight runs on dequantized values because ", gemm_fallback_reason(fallback),
+               ". This is reported once; see backend_report().");
+  }
+}
+
+std::string gemm_report() {
+  std::string report;
+  for (const Format& format : formats()) {
+    const auto index = static_cast<size_t>(format.index);
+    for (size_t direction = 0; direction < kGemmDirections; ++direction) {
+      for (size_t why = 0; why < kGemmFallbacks; ++why) {
+        const int64_t count = counters[index][direction][why].load(std::memory_order_relaxed);
+        if (count == 0) continue;
+        const auto fallback = static_cast<GemmFallback>(why);
+        report +=
+            fallback == GemmFallback::kNone
+                ? fmt::format("{} {}: cuBLASLt {}, {} times\n", format.name,
+                              kDirectionNames[direction],
+                              format.scales_in_grid() ? "FP8" : "block-scaled", count)
+                : fmt::format("{} {}: dequantized GEMM, {} times: {}\n", format.name,
+                              kDirectionNames[direction], count, gemm_fallback_reason(fallback));
+      }
+    }
+  }
+  return report;
+}
+
+}  // namespace qshard

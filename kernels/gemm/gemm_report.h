@@ -1,0 +1,42 @@
+// Which GEMM path each linear took: the counts behind backend_report().
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/format/formats.h"
+
+namespace qshard {
+
+enum class GemmDirection : uint8_t { kForward, kGradInput, kGradWeight };
+constexpr int kGemmDirections = 3;
+
+/// Why a GEMM ran on dequantized values.
+enum class GemmFallback : uint8_t {
+  kNone,  // it did not: FP8 or block-scaled
+  // What follows up to kCpu needs no warning.
+  kWeightOnly,
+  kCpu,
+  kFormat,
+  kOneRowBlocks,
+  kDevice,
+  kBlockDevice,
+  kDtype,
+  kOutFeatures,
+  kWindow,
+  kAlignment,
+  kTooLarge,
+  kNoKernel,
+};
+constexpr int kGemmFallbacks = 13;
+
+/// In words; "" for kNone.
+const char* gemm_fallback_reason(GemmFallback fallback);
+
+/// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
+void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);
+
+/// One line per path taken in this process.
+std::string gemm_report();
+
+}  // namespace qshard

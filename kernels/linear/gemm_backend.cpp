@@ -1,0 +1,174 @@
+#include "kernels/linear/gemm_backend.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+#include "kernels/format/value_dtype.h"
+#ifdef QSHARD_WITH_CUDA
+#include "kernels/linear/linear_block_scaled.h"
+#include "kernels/linear/linear_fp8.h"
+#endif
+
+namespace qshard {
+namespace {
+
+GemmFallback sizes_fallback(const GemmProblem& problem) {
+  if (!is_value_dtype(problem.dtype)) return GemmFallback::kDtype;
+  if (problem.n % 16 != 0) return GemmFallback::kOutFeatures;
+  return is_too_large(problem.m, problem.n, problem.k) ? GemmFallback::kTooLarge
+                                                       : GemmFallback::kNone;
+}
+
+// Why codes of a weight cannot be read in place.
+GemmFallback weight_fallback(const QuantizedMatrix& weight) {
+  const RowImage& rows = weight.row_image();
+  const Layout& layout = rows.layout;
+  const int64_t first = layout.row_offset + rows.first_row;
+  const int64_t in_matrix = first % layout.matrix_rows;
+  const bool one_matrix = in_matrix + weight.rows <= layout.matrix_rows;
+  const int64_t block = layout.format->block_rows;
+  const bool usable =
+      first + weight.rows <= layout.logical_rows && (block == 0 || in_matrix % block == 0) &&
+      (one_matrix || (!layout.format->has_tensor_scale() && layout.matrix_rows % block == 0));
+  if (!usable) return GemmFallback::kWindow;
+  const bool aligned = reinterpret_cast<uintptr_t>(rows.image.const_data_ptr()) % 16 == 0;
+  return aligned ? GemmFallback::kNone : GemmFallback::kAlignment;
+}
+
+// What GEMMs of codes have in common, once their device can run them.
+GemmFallback codes_fallback(const GemmProblem& problem) {
+  const GemmFallback sizes = sizes_fallback(problem);
+  if (sizes != GemmFallback::kNone || problem.weight == nullptr) return sizes;
+  const GemmFallback weight = weight_fallback(*problem.weight);
+  if (weight != GemmFallback::kNone) return weight;
+  // Square blocks alone have the same scales when transposed.
+  const bool has_transpose =
+      problem.direction != GemmDirection::kGradInput || problem.format->block_rows != 1;
+  return has_transpose ? GemmFallback::kNone : GemmFallback::kOneRowBlocks;
+}
+
+class Fp8Gemms final : public CodeGemmBackend {
+ public:
+  GemmFallback supports(const GemmProblem& problem) const override {
+    if (problem.device.is_cpu()) return GemmFallback::kCpu;
+    if (!device_has_gemm(problem)) {
+      return problem.format->block_rows != 0 ? GemmFallback::kBlockDevice : GemmFallback::kDevice;
+    }
+    return codes_fallback(problem);
+  }
+  Arrangement arrangement() const override { return Arrangement::kPacked; }
+  at::Tensor run([[maybe_unused]] const GemmTask& task) const override {
+#ifdef QSHARD_WITH_CUDA
+    switch (task.direction) {
+      case GemmDirection::kForward:
+        return cuda::fp8_forward(*task.a.codes, *task.b.codes, task.bias, task.out, task.added);
+      case GemmDirection::kGradInput:
+        return cuda::fp8_grad_input(*task.a.codes, *task.b.codes, task.out, task.sum);
+      case GemmDirection::kGradWeight:
+        return task.sum.defined() &&
+                       cuda::fp8_add_grad_weight(*task.a.codes, *task.b.codes, task.sum)
+                   ? task.sum
+                   : cuda::fp8_grad_weight(*task.a.codes, *task.b.codes, task.out);
+    }
+#endif
+    return {};
+  }
+
+ private:
+  static bool device_has_gemm([[maybe_unused]] const GemmProblem& problem) {
+#ifdef QSHARD_WITH_CUDA
+    return cuda::has_fp8_gemm(problem.device, *problem.format);
+#else
+    return false;
+#endif
+  }
+};
+
+// They come with Blackwell.
+class BlockScaledGemms final : public CodeGemmBackend {
+ public:
+  GemmFallback supports(const GemmProblem& problem) const override {
+    if (problem.device.is_cpu()) return GemmFallback::kCpu;
+    return device_has_gemm(problem) ? codes_fallback(problem) : GemmFallback::kFormat;
+  }
+  Arrangement arrangement() const override { return Arrangement::kRowImage; }
+  at::Tensor run([[maybe_unused]] const GemmTask& task) const override {
+#ifdef QSHARD_WITH_CUDA
+    switch (task.direction) {
+      case GemmDirection::kForward:
+        return cuda::block_scaled_forward(*task.a.codes, *task.b.codes, task.bias, task.out,
+                                          task.added);
+      case GemmDirection::kGradInput:
+        return cuda::block_scaled_grad_input(*task.a.codes, *task.b.codes, task.out);
+      case GemmDirection::kGradWeight:
+        return cuda::block_scaled_grad_weight(*task.a.codes, *task.b.codes, task.out);
+    }
+#endif
+    return {};
+  }
+
+ private:
+  static bool device_has_gemm([[maybe_unused]] const GemmProblem& problem) {
+#ifdef QSHARD_WITH_CUDA
+    return cuda::has_block_scaled_gemm(problem.device);
+#else
+    return false;
+#endif
+  }
+};
+
+// a @ b rounded once to `dtype`, where the device can.
+at::Tensor mm_to(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype) {
+  const bool widens = dtype == at::kFloat && a.scalar_type() != at::kFloat && a.is_cuda() &&
+                      is_value_dtype(a.scalar_type());
+  return widens ? at::mm(a, b, dtype) : at::mm(a, b).to(dtype);
+}
+
+class DequantizedGemms final : public GemmBackend {
+ public:
+  GemmFallback supports(const GemmProblem&) const override { return GemmFallback::kNone; }
+  at::Tensor run(const GemmTask& task) const override {
+    const at::Tensor& a = task.a.values;
+    const at::ScalarType dtype = a.scalar_type();
+    if (task.direction == GemmDirection::kForward) {
+      const at::Tensor weight = dequantized(*task.b.codes, dtype);
+      at::Tensor out =
+          task.bias ? at::addmm(task.bias->to(dtype), a, weight.t()) : at::mm(a, weight.t());
+      return task.added.defined() ? out.add_(task.added) : out;
+    }
+    // An input's gradient is no leaf's, and its sum has the bits of autograd's: the product apart.
+    if (task.direction == GemmDirection::kGradInput) {
+      return at::mm(a, dequantized_columnwise(*task.b.codes, dtype));
+    }
+    const at::Tensor input = task.b.values.to(dtype);
+    // Saves the memory of a second gradient. On CPU, where that is of no matter, a product that
+    // is added as it is computed has other bits than autograd's sum, by threads and columns.
+    if (task.sum.defined() && task.sum.is_cuda() && task.sum.scalar_type() == dtype) {
+      at::Tensor out = task.sum;
+      return at::addmm_out(out, task.sum, a.t(), input);
+    }
+    return mm_to(a.t(), input, c10::typeMetaToScalarType(task.out.dtype()));
+  }
+};
+
+}  // namespace
+
+const CodeGemmBackend& code_gemms(const Format& format) {
+  static const Fp8Gemms fp8;
+  static const BlockScaledGemms block_scaled;
+  if (format.scales_in_grid()) return fp8;
+  return block_scaled;
+}
+
+const GemmBackend& dequantized_gemms() {
+  static const DequantizedGemms backend;
+  return backend;
+}
+
+// The kernels count rows and tiles in 32 bits, and tiles of rows in 16.
+bool is_too_large(int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kMaxTileRows = 65535 * int64_t{128};
+  return m > kMaxTileRows || n > kMaxTileRows || k > kMaxTileRows;
+}
+
+}  // namespace qshard

@@ -1,0 +1,179 @@
+#include "kernels/linear/linear_fp8.h"
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels/activation/kernels.h"
+#include "kernels/device/check_launch.h"
+#include "kernels/format/value_dtype.h"
+#include "kernels/gemm/scaled_mm.h"
+#include "kernels/linear/linear_amax.h"
+#include "kernels/linear/packed_activation.h"
+#include "kernels/quantize/quantize_cuda.h"
+
+namespace qshard::cuda {
+namespace {
+
+ScaleMode weight_scale_mode(const Format& format) {
+  return format.block_rows == 0 ? ScaleMode::kTensor : ScaleMode::kBlock128x128;
+}
+
+/// 90 for 9.0; 0 for what is no CUDA device.
+int compute_capability(at::Device device) {
+  if (!device.is_cuda() || c10::cuda::device_count() == 0) return 0;
+  const auto index = device.has_index() ? device.index() : c10::cuda::current_device();
+  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(index);
+  return 10 * properties->major + properties->minor;
+}
+
+ScaledOperand rows_of(const QuantizedMatrix& matrix) {
+  return scaled_operand(std::get<PackedCodes>(matrix.rowwise), matrix.code_dtype);
+}
+
+ScaledOperand columns_of(const QuantizedMatrix& matrix) {
+  return scaled_operand(std::get<PackedCodes>(matrix.columnwise), matrix.code_dtype);
+}
+
+// The weight as an operand: its codes stay where they are, its scales are laid out for the GEMM.
+struct WeightScales {
+  at::Tensor buffer;
+  const float* scale_inv = nullptr;
+};
+
+WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
+  const RowImage& rows = weight.row_image();
+  const Layout& layout = rows.layout;
+  const int64_t offset = layout.row_offset;
+  const int64_t first = layout.grid_row(offset + rows.first_row);
+  const float* grid = rows.grid.const_data_ptr<float>() + first * layout.grid_cols();
+  const bool aligned = reinterpret_cast<uintptr_t>(grid) % 16 == 0;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  WeightScales scales;
+  scales.scale_inv = grid;
+  if (weight_scale_mode(*layout.format) == ScaleMode::kTensor) {
+    if (aligned) return scales;
+    // cuBLASLt takes scales at multiples of 16 bytes only; a later matrix's scale is at one of 4.
+    scales.buffer = at::empty({1}, rows.grid.options());
+    scales.scale_inv = scales.buffer.const_data_ptr<float>();
+    C10_CUDA_CHECK(cudaMemcpyAsync(scales.buffer.mutable_data_ptr(), grid, sizeof(float),
+                                   cudaMemcpyDeviceToDevice, stream));
+    return scales;
+  }
+  const int64_t row_blocks = ceil_div(weight.rows, layout.format->block_rows);
+  const int64_t col_blocks = layout.grid_cols();
+  if (!contract_rows && col_blocks % 4 == 0 && aligned) return scales;
+  const int64_t numel =
+      contract_rows ? col_blocks * round_up(row_blocks, 4) : row_blocks * round_up(col_blocks, 4);
+  scales.buffer = at::empty({numel}, rows.grid.options());
+  scales.scale_inv = scales.buffer.const_data_ptr<float>();
+  check_launch(launch_gemm_block_scales(grid, row_blocks, col_blocks, contract_rows,
+                                        scales.buffer.mutable_data_ptr<float>(), stream));
+  return scales;
+}
+
+ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& scales) {
+  const RowImage& rows = weight.row_image();
+  const Layout& layout = rows.layout;
+  ScaledOperand operand;
+  operand.codes = static_cast<const uint8_t*>(rows.image.const_data_ptr()) +
+                  rows.first_row * layout.row_bytes();
+  operand.rows = weight.rows;
+  operand.ld = layout.row_bytes();
+  operand.dtype = layout.format->code_dtype;
+  operand.scale_mode = weight_scale_mode(*layout.format);
+  operand.scale_inv = scales.scale_inv;
+  return operand;
+}
+
+}  // namespace
+
+bool has_fp8_gemm(at::Device device, const Format& format) {
+  const int capability = compute_capability(device);
+  return format.block_rows != 0 ? capability == 90 : capability >= 89;
+}
+
+bool has_every_fp8_gemm(at::Device device) { return compute_capability(device) == 90; }
+
+QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& request,
+                                    at::Tensor& amax) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor values = x.contiguous();
+  const QuantizedMatrix out = empty_packed(x.size(0), x.size(1), request, x.device());
+  ActivationTask task = activation_task(out);
+  task.values = values.const_data_ptr();
+  const DType dtype = value_dtype(x.scalar_type());
+  if (packed_scale_mode(*request.format) == ScaleMode::kBlock1x128) {
+    check_launch(launch_quantize_activation_in_blocks(task, dtype, stream));
+    return out;
+  }
+  if (const HeldEarlierAmax earlier = earlier_amax(request, amax, x.device());
+      earlier.amax != nullptr) {
+    const at::Tensor own = at::empty({1}, values.options().dtype(at::kFloat));
+    check_launch(launch_quantize_activation_by_earlier(task, earlier, own.mutable_data_ptr<float>(),
+                                                       dtype, out.code_dtype, stream));
+    if (!request.delayed) amax = own;
+    return out;
+  }
+  if (!amax.defined()) amax = activation_amax(values);
+  check_launch(launch_quantize_activation_tensorwise(task, amax.const_data_ptr<float>(), dtype,
+                                                     out.code_dtype, stream));
+  return out;
+}
+
+ScaledOperand scaled_operand(const PackedCodes& packed, DType code_dtype) {
+  ScaledOperand operand;
+  operand.codes = codes_in(packed);
+  operand.rows = packed.rows;
+  operand.ld = packed.ld;
+  operand.dtype = code_dtype;
+  operand.scale_mode = packed.scale_mode;
+  operand.scale_inv = scales_in(packed);
+  return operand;
+}
+
+at::Tensor fp8_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
+                       const std::optional<at::Tensor>& bias, const at::TensorOptions& options,
+                       const at::Tensor& added) {
+  const WeightScales scales = weight_scales(weight, /*contract_rows=*/false);
+  const int64_t k = round_up(weight.cols, 16);
+  ScaledGemm gemm{rows_of(x), weight_rows(weight, scales), k};
+  // As other FP8 recipes do: the sum is rounded to 16 bits anyway. An fp32 output would show it.
+  gemm.fast_accumulate = gemm.b.scale_mode == ScaleMode::kTensor &&
+                         c10::typeMetaToScalarType(options.dtype()) != at::kFloat;
+  return scaled_mm(gemm, x.rows, weight.rows, bias, options, added);
+}
+
+at::Tensor fp8_grad_input(const QuantizedMatrix& grad, const QuantizedMatrix& weight,
+                          const at::TensorOptions& options, const at::Tensor& sum) {
+  const WeightScales scales = weight_scales(weight, /*contract_rows=*/true);
+  ScaledOperand operand = weight_rows(weight, scales);
+  const int64_t n = weight.rows;
+  const int64_t k = round_up(weight.cols, 16);
+  const at::Tensor transposed = empty_bytes(k * n, weight.row_image().image.device());
+  check_launch(launch_transpose_codes(static_cast<const uint8_t*>(operand.codes), n, k, operand.ld,
+                                      static_cast<uint8_t*>(transposed.mutable_data_ptr()), n,
+                                      c10::cuda::getCurrentCUDAStream()));
+  operand.codes = transposed.const_data_ptr();
+  operand.rows = k;
+  operand.ld = n;
+  const ScaledGemm gemm{rows_of(grad), operand, n};
+  if (sum.defined() && scaled_addmm(gemm, sum)) return sum;
+  return scaled_mm(gemm, grad.rows, weight.cols, std::nullopt, options);
+}
+
+at::Tensor fp8_grad_weight(const QuantizedMatrix& grad, const QuantizedMatrix& x,
+                           const at::TensorOptions& options) {
+  const ScaledOperand x_t = columns_of(x);
+  return scaled_mm({columns_of(grad), x_t, x_t.ld}, grad.cols, x.cols, std::nullopt, options);
+}
+
+bool fp8_add_grad_weight(const QuantizedMatrix& grad, const QuantizedMatrix& x,
+                         const at::Tensor& sum) {
+  const ScaledOperand x_t = columns_of(x);
+  return scaled_addmm({columns_of(grad), x_t, x_t.ld}, sum);
+}
+
+}  // namespace qshard::cuda

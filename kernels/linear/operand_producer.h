@@ -1,0 +1,148 @@
+// Where the operands of a linear's GEMMs come from: a producer makes the codes of an activation or
+// gradient once a linear knows which of them its GEMMs read.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <utility>
+
+#include "kernels/linear/linear_amax.h"
+#include "kernels/linear/quantized_matrix.h"
+#include "kernels/tensors/graph_record.h"
+#include "kernels/tensors/last_input_amax.h"
+
+namespace qshard {
+
+/// The codes of a matrix that a GEMM reads.
+struct OperandRequest {
+  const Format* format = nullptr;  // of the weight
+  Arrangement arrangement = Arrangement::kPacked;
+  PackedRole role = PackedRole::kInput;  // of packed codes; row images are the same of both
+  Orientations orientations = {};
+  const int32_t* rounding = nullptr;  // of a row image, as in QuantizeTask; null: to nearest
+  DelayedAmax delayed = {};           // the linear's amaxes of earlier steps, if it scales by them
+  LastInputAmax* last_input = nullptr;  // of the linear, to guess the scale by; or null
+};
+
+/// An activation or gradient (M, K): its values, its codes, or what makes them.
+class OperandProducer {
+ public:
+  virtual ~OperandProducer() = default;
+
+  virtual at::IntArrayRef sizes() const = 0;  // (M, K)
+  /// The device, and the dtype of the values.
+  const at::TensorOptions& options() const { return options_; }
+  at::Device device() const { return options_.device(); }
+  at::ScalarType dtype() const { return c10::typeMetaToScalarType(options_.dtype()); }
+
+  /// Codes in the orientations asked for, or in more.
+  /// @throws c10::Error for packed codes on a device without FP8 GEMMs.
+  virtual QuantizedMatrix codes(const OperandRequest& request) const = 0;
+  /// The values that a GEMM reads which reads no codes: in the dtype they have, or dequantized to
+  /// `dtype`.
+  virtual at::Tensor values(at::ScalarType dtype) const = 0;
+  /// Called where no GEMM asks for codes: delayed scaling collects the amax of the values, so that
+  /// training can go on where something quantizes them.
+  virtual void collect_amax(const DelayedAmax& delayed) const = 0;
+
+ protected:
+  explicit OperandProducer(const at::TensorOptions& options) : options_(options) {}
+
+ private:
+  at::TensorOptions options_;
+};
+
+/// A plain tensor.
+class PlainOperand : public OperandProducer {
+ public:
+  /// `amax`, float32 (1,): of the values, if it is known.
+  explicit PlainOperand(at::Tensor values, at::Tensor amax = {})
+      : OperandProducer(values.options()), values_(std::move(values)), amax_(std::move(amax)) {}
+
+  at::IntArrayRef sizes() const override { return values_.sizes(); }
+  QuantizedMatrix codes(const OperandRequest& request) const override;
+  at::Tensor values(at::ScalarType) const override { return values_; }
+  void collect_amax(const DelayedAmax& delayed) const override;
+
+  /// The amax, if it was given or packed codes have been made by one.
+  const at::Tensor& amax() const { return amax_; }
+
+ protected:
+  at::Tensor values_;
+
+ private:
+  mutable at::Tensor amax_;
+};
+
+/// An input of several linears whose codes they may share (kernels/linear/shared_activation.h).
+struct SharedInput {
+  at::Tensor tensor = {};   // of which the input is the matrix; undefined: nothing is shared
+  GraphRecord record = {};  // what made its values: another one when they are made again
+};
+
+/// A plain tensor whose packed codes are remembered with it.
+class SharedOperand final : public PlainOperand {
+ public:
+  SharedOperand(at::Tensor values, SharedInput input)
+      : PlainOperand(std::move(values)), input_(std::move(input)) {}
+
+  /// Delayed scaling scales the input of each linear by that linear's own history: not shared.
+  QuantizedMatrix codes(const OperandRequest& request) const override;
+
+ private:
+  SharedInput input_;
+};
+
+/// One whose packed codes are made once, for several GEMMs of one linear: at the first of them in
+/// all orientations `asked` for.
+class CachedOperand final : public OperandProducer {
+ public:
+  CachedOperand(const OperandProducer& source, Orientations asked)
+      : OperandProducer(source.options()), source_(source), asked_(asked) {}
+
+  at::IntArrayRef sizes() const override { return source_.sizes(); }
+  QuantizedMatrix codes(const OperandRequest& request) const override;
+  /// Rowwise codes are not read any more.
+  void release_rows() { made_.rowwise = {}; }
+  at::Tensor values(at::ScalarType dtype) const override { return source_.values(dtype); }
+  void collect_amax(const DelayedAmax& delayed) const override;
+
+ private:
+  const OperandProducer& source_;
+  Orientations asked_;
+  mutable QuantizedMatrix made_ = {};
+  mutable bool has_amax_ = false;
+};
+
+/// What was quantized before: by an operator of its own, by an earlier pass, by another rank.
+/// Codes that a GEMM reads and that are not among them are made of the values. Who quantized with
+/// delayed scaling collected the amax.
+class QuantizedOperand final : public OperandProducer {
+ public:
+  /// `values` are what the codes were made of.
+  QuantizedOperand(QuantizedMatrix codes, at::Tensor values)
+      : OperandProducer(values.options()),
+        codes_(std::move(codes)),
+        values_(std::move(values)),
+        sizes_{codes_.rows, codes_.cols} {}
+  /// An operand that has nothing but codes, which stand for values of the options' dtype.
+  QuantizedOperand(QuantizedMatrix codes, const at::TensorOptions& options)
+      : OperandProducer(options), codes_(std::move(codes)), sizes_{codes_.rows, codes_.cols} {}
+
+  const QuantizedMatrix& present() const { return codes_; }
+
+  at::IntArrayRef sizes() const override {
+    return values_.defined() ? values_.sizes() : at::IntArrayRef(sizes_);
+  }
+  QuantizedMatrix codes(const OperandRequest& request) const override;
+  at::Tensor values(at::ScalarType dtype) const override;
+  void collect_amax(const DelayedAmax& delayed) const override;
+
+ private:
+  QuantizedMatrix codes_;
+  at::Tensor values_;
+  std::array<int64_t, 2> sizes_;
+};
+
+}  // namespace qshard

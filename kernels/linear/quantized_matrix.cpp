@@ -1,0 +1,144 @@
+#include "kernels/linear/quantized_matrix.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "kernels/device/current_stream.h"
+#include "kernels/format/value_dtype.h"
+#include "kernels/quantize/quantize.h"
+
+namespace qshard {
+namespace {
+
+template <typename... Cases>
+struct Overloaded : Cases... {
+  using Cases::operator()...;
+};
+
+bool is_there(const CodeImage& codes, Arrangement arrangement) {
+  return arrangement == Arrangement::kRowImage ? std::holds_alternative<RowImage>(codes)
+                                               : std::holds_alternative<PackedCodes>(codes);
+}
+
+// `columnwise`: from that image, if the format has one.
+at::Tensor values_of(const RowImage& rows, int64_t count, at::ScalarType dtype, bool columnwise) {
+  const bool direct = is_value_dtype(dtype);
+  at::Tensor values =
+      at::empty({count, rows.layout.cols}, rows.image.options().dtype(direct ? dtype : at::kFloat));
+  DequantizeTask task;
+  task.layout = rows.layout;
+  task.image = static_cast<const uint8_t*>(rows.image.const_data_ptr());
+  task.grid = rows.grid.defined() ? rows.grid.const_data_ptr<float>() : nullptr;
+  task.first_row = rows.first_row;
+  task.rows = count;
+  task.value_dtype = value_dtype(values.scalar_type());
+  task.values = values.mutable_data_ptr();
+  task.columnwise = columnwise && rows.layout.format->columnwise;
+  dequantize({&task, 1}, current_stream(rows.image.device()));
+  return direct ? values : values.to(dtype);
+}
+
+// All rows and codes, padding included, in fp32.
+at::Tensor values_of(const PackedCodes& codes, DType code_dtype) {
+  const auto type = code_dtype == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+  const int64_t bytes = codes.code_bytes();
+  const at::Tensor values =
+      codes.buffer.narrow(0, 0, bytes).view({codes.rows, codes.ld}).view(type).to(at::kFloat);
+  const at::Tensor scales =
+      codes.buffer.narrow(0, bytes, codes.buffer.numel() - bytes).view(at::kFloat);
+  if (codes.scale_mode == ScaleMode::kTensor) return values.mul(scales.narrow(0, 0, 1));
+  const int64_t blocks = ceil_div(codes.ld, 128);
+  at::Tensor by_row;  // (rows, blocks)
+  if (codes.scale_mode == ScaleMode::kBlock128x128) {
+    const int64_t block_rows = ceil_div(codes.rows, 128);
+    const int64_t pitch = round_up(blocks, 4);
+    const at::Tensor grid = scales.narrow(0, 0, block_rows * pitch).view({block_rows, pitch});
+    by_row = grid.narrow(1, 0, blocks).repeat_interleave(128, 0).narrow(0, 0, codes.rows);
+  } else {
+    by_row = scales.view({blocks, codes.rows}).t();
+  }
+  if (codes.ld % 128 != 0) {
+    return values.mul(by_row.repeat_interleave(128, 1).narrow(1, 0, codes.ld));
+  }
+  return values.view({codes.rows, blocks, 128})
+      .mul(by_row.unsqueeze(2))
+      .view({codes.rows, codes.ld});
+}
+
+}  // namespace
+
+bool QuantizedMatrix::has(Orientations asked, Arrangement arrangement) const {
+  return (!asked.rowwise || is_there(rowwise, arrangement)) &&
+         (!asked.columnwise || is_there(columnwise, arrangement));
+}
+
+at::Tensor bytes_of(const CodeImage& codes) {
+  return std::visit(Overloaded{[](std::monostate) { return at::Tensor(); },
+                               [](const RowImage& rows) { return rows.image.operand(); },
+                               [](const PackedCodes& packed) { return packed.buffer; }},
+                    codes);
+}
+
+QuantizedMatrix matrix_of(RowImage image, int64_t rows) {
+  QuantizedMatrix matrix;
+  matrix.format = image.layout.format;
+  matrix.code_dtype = image.layout.format->code_dtype;
+  matrix.rows = rows;
+  matrix.cols = image.layout.cols;
+  matrix.rowwise = std::move(image);
+  return matrix;
+}
+
+int64_t packed_rowwise_bytes(int64_t m, int64_t k) {
+  const int64_t rows = round_up(m, 16);
+  return rows * round_up(k, 16) + 4 * rows * ceil_div(k, 128);
+}
+
+int64_t packed_columnwise_bytes(int64_t m, int64_t k) {
+  return round_up(k, 16) * (round_up(m, 128) + 4 * ceil_div(m, 128));
+}
+
+QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, int64_t k,
+                              const at::Tensor& rowwise, const at::Tensor& columnwise) {
+  const ScaleMode mode = packed_scale_mode(format);
+  QuantizedMatrix matrix{&format, packed_code_dtype(format, role), m, k};
+  if (rowwise.defined()) {
+    // cuBLASLt takes any number of tokens with one scale; 1x128 scales come in aligned columns.
+    const int64_t rows = mode == ScaleMode::kTensor ? m : round_up(m, 16);
+    matrix.rowwise = PackedCodes{rowwise, rows, round_up(k, 16), mode};
+  }
+  if (columnwise.defined()) {
+    matrix.columnwise = PackedCodes{columnwise, round_up(k, 16), round_up(m, 128),
+                                    packed_columns_scale_mode(format, role)};
+  }
+  return matrix;
+}
+
+at::Tensor dequantized(const QuantizedMatrix& matrix, at::ScalarType dtype) {
+  const int64_t m = matrix.rows;
+  const int64_t k = matrix.cols;
+  if (const auto* rows = std::get_if<RowImage>(&matrix.rowwise)) {
+    return values_of(*rows, m, dtype, /*columnwise=*/false);
+  }
+  if (const auto* packed = std::get_if<PackedCodes>(&matrix.rowwise)) {
+    return values_of(*packed, matrix.code_dtype).narrow(0, 0, m).narrow(1, 0, k).to(dtype);
+  }
+  if (const auto* packed = std::get_if<PackedCodes>(&matrix.columnwise)) {
+    return values_of(*packed, matrix.code_dtype).narrow(0, 0, k).narrow(1, 0, m).t().to(dtype);
+  }
+  const auto* columns = std::get_if<RowImage>(&matrix.columnwise);
+  TORCH_CHECK(columns != nullptr && columns->layout.format->row_scale != RowScale::kE4M3,
+              fmt::format("qshard: a {} matrix of {} x {} has no codes that its values can be read "
+                          "from; quantize it rowwise",
+                          matrix.format ? matrix.format->name : "quantized", m, k));
+  return values_of(*columns, k, dtype, /*columnwise=*/false).narrow(1, 0, m).t();
+}
+
+at::Tensor dequantized_columnwise(const QuantizedMatrix& weight, at::ScalarType dtype) {
+  return values_of(weight.row_image(), weight.rows, dtype, /*columnwise=*/true);
+}
+
+}  // namespace qshard

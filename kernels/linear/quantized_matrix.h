@@ -1,0 +1,114 @@
+// A quantized matrix as GEMMs read it: weights, activations and gradients alike.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <variant>
+
+#include "kernels/format/layout.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/tensors/read_only_tensor.h"
+
+namespace qshard {
+
+/// Which codes of a matrix (M, K) there are, or are asked for.
+struct Orientations {
+  bool rowwise = false;     // (M, K): GEMMs contract along K
+  bool columnwise = false;  // of the transpose (K, M): along M
+};
+
+/// How codes and scales lie in memory.
+enum class Arrangement : uint8_t {
+  kRowImage,  // RowImage: weights, and what block-scaled GEMMs read
+  kPacked,    // PackedCodes: activations and gradients as FP8 GEMMs read them
+};
+
+/// Rows of codes with row-local scales, and the scales that span rows (kernels/format/layout.h).
+/// The matrix's rows begin at `first_row`. Codes are zero up to a multiple of 16 bytes, which
+/// cuBLASLt wants a row to have.
+struct RowImage {
+  Layout layout;
+  ReadOnlyTensor
+      image;  // uint8 (layout.rows, layout.row_bytes()); rows from logical_rows on are zero
+  ReadOnlyTensor grid;  // float32 (layout.grid_numel(),), undefined or empty if the format has none
+  int64_t first_row = 0;
+};
+
+/// Rows of one-byte codes without gaps, then their fp32 scales, then unwritten padding. Codes
+/// beyond the matrix are zero.
+struct PackedCodes {
+  at::Tensor buffer;  // uint8, contiguous: packed_rowwise_bytes or packed_columnwise_bytes
+  int64_t rows = 0;   // padding included
+  int64_t ld = 0;     // codes, and bytes, from row to row; a multiple of 16
+  ScaleMode scale_mode = ScaleMode::kTensor;  // or kBlock1x128, kBlock128x128
+
+  int64_t code_bytes() const { return rows * ld; }
+};
+
+/// The codes of one orientation, if there are any.
+using CodeImage = std::variant<std::monostate, RowImage, PackedCodes>;
+
+/// Codes of a matrix (M, K) in the orientations that were asked for.
+///
+/// A weight's row image is its rowwise one and serves both orientations: where blocks are square by
+/// its transpose, where the format has two images (Format::columnwise) by the second of them.
+struct QuantizedMatrix {
+  const Format* format = nullptr;  // a weight's own; else that of the weight it meets
+  DType code_dtype = DType::kFloat8E4M3;
+  int64_t rows = 0;  // M
+  int64_t cols = 0;  // K
+  CodeImage rowwise = {};
+  CodeImage columnwise = {};
+
+  /// Whether all orientations asked for are there.
+  bool has(Orientations asked, Arrangement arrangement) const;
+  /// A weight's.
+  /// @throws std::bad_variant_access if the rowwise codes are no row image.
+  const RowImage& row_image() const { return std::get<RowImage>(rowwise); }
+};
+
+/// The bytes of `codes`, to be read; undefined if they are none.
+at::Tensor bytes_of(const CodeImage& codes);
+
+/// Rows [image.first_row, image.first_row + rows) of a row image.
+QuantizedMatrix matrix_of(RowImage image, int64_t rows);
+
+/// What a packed matrix is to its linear.
+enum class PackedRole : uint8_t { kInput, kGradient };
+
+/// E4M3, or a gradient's own.
+inline DType packed_code_dtype(const Format& format, PackedRole role) {
+  return role == PackedRole::kInput ? DType::kFloat8E4M3 : format.grad_dtype;
+}
+
+/// How packed activations and gradients that meet a weight of `format` are scaled: with it, by one
+/// scale or in blocks of 1x128. In blocks too where no GEMM of the format reads packed codes.
+inline ScaleMode packed_scale_mode(const Format& format) {
+  return format.block_rows == 0 ? ScaleMode::kTensor : ScaleMode::kBlock1x128;
+}
+
+/// The same for columnwise codes, which wgrad reads: an input's may have blocks of 128x128.
+inline ScaleMode packed_columns_scale_mode(const Format& format, PackedRole role) {
+  const bool is_square = role == PackedRole::kInput && format.x_block_scaling_dim == 2;
+  return is_square ? ScaleMode::kBlock128x128 : packed_scale_mode(format);
+}
+
+/// Bytes of a packed matrix (m, k) in one orientation, for every format alike: enough for the
+/// scales of blocks of 1x128.
+int64_t packed_rowwise_bytes(int64_t m, int64_t k);
+int64_t packed_columnwise_bytes(int64_t m, int64_t k);
+
+/// A packed matrix (m, k) to meet a weight of `format`: its codes in buffers of those bytes. An
+/// undefined one's orientation is not there.
+QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, int64_t k,
+                              const at::Tensor& rowwise, const at::Tensor& columnwise);
+
+/// Values (M, K) of a matrix in `dtype`: code * scale_inv, from the rowwise codes if there are any.
+/// @throws c10::Error for no codes, and for columnwise ones after the random Hadamard transform.
+at::Tensor dequantized(const QuantizedMatrix& matrix, at::ScalarType dtype);
+
+/// The values of a weight by its second, columnwise image, if the format has one; else as
+/// dequantized().
+at::Tensor dequantized_columnwise(const QuantizedMatrix& weight, at::ScalarType dtype);
+
+}  // namespace qshard

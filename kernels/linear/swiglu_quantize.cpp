@@ -1,0 +1,148 @@
+#include "kernels/linear/swiglu_quantize.h"
+
+#include <c10/cuda/CUDAStream.h>
+
+#include "kernels/device/check_launch.h"
+#include "kernels/format/value_dtype.h"
+#include "kernels/linear/packed_activation.h"
+#include "kernels/swiglu/kernels.h"
+
+namespace qshard::cuda {
+namespace {
+
+// A joined matrix has its second half where a tile begins, and a block of scales.
+constexpr int64_t kTileColumns = 128;
+
+at::Tensor with_dense_rows(const at::Tensor& x) {
+  const bool is_dense = x.stride(1) == 1 && x.stride(0) >= x.size(1);
+  return is_dense ? x : x.contiguous();
+}
+
+SwigluTask swiglu_task(const at::Tensor& gate, const at::Tensor& up) {
+  SwigluTask task;
+  task.gate = gate.const_data_ptr();
+  task.up = up.const_data_ptr();
+  task.m = gate.size(0);
+  task.k = gate.size(1);
+  task.ld_gate = gate.stride(0);
+  task.ld_up = up.stride(0);
+  return task;
+}
+
+at::Tensor empty_maxima(const SwigluTask& task, at::Device device) {
+  return at::empty({swiglu_maxima_numel(task.m, task.k)},
+                   at::TensorOptions().dtype(at::kFloat).device(device));
+}
+
+at::Tensor maxima_of(const SwigluTask& task, const at::TensorOptions& values, cudaStream_t stream) {
+  const at::Tensor maxima = empty_maxima(task, values.device());
+  check_launch(launch_swiglu_maxima(task, maxima.mutable_data_ptr<float>(),
+                                    value_dtype(c10::typeMetaToScalarType(values.dtype())),
+                                    stream));
+  return maxima;
+}
+
+// Columns [first, first + k) of a joined matrix; both begin tiles.
+ActivationTask columns_of(ActivationTask whole, int64_t first, int64_t k, bool one_scale) {
+  whole.k = k;
+  if (whole.codes != nullptr) {
+    whole.codes += first;
+    if (!one_scale) whole.scale_inv += first / kTileColumns * whole.m_padded;
+  }
+  if (whole.codes_t != nullptr) {
+    whole.codes_t += first * whole.m_padded_t;
+    if (!one_scale) whole.scale_inv_t += first;
+  }
+  return whole;
+}
+
+}  // namespace
+
+QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
+                                const OperandRequest& request, at::Tensor& maxima) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor gate_rows = with_dense_rows(gate);
+  const at::Tensor up_rows = with_dense_rows(up);
+  const SwigluTask task = swiglu_task(gate_rows, up_rows);
+  const DType dtype = value_dtype(gate.scalar_type());
+  const QuantizedMatrix out = empty_packed(task.m, task.k, request, gate.device());
+  SwigluImage image{activation_task(out)};
+  if (const HeldEarlierAmax earlier = earlier_amax(request, maxima, gate.device());
+      earlier.amax != nullptr) {
+    const at::Tensor own = empty_maxima(task, gate.device());
+    check_launch(launch_swiglu_quantize_by_earlier(task, image.task, earlier,
+                                                   own.mutable_data_ptr<float>(), dtype, stream));
+    if (!request.delayed) maxima = own;
+    return out;
+  }
+  if (has_one_scale(*request.format)) {
+    if (!maxima.defined()) maxima = maxima_of(task, gate.options(), stream);
+    image.amax = maxima.const_data_ptr<float>();
+  }
+  check_launch(launch_swiglu_quantize(task, image, dtype, stream));
+  return out;
+}
+
+bool can_quantize_swiglu_backward(const at::Tensor& gate, const SwigluBackwardRequest& request) {
+  const OperandRequest& gradients = request.gradients;
+  const Format& format = *gradients.format;
+  const auto expected = has_one_scale(format) ? DType::kFloat8E5M2 : DType::kFloat8E4M3;
+  return gate.is_cuda() && gradients.arrangement == Arrangement::kPacked && !gradients.delayed &&
+         gradients.role == PackedRole::kGradient && format.grad_dtype == expected &&
+         (!request.joined || gate.size(1) % kTileColumns == 0);
+}
+
+SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,
+                                        const at::Tensor& up,
+                                        const SwigluBackwardRequest& request) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const at::Device device = gate.device();
+  const at::Tensor gate_rows = with_dense_rows(gate);
+  const at::Tensor up_rows = with_dense_rows(up);
+  const at::Tensor grads = grad.contiguous();
+  SwigluTask task = swiglu_task(gate_rows, up_rows);
+  task.grad = grads.const_data_ptr();
+  const DType dtype = value_dtype(gate.scalar_type());
+  const bool one_scale = has_one_scale(*request.gradients.format);
+  SwigluBackward result;
+  SwigluGradients out;
+  if (request.joined) {
+    result.gate = empty_packed(task.m, 2 * task.k, request.gradients, device);
+    const ActivationTask whole = activation_task(result.gate);
+    out.gate.task = columns_of(whole, 0, task.k, one_scale);
+    out.up.task = columns_of(whole, task.k, task.k, one_scale);
+  } else {
+    result.gate = empty_packed(task.m, task.k, request.gradients, device);
+    result.up = empty_packed(task.m, task.k, request.gradients, device);
+    out.gate.task = activation_task(result.gate);
+    out.up.task = activation_task(result.up);
+  }
+  at::Tensor amaxes;
+  at::Tensor maxima = request.maxima;
+  if (one_scale) {
+    amaxes = no_amax(request.joined ? 1 : 2, device);
+    auto* first = amaxes.mutable_data_ptr<float>();
+    auto* second = first + (request.joined ? 0 : 1);
+    const float* known = maxima.defined() ? maxima.const_data_ptr<float>() : nullptr;
+    check_launch(launch_swiglu_backward_amax(task, known, first, second, out.gate.task.power_of_two,
+                                             dtype, stream));
+    out.gate.amax = first;
+    out.up.amax = second;
+  }
+  if (request.input != nullptr) {
+    const OperandRequest columns{.format = request.input, .orientations = {.columnwise = true}};
+    if (has_one_scale(*request.input) != one_scale) {
+      // The kernel scales all that it makes in one way.
+      result.input = quantize_swiglu(gate_rows, up_rows, columns, maxima);
+    } else {
+      result.input = empty_packed(task.m, task.k, columns, device);
+      out.input.task = activation_task(result.input);
+      if (one_scale && !maxima.defined()) maxima = maxima_of(task, gate.options(), stream);
+      if (one_scale) out.input.amax = maxima.const_data_ptr<float>();
+    }
+  }
+  check_launch(launch_swiglu_backward_quantize(task, out, dtype, stream));
+  return result;
+}
+
+}  // namespace qshard::cuda

@@ -1,0 +1,152 @@
+// Numerics of row-local block scales and of FP4 codes, shared by the CPU and CUDA kernels: E8M0
+// (MXFP8), E4M3 under an fp32 tensor scale (NVFP4), E2M1. As in float8.h: bit for bit on every
+// path.
+#pragma once
+
+#include "kernels/format/formats.h"
+#include "kernels/numerics/float8.h"
+
+namespace qshard {
+
+constexpr float kE2M1Max = 6.f;
+constexpr uint8_t kE8M0NaN = 0xff;
+constexpr uint8_t kE4M3NaN = 0x7f;
+
+/// e8m0 = ceil(log2(amax / 448)) + 127, so that no element of the block exceeds 448. Clamped to
+/// [0, 254]: 0 for amax 0, 254 for infinity; 255 for NaN.
+QSHARD_HOST_DEVICE uint8_t e8m0_from_amax(float amax) {
+  const uint32_t bits = float_bits(amax) & kAbsMask;
+  if (bits >= kInfBits) return bits == kInfBits ? 0xfe : kE8M0NaN;
+  // 448 = 1.75 * 2^8: the quotient's exponent is 8 less, and rounds up past a mantissa of 1.75.
+  const int exponent = static_cast<int>(bits >> 23) - 8 + ((bits & kMantissaMask) > 0x600000u);
+  return static_cast<uint8_t>(exponent < 0 ? 0 : exponent);
+}
+
+/// 2^(e - 127), NaN for 255.
+QSHARD_HOST_DEVICE float e8m0_to_float(uint8_t e) {
+  if (e == kE8M0NaN) return bits_float(kNaNBits);
+  return bits_float(e == 0 ? 0x00400000u : static_cast<uint32_t>(e) << 23);
+}
+
+/// What a block's values are multiplied by: 2^(127 - e), and 1 for a NaN scale.
+QSHARD_HOST_DEVICE float e8m0_encode_scale(uint8_t e) {
+  return e == kE8M0NaN ? 1.f : e8m0_to_float(static_cast<uint8_t>(254 - e));
+}
+
+/// NVFP4's tensor scale_inv: amax / (6 * 448) rounded to 16 significant bits, to nearest even; 1
+/// for 0, infinity and NaN, and where it would round to 0. With so few bits 6 * 448 * scale_inv is
+/// exact in fp32, so quantizing dequantized values again finds the same scale.
+QSHARD_HOST_DEVICE float nvfp4_tensor_scale_inv(float amax) {
+  const uint32_t amax_bits = float_bits(amax);
+  if (!(amax > 0.f) || amax_bits >= kInfBits) return 1.f;
+#ifdef __CUDA_ARCH__
+  const float quotient = __fdiv_rn(amax, kE2M1Max * kE4M3Max);
+#else
+  const float quotient = amax / (kE2M1Max * kE4M3Max);
+#endif
+  const uint32_t bits = float_bits(quotient);
+  const uint32_t rounded = (bits + 0x7fu + ((bits >> 8) & 1u)) & ~0xffu;
+  return rounded == 0 ? 1.f : bits_float(rounded);
+}
+
+/// NVFP4's S = 1 / scale_inv, at most FLT_MAX.
+QSHARD_HOST_DEVICE float nvfp4_tensor_scale(float scale_inv) {
+  const float scale = inverse_scale(scale_inv);
+  return float_bits(scale) == kInfBits ? bits_float(kInfBits - 1) : scale;
+}
+
+/// S / 6: times a block's amax it is the block's scale, before rounding to E4M3.
+QSHARD_HOST_DEVICE float nvfp4_amax_factor(float tensor_scale) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(tensor_scale, kE2M1Max);
+#else
+  return tensor_scale / kE2M1Max;
+#endif
+}
+
+/// E4M3 scale of a block, never negative; NaN for a NaN amax, saturated to 448 for infinity.
+QSHARD_HOST_DEVICE uint8_t nvfp4_block_scale(float amax, float amax_factor) {
+#ifdef __CUDA_ARCH__
+  return encode_e4m3(__fmul_rn(amax, amax_factor)) & 0x7fu;
+#else
+  return encode_e4m3(amax * amax_factor) & 0x7fu;
+#endif
+}
+
+/// What a block's values are multiplied by: S / block scale, at most FLT_MAX; 0 for a zero scale
+/// and 1 for a NaN one.
+QSHARD_HOST_DEVICE float nvfp4_encode_scale(uint8_t block_scale, float tensor_scale) {
+  if (block_scale == 0) return 0.f;
+  if (block_scale == kE4M3NaN) return 1.f;
+#ifdef __CUDA_ARCH__
+  const float scale = __fdiv_rn(tensor_scale, decode_e4m3(block_scale));
+#else
+  const float scale = tensor_scale / decode_e4m3(block_scale);
+#endif
+  return float_bits(scale) == kInfBits ? bits_float(kInfBits - 1) : scale;
+}
+
+/// What a block's codes are multiplied by.
+QSHARD_HOST_DEVICE float nvfp4_decode_scale(uint8_t block_scale, float tensor_scale_inv) {
+#ifdef __CUDA_ARCH__
+  return canonical_nan(__fmul_rn(decode_e4m3(block_scale), tensor_scale_inv));
+#else
+  return canonical_nan(decode_e4m3(block_scale) * tensor_scale_inv);
+#endif
+}
+
+/// The two scales of a block of `kind` from its amax; `tensor_scale` is NVFP4's S.
+struct BlockScale {
+  uint8_t byte;  // in the row image
+  float encode;  // values are multiplied by it
+};
+QSHARD_HOST_DEVICE BlockScale block_scale(RowScale kind, float amax, float tensor_scale) {
+  if (kind == RowScale::kE8M0) {
+    const uint8_t byte = e8m0_from_amax(amax);
+    return {byte, e8m0_encode_scale(byte)};
+  }
+  const uint8_t byte = nvfp4_block_scale(amax, nvfp4_amax_factor(tensor_scale));
+  return {byte, nvfp4_encode_scale(byte, tensor_scale)};
+}
+
+/// scale_inv of a block from its byte; NaN is kNaNBits.
+QSHARD_HOST_DEVICE float block_scale_inv(RowScale kind, uint8_t byte, float tensor_scale_inv) {
+  return kind == RowScale::kE8M0 ? e8m0_to_float(byte) : nvfp4_decode_scale(byte, tensor_scale_inv);
+}
+
+/// Nearest-even E2M1 code (4 bits) of x, saturating at 6; NaN is 7; the sign is kept, NaN's and
+/// zero's too.
+QSHARD_HOST_DEVICE uint8_t encode_e2m1(float x) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t abs = bits & kAbsMask;
+  const uint32_t sign = (bits >> 28) & 0x8u;
+  uint32_t code;
+  if (abs < 0x3f800000u) {
+    // Below 1 codes are multiples of 0.5: the ulp of 2^22.
+    constexpr uint32_t kMagic = 149u << 23;
+    code = float_bits(bits_float(abs) + bits_float(kMagic)) - kMagic;
+  } else {
+    const uint32_t capped = abs > 0x40c00000u ? 0x40c00000u : abs;  // 6, NaN too
+    code = (capped + 0x1fffffu + ((capped >> 22) & 1u) - (126u << 23)) >> 22;
+  }
+  return static_cast<uint8_t>(sign | code);
+}
+
+/// encode_e2m1 with stochastic rounding (stochastic_magnitude).
+QSHARD_HOST_DEVICE uint8_t encode_e2m1_stochastic(float x, uint32_t random) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t sign = (bits >> 28) & 0x8u;
+  return static_cast<uint8_t>(sign | stochastic_magnitude<1, 1, 7>(bits & kAbsMask, random));
+}
+
+/// Exact value of a 4-bit E2M1 code.
+QSHARD_HOST_DEVICE float decode_e2m1(uint8_t code) {
+  const uint32_t magnitude = code & 7u;
+  const uint32_t sign = static_cast<uint32_t>(code & 8u) << 28;
+  // 0 and 0.5 are below the smallest normal; others are an fp32 whose exponent is 126 too small.
+  const uint32_t bits =
+      magnitude < 2 ? (magnitude ? 0x3f000000u : 0u) : (magnitude << 22) + (126u << 23);
+  return bits_float(bits | sign);
+}
+
+}  // namespace qshard

@@ -1,0 +1,89 @@
+// Launchers of the kernels between values and row images; many shards per launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/device/task_batch.h"
+#include "kernels/format/formats.h"
+
+namespace qshard::cuda {
+
+constexpr int kTileRows = 128;  // a tile never crosses a scale block
+constexpr int kTileCols = 128;
+constexpr int kThreads = 256;
+
+/// One shard as the kernels see it. Its rows are covered by tile rows anchored, like the scale
+/// blocks, at row 0 of each matrix; then come the rows outside the logical tensor.
+struct RowImageTask {
+  void* values;            // (rows, cols) contiguous
+  uint8_t* image;          // (rows, row_bytes)
+  float* amax;             // (grid_rows, grid_cols)
+  float* grid;             // (grid_rows, grid_cols)
+  float* grid_copy;        // null, or a second place for them
+  float* provisional;      // QuantizeTask::provisional
+  int64_t row_offset;      // logical row of row 0
+  int64_t matrix_rows;     // rows per matrix, > 0 where live_rows > 0
+  int64_t first_tile_row;  // tile row of row 0
+  int rows;
+  int live_rows;  // rows [0, live_rows) belong to the logical tensor
+  int cols;
+  int row_bytes;
+  int tiles_per_matrix;  // tile rows per matrix
+  int live_tile_rows;
+  int tile_cols;
+  int grid_numel;
+  int grid_cols;
+  float code_max;
+  bool blockwise;  // one scale per tile; else one per matrix
+  bool power_of_two;
+  bool vectorized;  // rows of `values` are 16-byte aligned
+};
+
+/// One that is quantized with stochastic rounding.
+struct StochasticRowImageTask : RowImageTask {
+  const int32_t* rounding;  // QuantizeTask::rounding
+  int64_t element;          // of the full tensor, that (0, 0) is (Layout::element)
+  int64_t element_pitch;    // from row to row
+};
+
+using RowImageBatch = TaskBatch<RowImageTask, 30>;        // of what a linear needs
+using RowImageFlushBatch = TaskBatch<RowImageTask, 256>;  // of the shards of a model
+using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 216>;
+static_assert(sizeof(RowImageFlushBatch) <= kMaxParameterBytes &&
+              sizeof(StochasticRowImageBatch) <= kMaxParameterBytes);
+
+/// The amaxes of one task of any format before its values are looked at.
+struct AmaxTask {
+  float* amax;         // (numel,)
+  const float* known;  // (known_numel,)
+  int numel;
+  int known_numel;
+};
+
+using AmaxBatch = TaskBatch<AmaxTask, 256>;
+
+int amax_reset_blocks(const AmaxTask& task);
+int amax_blocks(const RowImageTask& task);
+int quantize_blocks(const RowImageTask& task);
+int quantize_tiles_blocks(const RowImageTask& task);
+int dequantize_blocks(const RowImageTask& task);
+
+/// Sets every amax entry to the known one, or 0.
+cudaError_t launch_amax_reset(const AmaxBatch& batch, cudaStream_t stream);
+/// Raises the amax entries to those of the values. All values of a batch have one type.
+cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
+cudaError_t launch_amax(const RowImageFlushBatch& batch, DType value_dtype, cudaStream_t stream);
+/// Writes image and grid from values and amax.
+cudaError_t launch_quantize(const RowImageFlushBatch& batch, DType value_dtype,
+                            cudaStream_t stream);
+cudaError_t launch_quantize(const StochasticRowImageBatch& batch, DType value_dtype,
+                            cudaStream_t stream);
+/// Writes image, grid and amax from values alone. Every tile is a scale block, all of them held.
+cudaError_t launch_quantize_tiles(const RowImageFlushBatch& batch, DType value_dtype,
+                                  cudaStream_t stream);
+/// Writes values from image and grid.
+cudaError_t launch_dequantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
+
+}  // namespace qshard::cuda

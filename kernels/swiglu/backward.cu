@@ -1,0 +1,179 @@
+#include "kernels/activation/codes.cuh"
+#include "kernels/device/amax.cuh"
+#include "kernels/swiglu/swiglu.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+// Three tiles of 16-bit values are 48 registers of a thread. Two CUDA blocks fit at once where
+// codes are made in the other 16: the product waits in shared memory, as far as that is static. Of
+// fp32 values one fits, and of fp16 ones the compiler keeps what it has converted, too.
+constexpr int kThreads = 512;
+template <typename Value>
+constexpr int kAmaxBlocksAtOnce = Value::kPerWord;
+template <typename Value>
+constexpr int kBlocksAtOnce = std::is_same_v<Value, BFloat16> ? 2 : 1;
+template <typename Value>
+constexpr int kRowsWaiting = std::is_same_v<Value, BFloat16> ? 3 : 0;
+
+/// What a CUDA block makes of its tile: the two gradients, and silu(gate) * up.
+template <typename Value>
+struct BackwardTiles {
+  using Tile = ActivationTile<Value, kThreads>;
+  Tile grad_gate, grad_up, product;
+
+  template <bool kVectorized>
+  __device__ __forceinline__ void load_grad(const SwigluTask& task, int64_t tile_row,
+                                            int64_t tile_col) {
+    grad_gate.load(task.grad, task.m, task.k, task.k, tile_row, tile_col, kVectorized);
+  }
+  template <bool kVectorized>
+  __device__ __forceinline__ void load_rest(const SwigluTask& task, int64_t tile_row,
+                                            int64_t tile_col) {
+    grad_up.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, kVectorized);
+    product.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, kVectorized);
+    swiglu_backward<Tile::kRows>(grad_gate.values, grad_up.values, product.values);
+  }
+
+  /// The same row by row, which takes fewer registers; done(i) once a thread's i-th row is there.
+  template <bool kVectorized, typename Done>
+  __device__ __forceinline__ void load_by_rows(const SwigluTask& task, int64_t tile_row,
+                                               int64_t tile_col, const Done& done) {
+    if constexpr (!kVectorized) {
+      load_grad<false>(task, tile_row, tile_col);
+      grad_up.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, false);
+      product.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, false);
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      if constexpr (kVectorized) {
+        load_row(grad_up, i, task.gate, task, task.ld_gate, tile_row, tile_col);
+        load_row(product, i, task.up, task, task.ld_up, tile_row, tile_col);
+        load_row(grad_gate, i, task.grad, task, task.k, tile_row, tile_col);
+      }
+      swiglu_backward<1>(grad_gate.values + i, grad_up.values + i, product.values + i);
+      done(i);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void load_row(Tile& tile, int i, const void* from,
+                                                  const SwigluTask& task, int64_t ld,
+                                                  int64_t tile_row, int64_t tile_col) {
+    const int64_t r = tile_row + tile.row + i;
+    const int64_t c = tile_col + tile.col;
+    tile.values[i] = {};
+    if (r < task.m && c < task.k) {
+      tile.values[i] =
+          load_vector<Value>(static_cast<const typename Value::Raw*>(from) + r * ld + c);
+    }
+  }
+};
+
+/// A warp whose gradients cannot change the scales of the amaxes so far is done once it has read
+/// `grad`.
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kThreads, kAmaxBlocksAtOnce<Value>)
+    swiglu_backward_amax(const __grid_constant__ SwigluTask task, const float* maxima,
+                         float* gate_amax, float* up_amax, bool power_of_two) {
+  constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  BackwardTiles<Value> tiles;
+  tiles.template load_grad<kVectorized>(task, tile_row, tile_col);
+  // So far: the same for all threads, while others raise them.
+  __shared__ uint32_t raised[2];
+  if (threadIdx.x < 2) {
+    const volatile float* amax = threadIdx.x == 0 ? gate_amax : up_amax;
+    raised[threadIdx.x] = __float_as_uint(largest_of_same_scale(*amax, kE5M2Max, power_of_two));
+  }
+  __syncthreads();
+  const auto amax_of = [](const auto& tile) {
+    return __reduce_max_sync(kWholeWarp, largest_of<Value, kRows>(tile.values));
+  };
+  if (maxima != nullptr) {
+    const auto strip = StripMaxima::load<kThreads>(maxima);
+    const uint32_t grad = amax_of(tiles.grad_gate);
+    if (strip.template cannot_raise<Value>(grad, raised[0], raised[1])) return;
+  }
+  tiles.template load_rest<kVectorized>(task, tile_row, tile_col);
+  const uint32_t gate = amax_of(tiles.grad_gate);
+  const uint32_t up = amax_of(tiles.grad_up);
+  if (threadIdx.x % 32 != 0) return;
+  if (gate > raised[0]) raise(gate_amax, gate);
+  if (up > raised[1]) raise(up_amax, up);
+}
+
+template <typename Value, bool kVectorized, bool kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
+    swiglu_backward_quantize(const __grid_constant__ SwigluTask task,
+                             const __grid_constant__ SwigluGradients out) {
+  __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
+  // From the end: that is what the amax pass has left in the L2 cache.
+  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
+  constexpr int kWaiting = kRowsWaiting<Value>;
+  __shared__ Vector<Value> waiting[kWaiting > 0 ? kWaiting : 1][kWaiting > 0 ? kThreads : 1];
+  BackwardTiles<Value> tiles;
+  tiles.template load_by_rows<kVectorized>(task, tile_row, tile_col, [&](int i) {
+    if (i < kWaiting) waiting[i][threadIdx.x] = tiles.product.values[i];
+  });
+  const auto store = [&](const auto& tile, const SwigluImage& image, auto code) {
+    const float amax = *image.amax;
+    const float scale = scale_from_amax(amax, decltype(code)::kMax, image.task.power_of_two);
+    if (is_first) store_tensor_scale(image.task, scale);
+    tile.template store_both<decltype(code)>(image.task, tile_row, tile_col, shared, isnan(amax),
+                                             scale);
+  };
+  const auto store_gradient = [&](const auto& tile, const SwigluImage& image) {
+    if constexpr (kBlocks) {
+      store_1x128(tile, image.task, tile_row, tile_col, shared);
+    } else {
+      store(tile, image, E5M2{});
+    }
+  };
+  store_gradient(tiles.grad_gate, out.gate);
+  __syncthreads();  // of `shared`
+  store_gradient(tiles.grad_up, out.up);
+  if (out.input.task.codes_t == nullptr) return;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWaiting; ++i) tiles.product.values[i] = waiting[i][threadIdx.x];
+  if constexpr (kBlocks) {
+    store_in_blocks(tiles.product, out.input.task, tile_row, tile_col, shared);
+  } else {
+    store(tiles.product, out.input, E4M3{});
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* maxima,
+                                        float* gate_amax, float* up_amax, bool power_of_two,
+                                        DType value_dtype, cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    swiglu_backward_amax<decltype(value), vectorized()><<<swiglu_grid(task), kThreads, 0, stream>>>(
+        task, maxima, gate_amax, up_amax, power_of_two);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
+                                            DType value_dtype, cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    using Value = decltype(value);
+    const dim3 grid = swiglu_grid(task);
+    if (out.gate.amax == nullptr) {
+      swiglu_backward_quantize<Value, vectorized(), true><<<grid, kThreads, 0, stream>>>(task, out);
+    } else {
+      swiglu_backward_quantize<Value, vectorized(), false>
+          <<<grid, kThreads, 0, stream>>>(task, out);
+    }
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace qshard::cuda

@@ -1,0 +1,59 @@
+// Launchers of the kernels that make codes of silu(gate) * up, and of its gradients, while the
+// values are in registers. They round and divide where torch's operators do, so codes are those of
+// the values that silu, mul and silu_backward leave in memory, as long as both have the same expf.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/activation/kernels.h"
+
+namespace qshard::cuda {
+
+/// gate and up (m, k), rows `ld` values apart, as the halves of one matrix are.
+struct SwigluTask {
+  const void* gate = nullptr;
+  const void* up = nullptr;
+  const void* grad = nullptr;  // (m, k) contiguous, of silu(gate) * up; backward's
+  int64_t m = 0;
+  int64_t k = 0;
+  int64_t ld_gate = 0;
+  int64_t ld_up = 0;
+};
+
+/// Codes of one matrix of the backward. Its values, m and k are the task's.
+struct SwigluImage {
+  ActivationTask task = {};
+  const float* amax = nullptr;  // one scale, from it; null: in blocks
+};
+
+/// All scaled in one way: in blocks in E4M3, or by one scale, gradients in E5M2.
+struct SwigluGradients {
+  SwigluImage gate;   // of the gradients: in the same orientations,
+  SwigluImage up;     // perhaps columns of one matrix, k_padded apart
+  SwigluImage input;  // columns of silu(gate) * up, in E4M3; or none
+};
+
+/// Sets `maxima` (swiglu_maxima_numel(m, k)).
+cudaError_t launch_swiglu_maxima(const SwigluTask& task, float* maxima, DType value_dtype,
+                                 cudaStream_t stream);
+
+/// Sets `maxima`, and makes the codes as launch_quantize_activation_by_earlier does.
+cudaError_t launch_swiglu_quantize_by_earlier(const SwigluTask& task, const ActivationTask& out,
+                                              const EarlierAmax& earlier, float* maxima,
+                                              DType value_dtype, cudaStream_t stream);
+
+/// E4M3 codes of silu(gate) * up.
+cudaError_t launch_swiglu_quantize(const SwigluTask& task, const SwigluImage& out,
+                                   DType value_dtype, cudaStream_t stream);
+
+/// Raises the amaxes (1) of both gradients; they may be one. With `power_of_two` they may be less
+/// than the largest gradient, if its scale of E5M2 is theirs. `maxima`: of launch_swiglu_maxima, or
+/// null. With them most of gate and up need not be read.
+cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* maxima,
+                                        float* gate_amax, float* up_amax, bool power_of_two,
+                                        DType value_dtype, cudaStream_t stream);
+
+cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
+                                            DType value_dtype, cudaStream_t stream);
+
+}  // namespace qshard::cuda

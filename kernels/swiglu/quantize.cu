@@ -1,0 +1,153 @@
+#include <algorithm>
+
+#include "kernels/activation/codes.cuh"
+#include "kernels/activation/earlier_amax.cuh"
+#include "kernels/device/amax.cuh"
+#include "kernels/swiglu/swiglu.cuh"
+
+namespace qshard::cuda {
+namespace {
+
+// Two tiles of 16-bit values are 32 registers of a thread, and two CUDA blocks fit at once.
+constexpr int kThreads = 512;
+
+template <typename Value, bool kVectorized>
+struct SwigluTile {
+  using Tile = ActivationTile<Value, kThreads>;
+  Tile product, up;
+
+  __device__ SwigluTile(const SwigluTask& task, int64_t tile_row, int64_t tile_col) {
+    product.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, kVectorized);
+    up.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, kVectorized);
+  }
+  template <typename Seen>
+  __device__ __forceinline__ void multiply(const Seen& seen) {
+    swiglu(product, up, seen);
+  }
+  __device__ __forceinline__ void multiply() {
+    multiply([](uint32_t) {});
+  }
+  /// Returns the amax of the thread's products.
+  __device__ __forceinline__ uint32_t multiply_and_note(float* maxima) {
+    const auto of_warp = [](uint32_t bits) { return __reduce_max_sync(kWholeWarp, bits); };
+    const uint32_t of_up = of_warp(largest_of<Value, Tile::kRows>(up.values));
+    uint32_t silu = 0;
+    multiply([&](uint32_t word) { silu = Value::max(silu, Value::magnitudes(word)); });
+    const StripMaxima strip = {of_warp(Value::amax_bits(silu)), of_up};
+    if (threadIdx.x % 32 == 0) strip.template store<kThreads>(maxima);
+    return largest_of<Value, Tile::kRows>(product.values);
+  }
+};
+
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_amax(const __grid_constant__ SwigluTask task, float* maxima) {
+  SwigluTile<Value, kVectorized> tile(task, static_cast<int64_t>(blockIdx.y) * kTile,
+                                      static_cast<int64_t>(blockIdx.x) * kTile);
+  const uint32_t amax = max_of_block<kThreads>(tile.multiply_and_note(maxima));
+  if (threadIdx.x == 0) raise(maxima, amax);
+}
+
+/// Codes by the earlier amax, if there is one, and the maxima.
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_quantize_by_earlier(const __grid_constant__ SwigluTask task,
+                               const __grid_constant__ ActivationTask out,
+                               const __grid_constant__ EarlierAmax earlier, float* maxima) {
+  __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
+  const uint32_t own = tile.multiply_and_note(maxima);
+  if (is_known(earlier)) {
+    const float scale = scale_from_amax(*earlier.amax, kE4M3Max, out.power_of_two);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out, scale);
+    tile.product.template store_both<E4M3>(out, tile_row, tile_col, shared, is_nan(own), scale);
+  }
+  // Last: threads meet here.
+  const uint32_t amax = max_of_block<kThreads>(own);
+  if (threadIdx.x == 0) raise(maxima, amax);
+}
+
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_finish_by_earlier(const __grid_constant__ SwigluTask task,
+                             const __grid_constant__ ActivationTask out,
+                             const __grid_constant__ EarlierAmax earlier, const float* maxima,
+                             dim3 tiles) {
+  __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
+  finish_codes<E4M3>(out, earlier, *maxima, tiles, shared, [&](int64_t tile_row, int64_t tile_col) {
+    SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
+    tile.multiply();
+    return tile.product;
+  });
+}
+
+template <typename Value, bool kVectorized, bool kBlocks>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_quantize(const __grid_constant__ SwigluTask task,
+                    const __grid_constant__ SwigluImage out) {
+  __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
+  // From the end: that is what the amax pass has left in the L2 cache.
+  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  SwigluTile<Value, kVectorized> values(task, tile_row, tile_col);
+  values.multiply();
+  const auto& tile = values.product;
+  if constexpr (kBlocks) {
+    store_in_blocks(tile, out.task, tile_row, tile_col, shared);
+  } else {
+    const float scale = scale_from_amax(*out.amax, kE4M3Max, out.task.power_of_two);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out.task, scale);
+    tile.template store_both<E4M3>(out.task, tile_row, tile_col, shared, isnan(*out.amax), scale);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_swiglu_maxima(const SwigluTask& task, float* maxima, DType value_dtype,
+                                 cudaStream_t stream) {
+  const cudaError_t zeroed = cudaMemsetAsync(maxima, 0, sizeof(float), stream);
+  if (zeroed != cudaSuccess || task.m == 0 || task.k == 0) return zeroed;
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    swiglu_amax<decltype(value), vectorized()>
+        <<<swiglu_grid(task), kThreads, 0, stream>>>(task, maxima);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_swiglu_quantize_by_earlier(const SwigluTask& task, const ActivationTask& out,
+                                              const EarlierAmax& earlier, float* maxima,
+                                              DType value_dtype, cudaStream_t stream) {
+  const cudaError_t zeroed = cudaMemsetAsync(maxima, 0, sizeof(float), stream);
+  if (zeroed != cudaSuccess || task.m == 0 || task.k == 0) return zeroed;
+  const dim3 tiles = swiglu_grid(task);
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    using Value = decltype(value);
+    swiglu_quantize_by_earlier<Value, vectorized()>
+        <<<tiles, kThreads, 0, stream>>>(task, out, earlier, maxima);
+    const cudaError_t launched = cudaGetLastError();
+    if (launched != cudaSuccess) return launched;
+    swiglu_finish_by_earlier<Value, vectorized()>
+        <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kThreads, 0, stream>>>(task, out, earlier,
+                                                                                 maxima, tiles);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_swiglu_quantize(const SwigluTask& task, const SwigluImage& out,
+                                   DType value_dtype, cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0) return cudaSuccess;
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    using Value = decltype(value);
+    const dim3 grid = swiglu_grid(task);
+    if (out.amax == nullptr) {
+      swiglu_quantize<Value, vectorized(), true><<<grid, kThreads, 0, stream>>>(task, out);
+    } else {
+      swiglu_quantize<Value, vectorized(), false><<<grid, kThreads, 0, stream>>>(task, out);
+    }
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace qshard::cuda

@@ -1,0 +1,257 @@
+// Autograd of the public operators. The low-precision work stays in opaque operators, so that
+// tracing records one node for each and never looks inside a quantized tensor.
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "dispatch/tensor/quantized_tensor_impl.h"
+#include "ops/calls/ops.h"
+#include "ops/linear/autograd.h"
+#include "ops/linear/normed_input.h"
+
+namespace qshard {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+/// Rounding passes the gradient straight through.
+struct QuantizeFunction : Function<QuantizeFunction> {
+  static Tensor forward(AutogradContext*, const Tensor& self, c10::string_view format,
+                        bool keep_master, std::optional<c10::SymInt> logical_rows,
+                        c10::SymInt row_offset) {
+    at::AutoDispatchBelowAutograd guard;
+    static const auto op = typed_op<decltype(quantize)>("qshard::quantize");
+    return op.call(self, format, keep_master, std::move(logical_rows), std::move(row_offset));
+  }
+  static variable_list backward(AutogradContext*, variable_list grads) {
+    return {grads[0], {}, {}, {}, {}};
+  }
+};
+
+struct DequantizeFunction : Function<DequantizeFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& self,
+                        std::optional<at::ScalarType> dtype) {
+    ctx->saved_data["dtype"] = self.scalar_type();
+    at::AutoDispatchBelowAutograd guard;
+    static const auto op = typed_op<decltype(dequantize)>("qshard::dequantize");
+    return op.call(self, dtype);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto dtype = ctx->saved_data["dtype"].toScalarType();
+    return {grads[0].defined() ? grads[0].to(dtype) : Tensor(), {}};
+  }
+};
+
+std::tuple<Tensor, Tensor> quantize_kept(const Tensor& input, c10::string_view format, bool columns,
+                                         const OptionalTensor& amax, const OptionalTensor& weight) {
+  static const auto op = typed_op<decltype(quantize_kept_input)>("qshard::_quantize_kept_input");
+  return op.call(input, format, columns, amax, weight);
+}
+
+struct LinearFunction : Function<LinearFunction> {
+  static constexpr size_t kWeight = 1;  // among the tensors given to forward
+  static constexpr const char* kWeightKey = "weight_";
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& bias, bool weight_only, bool records_grad,
+                        std::optional<c10::string_view> format, WeightState weight_state,
+                        const OptionalTensor& residual, bool input_is_kept) {
+    at::AutoDispatchBelowAutograd guard;
+    static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
+    const Format* kept = input_is_kept && !weight_only && !weight_state
+                             ? input_codes_format(input, weight, format)
+                             : nullptr;
+    const LinearNeeds needs(records_grad, input, weight);
+    const InputUse use(input, weight, needs, weight_only, format, input_is_kept);
+    const KeptWeight kept_weight(weight, needs.reads_weight(), format, weight_state);
+    OptionalTensor rows;
+    Tensor columns, amax;
+    if (kept != nullptr) {
+      std::tie(rows, amax) =
+          quantize_kept(input, kept->name, /*columns=*/false, std::nullopt, weight);
+    } else if (use.quantizes_apart) {
+      static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
+      auto codes = quantize.call(input, *format, use.multiplies_codes, use.saves_codes);
+      if (use.multiplies_codes) rows = std::get<0>(codes);
+      columns = std::get<1>(codes);
+    }
+    std::optional<ShareInputCodes> share;
+    if (records_grad && input.is_cuda() && !input_is_kept) share.emplace(input);
+    const bool saves_by_itself = use.saves_codes && !use.quantizes_apart;
+    const bool needs_format = use.quantizes_apart || weight_state || kept_weight.trusts_format();
+    auto [output, saved] = op.call(input, weight, bias, saves_by_itself, weight_only, rows,
+                                   needs_format ? format : std::nullopt, weight_state, residual);
+    if (saves_by_itself) columns = saved;
+    const bool reads_input = needs.reads_input();
+    variable_list to_save{!reads_input      ? Tensor()
+                          : use.saves_codes ? columns
+                                            : input,
+                          reads_input ? amax : Tensor()};
+    kept_weight.save(ctx, kWeightKey, to_save);
+    ctx->save_for_backward(std::move(to_save));
+    if (kept != nullptr) ctx->saved_data["kept_format"] = std::string(kept->name);
+    ctx->saved_data["saves_codes"] = use.saves_codes;
+    ctx->saved_data["weight_only"] = weight_only;
+    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
+    ctx->saved_data["has_residual"] = residual.has_value() && residual->defined();
+    if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(9);
+    refuse_double_backward(grad, "qshard::linear");
+    auto saved = ctx->get_saved_variables();
+    const bool needs_input = ctx->needs_input_grad(0);
+    const bool needs_weight = ctx->needs_input_grad(1);
+    bool saves_codes = ctx->saved_data["saves_codes"].toBool();
+    if (const auto kept = ctx->saved_data.find("kept_format");
+        kept != ctx->saved_data.end() && needs_weight) {
+      at::AutoDispatchBelowAutograd guard;
+      const auto amax = saved[1].numel() == 1 ? OptionalTensor(saved[1]) : std::nullopt;
+      const std::string& name = kept->second.toStringRef();
+      saved[0] = std::get<0>(quantize_kept(saved[0], name, /*columns=*/true, amax, std::nullopt));
+      saves_codes = true;
+    }
+    const bool weight_only = ctx->saved_data["weight_only"].toBool();
+    Tensor grad_input, grad_weight, grad_bias;
+    if (needs_input || needs_weight) {
+      at::AutoDispatchBelowAutograd guard;
+      const RestoredWeight weight(ctx, kWeightKey, &saved[2], grad);
+      const Tensor& input = restored_input(saved[0], grad);
+      auto* node = needs_weight ? evaluated_node<LinearFunction>(ctx) : nullptr;
+      const WeightGrad into(node, kWeight, weight.weight, grad, input);
+      std::tie(grad_input, grad_weight) =
+          linear_gradients(into, grad, weight, input, saves_codes && needs_weight, needs_input,
+                           needs_weight, weight_only);
+    }
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
+      grad_bias = bias_gradient(grad, ctx->saved_data["bias_dtype"].toScalarType());
+    }
+    const size_t residual = ctx->saved_data["has_bias"].toBool() ? 3 : 2;
+    const bool has_residual = ctx->saved_data["has_residual"].toBool();
+    const Tensor grad_residual = has_residual && ctx->needs_input_grad(residual) ? grad : Tensor();
+    return {needs_input ? grad_input : Tensor(),
+            needs_weight ? grad_weight : Tensor(),
+            grad_bias,
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            grad_residual,
+            Tensor()};
+  }
+};
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
+                                            const RestoredWeight& weight, const Tensor& input,
+                                            bool input_is_quantized, bool needs_input,
+                                            bool needs_weight, bool weight_only,
+                                            const Tensor& added) {
+  const std::optional<c10::string_view> format(weight.format);
+  if (added.defined() && !is_traced_or_subclass(added)) {
+    static const auto op =
+        typed_op<decltype(linear_backward_into)>("qshard::_linear_backward_into");
+    const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
+    const Tensor made = op.call(grad, weight.weight, input, input_is_quantized, needs_weight, added,
+                                sum, sum ? std::nullopt : into.dtype);
+    return {added, sum ? Tensor() : made};
+  }
+  Tensor grad_input, grad_weight;
+  if (into.leaf.sum.defined()) {
+    static const auto op =
+        typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
+    grad_input = op.call(grad, weight.weight, input, input_is_quantized, needs_input, into.leaf.sum,
+                         weight_only, format, weight.state);
+  } else {
+    static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
+    std::tie(grad_input, grad_weight) =
+        op.call(grad, weight.weight, input, input_is_quantized, needs_input, needs_weight,
+                weight_only, into.dtype, format, weight.state);
+  }
+  return {added.defined() ? added + grad_input : grad_input, grad_weight};
+}
+
+Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,
+                         std::optional<c10::SymInt> logical_rows, c10::SymInt row_offset) {
+  return QuantizeFunction::apply(self, format, keep_master, std::move(logical_rows),
+                                 std::move(row_offset));
+}
+
+bool saves_input_codes(const Tensor& input, const Tensor& weight, bool weight_only) {
+  return InputUse(input, weight, {true, input, weight}, weight_only, std::nullopt).saves_codes;
+}
+
+Tensor dequantize_autograd(const Tensor& self, std::optional<at::ScalarType> dtype) {
+  return DequantizeFunction::apply(self, dtype);
+}
+
+Tensor codes_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(codes)>("qshard::codes");
+  return op.call(self);
+}
+
+Tensor scale_inv_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(scale_inv)>("qshard::scale_inv");
+  return op.call(self);
+}
+
+Tensor tensor_scale_inv_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(tensor_scale_inv)>("qshard::tensor_scale_inv");
+  return op.call(self);
+}
+
+Tensor columnwise_codes_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(columnwise_codes)>("qshard::columnwise_codes");
+  return op.call(self);
+}
+
+Tensor columnwise_scale_inv_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(columnwise_scale_inv)>("qshard::columnwise_scale_inv");
+  return op.call(self);
+}
+
+OptionalTensor master_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(master)>("qshard::master");
+  return op.call(self);
+}
+
+Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       bool weight_only, std::optional<c10::string_view> format,
+                       WeightState weight_state, const OptionalTensor& residual,
+                       bool input_is_kept) {
+  TORCH_CHECK_VALUE(!weight_state || format,
+                    "qshard::linear: weight_state is given, so format must name the weight's");
+  if (!weight_state) check_format_name(weight, format, "qshard::linear");
+  if (goes_the_way_of_matmul(weight)) {
+    return linear_of_view(input, weight, bias, weight_only, residual);
+  }
+  const Tensor quantized = !weight_state && is_quantized_on_use(weight, format)
+                               ? quantize_autograd(weight, *format, false, std::nullopt, 0)
+                               : weight;
+  return LinearFunction::apply(input, quantized, bias, weight_only, at::GradMode::is_enabled(),
+                               format, weight_state, residual, input_is_kept);
+}
+
+Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  const auto plain = [](const Tensor& tensor) {
+    return has_key(tensor) ? DequantizeFunction::apply(tensor, std::nullopt) : tensor;
+  };
+  const auto plain_bias = bias && bias->defined() ? OptionalTensor(plain(*bias)) : std::nullopt;
+  if (!has_key(weight)) return at::linear(plain(input), weight, plain_bias);
+  if (goes_the_way_of_matmul(weight)) return linear_by_matmul(plain(input), weight, plain_bias);
+  return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false,
+                               at::GradMode::is_enabled(), std::nullopt, std::nullopt, std::nullopt,
+                               /*input_is_kept=*/false);
+}
+
+}  // namespace qshard

@@ -1,0 +1,117 @@
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include "kernels/linear/linear.h"
+#include "ops/calls/ops.h"
+
+namespace qshard {
+
+namespace {
+
+/// The checks of ops/linear/linear.cpp and kernels/linear/linear.cpp, of sizes that may be symbols.
+void check_sizes(const char* op, const char* name, const Tensor& x, const Tensor& weight,
+                 int64_t weight_dim) {
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2,
+              fmt::format("{}: needs {} of 1 or more dimensions and a weight of 2, got {} and {}",
+                          op, name, x.dim(), weight.dim()));
+  TORCH_SYM_CHECK(x.sym_size(-1).sym_eq(weight.sym_size(weight_dim)),
+                  fmt::format("{}: {} of shape {} does not fit a weight of shape {}", op, name,
+                              c10::str(x.sym_sizes()), c10::str(weight.sym_sizes())));
+}
+
+}  // namespace
+
+Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype) {
+  return at::empty_symint(self.sym_sizes(),
+                          self.options().dtype(dtype.value_or(self.scalar_type())));
+}
+
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, bool,
+                   std::optional<c10::string_view> format, WeightState, const OptionalTensor&,
+                   bool) {
+  if (format) checked_format(*format, "qshard::linear");
+  check_sizes("qshard::linear", "an input", input, weight, 1);
+  if (bias && bias->defined()) check_sizes("qshard::linear", "a bias", *bias, weight, 0);
+  auto sizes = input.sym_sizes().vec();
+  sizes.back() = weight.sym_size(0);
+  return at::empty_symint(sizes, input.options());
+}
+
+std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
+                                               const OptionalTensor& bias,
+                                               bool save_quantized_input, bool,
+                                               const OptionalTensor&,
+                                               std::optional<c10::string_view> format, WeightState,
+                                               const OptionalTensor&) {
+  c10::SymInt saved_bytes = 0;
+  if (save_quantized_input) {
+    // Only asked for when all sizes are known (ops/linear/autograd.cpp).
+    saved_bytes = packed_columnwise_bytes(leading_numel(input), input.size(-1));
+  }
+  return {linear_meta(input, weight, bias, false, format, std::nullopt, std::nullopt, false),
+          at::empty_symint({saved_bytes}, input.options().dtype(at::kByte))};
+}
+
+std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view format,
+                                               bool rows, bool columns) {
+  checked_format(format, "qshard::quantize_input");
+  int64_t row_bytes = 0;
+  int64_t column_bytes = 0;
+  if (rows || columns) {  // as above, all sizes are known
+    const int64_t m = leading_numel(input);
+    const int64_t k = input.size(-1);
+    if (rows) row_bytes = packed_rowwise_bytes(m, k);
+    if (columns) column_bytes = packed_columnwise_bytes(m, k);
+  }
+  const auto bytes = input.options().dtype(at::kByte);
+  return {at::empty({row_bytes}, bytes), at::empty({column_bytes}, bytes)};
+}
+
+std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::string_view format,
+                                                    bool columns, const OptionalTensor& amax,
+                                                    const OptionalTensor&) {
+  const int64_t m = leading_numel(input);
+  const int64_t k = input.size(-1);
+  const Format& own = checked_format(format, "qshard::_quantize_kept_input");
+  const bool is_found = packed_scale_mode(own) == ScaleMode::kTensor && !amax;
+  return {at::empty({columns ? packed_columnwise_bytes(m, k) : packed_rowwise_bytes(m, k)},
+                    input.options().dtype(at::kByte)),
+          at::empty({is_found ? 1 : 0}, input.options().dtype(at::kFloat))};
+}
+
+std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
+                                                const Tensor&, bool, bool needs_input,
+                                                bool needs_weight, bool,
+                                                std::optional<at::ScalarType> grad_dtype,
+                                                std::optional<c10::string_view> format,
+                                                WeightState) {
+  if (format) checked_format(*format, "qshard::linear_backward");
+  check_sizes("qshard::linear_backward", "a gradient", grad, weight, 0);
+  auto sizes = grad.sym_sizes().vec();
+  sizes.back() = weight.sym_size(1);
+  const std::vector<c10::SymInt> none{0};
+  return {at::empty_symint(needs_input ? sizes : none, grad.options()),
+          at::empty_symint(needs_weight ? weight.sym_sizes().vec() : none,
+                           weight.options().dtype(grad_dtype.value_or(weight.scalar_type())))};
+}
+
+Tensor linear_backward_into_meta(const Tensor& grad, const Tensor& weight, const Tensor&, bool,
+                                 bool needs_weight, const Tensor&,
+                                 const OptionalTensor& weight_grad,
+                                 std::optional<at::ScalarType> grad_dtype) {
+  check_sizes("qshard::_linear_backward_into", "a gradient", grad, weight, 0);
+  const std::vector<c10::SymInt> none{0};
+  return at::empty_symint(needs_weight && !weight_grad ? weight.sym_sizes().vec() : none,
+                          weight.options().dtype(grad_dtype.value_or(weight.scalar_type())));
+}
+
+Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
+                                       const Tensor& input, bool input_is_quantized,
+                                       bool needs_input, const Tensor&, bool weight_only,
+                                       std::optional<c10::string_view> format, WeightState) {
+  return std::get<0>(linear_backward_meta(grad, weight, input, input_is_quantized, needs_input,
+                                          /*needs_weight=*/false, weight_only, std::nullopt, format,
+                                          std::nullopt));
+}
+
+}  // namespace qshard

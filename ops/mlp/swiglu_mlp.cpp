@@ -1,0 +1,290 @@
+#include "ops/mlp/swiglu_mlp.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "dispatch/aten/matmul.h"
+#include "dispatch/parts/kernel_bridge.h"
+#include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/format/checked_sizes.h"
+#include "kernels/linear/swiglu_operand.h"
+#include "ops/linear/linear_operands.h"
+
+namespace qshard {
+namespace {
+
+void check_swiglu(const char* op, const Tensor& gate, const Tensor& up, const Tensor& weight) {
+  TORCH_CHECK(
+      gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.size(-1) == weight.size(1) &&
+          gate.scalar_type() == up.scalar_type() && is_value_dtype(gate.scalar_type()) &&
+          gate.device() == weight.device() && up.device() == weight.device(),
+      fmt::format("{}: gate and up must be float32, bfloat16 or float16 tensors (..., {}) "
+                  "on {}, got {} of shape {} on {} and {} of shape {} on {}",
+                  op, weight.size(1), weight.device().str(), c10::toString(gate.scalar_type()),
+                  gate.sizes().vec(), gate.device().str(), c10::toString(up.scalar_type()),
+                  up.sizes().vec(), up.device().str()));
+}
+
+LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, WeightState state,
+                            WeightUse use, const char* op) {
+  LinearWeight used = weight_for_use(weight, format, state, use, op);
+  check_expected_format(used, format);
+  return used;
+}
+
+/// gate and up as matrices, and what forward knew of silu(gate) * up.
+struct SavedSwiglu {
+  Tensor gate, up;
+  Tensor maxima;  // undefined if they are not known
+
+  SavedSwiglu(const char* op, const Tensor& gate, const Tensor& up, const Tensor& maxima)
+      : gate(as_matrix(gate)), up(as_matrix(up)) {
+    if (maxima.numel() == 0) return;
+    const int64_t numel = swiglu_maxima_numel(this->gate.size(0), this->gate.size(1));
+    TORCH_CHECK(
+        maxima.dim() == 1 && maxima.numel() == numel && maxima.is_contiguous() &&
+            maxima.scalar_type() == at::kFloat && maxima.device() == gate.device() &&
+            !has_key(maxima),
+        fmt::format("{}: maxima must be ({},) float32 on {}, as forward kept them for gate "
+                    "of shape {}, or (0,), got {} of {} on {}",
+                    op, numel, gate.device().str(), gate.sizes().vec(), maxima.sizes().vec(),
+                    c10::toString(maxima.scalar_type()), maxima.device().str()));
+    this->maxima = maxima;
+  }
+  SwigluOperand product() const { return {gate, up, maxima}; }
+};
+
+/// Which gradients of gate and up an operator is asked for.
+struct InnerGradients {
+  bool rows = false;
+  bool columns = false;
+  bool joined = false;
+  const Format* format = nullptr;  // of the weights that their codes meet; null: values
+
+  bool any() const { return rows || columns; }
+};
+
+// Their values, in the shape of `gate`.
+void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& saved, bool joined,
+                const Tensor& gate) {
+  auto [grad_gate, grad_up] = swiglu_gradients(grad, saved.gate, saved.up);
+  auto sizes = gate.sizes().vec();
+  if (joined) {
+    sizes.back() *= 2;
+    std::get<1>(out) = at::cat({grad_gate, grad_up}, 1).view(sizes);
+  } else {
+    std::get<1>(out) = grad_gate.reshape(sizes).contiguous();
+    std::get<3>(out) = grad_up.reshape(sizes).contiguous();
+  }
+}
+
+SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const Tensor& gate,
+                                     const Tensor& up, const LinearWeight& weight,
+                                     const Tensor& maxima, const WeightGradient& wgrad,
+                                     const InnerGradients& inner, bool weight_only) {
+  const QuantizedMatrix& codes = weight.codes;
+  TORCH_CHECK(grad.dim() == gate.dim() && grad.size(-1) == codes.rows &&
+                  leading_numel(grad) == leading_numel(gate),
+              fmt::format("{}: a gradient of shape {} does not fit gate of shape {} and a weight "
+                          "of ({}, {})",
+                          op, grad.sizes().vec(), gate.sizes().vec(), codes.rows, codes.cols));
+  const SavedSwiglu saved(op, gate, up, maxima);
+  const Format& own = *codes.format;
+  const PlainOperand plain(as_matrix(grad));
+  CachedOperand gradient(plain, {.rowwise = inner.any(), .columnwise = wgrad.is_needed});
+  const SwigluOperand product = saved.product();
+  std::optional<QuantizedOperand> product_codes;
+  const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
+  SwigluLinearGrads out{Tensor(), none(), none(), none(), none()};
+  if (inner.any()) {
+    const Tensor grad_product =
+        linear_backward({.grad = &gradient, .needs_input = true, .weight_only = weight_only},
+                        weight)
+            .grad_input;
+    gradient.release_rows();  // before what takes more memory than anything else in an MLP
+    if (inner.format == nullptr) {
+      set_values(out, grad_product, saved, inner.joined, gate);
+    } else {
+      SwigluBackwardRequest request{
+          .gradients = {.format = inner.format,
+                        .role = PackedRole::kGradient,
+                        .orientations = {.rowwise = inner.rows, .columnwise = inner.columns}},
+          .joined = inner.joined,
+          .maxima = saved.maxima};
+      if (wgrad.is_needed && !weight_only && own.scales_in_grid() && own.amax_history.length == 0 &&
+          can_save_quantized_input(gate.device(), saved.gate.size(0), codes.rows, codes.cols)) {
+        request.input = &own;
+      }
+      auto made = swiglu_backward(grad_product, saved.gate, saved.up, request);
+      std::get<1>(out) = bytes_or_none(made.gate.rowwise, gate);
+      std::get<2>(out) = bytes_or_none(made.gate.columnwise, gate);
+      std::get<3>(out) = bytes_or_none(made.up.rowwise, gate);
+      std::get<4>(out) = bytes_or_none(made.up.columnwise, gate);
+      if (request.input != nullptr) product_codes.emplace(std::move(made.input), gate.options());
+    }
+  }
+  LinearBackward result;
+  if (wgrad.is_needed) {
+    const OperandProducer* input = &product;
+    if (product_codes) input = &*product_codes;
+    result = linear_backward({.grad = &gradient,
+                              .input = input,
+                              .weight_grad_dtype = wgrad.dtype,
+                              .sum = wgrad.sum,
+                              .weight_only = weight_only},
+                             weight);
+  }
+  std::get<0>(out) = wgrad.result(result, grad.options());
+  return out;
+}
+
+InnerGradients inner_gradients(const char* op, bool rows, bool columns, bool joined,
+                               OptionalFormat format) {
+  return {rows, columns, joined, format ? &checked_format(*format, op) : nullptr};
+}
+
+std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
+                                             const Tensor& columns, at::IntArrayRef size,
+                                             at::ScalarType dtype, const LinearWeight& weight,
+                                             const Tensor& input, bool input_is_quantized,
+                                             bool needs_input, const OptionalTensor& input_sum,
+                                             const WeightGradient& wgrad) {
+  const QuantizedMatrix& codes = weight.codes;
+  const at::Device device = (needs_input ? rows : columns).device();
+  TORCH_CHECK(!size.empty() && size.back() == codes.rows,
+              fmt::format("{}: a gradient of shape {} does not fit a weight of ({}, {})", op, size,
+                          codes.rows, codes.cols));
+  const int64_t n = codes.rows;
+  const int64_t m = checked_product(op, "size", {size.data(), size.size() - 1});
+  checked_product(op, "size", {size.data(), size.size()});
+  const auto is_of = [&](const Tensor& bytes, int64_t numel) {
+    return bytes.device() == device && is_packed_buffer(bytes, numel, bytes);
+  };
+  TORCH_CHECK(is_value_dtype(dtype) && codes.format->scales_in_grid() &&
+                  (!needs_input || is_of(rows, packed_rowwise_bytes(m, n))) &&
+                  (!wgrad.is_needed || is_of(columns, packed_columnwise_bytes(m, n))),
+              fmt::format("{}: the codes of a gradient of shape {} must be uint8 of {} and {} "
+                          "bytes on {}, to meet a float8 weight",
+                          op, size, packed_rowwise_bytes(m, n), packed_columnwise_bytes(m, n),
+                          device.str()));
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  const QuantizedOperand gradient(
+      packed_matrix(*codes.format, PackedRole::kGradient, m, n, needs_input ? rows : Tensor(),
+                    wgrad.is_needed ? columns : Tensor()),
+      options);
+  std::optional<WgradOperand> saved;
+  if (wgrad.is_needed) saved = wgrad_operand(input, input_is_quantized, m, options, codes);
+  Tensor sum;
+  if (input_sum && input_sum->defined()) {
+    auto sizes = size.vec();
+    sizes.back() = codes.cols;
+    sum = input_gradient_to_add_to(op, "input_sum", *input_sum, needs_input, sizes);
+  }
+  const LinearBackward result = linear_backward({.grad = &gradient,
+                                                 .needs_input = needs_input,
+                                                 .input_sum = sum,
+                                                 .input = saved ? &producer_of(*saved) : nullptr,
+                                                 .weight_grad_dtype = wgrad.dtype,
+                                                 .sum = wgrad.sum},
+                                                weight);
+  Tensor grad_input = none_of(options);
+  if (needs_input && !sum.defined()) {
+    auto sizes = size.vec();
+    sizes.back() = codes.cols;
+    grad_input = size.size() == 2 ? result.grad_input : at::_unsafe_view(result.grad_input, sizes);
+  }
+  return {grad_input, wgrad.result(result, options)};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
+                                                 const Tensor& weight, const OptionalTensor& bias,
+                                                 bool keep_maxima, bool weight_only,
+                                                 OptionalFormat format, WeightState weight_state,
+                                                 const OptionalTensor& residual) {
+  PlainGuard guard;
+  const char* op = "qshard::swiglu_linear_forward";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto used = checked_weight(weight, format, weight_state, WeightUse::kForward, op);
+  check_swiglu(op, gate, up, weight);
+  const SwigluOperand operand(as_matrix(gate), as_matrix(up));
+  auto result = linear_forward(operand, used, bias, /*save_quantized_input=*/false, weight_only,
+                               residual_matrix(residual, gate, weight));
+  auto sizes = gate.sizes().vec();
+  sizes.back() = weight.size(0);
+  if (gate.dim() != 2) result.output = at::_unsafe_view(result.output, sizes);
+  const auto fp32 = gate.options().dtype(at::kFloat);
+  if (!keep_maxima) return {result.output, none_of(fp32)};
+  // A weight whose codes cannot be multiplied where they lie has left them unknown.
+  Tensor maxima = operand.maxima();
+  if (!maxima.defined()) {
+    const auto sizes = operand.sizes();
+    const Tensor amax = activation_amax(operand.values(operand.dtype()));
+    maxima = swiglu_maxima(amax, sizes[0], sizes[1]);
+  }
+  return {result.output, maxima};
+}
+
+SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                         const Tensor& weight, const Tensor& maxima,
+                                         bool needs_weight, bool rows, bool columns, bool joined,
+                                         OptionalFormat grad_format, bool weight_only,
+                                         std::optional<at::ScalarType> grad_dtype,
+                                         OptionalFormat format, WeightState weight_state) {
+  PlainGuard guard;
+  const char* op = "qshard::swiglu_linear_backward";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto use = backward_use(rows || columns);
+  const auto used = checked_weight(weight, format, weight_state, use, op);
+  check_swiglu(op, gate, up, weight);
+  return swiglu_backward_of(op, grad, gate, up, used, maxima,
+                            {needs_weight, grad_dtype, weight, op},
+                            inner_gradients(op, rows, columns, joined, grad_format), weight_only);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
+    const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
+    const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
+    OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state) {
+  PlainGuard guard;
+  const char* op = "qshard::swiglu_linear_backward_accumulate";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto use = backward_use(rows || columns);
+  const auto used = checked_weight(weight, format, weight_state, use, op);
+  check_swiglu(op, gate, up, weight);
+  auto [sum, first, second, third, fourth] =
+      swiglu_backward_of(op, grad, gate, up, used, maxima, {weight_grad, op},
+                         inner_gradients(op, rows, columns, joined, grad_format), weight_only);
+  return {first, second, third, fourth};
+}
+
+std::tuple<Tensor, Tensor> linear_backward_codes(
+    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
+    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
+    bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format,
+    WeightState weight_state, const OptionalTensor& input_sum) {
+  PlainGuard guard;
+  const char* op = "qshard::linear_backward_codes";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto used = checked_weight(weight, format, weight_state, backward_use(needs_input), op);
+  return backward_of_codes(op, rows, columns, size, dtype, used, input, input_is_quantized,
+                           needs_input, input_sum, {needs_weight, grad_dtype, weight, op});
+}
+
+Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
+                                        at::IntArrayRef size, at::ScalarType dtype,
+                                        const Tensor& weight, const Tensor& input,
+                                        bool input_is_quantized, bool needs_input,
+                                        const Tensor& weight_grad, OptionalFormat format,
+                                        WeightState weight_state, const OptionalTensor& input_sum) {
+  PlainGuard guard;
+  const char* op = "qshard::linear_backward_codes_accumulate";
+  c10::OptionalDeviceGuard device_guard(weight.device());
+  const auto used = checked_weight(weight, format, weight_state, backward_use(needs_input), op);
+  return std::get<0>(backward_of_codes(op, rows, columns, size, dtype, used, input,
+                                       input_is_quantized, needs_input, input_sum,
+                                       {weight_grad, op}));
+}
+
+}  // namespace qshard

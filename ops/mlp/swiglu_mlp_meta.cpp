@@ -1,0 +1,131 @@
+// Shapes of swiglu_mlp and of what it is made of. Codes are asked for only where all sizes are
+// known (ops/mlp/swiglu_mlp_autograd.cpp).
+#include <initializer_list>
+
+#include "kernels/linear/swiglu_operand.h"
+#include "ops/mlp/swiglu_mlp.h"
+
+namespace qshard {
+namespace {
+
+using Sizes = std::vector<c10::SymInt>;
+
+Tensor with_last(const Tensor& x, const c10::SymInt& last) {
+  auto sizes = x.sym_sizes().vec();
+  sizes.back() = last;
+  return at::empty_symint(sizes, x.options());
+}
+
+Tensor wgrad_of(const Tensor& weight, bool is_needed, std::optional<at::ScalarType> dtype) {
+  const Sizes none{0};
+  return at::empty_symint(is_needed ? weight.sym_sizes().vec() : none,
+                          weight.options().dtype(dtype.value_or(weight.scalar_type())));
+}
+
+void check_formats(const char* op, std::initializer_list<OptionalFormat> formats) {
+  for (const OptionalFormat& format : formats) {
+    if (format) checked_format(*format, op);
+  }
+}
+
+void check_features(const char* op, const Tensor& x, const Tensor& weight, int64_t dim) {
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2, op,
+              ": needs tensors of 1 or more dimensions and a weight of 2");
+  TORCH_SYM_CHECK(x.sym_size(-1).sym_eq(weight.sym_size(dim)), op, ": a tensor of shape ",
+                  x.sym_sizes(), " does not fit a weight of shape ", weight.sym_sizes());
+}
+
+}  // namespace
+
+Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTensor&,
+                       const Tensor& down, const OptionalTensor&, const OptionalTensor&,
+                       const OptionalTensor&, bool, c10::string_view format,
+                       c10::string_view down_format, WeightState, WeightState, WeightState,
+                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
+                       bool, bool) {
+  check_formats("qshard::swiglu_mlp", {format, down_format});
+  check_features("qshard::swiglu_mlp", input, gate, 1);
+  return with_last(input, down.sym_size(0));
+}
+
+std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor&,
+                                                      const Tensor& weight, const OptionalTensor&,
+                                                      bool keep_maxima, bool, OptionalFormat format,
+                                                      WeightState, const OptionalTensor&) {
+  check_formats("qshard::swiglu_linear_forward", {format});
+  check_features("qshard::swiglu_linear_forward", gate, weight, 1);
+  c10::SymInt numel = 0;
+  if (keep_maxima) {
+    const auto k = gate.sym_size(-1);
+    numel = swiglu_maxima_numel(gate.sym_numel() / k.max(1), k);
+  }
+  return {with_last(gate, weight.sym_size(0)),
+          at::empty_symint({numel}, gate.options().dtype(at::kFloat))};
+}
+
+SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& gate, const Tensor&,
+                                              const Tensor& weight, const Tensor&,
+                                              bool needs_weight, bool rows, bool columns,
+                                              bool joined, OptionalFormat grad_format, bool,
+                                              std::optional<at::ScalarType> grad_dtype,
+                                              OptionalFormat format, WeightState) {
+  check_formats("qshard::swiglu_linear_backward", {format, grad_format});
+  check_features("qshard::swiglu_linear_backward", grad, weight, 0);
+  check_features("qshard::swiglu_linear_backward", gate, weight, 1);
+  const Tensor grad_weight = wgrad_of(weight, needs_weight, grad_dtype);
+  const auto bytes = [&](int64_t count) {
+    return at::empty({count}, gate.options().dtype(at::kByte));
+  };
+  if (!grad_format) {
+    const bool is_asked = rows || columns;
+    const auto k = gate.sym_size(-1);
+    return {grad_weight, is_asked ? with_last(gate, joined ? k * 2 : k) : bytes(0), bytes(0),
+            is_asked && !joined ? with_last(gate, k) : bytes(0), bytes(0)};
+  }
+  const int64_t m = leading_numel(gate);
+  const int64_t k = gate.size(-1) * (joined ? 2 : 1);
+  const int64_t row_bytes = rows ? packed_rowwise_bytes(m, k) : 0;
+  const int64_t column_bytes = columns ? packed_columnwise_bytes(m, k) : 0;
+  return {grad_weight, bytes(row_bytes), bytes(column_bytes), bytes(joined ? 0 : row_bytes),
+          bytes(joined ? 0 : column_bytes)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate_meta(
+    const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
+    const Tensor& maxima, const Tensor&, bool rows, bool columns, bool joined,
+    OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState state) {
+  auto [none, first, second, third, fourth] = swiglu_linear_backward_meta(
+      grad, gate, up, weight, maxima, /*needs_weight=*/false, rows, columns, joined, grad_format,
+      weight_only, std::nullopt, format, state);
+  return {first, second, third, fourth};
+}
+
+std::tuple<Tensor, Tensor> linear_backward_codes_meta(const Tensor& rows, const Tensor&,
+                                                      at::IntArrayRef size, at::ScalarType dtype,
+                                                      const Tensor& weight, const Tensor&, bool,
+                                                      bool needs_input, bool needs_weight,
+                                                      std::optional<at::ScalarType> grad_dtype,
+                                                      OptionalFormat format, WeightState,
+                                                      const OptionalTensor& input_sum) {
+  check_formats("qshard::linear_backward_codes", {format});
+  Sizes sizes{0};
+  if (needs_input && !input_sum) {
+    sizes.assign(size.begin(), size.end());
+    sizes.back() = weight.sym_size(1);
+  }
+  return {at::empty_symint(sizes, rows.options().dtype(dtype)),
+          wgrad_of(weight, needs_weight, grad_dtype)};
+}
+
+Tensor linear_backward_codes_accumulate_meta(const Tensor& rows, const Tensor& columns,
+                                             at::IntArrayRef size, at::ScalarType dtype,
+                                             const Tensor& weight, const Tensor& input,
+                                             bool input_is_quantized, bool needs_input,
+                                             const Tensor&, OptionalFormat format,
+                                             WeightState state, const OptionalTensor& input_sum) {
+  return std::get<0>(linear_backward_codes_meta(
+      rows, columns, size, dtype, weight, input, input_is_quantized, needs_input,
+      /*needs_weight=*/false, std::nullopt, format, state, input_sum));
+}
+
+}  // namespace qshard
