@@ -115,7 +115,7 @@ $(other_transformers): $(clients)
 ifeq ($(NEWEST),)
 test-clients: $(built) $(more_clients) $(other_transformers)
 	pytest -v --all-clients test/python/clients
-	PYTHONPATH=$(other_transformers) pytest -v --all-clients test/python/clients/test_fuse_models.py
+	PYTHONPATH=$(other_transformers) pytest -v --all-clients test/python/clients/hugging_face/test_fuse_models.py
 else
 # In an environment of their own, which finds torch, pytest and qshard in the first: what breaks is a line
 # of docs/clients.md. One file after the other, so that a package that cannot be imported breaks its own; a
@@ -128,7 +128,7 @@ test-clients: $(built)
 	$(newest)/bin/python -m pip install --quiet --upgrade torch==$(TORCH) \
 	  $(foreach p,$(CLIENTS) $(MORE_CLIENTS),$(firstword $(subst ==, ,$(p))))
 	$(newest)/bin/python -m pip list --local
-	status=0; for file in test/python/clients/test_*.py; do \
+	status=0; for file in $(shell find test/python/clients -name "test_*.py"); do \
 	  PATH=$(newest)/bin:$$PATH $(newest)/bin/python -m pytest -v --all-clients $$file \
 	    || test $$? = 5 || status=1; \
 	done; exit $$status

@@ -51,7 +51,7 @@ cuda_tests() {
 
 # Random programs, a minute or two of them: seeds from $PROGRAMS_SEED on (default: 0).
 programs() {
-  local run=("$python" test/python/random_programs.py --device cuda --seed "${PROGRAMS_SEED:-0}" --no-shrink)
+  local run=("$python" test/python/programs/random_programs.py --device cuda --seed "${PROGRAMS_SEED:-0}" --no-shrink)
   local status=0
   "${run[@]}" --ranks 1 --programs 400 --jobs 6 || status=1
   # Ranks share a GPU where there is one.

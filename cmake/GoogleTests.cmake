@@ -1,4 +1,4 @@
-# One executable, qshard_tests, from test/cpp/*.cpp; it needs no Python process. And a program that loads
+# One executable, qshard_tests, from the rooms of test/cpp; it needs no Python process. And a program that loads
 # the library as others do.
 enable_testing()
 # The asan preset builds qshard_tests alone.
@@ -11,7 +11,7 @@ if(NOT QSHARD_SANITIZE)
   set_tests_properties(load_without_python PROPERTIES TIMEOUT 120)
 endif()
 
-file(GLOB test_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/test/cpp/*.cpp)
+file(GLOB test_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/test/cpp/*/test_*.cpp)
 if(NOT test_sources)
   return()
 endif()

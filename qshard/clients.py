@@ -10,7 +10,7 @@ from qshard.module_state import dynamics_of, find
 
 ops = torch.ops.qshard
 
-# Whose optimizers the tests run (test/python/test_optimizers.py, test/python/clients).
+# Whose optimizers the tests run (test/python/optimizers/test_optimizers.py, test/python/clients).
 _OPTIMIZERS = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "torchtitan.components.optimizer")
 _OPTIMIZER_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.")
 

@@ -6,15 +6,19 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-import dist_helpers
-import library_under_test  # noqa: F401
 import pytest
-import thinning
 import torch
 import torch.distributed.fsdp
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # test/reference, the oracle
+HERE = Path(__file__).parent
+# test/reference, the oracle, and the rooms: the processes of a world are started once and import
+# what the tests of all rooms send them.
+rooms = sorted({str(file.parent) for file in HERE.rglob("*.py")})
+sys.path[:0] = [str(HERE.parent), *(room for room in rooms if room != str(HERE))]
 
+import dist_helpers  # noqa: E402
+import library_under_test  # noqa: E402, F401
+import thinning  # noqa: E402
 
 # What the tests in clients/ run with (the Makefile's CLIENTS and MORE_CLIENTS). A file without an entry
 # of its own needs the first.
@@ -60,7 +64,7 @@ class WithoutPackages(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path, parent):
-    if module_path.parent.name != "clients":
+    if HERE / "clients" not in module_path.parents:
         return None
     needed = MORE_CLIENTS.get(module_path.stem, CLIENTS)
     missing = [package for package in needed if find_spec(package) is None]
@@ -217,7 +221,7 @@ _seconds, _clients = Counter(), set()
 def pytest_runtest_logreport(report):
     file = Path(report.nodeid.split("::")[0])
     _seconds[file.stem] += report.duration
-    if file.parent.name == "clients" and file.stem not in ONLY_ALL_CLIENTS:
+    if "clients" in file.parts and file.stem not in ONLY_ALL_CLIENTS:
         _clients.add(file.stem)
 
 

@@ -1,0 +1,289 @@
+// Codes of silu(gate) * up and of its gradients: those of the values, which torch's operators leave
+// in memory.
+#include <ATen/ops/silu.h>
+#include <ATen/ops/where.h>
+#include <c10/util/Exception.h>
+
+#include "kernels/linear/swiglu_operand.h"
+#include "test/cpp/cases/gemm_cases.h"
+#include "test/cpp/cases/packed_cases.h"
+
+namespace qshard::testing {
+namespace {
+
+struct Shape {
+  int64_t rows, cols;
+};
+constexpr Shape kShapes[] = {{1, 1},    {1, 96},     {127, 96},   {127, 4104}, {129, 100},
+                             {300, 45}, {4097, 512}, {513, 4096}, {0, 128},    {130, 256}};
+constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
+
+/// gate, up and the gradient of their product.
+struct Values {
+  at::Tensor gate, up, grad;
+};
+
+// `joined`: gate and up are halves of one matrix. `odd`: with what no activation should have.
+Values random_values(const Shape& shape, at::ScalarType dtype, at::Device device, bool joined,
+                     bool odd) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  const auto draw = [&](int64_t cols) {
+    at::Tensor x = at::randn({shape.rows, cols}).mul_(3).to(options);
+    if (odd && x.numel() > 40) {
+      constexpr float kOdd[] = {std::numeric_limits<float>::infinity(),
+                                -std::numeric_limits<float>::infinity(),
+                                std::numeric_limits<float>::quiet_NaN(),
+                                0.f,
+                                -0.f,
+                                -120.f,
+                                -87.5f,
+                                120.f};
+      at::Tensor flat = x.view(-1);
+      for (int64_t i = 0; i < 8; ++i) flat[5 * i].fill_(kOdd[i]);
+    }
+    return x;
+  };
+  Values out;
+  const at::Tensor both = draw(2 * shape.cols);
+  out.gate = both.narrow(1, 0, shape.cols);
+  out.up = both.narrow(1, shape.cols, shape.cols);
+  if (!joined) {
+    out.gate = out.gate.contiguous();
+    out.up = out.up.contiguous();
+  }
+  out.grad = draw(shape.cols);
+  return out;
+}
+
+/// Calls run(values, joined) for all shapes.
+template <typename Run>
+void for_shapes(at::ScalarType dtype, const Run& run) {
+  for (const Shape& shape : kShapes) {
+    for (const bool joined : {false, true}) {
+      for (const bool odd : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << shape.rows << "x" << shape.cols
+                                          << (joined ? " joined" : "") << (odd ? " odd" : ""));
+        run(random_values(shape, dtype, gpu(), joined, odd), joined);
+      }
+    }
+  }
+}
+
+// One test for each format and dtype, which compute-sanitizer runs one by one.
+class SwigluCodes : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType>> {
+ protected:
+  void SetUp() override {
+    if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+    at::manual_seed(3);
+  }
+  static const Format& format() { return find_format(std::get<0>(GetParam())); }
+  static at::ScalarType dtype() { return std::get<1>(GetParam()); }
+};
+
+TEST_P(SwigluCodes, AreThoseOfTheValues) {
+  Differences found;
+  for_shapes(dtype(), [&](const Values& x, bool) {
+    const PlainOperand plain(swiglu_values(x.gate, x.up));
+    at::Tensor maxima;
+    for (const Orientations asked :
+         {Orientations{true, false}, Orientations{true, true}, Orientations{false, true}}) {
+      const SwigluOperand operand(x.gate, x.up, maxima);
+      const OperandRequest request{.format = &format(), .orientations = asked};
+      found.add(operand.codes(request), plain.codes(request));
+      EXPECT_EQ(operand.maxima().defined(), packed_scale_mode(format()) == ScaleMode::kTensor);
+      maxima = operand.maxima();  // those of the first serve the others
+    }
+  });
+  found.expect_few("SwiGLU");
+}
+
+TEST(Swiglu, DelayedScalingCollectsTheProductsAmax) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  at::manual_seed(6);
+  Differences found;
+  for (const at::ScalarType dtype : kDtypes) {
+    for (const float earlier : {0.f, 1.5f}) {
+      for (const bool odd : {false, true}) {
+        const Values x = random_values({129, 100}, dtype, gpu(), /*joined=*/true, odd);
+        const SwigluOperand operand(x.gate, x.up);
+        const DelayedCodes got = delayed_codes(operand, earlier);
+        const DelayedCodes expected =
+            delayed_codes(PlainOperand(swiglu_values(x.gate, x.up)), earlier);
+        found.add(got.codes, expected.codes);
+        EXPECT_TRUE(got.history.equal(expected.history));
+        EXPECT_FALSE(operand.maxima().defined());
+      }
+    }
+  }
+  found.expect_few("SwiGLU, by earlier steps");
+}
+
+/// By plain torch: the largest magnitudes of the strips that swiglu_maxima_numel counts.
+at::Tensor largest_of_strips(const at::Tensor& x) {
+  const auto padded = at::constant_pad_nd(
+      x.abs().to(at::kFloat),
+      {0, round_up(x.size(1), 128) - x.size(1), 0, round_up(x.size(0), 128) - x.size(0)});
+  const auto strips = padded.view({padded.size(0) / 128, 16, 8, padded.size(1) / 128, 128});
+  return strips.amax({2, 4}).transpose(1, 2).flatten();
+}
+
+TEST(Swiglu, MaximaAreThoseOfTheValues) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  at::manual_seed(8);
+  for (const at::ScalarType dtype : kDtypes) {
+    for_shapes(dtype, [&](const Values& x, bool) {
+      const SwigluOperand operand(x.gate, x.up);
+      operand.codes({.format = &find_format("float8_tensorwise"), .orientations = {true, false}});
+      const at::Tensor maxima = operand.maxima();
+      ASSERT_EQ(maxima.numel(), swiglu_maxima_numel(x.gate.size(0), x.gate.size(1)));
+      if (x.gate.numel() == 0) return;
+      const auto same = [](const at::Tensor& got, const at::Tensor& expected) {
+        // CUDA's exponential and torch's may differ in the last bit of silu.
+        return at::allclose(got, expected, 0.02, 1e-6, /*equal_nan=*/true);
+      };
+      const at::Tensor of_strips = maxima.narrow(0, 1, maxima.numel() - 1).view({-1, 2});
+      EXPECT_TRUE(same(of_strips.select(1, 0), largest_of_strips(at::silu(x.gate))));
+      EXPECT_TRUE(at::equal(of_strips.select(1, 1).nan_to_num(-1.),
+                            largest_of_strips(x.up).nan_to_num(-1.)));
+      EXPECT_TRUE(same(maxima.narrow(0, 0, 1), activation_amax(swiglu_values(x.gate, x.up))));
+    });
+  }
+}
+
+// One gate of each strip is not zero, and the maxima give its silu.
+TEST(Swiglu, SiluOfEveryBFloat16) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  const at::Tensor every = at::arange(-32768, 32768, at::kShort).view(at::kBFloat16).to(gpu());
+  const at::Tensor gate = at::zeros({8 * every.numel(), 128}, every.options());
+  gate.view({every.numel(), 8, 128}).select(1, 3).select(1, 77).copy_(every);
+  const SwigluOperand operand(gate, gate);
+  operand.codes({.format = &find_format("float8_tensorwise"), .orientations = {true, false}});
+  const at::Tensor maxima = operand.maxima();
+  const at::Tensor got = maxima.narrow(0, 1, maxima.numel() - 1).view({-1, 2}).select(1, 0);
+  const at::Tensor torchs = at::silu(every);
+  // Below -88.7 fp32's exponential is infinite, and silu is 0.
+  const at::Tensor exact =
+      at::where(every.abs() < 87, at::silu(every.to(at::kDouble)).to(at::kBFloat16), torchs);
+  for (const at::Tensor& silu : {exact, torchs}) {
+    const at::Tensor expected = silu.abs().to(at::kFloat);
+    EXPECT_TRUE(at::equal(got.isnan(), expected.isnan()));
+    const at::Tensor differ = got.nan_to_num(-1.).ne(expected.nan_to_num(-1.));
+    EXPECT_LE(differ.sum().item<int64_t>(), 2);  // ties, as near as fp32 is to them
+  }
+}
+
+// What is not looked at changes no scale.
+TEST_P(SwigluCodes, OfGradientsAreTheSameWithMaxima) {
+  Differences found;
+  for_shapes(dtype(), [&](const Values& x, bool joined) {
+    const int64_t m = x.gate.size(0);
+    const int64_t k = x.gate.size(1);
+    // A few rows and columns far above the rest, as gradients and activations have them.
+    at::Tensor grad = x.grad.clone();
+    if (m > 200) grad.narrow(0, m / 2, 1).mul_(300);
+    SwigluBackwardRequest request{.gradients = {.format = &format(),
+                                                .role = PackedRole::kGradient,
+                                                .orientations = {true, true}},
+                                  .joined = joined,
+                                  .input = &format()};
+    const SwigluBackward without = swiglu_backward(grad, x.gate, x.up, request);
+    const SwigluOperand product(x.gate, x.up);
+    product.codes({.format = &format(), .orientations = {true, false}});
+    const auto amax = activation_amax(product.values(dtype()));
+    for (const at::Tensor& maxima : {product.maxima(), swiglu_maxima(amax, m, k)}) {
+      request.maxima = maxima;
+      const SwigluBackward with = swiglu_backward(grad, x.gate, x.up, request);
+      found.add(with.gate, without.gate);
+      if (!joined) found.add(with.up, without.up);
+    }
+  });
+  found.expect_none("SwiGLU's gradients, with maxima");
+}
+
+TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {
+  Differences gradients, inputs;
+  for_shapes(dtype(), [&](const Values& x, bool joined) {
+    const auto [grad_gate, grad_up] = swiglu_gradients(x.grad, x.gate, x.up);
+    const SwigluOperand product(x.gate, x.up);
+    for (const char* input :
+         {"", "float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]"}) {
+      for (const Orientations asked : {Orientations{true, true}, Orientations{false, true}}) {
+        SwigluBackwardRequest request{.gradients = {.format = &format(),
+                                                    .role = PackedRole::kGradient,
+                                                    .orientations = asked},
+                                      .joined = joined};
+        if (*input != 0) request.input = &find_format(input);
+        const SwigluBackward made = swiglu_backward(x.grad, x.gate, x.up, request);
+        if (joined) {
+          const PlainOperand both(at::cat({grad_gate, grad_up}, 1));
+          gradients.add(made.gate, both.codes(request.gradients));
+        } else {
+          gradients.add(made.gate, PlainOperand(grad_gate).codes(request.gradients));
+          gradients.add(made.up, PlainOperand(grad_up).codes(request.gradients));
+        }
+        if (request.input == nullptr) continue;
+        inputs.add(made.input,
+                   product.codes({.format = request.input, .orientations = {.columnwise = true}}));
+      }
+    }
+  });
+  gradients.expect_few("SwiGLU's gradients");
+  inputs.expect_few("SwiGLU, made with its gradients");
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SwigluCodes,
+                         ::testing::Combine(::testing::ValuesIn(kPacked),
+                                            ::testing::ValuesIn(kDtypes)),
+                         kernel_name);
+
+TEST(Swiglu, RowImagesAreThoseOfTheValues) {
+  at::manual_seed(4);
+  for (const at::Device device : devices()) {
+    for (const char* name : {"mxfp8", "nvfp4"}) {
+      const Values x = random_values({130, 72}, at::kBFloat16, device, true, false);
+      expect_row_images_of(SwigluOperand(x.gate, x.up), at::silu(x.gate) * x.up, name);
+    }
+  }
+}
+
+TEST(Swiglu, LinearMultipliesTheProduct) {
+  at::manual_seed(5);
+  for (const at::Device device : devices()) {
+    for (const char* name : {"float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"}) {
+      const auto weight = linear_weight(at::randn({48, 64}).to(device), whole(name, 48, 64));
+      const Values x = random_values({33, 64}, at::kBFloat16, device, true, false);
+      const SwigluOperand operand(x.gate, x.up);
+      const at::Tensor got = linear_forward(operand, weight, std::nullopt, false).output;
+      const at::Tensor expected = forward_of(swiglu_values(x.gate, x.up), weight);
+      if (device.is_cpu()) {
+        EXPECT_TRUE(at::equal(got, expected)) << name;
+      } else {
+        EXPECT_TRUE(at::allclose(got, expected, 1e-2, 1e-1)) << name;
+      }
+    }
+  }
+}
+
+TEST(Swiglu, HasNoPackedCodesOnCpu) {
+  const Values x = random_values({4, 32}, at::kFloat, at::kCPU, false, false);
+  const OperandRequest request{.format = &find_format("float8_blockwise"),
+                               .orientations = {.rowwise = true}};
+  EXPECT_THROW(SwigluOperand(x.gate, x.up).codes(request), c10::Error);
+  EXPECT_THROW(swiglu_backward(x.grad, x.gate, x.up, {.gradients = request}), c10::Error);
+}
+
+TEST(CachedOperand, MakesBothOrientationsAtOnce) {
+  const at::Device device = gpu();
+  if (!device.is_cuda()) GTEST_SKIP() << "no CUDA device";
+  const PlainOperand plain(at::randn({64, 32}, at::TensorOptions().device(device)));
+  const CachedOperand cached(plain, {true, true});
+  OperandRequest request{.format = &find_format("float8_tensorwise"),
+                         .orientations = {.rowwise = true}};
+  const QuantizedMatrix rows = cached.codes(request);
+  EXPECT_TRUE(rows.has({true, true}, Arrangement::kPacked));
+  request.orientations = {.columnwise = true};
+  EXPECT_TRUE(bytes_of(cached.codes(request).columnwise).is_same(bytes_of(rows.columnwise)));
+}
+
+}  // namespace
+}  // namespace qshard::testing
