@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
+from qshard.choosing import weight_names
+from qshard.nn.base import when_made
+from qshard.quantize import quantize_
 from qshard.recipes import recipe_of
-
-_active: ContextVar[tuple | None] = ContextVar("qshard_quantized_model_init", default=None)
 
 
 @contextmanager
@@ -24,21 +24,15 @@ def quantized_model_init(
     """
     if enabled:
         recipe = recipe_of(recipe, "qshard.quantized_model_init")
-    options = {"keep_master": keep_master, "weight_only": weight_only}
-    token = _active.set((recipe, options) if enabled else None)
+
+    def quantize_new(module):
+        if weight_names(module):
+            quantize_(
+                module, recipe, filter_fn=lambda *_: True, keep_master=keep_master, weight_only=weight_only
+            )
+
+    token = when_made.set(quantize_new if enabled else None)
     try:
         yield
     finally:
-        _active.reset(token)
-
-
-def quantize_new(module) -> None:
-    """Quantizes the weights of a module whose constructor is done, if the context says so."""
-    if _active.get() is None:
-        return
-    from qshard.choosing import weight_names
-    from qshard.quantize import quantize_
-
-    if weight_names(module):
-        recipe, options = _active.get()
-        quantize_(module, recipe, filter_fn=lambda *_: True, **options)
+        when_made.reset(token)

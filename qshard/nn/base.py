@@ -5,6 +5,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import ContextVar
 
 import torch
 from _qshard_hooks import is_quantized, local_of
@@ -12,7 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qshard import module_state
-from qshard.quantized_init import quantize_new
+
+# Called with each module of this package whose constructor is done, where quantized_model_init set it.
+when_made: ContextVar[Callable[[nn.Module], object] | None] = ContextVar("qshard_when_made", default=None)
 
 
 class Initialized:
@@ -45,7 +48,8 @@ class Initialized:
     def finish(self) -> None:
         """Initializes the parameters, and quantizes weights within `quantized_model_init`."""
         self.reset_parameters()
-        quantize_new(self)
+        if quantize_new := when_made.get():
+            quantize_new(self)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initial values, quantized where parameters are. Those of a sharded parameter are the ones
