@@ -81,7 +81,7 @@ gradient_states = []
 
 def state_names(state_dict):
     """Names of what qshard adds to the state_dict of a model: <weight>_<state> beside quantized weights
-    that have such state (qshard/state.py), and gradient_states. No other library's, whatever they are
+    that have such state (qshard/model/state.py), and gradient_states. No other library's, whatever they are
     called."""
     states = [state for reference in gradient_states if (state := reference()) is not None]
     storages = {state.untyped_storage()._cdata for state in states}

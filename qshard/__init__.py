@@ -4,15 +4,16 @@ ordinary parameters."""
 import importlib.metadata
 
 from qshard._library import library_path  # loads the library
-from qshard import checkpoint, nn, ops, registrations, serialization, tensor_parallel
-from qshard.dequantize import dequantize_
-from qshard.fsdp1 import prepare_for_fsdp1
+from qshard import _pickled_names, checkpoint, nn, ops, serialization, tensor_parallel  # noqa: F401
+from qshard.checkpoint.quantization_state import QuantizationState
+from qshard.dynamic_weights.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
+from qshard.model.dequantize import dequantize_
+from qshard.model.quantize import flush, is_quantized, mark_written, quantize_
+from qshard.model.quantized_init import quantized_model_init
+from qshard.modules import registrations
 from qshard.ops import from_planes
-from qshard.quantization_state import QuantizationState
-from qshard.quantize import flush, is_quantized, mark_written, quantize_
-from qshard.quantized_init import quantized_model_init
 from qshard.recipes import (
     DelayedScaling,
     Float8BlockScaling,

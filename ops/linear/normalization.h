@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm on CUDA devices, for qshard/nn/norms.py, which knows their formulas in
+// LayerNorm and RMSNorm on CUDA devices, for qshard/nn/parts/norms.py, which knows their formulas in
 // torch's operators.
 #pragma once
 

@@ -34,7 +34,7 @@ bool norm_linear_reads_codes(const Tensor& input, const Tensor& norm_weight,
                              const OptionalTensor& norm_bias, at::TensorList weights,
                              std::optional<c10::string_view> format);
 
-/// norm(input), rounded once, by torch's operators, as qshard/nn/norms.py.
+/// norm(input), rounded once, by torch's operators, as qshard/nn/parts/norms.py.
 Tensor normalized_by_torch(const Tensor& input, const NormArguments& norm);
 
 /// What is kept between forward and backward.

@@ -6,7 +6,7 @@ from _qshard_placement import chunk, is_strided, roles
 from torch.distributed.tensor import DTensor
 
 from qshard.checkpoint.layouts import block_of
-from qshard.quantize import is_quantized
+from qshard.model.quantize import is_quantized
 
 ops = torch.ops.qshard
 

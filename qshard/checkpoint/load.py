@@ -10,9 +10,9 @@ from qshard.checkpoint import files, layouts
 from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import entries_of
 from qshard.checkpoint.ranks import Ranks
-from qshard.choosing import some
-from qshard.quantize import flush
-from qshard.state import copy_values
+from qshard.model.choosing import some
+from qshard.model.quantize import flush
+from qshard.model.state import copy_values
 
 ops = torch.ops.qshard
 _FUNCTION = "qshard.checkpoint.load_quantized"

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from qshard.choosing import weight_names
-from qshard.quantize import is_quantized
-from qshard.state import without_wrappers
+from qshard.model.choosing import weight_names
+from qshard.model.quantize import is_quantized
+from qshard.model.state import without_wrappers
 
 
 @dataclass(frozen=True)

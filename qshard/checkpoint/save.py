@@ -13,8 +13,8 @@ from qshard.checkpoint import files, layouts
 from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import Entry, entries_of, own_class, plain_linears, unwrapped
 from qshard.checkpoint.ranks import Ranks
-from qshard.quantize import flush
-from qshard.scale_groups import siblings
+from qshard.model.quantize import flush
+from qshard.model.scale_groups import siblings
 
 ops = torch.ops.qshard
 _FUNCTION = "qshard.checkpoint.save_quantized"

@@ -4,7 +4,7 @@ import functools
 
 from qshard.fuse.families import know_activations
 from qshard.fuse.registry import find
-from qshard.made_classes import made_class
+from qshard.modules.made_classes import made_class
 
 
 @functools.cache

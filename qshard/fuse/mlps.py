@@ -8,7 +8,7 @@ import torch
 
 from qshard.fuse.activations import gated_name
 from qshard.fuse.part import Part, Reason, are_calls_watched, has_more, operands_of
-from qshard.nn.activations import activate, gate
+from qshard.nn.parts.activations import activate, gate
 from qshard.nn.swiglu import swiglu_of_linears
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from qshard.fuse.part import Part, Reason, operands_of
-from qshard.nn.autocast import autocast_dtype
-from qshard.nn.multiply import are_plain
-from qshard.nn.norms import normalize
+from qshard.nn.parts.autocast import autocast_dtype
+from qshard.nn.parts.multiply import are_plain
+from qshard.nn.parts.norms import normalize
 from qshard.tensor_parallel.norms import norm_of_tokens
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

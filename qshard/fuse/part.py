@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 from torch import nn as torch_nn
 from torch.nn.modules import module as torch_module
 
-from qshard.calls import runs
+from qshard.modules.calls import runs
 
 
 class Reason(NamedTuple):

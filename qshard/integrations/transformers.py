@@ -5,10 +5,10 @@ import os
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from qshard.choosing import is_adapter
+from qshard.checkpoint.quantization_state import QuantizationState
+from qshard.model.choosing import is_adapter
+from qshard.model.quantize import is_quantized, quantize_
 from qshard.module_state import dynamics_of
-from qshard.quantization_state import QuantizationState
-from qshard.quantize import is_quantized, quantize_
 from transformers import TrainerCallback
 
 STATE_NAME = "quantization_state.pt"

@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qshard.nn.arguments import (
+from qshard.nn.base import Initialized
+from qshard.nn.parts.arguments import (
     check_choice,
     refuse,
     refuse_context_parallelism,
     rng_fork,
 )
-from qshard.nn.attention_bias import alibi_slopes as slopes_of
-from qshard.nn.attention_bias import bias_of
-from qshard.nn.attention_mask import (
+from qshard.nn.parts.attention_bias import alibi_slopes as slopes_of
+from qshard.nn.parts.attention_bias import bias_of
+from qshard.nn.parts.attention_mask import (
     Mask,
     is_bottom_right,
     make_mask,
@@ -24,10 +25,9 @@ from qshard.nn.attention_mask import (
     padding_masks,
     window_of,
 )
-from qshard.nn.autocast import activation_dtype, autocast_dtype
-from qshard.nn.base import Initialized
-from qshard.nn.parallel import DeviceMeshes
-from qshard.nn.recompute import checkpointed
+from qshard.nn.parts.autocast import activation_dtype, autocast_dtype
+from qshard.nn.parts.parallel import DeviceMeshes
+from qshard.nn.parts.recompute import checkpointed
 
 FORMATS = ("sbhd", "bshd")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")

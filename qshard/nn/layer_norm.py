@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import torch
 from torch.nn import init
 
-from qshard.nn.autocast import autocast_dtype
 from qshard.nn.base import Initialized
 from qshard.nn.initial import gamma_init
-from qshard.nn.norms import normalize
-from qshard.nn.parallel import DeviceMeshes
+from qshard.nn.parts.autocast import autocast_dtype
+from qshard.nn.parts.norms import normalize
+from qshard.nn.parts.parallel import DeviceMeshes
 
 
 class Norm(Initialized, DeviceMeshes, torch.nn.Module):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 from torch.nn import init
 
-from qshard.calls import runs_as_steps
+from qshard.modules.calls import runs_as_steps
 from qshard.nn import initial
-from qshard.nn.arguments import NORMALIZATIONS, check_choice, refuse, refuse_arguments
-from qshard.nn.fused import norm_linear
-from qshard.nn.multiply import joined
+from qshard.nn.parts.arguments import NORMALIZATIONS, check_choice, refuse, refuse_arguments
+from qshard.nn.parts.fused import norm_linear
+from qshard.nn.parts.multiply import joined
 from qshard.nn.projection import Projection
 
 

@@ -7,20 +7,20 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.nn import init
 
-from qshard.calls import runs_as_steps
+from qshard.modules.calls import runs_as_steps
 from qshard.nn import initial
-from qshard.nn.activations import ACTIVATIONS, check_params, is_gated
-from qshard.nn.arguments import (
+from qshard.nn.base import Initialized, returned
+from qshard.nn.parts.activations import ACTIVATIONS, check_params, is_gated
+from qshard.nn.parts.arguments import (
     NORMALIZATIONS,
     check_choice,
     refuse_arguments,
     rng_fork,
 )
-from qshard.nn.base import Initialized, returned
-from qshard.nn.fused import norm_mlp
-from qshard.nn.multiply import Multiply
-from qshard.nn.parallel import DeviceMeshes
-from qshard.nn.recompute import checkpointed
+from qshard.nn.parts.fused import norm_mlp
+from qshard.nn.parts.multiply import Multiply
+from qshard.nn.parts.parallel import DeviceMeshes
+from qshard.nn.parts.recompute import checkpointed
 from qshard.tensor_parallel.local import local_part
 
 

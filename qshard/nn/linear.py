@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
-from qshard.calls import runs_as_steps
-from qshard.functional import linear_under_transforms
 from qshard.module_state import NamedState
+from qshard.modules.calls import runs_as_steps
+from qshard.modules.functional import linear_under_transforms
 from qshard.nn import initial
-from qshard.nn.arguments import refuse, refuse_arguments
-from qshard.nn.multiply import joined
+from qshard.nn.parts.arguments import refuse, refuse_arguments
+from qshard.nn.parts.multiply import joined
 from qshard.nn.projection import Projection
 from qshard.tensor_parallel import stock
 

@@ -7,7 +7,7 @@ from torch import nn as torch_nn
 from torch.nn import functional as F
 
 from qshard import module_state
-from qshard.made_classes import made_class
+from qshard.modules.made_classes import made_class
 from qshard.nn.linear import Linear, multiply
 
 

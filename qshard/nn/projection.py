@@ -5,15 +5,15 @@ from collections.abc import Callable
 import torch
 from torch.nn import init
 
-from qshard.nn.arguments import (
+from qshard.nn.base import Initialized, returned
+from qshard.nn.parts.arguments import (
     PARALLEL_MODES,
     check_choice,
     rng_fork,
     split_sizes,
 )
-from qshard.nn.base import Initialized, returned
-from qshard.nn.multiply import Multiply, joined, multiply_parts
-from qshard.nn.parallel import DeviceMeshes
+from qshard.nn.parts.multiply import Multiply, joined, multiply_parts
+from qshard.nn.parts.parallel import DeviceMeshes
 from qshard.tensor_parallel.local import local_part
 
 

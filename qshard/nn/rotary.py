@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from qshard import ops
-from qshard.nn.arguments import check_choice
+from qshard.nn.parts.arguments import check_choice
 
 SHORT = (torch.bfloat16, torch.float16)
 _ASKED = (Tensor.requires_grad.__get__, Tensor.dtype.__get__, torch.is_floating_point)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qshard.calls import does_forward_alone
-from qshard.nn.fused import swiglu_mlp
+from qshard.modules.calls import does_forward_alone
 from qshard.nn.linear import Linear
-from qshard.nn.multiply import Multiply
+from qshard.nn.parts.fused import swiglu_mlp
+from qshard.nn.parts.multiply import Multiply
 from qshard.tensor_parallel.local import check_can_be_read
 
 

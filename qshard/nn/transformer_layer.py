@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qshard.calls import does_forward_alone
-from qshard.nn.arguments import check_choice, refuse
-from qshard.nn.attention_mask import mask_type_of
-from qshard.nn.autocast import activation_dtype
+from qshard.modules.calls import does_forward_alone
 from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_mlp import LayerNormMLP
 from qshard.nn.multihead_attention import MultiheadAttention
-from qshard.nn.parallel import DeviceMeshes, check_ranks
+from qshard.nn.parts.arguments import check_choice, refuse
+from qshard.nn.parts.attention_mask import mask_type_of
+from qshard.nn.parts.autocast import activation_dtype
+from qshard.nn.parts.parallel import DeviceMeshes, check_ranks
 from qshard.nn.rms_norm import RMSNorm
 
 

@@ -12,7 +12,7 @@ from _qshard_placement import group_names
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from qshard.moves import distributed
+from qshard.modules.moves import distributed
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.shared import current_slot, shared
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import style as stock
 
 from qshard import module_state
-from qshard.calls import count_hooks
+from qshard.modules.calls import count_hooks
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.local import TensorParallel, check_can_be_read
 from qshard.tensor_parallel.shared import shared

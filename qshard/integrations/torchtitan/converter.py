@@ -7,9 +7,9 @@ import qshard
 import torch
 import torchtitan.config
 from qshard import module_state
-from qshard.choosing import warn_of_what_is_left
 from qshard.integrations.torchtitan import options
 from qshard.integrations.torchtitan.checkpoints import checkpoint_beside
+from qshard.model.choosing import warn_of_what_is_left
 
 from torchtitan.components import checkpoint
 from torchtitan.components.quantization import QuantizationConverter

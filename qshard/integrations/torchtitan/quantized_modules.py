@@ -6,8 +6,8 @@ import qshard
 import torch
 from qshard import module_state
 from qshard.integrations.torchtitan import options
+from qshard.model.state import without_wrappers
 from qshard.nn.linear_subclasses import quantized_class, runs_as_linear
-from qshard.state import without_wrappers
 from torch import nn
 
 from torchtitan.models.common.linear import Linear

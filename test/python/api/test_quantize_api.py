@@ -177,13 +177,13 @@ def test_lazy_linears_are_materialized_first(options):
 def test_plain_weights_are_freed_one_by_one(keep_master, monkeypatch):
     m = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     plain = [StorageWeakRef(layer.weight.untyped_storage()) for layer in m]
-    quantize_like, alive = qshard.quantize.quantize_like, []
+    quantize_like, alive = qshard.model.quantize.quantize_like, []
 
     def counting(*args):
         alive.append(sum(not weight.expired() for weight in plain))
         return quantize_like(*args)
 
-    monkeypatch.setattr(qshard.quantize, "quantize_like", counting)
+    monkeypatch.setattr(qshard.model.quantize, "quantize_like", counting)
     qshard.quantize_(m, qshard.Float8CurrentScaling(), keep_master=keep_master)
     assert alive == [6, 5, 4, 3, 2, 1] and all(weight.expired() for weight in plain)
 

@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tp_models import give_gradient, local_part
 
 import qshard
-from qshard import replace
-from qshard.quantize import quantize_like
+from qshard.model.quantize import quantize_like
+from qshard.modules import replace
 
 COLS = 72  # no multiple of a block
 ROWS = 40

@@ -34,9 +34,10 @@ from torch.distributed.tensor.parallel import parallelize_module, style as torch
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard
-from qshard import replace, tensor_parallel
+from qshard import tensor_parallel
 from qshard.gradients import QuantizedReduceScatter
-from qshard.quantize import quantize_like
+from qshard.model.quantize import quantize_like
+from qshard.modules import replace
 
 FORMATS = tuple(gradient_message.FORMATS)
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard
 from qshard import module_state, nn
-from qshard.nn.multiply import joined
-from qshard.nn.norms import normalize
+from qshard.nn.parts.multiply import joined
+from qshard.nn.parts.norms import normalize
 
 B16, F32 = torch.bfloat16, torch.float32
 NORMS = ("LayerNorm", "RMSNorm")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard
 from qshard import nn
-from qshard.nn import norms
+from qshard.nn.parts import norms
 
 BOTH = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 IN_CODES = ("float8_tensorwise", "float8_blockwise")

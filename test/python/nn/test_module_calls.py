@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 import qshard
 from qshard import nn
-from qshard.calls import does_forward_alone
+from qshard.modules.calls import does_forward_alone
 from qshard.nn.swiglu import swiglu_of_linears
 
 HIDDEN = 64

@@ -163,7 +163,7 @@ def test_biases_of_scores(bias_type, mask_type, softcap, sizes, own_slopes):
 
 
 def test_alibi_slopes_of_other_head_counts():
-    from qshard.nn.attention_bias import alibi_slopes
+    from qshard.nn.parts.attention_bias import alibi_slopes
 
     assert alibi_slopes(6).tolist() == pytest.approx(
         [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]

@@ -10,8 +10,8 @@ from reference import transformer as reference
 
 import qshard
 from qshard import nn
-from qshard.nn.activations import _activate, activate
-from qshard.nn.norms import normalize
+from qshard.nn.parts.activations import _activate, activate
+from qshard.nn.parts.norms import normalize
 
 ops = torch.ops.qshard
 FORMATS = (None, *RECIPES)  # None: not quantized

@@ -9,8 +9,8 @@ from nn_helpers import RECIPES, assert_bits, gradients, on_devices, randomize
 
 import qshard
 from qshard import nn
-from qshard.nn.activations import activate
-from qshard.nn.norms import normalize
+from qshard.nn.parts.activations import activate
+from qshard.nn.parts.norms import normalize
 
 TOKENS, DIMS, OUT = (1, 127, 4097), (96, 4096, 4104), 104
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from qshard.nn.norms import normalize
+from qshard.nn.parts.norms import normalize
 
 ops = torch.ops.qshard
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

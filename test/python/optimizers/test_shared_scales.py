@@ -16,7 +16,7 @@ from shared_scale_models import GROUPS, RECIPES, Block, build, looks, step
 from torch import nn
 
 import qshard
-from qshard import scale_groups
+from qshard.model import scale_groups
 
 ops = torch.ops.qshard
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from qshard import module_state
-from qshard.nn.arguments import refuse_context_parallelism
+from qshard.nn.parts.arguments import refuse_context_parallelism
 from qshard.tensor_parallel.local import TensorParallel
 
 

@@ -5,7 +5,7 @@ from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from qshard.fsdp1 import prepared_units
+from qshard.dynamic_weights.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of, find
 
 ops = torch.ops.qshard

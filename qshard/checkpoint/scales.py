@@ -13,7 +13,7 @@ from qshard.checkpoint.boxes import Boxes, boxes_of, in_blocks
 from qshard.checkpoint.layouts import block_of
 from qshard.checkpoint.model import Entry
 from qshard.checkpoint.ranks import Ranks
-from qshard.state import copy_values
+from qshard.model.state import copy_values
 
 ops = torch.ops.qshard
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the values of codes 0 to 7

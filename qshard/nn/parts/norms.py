@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qshard.nn.autocast import activation_dtype
-from qshard.nn.multiply import are_plain
-from qshard.nn.recompute import gradients_of, recomputed
+from qshard.nn.parts.autocast import activation_dtype
+from qshard.nn.parts.multiply import are_plain
+from qshard.nn.parts.recompute import gradients_of, recomputed
 
 _ops = torch.ops.qshard
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qshard.accessor_ops import (
+from qshard.ops.accessors import (
     codes,
     columnwise_codes,
     columnwise_scale_inv,
@@ -32,10 +32,10 @@ from qshard.accessor_ops import (
     scale_inv,
     tensor_scale_inv,
 )
-from qshard.norm_ops import norm_linear
-from qshard.operator_calls import operator
-from qshard.rotary_ops import join_rotary_embedding, rotary_embedding, split_rotary_embedding
-from qshard.swiglu_ops import (
+from qshard.ops.norms import norm_linear
+from qshard.ops.operator_calls import operator
+from qshard.ops.rotary import join_rotary_embedding, rotary_embedding, split_rotary_embedding
+from qshard.ops.swiglu import (
     swiglu_linear_backward,
     swiglu_linear_backward_accumulate,
     swiglu_linear_forward,

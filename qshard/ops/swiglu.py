@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from qshard.operator_calls import operator
+from qshard.ops.operator_calls import operator
 
 
 @operator

@@ -10,8 +10,8 @@ from torch import nn as torch_nn
 from torch.nn.parameter import is_lazy
 
 from qshard import module_state, nn
-from qshard.dynamic import is_flattened
-from qshard.dynamic_modules import weight_identities
+from qshard.dynamic_weights.modules import weight_identities
+from qshard.dynamic_weights.weights import is_flattened
 
 _ADAPTERS = {"lora_A", "lora_B"}
 _TABLES = (torch_nn.Embedding, torch_nn.EmbeddingBag)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qshard.nn.autocast import activation_dtype
+from qshard.nn.parts.autocast import activation_dtype
 
 
 def into_main_grad(

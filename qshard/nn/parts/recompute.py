@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qshard.nn.arguments import RngFork
+from qshard.nn.parts.arguments import RngFork
 
 
 def checkpointed(function: Callable, *args, fork: RngFork | None = None):

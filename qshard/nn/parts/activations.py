@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qshard.nn.recompute import recomputed
+from qshard.nn.parts.recompute import recomputed
 
 
 def _gelu(x):

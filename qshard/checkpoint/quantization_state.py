@@ -5,9 +5,9 @@ import contextlib
 import torch
 from _qshard_hooks import is_quantized, local_of
 
-from qshard import scales
-from qshard.quantize import flush
-from qshard.state import has_buffers, link, tensors_of, weights, without_wrappers
+from qshard.checkpoint import scales
+from qshard.model.quantize import flush
+from qshard.model.state import has_buffers, link, tensors_of, weights, without_wrappers
 
 ops = torch.ops.qshard
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from qshard import flat_parameters
-from qshard.companies import Occasion, ranks_meet
-from qshard.dynamic import HELD, NO_STEP, REACHED, STEP, DynamicWeight, Installed
+from qshard.dynamic_weights import flat_parameters
+from qshard.dynamic_weights.companies import Occasion, ranks_meet
+from qshard.dynamic_weights.weights import HELD, NO_STEP, REACHED, STEP, DynamicWeight, Installed
 
 ops = torch.ops.qshard
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from qshard.functional import linear_under_transforms
-from qshard.nn.autocast import activation_dtype
-from qshard.nn.main_grad import into_main_grad, plain_linear
+from qshard.modules.functional import linear_under_transforms
+from qshard.nn.parts.autocast import activation_dtype
+from qshard.nn.parts.main_grad import into_main_grad, plain_linear
 
 _linear = torch.ops.qshard.linear.default
 

@@ -5,8 +5,9 @@ from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from qshard import flat_parameters, module_state
-from qshard.dynamic import DynamicWeight, Installed, delayed_weights, is_flattened
+from qshard import module_state
+from qshard.dynamic_weights import flat_parameters
+from qshard.dynamic_weights.weights import DynamicWeight, Installed, delayed_weights, is_flattened
 from qshard.module_state import NAMES_OF_STATE, dynamic_of
 from qshard.nn.base import Initialized
 from qshard.nn.embedding import Embedding

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from qshard.choosing import weight_names
+from qshard.model.choosing import weight_names
+from qshard.model.quantize import quantize_
 from qshard.nn.base import when_made
-from qshard.quantize import quantize_
 from qshard.recipes import recipe_of
 
 

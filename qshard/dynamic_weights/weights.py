@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from qshard import companies, module_state
-from qshard.companies import Occasion, ranks_meet
-from qshard.functional import linear_under_transforms
+from qshard import module_state
+from qshard.dynamic_weights import companies
+from qshard.dynamic_weights.companies import Occasion, ranks_meet
+from qshard.modules.functional import linear_under_transforms
 
 ops = torch.ops.qshard
 

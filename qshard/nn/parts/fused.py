@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qshard.nn.activations import activate
-from qshard.nn.autocast import activation_dtype
-from qshard.nn.multiply import Multiply, are_plain, joined, multiply_parts
-from qshard.nn.norms import normalize
+from qshard.nn.parts.activations import activate
+from qshard.nn.parts.autocast import activation_dtype
+from qshard.nn.parts.multiply import Multiply, are_plain, joined, multiply_parts
+from qshard.nn.parts.norms import normalize
 
 _ops = torch.ops.qshard
 

@@ -15,22 +15,16 @@ from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from qshard import (
-    choosing,
-    dynamic,
-    dynamic_modules,
-    module_state,
-    nn,
-    recipes,
-    replace,
-    scale_groups,
-    state,
-)
-from qshard.choosing import weight_names
-from qshard.moves import with_local
+from qshard import module_state, nn, recipes
+from qshard.dynamic_weights import modules as dynamic_modules
+from qshard.dynamic_weights import weights as dynamic
+from qshard.model import choosing, scale_groups, state
+from qshard.model.choosing import weight_names
+from qshard.modules import replace
+from qshard.modules.moves import with_local
+from qshard.modules.outside_graphs import outside_graphs
 from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear
-from qshard.outside_graphs import outside_graphs
 
 ops = torch.ops.qshard
 _KNOWN = (nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qshard import module_state
-from qshard.dynamic import DynamicWeight
+from qshard.dynamic_weights.weights import DynamicWeight
 
 # What is read of a flat parameter.
 ATTRIBUTES = ("_param_infos", "_shapes", "_numels_with_padding", "_is_padding_mask", "_sharded_size")

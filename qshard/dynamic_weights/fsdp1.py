@@ -11,10 +11,11 @@ import weakref
 from _qshard_hooks import made_up_steps, step_followers
 from torch import nn
 
-from qshard import flat_parameters, module_state
-from qshard.companies import Occasion
-from qshard.dynamic import Installed
-from qshard.fsdp1_units import Unit, agree, is_in_backward, optimizers_in_backward
+from qshard import module_state
+from qshard.dynamic_weights import flat_parameters
+from qshard.dynamic_weights.companies import Occasion
+from qshard.dynamic_weights.fsdp1_units import Unit, agree, is_in_backward, optimizers_in_backward
+from qshard.dynamic_weights.weights import Installed
 
 _GATHERS = ("quantized", "param_dtype")
 _HANDLE = ("_all_gather_flat_param", "_uses_param_mixed_precision", "_force_full_precision")

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from qshard.nn.arguments import check_choice
-from qshard.nn.attention_mask import offset_of, positions
+from qshard.nn.parts.arguments import check_choice
+from qshard.nn.parts.attention_mask import offset_of, positions
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 

@@ -5,10 +5,12 @@ from _qshard_hooks import local_of
 from torch import nn as torch_nn
 from torch.distributed.tensor import DTensor
 
-from qshard import nn, replace, state
+from qshard import nn
+from qshard.model import state
+from qshard.model.quantize import forget_module, is_quantized
 from qshard.module_state import dynamics_of
-from qshard.moves import with_local
-from qshard.quantize import forget_module, is_quantized
+from qshard.modules import replace
+from qshard.modules.moves import with_local
 
 ops = torch.ops.qshard
 

@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from qshard import clients, flat_parameters, recipes, traffic
+from qshard import recipes
 from qshard.checkpoint.layouts import block_of
-from qshard.fsdp1 import prepared_units
+from qshard.dynamic_weights import flat_parameters
+from qshard.dynamic_weights.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of
-from qshard.traffic import Traffic, name_of, split
+from qshard.report import clients, traffic
+from qshard.report.traffic import Traffic, name_of, split
 
 ops = torch.ops.qshard
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from qshard.operator_calls import operator
+from qshard.ops.operator_calls import operator
 
 
 @operator

@@ -14,7 +14,7 @@ from _qshard_placement import group_names, place, roles
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard import module_state
-from qshard.moves import with_local
+from qshard.modules.moves import with_local
 from qshard.nn.base import Initialized
 
 ops = torch.ops.qshard

@@ -1,0 +1,1 @@
+"""Weights that stay plain: they are quantized at each use."""

@@ -1,0 +1,1 @@
+"""What quantize_ and its opposite do to a model."""

@@ -1,0 +1,1 @@
+"""What the package needs of torch.nn.Module and torch.func."""

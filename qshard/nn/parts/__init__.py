@@ -1,0 +1,1 @@
+"""What the modules of qshard.nn are made of."""
