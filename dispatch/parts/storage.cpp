@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <cstring>
 #include <map>
@@ -12,13 +13,7 @@
 #include <typeinfo>
 #include <unordered_map>
 
-#ifdef QSHARD_WITH_CUDA
-#include <c10/core/DeviceGuard.h>
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime_api.h>
-#endif
+#include "kernels/device/memory.h"
 
 namespace qshard {
 
@@ -134,17 +129,12 @@ c10::Storage allocate_storage(int64_t bytes, at::Device device, Fill fill, bool 
     return flat.storage();
   }
   if (device.is_cpu()) return allocate_on_cpu(bytes, fill);
-#ifdef QSHARD_WITH_CUDA
   if (device.is_cuda()) {
     const c10::DeviceGuard guard(device);
-    auto storage = storage_from(c10::cuda::CUDACachingAllocator::get(), bytes);
-    if (fill == Fill::kZeros && bytes > 0) {
-      C10_CUDA_CHECK(cudaMemsetAsync(storage.mutable_data(), 0, bytes,
-                                     c10::cuda::getCurrentCUDAStream(device.index())));
-    }
+    auto storage = storage_from(cuda::allocator(), bytes);
+    if (fill == Fill::kZeros && bytes > 0) cuda::zero(storage.mutable_data(), bytes, device);
     return storage;
   }
-#endif
   return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device)).storage();
 }
 
@@ -164,14 +154,10 @@ at::Tensor tensor_at(const c10::Storage& storage, at::ScalarType dtype, int64_t 
 
 void copy_on_device(void* to, const void* from, int64_t bytes, at::Device device) {
   if (bytes == 0) return;
-#ifdef QSHARD_WITH_CUDA
   if (device.is_cuda()) {
     const c10::DeviceGuard guard(device);
-    C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice,
-                                   c10::cuda::getCurrentCUDAStream(device.index())));
-    return;
+    return cuda::copy(to, from, bytes, device);
   }
-#endif
   TORCH_INTERNAL_ASSERT(device.is_cpu());
   at::parallel_for(0, bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
     std::memcpy(static_cast<uint8_t*>(to) + begin, static_cast<const uint8_t*>(from) + begin,

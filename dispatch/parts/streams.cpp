@@ -1,15 +1,11 @@
 #include "dispatch/parts/streams.h"
 
-#ifdef QSHARD_WITH_CUDA
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace qshard {
-
-#ifdef QSHARD_WITH_CUDA
 
 namespace {
 
@@ -93,20 +89,5 @@ void FlushEvent::wait() const {
 }
 
 bool FlushEvent::is_captured() const { return point_ && point_->capture != 0; }
-
-#else
-
-std::optional<c10::Stream> current_device_stream(at::Device) { return std::nullopt; }
-bool is_capturing(at::Device) { return false; }
-void wait_for_stream(std::optional<c10::Stream>, at::Device) {}
-void record_on_current_stream(const at::Tensor&) {}
-void record_on_default_stream(const at::Tensor&) {}
-
-struct FlushEvent::Point {};
-FlushEvent FlushEvent::record(at::Device) { return {}; }
-void FlushEvent::wait() const {}
-bool FlushEvent::is_captured() const { return false; }
-
-#endif
 
 }  // namespace qshard

@@ -5,9 +5,7 @@
 #include <optional>
 #include <vector>
 
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/adamw/adamw_cuda.h"
-#endif
 
 namespace qshard {
 namespace {
@@ -69,13 +67,7 @@ StepQuantizes step_quantizes(const Layout& layout) {
 void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, Stream stream) {
   if (tasks.empty()) return;
   if (!stream.is_cuda) return fused_adamw_cpu(tasks, options);
-#ifdef QSHARD_WITH_CUDA
   cuda::fused_adamw(tasks, options, stream.handle);
-#else
-  TORCH_CHECK(
-      false,
-      "_fused_adamw_: a CUDA tensor, and qshard was built without CUDA (nvcc was not found)");
-#endif
 }
 
 }  // namespace qshard

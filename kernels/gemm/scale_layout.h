@@ -6,9 +6,6 @@
 
 #include "kernels/format/layout.h"
 #include "kernels/numerics/float8.h"
-#ifdef QSHARD_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
 
 namespace qshard::cuda {
 
@@ -27,19 +24,5 @@ QSHARD_HOST_DEVICE int64_t swizzled_scale_index(int64_t i, int64_t j, int64_t ti
   return (i / kScaleTileRows * tile_cols + j / kScaleTileCols) * kScaleTileBytes + i % 32 * 16 +
          i % kScaleTileRows / 32 * 4 + j % kScaleTileCols;
 }
-
-#ifdef QSHARD_WITH_CUDA
-/// Scales that lie in rows of `row_bytes` bytes, 16-byte aligned and zero up to a multiple of 16,
-/// as in a row image.
-struct ScaleRows {
-  const uint8_t* first = nullptr;  // of row 0
-  int64_t rows = 0;
-  int64_t row_bytes = 0;
-  int64_t scales = 0;  // per row
-};
-
-/// Writes all swizzled_scale_bytes(rows, scales) of `out`, 16-byte aligned; padding becomes zero.
-cudaError_t launch_swizzle_scales(const ScaleRows& in, uint8_t* out, cudaStream_t stream);
-#endif
 
 }  // namespace qshard::cuda

@@ -4,10 +4,8 @@
 #include <ATen/ops/mm.h>
 
 #include "kernels/format/value_dtype.h"
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/linear/linear_block_scaled.h"
 #include "kernels/linear/linear_fp8.h"
-#endif
 
 namespace qshard {
 namespace {
@@ -57,8 +55,7 @@ class Fp8Gemms final : public CodeGemmBackend {
     return codes_fallback(problem);
   }
   Arrangement arrangement() const override { return Arrangement::kPacked; }
-  at::Tensor run([[maybe_unused]] const GemmTask& task) const override {
-#ifdef QSHARD_WITH_CUDA
+  at::Tensor run(const GemmTask& task) const override {
     switch (task.direction) {
       case GemmDirection::kForward:
         return cuda::fp8_forward(*task.a.codes, *task.b.codes, task.bias, task.out, task.added);
@@ -70,17 +67,12 @@ class Fp8Gemms final : public CodeGemmBackend {
                    ? task.sum
                    : cuda::fp8_grad_weight(*task.a.codes, *task.b.codes, task.out);
     }
-#endif
     return {};
   }
 
  private:
-  static bool device_has_gemm([[maybe_unused]] const GemmProblem& problem) {
-#ifdef QSHARD_WITH_CUDA
+  static bool device_has_gemm(const GemmProblem& problem) {
     return cuda::has_fp8_gemm(problem.device, *problem.format);
-#else
-    return false;
-#endif
   }
 };
 
@@ -92,8 +84,7 @@ class BlockScaledGemms final : public CodeGemmBackend {
     return device_has_gemm(problem) ? codes_fallback(problem) : GemmFallback::kFormat;
   }
   Arrangement arrangement() const override { return Arrangement::kRowImage; }
-  at::Tensor run([[maybe_unused]] const GemmTask& task) const override {
-#ifdef QSHARD_WITH_CUDA
+  at::Tensor run(const GemmTask& task) const override {
     switch (task.direction) {
       case GemmDirection::kForward:
         return cuda::block_scaled_forward(*task.a.codes, *task.b.codes, task.bias, task.out,
@@ -103,17 +94,12 @@ class BlockScaledGemms final : public CodeGemmBackend {
       case GemmDirection::kGradWeight:
         return cuda::block_scaled_grad_weight(*task.a.codes, *task.b.codes, task.out);
     }
-#endif
     return {};
   }
 
  private:
-  static bool device_has_gemm([[maybe_unused]] const GemmProblem& problem) {
-#ifdef QSHARD_WITH_CUDA
+  static bool device_has_gemm(const GemmProblem& problem) {
     return cuda::has_block_scaled_gemm(problem.device);
-#else
-    return false;
-#endif
   }
 };
 

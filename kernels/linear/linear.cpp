@@ -15,30 +15,11 @@
 #include "kernels/gemm/gemm_report.h"
 #include "kernels/linear/gemm_backend.h"
 #include "kernels/linear/linear_amax.h"
-#include "kernels/scaling/scaling_state.h"
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/linear/linear_fp8.h"
-#endif
+#include "kernels/scaling/scaling_state.h"
 
 namespace qshard {
 namespace {
-
-bool device_has_fp8_gemm([[maybe_unused]] at::Device device,
-                         [[maybe_unused]] const Format& format) {
-#ifdef QSHARD_WITH_CUDA
-  return cuda::has_fp8_gemm(device, format);
-#else
-  return false;
-#endif
-}
-
-bool device_has_every_fp8_gemm([[maybe_unused]] at::Device device) {
-#ifdef QSHARD_WITH_CUDA
-  return cuda::has_every_fp8_gemm(device);
-#else
-  return false;
-#endif
-}
 
 void check_weight(const QuantizedMatrix& weight) {
   const RowImage& rows = weight.row_image();
@@ -212,7 +193,7 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const Gemms& ge
 // Hadamard transform.
 bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k) {
   return m > 0 && n > 0 && k > 0 && n % 16 == 0 && !is_too_large(m, n, k) && device.is_cuda() &&
-         device_has_every_fp8_gemm(device);
+         cuda::has_every_fp8_gemm(device);
 }
 
 bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarType dtype,
@@ -243,8 +224,8 @@ QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
   if (!orientations.rowwise && !orientations.columnwise) {
     return {&format, DType::kFloat8E4M3, input.size(0), input.size(1)};
   }
-  const bool is_read = orientations.rowwise ? device_has_fp8_gemm(input.device(), format)
-                                            : device_has_every_fp8_gemm(input.device());
+  const bool is_read = orientations.rowwise ? cuda::has_fp8_gemm(input.device(), format)
+                                            : cuda::has_every_fp8_gemm(input.device());
   TORCH_CHECK(is_read && input.numel() > 0,
               fmt::format("qshard::quantize_input: {} has no FP8 GEMM for an input of shape {}",
                           input.device().str(), input.sizes()));

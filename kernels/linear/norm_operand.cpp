@@ -4,9 +4,7 @@
 #include <ATen/ops/rms_norm.h>
 
 #include "kernels/linear/linear_amax.h"
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/linear/norm_quantize.h"
-#endif
 
 namespace qshard {
 namespace {
@@ -28,11 +26,9 @@ at::Tensor composed(const at::Tensor& x, const Normalization& norm) {
 }  // namespace
 
 QuantizedMatrix NormOperand::codes(const OperandRequest& request) const {
-#ifdef QSHARD_WITH_CUDA
   const bool is_fused = request.arrangement == Arrangement::kPacked &&
                         request.role == PackedRole::kInput && has_norm_kernel(x_, norm_);
   if (is_fused) return cuda::quantize_norm(x_, norm_, request, statistics_, amax_);
-#endif
   return PlainOperand(values(dtype())).codes(request);
 }
 

@@ -7,10 +7,8 @@
 #include <utility>
 
 #include "kernels/linear/block_scaled_operand.h"
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/linear/linear_fp8.h"
 #include "kernels/linear/shared_activation.h"
-#endif
 
 namespace qshard {
 namespace {
@@ -48,9 +46,7 @@ Orientations missing(const QuantizedMatrix& matrix, const OperandRequest& reques
 
 QuantizedMatrix PlainOperand::codes(const OperandRequest& request) const {
   if (request.arrangement == Arrangement::kPacked) {
-#ifdef QSHARD_WITH_CUDA
     if (values_.is_cuda()) return cuda::quantize_activation(values_, request, amax_);
-#endif
     no_packed_codes(values_);
   }
   const Format& format = *request.format;
@@ -67,11 +63,9 @@ void PlainOperand::collect_amax(const DelayedAmax& delayed) const {
 }
 
 QuantizedMatrix SharedOperand::codes(const OperandRequest& request) const {
-#ifdef QSHARD_WITH_CUDA
   const bool is_shared =
       input_.tensor.defined() && !request.delayed && request.arrangement == Arrangement::kPacked;
   if (is_shared) return cuda::quantize_shared_activation(input_, values_, request);
-#endif
   return PlainOperand::codes(request);
 }
 

@@ -9,9 +9,7 @@
 #include <limits>
 
 #include "kernels/linear/linear_amax.h"
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/linear/swiglu_quantize.h"
-#endif
 
 namespace qshard {
 
@@ -32,11 +30,9 @@ at::Tensor swiglu_maxima(const at::Tensor& amax, int64_t m, int64_t k) {
 }
 
 QuantizedMatrix SwigluOperand::codes(const OperandRequest& request) const {
-#ifdef QSHARD_WITH_CUDA
   const bool is_fused = gate_.is_cuda() && request.arrangement == Arrangement::kPacked &&
                         request.role == PackedRole::kInput;
   if (is_fused) return cuda::quantize_swiglu(gate_, up_, request, maxima_);
-#endif
   return PlainOperand(values(dtype())).codes(request);
 }
 
@@ -48,11 +44,9 @@ void SwigluOperand::collect_amax(const DelayedAmax& delayed) const {
 
 SwigluBackward swiglu_backward(const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up,
                                const SwigluBackwardRequest& request) {
-#ifdef QSHARD_WITH_CUDA
   if (cuda::can_quantize_swiglu_backward(gate, request)) {
     return cuda::quantize_swiglu_backward(grad, gate, up, request);
   }
-#endif
   auto [grad_gate, grad_up] = swiglu_gradients(grad, gate, up);
   SwigluBackward result;
   if (request.joined) {

@@ -8,11 +8,7 @@
 
 #include "kernels/format/shown_name.h"
 #include "kernels/messages/gradient_message_cpu.h"
-#ifdef QSHARD_WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-
-#include "kernels/messages/gradient_message_kernels.h"
-#endif
+#include "kernels/messages/gradient_message_cuda.h"
 
 namespace qshard {
 namespace {
@@ -22,15 +18,6 @@ constexpr std::array<MessageFormat, 3> kMessageFormats = {{
     {"mxfp8", DType::kFloat8E4M3, 8, 32, RowScale::kE8M0},
     {"nvfp4", DType::kFloat4E2M1, 4, 16, RowScale::kE4M3},
 }};
-
-#ifndef QSHARD_WITH_CUDA
-[[noreturn]] void no_cuda() {
-  TORCH_CHECK(
-      false,
-      "qshard: cannot quantize gradients on CUDA: this library was built without CUDA (nvcc "
-      "was not found)");
-}
-#endif
 
 // CUDA's grids have no more rows.
 constexpr int64_t kMaxChunks = 65535;
@@ -57,22 +44,14 @@ void encode_messages(const EncodeMessagesTask& task, Stream stream) {
   check_chunks(task.chunks);
   if (task.chunks == 0 || task.layout.numel == 0) return;
   if (!stream.is_cuda) return cpu::encode_messages(task);
-#ifdef QSHARD_WITH_CUDA
-  C10_CUDA_CHECK(cuda::launch_encode_messages(task, static_cast<cudaStream_t>(stream.handle)));
-#else
-  no_cuda();
-#endif
+  cuda::encode_messages(task, stream.handle);
 }
 
 void sum_messages(const SumMessagesTask& task, Stream stream) {
   check_chunks(task.chunks);
   if (task.numel == 0 || task.layout.numel == 0) return;
   if (!stream.is_cuda) return cpu::sum_messages(task);
-#ifdef QSHARD_WITH_CUDA
-  C10_CUDA_CHECK(cuda::launch_sum_messages(task, static_cast<cudaStream_t>(stream.handle)));
-#else
-  no_cuda();
-#endif
+  cuda::sum_messages(task, stream.handle);
 }
 
 }  // namespace qshard

@@ -7,19 +7,10 @@
 #include <vector>
 
 #include "kernels/quantize/cpu/quantize_cpu.h"
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/quantize/quantize_cuda.h"
-#endif
 
 namespace qshard {
 namespace {
-
-#ifndef QSHARD_WITH_CUDA
-[[noreturn]] void no_cuda(const char* operation) {
-  TORCH_CHECK(false, "qshard: cannot ", operation,
-              " on a CUDA tensor: this library was built without CUDA (nvcc was not found)");
-}
-#endif
 
 bool has_grid_scales(const auto& task) { return task.layout.format->scales_in_grid(); }
 
@@ -119,11 +110,7 @@ void compute_amax(std::span<const QuantizeTask> tasks, Stream stream) {
       split_by_kind<QuantizeTask>(unknown, cpu::compute_amax_of_grid, cpu::compute_amax_row_scaled);
     });
   }
-#ifdef QSHARD_WITH_CUDA
   cuda::compute_amax(tasks, stream.handle);
-#else
-  no_cuda("compute an amax");
-#endif
 }
 
 void quantize(std::span<const QuantizeTask> tasks, Stream stream) {
@@ -136,21 +123,15 @@ void quantize(std::span<const QuantizeTask> tasks, Stream stream) {
       }
     });
   }
-#ifdef QSHARD_WITH_CUDA
   cuda::quantize(tasks, stream.handle);
-#else
-  no_cuda("quantize");
-#endif
 }
 
 void quantize_at_once(std::span<const QuantizeTask> tasks, Stream stream) {
   std::vector<QuantizeTask> rest;
-#ifdef QSHARD_WITH_CUDA
   if (stream.is_cuda) {
     rest = cuda::quantize_tiles(tasks, stream.handle);
     tasks = rest;
   }
-#endif
   compute_amax(tasks, stream);
   quantize(tasks, stream);
 }
@@ -164,11 +145,7 @@ void dequantize(std::span<const DequantizeTask> all_tasks, Stream stream) {
     if (!stream.is_cuda) {
       return split_by_kind(tasks, cpu::dequantize_by_grid, cpu::dequantize_row_scaled);
     }
-#ifdef QSHARD_WITH_CUDA
     cuda::dequantize(tasks, stream.handle);
-#else
-    no_cuda("dequantize");
-#endif
   });
 }
 

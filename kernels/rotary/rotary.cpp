@@ -4,9 +4,7 @@
 
 #include <utility>
 #include <vector>
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/rotary/rotary_cuda.h"
-#endif
 
 namespace qshard {
 namespace {
@@ -21,9 +19,7 @@ std::pair<at::Tensor, at::Tensor> pairs_of(const at::Tensor& x, const Rotation& 
 }  // namespace
 
 void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor& out) {
-#ifdef QSHARD_WITH_CUDA
   if (values.is_cuda()) return cuda::rotate(values, rotation, out);
-#endif
   const int64_t rotated = rotation.cos.size(1);
   std::vector<int64_t> shape(values.dim(), 1);
   shape.back() = rotated;

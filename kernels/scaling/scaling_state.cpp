@@ -6,9 +6,7 @@
 #include <cstring>
 
 #include "kernels/scaling/delayed_scaling.h"
-#ifdef QSHARD_WITH_CUDA
 #include "kernels/scaling/scaling_state_cuda.h"
-#endif
 
 namespace qshard {
 namespace {
@@ -51,22 +49,12 @@ void apply_delayed_scaling(const StateTask& task, FlushKind kind) {
   }
 }
 
-#ifndef QSHARD_WITH_CUDA
-[[noreturn]] void no_cuda() {
-  TORCH_CHECK(false, "qshard: this library was built without CUDA (nvcc was not found)");
-}
-#endif
-
 }  // namespace
 
 void collect_state(std::span<const StateTask> tasks, Stream stream) {
   if (tasks.empty()) return;
   if (stream.is_cuda) {
-#ifdef QSHARD_WITH_CUDA
     return cuda::collect_state(tasks, stream.handle);
-#else
-    no_cuda();
-#endif
   }
   for (const StateTask& task : tasks) {
     float* words = task.words;
@@ -84,11 +72,7 @@ void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* 
                  Stream stream) {
   if (tasks.empty()) return;
   if (stream.is_cuda) {
-#ifdef QSHARD_WITH_CUDA
     return cuda::apply_state(tasks, kind, found_inf, stream.handle);
-#else
-    no_cuda();
-#endif
   }
   if (found_inf && *found_inf != 0.f) kind = FlushKind::kOthers;
   for (const StateTask& task : tasks) {
@@ -102,11 +86,7 @@ void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* 
 
 void delay_amax(float* amax, const DelayedAmax& delayed, Stream stream) {
   if (stream.is_cuda) {
-#ifdef QSHARD_WITH_CUDA
     return cuda::delay_amax(amax, delayed, stream.handle);
-#else
-    no_cuda();
-#endif
   }
   *amax = delayed_amax(*amax, delayed.history, delayed.scaling, delayed.margin);
 }

@@ -2,16 +2,13 @@
 
 #include <utility>
 
-#ifdef QSHARD_WITH_CUDA
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace qshard {
 
-LastInputAmax::Use LastInputAmax::use([[maybe_unused]] at::Device device) {
-#ifdef QSHARD_WITH_CUDA
+LastInputAmax::Use LastInputAmax::use(at::Device device) {
   if (!device.is_cuda()) return {};
   std::unique_lock lock(mutex_);
   void* stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
@@ -27,9 +24,6 @@ LastInputAmax::Use LastInputAmax::use([[maybe_unused]] at::Device device) {
   auto* words = words_.mutable_data_ptr<float>();
   const int last = std::exchange(last_, 1 - last_);
   return {words + last, words + (1 - last), std::move(lock)};
-#else
-  return {};
-#endif
 }
 
 }  // namespace qshard

@@ -5,24 +5,9 @@
 
 #include "kernels/format/whole_layout.h"
 #include "kernels/transpose/transpose_cpu.h"
-#ifdef QSHARD_WITH_CUDA
-#include "kernels/device/check_launch.h"
-#include "kernels/transpose/kernels.h"
-#endif
+#include "kernels/transpose/transpose_cuda.h"
 
 namespace qshard {
-namespace {
-
-#ifndef QSHARD_WITH_CUDA
-[[noreturn]] void no_cuda() {
-  TORCH_CHECK(false,
-              "qshard: cannot transpose a CUDA tensor: this library was built without CUDA (nvcc "
-              "was not found)");
-}
-#endif
-
-}  // namespace
-
 Layout transposed_layout(const Layout& layout) {
   return whole_layout(*layout.format, layout.cols, layout.rows, round_up(layout.cols, 16));
 }
@@ -33,11 +18,7 @@ void transpose_values(const TransposeTask& task, Stream stream) {
                           task.rows, task.cols, task.padded_rows));
   if (task.cols == 0 || task.padded_rows == 0) return;
   if (!stream.is_cuda) return cpu::transpose_values(task);
-#ifdef QSHARD_WITH_CUDA
-  cuda::check_launch(cuda::launch_transpose_values(task, static_cast<cudaStream_t>(stream.handle)));
-#else
-  no_cuda();
-#endif
+  cuda::transpose_values(task, stream.handle);
 }
 
 void transpose_image(const TransposeImageTask& task, Stream stream) {
@@ -53,11 +34,7 @@ void transpose_image(const TransposeImageTask& task, Stream stream) {
                           format.name, layout.rows, layout.cols));
   if (layout.rows == 0 || layout.cols == 0) return;
   if (!stream.is_cuda) return cpu::transpose_image(task);
-#ifdef QSHARD_WITH_CUDA
-  cuda::check_launch(cuda::launch_transpose_image(task, static_cast<cudaStream_t>(stream.handle)));
-#else
-  no_cuda();
-#endif
+  cuda::transpose_image(task, stream.handle);
 }
 
 }  // namespace qshard

@@ -1,5 +1,8 @@
 // The swizzled order of block scales that cuBLASLt takes (kernels/gemm/scale_layout.h).
 #include "kernels/gemm/scale_layout.h"
+#ifdef QSHARD_WITH_CUDA
+#include "kernels/gemm/scale_layout_kernel.h"
+#endif
 #include "test/cpp/cases/kernel_cases.h"
 
 namespace qshard::testing {
