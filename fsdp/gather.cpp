@@ -17,8 +17,8 @@
 #include "dispatch/buffer/image_copy.h"
 #include "dispatch/flush/flush.h"
 #include "dispatch/parts/kernel_bridge.h"
-#include "dispatch/parts/streams.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/device/capture.h"
 #include "ops/calls/checked_call.h"
 #include "ops/calls/ops.h"
 

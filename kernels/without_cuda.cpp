@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/adamw/adamw_cuda.h"
+#include "kernels/device/capture.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/device/memory.h"
 #include "kernels/linear/linear_block_scaled.h"
@@ -30,6 +31,7 @@ namespace {
 }  // namespace
 
 Stream current_stream(at::Device device) { return {device.is_cuda(), nullptr}; }
+bool is_capturing(at::Device) { return false; }
 LastInputAmax::Use LastInputAmax::use(at::Device) { return {}; }
 
 std::tuple<at::Tensor, at::Tensor> normalized(const at::Tensor&, const Normalization&) {

@@ -9,6 +9,7 @@
 #include "dispatch/buffer/image_copy.h"
 #include "dispatch/buffer/read_codes.h"
 #include "dispatch/parts/kernel_bridge.h"
+#include "kernels/device/capture.h"
 
 namespace qshard {
 

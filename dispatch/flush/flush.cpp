@@ -8,6 +8,7 @@
 #include "dispatch/flush/requantize.h"
 #include "dispatch/flush/rounding_keys.h"
 #include "dispatch/parts/kernel_bridge.h"
+#include "kernels/device/capture.h"
 
 namespace qshard {
 namespace {

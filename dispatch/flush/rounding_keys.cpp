@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "dispatch/parts/kernel_bridge.h"
-#include "dispatch/parts/streams.h"
+#include "kernels/device/capture.h"
 #include "kernels/scaling/scaling_state.h"
 
 namespace qshard {

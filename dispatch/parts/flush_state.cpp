@@ -3,6 +3,8 @@
 #include <atomic>
 #include <utility>
 
+#include "kernels/device/capture.h"
+
 namespace qshard {
 
 int64_t FlushState::next_generation() {

@@ -35,10 +35,6 @@ std::optional<c10::Stream> current_device_stream(at::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).unwrap();
 }
 
-bool is_capturing(at::Device device) {
-  return device.is_cuda() && capture_of(c10::cuda::getCurrentCUDAStream(device.index())) != 0;
-}
-
 void wait_for_stream(std::optional<c10::Stream> stream, at::Device device) {
   if (!device.is_cuda()) return;
   wait_for(stream ? CUDAStream(*stream) : c10::cuda::getDefaultCUDAStream(device.index()),

@@ -13,9 +13,6 @@ namespace qshard {
 /// The device's current stream, none on cpu and meta.
 std::optional<c10::Stream> current_device_stream(at::Device device);
 
-/// Whether the device's current stream is being captured into a CUDA graph.
-bool is_capturing(at::Device device);
-
 /// Makes the current stream wait for work queued on `stream`, or on the device's default stream.
 void wait_for_stream(std::optional<c10::Stream> stream, at::Device device);
 

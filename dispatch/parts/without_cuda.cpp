@@ -4,7 +4,6 @@
 namespace qshard {
 
 std::optional<c10::Stream> current_device_stream(at::Device) { return std::nullopt; }
-bool is_capturing(at::Device) { return false; }
 void wait_for_stream(std::optional<c10::Stream>, at::Device) {}
 void record_on_current_stream(const at::Tensor&) {}
 void record_on_default_stream(const at::Tensor&) {}
