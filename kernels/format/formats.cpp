@@ -67,7 +67,8 @@ const Format& find_base(std::string_view name) {
 
 [[noreturn]] void refuse_option(const Format& base, std::string_view option) {
   throw std::invalid_argument(fmt::format(
-      "format '{}' has no option '{}'; known options: stochastic{}", base.name, shown_name(option),
+      "format '{}' has no option '{}'; known options: stochastic, emulate{}", base.name,
+      shown_name(option),
       base.amax_history.length > 0    ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
       : base.columnwise               ? ", phase"
       : scales_inputs_in_blocks(base) ? ", x_block_scaling_dim=N (N 1 or 2)"
@@ -89,6 +90,8 @@ void apply_option(Format& format, const Format& base, std::string_view option) {
   int64_t number = 0;
   if (option == "stochastic") {
     format.stochastic_rounding = true;
+  } else if (option == "emulate") {
+    format.emulated = true;
   } else if (base.columnwise && option == "phase") {
     format.gathers_by_phase = true;
   } else if (is_delayed && option == "most_recent") {
@@ -125,6 +128,7 @@ std::string canonical_name(const Format& format, const Format& base) {
   if (format.x_block_scaling_dim != base.x_block_scaling_dim) {
     options.push_back(fmt::format("x_block_scaling_dim={}", format.x_block_scaling_dim));
   }
+  if (format.emulated) options.emplace_back("emulate");
   if (format.stochastic_rounding) options.emplace_back("stochastic");
   if (options.empty()) return std::string(base.name);
   return fmt::format("{}[{}]", base.name, fmt::join(options, ","));

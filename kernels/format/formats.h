@@ -64,6 +64,9 @@ struct Format {
   /// Rows that share blocks hold the blocks' scales in equal slices, one slice a row; otherwise
   /// each of them holds them all.
   bool scales_in_slices = false;
+  /// Whether linears multiply dequantized codes in place of the GEMM that multiplies codes
+  /// (kernels/linear/emulated_gemms.h). What is stored and sent is the same.
+  bool emulated = false;
 
   /// Whether the grid holds the scale of every block.
   constexpr bool scales_in_grid() const { return row_scale == RowScale::kNone; }
@@ -83,6 +86,7 @@ std::span<const Format> formats();
 /// leaves out what is the default. Never freed; safe to call from any thread.
 ///
 ///   stochastic     round codes stochastically after optimizer steps (any format)
+///   emulate        linears compute what GEMMs of codes compute, on any device (any format)
 ///   margin=N       N >= 0, default 0          (float8_delayed)
 ///   history=N      N >= 1, default 1024       (float8_delayed)
 ///   most_recent    of the history, not the largest (float8_delayed)

@@ -11,11 +11,21 @@ namespace {
 
 constexpr size_t kMaxFormats = 16;
 using Counters = std::array<std::array<std::atomic<int64_t>, kGemmFallbacks>, kGemmDirections>;
-std::array<Counters, kMaxFormats> counters{};
+// A variant counts with its base, but the emulated ones apart, in the second half.
+std::array<Counters, 2 * kMaxFormats> counters{};
 std::array<std::atomic<bool>, kGemmFallbacks> warned{};
 
 constexpr std::array<const char*, kGemmDirections> kDirectionNames{"forward", "grad_input",
                                                                    "grad_weight"};
+
+size_t counters_of(int index, bool emulated) {
+  return static_cast<size_t>(index) + (emulated ? kMaxFormats : 0);
+}
+
+std::string backend_of_codes(const Format& format, bool emulated) {
+  if (emulated) return "emulated GEMM of dequantized codes";
+  return format.scales_in_grid() ? "cuBLASLt FP8" : "cuBLASLt block-scaled";
+}
 
 }  // namespace
 
@@ -52,8 +62,8 @@ const char* gemm_fallback_reason(GemmFallback fallback) {
 }
 
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback) {
-  const auto index = static_cast<size_t>(format.index);
-  if (index >= kMaxFormats) return;
+  if (static_cast<size_t>(format.index) >= kMaxFormats) return;
+  const size_t index = counters_of(format.index, format.emulated);
   const auto why = static_cast<size_t>(fallback);
   counters[index][static_cast<size_t>(direction)][why].fetch_add(1, std::memory_order_relaxed);
   if (fallback <= GemmFallback::kCpu) return;
@@ -66,22 +76,26 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
 
 std::string gemm_report() {
   std::string report;
-  for (const Format& format : formats()) {
-    const auto index = static_cast<size_t>(format.index);
+  const auto add_lines = [&](const Format& format, bool emulated) {
+    const Counters& of_format = counters[counters_of(format.index, emulated)];
+    const std::string name = std::string(format.name) + (emulated ? "[emulate]" : "");
     for (size_t direction = 0; direction < kGemmDirections; ++direction) {
       for (size_t why = 0; why < kGemmFallbacks; ++why) {
-        const int64_t count = counters[index][direction][why].load(std::memory_order_relaxed);
+        const int64_t count = of_format[direction][why].load(std::memory_order_relaxed);
         if (count == 0) continue;
         const auto fallback = static_cast<GemmFallback>(why);
         report +=
             fallback == GemmFallback::kNone
-                ? fmt::format("{} {}: cuBLASLt {}, {} times\n", format.name,
-                              kDirectionNames[direction],
-                              format.scales_in_grid() ? "FP8" : "block-scaled", count)
-                : fmt::format("{} {}: dequantized GEMM, {} times: {}\n", format.name,
+                ? fmt::format("{} {}: {}, {} times\n", name, kDirectionNames[direction],
+                              backend_of_codes(format, emulated), count)
+                : fmt::format("{} {}: dequantized GEMM, {} times: {}\n", name,
                               kDirectionNames[direction], count, gemm_fallback_reason(fallback));
       }
     }
+  };
+  for (const Format& format : formats()) {
+    add_lines(format, /*emulated=*/false);
+    add_lines(format, /*emulated=*/true);
   }
   return report;
 }

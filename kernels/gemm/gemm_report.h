@@ -11,9 +11,9 @@ namespace qshard {
 enum class GemmDirection : uint8_t { kForward, kGradInput, kGradWeight };
 constexpr int kGemmDirections = 3;
 
-/// Why a GEMM ran on dequantized values.
+/// Why a GEMM ran on a dequantized weight.
 enum class GemmFallback : uint8_t {
-  kNone,  // it did not: FP8 or block-scaled
+  kNone,  // it did not: FP8, block-scaled or emulated, as its format says
   // What follows up to kCpu needs no warning.
   kWeightOnly,
   kCpu,

@@ -4,6 +4,7 @@
 #include <ATen/ops/mm.h>
 
 #include "kernels/format/value_dtype.h"
+#include "kernels/linear/emulated_gemms.h"
 #include "kernels/linear/linear_block_scaled.h"
 #include "kernels/linear/linear_fp8.h"
 
@@ -103,6 +104,33 @@ class BlockScaledGemms final : public CodeGemmBackend {
   }
 };
 
+// On every device, for what the GEMMs above take.
+class EmulatedGemms final : public CodeGemmBackend {
+ public:
+  explicit EmulatedGemms(Arrangement arrangement) : arrangement_(arrangement) {}
+
+  GemmFallback supports(const GemmProblem& problem) const override {
+    return codes_fallback(problem);
+  }
+  Arrangement arrangement() const override { return arrangement_; }
+  at::Tensor run(const GemmTask& task) const override {
+    const QuantizedMatrix& a = *task.a.codes;
+    const QuantizedMatrix& b = *task.b.codes;
+    switch (task.direction) {
+      case GemmDirection::kForward:
+        return emulated_forward(a, b, task.bias, task.out, task.added);
+      case GemmDirection::kGradInput:
+        return emulated_grad_input(a, b, task.out);
+      case GemmDirection::kGradWeight:
+        return emulated_grad_weight(a, b, task.out);
+    }
+    return {};
+  }
+
+ private:
+  Arrangement arrangement_;
+};
+
 // a @ b rounded once to `dtype`, where the device can.
 at::Tensor mm_to(const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype) {
   const bool widens = dtype == at::kFloat && a.scalar_type() != at::kFloat && a.is_cuda() &&
@@ -142,6 +170,9 @@ class DequantizedGemms final : public GemmBackend {
 const CodeGemmBackend& code_gemms(const Format& format) {
   static const Fp8Gemms fp8;
   static const BlockScaledGemms block_scaled;
+  static const EmulatedGemms emulated_fp8(Arrangement::kPacked);
+  static const EmulatedGemms emulated_block_scaled(Arrangement::kRowImage);
+  if (format.emulated) return format.scales_in_grid() ? emulated_fp8 : emulated_block_scaled;
   if (format.scales_in_grid()) return fp8;
   return block_scaled;
 }

@@ -1,4 +1,5 @@
-// What runs the GEMMs of linears: backends that multiply codes, and one that dequantizes them.
+// What runs the GEMMs of linears: backends that multiply codes, one that emulates them, and one
+// that dequantizes the weight alone.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -57,7 +58,8 @@ class CodeGemmBackend : public GemmBackend {
   virtual Arrangement arrangement() const = 0;
 };
 
-/// The one that multiplies codes of a weight's format: FP8, or block-scaled (MXFP8, NVFP4).
+/// The one that multiplies codes of a weight's format: FP8, or block-scaled (MXFP8, NVFP4), or what
+/// emulates it.
 const CodeGemmBackend& code_gemms(const Format& format);
 /// GEMMs of dequantized weights in the activations' dtype: run whatever the others do not.
 const GemmBackend& dequantized_gemms();

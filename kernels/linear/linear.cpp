@@ -196,6 +196,14 @@ bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k
          cuda::has_every_fp8_gemm(device);
 }
 
+bool can_save_quantized_input(const Format& format, at::Device device, int64_t m, int64_t n,
+                              int64_t k) {
+  if (can_save_quantized_input(device, m, n, k)) return true;
+  const bool is_there = m > 0 && n > 0 && k > 0;
+  return is_there && format.emulated && format.scales_in_grid() && n % 16 == 0 &&
+         !is_too_large(m, n, k);
+}
+
 bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarType dtype,
                             int64_t m, int64_t n, int64_t k) {
   const GemmProblem problem{GemmDirection::kForward, &format, device, dtype, m, n, k};
@@ -207,6 +215,12 @@ bool gradient_quantizes_input(const Format& format, at::Device device, at::Scala
                               int64_t m, int64_t n, int64_t k) {
   return code_gemms(format).supports(
              {GemmDirection::kGradWeight, &format, device, dtype, m, n, k}) == GemmFallback::kNone;
+}
+
+bool gradient_reads_plain_input(const Format& format, at::Device device, at::ScalarType dtype,
+                                int64_t m, int64_t n, int64_t k) {
+  return code_gemms(format).arrangement() == Arrangement::kRowImage &&
+         gradient_quantizes_input(format, device, dtype, m, n, k);
 }
 
 QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
@@ -224,8 +238,9 @@ QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
   if (!orientations.rowwise && !orientations.columnwise) {
     return {&format, DType::kFloat8E4M3, input.size(0), input.size(1)};
   }
-  const bool is_read = orientations.rowwise ? cuda::has_fp8_gemm(input.device(), format)
-                                            : cuda::has_every_fp8_gemm(input.device());
+  const bool is_read =
+      format.emulated || (orientations.rowwise ? cuda::has_fp8_gemm(input.device(), format)
+                                               : cuda::has_every_fp8_gemm(input.device()));
   TORCH_CHECK(is_read && input.numel() > 0,
               fmt::format("qshard::quantize_input: {} has no FP8 GEMM for an input of shape {}",
                           input.device().str(), input.sizes()));
@@ -257,9 +272,10 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
       fmt::format("qshard: a linear's product can only be added to a contiguous {} tensor of "
                   "({}, {}) on {}",
                   c10::toString(input.dtype()), m, n, input.device().str()));
-  TORCH_CHECK(!save_quantized_input || can_save_quantized_input(input.device(), m, n, k),
-              fmt::format("qshard: linear cannot save an FP8 input of {} x {} on {}", m, k,
-                          input.device().str()));
+  TORCH_CHECK(
+      !save_quantized_input || can_save_quantized_input(*codes.format, input.device(), m, n, k),
+      fmt::format("qshard: linear cannot save an FP8 input of {} x {} on {}", m, k,
+                  input.device().str()));
   LinearForward result;
   if (m == 0 || n == 0 || k == 0) {
     result.output = at::zeros({m, n}, input.options());

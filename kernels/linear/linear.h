@@ -1,9 +1,9 @@
 // The linear layer's GEMMs with a quantized weight, on plain memory.
 //
 // CUDA: GEMMs of codes through cuBLASLt, activations and gradients quantized on the way in; FP8 on
-// Hopper, MXFP8 and NVFP4 on Blackwell. Elsewhere, or where a shape has no such GEMM: dequantized
-// weight and a GEMM in the activation dtype; each such reason is warned about once and listed by
-// backend_report().
+// Hopper, MXFP8 and NVFP4 on Blackwell. Any device: what emulates them, for formats that say so.
+// Elsewhere, or where a shape has no such GEMM: dequantized weight and a GEMM in the activation
+// dtype; each such reason is warned about once and listed by backend_report().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +19,9 @@ namespace qshard {
 /// Whether linear_forward can keep its input as FP8 for wgrad: decided from the device and sizes
 /// only, so that tracing with fake tensors decides alike. M tokens, N out features, K in features.
 bool can_save_quantized_input(at::Device device, int64_t m, int64_t n, int64_t k);
+/// The same where the format is known: an emulated one reads packed codes on every device.
+bool can_save_quantized_input(const Format& format, at::Device device, int64_t m, int64_t n,
+                              int64_t k);
 
 /// Whether linear_forward multiplies FP8 codes of an input (M, K) of `dtype` with a weight of
 /// `format`, N out features, as long as the weight's memory allows it.
@@ -28,6 +31,9 @@ bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarT
 /// linear_forward would save. Elsewhere a saved input is all that it ever sees of codes.
 bool gradient_quantizes_input(const Format& format, at::Device device, at::ScalarType dtype,
                               int64_t m, int64_t n, int64_t k);
+/// Whether it makes codes that cannot be made of packed ones: a saved input must be plain.
+bool gradient_reads_plain_input(const Format& format, at::Device device, at::ScalarType dtype,
+                                int64_t m, int64_t n, int64_t k);
 
 /// An input (M, K) as operand of linears whose weights have `format`, which must not scale by
 /// earlier steps: packed E4M3 codes, rowwise for linear_forward, columnwise for linear_backward.

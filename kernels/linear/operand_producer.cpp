@@ -1,11 +1,15 @@
 #include "kernels/linear/operand_producer.h"
 
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <utility>
 
+#include "kernels/activation/quantize_cpu.h"
+#include "kernels/device/current_stream.h"
+#include "kernels/format/value_dtype.h"
 #include "kernels/linear/block_scaled_operand.h"
 #include "kernels/linear/linear_fp8.h"
 #include "kernels/linear/shared_activation.h"
@@ -16,6 +20,64 @@ namespace {
 [[noreturn]] void no_packed_codes(const at::Tensor& values) {
   TORCH_CHECK(false, fmt::format("qshard: {} has no FP8 GEMM for a matrix of shape {}",
                                  values.device().str(), values.sizes()));
+}
+
+at::Tensor zero_bytes(int64_t bytes) {
+  return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte));
+}
+
+// The amax that scales all of x; delayed scaling collects x's own.
+float amax_in_use(const at::Tensor& x, const OperandRequest& request, at::Tensor& amax) {
+  if (request.delayed) {
+    const at::Tensor own = activation_amax(x);
+    delay_amax(own.mutable_data_ptr<float>(), request.delayed, current_stream(x.device()));
+    return *own.const_data_ptr<float>();
+  }
+  if (!amax.defined()) amax = activation_amax(x);
+  return *amax.const_data_ptr<float>();
+}
+
+// `values`: x for its rows, its transpose for its columns.
+void fill(const PackedCodes& packed, const at::Tensor& values, const QuantizedMatrix& of,
+          float amax) {
+  auto* bytes = static_cast<uint8_t*>(packed.buffer.mutable_data_ptr());
+  const cpu::PackedRowsTask task{
+      .values = values.const_data_ptr(),
+      .value_dtype = value_dtype(values.scalar_type()),
+      .rows = values.size(0),
+      .cols = values.size(1),
+      .code_dtype = of.code_dtype,
+      .power_of_two = of.format->power_of_two_scales,
+      .codes = bytes,
+      .padded_rows = packed.rows,
+      .ld = packed.ld,
+      .scale_inv = reinterpret_cast<float*>(bytes + packed.code_bytes())};
+  switch (packed.scale_mode) {
+    case ScaleMode::kTensor:
+      return cpu::quantize_packed_rows(task, amax);
+    case ScaleMode::kBlock128x128:
+      return cpu::quantize_packed_rows_128x128(task);
+    default:
+      return cpu::quantize_packed_rows_1x128(task);
+  }
+}
+
+// As cuda::quantize_activation (kernels/linear/linear_fp8.h) on the CPU: the same bits.
+QuantizedMatrix quantize_activation_cpu(const at::Tensor& x, const OperandRequest& request,
+                                        at::Tensor& amax) {
+  const at::Tensor values = x.contiguous();
+  const int64_t m = x.size(0);
+  const int64_t k = x.size(1);
+  const auto [rows, columns] = request.orientations;
+  const QuantizedMatrix out =
+      packed_matrix(*request.format, request.role, m, k,
+                    rows ? zero_bytes(packed_rowwise_bytes(m, k)) : at::Tensor(),
+                    columns ? zero_bytes(packed_columnwise_bytes(m, k)) : at::Tensor());
+  const bool has_one_scale = packed_scale_mode(*request.format) == ScaleMode::kTensor;
+  const float known = has_one_scale ? amax_in_use(values, request, amax) : 0.f;
+  if (rows) fill(std::get<PackedCodes>(out.rowwise), values, out, known);
+  if (columns) fill(std::get<PackedCodes>(out.columnwise), values.t().contiguous(), out, known);
+  return out;
 }
 
 bool is_of_format(const CodeImage& codes, const Format& format, ScaleMode scale_mode) {
@@ -47,6 +109,8 @@ Orientations missing(const QuantizedMatrix& matrix, const OperandRequest& reques
 QuantizedMatrix PlainOperand::codes(const OperandRequest& request) const {
   if (request.arrangement == Arrangement::kPacked) {
     if (values_.is_cuda()) return cuda::quantize_activation(values_, request, amax_);
+    const bool is_read = values_.is_cpu() && request.format->emulated;
+    if (is_read) return quantize_activation_cpu(values_, request, amax_);
     no_packed_codes(values_);
   }
   const Format& format = *request.format;
@@ -63,8 +127,8 @@ void PlainOperand::collect_amax(const DelayedAmax& delayed) const {
 }
 
 QuantizedMatrix SharedOperand::codes(const OperandRequest& request) const {
-  const bool is_shared =
-      input_.tensor.defined() && !request.delayed && request.arrangement == Arrangement::kPacked;
+  const bool is_shared = values_.is_cuda() && input_.tensor.defined() && !request.delayed &&
+                         request.arrangement == Arrangement::kPacked;
   if (is_shared) return cuda::quantize_shared_activation(input_, values_, request);
   return PlainOperand::codes(request);
 }

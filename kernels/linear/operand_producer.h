@@ -37,7 +37,7 @@ class OperandProducer {
   at::ScalarType dtype() const { return c10::typeMetaToScalarType(options_.dtype()); }
 
   /// Codes in the orientations asked for, or in more.
-  /// @throws c10::Error for packed codes on a device without FP8 GEMMs.
+  /// @throws c10::Error for packed codes on a device without FP8 GEMMs, unless they are emulated.
   virtual QuantizedMatrix codes(const OperandRequest& request) const = 0;
   /// The values that a GEMM reads which reads no codes: in the dtype they have, or dequantized to
   /// `dtype`.

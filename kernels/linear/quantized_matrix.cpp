@@ -43,23 +43,10 @@ at::Tensor values_of(const RowImage& rows, int64_t count, at::ScalarType dtype, 
 
 // All rows and codes, padding included, in fp32.
 at::Tensor values_of(const PackedCodes& codes, DType code_dtype) {
-  const auto type = code_dtype == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
-  const int64_t bytes = codes.code_bytes();
-  const at::Tensor values =
-      codes.buffer.narrow(0, 0, bytes).view({codes.rows, codes.ld}).view(type).to(at::kFloat);
-  const at::Tensor scales =
-      codes.buffer.narrow(0, bytes, codes.buffer.numel() - bytes).view(at::kFloat);
-  if (codes.scale_mode == ScaleMode::kTensor) return values.mul(scales.narrow(0, 0, 1));
+  const at::Tensor values = packed_codes(codes, code_dtype).to(at::kFloat);
+  if (codes.scale_mode == ScaleMode::kTensor) return values.mul(packed_tensor_scale(codes));
   const int64_t blocks = ceil_div(codes.ld, 128);
-  at::Tensor by_row;  // (rows, blocks)
-  if (codes.scale_mode == ScaleMode::kBlock128x128) {
-    const int64_t block_rows = ceil_div(codes.rows, 128);
-    const int64_t pitch = round_up(blocks, 4);
-    const at::Tensor grid = scales.narrow(0, 0, block_rows * pitch).view({block_rows, pitch});
-    by_row = grid.narrow(1, 0, blocks).repeat_interleave(128, 0).narrow(0, 0, codes.rows);
-  } else {
-    by_row = scales.view({blocks, codes.rows}).t();
-  }
+  const at::Tensor by_row = packed_block_scales(codes);
   if (codes.ld % 128 != 0) {
     return values.mul(by_row.repeat_interleave(128, 1).narrow(1, 0, codes.ld));
   }
@@ -99,6 +86,29 @@ int64_t packed_rowwise_bytes(int64_t m, int64_t k) {
 
 int64_t packed_columnwise_bytes(int64_t m, int64_t k) {
   return round_up(k, 16) * (round_up(m, 128) + 4 * ceil_div(m, 128));
+}
+
+at::Tensor packed_codes(const PackedCodes& codes, DType code_dtype) {
+  const auto type = code_dtype == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+  return codes.buffer.narrow(0, 0, codes.code_bytes()).view({codes.rows, codes.ld}).view(type);
+}
+
+at::Tensor packed_tensor_scale(const PackedCodes& codes) {
+  return codes.buffer.narrow(0, codes.code_bytes(), sizeof(float)).view(at::kFloat);
+}
+
+at::Tensor packed_block_scales(const PackedCodes& codes) {
+  const int64_t bytes = codes.code_bytes();
+  const at::Tensor scales =
+      codes.buffer.narrow(0, bytes, codes.buffer.numel() - bytes).view(at::kFloat);
+  const int64_t blocks = ceil_div(codes.ld, 128);
+  if (codes.scale_mode == ScaleMode::kBlock128x128) {
+    const int64_t block_rows = ceil_div(codes.rows, 128);
+    const int64_t pitch = round_up(blocks, 4);
+    const at::Tensor grid = scales.narrow(0, 0, block_rows * pitch).view({block_rows, pitch});
+    return grid.narrow(1, 0, blocks).repeat_interleave(128, 0).narrow(0, 0, codes.rows);
+  }
+  return scales.narrow(0, 0, blocks * codes.rows).view({blocks, codes.rows}).t();
 }
 
 QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, int64_t k,

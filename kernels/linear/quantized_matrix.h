@@ -103,6 +103,15 @@ int64_t packed_columnwise_bytes(int64_t m, int64_t k);
 QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, int64_t k,
                               const at::Tensor& rowwise, const at::Tensor& columnwise);
 
+// Packed codes as torch's tensors: views of their buffer.
+
+/// The codes without their scales: float8 (rows, ld).
+at::Tensor packed_codes(const PackedCodes& codes, DType code_dtype);
+/// The scale of codes with one scale: float32 (1,).
+at::Tensor packed_tensor_scale(const PackedCodes& codes);
+/// The scales of codes in blocks: float32 (rows, ceil(ld / 128)), that of each 128 codes of a row.
+at::Tensor packed_block_scales(const PackedCodes& codes);
+
 /// Values (M, K) of a matrix in `dtype`: code * scale_inv, from the rowwise codes if there are any.
 /// @throws c10::Error for no codes, and for columnwise ones after the random Hadamard transform.
 at::Tensor dequantized(const QuantizedMatrix& matrix, at::ScalarType dtype);

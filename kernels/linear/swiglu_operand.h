@@ -71,7 +71,7 @@ struct SwigluBackward {
 /// Codes of what the gradient `grad` (M, K) becomes; in one pass over the tensors, or in two where
 /// codes have one scale. Where that kernel cannot, of the values: joined matrices whose K is no
 /// multiple of 128.
-/// @throws c10::Error on a device without FP8 GEMMs.
+/// @throws c10::Error on a device without FP8 GEMMs, unless they are emulated.
 SwigluBackward swiglu_backward(const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up,
                                const SwigluBackwardRequest& request);
 

@@ -75,14 +75,18 @@ struct InputUse {
     const Format* known = has_key(weight) ? buffer_of(weight).layout().format
                           : format_name   ? &checked_format(*format_name, "qshard::linear")
                                           : nullptr;
+    const auto dtype = input.scalar_type();
     const bool makes_codes_later =
-        known && gradient_quantizes_input(*known, input.device(), input.scalar_type(), m, n, k);
-    saves_codes = !input_is_kept && needs.reads_input() && (needs.input || !makes_codes_later) &&
+        known && gradient_quantizes_input(*known, input.device(), dtype, m, n, k);
+    const bool must_be_plain =
+        known && gradient_reads_plain_input(*known, input.device(), dtype, m, n, k);
+    saves_codes = !input_is_kept && needs.reads_input() && !must_be_plain &&
+                  (needs.input || !makes_codes_later) &&
                   can_save_quantized_input(input.device(), m, n, k);
     if (!format_name || !input.key_set().has(c10::DispatchKey::Python)) return;
     const Format& format = checked_format(*format_name, "qshard::linear");
     if (format.amax_history.length > 0) return;  // each weight scales its input by its own history
-    multiplies_codes = multiplies_input_codes(format, input.device(), input.scalar_type(), m, n, k);
+    multiplies_codes = multiplies_input_codes(format, input.device(), dtype, m, n, k);
     quantizes_apart = saves_codes || multiplies_codes;
   }
 };

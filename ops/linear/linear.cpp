@@ -204,7 +204,7 @@ WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
   const int64_t k = weight.cols;
   const at::Device device = options.device();
   const bool is_empty = m == 0 || weight.rows == 0 || k == 0;  // what is saved then is not read
-  TORCH_CHECK(is_empty || (can_save_quantized_input(device, m, weight.rows, k) &&
+  TORCH_CHECK(is_empty || (can_save_quantized_input(*weight.format, device, m, weight.rows, k) &&
                            input.device() == device &&
                            is_packed_buffer(input, packed_columnwise_bytes(m, k), input)),
               fmt::format("qshard: linear's saved input must be uint8 of {} bytes on {}, got {} {}",

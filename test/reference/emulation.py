@@ -1,0 +1,80 @@
+"""What a linear's GEMMs of codes multiply: operands in fp64, with all scales.
+
+Each is (rows, contracted). `words`: the three integers of stochastic rounding; None rounds to nearest.
+"""
+
+import torch
+
+from . import activations, quantize, stochastic
+from .formats import FORMATS, Format, encode, scale_from_amax
+from .hadamard import transposed
+from .layout import Layout
+
+# As activations meet MXFP8 and NVFP4 weights: in blocks of one row.
+IN_ROWS = {
+    torch.float8_e8m0fnu: Format("mxfp8_rows", (1, 32), True, row_scale=torch.float8_e8m0fnu),
+    torch.float8_e4m3fn: FORMATS["nvfp4_1x16"],
+}
+
+
+def decoded(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return codes.contiguous().view(dtype).double()
+
+
+def row_scaled(x: torch.Tensor, format: Format, words=None) -> torch.Tensor:
+    """Quantized and read back. fp32 holds it: E2M1 x E4M3 x a tensor scale of 16 bits has 22."""
+    layout = Layout.whole(IN_ROWS[format.row_scale], *x.shape)
+    rounding = None
+    if words is not None:
+        low, high, count = words.tolist()
+        rounding = stochastic.key_of(low, high), count
+    image, grid = quantize.quantize(x, layout, rounding=rounding)
+    return quantize.dequantize(image, grid, layout, torch.float32).double()
+
+
+def by_amax(x: torch.Tensor, format: Format, dtype: torch.dtype, amax) -> torch.Tensor:
+    """With one scale, of another amax than that of x: delayed scaling."""
+    scale = scale_from_amax(torch.as_tensor(amax), torch.finfo(dtype).max, format.power_of_two_scales)
+    return decoded(encode(x, scale, dtype), dtype) * (1 / scale).double()
+
+
+def grid_scaled(x: torch.Tensor, format: Format, dtype: torch.dtype, square: bool = False):
+    pow2 = format.power_of_two_scales
+    if format.block is None:
+        codes, scale_inv = activations.quantize_tensorwise(x, dtype, pow2)
+    elif square:
+        codes, scale_inv = activations.quantize_128x128(x, dtype, pow2)
+        scale_inv = activations.expand_128x128(scale_inv, *x.shape)
+    else:
+        codes, scale_inv = activations.quantize_1x128(x, dtype, pow2)
+        scale_inv = activations.expand_1x128(scale_inv, x.shape[1])
+    return decoded(codes, dtype) * scale_inv.double()
+
+
+def rows_of(x: torch.Tensor, format: Format, is_gradient: bool = False, words=None) -> torch.Tensor:
+    """x (M, K), which a GEMM contracts along K."""
+    if format.row_scale:
+        return row_scaled(x, format, words)
+    return grid_scaled(x, format, format.grad_dtype if is_gradient else format.code_dtype)
+
+
+def columns_of(
+    x: torch.Tensor, format: Format, is_gradient: bool = False, words=None, square: bool = True
+) -> torch.Tensor:
+    """x (M, K) as (K, M or more), which a GEMM contracts along M. square: an input meets blocks of 128x128."""
+    if format.row_scale:
+        return row_scaled(transposed(x, hadamard=format.tensor_scale), format, words)
+    dtype = format.grad_dtype if is_gradient else format.code_dtype
+    return grid_scaled(x.t().contiguous(), format, dtype, square and not is_gradient)
+
+
+def weight_of(weight: torch.Tensor, format: Format, columnwise: bool = False) -> torch.Tensor:
+    """A weight (N, K): forward reads it as it is, dgrad transposed."""
+    layout = Layout.whole(format, *weight.shape)
+    image, grid = quantize.quantize(weight, layout)
+    if columnwise and format.columnwise:
+        return quantize.dequantize_columnwise(image, layout, torch.float32).double()
+    if format.row_scale or format.power_of_two_scales:
+        return quantize.dequantize(image, grid, layout, torch.float32).double()
+    rows, cols = layout.block_indices()
+    return decoded(image[:, : layout.cols], format.code_dtype) * grid[rows][:, cols].double()
