@@ -1,9 +1,18 @@
 """Recipes: which format weights get, and with it how activations and gradients are quantized.
 
 Names and arguments follow TransformerEngine's recipes (transformer_engine/common/recipe).
+
+Every recipe takes emulate=True: linears compute on any device what the GEMMs of codes compute on the GPU
+that has them. It is part of the format's name, and nothing that is stored or sent depends on it.
 """
 
 from dataclasses import dataclass
+
+
+def _with_options(base: str, *options: str) -> str:
+    """The name of a format with the options that are not empty."""
+    given = ",".join(filter(None, options))
+    return f"{base}[{given}]" if given else base
 
 
 @dataclass(frozen=True)
@@ -13,14 +22,17 @@ class Float8CurrentScaling:
     use_power_2_scales: round scales down to powers of two. Quantizing a dequantized weight again
         then gives the same values, so checkpoints of weights without a master lose nothing; the
         price is 2.66 % instead of 2.65 % quantization error on normal data.
+    emulate: compute on any device what GEMMs of codes compute; see Recipes, "Emulation", in the docs.
     """
 
     use_power_2_scales: bool = True
+    emulate: bool = False
 
     @property
     def format(self) -> str:
         """Name of the weights' format."""
-        return "float8_tensorwise" if self.use_power_2_scales else "float8_tensorwise_fp32_scale"
+        base = "float8_tensorwise" if self.use_power_2_scales else "float8_tensorwise_fp32_scale"
+        return _with_options(base, "emulate" * self.emulate)
 
 
 @dataclass(frozen=True)
@@ -37,12 +49,14 @@ class DelayedScaling:
     fp8_format: "HYBRID", E4M3 weights and activations with E5M2 gradients, or "E4M3" for all.
     amax_history_len: steps that are remembered.
     amax_compute_algo: "max" over the history, or "most_recent".
+    emulate: compute on any device what GEMMs of codes compute; see Recipes, "Emulation", in the docs.
     """
 
     margin: int = 0
     fp8_format: str = "HYBRID"
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
+    emulate: bool = False
 
     def __post_init__(self):
         if self.fp8_format not in ("HYBRID", "E4M3"):
@@ -55,11 +69,14 @@ class DelayedScaling:
     @property
     def format(self) -> str:
         """Name of the weights' format."""
-        options = [f"margin={self.margin}"] if self.margin else []
-        options += [f"history={self.amax_history_len}"] if self.amax_history_len != 1024 else []
-        options += ["most_recent"] if self.amax_compute_algo == "most_recent" else []
-        options += ["e4m3"] if self.fp8_format == "E4M3" else []
-        return f"float8_delayed[{','.join(options)}]" if options else "float8_delayed"
+        return _with_options(
+            "float8_delayed",
+            f"margin={self.margin}" * (self.margin != 0),
+            f"history={self.amax_history_len}" * (self.amax_history_len != 1024),
+            "most_recent" * (self.amax_compute_algo == "most_recent"),
+            "e4m3" * (self.fp8_format == "E4M3"),
+            "emulate" * self.emulate,
+        )
 
 
 @dataclass(frozen=True)
@@ -71,10 +88,12 @@ class Float8BlockScaling:
     x_block_scaling_dim: of the inputs that the weight's gradient is computed from. 1: blocks of 128
         tokens of one feature, as in DeepSeek-V3 and TransformerEngine. 2: of 128x128, which Hopper's
         GEMMs multiply faster. Outputs are the same: forward reads its inputs in 1x128 blocks in both.
+    emulate: compute on any device what GEMMs of codes compute; see Recipes, "Emulation", in the docs.
     """
 
     use_f32_scales: bool = False
     x_block_scaling_dim: int = 2
+    emulate: bool = False
 
     def __post_init__(self):
         if self.x_block_scaling_dim not in (1, 2):
@@ -87,7 +106,8 @@ class Float8BlockScaling:
     def format(self) -> str:
         """Name of the weights' format."""
         base = "float8_blockwise_fp32_scale" if self.use_f32_scales else "float8_blockwise"
-        return f"{base}[x_block_scaling_dim=1]" if self.x_block_scaling_dim == 1 else base
+        in_rows = "x_block_scaling_dim=1" * (self.x_block_scaling_dim == 1)
+        return _with_options(base, in_rows, "emulate" * self.emulate)
 
 
 @dataclass(frozen=True)
@@ -103,12 +123,15 @@ class MXFP8BlockScaling:
         element. "phase": in forward the one, in backward the other, 1.03125 bytes at each pass.
         That needs fully_shard(..., reshard_after_forward=True), for the root module too, and no
         activation checkpointing, which runs forward in backward.
+    emulate: compute on any device what GEMMs of codes compute; see Recipes, "Emulation", in the docs.
 
-    Its GEMM needs Blackwell; elsewhere weights are dequantized for a GEMM in the activations' dtype.
+    Its GEMM needs Blackwell; elsewhere weights are dequantized for a GEMM in the activations' dtype,
+    or, with emulate=True, operands are quantized as on Blackwell.
     """
 
     weight_block: tuple[int, int] = (32, 32)
     gather: str = "both"
+    emulate: bool = False
 
     def __post_init__(self):
         if self.weight_block not in ((32, 32), (1, 32)):
@@ -129,9 +152,8 @@ class MXFP8BlockScaling:
     @property
     def format(self) -> str:
         """Name of the weights' format."""
-        if self.weight_block == (32, 32):
-            return "mxfp8"
-        return "mxfp8_1x32[phase]" if self.gather == "phase" else "mxfp8_1x32"
+        base = "mxfp8" if self.weight_block == (32, 32) else "mxfp8_1x32"
+        return _with_options(base, "phase" * (self.gather == "phase"), "emulate" * self.emulate)
 
 
 @dataclass(frozen=True)
@@ -141,16 +163,20 @@ class NVFP4BlockScaling:
 
     disable_2d_quantization: one scale per 1x16 block of a weight instead: less error, but the
         transposed weight that dgrad needs has other blocks, so dgrad multiplies dequantized values.
+    emulate: compute on any device what GEMMs of codes compute; see Recipes, "Emulation", in the docs.
 
-    Its GEMM needs Blackwell; elsewhere weights are dequantized for a GEMM in the activations' dtype.
+    Its GEMM needs Blackwell; elsewhere weights are dequantized for a GEMM in the activations' dtype,
+    or, with emulate=True, operands are quantized as on Blackwell.
     """
 
     disable_2d_quantization: bool = False
+    emulate: bool = False
 
     @property
     def format(self) -> str:
         """Name of the weights' format."""
-        return "nvfp4_1x16" if self.disable_2d_quantization else "nvfp4"
+        base = "nvfp4_1x16" if self.disable_2d_quantization else "nvfp4"
+        return _with_options(base, "emulate" * self.emulate)
 
 
 RECIPES = (
@@ -198,3 +224,8 @@ def name_of(format: str) -> str:
     """The class of the recipe that a format is of."""
     base = format.partition("[")[0]
     return type(_BY_NAME[base]).__name__ if base in _BY_NAME else ""
+
+
+def is_emulated(format: str) -> bool:
+    """Whether linears of a format compute what GEMMs of codes would."""
+    return "emulate" in format.partition("[")[2].removesuffix("]").split(",")

@@ -114,6 +114,11 @@ def quantize_(
             "qshard.quantize_: stochastic_rounding is for weights without a master, which holds what "
             "rounding would lose; pass keep_master=False"
         )
+    if weight_only and recipes.is_emulated(format):
+        raise ValueError(
+            "qshard.quantize_: weight_only multiplies by dequantized weights on every device, so there is no "
+            f"GEMM of codes for {type(recipe).__name__}(emulate=True) to emulate; leave one of the two out"
+        )
     given = {
         "stochastic_rounding": stochastic_rounding,
         "keep_master=False": not keep_master,

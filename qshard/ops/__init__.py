@@ -92,7 +92,7 @@ def quantize(
     """A quantized tensor with the value, shape, dtype and device of `self`; a copy, no alias.
 
     self: float32, bfloat16 or float16 of two or more dimensions, on cpu, cuda or meta, with any strides.
-    format: one of `formats()`, with options in brackets: `nvfp4[stochastic]`,
+    format: one of `formats()`, with options in brackets: `nvfp4[stochastic]`, `mxfp8[emulate]`,
         `float8_delayed[margin=1,history=16]`.
     keep_master: keep the value beside the codes, in its dtype. It is then the tensor's value.
     logical_rows, row_offset: `self` is a shard, rows [row_offset, row_offset + rows) of a tensor with
@@ -174,8 +174,8 @@ def linear(
     input_is_kept: bool = False,
 ) -> Tensor:
     """input @ weight^T + bias, as `torch.nn.functional.linear`: on the codes of input and weight where the
-    device can, else on the dequantized weight; `backend_report` says which. The output is in the dtype of
-    `input`, no alias.
+    device can, or what emulates that for a format with the option `emulate`, else on the dequantized weight;
+    `backend_report` says which. The output is in the dtype of `input`, no alias.
 
     input: (..., columns), floating point. weight: quantized (rows, columns). bias: (rows,) or None.
     weight_only: leave the input and its gradients in their dtype, and multiply by the dequantized weight.
@@ -367,8 +367,8 @@ def formats() -> list[str]:
 
 @operator
 def backend_report() -> str:
-    """One line per GEMM path taken so far in this process: format, direction, backend, count, and why if it
-    is not a low-precision GEMM. `qshard.backend_report` says besides what the devices can."""
+    """One line per GEMM path taken so far in this process: format, direction, backend (cuBLASLt's, emulated or
+    dequantized), count, and why if the weight was dequantized. `qshard.backend_report` says besides what the devices can."""
 
 
 for _name in __all__:

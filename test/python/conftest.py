@@ -163,6 +163,7 @@ BUDGETS_S = {
     "test_docs": 60,  # its compiled snippet takes 30 s
     "test_dynamic_optimizers": 45,
     "test_effects": 60,  # Inductor's first compilation
+    "test_emulation": 60,  # the oracle is slow, and a case of each recipe compiles a model
     "test_expert_meshes": 60,
     "test_first_use": 90,
     "test_fsdp1": 60,
@@ -172,6 +173,7 @@ BUDGETS_S = {
     "test_factories_sharded": 90,
     "test_finetune_example": 60,  # two processes that import transformers
     "test_gathered_writes": 75,
+    "test_fsdp_emulation": 45,
     "test_fsdp_mesh_invariance": 120,
     "test_fsdp_modes": 75,
     "test_fsdp_wire_and_memory": 60,
