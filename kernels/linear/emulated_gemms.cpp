@@ -4,6 +4,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
@@ -107,9 +108,13 @@ bool is_exact_in_bfloat16(const at::Tensor& values) {
 
 /// a @ b^T in fp32, of values that a product of two fp32 numbers holds exactly.
 at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
+  // A backward that users call within autocast is on its thread, and mm would give its dtype.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   if (!a.is_cuda()) return at::mm(a.to(at::kFloat), b.to(at::kFloat).t());
   if (is_exact_in_bfloat16(a) && is_exact_in_bfloat16(b)) {
-    // An fp32 output is reduced in fp32, whatever torch.backends.cuda.matmul says of bfloat16.
+    // torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction does not matter here:
+    // cuBLAS reduces in less than fp32 only where the output has less (cuBLAS documentation,
+    // cublasMath_t).
     return at::mm(a.to(at::kBFloat16), b.to(at::kBFloat16).t(), at::kFloat);
   }
   // Users may have let fp32 GEMMs round their operands to TF32.
