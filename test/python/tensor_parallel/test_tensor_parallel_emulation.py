@@ -20,7 +20,7 @@ DIM, HIDDEN, STEPS = 64, 128, 5
 
 
 def losses_of(recipe, plan):
-    """Of a step after the other; without a plan on one device."""
+    """The loss of each step, and the report. A rank without a plan trains the whole model."""
     model = initialise(mlp(DIM, HIDDEN))
     mesh = full_mesh(names=("tp",))
     if plan is not None:
