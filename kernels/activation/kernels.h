@@ -58,9 +58,11 @@ cudaError_t launch_quantize_activation_by_earlier(const ActivationTask& task,
                                                   cudaStream_t stream);
 
 /// out (cols, ld_out)[c][r] = in (rows, ld_in)[r][c]. rows, cols, ld_in, ld_out are multiples of 16
-/// and both pointers 16-byte aligned.
+/// and both pointers 16-byte aligned. So for each of up to 65,535 `matrices`, which follow each
+/// other in both.
 cudaError_t launch_transpose_codes(const uint8_t* in, int64_t rows, int64_t cols, int64_t ld_in,
-                                   uint8_t* out, int64_t ld_out, cudaStream_t stream);
+                                   uint8_t* out, int64_t ld_out, cudaStream_t stream,
+                                   int64_t matrices = 1);
 
 /// Copies scales of 128x128 blocks into the layout of cuBLASLt's BLK128x128_32F: the blocks along
 /// the contraction run fastest, padded to a multiple of 4 with zeros. `grid` is (row_blocks,
