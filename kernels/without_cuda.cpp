@@ -6,6 +6,7 @@
 #include "kernels/device/capture.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/device/memory.h"
+#include "kernels/grouped/grouped_gemm.h"
 #include "kernels/linear/linear_block_scaled.h"
 #include "kernels/linear/linear_fp8.h"
 #include "kernels/linear/norm_quantize.h"
@@ -43,6 +44,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> normalization_gradients(const at:
                                                                        const Normalization&, bool,
                                                                        const at::Tensor&) {
   no_cuda("normalize");
+}
+
+bool has_grouped_gemm(at::Device) { return false; }
+at::Tensor grouped_gemm(const char* op, const GroupedOperands& operands) {
+  TORCH_CHECK(false, op, ": needs a GPU of compute capability 9.0, got ", operands.a.device());
 }
 
 namespace cuda {

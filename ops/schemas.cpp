@@ -10,6 +10,7 @@
 #include "ops/calls/checked_call.h"
 #include "ops/calls/ops.h"
 #include "ops/linear/dynamic_weight.h"
+#include "ops/linear/grouped_gemm.h"
 #include "ops/linear/norm_linear.h"
 #include "ops/linear/normalization.h"
 #include "ops/mlp/swiglu_mlp.h"
@@ -144,6 +145,10 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_shares_input_codes(Tensor input) -> bool");
   m.def("_saves_input_codes(Tensor input, Tensor weight, bool weight_only=False) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
+  m.def(
+      "_grouped_gemm(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor offs, *, "
+      "int? tokens=None, bool contract_rows=False, bool square_scales=True, int tile_rows=0) -> "
+      "Tensor");
 
   // Weights that stay plain, in the ranges that flat parameters cut.
   m.def("_quantize_for_uses(Tensor weight, str format, Tensor[] state) -> Tensor");
@@ -289,6 +294,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_shares_input_codes", &shares_input_codes, Takes::kAnything>(m);
   implement<"_saves_input_codes", &saves_input_codes, Takes::kAnything>(m);
   implement<"_transposed_operand", &transposed_operand>(m);
+  implement<"_grouped_gemm", &grouped_gemm_op>(m);
 
   implement<"_quantize_for_uses", &quantize_for_uses>(m);
   implement<"_agree_on_ranges", &agree_on_ranges, Takes::kValuesAnywhere>(m);

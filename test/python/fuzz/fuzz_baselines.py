@@ -240,6 +240,13 @@ def norm_linear(draw):
     return {"weights": weights, "biases": None, "format": draw.format}
 
 
+def grouped(draw):
+    codes, scales = (lambda *size: draw.plain(*size).to(torch.float8_e4m3fn)), draw.plain
+    given = {"a": codes(32, 48), "a_scale_inv": scales(1, 32, dtype=torch.float32)}
+    given |= {"b": codes(2, 16, 48), "b_scale_inv": scales(2, 1, 1, dtype=torch.float32)}
+    return given | {"offs": draw.place(torch.tensor([7, 30], dtype=torch.int32)), "tile_rows": 0}
+
+
 def codes_backward(draw):
     none = torch.empty(0, dtype=torch.uint8)
     given = {"rows": none, "columns": none, "size": [draw.tokens, draw.rows], "needs_input": False}
@@ -285,6 +292,7 @@ OF_OPERATOR = {
         "statistics": torch.ones(1, d.tokens),
     },
     "_transposed_operand": lambda d: {"self": d.plain(d.tokens, d.columns)},
+    "_grouped_gemm": grouped,
     "_quantize_for_uses": lambda d: {"weight": d.plain(d.rows, d.columns), "state": []},
     "_agree_on_ranges": ranges,
     "_agree_on_histories": histories,

@@ -20,7 +20,8 @@ import qshard
 
 CALLS = 4000  # here; `python fuzz_operators.py --calls 100000` makes more
 NEEDS_GPU = {
-    "_normalize"
+    "_normalize",
+    "_grouped_gemm",
 }  # operators that raise a named error on the CPU, whatever they are given
 
 

@@ -1,0 +1,150 @@
+#include "kernels/grouped/grouped_gemm.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "kernels/activation/kernels.h"
+#include "kernels/device/check_launch.h"
+#include "kernels/device/current_stream.h"
+#include "kernels/format/layout.h"
+#include "kernels/grouped/gemm_sm90.h"
+#include "kernels/linear/linear_fp8.h"
+
+namespace qshard {
+namespace {
+
+constexpr int64_t kBlock = 128;
+
+std::string shown(const at::Tensor& tensor) {
+  return fmt::format("{} {} {} of strides {}", tensor.device().str(),
+                     c10::toString(tensor.scalar_type()), tensor.sizes(), tensor.strides());
+}
+
+bool is_aligned(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+bool is_e4m3(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat8_e4m3fn || tensor.scalar_type() == at::kByte;
+}
+
+/// Rows of codes as the copy engine takes them; matrices of them lie one after the other.
+bool has_rows_of_codes(const at::Tensor& codes) {
+  const int64_t row = codes.dim() - 2;
+  const int64_t columns = codes.size(-1);
+  if (!is_e4m3(codes) || columns % 16 != 0) return false;
+  if (codes.numel() == 0) return true;
+  const int64_t ld = codes.stride(row);
+  const bool is_whole = row == 0 || codes.size(0) == 1 || codes.stride(0) == codes.size(1) * ld;
+  return codes.stride(-1) == 1 && ld % 16 == 0 && ld >= columns && is_whole && is_aligned(codes);
+}
+
+bool has_row_scales(const at::Tensor& scales, const at::Tensor& codes) {
+  return scales.scalar_type() == at::kFloat && scales.dim() == 2 && scales.is_contiguous() &&
+         scales.size(1) % 4 == 0 && scales.size(0) == ceil_div(codes.size(1), kBlock) &&
+         scales.size(1) >= codes.size(0) && is_aligned(scales);
+}
+
+bool has_square_scales(const at::Tensor& scales, const at::Tensor& codes) {
+  if (scales.scalar_type() != at::kFloat || scales.dim() != codes.dim()) return false;
+  const int64_t row = codes.dim() - 2;
+  return scales.size(row) == ceil_div(codes.size(row), kBlock) &&
+         scales.size(row + 1) >= ceil_div(codes.size(row + 1), kBlock) &&
+         (row == 0 || scales.size(0) == codes.size(0));
+}
+
+void check(const char* op, const GroupedOperands& with) {
+  const auto& [a, a_scales, b, b_scales, offs, tokens, contract_rows, square_scales, tile_rows] =
+      with;
+  const bool cuts_rows = b.dim() == 3;
+  TORCH_CHECK(a.dim() == 2 && (cuts_rows || b.dim() == 2) && has_rows_of_codes(a) &&
+                  has_rows_of_codes(b) && (cuts_rows || !contract_rows) &&
+                  a.size(1) == b.size(contract_rows ? 1 : -1),
+              fmt::format("{}: needs E4M3 codes (T, K) and (groups, N, K), or (M, T') and (N, T'), "
+                          "of rows that are multiples of 16 bytes and aligned to them, got {} "
+                          "and {}",
+                          op, shown(a), shown(b)));
+  TORCH_CHECK(
+      offs.dim() == 1 && offs.scalar_type() == at::kInt && offs.is_contiguous() &&
+          offs.device() == a.device() && (!cuts_rows || offs.size(0) == b.size(0)),
+      fmt::format("{}: offs must be int32 ({},) on {}, got {}", op,
+                  cuts_rows ? std::to_string(b.size(0)) : "groups", a.device().str(), shown(offs)));
+  TORCH_CHECK(
+      has_row_scales(a_scales, a) && (square_scales ? has_square_scales(b_scales, b)
+                                                    : !cuts_rows && has_row_scales(b_scales, b)),
+      fmt::format("{}: scales of {} and of {} do not fit codes {} and {}", op, shown(a_scales),
+                  shown(b_scales), a.sizes(), b.sizes()));
+  TORCH_CHECK(
+      cuts_rows ? tokens == a.size(0) : tokens >= 0 && a.size(1) >= round_up(tokens, kBlock),
+      fmt::format("{}: {} tokens do not fit codes {}", op, tokens, a.sizes()));
+  TORCH_CHECK(tile_rows == 0 || tile_rows == 64 || tile_rows == 128 || tile_rows == 256,
+              fmt::format("{}: tiles have 64, 128 or 256 rows, got {}", op, tile_rows));
+}
+
+/// The same with b as rows that are contracted: all matrices in one launch.
+GroupedOperands transposed(const GroupedOperands& with) {
+  GroupedOperands other = with;
+  const int64_t groups = with.b.size(0), rows = with.b.size(1), columns = with.b.size(2);
+  other.b = at::empty({groups, columns, rows}, with.b.options());
+  other.b_scale_inv = with.b_scale_inv.transpose(1, 2);
+  other.contract_rows = false;
+  const Stream stream = current_stream(with.b.device());
+  cuda::check_launch(cuda::launch_transpose_codes(
+      static_cast<const uint8_t*>(with.b.const_data_ptr()), rows, columns, with.b.stride(1),
+      static_cast<uint8_t*>(other.b.mutable_data_ptr()), rows,
+      static_cast<cudaStream_t>(stream.handle), groups));
+  return other;
+}
+
+}  // namespace
+
+bool has_grouped_gemm(at::Device device) { return cuda::has_every_fp8_gemm(device); }
+
+at::Tensor grouped_gemm(const char* op, const GroupedOperands& given) {
+  TORCH_CHECK(
+      has_grouped_gemm(given.a.device()),
+      fmt::format("{}: needs a GPU of compute capability 9.0, got {}", op, given.a.device().str()));
+  check(op, given);
+  const GroupedOperands with = given.contract_rows ? transposed(given) : given;
+  const bool cuts_rows = with.b.dim() == 3;
+  const int64_t n = with.b.size(cuts_rows ? 1 : 0);
+  const auto options = with.a.options().dtype(at::kBFloat16);
+  at::Tensor out = cuts_rows ? at::empty({with.tokens, n}, options)
+                             : at::empty({with.offs.size(0), with.a.size(0), n}, options);
+  const auto codes_of = [](const at::Tensor& codes, const at::Tensor& scales, bool has_scales) {
+    cuda::GroupedCodes operand;
+    operand.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
+    operand.columns = codes.size(-1);
+    operand.rows = codes.dim() == 3 ? codes.size(0) * codes.size(1) : codes.size(0);
+    operand.ld = codes.stride(-2);
+    if (has_scales) {
+      operand.scales = scales.const_data_ptr<float>();
+      operand.scale_ld = scales.size(1);
+    }
+    return operand;
+  };
+  cuda::GroupedGemm gemm;
+  gemm.a = codes_of(with.a, with.a_scale_inv, true);
+  gemm.b = codes_of(with.b, with.b_scale_inv, !with.square_scales);
+  if (with.square_scales) {
+    const at::Tensor& scales = with.b_scale_inv;
+    gemm.square_scales = {scales.const_data_ptr<float>(), cuts_rows ? scales.stride(0) : 0,
+                          scales.stride(-2), scales.stride(-1)};
+  }
+  gemm.along = cuts_rows ? cuda::GroupsAlong::kRows : cuda::GroupsAlong::kContraction;
+  gemm.offs = with.offs.const_data_ptr<int32_t>();
+  gemm.groups = with.offs.size(0);
+  gemm.total = with.tokens;
+  gemm.n = n;
+  gemm.d = out.mutable_data_ptr();
+  const int tile_rows =
+      with.tile_rows != 0 ? static_cast<int>(with.tile_rows) : cuda::tile_rows_for(gemm);
+  const Stream stream = current_stream(with.a.device());
+  cuda::check_launch(
+      cuda::grouped_gemm_sm90(gemm, tile_rows, static_cast<cudaStream_t>(stream.handle)));
+  return out;
+}
+
+}  // namespace qshard

@@ -1,0 +1,32 @@
+// GEMMs of many groups in one launch, of FP8 codes with scales in blocks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace qshard {
+
+/// Operands of a grouped GEMM: E4M3 codes (as float8_e4m3fn or uint8), rows of a multiple of 16.
+struct GroupedOperands {
+  at::Tensor a;            // (T, K), or (M, T') where groups cut what is contracted
+  at::Tensor a_scale_inv;  // float32 (ceil(K / 128), at least T), (T' / 128, at least M), rows of
+                           // a multiple of 4
+  at::Tensor b;            // (groups, N, K), or (N, T')
+  at::Tensor b_scale_inv;  // float32 (groups, ceil(N / 128), ceil(K / 128)) in any strides, or as
+                           // that without groups, or as a_scale_inv where it has no square blocks
+  at::Tensor offs;         // int32 (groups,): where groups end; read on the device alone
+  int64_t tokens = 0;      // T
+  bool contract_rows = false;  // b is (groups, K, N): codes and scales of what is its transpose
+  bool square_scales = true;   // b's are of 128x128 blocks
+  int64_t tile_rows = 0;       // 64, 128 or 256; 0: by rows per group. All give the same bits.
+};
+
+/// Whether this device multiplies such operands: Hopper.
+bool has_grouped_gemm(at::Device device);
+
+/// bfloat16 (T, N): rows of group e are a's @ b[e]^T, rows after the last group zero. Or, with b of
+/// two dimensions, (groups, M, N): columns of group e, which begin at a multiple of 128 and are
+/// zero up to the next one's, of a @ b^T.
+/// @throws c10::Error that begins with `op`, for operands that do not fit.
+at::Tensor grouped_gemm(const char* op, const GroupedOperands& operands);
+
+}  // namespace qshard

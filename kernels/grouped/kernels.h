@@ -1,0 +1,50 @@
+// The launcher of Hopper's grouped GEMM (grouped_gemm_sm90.cu), for its host side.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace qshard::cuda {
+
+/// Which dimension groups cut: rows of A and D, or what both operands contract.
+enum class GroupsAlong : uint8_t { kRows, kContraction };
+
+/// How B is scaled: one scale for 128 of its rows and 128 contracted codes, or one for each row and
+/// 128 codes, as A is.
+enum class ColumnScales : uint8_t { kSquare, kRow };
+
+/// A tile of D has 64, 128 or 256 rows and as many columns as these. Each computes the same bits.
+constexpr int columns_of_tile(int rows) { return rows == 64 ? 256 : 128; }
+
+/// A tile begins at any row, but copies of A's scales at a multiple of 16 bytes: anywhere else the
+/// copy engine raises an illegal instruction.
+constexpr int kScaleMargin = 4;
+
+/// What the kernel reads. Tensor maps carry addresses and sizes of the operands.
+struct GroupedGemmArguments {
+  CUtensorMap a;  // boxes (tile rows, 128)
+  // Boxes (1, tile rows + kScaleMargin), two floats to an element: a box has at most 256.
+  CUtensorMap a_scales;
+  CUtensorMap b;                  // boxes (tile columns, 128)
+  CUtensorMap b_scales;           // kRow: boxes (1, tile columns)
+  const int32_t* offs = nullptr;  // (groups,)
+  int groups = 0;
+  int total = 0;     // T: no group ends beyond it
+  int m = 0;         // kContraction: rows of A, and of each D
+  int n = 0;         // rows of B, of one group's where groups cut rows; columns of D
+  int k_blocks = 0;  // of 128 contracted codes; kContraction: of all groups
+  const float* square_scales = nullptr;  // kSquare: of B
+  int scale_group = 0;                   // distances in it: from one group to the next,
+  int scale_rows = 0;                    // from 128 rows of B,
+  int scale_block = 0;                   // and from 128 codes
+  void* d = nullptr;                     // kRows: (T, n), kContraction: (groups, m, n); bfloat16
+};
+
+/// `scales` are kSquare where groups cut rows. cudaErrorInvalidValue for a tile that there is none
+/// of.
+cudaError_t launch_grouped_gemm(const GroupedGemmArguments& arguments, GroupsAlong along,
+                                ColumnScales scales, int tile_rows, cudaStream_t stream);
+
+}  // namespace qshard::cuda
