@@ -1,7 +1,7 @@
 // Implementations behind the schemas in schemas.cpp. Semantics, shapes, aliasing and what each
-// throws are documented in qshard/ops/__init__.py. All throw c10::Error before they change anything, for
-// tensors that are not quantized where one must be, and for shapes, dtypes and devices that do not
-// go together; the message names the operator and the way out.
+// throws are documented in qshard/ops/__init__.py. All throw c10::Error before they change
+// anything, for tensors that are not quantized where one must be, and for shapes, dtypes and
+// devices that do not go together; the message names the operator and the way out.
 #pragma once
 
 #include <ATen/ATen.h>

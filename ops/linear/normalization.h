@@ -1,5 +1,5 @@
-// LayerNorm and RMSNorm on CUDA devices, for qshard/nn/parts/norms.py, which knows their formulas in
-// torch's operators.
+// LayerNorm and RMSNorm on CUDA devices, for qshard/nn/parts/norms.py, which knows their formulas
+// in torch's operators.
 #pragma once
 
 #include "ops/calls/ops.h"
