@@ -168,6 +168,7 @@ BUDGETS_S = {
     "test_first_use": 90,
     "test_fsdp1": 60,
     "test_fsdp1_gather": 45,
+    "test_fsdp1_ranks": 45,
     "test_fsdp1_state": 45,
     "test_fsdp1_use": 45,
     "test_factories_sharded": 90,
