@@ -159,10 +159,10 @@ def test_swiglu_mlp(device, fmt, dtype, joined, kind, tokens, adds):
         if kind is not None:
             bias = None if norm["rms"] else beta
             if in_codes:
-                normed = nn.norms.normalize(x, kind, gamma, bias, 1e-5, False)
+                normed = nn.parts.norms.normalize(x, kind, gamma, bias, 1e-5, False)
             else:  # by torch's operators
                 options = {"normalization": kind, "eps": 1e-5, "zero_centered_gamma": False, "dtype": dtype}
-                normed = nn.norms._normalize(x, gamma, bias, **options)
+                normed = nn.parts.norms._normalize(x, gamma, bias, **options)
         y = ops.swiglu_mlp(normed, *weights(), **names)
         return {"input": lambda: x + y, "other": lambda: other + y, "nothing": lambda: y}[adds]()
 

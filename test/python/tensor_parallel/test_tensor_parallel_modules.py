@@ -98,7 +98,7 @@ class OneDevice(Block):
         if not self.is_rounded:
             return super().forward(x)
         up = self.up
-        normed = qshard.nn.norms.normalize(
+        normed = qshard.nn.parts.norms.normalize(
             x, up.normalization, up.layer_norm_weight, up.layer_norm_bias, up.eps, False
         )
         y = torch.cat(up.project(Quantized.apply(normed, self.format, True), None), -1)
