@@ -193,13 +193,16 @@ class Comparison {
   }
 };
 
-/// The buffers in which ranks may differ: they tell one another. Rows without a group wait for one.
+/// The buffers in which ranks may differ: they tell one another. Some of the rows of a tensor,
+/// without a group, wait for one; all of its rows do not, and their flush is done here
+/// (flush_batch).
 void compare_copies(const Batch& batch) {
   Batch compared{batch.device, batch.groups, {}};
   for (const BufferPtr& buffer : batch.buffers) {
-    const bool is_share = buffer->placement().is_share();
-    const bool can_ask = has_peers(batch) || !is_share || buffer->placement().knows_groups();
-    if (buffer->flush_state().may_differ().in_writes && can_ask) compared.buffers.push_back(buffer);
+    const Placement& placement = buffer->placement();
+    const bool waits = placement.is_share() && !placement.knows_groups() &&
+                       !placement.layout().holds_all_rows() && !has_peers(batch);
+    if (buffer->flush_state().may_differ().in_writes && !waits) compared.buffers.push_back(buffer);
   }
   if (compared.buffers.empty()) return;
   PlainGuard guard;
