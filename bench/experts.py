@@ -40,7 +40,7 @@ SHAPES = [
     (256, 64, 4096, 7168),
 ]
 FORWARD_GOALS = {SHAPES[0]: 1150, SHAPES[1]: 1050}  # TFLOP/s
-OF_BF16 = {2048: 0.60, 512: 0.65, 64: 0.75}  # of its time, by rows of an expert
+OF_BF16 = {2048: 0.60, 512: 0.65, 64: 0.75}  # goals: share of bf16's time, by rows of an expert
 
 
 def burst_times(functions: dict[str, Callable], rounds=7, milliseconds=20.0) -> dict[str, float]:

@@ -139,7 +139,7 @@ class Comparison {
   int64_t parts_;  // how many are of full tensors
   at::Tensor facts_, words_;
   std::vector<at::Tensor> to_send_;
-  int64_t numel_ = 0;  // of those
+  int64_t numel_ = 0;  // how many words to_send_ has
 
   int64_t count() const { return static_cast<int64_t>(buffers_.size()); }
 

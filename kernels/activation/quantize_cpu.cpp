@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/cpu/row_kernels.h"
+#include "kernels/format/layout.h"
 #include "kernels/numerics/float8.h"
 
 namespace qshard::cpu {
@@ -12,8 +13,6 @@ namespace {
 
 constexpr int64_t kBlock = 128;
 constexpr int64_t kRowsPerThread = 16;
-
-int64_t blocks_of(int64_t size) { return (size + kBlock - 1) / kBlock; }
 
 /// Runs of values of one row: their amax, and their codes.
 class Rows {
@@ -88,8 +87,8 @@ void quantize_packed_rows_1x128(const PackedRowsTask& task) {
 
 void quantize_packed_rows_128x128(const PackedRowsTask& task) {
   const Rows rows(task);
-  const int64_t pitch = (blocks_of(task.cols) + 3) / 4 * 4;
-  for_each(blocks_of(task.rows), 1, [&](int64_t block_row) {
+  const int64_t pitch = round_up(ceil_div(task.cols, kBlock), 4);
+  for_each(ceil_div(task.rows, kBlock), 1, [&](int64_t block_row) {
     const int64_t first = block_row * kBlock;
     const int64_t last = std::min(first + kBlock, task.rows);
     float* scale_inv = task.scale_inv + block_row * pitch;

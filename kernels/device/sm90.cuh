@@ -125,7 +125,7 @@ __device__ __forceinline__ uint64_t swizzled_rows(uint32_t at) {
 constexpr int kProductRows = 64;
 constexpr int kProductColumns = 128;
 constexpr int kProductDepth = 32;  // bytes of each operand's row
-constexpr int kSums = 64;          // of a thread
+constexpr int kSums = 64;          // how many a thread holds
 
 #define QSHARD_EIGHT_SUMS(i)                                                                 \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), \

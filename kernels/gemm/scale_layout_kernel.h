@@ -10,7 +10,7 @@ namespace qshard::cuda {
 /// Scales that lie in rows of `row_bytes` bytes, 16-byte aligned and zero up to a multiple of 16,
 /// as in a row image.
 struct ScaleRows {
-  const uint8_t* first = nullptr;  // of row 0
+  const uint8_t* first = nullptr;  // where row 0 has its scales
   int64_t rows = 0;
   int64_t row_bytes = 0;
   int64_t scales = 0;  // per row

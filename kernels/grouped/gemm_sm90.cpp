@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/format/layout.h"
+
 namespace qshard::cuda {
 namespace {
 
@@ -46,7 +48,7 @@ bool encode_codes(CUtensorMap& map, const GroupedCodes& operand, int64_t box_row
 
 // `paired`: two of them as one element.
 bool encode_scales(CUtensorMap& map, const GroupedCodes& operand, int64_t box, bool paired) {
-  const int64_t blocks = (operand.columns + kDepth - 1) / kDepth;
+  const int64_t blocks = ceil_div(operand.columns, kDepth);
   const int64_t each = paired ? 2 : 1;
   return encode(map, paired ? CU_TENSOR_MAP_DATA_TYPE_FLOAT64 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
                 operand.scales, blocks, operand.scale_ld / each, operand.scale_ld * 4, 1,
@@ -93,7 +95,7 @@ cudaError_t grouped_gemm_sm90(const GroupedGemm& gemm, int tile_rows, cudaStream
         (has_row_scales && !encode_scales(arguments.b_scales, gemm.b, columns, /*paired=*/false))) {
       return cudaErrorInvalidValue;
     }
-    arguments.k_blocks = static_cast<int>((gemm.a.columns + kDepth - 1) / kDepth);
+    arguments.k_blocks = static_cast<int>(ceil_div(gemm.a.columns, kDepth));
     arguments.square_scales = gemm.square_scales.scales;
     arguments.scale_group = static_cast<int>(gemm.square_scales.group);
     arguments.scale_rows = static_cast<int>(gemm.square_scales.rows);

@@ -1,11 +1,10 @@
 #include <algorithm>
 
+#include "kernels/format/layout.h"
 #include "kernels/grouped/gemm_sm90.cuh"
 
 namespace qshard::cuda {
 namespace {
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 template <GroupsAlong kAlong, ColumnScales kScales, int kRows>
 cudaError_t launch(const GroupedGemmArguments& arguments, cudaStream_t stream) {
@@ -22,7 +21,7 @@ cudaError_t launch(const GroupedGemmArguments& arguments, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int64_t rows = kAlong == GroupsAlong::kRows
                            ? ceil_div(arguments.total, kRows) + arguments.groups + 1
-                           : int64_t{ceil_div(arguments.m, kRows)} * arguments.groups;
+                           : ceil_div(arguments.m, kRows) * arguments.groups;
   const int64_t most = rows * ceil_div(arguments.n, columns_of_tile(kRows));
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most));
   kernel<<<blocks, kGroupedThreads, kSharedBytes, stream>>>(arguments);

@@ -378,7 +378,7 @@ class Multiplier {
   uint32_t a_at_;
   uint32_t b_at_;
   uint32_t a_scales_at_;
-  uint32_t a_scales_ = 0;  // of the tile's rows
+  uint32_t a_scales_ = 0;  // scales of the tile's rows
   uint32_t b_scales_at_;
   RingPlace<Shape::kStages> stage_;
   bool is_full_ = false;  // the stage at stage_, as far as is known

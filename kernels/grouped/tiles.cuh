@@ -9,9 +9,9 @@ namespace qshard::cuda {
 
 /// One tile of D, and which products it sums.
 struct TileWork {
-  int a_row;     // of its first row in A
-  int b_row;     // of its first column in B
-  int d_row;     // of its first row in D
+  int a_row;     // the tile's first row, in A
+  int b_row;     // the tile's first column, which is a row of B
+  int d_row;     // the tile's first row, in D
   int column;    // its first in D
   int rows;      // that D has of it: no more are stored
   int k_block;   // the first contracted one
@@ -140,7 +140,7 @@ class TileWalk {
   int lane_;
   int tile_rows_;
   int tile_columns_;
-  int columns_;    // of tiles
+  int columns_;    // how many tiles lie side by side
   int first_ = 0;  // lane 0's group
   // Counts of the groups before lane 0's, and where the last of them ends.
   int tiles_before_ = 0;

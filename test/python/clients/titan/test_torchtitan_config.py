@@ -95,8 +95,8 @@ def test_llama3_exports_plain_values_to_hugging_face(world, quantization, sectio
         assert not {name for name in names if "amax" in name or "rounding" in name}
 
 
-# Inductor rounds to bf16 where eager does not, and the reverse. Under tensor parallelism this moves the loss
-# of a plain twin by 4e-5, and here values beside a border become other codes, too.
+# Inductor rounds to bf16 where eager does not, and the reverse. Under tensor parallelism a plain twin's loss
+# moves by 4e-5 for that; quantized, values near the border of two codes also become the other code.
 @pytest.mark.parametrize("parallelism, of_loss", [({}, 1e-4), (TENSOR, 4e-4)])
 @on_worlds(2, devices=("cpu",))
 def test_compiled_blocks_train_as_eager_ones(world, parallelism, of_loss):
