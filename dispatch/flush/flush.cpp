@@ -78,6 +78,16 @@ bool is_done_alone(const QuantizedBuffer& buffer) {
 /// Whether other ranks take part in its flush.
 bool has_peers(const Batch& batch) { return batch.groups.shard || !batch.groups.tensor.empty(); }
 
+/// Threads that serve one model may all be the first that read or flush a weight: one of them
+/// requantizes it, while the others wait. Flushes by agreement take no turns, since ranks may be
+/// threads of one process (torch's MultiThreadedTestCase), which wait for each other.
+std::unique_lock<std::mutex> take_turn(const Groups& agreed_with = {}) {
+  static std::mutex mutex;
+  const bool is_local =
+      !agreed_with.shard && agreed_with.tensor.empty() && agreed_with.replicas.empty();
+  return is_local ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
+}
+
 /// The tables of a scaling state as int32 words, which are bits of amaxes and keys: none is
 /// negative. Undefined where a format has none.
 at::Tensor words_of_state(const ScalingState& state, at::Device device) {
@@ -304,9 +314,7 @@ void flush_alone(const BufferPtr& buffer) {
 void require_shown(const BufferPtr& buffer, const char* op) {
   buffer->check_is_allocated();
   if (buffer->flush_state().is_ready() || buffer->layout().rows == 0) return;
-  // Threads that serve one model may all be the first to read a weight.
-  static std::mutex first_use;
-  const std::lock_guard lock(first_use);
+  const auto turn = take_turn();
   buffer->flush_state().watch().settle();
   if (buffer->flush_state().is_shown()) return;
   buffer->complete();
@@ -334,6 +342,7 @@ void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tens
   for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   if (kind == FlushKind::kStep) tell_rounding_keys_apart(buffers);
   for (const auto& batch : batches_of(buffers)) {
+    const auto turn = take_turn(batch.groups);
     compare_copies(batch);
     spread_writes(batch);
     for (const auto& buffer : batch.buffers) {
@@ -346,6 +355,7 @@ void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tens
 void flush_any_written(const std::vector<BufferPtr>& buffers) {
   for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   for (const auto& batch : batches_of(buffers)) {
+    const auto turn = take_turn(batch.groups);
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
     if (has_peers(batch)) {
       PlainGuard guard;
