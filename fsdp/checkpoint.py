@@ -383,9 +383,12 @@ def __copy__(self):
     if not is_quantized(self):
         reduce = copyreg.dispatch_table.get(type(self))
         return copy._reconstruct(self, None, *(reduce(self) if reduce else self.__reduce_ex__(4)))
-    result = self.detach().requires_grad_(self.requires_grad)
+    result = self.detach()
+    if self.is_inference():  # the copy is one only if it is made in inference mode
+        result = self.new_empty([]).set_(result)
     if type(self) is not torch.Tensor:  # a kind of Parameter, whose constructor may want more
-        result = torch.Tensor._make_subclass(type(self), self.detach(), self.requires_grad)
+        result = torch.Tensor._make_subclass(type(self), result)
+    result.requires_grad_(self.requires_grad)
     result.__dict__.update(self.__dict__)
     return result
 

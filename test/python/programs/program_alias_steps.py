@@ -176,7 +176,10 @@ def make_in_inference(subject, target, view, by, into):
     if subject.quantized:
         subject.twin.makes_inference_tensors = tensor.is_inference()
     elif not subject.makes_inference_tensors:
-        tensor = tensor.clone()
+        memory = tensor.untyped_storage().clone()
+        tensor = tensor.new_empty([]).set_(
+            memory, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
     keep_made(subject, into, tensor, by)
 
 
