@@ -62,17 +62,10 @@ void write_values(const at::Tensor& self, const at::Tensor& src, bool non_blocki
   scope.commit_before_bump();
 }
 
-/// Whether other ranks may hold rows of the same tensor. A weight that quantize_ made, and that
-/// nothing has cut, is whole on each of them.
-bool may_have_peers(const Placement& placement) {
-  const Share* share = placement.share();
-  return share && (share->is_cut || share->knows_groups || !placement.layout().holds_all_rows());
-}
-
 /// Whether all ranks call this copy. FSDP2 makes shards, and DCP fills export views, by copies that
 /// only ranks with rows call. Kernels of an optimizer's step write on all ranks.
 bool is_called_by_all_ranks(const at::Tensor& self) {
-  return may_have_peers(buffer_of(self).placement()) && !makes_shards() &&
+  return buffer_of(self).placement().may_have_peers() && !makes_shards() &&
          !impl_of(self).is_export() && !is_in_step();
 }
 
@@ -83,7 +76,7 @@ void copy_into_quantized(const at::Tensor& self, const at::Tensor& src, bool non
                           describe(self)));
   QuantizedBuffer& buffer = buffer_of(self);
   if (has_key(src)) {
-    const bool is_itself = &buffer == &buffer_of(src);  // of overlaps torch has the word
+    const bool is_itself = &buffer == &buffer_of(src);  // torch refuses overlaps
     if (const auto copy = is_itself ? std::nullopt : row_copy(self, src)) {
       if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, non_blocking)) {
         buffer.flush_state().watch().note_before_bump(*self.unsafeGetTensorImpl());

@@ -209,9 +209,7 @@ class Comparison {
 void compare_copies(const Batch& batch) {
   Batch compared{batch.device, batch.groups, {}};
   for (const BufferPtr& buffer : batch.buffers) {
-    const Placement& placement = buffer->placement();
-    const bool waits = placement.is_share() && !placement.knows_groups() &&
-                       !placement.layout().holds_all_rows() && !has_peers(batch);
+    const bool waits = buffer->placement().awaits_groups() && !has_peers(batch);
     if (buffer->flush_state().may_differ().in_writes && !waits) compared.buffers.push_back(buffer);
   }
   if (compared.buffers.empty()) return;

@@ -78,6 +78,13 @@ class Placement {
   /// Null of what is no share.
   const Share* share() const { return std::get_if<Share>(&whose_); }
   bool knows_groups() const { return share() && share()->knows_groups; }
+  /// Whether other ranks may hold rows of the same tensor. A weight that quantize_ made, and that
+  /// nothing has cut, is whole on each of them.
+  bool may_have_peers() const {
+    return is_share() && (share()->is_cut || knows_groups() || !layout_.holds_all_rows());
+  }
+  /// Whether they do, and which they are is not known yet.
+  bool awaits_groups() const { return is_share() && !knows_groups() && !layout_.holds_all_rows(); }
   /// Whether scales need no other rank: all rows are here, or no other rank is known to hold any.
   bool is_alone() const {
     return groups_of_full_tensor().empty() && !group() &&
