@@ -9,6 +9,7 @@ namespace qshard {
 void register_views(torch::Library& aten);
 void register_factories(torch::Library& aten);
 void register_copies(torch::Library& aten);
+void register_indexing(torch::Library& aten);
 void register_matmul(torch::Library& aten);
 void register_optimizers(torch::Library& aten);
 

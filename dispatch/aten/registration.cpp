@@ -199,6 +199,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse3, aten) {
   register_views(aten);
   register_factories(aten);
   register_copies(aten);
+  register_indexing(aten);
   register_matmul(aten);
   register_optimizers(aten);
   register_remaining(aten);

@@ -125,4 +125,55 @@ BufferPtr concatenate(const std::vector<std::pair<BufferPtr, RowWindow>>& pieces
   return whole;
 }
 
+BufferPtr copy_matrices(QuantizedBuffer& buffer, RowWindow rows, int64_t run,
+                        const at::Tensor& index) {
+  PlainGuard guard;
+  buffer.check_is_allocated();
+  buffer.complete();
+  buffer.flush_state().flushed().wait();
+  const Layout& layout = buffer.layout();
+  const Planes& from = buffer.planes();
+  const bool keeps_master = buffer.keeps_master();
+  const int64_t picked = index.numel(), matrices = run / layout.matrix_rows;
+  const Layout own = own_tensor(layout.holding(picked * run), layout.matrix_rows);
+  auto planes =
+      Planes::allocate(own, buffer.dtype(), keeps_master, buffer.device(), Fill::kNothing);
+  // Rows [first, first + rows.count / run * length) of a plane, in runs of `length` rows.
+  const auto pick = [&](const at::Tensor& to, const at::Tensor& plane, int64_t first,
+                        int64_t length) {
+    const int64_t runs = rows.count / run, width = plane.size(1);
+    const at::Tensor source = plane.narrow(0, first, runs * length);
+    auto target = to.view({picked, length * width});
+    at::index_select_out(target, source.view({runs, length * width}), 0, index);
+  };
+  pick(planes.write_image(), from.image().operand(), rows.first, run);
+  if (from.grid().defined()) {
+    const int64_t length = own.grid_rows() ? own.grid_rows() / picked : 0;
+    pick(planes.own_grid(own).write(), from.grid().read().operand(),
+         layout.grid_row(layout.row_offset + rows.first), length);
+  }
+  if (keeps_master) {
+    check_master_is_allocated(from, layout, buffer.dtype());
+    pick(planes.write_master(), from.master().operand(), rows.first, run);
+  }
+  if (from.pending().defined()) {
+    const at::Tensor values = from.pending().operand();
+    auto pending = at::empty({own.rows, own.cols}, values.options());
+    pick(pending, values, rows.first, run);
+    planes.set_pending(std::move(pending));
+  }
+  const int64_t first_matrix = (layout.row_offset + rows.first) / layout.matrix_rows;
+  const at::Tensor numbers = index.to(at::kLong).mul(matrices).add(first_matrix).unsqueeze(1) +
+                             at::arange(matrices, index.options().dtype(at::kLong));
+  auto copy = c10::make_intrusive<QuantizedBuffer>(
+      Placement(own), buffer.dtype(), std::move(planes),
+      buffer.scaling_state().copy_of_matrices(layout, numbers.flatten()));
+  FlushState& state = copy->flush_state();
+  state.copy_of(buffer.flush_state(), /*same_amax=*/false, copy->device());
+  state.replace_codes();  // the grid is another one
+  // Without a master, what the codes show is the value.
+  if (!keeps_master && state.is_shown()) state.agree();
+  return copy;
+}
+
 }  // namespace qshard

@@ -45,6 +45,21 @@ ScalingState ScalingState::copy_to(at::Device device) const {
   return copy;
 }
 
+ScalingState ScalingState::copy_of_matrices(const Layout& layout,
+                                            const at::Tensor& matrices) const {
+  ScalingState copy;
+  if (amax_history.defined()) {
+    const at::Tensor own = matrices.to(amax_history.device());
+    const at::Tensor rows =
+        at::cat({own, at::arange(input_row(layout), scaling_rows(layout), own.options())});
+    copy.amax_history = amax_history.index_select(0, rows);
+    copy.scaling_amax = scaling_amax.index_select(0, rows);
+  }
+  if (rounding.defined()) copy.rounding = rounding.clone();
+  copy.rounding_key = rounding_key;
+  return copy;
+}
+
 void ScalingState::copy_from(const ScalingState& other) {
   if (amax_history.defined()) {
     amax_history.copy_(other.amax_history);

@@ -29,6 +29,9 @@ struct ScalingState {
 
   /// A copy of its own on `device`; one of meta tensors is as if fresh.
   ScalingState copy_to(at::Device device) const;
+  /// A copy of its own, on the same device, for a tensor of these of the `layout`'s matrices
+  /// (1-D int64).
+  ScalingState copy_of_matrices(const Layout& layout, const at::Tensor& matrices) const;
   /// Takes over the numbers of another buffer's state of the same format and shape.
   void copy_from(const ScalingState& other);
 

@@ -1,0 +1,107 @@
+// Indexing of stacks along their first dimension: whole matrices keep the kind.
+//
+// An expert that is picked by its number is multiplied by its codes, as one that select() shows is.
+// Other indexing reads values, as of any plain tensor.
+#include <ATen/WrapDimUtils.h>
+
+#include <optional>
+#include <vector>
+
+#include "dispatch/aten/native_kernels.h"
+#include "dispatch/buffer/buffer_copies.h"
+#include "dispatch/flush/flush.h"
+#include "dispatch/parts/kernel_bridge.h"
+#include "dispatch/tensor/quantized_tensor_impl.h"
+
+namespace qshard {
+namespace {
+
+using Indices = c10::List<std::optional<at::Tensor>>;
+
+/// The window of a tensor whose entries along dimension 0 are runs of whole matrices.
+std::optional<RowWindow> window_of_matrices(const at::Tensor& self) {
+  if (!is_quantized(self) || self.dim() < 3 || impl_of(self).is_export()) return std::nullopt;
+  const Layout& layout = buffer_of(self).layout();
+  const int64_t run = c10::multiply_integers(self.sizes().slice(1, self.dim() - 2));
+  if (layout.matrix_rows == 0 || run == 0 || run % layout.matrix_rows != 0) return std::nullopt;
+  const auto rows = row_window(self);
+  if (!rows || (layout.row_offset + rows->first) % layout.matrix_rows != 0) return std::nullopt;
+  return rows;
+}
+
+/// The entries of dimension 0 that `index` (1-D, integers from 0 on) names; none where these are no
+/// whole matrices.
+std::optional<at::Tensor> pick(const at::Tensor& self, const at::Tensor& index, const char* op) {
+  // Experts may lie as (experts, in, out), which is the transpose of how they are quantized.
+  const bool is_transposed = self.dim() >= 3 && !window_of_matrices(self);
+  const at::Tensor stack = is_transposed ? self.transpose(-1, -2) : self;
+  const auto rows = window_of_matrices(stack);
+  if (!rows) return std::nullopt;
+  const BufferPtr& buffer = impl_of(self).buffer();
+  if (buffer->placement().is_alone()) require_shown(buffer, op);
+  auto sizes = stack.sizes().vec();
+  const auto run = c10::multiply_integers(stack.sizes().slice(1, stack.dim() - 2));
+  BufferPtr picked = copy_matrices(*buffer, *rows, run, index);
+  sizes[0] = index.numel();
+  at::Tensor result = make_tensor(std::move(picked), sizes);
+  return is_transposed ? result.transpose(-1, -2) : result;
+}
+
+at::Tensor index_select(const at::Tensor& self, int64_t dim, const at::Tensor& index) {
+  c10::OptionalDeviceGuard device_guard(self.device());
+  const bool is_first = has_key(self) && self.dim() > 0 && at::maybe_wrap_dim(dim, self.dim()) == 0;
+  const bool is_list = index.dim() <= 1 && at::isIntegralType(index.scalar_type(), false);
+  PlainGuard guard;
+  if (is_first && is_list && index.device() == self.device()) {
+    if (auto picked = pick(self, index.reshape({-1}), "aten::index_select")) return *picked;
+  }
+  return at::index_select(has_key(self) ? value_of(self) : self, dim, index);
+}
+
+/// The one index along dimension 0, as numbers from 0 on; none where there are others, or where it
+/// is a mask of another shape.
+std::optional<at::Tensor> only_index(const at::Tensor& self, const Indices& indices) {
+  if (indices.empty() || self.dim() == 0) return std::nullopt;
+  for (size_t i = 0; i < indices.size(); ++i) {
+    const std::optional<at::Tensor> index = indices.get(i);
+    if ((index && index->defined()) != (i == 0)) return std::nullopt;
+  }
+  const at::Tensor index = *indices.get(0);
+  if (has_key(index)) return std::nullopt;
+  if (index.scalar_type() == at::kBool) {
+    if (index.dim() != 1 || index.size(0) != self.size(0)) return std::nullopt;
+    return index.nonzero().squeeze(1).to(self.device());
+  }
+  if (index.scalar_type() != at::kLong && index.scalar_type() != at::kInt) return std::nullopt;
+  const at::Tensor numbers = index.to(self.device());
+  return at::where(numbers.lt(0), numbers.add(self.size(0)), numbers);
+}
+
+at::Tensor index(const at::Tensor& self, const Indices& indices) {
+  c10::OptionalDeviceGuard device_guard(self.device());
+  PlainGuard guard;
+  const auto only = has_key(self) && self.dim() >= 3 ? only_index(self, indices) : std::nullopt;
+  if (only) {
+    if (const auto picked = pick(self, only->reshape({-1}), "aten::index")) {
+      auto sizes = only->sizes().vec();
+      const auto matrix = self.sizes().slice(1);
+      sizes.insert(sizes.end(), matrix.begin(), matrix.end());
+      return picked->view(sizes);
+    }
+  }
+  Indices plain;
+  plain.reserve(indices.size());
+  for (std::optional<at::Tensor> given : indices) {
+    plain.push_back(given && has_key(*given) ? value_of(*given) : given);
+  }
+  return at::index(has_key(self) ? value_of(self) : self, plain);
+}
+
+}  // namespace
+
+void register_indexing(torch::Library& aten) {
+  aten.impl("index_select", &index_select);
+  aten.impl("index.Tensor", &index);
+}
+
+}  // namespace qshard
