@@ -11,6 +11,7 @@
 #include "dispatch/flush/flush.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/gemm/gemm_report.h"
 
 namespace qshard {
 
@@ -43,6 +44,7 @@ at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
   if (!has_key(tensor)) return tensor;
   const BufferPtr& buffer = impl_of(tensor).buffer();
   require_shown(buffer, op);
+  record_dequantized(*buffer->layout().format, op);
   return window(dequantized_rows(*buffer, buffer->dtype()), tensor);
 }
 

@@ -5,6 +5,9 @@
 
 #include <array>
 #include <atomic>
+#include <map>
+#include <mutex>
+#include <utility>
 
 namespace qshard {
 namespace {
@@ -20,6 +23,17 @@ constexpr std::array<const char*, kGemmDirections> kDirectionNames{"forward", "g
 
 size_t counters_of(int index, bool emulated) {
   return static_cast<size_t>(index) + (emulated ? kMaxFormats : 0);
+}
+
+/// How often each operator of torch's met dequantized codes, by format and operator.
+struct DequantizedCalls {
+  std::mutex mutex;
+  std::map<std::pair<std::string, std::string>, int64_t> counts;
+};
+
+DequantizedCalls& dequantized_calls() {
+  static DequantizedCalls calls;
+  return calls;
 }
 
 std::string backend_of_codes(const Format& format, bool emulated) {
@@ -74,6 +88,12 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
   }
 }
 
+void record_dequantized(const Format& format, const char* op) {
+  DequantizedCalls& calls = dequantized_calls();
+  const std::lock_guard lock(calls.mutex);
+  ++calls.counts[{std::string(format.name), op}];
+}
+
 std::string gemm_report() {
   std::string report;
   const auto add_lines = [&](const Format& format, bool emulated) {
@@ -96,6 +116,11 @@ std::string gemm_report() {
   for (const Format& format : formats()) {
     add_lines(format, /*emulated=*/false);
     add_lines(format, /*emulated=*/true);
+  }
+  DequantizedCalls& calls = dequantized_calls();
+  const std::lock_guard lock(calls.mutex);
+  for (const auto& [call, count] : calls.counts) {
+    report += fmt::format("{} {}: dequantized codes, {} times\n", call.first, call.second, count);
   }
   return report;
 }

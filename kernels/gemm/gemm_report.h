@@ -36,6 +36,10 @@ const char* gemm_fallback_reason(GemmFallback fallback);
 /// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);
 
+/// Counts one call of torch's operator `op` on what the codes of a tensor stand for: bmm and
+/// _grouped_mm, say, have no GEMM of codes.
+void record_dequantized(const Format& format, const char* op);
+
 /// One line per path taken in this process.
 std::string gemm_report();
 

@@ -223,7 +223,8 @@ def _largest_part(param) -> list[int]:
 
 def backend_report() -> str:
     """What linears multiply on each device here, and then one line per GEMM path taken so far:
-    format, direction, backend, count, and why if it is not a low-precision GEMM."""
+    format, direction, backend, count, and why if it is not a low-precision GEMM. Last, torch's operators that read what codes
+    stand for (bmm, _grouped_mm, embedding), and how often."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     lines = [line for i in devices for line in _device_lines(torch.device("cuda", i))]
     lines = lines or _device_lines(torch.device("cpu"))

@@ -181,6 +181,25 @@ def test_backend_report_names_the_reason():
     assert any("float8_blockwise forward" in line and "CPU" in line for line in lines)
 
 
+def test_backend_report_counts_products_of_stacks():
+    """torch's operators for stacks multiply dequantized codes, of all matrices."""
+    stack = ops.quantize(torch.randn(4, 64, 48), "float8_blockwise")
+    x, offs = torch.randn(8, 48, dtype=torch.bfloat16), torch.tensor([2, 4, 4, 8]).int()
+
+    def counts():
+        start = "float8_blockwise aten::"
+        lines = [l for l in qshard.backend_report().splitlines() if l.startswith(start)]
+        words = [line.removeprefix(start).split() for line in lines]
+        return {name: int(count) for name, _, _, count, _ in words}
+
+    before = counts()
+    torch.bmm(torch.randn(4, 2, 48), stack.transpose(1, 2))
+    F.grouped_mm(x, stack.bfloat16().transpose(1, 2), offs=offs)
+    after = counts()
+    for name in ("bmm:", "_grouped_mm:"):
+        assert after[name] == before.get(name, 0) + 1, (name, before, after)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=FORMATS)
 def test_weight_only(recipe):
     """The plain arithmetic on dequantized weights, activations saved as they are."""
