@@ -14,9 +14,9 @@ namespace qshard {
 namespace {
 
 constexpr std::array<MessageFormat, 3> kMessageFormats = {{
-    {"float8", DType::kFloat8E4M3, 8, 128, RowScale::kE8M0},
-    {"mxfp8", DType::kFloat8E4M3, 8, 32, RowScale::kE8M0},
-    {"nvfp4", DType::kFloat4E2M1, 4, 16, RowScale::kE4M3},
+    {"float8", DType::kFloat8E4M3, 8, 128, RowScale::kE8M0, false},
+    {"mxfp8", DType::kFloat8E4M3, 8, 32, RowScale::kE8M0, false},
+    {"nvfp4", DType::kFloat4E2M1, 4, 16, RowScale::kE4M3, true},
 }};
 
 // CUDA's grids have no more rows.

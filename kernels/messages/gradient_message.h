@@ -31,6 +31,7 @@ struct MessageFormat {
   int64_t code_bits;
   int64_t block;  // values that share a scale byte
   RowScale block_scale;
+  bool has_tile_scales;  // fp32 scales of kMessageTile values above those of blocks
 };
 
 /// @throws c10::Error naming the known formats.
@@ -45,7 +46,7 @@ struct MessageLayout {
   int64_t scale_bytes() const { return round_up(ceil_div(numel, format->block), 16); }
   int64_t tile_scale_offset() const { return scale_offset() + scale_bytes(); }
   int64_t tiles() const { return ceil_div(numel, kMessageTile); }
-  bool has_tile_scales() const { return format->block_scale == RowScale::kE4M3; }
+  bool has_tile_scales() const { return format->has_tile_scales; }
   int64_t tile_scale_bytes() const { return has_tile_scales() ? round_up(4 * tiles(), 16) : 0; }
   int64_t bytes() const { return tile_scale_offset() + tile_scale_bytes(); }
 };
