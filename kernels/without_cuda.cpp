@@ -82,9 +82,9 @@ void decode_activations(const DecodeActivationsTask&, void*) { no_cuda("gather a
 void encode_messages(const EncodeMessagesTask&, void*) { no_cuda("quantize gradients"); }
 void sum_messages(const SumMessagesTask&, void*) { no_cuda("quantize gradients"); }
 
-bool has_fp8_gemm(at::Device, const Format&) { return false; }
+int compute_capability(at::Device) { return 0; }
+bool has_fp8_gemm(at::Device, ScaleMode) { return false; }
 bool has_every_fp8_gemm(at::Device) { return false; }
-bool has_block_scaled_gemm(at::Device) { return false; }
 bool can_quantize_swiglu_backward(const at::Tensor&, const SwigluBackwardRequest&) { return false; }
 
 QuantizedMatrix quantize_activation(const at::Tensor&, const OperandRequest&, at::Tensor&) {

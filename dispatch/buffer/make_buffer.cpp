@@ -83,7 +83,7 @@ BufferPtr make_buffer_of_rows(QuantizedBuffer& from, const Placement& placement,
       new_buffer(placement, dtype, std::move(planes), from.scaling_state().copy_to(device));
   // Zero codes are of the template's generation if its scales are theirs; not where rows carry
   // their own scales: these rows have none yet.
-  if (grid.defined() && layout.format->scales_in_grid()) {
+  if (grid.defined() && layout.format->scale.is_in_grid()) {
     buffer->flush_state().join(from.generation());
   }
   const FlushState& state = from.flush_state();

@@ -56,9 +56,8 @@ StepQuantizes step_quantizes(const Layout& layout) {
   if (!format.has_tensor_scale() && !format.stochastic_rounding && layout.owns_its_blocks()) {
     return StepQuantizes::kAll;
   }
-  const bool keeps_its_scale = format.scales_in_grid() && format.has_tensor_scale() &&
-                               format.power_of_two_scales && !format.stochastic_rounding &&
-                               format.amax_history.length == 0;
+  const bool keeps_its_scale = format.scale.spans_matrix() && format.scale.power_of_two &&
+                               !format.stochastic_rounding && format.amax_history.length == 0;
   if (keeps_its_scale) return StepQuantizes::kProvisional;
   // The amaxes of cut blocks alone are no pass over the values.
   return format.has_grid() ? StepQuantizes::kAmaxes : StepQuantizes::kNothing;

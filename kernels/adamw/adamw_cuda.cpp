@@ -44,11 +44,9 @@ void step(std::span<const AdamWTask> all_tasks, StepQuantizes quantizes,
   std::ranges::copy_if(all_tasks, std::back_inserter(alike),
                        [&](const AdamWTask& task) { return task.quantizes == quantizes; });
   const std::span<const AdamWTask> tasks = alike;
-  const auto has_scales_in_grid = [](const Layout& layout) {
-    return layout.format->scales_in_grid();
-  };
+  const auto is_in_grid = [](const Layout& layout) { return layout.format->scale.is_in_grid(); };
   launch_by_type<AdamWRowImageBatch>(
-      tasks, has_scales_in_grid,
+      tasks, is_in_grid,
       [&](const AdamWRowImageBatch& batch, DType dtype) {
         return launch_adamw(batch, quantizes, parameters, dtype, stream);
       },

@@ -12,7 +12,7 @@ namespace {
 /// Whether a boundary before this logical row lies inside a block.
 bool cuts_a_block(const Layout& layout, int64_t row) {
   return row > 0 && row < layout.logical_rows &&
-         row % layout.matrix_rows % layout.format->block_rows != 0;
+         !layout.format->scale.begins_at(row % layout.matrix_rows);
 }
 
 }  // namespace
@@ -20,7 +20,7 @@ bool cuts_a_block(const Layout& layout, int64_t row) {
 Cuts find_cuts(const Layout& all_images, int64_t ranks) {
   const Layout layout = all_images.tallest();
   Cuts cuts;
-  if (layout.format->scales_in_grid() || ranks <= 1 || layout.cols == 0) return cuts;
+  if (layout.format->scale.is_in_grid() || ranks <= 1 || layout.cols == 0) return cuts;
   // Dimension 0 is cut: rows of one matrix, or whole matrices. Taking a single matrix of a 3-D
   // tensor for a 2-D one lists cuts that no rank has, which does no harm.
   std::vector<int64_t> rows;
@@ -44,7 +44,7 @@ Cuts find_cuts(const Layout& all_images, int64_t ranks) {
       throw std::invalid_argument(fmt::format(
           "rows [{}, {}) of {} are not a chunk of torch.chunk over {} ranks, and blocks of {} rows "
           "that it cuts cannot be agreed on",
-          begin, end, layout.logical_rows, ranks, layout.format->block_rows));
+          begin, end, layout.logical_rows, ranks, layout.format->scale.block_rows));
     }
     return int64_t{-1};
   };

@@ -19,41 +19,143 @@ namespace {
 constexpr auto kE4M3 = DType::kFloat8E4M3;
 constexpr auto kE5M2 = DType::kFloat8E5M2;
 constexpr auto kE2M1 = DType::kFloat4E2M1;
-constexpr AmaxHistory kDelayed{.length = 1024};
+constexpr auto kE8M0 = DType::kFloat8E8M0;
 
-// Not in formats(): only ever the second image of another format.
-constexpr Format kMxfp8Columnwise = [] {
-  Format format{"mxfp8_32x1", kE4M3, 8, 448.f, 32, 1, RowScale::kE8M0, true, kE4M3};
-  format.scales_in_slices = true;
-  return format;
-}();
-
-// Whether linears quantize inputs in blocks for FP8 GEMMs.
-constexpr bool scales_inputs_in_blocks(const Format& format) {
-  return format.scales_in_grid() && format.block_rows != 0;
+// A format of E4M3 codes; what differs is the caller's.
+constexpr Format of_float8(std::string_view name, const ScaleLevel& scale,
+                           const ActivationCodes& activations, const GemmPairing& gemm) {
+  return {.name = name,
+          .code_dtype = kE4M3,
+          .code_bits = 8,
+          .code_max = 448.f,
+          .scale = scale,
+          .outer_scale = {},
+          .activations = activations,
+          .gemm = gemm};
 }
 
-// name, code_dtype, code_bits, code_max, block_rows, block_cols, row_scale, pow2, grad_dtype
+// One fp32 scale for a matrix.
+constexpr Format of_one_scale(std::string_view name, bool power_of_two) {
+  const ActivationCodes activations{.input_dtype = kE4M3,
+                                    .gradient_dtype = kE5M2,
+                                    .power_of_two_scales = power_of_two,
+                                    .packed_input_dtype = kE4M3,
+                                    .packed_gradient_dtype = kE5M2,
+                                    .packed_rows = ScaleMode::kTensor,
+                                    .packed_input_columns = ScaleMode::kTensor,
+                                    .packed_gradient_columns = ScaleMode::kTensor};
+  const GemmPairing gemm{.kind = GemmKind::kPacked,
+                         .scale_mode = ScaleMode::kTensor,
+                         .transposes_weight = true,
+                         .first_capability = 89,
+                         .last_capability = kAnyLaterCapability,
+                         .devices = "FP8 GEMMs need compute capability 8.9 (Ada) or above"};
+  return of_float8(name, {.power_of_two = power_of_two}, activations, gemm);
+}
+
+// Delayed scaling: the scale follows the amaxes of earlier steps.
+constexpr Format of_delayed_scale(std::string_view name) {
+  Format format = of_one_scale(name, /*power_of_two=*/false);
+  format.amax_history = {.length = 1024};
+  return format;
+}
+
+// Packed codes of E4M3 with a scale for 1x128 of them.
+constexpr ActivationCodes in_blocks_of_1x128(bool power_of_two) {
+  return {.input_dtype = kE4M3,
+          .gradient_dtype = kE4M3,
+          .power_of_two_scales = power_of_two,
+          .packed_input_dtype = kE4M3,
+          .packed_gradient_dtype = kE4M3,
+          .packed_rows = ScaleMode::kBlock1x128,
+          .packed_input_columns = ScaleMode::kBlock1x128,
+          .packed_gradient_columns = ScaleMode::kBlock1x128};
+}
+
+// An fp32 scale for 128x128 of a weight, for 1x128 of what meets it.
+constexpr Format of_blocks(std::string_view name, bool power_of_two) {
+  ActivationCodes activations = in_blocks_of_1x128(power_of_two);
+  activations.packed_input_columns = ScaleMode::kBlock128x128;
+  const GemmPairing gemm{
+      .kind = GemmKind::kPacked,
+      .scale_mode = ScaleMode::kBlock128x128,
+      .transposes_weight = true,
+      .first_capability = 90,
+      .last_capability = 90,
+      .devices = "FP8 GEMMs with 128x128 scales run on compute capability 9.0 (Hopper) only"};
+  return of_float8(name, {.block_rows = 128, .block_cols = 128, .power_of_two = power_of_two},
+                   activations, gemm);
+}
+
+constexpr GemmPairing of_row_images(ScaleMode scale_mode, bool transposes_weight) {
+  return {.kind = GemmKind::kRowImages,
+          .scale_mode = scale_mode,
+          .transposes_weight = transposes_weight,
+          .first_capability = 100,
+          .last_capability = kAnyLaterCapability,
+          .devices = "GEMMs in its format need compute capability 10.0 (Blackwell)"};
+}
+
+// OCP MX: an E8M0 scale for a block, in its rows.
+constexpr Format of_mxfp8(std::string_view name, int64_t block_rows, int64_t block_cols,
+                          ScalePlace place, const Format* row_format) {
+  ActivationCodes activations = in_blocks_of_1x128(/*power_of_two=*/true);
+  activations.row_format = row_format;
+  return of_float8(name, {kE8M0, block_rows, block_cols, place, /*power_of_two=*/true}, activations,
+                   of_row_images(ScaleMode::kBlock1x32, block_rows == block_cols));
+}
+
+// NVFP4: an E4M3 scale for a block, in its rows, and an fp32 scale for a matrix. Gradients are
+// rounded stochastically, and transformed for wgrad (arXiv:2509.25149).
+constexpr Format of_nvfp4(std::string_view name, int64_t block_rows, const Format* row_format) {
+  ActivationCodes activations = in_blocks_of_1x128(/*power_of_two=*/false);
+  activations.input_dtype = activations.gradient_dtype = kE2M1;
+  activations.hadamard_columns = true;
+  activations.stochastic_gradients = true;
+  activations.row_format = row_format;
+  return {.name = name,
+          .code_dtype = kE2M1,
+          .code_bits = 4,
+          .code_max = 6.f,
+          .scale = {kE4M3, block_rows, 16, ScalePlace::kRows, /*power_of_two=*/false},
+          .outer_scale = ScaleLevel{},
+          .activations = activations,
+          .gemm = of_row_images(ScaleMode::kBlock1x16, block_rows == 16)};
+}
+
+// Not in formats(): only ever the second image of another format.
+constexpr Format kMxfp8Columnwise = of_mxfp8("mxfp8_32x1", 32, 1, ScalePlace::kSlices, nullptr);
+// For activations: without the second image that a weight has for its transpose.
+constexpr Format kMxfp8Rows = of_mxfp8("mxfp8_1x32", 1, 32, ScalePlace::kRows, nullptr);
+constexpr Format kNvfp4Rows = of_nvfp4("nvfp4_1x16", 1, nullptr);
+
 constexpr std::array kFormats = [] {
   std::array formats = {
-      Format{"float8_tensorwise", kE4M3, 8, 448.f, 0, 0, RowScale::kNone, true, kE5M2},
-      Format{"float8_tensorwise_fp32_scale", kE4M3, 8, 448.f, 0, 0, RowScale::kNone, false, kE5M2},
-      Format{"float8_delayed", kE4M3, 8, 448.f, 0, 0, RowScale::kNone, false, kE5M2, kDelayed},
-      Format{"float8_blockwise", kE4M3, 8, 448.f, 128, 128, RowScale::kNone, true, kE4M3},
-      Format{"float8_blockwise_fp32_scale", kE4M3, 8, 448.f, 128, 128, RowScale::kNone, false,
-             kE4M3},
-      Format{"mxfp8", kE4M3, 8, 448.f, 32, 32, RowScale::kE8M0, true, kE4M3},
-      Format{"mxfp8_1x32", kE4M3, 8, 448.f, 1, 32, RowScale::kE8M0, true, kE4M3},
-      Format{"nvfp4", kE2M1, 4, 6.f, 16, 16, RowScale::kE4M3, false, kE2M1},
-      Format{"nvfp4_1x16", kE2M1, 4, 6.f, 1, 16, RowScale::kE4M3, false, kE2M1},
+      of_one_scale("float8_tensorwise", /*power_of_two=*/true),
+      of_one_scale("float8_tensorwise_fp32_scale", /*power_of_two=*/false),
+      of_delayed_scale("float8_delayed"),
+      of_blocks("float8_blockwise", /*power_of_two=*/true),
+      of_blocks("float8_blockwise_fp32_scale", /*power_of_two=*/false),
+      of_mxfp8("mxfp8", 32, 32, ScalePlace::kRows, &kMxfp8Rows),
+      of_mxfp8("mxfp8_1x32", 1, 32, ScalePlace::kRows, &kMxfp8Rows),
+      of_nvfp4("nvfp4", 16, &kNvfp4Rows),
+      of_nvfp4("nvfp4_1x16", 1, &kNvfp4Rows),
   };
   for (size_t i = 0; i < formats.size(); ++i) formats[i].index = static_cast<int>(i);
   for (Format& format : formats) {
     if (format.name == "mxfp8_1x32") format.columnwise = &kMxfp8Columnwise;
-    if (scales_inputs_in_blocks(format)) format.x_block_scaling_dim = 2;
   }
   return formats;
 }();
+
+// Whether inputs that wgrad reads may have blocks of 1x128 or of 128x128.
+bool chooses_input_blocks(const Format& base) {
+  return base.activations.packed_input_columns == ScaleMode::kBlock128x128;
+}
+
+int input_block_dims(const Format& format) {
+  return format.activations.packed_input_columns == ScaleMode::kBlock128x128 ? 2 : 1;
+}
 
 const Format& find_base(std::string_view name) {
   std::vector<std::string_view> known;
@@ -69,10 +171,10 @@ const Format& find_base(std::string_view name) {
   throw std::invalid_argument(fmt::format(
       "format '{}' has no option '{}'; known options: stochastic, emulate{}", base.name,
       shown_name(option),
-      base.amax_history.length > 0    ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
-      : base.columnwise               ? ", phase"
-      : scales_inputs_in_blocks(base) ? ", x_block_scaling_dim=N (N 1 or 2)"
-                                      : ""));
+      base.amax_history.length > 0 ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
+      : base.columnwise            ? ", phase"
+      : chooses_input_blocks(base) ? ", x_block_scaling_dim=N (N 1 or 2)"
+                                   : ""));
 }
 
 /// The number of an option such as `margin=3` if it is called `name`.
@@ -97,16 +199,17 @@ void apply_option(Format& format, const Format& base, std::string_view option) {
   } else if (is_delayed && option == "most_recent") {
     format.amax_history.most_recent = true;
   } else if (is_delayed && option == "e4m3") {
-    format.grad_dtype = kE4M3;
+    format.activations.gradient_dtype = format.activations.packed_gradient_dtype = kE4M3;
   } else if (is_delayed && parse_number(option, "margin=", number) && number >= 0 &&
              number <= kMaxMargin) {
     format.amax_history.margin = static_cast<int>(number);
   } else if (is_delayed && parse_number(option, "history=", number) && number >= 1 &&
              number <= kMaxHistory) {
     format.amax_history.length = number;
-  } else if (scales_inputs_in_blocks(base) &&
-             parse_number(option, "x_block_scaling_dim=", number) && (number == 1 || number == 2)) {
-    format.x_block_scaling_dim = static_cast<int>(number);
+  } else if (chooses_input_blocks(base) && parse_number(option, "x_block_scaling_dim=", number) &&
+             (number == 1 || number == 2)) {
+    format.activations.packed_input_columns =
+        number == 2 ? ScaleMode::kBlock128x128 : ScaleMode::kBlock1x128;
   } else {
     refuse_option(base, option);
   }
@@ -123,10 +226,12 @@ std::string canonical_name(const Format& format, const Format& base) {
     options.push_back(fmt::format("history={}", history.length));
   }
   if (history.most_recent) options.emplace_back("most_recent");
-  if (format.grad_dtype != base.grad_dtype) options.emplace_back("e4m3");
+  if (format.activations.gradient_dtype != base.activations.gradient_dtype) {
+    options.emplace_back("e4m3");
+  }
   if (format.gathers_by_phase) options.emplace_back("phase");
-  if (format.x_block_scaling_dim != base.x_block_scaling_dim) {
-    options.push_back(fmt::format("x_block_scaling_dim={}", format.x_block_scaling_dim));
+  if (input_block_dims(format) != input_block_dims(base)) {
+    options.push_back(fmt::format("x_block_scaling_dim={}", input_block_dims(format)));
   }
   if (format.emulated) options.emplace_back("emulate");
   if (format.stochastic_rounding) options.emplace_back("stochastic");
@@ -155,9 +260,6 @@ const Format& intern(Format format, const Format& base) {
 /// The base of a name of base and options, if there are any.
 const Format& base_of(std::string_view name) { return find_base(name.substr(0, name.find('['))); }
 
-// For activations only: a weight's transpose would have other scales.
-constexpr Format kMxfp8Rows{"mxfp8_1x32", kE4M3, 8, 448.f, 1, 32, RowScale::kE8M0, true, kE4M3};
-
 }  // namespace
 
 std::span<const Format> formats() { return kFormats; }
@@ -184,9 +286,7 @@ const Format& find_format(std::string_view name) {
 }
 
 const Format& activation_format(const Format& format) {
-  if (format.row_scale == RowScale::kE8M0) return kMxfp8Rows;
-  static const Format& nvfp4_rows = find_format("nvfp4_1x16");
-  if (format.row_scale == RowScale::kE4M3) return nvfp4_rows;
+  if (format.activations.row_format != nullptr) return *format.activations.row_format;
   throw std::invalid_argument(
       fmt::format("activations of format '{}' have no row-local scales", format.name));
 }

@@ -1,10 +1,12 @@
 // The one description of each quantized format.
 //
-// A new format is one entry in formats.cpp plus its kernels; nothing in dispatch/ or fsdp/ knows a
-// format by name. Formulas: test/reference/.
+// A new format is one entry in formats.cpp plus its kernels. All other code asks the fields for
+// what it wants to know: it knows no format by name, and infers no field from another. Formulas:
+// test/reference/.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -19,17 +21,87 @@ enum class DType : uint8_t {
   kFloat8E5M2,  // OCP OFP8 E5M2 (largest finite 57344)
   kFloat4E2M1,  // OCP FP4: 0, .5, 1, 1.5, 2, 3, 4, 6; two codes per byte, the first in the low
                 // nibble
+  kFloat8E8M0,  // 2^(byte - 127); 255 is NaN (OCP MX v1.0); of scales alone
 };
 
 /// Bytes of one value: float32, bfloat16 or float16.
 constexpr int64_t value_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-/// How the row image holds the scale of a block: one byte in each row that the block touches, or in
-/// one of them (Format::scales_in_slices).
-enum class RowScale : uint8_t {
-  kNone,  // it does not: scales of blocks are entries of the grid
-  kE8M0,  // 2^(byte - 127); 255 is NaN (OCP MX v1.0)
-  kE4M3,  // times the matrix's own fp32 scale, which is in the grid (NVFP4)
+/// Where the scales of blocks lie (kernels/format/layout.h).
+enum class ScalePlace : uint8_t {
+  kGrid,    // in the fp32 grid beside the row image: scales that span rows
+  kRows,    // in the row image: each row that a block touches holds the block's scale
+  kSlices,  // in the row image: the rows that share blocks hold equal slices of the blocks' scales
+};
+
+/// One level of scales: a code stands for itself times the scale of each level.
+struct ScaleLevel {
+  DType dtype = DType::kFloat32;
+  int64_t block_rows = 0;  // rows of a matrix that share a scale; 0: all of them
+  int64_t block_cols = 0;  // columns that share it; 0: all of them
+  ScalePlace place = ScalePlace::kGrid;
+  bool power_of_two = false;  // every scale is a power of two
+
+  constexpr bool spans_matrix() const { return block_rows == 0 && block_cols == 0; }
+  constexpr bool is_in_grid() const { return place == ScalePlace::kGrid; }
+  /// Whether a block begins at this row of a matrix.
+  constexpr bool begins_at(int64_t row) const { return block_rows == 0 || row % block_rows == 0; }
+  bool operator==(const ScaleLevel&) const = default;
+};
+
+/// How a GEMM reads the scale_inv of an operand, and of which type they are.
+enum class ScaleMode : uint8_t {
+  kTensor,        // one float
+  kBlock1x128,    // float (ceil(k / 128), rows): one per row and 128 contracted elements
+  kBlock128x128,  // float (ceil(rows / 128), round_up(ceil(k / 128), 4))
+  // One per row and 32 or 16 contracted elements, in the order of kernels/gemm/scale_layout.h. Both
+  // operands are so, on compute capability 10.0 and above.
+  kBlock1x32,  // E8M0 (MXFP8)
+  kBlock1x16,  // E4M3 (NVFP4)
+};
+
+struct Format;
+
+/// How the activations and gradients that meet a weight are quantized for the linear's GEMMs.
+struct ActivationCodes {
+  DType input_dtype;
+  DType gradient_dtype;
+  bool power_of_two_scales;  // of blocks of codes
+  /// Codes that wgrad reads are of the random Hadamard transform along the tokens.
+  bool hadamard_columns = false;
+  bool stochastic_gradients = false;  // gradients are rounded stochastically
+  /// What they are as row images; null: no GEMM reads those.
+  const Format* row_format = nullptr;
+  // As PackedCodes (kernels/linear/quantized_matrix.h). Operators make these for any format, also
+  // where no GEMM of it reads them.
+  DType packed_input_dtype;
+  DType packed_gradient_dtype;
+  ScaleMode packed_rows;              // of codes that forward and dgrad read
+  ScaleMode packed_input_columns;     // of an input's that wgrad reads
+  ScaleMode packed_gradient_columns;  // of a gradient's
+};
+
+/// Which GEMMs multiply the codes of a weight.
+enum class GemmKind : uint8_t {
+  kPacked,     // cuBLASLt's FP8: activations and gradients are PackedCodes
+  kRowImages,  // cuBLASLt's block-scaled: both operands are row images
+};
+
+constexpr int kAnyLaterCapability = 1000;
+
+struct GemmPairing {
+  GemmKind kind;
+  ScaleMode scale_mode;  // of a matrix of this format; activations say theirs
+  /// Whether dgrad reads the weight's codes transposed: their scales are those of the transpose.
+  bool transposes_weight;
+  // The compute capabilities that have these GEMMs, 90 for 9.0.
+  int first_capability;
+  int last_capability;       // or kAnyLaterCapability
+  std::string_view devices;  // the same for users: why a device has none
+
+  constexpr bool runs_on(int capability) const {
+    return first_capability <= capability && capability <= last_capability;
+  }
 };
 
 /// Delayed scaling: scales from the amaxes of earlier optimizer steps
@@ -43,13 +115,12 @@ struct AmaxHistory {
 struct Format {
   std::string_view name;
   DType code_dtype;
-  int64_t code_bits;   // bits per code in a row image
-  float code_max;      // largest finite code, e.g. 448
-  int64_t block_rows;  // rows sharing one scale; 0: the whole matrix
-  int64_t block_cols;  // columns sharing one scale; 0: the whole matrix
-  RowScale row_scale;
-  bool power_of_two_scales;  // every scale is a power of two
-  DType grad_dtype;          // code dtype of gradients in this format's linear
+  int64_t code_bits;                      // bits per code in a row image
+  float code_max;                         // largest finite code, e.g. 448
+  ScaleLevel scale;                       // of blocks of codes
+  std::optional<ScaleLevel> outer_scale;  // above `scale`, of fewer and larger blocks, in the grid
+  ActivationCodes activations;
+  GemmPairing gemm;
   AmaxHistory amax_history = {};
   bool stochastic_rounding = false;  // of codes, by flushes after an optimizer step
   int index = 0;                     // of the entry in formats() that this one is a variant of
@@ -58,24 +129,20 @@ struct Format {
   /// bytes in both.
   const Format* columnwise = nullptr;
   bool gathers_by_phase = false;  // forward gathers the rowwise image only, backward the columnwise
-  /// Block shape of the scales of inputs that wgrad reads: 1 = 1x128 along the tokens, 2 = 128x128.
-  /// Inputs that forward reads have blocks of 1x128.
-  int x_block_scaling_dim = 1;  // 2 of float8_blockwise
-  /// Rows that share blocks hold the blocks' scales in equal slices, one slice a row; otherwise
-  /// each of them holds them all.
-  bool scales_in_slices = false;
   /// Whether linears multiply dequantized codes in place of the GEMM that multiplies codes
   /// (kernels/linear/emulated_gemms.h). What is stored and sent is the same.
   bool emulated = false;
 
-  /// Whether the grid holds the scale of every block.
-  constexpr bool scales_in_grid() const { return row_scale == RowScale::kNone; }
-  /// Whether one fp32 scale spans a whole matrix, alone or above those of its blocks.
-  constexpr bool has_tensor_scale() const {
-    return row_scale == RowScale::kE4M3 || (scales_in_grid() && block_rows == 0);
+  /// The scales in the grid; null: the format has no grid.
+  constexpr const ScaleLevel* grid_scale() const {
+    if (scale.is_in_grid()) return &scale;
+    return outer_scale && outer_scale->is_in_grid() ? &*outer_scale : nullptr;
   }
-  /// Scales that span rows live in an fp32 grid beside the row image.
-  constexpr bool has_grid() const { return scales_in_grid() || has_tensor_scale(); }
+  constexpr bool has_grid() const { return grid_scale() != nullptr; }
+  /// Whether a scale spans a whole matrix, alone or above those of its blocks.
+  constexpr bool has_tensor_scale() const {
+    return scale.spans_matrix() || (outer_scale && outer_scale->spans_matrix());
+  }
 };
 
 /// All formats without their variants, in a fixed order.
@@ -100,8 +167,9 @@ const Format& find_format(std::string_view name);
 /// The same by value, under its base's name: nothing is remembered of it.
 Format parse_format(std::string_view name);
 
-/// How activations and gradients are quantized to meet a weight of `format`, one with row-local
-/// scales: as it is, in blocks of one row. Need not be one of formats().
+/// The format of activations and gradients as row images, to meet a weight of `format`. Need not be
+/// one of formats().
+/// @throws std::invalid_argument if no GEMM of `format` reads row images.
 const Format& activation_format(const Format& format);
 
 }  // namespace qshard

@@ -52,8 +52,10 @@ struct Layout {
   int64_t code_bytes() const { return ceil_div(cols * format->code_bits, 8); }
   int64_t row_scale_offset() const { return round_up(code_bytes(), 16); }
   int64_t row_scale_bytes() const {
-    if (format->scales_in_grid()) return 0;
-    return format->scales_in_slices ? ceil_div(block_cols(), format->block_rows) : block_cols();
+    const ScaleLevel& scale = format->scale;
+    if (scale.is_in_grid()) return 0;
+    return scale.place == ScalePlace::kSlices ? ceil_div(block_cols(), scale.block_rows)
+                                              : block_cols();
   }
   int64_t image_row_bytes() const { return round_up(row_scale_offset() + row_scale_bytes(), 16); }
   int64_t row_bytes() const {
@@ -75,39 +77,31 @@ struct Layout {
   }
   /// Whether its matrices can have this format: slices of scales need whole blocks.
   bool fits() const {
-    return !format->columnwise || matrix_rows % format->columnwise->block_rows == 0;
+    return !format->columnwise || format->columnwise->scale.begins_at(matrix_rows);
   }
   /// The image that has the blocks of most rows: its blocks are what shards cut.
   Layout tallest() const { return has_columnwise() ? columnwise() : *this; }
 
   /// Blocks of the logical tensor: block (i, j) holds rows `[i*B, (i+1)*B)` of its matrix.
   int64_t matrices() const { return matrix_rows ? logical_rows / matrix_rows : 0; }
-  int64_t block_rows_per_matrix() const {
-    return format->block_rows ? ceil_div(matrix_rows, format->block_rows) : 1;
-  }
-  int64_t block_cols() const {
-    return cols == 0 ? 0 : format->block_cols ? ceil_div(cols, format->block_cols) : 1;
-  }
+  int64_t block_rows_per_matrix() const { return block_rows_per_matrix(format->scale); }
+  int64_t block_cols() const { return block_cols(format->scale); }
   /// Block row of a logical row.
-  int64_t block_row(int64_t logical_row) const {
-    const int64_t in_matrix = logical_row % matrix_rows;
-    return logical_row / matrix_rows * block_rows_per_matrix() +
-           (format->block_rows ? in_matrix / format->block_rows : 0);
-  }
+  int64_t block_row(int64_t logical_row) const { return block_row(format->scale, logical_row); }
 
-  /// Grid: scales of all blocks, or of all matrices where the row image holds those of the blocks.
+  /// Grid: the scales of all blocks of the level that lies there.
   int64_t grid_rows() const {
-    if (!format->has_grid()) return 0;
-    return format->scales_in_grid() ? matrices() * block_rows_per_matrix() : matrices();
+    const ScaleLevel* scale = format->grid_scale();
+    return scale == nullptr ? 0 : matrices() * block_rows_per_matrix(*scale);
   }
   int64_t grid_cols() const {
-    if (!format->has_grid() || cols == 0) return 0;
-    return format->scales_in_grid() ? block_cols() : 1;
+    const ScaleLevel* scale = format->grid_scale();
+    return scale == nullptr ? 0 : block_cols(*scale);
   }
   int64_t grid_numel() const { return grid_rows() * grid_cols(); }
-  /// Grid row of a logical row.
+  /// Grid row of a logical row, of a format that has a grid.
   int64_t grid_row(int64_t logical_row) const {
-    return format->scales_in_grid() ? block_row(logical_row) : logical_row / matrix_rows;
+    return block_row(*format->grid_scale(), logical_row);
   }
 
   /// Elements of the full tensor from one row to the next.
@@ -133,12 +127,23 @@ struct Layout {
     if (holds_all_rows()) return true;
     const int64_t live = live_rows();
     if (format->has_tensor_scale() || live == 0) return false;
-    const int64_t block = tallest().format->block_rows;
-    const auto is_cut = [&](int64_t logical_row) { return logical_row % matrix_rows % block != 0; };
+    const ScaleLevel& scale = tallest().format->scale;
+    const auto is_cut = [&](int64_t row) { return !scale.begins_at(row % matrix_rows); };
     return !is_cut(row_offset) && !is_cut(row_offset + live);
   }
 
  private:
+  int64_t block_rows_per_matrix(const ScaleLevel& scale) const {
+    return scale.block_rows ? ceil_div(matrix_rows, scale.block_rows) : 1;
+  }
+  int64_t block_cols(const ScaleLevel& scale) const {
+    return cols == 0 ? 0 : scale.block_cols ? ceil_div(cols, scale.block_cols) : 1;
+  }
+  int64_t block_row(const ScaleLevel& scale, int64_t logical_row) const {
+    return logical_row / matrix_rows * block_rows_per_matrix(scale) +
+           (scale.block_rows ? logical_row % matrix_rows / scale.block_rows : 0);
+  }
+
   template <typename Field>
   Layout with(Field Layout::*field, std::type_identity_t<Field> value) const {
     Layout layout = *this;

@@ -27,4 +27,25 @@ inline DType value_dtype(at::ScalarType type) {
   }
 }
 
+/// Torch's name for the type of scales, or of codes; a byte for two codes of four bits.
+inline at::ScalarType scalar_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kFloat8E4M3:
+      return at::kFloat8_e4m3fn;
+    case DType::kFloat8E5M2:
+      return at::kFloat8_e5m2;
+    case DType::kFloat8E8M0:
+      return at::kFloat8_e8m0fnu;
+    case DType::kFloat4E2M1:
+      return at::kByte;
+  }
+  TORCH_CHECK(false, "qshard: no such element type");
+}
+
 }  // namespace qshard

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>
@@ -16,7 +17,6 @@ constexpr size_t kMaxFormats = 16;
 using Counters = std::array<std::array<std::atomic<int64_t>, kGemmFallbacks>, kGemmDirections>;
 // A variant counts with its base, but the emulated ones apart, in the second half.
 std::array<Counters, 2 * kMaxFormats> counters{};
-std::array<std::atomic<bool>, kGemmFallbacks> warned{};
 
 constexpr std::array<const char*, kGemmDirections> kDirectionNames{"forward", "grad_input",
                                                                    "grad_weight"};
@@ -38,12 +38,25 @@ DequantizedCalls& dequantized_calls() {
 
 std::string backend_of_codes(const Format& format, bool emulated) {
   if (emulated) return "emulated GEMM of dequantized codes";
-  return format.scales_in_grid() ? "cuBLASLt FP8" : "cuBLASLt block-scaled";
+  return format.gemm.kind == GemmKind::kPacked ? "cuBLASLt FP8" : "cuBLASLt block-scaled";
+}
+
+// Whether no warning gave this reason yet; formats that run on the same devices share one.
+bool is_new_reason(const Format& format, GemmFallback fallback) {
+  static std::array<std::atomic<bool>, kGemmFallbacks> warned{};
+  static std::array<std::atomic<bool>, kMaxFormats> warned_of_devices{};
+  if (fallback != GemmFallback::kDevice) {
+    return !warned[static_cast<size_t>(fallback)].exchange(true, std::memory_order_relaxed);
+  }
+  const auto same = std::ranges::find(formats(), format.gemm.devices,
+                                      [](const Format& other) { return other.gemm.devices; });
+  return !warned_of_devices[static_cast<size_t>(same->index)].exchange(true,
+                                                                       std::memory_order_relaxed);
 }
 
 }  // namespace
 
-const char* gemm_fallback_reason(GemmFallback fallback) {
+std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallback) {
   switch (fallback) {
     case GemmFallback::kNone:
       return "";
@@ -51,14 +64,10 @@ const char* gemm_fallback_reason(GemmFallback fallback) {
       return "weight-only, as asked for";
     case GemmFallback::kCpu:
       return "no FP8 GEMM on CPU";
-    case GemmFallback::kFormat:
-      return "GEMMs in its format need compute capability 10.0 (Blackwell)";
+    case GemmFallback::kDevice:
+      return format.gemm.devices;
     case GemmFallback::kOneRowBlocks:
       return "scale blocks of one row have no transpose";
-    case GemmFallback::kDevice:
-      return "FP8 GEMMs need compute capability 8.9 (Ada) or above";
-    case GemmFallback::kBlockDevice:
-      return "FP8 GEMMs with 128x128 scales run on compute capability 9.0 (Hopper) only";
     case GemmFallback::kDtype:
       return "the input is not float32, bfloat16 or float16";
     case GemmFallback::kOutFeatures:
@@ -81,10 +90,10 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
   const auto why = static_cast<size_t>(fallback);
   counters[index][static_cast<size_t>(direction)][why].fetch_add(1, std::memory_order_relaxed);
   if (fallback <= GemmFallback::kCpu) return;
-  if (!warned[why].exchange(true, std::memory_order_relaxed)) {
-    TORCH_WARN("qshard: a linear with a ", format.name,
-               " weight runs on dequantized values because ", gemm_fallback_reason(fallback),
-               ". This is reported once; see backend_report().");
+  if (is_new_reason(format, fallback)) {
+    TORCH_WARN(
+        "qshard: a linear with a ", format.name, " weight runs on dequantized values because ",
+        gemm_fallback_reason(format, fallback), ". This is reported once; see backend_report().");
   }
 }
 
@@ -104,12 +113,12 @@ std::string gemm_report() {
         const int64_t count = of_format[direction][why].load(std::memory_order_relaxed);
         if (count == 0) continue;
         const auto fallback = static_cast<GemmFallback>(why);
-        report +=
-            fallback == GemmFallback::kNone
-                ? fmt::format("{} {}: {}, {} times\n", name, kDirectionNames[direction],
-                              backend_of_codes(format, emulated), count)
-                : fmt::format("{} {}: dequantized GEMM, {} times: {}\n", name,
-                              kDirectionNames[direction], count, gemm_fallback_reason(fallback));
+        report += fallback == GemmFallback::kNone
+                      ? fmt::format("{} {}: {}, {} times\n", name, kDirectionNames[direction],
+                                    backend_of_codes(format, emulated), count)
+                      : fmt::format("{} {}: dequantized GEMM, {} times: {}\n", name,
+                                    kDirectionNames[direction], count,
+                                    gemm_fallback_reason(format, fallback));
       }
     }
   };

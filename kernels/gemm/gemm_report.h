@@ -17,10 +17,8 @@ enum class GemmFallback : uint8_t {
   // What follows up to kCpu needs no warning.
   kWeightOnly,
   kCpu,
-  kFormat,
-  kOneRowBlocks,
   kDevice,
-  kBlockDevice,
+  kOneRowBlocks,
   kDtype,
   kOutFeatures,
   kWindow,
@@ -28,10 +26,10 @@ enum class GemmFallback : uint8_t {
   kTooLarge,
   kNoKernel,
 };
-constexpr int kGemmFallbacks = 13;
+constexpr int kGemmFallbacks = 11;
 
-/// In words; "" for kNone.
-const char* gemm_fallback_reason(GemmFallback fallback);
+/// In words; "" for kNone. `format`: of the weight.
+std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallback);
 
 /// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);

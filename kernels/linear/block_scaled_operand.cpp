@@ -57,7 +57,7 @@ RowImage quantized_rows(const at::Tensor& x, const Format& format, const int32_t
 }
 
 RowImage quantized_columns(const at::Tensor& x, const Format& format, const int32_t* rounding) {
-  const at::Tensor values = transposed_values(x, format.row_scale == RowScale::kE4M3);
+  const at::Tensor values = transposed_values(x, format.activations.hadamard_columns);
   const int64_t k = x.size(1);
   const auto layout = whole_layout(activation_format(format), k, values.size(1), round_up(k, 16));
   return quantized(values, layout, rounding);
@@ -70,7 +70,7 @@ RowImage weight_rows(const QuantizedMatrix& weight) {
   out.layout = whole_layout(*held.format, weight.rows, held.cols).with_images(held.images);
   out.image =
       window.image.view({held.rows, held.row_bytes()}).narrow(0, window.first_row, weight.rows);
-  if (held.format->has_tensor_scale()) {
+  if (held.format->has_grid()) {
     const int64_t offset = held.row_offset;
     out.grid = window.grid.view({-1}).narrow(0, held.grid_row(offset + window.first_row), 1);
   } else {

@@ -39,13 +39,13 @@ Factor factor_of(const PackedCodes& packed, const QuantizedMatrix& matrix, int64
       packed_codes(packed, matrix.code_dtype).narrow(0, 0, rows).narrow(1, 0, contracted);
   if (packed.scale_mode == ScaleMode::kTensor) return {codes, {}, packed_tensor_scale(packed)};
   return scaled_in_blocks(codes, packed_block_scales(packed).narrow(0, 0, rows),
-                          matrix.format->power_of_two_scales);
+                          matrix.format->activations.power_of_two_scales);
 }
 
 /// The first `rows`. What pads them is left: the random Hadamard transform mixes values into it.
 Factor factor_of(const RowImage& image, int64_t rows) {
   const Layout& layout = image.layout;
-  if (!layout.format->has_tensor_scale()) {
+  if (!layout.format->outer_scale) {
     return {dequantized(matrix_of(image, rows), at::kFloat), {}, {}};
   }
   // E2M1 code times E4M3 scale has six bits, which bfloat16 holds.
@@ -78,20 +78,20 @@ Factor grid_scaled_weight(const QuantizedMatrix& weight, bool transposed) {
                          .view(at::kFloat8_e4m3fn);
   const int64_t first = layout.grid_row(layout.row_offset + window.first_row);
   const at::Tensor grid = window.grid.operand().view({layout.grid_rows(), layout.grid_cols()});
-  if (format.has_tensor_scale()) {
+  if (format.gemm.scale_mode == ScaleMode::kTensor) {
     return {transposed ? codes.t() : codes, {}, grid.narrow(0, first, 1).view({1})};
   }
-  at::Tensor scales = grid.narrow(0, first, ceil_div(n, format.block_rows));
+  at::Tensor scales = grid.narrow(0, first, ceil_div(n, format.scale.block_rows));
   if (transposed) {
     codes = codes.t();
     scales = scales.t();
   }
   scales = scales.repeat_interleave(kBlock, 0).narrow(0, 0, codes.size(0));
-  return scaled_in_blocks(codes, scales, format.power_of_two_scales);
+  return scaled_in_blocks(codes, scales, format.scale.power_of_two);
 }
 
 Factor weight_factor(const QuantizedMatrix& weight, bool transposed) {
-  if (weight.format->scales_in_grid()) return grid_scaled_weight(weight, transposed);
+  if (weight.format->scale.is_in_grid()) return grid_scaled_weight(weight, transposed);
   Factor factor = factor_of(weight_rows(weight), weight.rows);
   if (transposed) factor.values = factor.values.t();
   return factor;

@@ -3,6 +3,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
+#include "kernels/device/compute_capability.h"
 #include "kernels/format/value_dtype.h"
 #include "kernels/linear/emulated_gemms.h"
 #include "kernels/linear/linear_block_scaled.h"
@@ -25,10 +26,10 @@ GemmFallback weight_fallback(const QuantizedMatrix& weight) {
   const int64_t first = layout.row_offset + rows.first_row;
   const int64_t in_matrix = first % layout.matrix_rows;
   const bool one_matrix = in_matrix + weight.rows <= layout.matrix_rows;
-  const int64_t block = layout.format->block_rows;
+  const ScaleLevel& scale = layout.format->scale;
   const bool usable =
-      first + weight.rows <= layout.logical_rows && (block == 0 || in_matrix % block == 0) &&
-      (one_matrix || (!layout.format->has_tensor_scale() && layout.matrix_rows % block == 0));
+      first + weight.rows <= layout.logical_rows && scale.begins_at(in_matrix) &&
+      (one_matrix || (!layout.format->has_tensor_scale() && scale.begins_at(layout.matrix_rows)));
   if (!usable) return GemmFallback::kWindow;
   const bool aligned = reinterpret_cast<uintptr_t>(rows.image.const_data_ptr()) % 16 == 0;
   return aligned ? GemmFallback::kNone : GemmFallback::kAlignment;
@@ -40,20 +41,22 @@ GemmFallback codes_fallback(const GemmProblem& problem) {
   if (sizes != GemmFallback::kNone || problem.weight == nullptr) return sizes;
   const GemmFallback weight = weight_fallback(*problem.weight);
   if (weight != GemmFallback::kNone) return weight;
-  // Square blocks alone have the same scales when transposed.
   const bool has_transpose =
-      problem.direction != GemmDirection::kGradInput || problem.format->block_rows != 1;
+      problem.direction != GemmDirection::kGradInput || problem.format->gemm.transposes_weight;
   return has_transpose ? GemmFallback::kNone : GemmFallback::kOneRowBlocks;
+}
+
+// What GEMMs of a device's tensor cores have in common.
+GemmFallback device_fallback(const GemmProblem& problem) {
+  if (problem.device.is_cpu()) return GemmFallback::kCpu;
+  const bool has_gemm = problem.format->gemm.runs_on(cuda::compute_capability(problem.device));
+  return has_gemm ? codes_fallback(problem) : GemmFallback::kDevice;
 }
 
 class Fp8Gemms final : public CodeGemmBackend {
  public:
   GemmFallback supports(const GemmProblem& problem) const override {
-    if (problem.device.is_cpu()) return GemmFallback::kCpu;
-    if (!device_has_gemm(problem)) {
-      return problem.format->block_rows != 0 ? GemmFallback::kBlockDevice : GemmFallback::kDevice;
-    }
-    return codes_fallback(problem);
+    return device_fallback(problem);
   }
   Arrangement arrangement() const override { return Arrangement::kPacked; }
   at::Tensor run(const GemmTask& task) const override {
@@ -70,19 +73,12 @@ class Fp8Gemms final : public CodeGemmBackend {
     }
     return {};
   }
-
- private:
-  static bool device_has_gemm(const GemmProblem& problem) {
-    return cuda::has_fp8_gemm(problem.device, *problem.format);
-  }
 };
 
-// They come with Blackwell.
 class BlockScaledGemms final : public CodeGemmBackend {
  public:
   GemmFallback supports(const GemmProblem& problem) const override {
-    if (problem.device.is_cpu()) return GemmFallback::kCpu;
-    return device_has_gemm(problem) ? codes_fallback(problem) : GemmFallback::kFormat;
+    return device_fallback(problem);
   }
   Arrangement arrangement() const override { return Arrangement::kRowImage; }
   at::Tensor run(const GemmTask& task) const override {
@@ -96,11 +92,6 @@ class BlockScaledGemms final : public CodeGemmBackend {
         return cuda::block_scaled_grad_weight(*task.a.codes, *task.b.codes, task.out);
     }
     return {};
-  }
-
- private:
-  static bool device_has_gemm(const GemmProblem& problem) {
-    return cuda::has_block_scaled_gemm(problem.device);
   }
 };
 
@@ -172,8 +163,14 @@ const CodeGemmBackend& code_gemms(const Format& format) {
   static const BlockScaledGemms block_scaled;
   static const EmulatedGemms emulated_fp8(Arrangement::kPacked);
   static const EmulatedGemms emulated_block_scaled(Arrangement::kRowImage);
-  if (format.emulated) return format.scales_in_grid() ? emulated_fp8 : emulated_block_scaled;
-  if (format.scales_in_grid()) return fp8;
+  switch (format.gemm.kind) {
+    case GemmKind::kPacked:
+      if (format.emulated) return emulated_fp8;
+      return fp8;
+    case GemmKind::kRowImages:
+      break;
+  }
+  if (format.emulated) return emulated_block_scaled;
   return block_scaled;
 }
 

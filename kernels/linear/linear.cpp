@@ -74,9 +74,9 @@ void check_activation(const OperandProducer& x, const QuantizedMatrix& weight, i
 }
 
 // The words of QuantizeTask::rounding for one gradient operand of a block-scaled GEMM; undefined
-// rounds to nearest. NVFP4's round stochastically (arXiv:2509.25149), by torch's own generator.
+// rounds to nearest. Stochastic rounding goes by torch's own generator.
 at::Tensor gradient_rounding(const Format& format, at::Device device) {
-  if (format.grad_dtype != DType::kFloat4E2M1) return {};
+  if (!format.activations.stochastic_gradients) return {};
   return at::randint(std::numeric_limits<int32_t>::max(), {kRoundingWords},
                      at::TensorOptions().dtype(at::kInt).device(device));
 }
@@ -200,14 +200,14 @@ bool can_save_quantized_input(const Format& format, at::Device device, int64_t m
                               int64_t k) {
   if (can_save_quantized_input(device, m, n, k)) return true;
   const bool is_there = m > 0 && n > 0 && k > 0;
-  return is_there && format.emulated && format.scales_in_grid() && n % 16 == 0 &&
+  return is_there && format.emulated && format.gemm.kind == GemmKind::kPacked && n % 16 == 0 &&
          !is_too_large(m, n, k);
 }
 
 bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarType dtype,
                             int64_t m, int64_t n, int64_t k) {
   const GemmProblem problem{GemmDirection::kForward, &format, device, dtype, m, n, k};
-  return m > 0 && k > 0 && format.scales_in_grid() &&
+  return m > 0 && k > 0 && format.gemm.kind == GemmKind::kPacked &&
          code_gemms(format).supports(problem) == GemmFallback::kNone;
 }
 
@@ -236,11 +236,12 @@ QuantizedMatrix quantize_input(const at::Tensor& input, const Format& format,
                           "its own; call qshard::linear",
                           format.name));
   if (!orientations.rowwise && !orientations.columnwise) {
-    return {&format, DType::kFloat8E4M3, input.size(0), input.size(1)};
+    return {&format, format.activations.packed_input_dtype, input.size(0), input.size(1)};
   }
   const bool is_read =
-      format.emulated || (orientations.rowwise ? cuda::has_fp8_gemm(input.device(), format)
-                                               : cuda::has_every_fp8_gemm(input.device()));
+      format.emulated ||
+      (orientations.rowwise ? cuda::has_fp8_gemm(input.device(), packed_scale_mode(format))
+                            : cuda::has_every_fp8_gemm(input.device()));
   TORCH_CHECK(is_read && input.numel() > 0,
               fmt::format("qshard::quantize_input: {} has no FP8 GEMM for an input of shape {}",
                           input.device().str(), input.sizes()));
@@ -411,7 +412,7 @@ std::string backend_report() { return gemm_report(); }
 
 std::string why_dequantized(const Format& format, at::Device device) {
   const GemmProblem problem{GemmDirection::kForward, &format, device, at::kBFloat16, 128, 128, 128};
-  return gemm_fallback_reason(code_gemms(format).supports(problem));
+  return std::string(gemm_fallback_reason(format, code_gemms(format).supports(problem)));
 }
 
 }  // namespace qshard

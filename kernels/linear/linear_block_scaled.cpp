@@ -1,10 +1,8 @@
 #include "kernels/linear/linear_block_scaled.h"
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/device/check_launch.h"
@@ -36,8 +34,7 @@ SwizzledOperand swizzled(const RowImage& rows) {
   out.operand.rows = layout.rows;
   out.operand.ld = layout.row_bytes();
   out.operand.dtype = format.code_dtype;
-  out.operand.scale_mode =
-      format.row_scale == RowScale::kE8M0 ? ScaleMode::kBlock1x32 : ScaleMode::kBlock1x16;
+  out.operand.scale_mode = format.gemm.scale_mode;
   out.operand.scale_inv = out.scales.const_data_ptr();
   return out;
 }
@@ -62,7 +59,7 @@ at::Tensor gemm(const RowImage& a, const RowImage& b, int64_t rows, int64_t cols
   // All that lies before the scales: 16 bytes of codes or a multiple, zeros at the end.
   gemm.k = a.layout.row_scale_offset() * 8 / a.layout.format->code_bits;
   at::Tensor factors;
-  if (a.layout.format->has_tensor_scale()) {
+  if (a.layout.format->outer_scale) {
     factors = alpha_zero(a, b);
     gemm.alpha_zero = factors.const_data_ptr<float>();
   }
@@ -70,12 +67,6 @@ at::Tensor gemm(const RowImage& a, const RowImage& b, int64_t rows, int64_t cols
 }
 
 }  // namespace
-
-bool has_block_scaled_gemm(at::Device device) {
-  if (!device.is_cuda() || c10::cuda::device_count() == 0) return false;
-  const auto index = device.has_index() ? device.index() : c10::cuda::current_device();
-  return at::cuda::getDeviceProperties(index)->major >= 10;
-}
 
 at::Tensor block_scaled_forward(const QuantizedMatrix& x, const QuantizedMatrix& weight,
                                 const std::optional<at::Tensor>& bias,

@@ -10,9 +10,6 @@
 
 namespace qshard::cuda {
 
-/// Whether the device has block-scaled tensor cores: compute capability 10.0 and above.
-bool has_block_scaled_gemm(at::Device device);
-
 // The GEMMs, of row images. Each returns an undefined tensor if cuBLASLt has no kernel.
 
 /// (M, N) = x @ weight^T + bias + added, if that is defined; reads x rowwise.

@@ -1,13 +1,12 @@
 #include "kernels/linear/linear_fp8.h"
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/activation/kernels.h"
 #include "kernels/device/check_launch.h"
+#include "kernels/device/compute_capability.h"
 #include "kernels/format/value_dtype.h"
 #include "kernels/gemm/scaled_mm.h"
 #include "kernels/linear/linear_amax.h"
@@ -16,18 +15,6 @@
 
 namespace qshard::cuda {
 namespace {
-
-ScaleMode weight_scale_mode(const Format& format) {
-  return format.block_rows == 0 ? ScaleMode::kTensor : ScaleMode::kBlock128x128;
-}
-
-/// 90 for 9.0; 0 for what is no CUDA device.
-int compute_capability(at::Device device) {
-  if (!device.is_cuda() || c10::cuda::device_count() == 0) return 0;
-  const auto index = device.has_index() ? device.index() : c10::cuda::current_device();
-  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(index);
-  return 10 * properties->major + properties->minor;
-}
 
 ScaledOperand rows_of(const QuantizedMatrix& matrix) {
   return scaled_operand(std::get<PackedCodes>(matrix.rowwise), matrix.code_dtype);
@@ -53,7 +40,7 @@ WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   WeightScales scales;
   scales.scale_inv = grid;
-  if (weight_scale_mode(*layout.format) == ScaleMode::kTensor) {
+  if (layout.format->gemm.scale_mode == ScaleMode::kTensor) {
     if (aligned) return scales;
     // cuBLASLt takes scales at multiples of 16 bytes only; a later matrix's scale is at one of 4.
     scales.buffer = at::empty({1}, rows.grid.options());
@@ -62,7 +49,7 @@ WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
                                    cudaMemcpyDeviceToDevice, stream));
     return scales;
   }
-  const int64_t row_blocks = ceil_div(weight.rows, layout.format->block_rows);
+  const int64_t row_blocks = ceil_div(weight.rows, layout.format->scale.block_rows);
   const int64_t col_blocks = layout.grid_cols();
   if (!contract_rows && col_blocks % 4 == 0 && aligned) return scales;
   const int64_t numel =
@@ -83,16 +70,16 @@ ScaledOperand weight_rows(const QuantizedMatrix& weight, const WeightScales& sca
   operand.rows = weight.rows;
   operand.ld = layout.row_bytes();
   operand.dtype = layout.format->code_dtype;
-  operand.scale_mode = weight_scale_mode(*layout.format);
+  operand.scale_mode = layout.format->gemm.scale_mode;
   operand.scale_inv = scales.scale_inv;
   return operand;
 }
 
 }  // namespace
 
-bool has_fp8_gemm(at::Device device, const Format& format) {
+bool has_fp8_gemm(at::Device device, ScaleMode packed_rows) {
   const int capability = compute_capability(device);
-  return format.block_rows != 0 ? capability == 90 : capability >= 89;
+  return packed_rows == ScaleMode::kTensor ? capability >= 89 : capability == 90;
 }
 
 bool has_every_fp8_gemm(at::Device device) { return compute_capability(device) == 90; }

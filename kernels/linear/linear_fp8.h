@@ -10,11 +10,11 @@
 
 namespace qshard::cuda {
 
-/// Whether the device runs the FP8 GEMMs below for weights of `format`: with one scale per tensor
-/// from compute capability 8.9 on, with 128x128 scales on 9.0 alone (cuBLASLt).
-bool has_fp8_gemm(at::Device device, const Format& format);
+/// Whether the device runs the FP8 GEMMs below on packed codes that are scaled so, along their
+/// rows: by one scale from compute capability 8.9 on, in blocks on 9.0 alone (cuBLASLt).
+bool has_fp8_gemm(at::Device device, ScaleMode packed_rows);
 
-/// Whether it does for every format with scales in the grid: compute capability 9.0.
+/// Whether it does for every scale mode of packed codes: compute capability 9.0.
 bool has_every_fp8_gemm(at::Device device);
 
 /// Quantizes x (M, K) once, in the orientations asked for, as the format scales activations; by the

@@ -47,7 +47,7 @@ void fill(const PackedCodes& packed, const at::Tensor& values, const QuantizedMa
       .rows = values.size(0),
       .cols = values.size(1),
       .code_dtype = of.code_dtype,
-      .power_of_two = of.format->power_of_two_scales,
+      .power_of_two = of.format->activations.power_of_two_scales,
       .codes = bytes,
       .padded_rows = packed.rows,
       .ld = packed.ld,

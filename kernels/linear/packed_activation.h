@@ -54,7 +54,7 @@ inline HeldEarlierAmax earlier_amax(const OperandRequest& request, const at::Ten
   if (delayed) return {{.amax = delayed.scaling + kInUse, .delayed = delayed}};
   const Format& format = *request.format;
   if (known.defined() || request.last_input == nullptr || !has_one_scale(format)) return {};
-  if (!format.power_of_two_scales) return {};  // in fp32 they are other ones each time
+  if (!format.activations.power_of_two_scales) return {};  // in fp32 they are other ones each time
   LastInputAmax::Use use = request.last_input->use(device);
   return {{.amax = use.last, .next = use.next}, std::move(use)};
 }
@@ -66,7 +66,7 @@ inline ActivationTask activation_task(const QuantizedMatrix& out) {
   task.k = out.cols;
   task.k_padded = round_up(out.cols, 16);
   task.m_padded_t = round_up(out.rows, 128);
-  task.power_of_two = out.format->power_of_two_scales;
+  task.power_of_two = out.format->activations.power_of_two_scales;
   if (const auto* rows = std::get_if<PackedCodes>(&out.rowwise)) {
     task.m_padded = rows->rows;
     task.codes = codes_in(*rows);

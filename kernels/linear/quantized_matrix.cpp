@@ -140,7 +140,7 @@ at::Tensor dequantized(const QuantizedMatrix& matrix, at::ScalarType dtype) {
     return values_of(*packed, matrix.code_dtype).narrow(0, 0, k).narrow(1, 0, m).t().to(dtype);
   }
   const auto* columns = std::get_if<RowImage>(&matrix.columnwise);
-  TORCH_CHECK(columns != nullptr && columns->layout.format->row_scale != RowScale::kE4M3,
+  TORCH_CHECK(columns != nullptr && !columns->layout.format->activations.hadamard_columns,
               fmt::format("qshard: a {} matrix of {} x {} has no codes that its values can be read "
                           "from; quantize it rowwise",
                           matrix.format ? matrix.format->name : "quantized", m, k));

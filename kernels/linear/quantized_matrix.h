@@ -76,21 +76,20 @@ QuantizedMatrix matrix_of(RowImage image, int64_t rows);
 /// What a packed matrix is to its linear.
 enum class PackedRole : uint8_t { kInput, kGradient };
 
-/// E4M3, or a gradient's own.
+// How packed activations and gradients that meet a weight of `format` are quantized.
+
 inline DType packed_code_dtype(const Format& format, PackedRole role) {
-  return role == PackedRole::kInput ? DType::kFloat8E4M3 : format.grad_dtype;
+  const ActivationCodes& codes = format.activations;
+  return role == PackedRole::kInput ? codes.packed_input_dtype : codes.packed_gradient_dtype;
 }
 
-/// How packed activations and gradients that meet a weight of `format` are scaled: with it, by one
-/// scale or in blocks of 1x128. In blocks too where no GEMM of the format reads packed codes.
-inline ScaleMode packed_scale_mode(const Format& format) {
-  return format.block_rows == 0 ? ScaleMode::kTensor : ScaleMode::kBlock1x128;
-}
+/// By one scale or in blocks of 1x128.
+inline ScaleMode packed_scale_mode(const Format& format) { return format.activations.packed_rows; }
 
 /// The same for columnwise codes, which wgrad reads: an input's may have blocks of 128x128.
 inline ScaleMode packed_columns_scale_mode(const Format& format, PackedRole role) {
-  const bool is_square = role == PackedRole::kInput && format.x_block_scaling_dim == 2;
-  return is_square ? ScaleMode::kBlock128x128 : packed_scale_mode(format);
+  const ActivationCodes& codes = format.activations;
+  return role == PackedRole::kInput ? codes.packed_input_columns : codes.packed_gradient_columns;
 }
 
 /// Bytes of a packed matrix (m, k) in one orientation, for every format alike: enough for the

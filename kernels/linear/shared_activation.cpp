@@ -70,7 +70,7 @@ QuantizedMatrix quantize_shared_activation(const SharedInput& input, const at::T
   const Format& format = *request.format;
   const Circumstances now{packed_scale_mode(format),
                           packed_columns_scale_mode(format, request.role),
-                          format.power_of_two_scales, stream, capture};
+                          format.activations.power_of_two_scales, stream, capture};
   const KeptThing kept = kept_with(owner, Kept::kInputCodes);
   const auto* known = static_cast<const SharedActivation*>(kept.get());
   if (known != nullptr && known->circumstances == now && known->contents.is_of(input)) {

@@ -88,7 +88,7 @@ bool can_quantize_swiglu_backward(const at::Tensor& gate, const SwigluBackwardRe
   const Format& format = *gradients.format;
   const auto expected = has_one_scale(format) ? DType::kFloat8E5M2 : DType::kFloat8E4M3;
   return gate.is_cuda() && gradients.arrangement == Arrangement::kPacked && !gradients.delayed &&
-         gradients.role == PackedRole::kGradient && format.grad_dtype == expected &&
+         gradients.role == PackedRole::kGradient && format.activations.gradient_dtype == expected &&
          (!request.joined || gate.size(1) % kTileColumns == 0);
 }
 

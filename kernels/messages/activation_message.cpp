@@ -8,7 +8,7 @@ ActivationMessage::ActivationMessage(const Format& format, PackedRole role, int6
                                      int64_t cols)
     : code_dtype(packed_code_dtype(format, role)),
       has_one_scale(packed_scale_mode(format) == ScaleMode::kTensor),
-      power_of_two_scales(format.power_of_two_scales),
+      power_of_two_scales(format.activations.power_of_two_scales),
       rows(rows),
       cols(cols) {}
 

@@ -3,10 +3,25 @@
 // path.
 #pragma once
 
+#include <stdexcept>
+
 #include "kernels/format/formats.h"
 #include "kernels/numerics/float8.h"
 
 namespace qshard {
+
+/// Arithmetic of scales of one byte.
+enum class RowScale : uint8_t {
+  kE8M0 = 1,  // 2^(byte - 127); 255 is NaN (OCP MX v1.0)
+  kE4M3 = 2,  // times the matrix's own fp32 scale (NVFP4)
+};
+
+/// @throws std::invalid_argument for scales of more bytes.
+inline RowScale row_scale_of(const ScaleLevel& scale) {
+  if (scale.dtype == DType::kFloat8E8M0) return RowScale::kE8M0;
+  if (scale.dtype == DType::kFloat8E4M3) return RowScale::kE4M3;
+  throw std::invalid_argument("qshard: scales in rows are E8M0 or E4M3");
+}
 
 constexpr float kE2M1Max = 6.f;
 constexpr uint8_t kE8M0NaN = 0xff;

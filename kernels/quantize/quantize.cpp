@@ -12,7 +12,7 @@
 namespace qshard {
 namespace {
 
-bool has_grid_scales(const auto& task) { return task.layout.format->scales_in_grid(); }
+bool has_grid_scales(const auto& task) { return task.layout.format->scale.is_in_grid(); }
 
 // Calls each function with the tasks of its formats.
 template <typename Task>
@@ -50,7 +50,7 @@ DequantizeTask image_part(DequantizeTask task) {
   }
   task.image += layout.columnwise_offset();
   task.layout = layout.columnwise();
-  const int64_t block = task.layout.format->block_rows;
+  const int64_t block = task.layout.format->scale.block_rows;
   const int64_t offset = layout.row_offset;
   const int64_t begin = offset + task.first_row;
   const int64_t end = std::min(begin + task.rows, layout.logical_rows);

@@ -24,9 +24,9 @@ bool rows_are_vectors(const void* values, int64_t cols, DType dtype) {
 RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, int64_t live_rows,
                       DType value_dtype, const void* values) {
   const Format& format = *layout.format;
-  TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.scales_in_grid() &&
-                  (format.block_rows == 0 || format.block_rows == kTileRows) &&
-                  (format.block_cols == 0 || format.block_cols == kTileCols),
+  TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.scale.is_in_grid() &&
+                  (format.scale.spans_matrix() ||
+                   (format.scale.block_rows == kTileRows && format.scale.block_cols == kTileCols)),
               "qshard: no CUDA kernel for format ", format.name);
   TORCH_CHECK(rows <= kMaxInt && layout.row_bytes() <= kMaxInt && layout.grid_numel() <= kMaxInt,
               "qshard: a quantized tensor of ", rows, " x ", layout.cols,
@@ -43,8 +43,8 @@ RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, in
   task.grid_numel = static_cast<int>(layout.grid_numel());
   task.grid_cols = static_cast<int>(layout.grid_cols());
   task.code_max = format.code_max;
-  task.blockwise = format.block_rows != 0;
-  task.power_of_two = format.power_of_two_scales;
+  task.blockwise = !format.scale.spans_matrix();
+  task.power_of_two = format.scale.power_of_two;
   task.vectorized = rows_are_vectors(values, layout.cols, value_dtype);
   if (live_rows > 0) {
     const int64_t tiles_per_matrix = ceil_div(layout.matrix_rows, kTileRows);
@@ -71,7 +71,7 @@ RowImageTask describe(const DequantizeTask& task) {
 }
 
 // Formats with row-local scales are left to others.
-bool is_ours(const Layout& layout) { return layout.format->scales_in_grid(); }
+bool is_ours(const Layout& layout) { return layout.format->scale.is_in_grid(); }
 
 void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
   auto batcher = make_batcher<AmaxBatch>(
@@ -149,7 +149,7 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
 
 std::vector<QuantizeTask> quantize_tiles(std::span<const QuantizeTask> tasks, void* stream) {
   const auto is_taken = [](const QuantizeTask& task) {
-    return task.layout.format->block_rows == kTileRows && task.layout.holds_all_rows() &&
+    return task.layout.format->scale.block_rows == kTileRows && task.layout.holds_all_rows() &&
            task.rounding == nullptr && task.known_amax.empty();
   };
   launch_by_type<RowImageFlushBatch>(

@@ -30,7 +30,7 @@ void apply_delayed_scaling(const StateTask& task, FlushKind kind) {
     float* scaling = task.scaling_amax + row * kScalingAmaxes;
     float& amax = task.amax[row];
     if (kind == FlushKind::kOthers) {
-      amax = refresh_weight(amax, scaling, format.code_max, format.power_of_two_scales,
+      amax = refresh_weight(amax, scaling, format.code_max, format.scale.power_of_two,
                             options.margin, task.value_dtype);
       continue;
     }

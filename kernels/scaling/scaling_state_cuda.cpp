@@ -24,7 +24,7 @@ ScalingStateTask describe(const StateTask& task) {
   out.code_max = format.code_max;
   out.value_dtype = task.value_dtype;
   out.most_recent = format.amax_history.most_recent;
-  out.power_of_two = format.power_of_two_scales;
+  out.power_of_two = format.scale.power_of_two;
   return out;
 }
 

@@ -24,7 +24,7 @@ void transpose_values(const TransposeTask& task, Stream stream) {
 void transpose_image(const TransposeImageTask& task, Stream stream) {
   const Layout& layout = task.layout;
   const Format& format = *layout.format;
-  TORCH_CHECK(!format.scales_in_grid() && format.block_rows == format.block_cols,
+  TORCH_CHECK(!format.scale.is_in_grid() && format.scale.block_rows == format.scale.block_cols,
               fmt::format("qshard: a {} image of {} x {} has no transpose: its blocks are not "
                           "square, or their scales not in its rows",
                           format.name, layout.rows, layout.cols));

@@ -64,7 +64,7 @@ void transpose_image(const TransposeImageTask& task) {
   const Layout& from = task.layout;
   const Layout to = transposed_layout(from);
   const int64_t bits = from.format->code_bits;
-  const int64_t block = from.format->block_cols;
+  const int64_t block = from.format->scale.block_cols;
   const int mask = (1 << bits) - 1;
   at::parallel_for(0, to.rows, rows_per_thread(to.row_bytes()), [&](int64_t begin, int64_t end) {
     std::memset(task.out + begin * to.row_bytes(), 0, (end - begin) * to.row_bytes());

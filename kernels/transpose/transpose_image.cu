@@ -115,7 +115,7 @@ cudaError_t launch_transpose_image(const TransposeImageTask& task, cudaStream_t 
   images.out_row_bytes = to.row_bytes();
   images.in_scale_offset = from.row_scale_offset();
   images.out_scale_offset = to.row_scale_offset();
-  images.block = from.format->block_cols;
+  images.block = from.format->scale.block_cols;
   images.out_scales = to.block_cols();
   const dim3 tiles(static_cast<unsigned>(ceil_div(to.rows, kTile)),
                    static_cast<unsigned>(ceil_div(from.rows, kTile)));

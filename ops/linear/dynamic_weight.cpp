@@ -26,12 +26,13 @@ struct UseScaling {
   UseScaling(const Layout& layout, at::TensorList state, at::Device device, const char* op) {
     const Format& format = *layout.format;
     const bool is_delayed = format.amax_history.length > 0;
-    const bool fits = is_delayed ? state.size() == 2
-                                 : state.empty() || (state.size() == 1 && format.scales_in_grid());
+    const bool fits = is_delayed
+                          ? state.size() == 2
+                          : state.empty() || (state.size() == 1 && format.scale.is_in_grid());
     TORCH_CHECK_VALUE(fits, fmt::format("{}: {} needs {}, got {} state tensors", op, format.name,
-                                        is_delayed                ? "2 state tensors"
-                                        : format.scales_in_grid() ? "none, or known amaxes"
-                                                                  : "no state tensors",
+                                        is_delayed                  ? "2 state tensors"
+                                        : format.scale.is_in_grid() ? "none, or known amaxes"
+                                                                    : "no state tensors",
                                         state.size()));
     if (state.empty()) return;
     const Tensor& scaled_by = state.back();
@@ -72,7 +73,8 @@ Layout checked_layout(const Tensor& weight, const Format& format, WeightUse use,
   TORCH_CHECK_VALUE(
       layout.fits(),
       fmt::format("{}: {} needs a multiple of {} rows, got a weight of shape {}", op, format.name,
-                  format.columnwise ? format.columnwise->block_rows : 1, weight.sizes().vec()));
+                  format.columnwise ? format.columnwise->scale.block_rows : 1,
+                  weight.sizes().vec()));
   return layout;
 }
 

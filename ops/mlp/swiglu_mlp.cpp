@@ -111,7 +111,8 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
                         .orientations = {.rowwise = inner.rows, .columnwise = inner.columns}},
           .joined = inner.joined,
           .maxima = saved.maxima};
-      if (wgrad.is_needed && !weight_only && own.scales_in_grid() && own.amax_history.length == 0 &&
+      if (wgrad.is_needed && !weight_only && own.gemm.kind == GemmKind::kPacked &&
+          own.amax_history.length == 0 &&
           can_save_quantized_input(gate.device(), saved.gate.size(0), codes.rows, codes.cols)) {
         request.input = &own;
       }
@@ -160,7 +161,7 @@ std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
   const auto is_of = [&](const Tensor& bytes, int64_t numel) {
     return bytes.device() == device && is_packed_buffer(bytes, numel, bytes);
   };
-  TORCH_CHECK(is_value_dtype(dtype) && codes.format->scales_in_grid() &&
+  TORCH_CHECK(is_value_dtype(dtype) && codes.format->gemm.kind == GemmKind::kPacked &&
                   (!needs_input || is_of(rows, packed_rowwise_bytes(m, n))) &&
                   (!wgrad.is_needed || is_of(columns, packed_columnwise_bytes(m, n))),
               fmt::format("{}: the codes of a gradient of shape {} must be uint8 of {} and {} "

@@ -9,7 +9,7 @@ namespace qshard {
 namespace {
 
 bool scales_by_itself(const Format& format) {
-  return format.scales_in_grid() && format.amax_history.length == 0;
+  return format.gemm.kind == GemmKind::kPacked && format.amax_history.length == 0;
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ void check_plane(const Tensor& plane, const char* name, at::ScalarType dtype,
 /// Sizes of the tensor that has these codes.
 std::vector<int64_t> sizes_of(const Tensor& codes, const Format& format,
                               std::optional<int64_t> columns) {
-  const auto dtype = format.code_bits == 8 ? at::kFloat8_e4m3fn : at::kByte;
+  const auto dtype = scalar_type(format.code_dtype);
   TORCH_CHECK_TYPE(
       !has_key(codes) && codes.layout() == at::kStrided && codes.scalar_type() == dtype,
       fmt::format("{}: {} needs a plain {} tensor as codes, got {}", kOp, format.name,
@@ -81,7 +81,7 @@ void check_fp32_scales(const Tensor& scales, const Format& format, const char* n
   if (!(scales.isfinite() & (scales >= 0)).all().item<bool>()) {
     refuse("{} has entries that are negative, infinite or NaN", name);
   }
-  if (!format.power_of_two_scales || !format.scales_in_grid()) return;
+  if (!format.grid_scale()->power_of_two) return;
   if (!std::get<0>(at::frexp(scales)).eq(0.5).all().item<bool>()) {
     refuse("{} has entries that are not powers of two, as all of {} are; use {}_fp32_scale", name,
            format.name, format.name);
@@ -92,10 +92,10 @@ void check_fp32_scales(const Tensor& scales, const Format& format, const char* n
 void check_row_scales(const Tensor& bytes, const Layout& layout) {
   const Format& format = *layout.format;
   if (bytes.numel() == 0) return;
-  if (format.row_scale == RowScale::kE4M3 && (bytes >= 0x7f).any().item<bool>()) {
+  if (format.scale.dtype == DType::kFloat8E4M3 && (bytes >= 0x7f).any().item<bool>()) {
     refuse("scale_inv has entries that are negative or NaN");
   }
-  if (format.block_rows == 1 || layout.rows < 2) return;
+  if (format.scale.block_rows == 1 || layout.rows < 2) return;
   const auto same_block = at::empty({layout.rows - 1, 1}, at::kBool);
   for (int64_t i = 0; i + 1 < layout.rows; ++i) {
     const int64_t row = layout.row_offset + i;
@@ -106,7 +106,8 @@ void check_row_scales(const Tensor& bytes, const Layout& layout) {
     refuse(
         "{} has one scale for {}x{} codes, and rows within such blocks differ in theirs; use "
         "{}_1x{}",
-        format.name, format.block_rows, format.block_cols, format.name, format.block_cols);
+        format.name, format.scale.block_rows, format.scale.block_cols, format.name,
+        format.scale.block_cols);
   }
 }
 
@@ -149,29 +150,27 @@ Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_vie
     return is_stack ? plane_sizes(sizes, layout.grid_rows(), matrix_grid, layout.grid_cols())
                     : std::vector<int64_t>{layout.grid_rows(), layout.grid_cols()};
   }();
-  const bool has_row_scales = !format.scales_in_grid();
-  const bool needs_tensor_scale = has_row_scales && format.has_tensor_scale();
+  const bool has_row_scales = !format.scale.is_in_grid();
+  const bool needs_tensor_scale = format.outer_scale.has_value();
   if (needs_tensor_scale != (tensor_scale_inv && tensor_scale_inv->defined())) {
     refuse("{} {} tensor_scale_inv", format.name, needs_tensor_scale ? "needs" : "has no");
   }
-  const auto scale_dtype = !has_row_scales                       ? at::kFloat
-                           : format.row_scale == RowScale::kE8M0 ? at::kFloat8_e8m0fnu
-                                                                 : at::kFloat8_e4m3fn;
   auto scale_sizes = grid_sizes;
   if (has_row_scales) {
     scale_sizes = sizes;
     scale_sizes.back() = layout.block_cols();
   }
-  check_plane(scale_inv, "scale_inv", scale_dtype, scale_sizes, codes, format);
+  check_plane(scale_inv, "scale_inv", scalar_type(format.scale.dtype), scale_sizes, codes, format);
   if (needs_tensor_scale) {
     check_plane(*tensor_scale_inv, "tensor_scale_inv", at::kFloat, grid_sizes, codes, format);
   }
-  if (layout.has_columnwise() && (layout.row_offset % layout.tallest().format->block_rows ||
-                                  layout.rows % layout.tallest().format->block_rows)) {
+  if (layout.has_columnwise() && (layout.row_offset % layout.tallest().format->scale.block_rows ||
+                                  layout.rows % layout.tallest().format->scale.block_rows)) {
     refuse(
         "{} has blocks of {} rows, which rows [{}, {}) cut; give whole blocks, and take a window "
         "of the result",
-        format.name, layout.tallest().format->block_rows, row_offset, row_offset + layout.rows);
+        format.name, layout.tallest().format->scale.block_rows, row_offset,
+        row_offset + layout.rows);
   }
 
   PlainGuard guard;

@@ -183,7 +183,8 @@ Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int6
       layout.fits(),
       fmt::format("{}: {} needs matrices of a multiple of {} rows, got {} rows in shape {}; use "
                   "the 32x32 blocks of MXFP8BlockScaling()",
-                  op, format.name, format.columnwise->block_rows, layout.matrix_rows, sizes.vec()));
+                  op, format.name, format.columnwise->scale.block_rows, layout.matrix_rows,
+                  sizes.vec()));
   return layout;
 }
 
@@ -253,7 +254,7 @@ Tensor columnwise_codes(const Tensor& self) {
 Tensor columnwise_scale_inv(const Tensor& self) {
   const QuantizedBuffer& buffer = columnwise_buffer(self, "qshard::columnwise_scale_inv");
   const Layout layout = buffer.layout().columnwise();
-  const int64_t block = layout.format->block_rows;
+  const int64_t block = layout.format->scale.block_rows;
   const auto rows = row_window(self);
   const int64_t first = rows ? std::max<int64_t>(layout.row_offset, 0) + rows->first : -1;
   TORCH_CHECK_VALUE(rows && self.dim() >= 2 && first % block == 0 && self.size(-2) % block == 0,
@@ -288,12 +289,10 @@ Tensor scale_inv(const Tensor& self) {
                                 "rows",
                                 describe(self), self.strides().vec()));
   PlainGuard guard;
-  if (layout.format->scales_in_grid()) return watched(grid_of_rows(self, *rows), self);
-  const auto dtype =
-      layout.format->row_scale == RowScale::kE8M0 ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn;
+  if (layout.format->scale.is_in_grid()) return watched(grid_of_rows(self, *rows), self);
   const auto scales = PlaneAccess(buffer)
                           .image()
-                          .view(dtype)
+                          .view(scalar_type(layout.format->scale.dtype))
                           .narrow(0, rows->first, rows->count)
                           .narrow(1, layout.row_scale_offset(), layout.row_scale_bytes());
   if (self.dim() == 2) return watched(scales, self);
@@ -304,7 +303,7 @@ Tensor scale_inv(const Tensor& self) {
 
 Tensor tensor_scale_inv(const Tensor& self) {
   const Format& format = *quantized_buffer(self, "qshard::tensor_scale_inv").layout().format;
-  TORCH_CHECK_VALUE(!format.scales_in_grid() && format.has_tensor_scale(),
+  TORCH_CHECK_VALUE(format.outer_scale.has_value(),
                     fmt::format("qshard::tensor_scale_inv: {} has no scale above those that "
                                 "qshard::scale_inv gives",
                                 describe(self)));

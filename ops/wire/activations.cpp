@@ -24,7 +24,7 @@ struct Tokens {
   Tokens(const char* op, c10::string_view name, at::IntArrayRef size)
       : format(checked_format(name, op)), rows(0), cols(0) {
     TORCH_CHECK(
-        (format.scales_in_grid() || has_row_scales()) && size.size() >= 2,
+        format.code_bits == 8 && size.size() >= 2,
         fmt::format("{}: needs a format of one-byte codes and tokens (..., K), got {} and {}", op,
                     format.name, size));
     checked_product(op, "size", {size.data(), size.size()});
@@ -32,9 +32,8 @@ struct Tokens {
     cols = size.back();
   }
 
-  /// Whether they travel as rows that hold their scales, in blocks of 1x32; else as
-  /// ActivationMessage.
-  bool has_row_scales() const { return format.row_scale == RowScale::kE8M0; }
+  /// Whether they travel as rows that hold their scales; else as ActivationMessage.
+  bool has_row_scales() const { return format.activations.row_format != nullptr; }
   ActivationMessage message(bool is_gradient) const {
     return {format, is_gradient ? PackedRole::kGradient : PackedRole::kInput, rows, cols};
   }

@@ -174,7 +174,7 @@ std::vector<FlatRange> ranges_of(const char* op, const std::vector<std::string>&
     const Layout weight =
         checked_sizes(op, whole_layout(checked_format(formats[i], op), rows, cols));
     TORCH_CHECK_VALUE(
-        weight.format->scales_in_grid() && weight.format->code_bits == 8 && rows > 0 && cols > 0,
+        weight.format->scale.is_in_grid() && weight.format->code_bits == 8 && rows > 0 && cols > 0,
         fmt::format("{}: ranges of a {} weight of shape ({}, {}) cannot be quantized: its "
                     "scales lie in the rows, or it is empty",
                     op, weight.format->name, rows, cols));

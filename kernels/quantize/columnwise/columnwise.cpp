@@ -18,8 +18,8 @@ constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
 ColumnwiseTask describe(const Layout& layout, int64_t row_offset, int64_t rows, int64_t live_rows,
                         const void* values) {
   const Format& format = *layout.format;
-  TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.row_scale == RowScale::kE8M0 &&
-                  format.block_rows == kColumnRows && format.block_cols == 1,
+  TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.scale.dtype == DType::kFloat8E8M0 &&
+                  format.scale.block_rows == kColumnRows && format.scale.block_cols == 1,
               "qshard: no CUDA kernel for format ", format.name);
   TORCH_CHECK(rows <= kMaxInt - 2 * kColumnRows && layout.row_bytes() <= kMaxInt - 512,
               "qshard: a quantized tensor of ", layout.logical_rows, " x ", layout.cols,
@@ -71,7 +71,9 @@ ColumnwiseTask describe(const DequantizeTask& task) {
 bool is_quantized_here(const Layout& layout) { return layout.has_columnwise(); }
 
 // Single columnwise images.
-bool is_read_here(const Layout& layout) { return layout.format->scales_in_slices; }
+bool is_read_here(const Layout& layout) {
+  return layout.format->scale.place == ScalePlace::kSlices;
+}
 
 }  // namespace
 

@@ -15,7 +15,7 @@ namespace {
 
 // Columns [j * width, ...) of block column j.
 int64_t block_width(const Layout& layout) {
-  return layout.format->block_cols ? layout.format->block_cols : layout.cols;
+  return layout.format->scale.block_cols ? layout.format->scale.block_cols : layout.cols;
 }
 
 // Writes the live rows of a range; `encode` is with_encoder's.
@@ -28,7 +28,7 @@ void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode
   const float* amax = task.amax + layout.grid_row(range.logical_row) * layout.grid_cols();
   std::vector<float> scale(layout.grid_cols());
   for (int64_t j = 0; j < layout.grid_cols(); ++j) {
-    scale[j] = scale_from_amax(amax[j], format.code_max, format.power_of_two_scales);
+    scale[j] = scale_from_amax(amax[j], format.code_max, format.scale.power_of_two);
   }
   for (int64_t row = range.begin; row < range.end; ++row) {
     const uint8_t* x = value_row(task, row);
@@ -71,7 +71,7 @@ void quantize_by_grid(std::span<const QuantizeTask> tasks) {
     const Format& format = *task.layout.format;
     for (int64_t i = 0; i < task.layout.grid_numel(); ++i) {
       task.grid[i] =
-          inverse_scale(scale_from_amax(task.amax[i], format.code_max, format.power_of_two_scales));
+          inverse_scale(scale_from_amax(task.amax[i], format.code_max, format.scale.power_of_two));
     }
   }
   parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {

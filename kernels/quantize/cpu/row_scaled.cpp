@@ -15,7 +15,7 @@ namespace {
 // Rows [begin, end) of one block row of `range`, the block row that holds row `begin`.
 int64_t end_of_block_row(const Layout& layout, const RowRange& range, int64_t begin) {
   const int64_t in_matrix = (range.logical_row + begin - range.begin) % layout.matrix_rows;
-  const int64_t block = layout.format->block_rows;
+  const int64_t block = layout.format->scale.block_rows;
   return std::min(range.end, begin + block - in_matrix % block);
 }
 
@@ -42,7 +42,7 @@ void block_amax(const QuantizeTask& task, int64_t begin, int64_t end,
   for (int64_t row = begin; row < end; ++row) {
     fold(value_row(task, row), layout.cols, columns.data());
   }
-  const int64_t width = layout.format->block_cols;
+  const int64_t width = layout.format->scale.block_cols;
   for (size_t j = 0; j < blocks.size(); ++j) {
     const auto first = columns.begin() + static_cast<int64_t>(j) * width;
     const int64_t count = std::min(width, layout.cols - static_cast<int64_t>(j) * width);
@@ -57,8 +57,8 @@ struct ScaleSlice {
 };
 
 ScaleSlice scale_slice(const Layout& layout, int64_t logical_row) {
-  if (!layout.format->scales_in_slices) return {0, layout.block_cols()};
-  const int64_t in_block = logical_row % layout.matrix_rows % layout.format->block_rows;
+  if (layout.format->scale.place != ScalePlace::kSlices) return {0, layout.block_cols()};
+  const int64_t in_block = logical_row % layout.matrix_rows % layout.format->scale.block_rows;
   const int64_t begin = std::min(in_block * layout.row_scale_bytes(), layout.block_cols());
   return {begin, std::min(layout.row_scale_bytes(), layout.block_cols() - begin)};
 }
@@ -80,10 +80,11 @@ template <bool kByColumn, typename Encode>
 void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode& encode) {
   const Layout& layout = task.layout;
   const Format& format = *layout.format;
-  const int64_t width = format.block_cols;
+  const int64_t width = format.scale.block_cols;
   const int64_t block_value_bytes = width * value_size(task.value_dtype);
   const int64_t block_code_bytes = width * format.code_bits / 8;
-  const float tensor_scale = format.has_tensor_scale()
+  const RowScale kind = row_scale_of(format.scale);
+  const float tensor_scale = format.outer_scale
                                  ? nvfp4_tensor_scale(nvfp4_tensor_scale_inv(
                                        task.amax[layout.grid_row(range.logical_row)]))
                                  : 1.f;
@@ -100,7 +101,7 @@ void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode
       block_amax(task, row, next, columns, blocks);
     }
     for (size_t j = 0; j < blocks.size(); ++j) {
-      const BlockScale scale = block_scale(format.row_scale, bits_float(blocks[j]), tensor_scale);
+      const BlockScale scale = block_scale(kind, bits_float(blocks[j]), tensor_scale);
       scales[j] = scale.encode;
       scale_bytes[j] = scale.byte;
     }
@@ -138,7 +139,7 @@ void store_values(const std::vector<float>& values, DType dtype, void* out) {
 // Writes the values of a range of rows whose blocks have one column, from all of their scales.
 void dequantize_columns(const DequantizeTask& task, const RowRange& range) {
   const Layout& layout = task.layout;
-  const int64_t block = layout.format->block_rows;
+  const int64_t block = layout.format->scale.block_rows;
   const auto* scale_rows = task.image + layout.row_scale_offset();
   const auto decode = row_kernels().decode[static_cast<int>(DType::kFloat32)];
   std::vector<float> scale_inv(layout.cols), values(layout.cols);
@@ -168,7 +169,7 @@ void compute_amax_row_scaled(std::span<const QuantizeTask> tasks) {
   parallel_over(reset_amax(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
     const Layout& layout = task.layout;
-    if (layout.format->has_tensor_scale()) {
+    if (layout.format->outer_scale) {
       const auto amax = row_kernels().amax[static_cast<int>(task.value_dtype)];
       const uint32_t largest =
           amax(value_row(task, range.begin), (range.end - range.begin) * layout.cols);
@@ -195,7 +196,7 @@ void quantize_row_scaled(std::span<const QuantizeTask> tasks) {
   parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {
     const QuantizeTask& task = tasks[range.task];
     if (!range.is_live()) return write_zeros(task, range);
-    if (task.layout.format->block_cols > 1) {
+    if (task.layout.format->scale.block_cols > 1) {
       with_encoder(task, range, task.value_dtype,
                    [&](const auto& encode) { quantize_rows<false>(task, range, encode); });
     } else {
@@ -210,7 +211,7 @@ void dequantize_row_scaled(std::span<const DequantizeTask> tasks) {
   parallel_over(rows_to_dequantize(tasks), [&](const RowRange& range) {
     const DequantizeTask& task = tasks[range.task];
     if (!range.is_live()) return write_zeros(task, range);
-    if (task.layout.format->block_cols == 1) return dequantize_columns(task, range);
+    if (task.layout.format->scale.block_cols == 1) return dequantize_columns(task, range);
     const Layout& layout = task.layout;
     const Format& format = *layout.format;
     const int64_t size = value_size(task.value_dtype);
@@ -219,16 +220,17 @@ void dequantize_row_scaled(std::span<const DequantizeTask> tasks) {
     const auto type = static_cast<int>(task.value_dtype);
     const auto decode =
         format.code_dtype == DType::kFloat4E2M1 ? kernels.decode_fp4[type] : kernels.decode[type];
-    const int64_t width = format.block_cols;
+    const int64_t width = format.scale.block_cols;
+    const RowScale kind = row_scale_of(format.scale);
     const float tensor_scale_inv =
-        format.has_tensor_scale() ? task.grid[layout.grid_row(range.logical_row)] : 1.f;
+        format.outer_scale ? task.grid[layout.grid_row(range.logical_row)] : 1.f;
     const std::vector<uint8_t> zeros(width);
     for (int64_t row = range.begin; row < range.end; ++row) {
       const uint8_t* codes = task.image + row * layout.row_bytes();
       const uint8_t* scale_bytes = codes + layout.row_scale_offset();
       uint8_t* x = values + (row - task.first_row) * row_size;
       for (int64_t j = 0; j < layout.block_cols(); ++j) {
-        const float scale_inv = block_scale_inv(format.row_scale, scale_bytes[j], tensor_scale_inv);
+        const float scale_inv = block_scale_inv(kind, scale_bytes[j], tensor_scale_inv);
         // Zero times NaN: a NaN scale makes every value the same NaN, whatever its code.
         const bool is_nan = scale_inv != scale_inv;
         decode(is_nan ? zeros.data() : codes + j * width * format.code_bits / 8,

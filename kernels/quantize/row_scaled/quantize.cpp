@@ -68,7 +68,7 @@ struct EdgeRows {
 
 EdgeRows edge_rows(const Layout& layout) {
   const int64_t live = layout.live_rows();
-  const int64_t block = layout.format->block_rows;
+  const int64_t block = layout.format->scale.block_rows;
   const int64_t first = layout.row_offset % layout.matrix_rows;  // in its matrix
   const int64_t last = (layout.row_offset + live - 1) % layout.matrix_rows;
   const int64_t first_end = std::min((first / block + 1) * block, layout.matrix_rows) - first;
@@ -135,7 +135,7 @@ void compute_amax_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t s
   launch_by_kind<RowScaledFlushBatch>(tasks, launch, [](auto& batcher, const QuantizeTask& task) {
     if (!task.known_amax.empty()) return;
     const RowScaledTask whole = describe_row_scaled(task, kAmaxTileRows);
-    if (task.layout.format->has_tensor_scale()) {
+    if (task.layout.format->outer_scale) {
       batcher.add(whole, amax_blocks(whole));
       return;
     }

@@ -38,8 +38,8 @@ RowScaledBatchKind batch_kind_of(const Task& task) {
 template <typename Batch, typename Task, typename Launch, typename Add>
 void launch_by_kind(std::span<const Task> tasks, const Launch& launch, const Add& add) {
   const auto is_ours = [](const Task& task) {
-    const Format& format = *task.layout.format;
-    return !format.scales_in_grid() && !format.scales_in_slices && !task.layout.has_columnwise();
+    const ScaleLevel& scale = task.layout.format->scale;
+    return scale.place == ScalePlace::kRows && !task.layout.has_columnwise();
   };
   std::vector<RowScaledBatchKind> kinds;
   for (const Task& task : tasks) {

@@ -150,20 +150,20 @@ cudaError_t with_row_scaled_types(const Format& format, DType value_dtype, const
   const auto with_kind = [&](auto kind) {
     return with_value_type(value_dtype, [&](auto value) { return run(kind, value); });
   };
-  const auto is = [&](DType code, RowScale scale, int64_t block_rows, int64_t block_cols) {
-    return format.code_dtype == code && format.row_scale == scale &&
-           format.block_rows == block_rows && format.block_cols == block_cols;
+  const auto is = [&](DType code, DType scale, int64_t block_rows, int64_t block_cols) {
+    return format.code_dtype == code && format.scale.dtype == scale &&
+           format.scale.block_rows == block_rows && format.scale.block_cols == block_cols;
   };
-  if (is(DType::kFloat8E4M3, RowScale::kE8M0, 32, 32)) {
+  if (is(DType::kFloat8E4M3, DType::kFloat8E8M0, 32, 32)) {
     return with_kind(RowScaledKind<E4M3, RowScale::kE8M0, 32, 32>{});
   }
-  if (is(DType::kFloat8E4M3, RowScale::kE8M0, 1, 32)) {
+  if (is(DType::kFloat8E4M3, DType::kFloat8E8M0, 1, 32)) {
     return with_kind(RowScaledKind<E4M3, RowScale::kE8M0, 1, 32>{});
   }
-  if (is(DType::kFloat4E2M1, RowScale::kE4M3, 16, 16)) {
+  if (is(DType::kFloat4E2M1, DType::kFloat8E4M3, 16, 16)) {
     return with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 16, 16>{});
   }
-  if (is(DType::kFloat4E2M1, RowScale::kE4M3, 1, 16)) {
+  if (is(DType::kFloat4E2M1, DType::kFloat8E4M3, 1, 16)) {
     return with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 1, 16>{});
   }
   return cudaErrorInvalidValue;

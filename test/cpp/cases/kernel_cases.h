@@ -62,7 +62,7 @@ inline const Shape kShapes[] = {
 inline Layout fitted(Layout layout) {
   if (!layout.format->columnwise) return layout;
   const int64_t matrices = layout.matrices();
-  layout.matrix_rows = round_up(layout.matrix_rows, layout.format->columnwise->block_rows);
+  layout.matrix_rows = round_up(layout.matrix_rows, layout.format->columnwise->scale.block_rows);
   layout.logical_rows = matrices * layout.matrix_rows;
   return layout;
 }
@@ -180,7 +180,7 @@ inline at::Tensor dequantized(const Quantized& q, const Layout& layout, at::Scal
 inline float reference_scale(float amax, const Format& format) {
   if (!(amax > 0.f) || !std::isfinite(amax)) return 1.f;
   const float scale = std::min(format.code_max / amax, std::numeric_limits<float>::max());
-  if (!format.power_of_two_scales) return scale;
+  if (!format.scale.power_of_two) return scale;
   int exponent;
   std::frexp(scale, &exponent);
   return std::ldexp(1.f, exponent - 1);
@@ -211,7 +211,8 @@ inline Quantized reference(const at::Tensor& values, const Layout& layout,
   const at::Tensor x = values.cpu().to(at::kFloat).contiguous();
   const float* data = x.const_data_ptr<float>();
   const Format& format = *layout.format;
-  const int64_t width = format.block_cols ? format.block_cols : std::max<int64_t>(layout.cols, 1);
+  const int64_t width =
+      format.scale.block_cols ? format.scale.block_cols : std::max<int64_t>(layout.cols, 1);
   const int64_t block_rows = layout.matrices() * layout.block_rows_per_matrix();
   const auto block_of = [&](int64_t row, int64_t col) {
     return layout.block_row(layout.row_offset + row) * layout.block_cols() + col / width;
@@ -235,18 +236,18 @@ inline Quantized reference(const at::Tensor& values, const Layout& layout,
   auto* image = static_cast<uint8_t*>(out.image.mutable_data_ptr());
   const auto count = static_cast<int64_t>(amax.size());
   const int64_t blocks_per_entry =
-      format.scales_in_grid() ? 1 : layout.block_rows_per_matrix() * layout.block_cols();
+      format.scale.is_in_grid() ? 1 : layout.block_rows_per_matrix() * layout.block_cols();
   for (int64_t i = 0; i < count && format.has_grid(); ++i) {
     grow(grid_amax[i / blocks_per_entry], amax[i]);
   }
   for (int64_t i = 0; i < layout.grid_numel(); ++i) {
-    grid[i] = format.scales_in_grid() ? 1.f / reference_scale(grid_amax[i], format)
-                                      : reference_tensor_scale_inv(grid_amax[i]);
+    grid[i] = format.scale.is_in_grid() ? 1.f / reference_scale(grid_amax[i], format)
+                                        : reference_tensor_scale_inv(grid_amax[i]);
   }
   std::vector<ReferenceScale> scales(count);
   for (int64_t i = 0; i < count; ++i) {
     scales[i] =
-        format.scales_in_grid()
+        format.scale.is_in_grid()
             ? ReferenceScale{0, reference_scale(amax[i], format), grid[i]}
             : reference_block_scale(format, amax[i],
                                     format.has_tensor_scale() ? grid[i / blocks_per_entry] : 1.f);
@@ -267,12 +268,13 @@ inline Quantized reference(const at::Tensor& values, const Layout& layout,
         code = format.code_bits == 8 ? reference_code(value, scale.encode) : reference_e2m1(scaled);
       }
       bytes[col * format.code_bits / 8] |= code << (col * format.code_bits % 8);
-      if (format.scales_in_slices) {
-        const int64_t in_block = (layout.row_offset + row) % layout.matrix_rows % format.block_rows;
+      if (format.scale.place == ScalePlace::kSlices) {
+        const int64_t in_block =
+            (layout.row_offset + row) % layout.matrix_rows % format.scale.block_rows;
         if (col / layout.row_scale_bytes() == in_block) {
           bytes[layout.row_scale_offset() + col % layout.row_scale_bytes()] = scale.byte;
         }
-      } else if (!format.scales_in_grid()) {
+      } else if (!format.scale.is_in_grid()) {
         bytes[layout.row_scale_offset() + col / width] = scale.byte;
       }
     }
@@ -283,7 +285,8 @@ inline Quantized reference(const at::Tensor& values, const Layout& layout,
 /// float32 values that an image and its grid stand for; of two images the rowwise one.
 inline at::Tensor reference_values(const Quantized& q, const Layout& layout) {
   const Format& format = *layout.format;
-  const int64_t width = format.block_cols ? format.block_cols : std::max<int64_t>(layout.cols, 1);
+  const int64_t width =
+      format.scale.block_cols ? format.scale.block_cols : std::max<int64_t>(layout.cols, 1);
   at::Tensor out = at::zeros({layout.rows, layout.cols});
   const auto* image = static_cast<const uint8_t*>(q.image.const_data_ptr());
   const float* grid = q.grid.const_data_ptr<float>();
@@ -292,11 +295,11 @@ inline at::Tensor reference_values(const Quantized& q, const Layout& layout) {
     const int64_t grid_row = layout.grid_row(layout.row_offset + row);
     for (int64_t col = 0; col < layout.cols; ++col) {
       const uint8_t scale_byte =
-          format.scales_in_grid() ? 0 : bytes[layout.row_scale_offset() + col / width];
+          format.scale.is_in_grid() ? 0 : bytes[layout.row_scale_offset() + col / width];
       float scale;
-      if (format.row_scale == RowScale::kE8M0) {
+      if (format.scale.dtype == DType::kFloat8E8M0) {
         scale = scale_byte == 0xff ? std::nanf("") : std::ldexp(1.f, scale_byte - 127);
-      } else if (format.row_scale == RowScale::kE4M3) {
+      } else if (format.scale.dtype == DType::kFloat8E4M3) {
         scale = reference_e4m3(scale_byte) * grid[grid_row];
       } else {
         scale = grid[grid_row * layout.grid_cols() + col / width];

@@ -72,8 +72,8 @@ inline ReferenceScale reference_nvfp4_scale(float amax, float tensor_scale_inv) 
 
 inline ReferenceScale reference_block_scale(const Format& format, float amax,
                                             float tensor_scale_inv) {
-  return format.row_scale == RowScale::kE8M0 ? reference_mxfp8_scale(amax)
-                                             : reference_nvfp4_scale(amax, tensor_scale_inv);
+  return format.scale.dtype == DType::kFloat8E8M0 ? reference_mxfp8_scale(amax)
+                                                  : reference_nvfp4_scale(amax, tensor_scale_inv);
 }
 
 }  // namespace qshard::testing

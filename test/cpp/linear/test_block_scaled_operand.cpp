@@ -97,10 +97,10 @@ class BlockScaledOperand : public ::testing::TestWithParam<const char*> {
 TEST_P(BlockScaledOperand, ActivationsAreImagesOfTheirRowsAndColumns) {
   at::manual_seed(1);
   const Format& rows_of_blocks = activation_format(format());
-  EXPECT_EQ(rows_of_blocks.block_rows, 1);
-  EXPECT_EQ(rows_of_blocks.block_cols, format().block_cols);
-  EXPECT_EQ(rows_of_blocks.row_scale, format().row_scale);
-  const bool hadamard = format().row_scale == RowScale::kE4M3;
+  EXPECT_EQ(rows_of_blocks.scale.block_rows, 1);
+  EXPECT_EQ(rows_of_blocks.scale.block_cols, format().scale.block_cols);
+  EXPECT_EQ(rows_of_blocks.scale.dtype, format().scale.dtype);
+  const bool hadamard = format().activations.hadamard_columns;
   for (const at::Device device : devices()) {
     for (const at::ScalarType dtype : kDtypes) {
       for (const auto& [m, k] : kShapes) {
@@ -119,7 +119,7 @@ TEST_P(BlockScaledOperand, ActivationsAreImagesOfTheirRowsAndColumns) {
 
 TEST_P(BlockScaledOperand, GradientsAreRoundedStochastically) {
   at::manual_seed(4);
-  const bool hadamard = format().row_scale == RowScale::kE4M3;
+  const bool hadamard = format().activations.hadamard_columns;
   const Rounding rounding{.key_low = 7, .key_high = 11, .count = 13};
   const at::Tensor x = few_bits(70, 100, at::kBFloat16);
   for (const at::Device device : devices()) {
@@ -145,14 +145,14 @@ TEST_P(BlockScaledOperand, SpecialValuesStayInTheirBlocks) {
     EXPECT_TRUE(same_image(rows, reference(x, rows.layout)));
     // Infinities of one group cancel to NaN.
     const RowImage columns = quantized_columns(x.to(device), format(), nullptr);
-    const at::Tensor values = transposed_values(x, format().row_scale == RowScale::kE4M3);
+    const at::Tensor values = transposed_values(x, format().activations.hadamard_columns);
     EXPECT_TRUE(same_image(columns, reference(values, columns.layout)));
   }
 }
 
 TEST_P(BlockScaledOperand, TransposedWeightsAreQuantizedTransposes) {
   at::manual_seed(2);
-  if (format().block_rows == 1) GTEST_SKIP() << "no square blocks";
+  if (format().scale.block_rows == 1) GTEST_SKIP() << "no square blocks";
   for (const at::Device device : devices()) {
     for (const auto& [n, k] : kShapes) {
       SCOPED_TRACE(::testing::Message() << device << " " << n << "x" << k);
@@ -191,7 +191,7 @@ TEST_P(BlockScaledOperand, WindowsOfWeightsAreMatricesOfTheirOwn) {
       };
       const at::Tensor expected = dequantized(q, layout, at::kFloat, first, window.rows).cpu();
       EXPECT_TRUE(same_values(read(rows), expected));
-      if (format().block_rows == 1) continue;
+      if (format().scale.block_rows == 1) continue;
       EXPECT_TRUE(same_values(read(weight_columns(window)), expected.t()));
     }
   }
@@ -222,7 +222,7 @@ TEST_P(BlockScaledOperand, ImagesWithoutATransposeAreNamed) {
   TransposeImageTask task;
   task.layout = whole(format(), 64, 64);
   const auto refuses = [&] { EXPECT_THROW(transpose_image(task, {}), c10::Error); };
-  if (format().block_rows == 1) return refuses();
+  if (format().scale.block_rows == 1) return refuses();
   task.layout.rows = 32;
   refuses();
   task.layout = whole(find_format("float8_blockwise"), 128, 128);

@@ -27,7 +27,7 @@ at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarTy
     const at::Tensor codes = (part * scale).clamp(-scaled.code_max, scaled.code_max).to(code);
     target.copy_(codes.to(at::kFloat) * (1.f / scale));
   };
-  if (format.block_rows == 0) {
+  if (format.scale.spans_matrix()) {
     convert(values, out);
     return out;
   }
@@ -46,12 +46,14 @@ at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarTy
 
 // What wgrad sees of an input's transpose.
 at::Tensor as_input_columns(const at::Tensor& x, const Format& format) {
-  return as_activation(x.t(), format, at::kFloat8_e4m3fn,
-                       format.x_block_scaling_dim == 2 ? 128 : 1);
+  return as_activation(
+      x.t(), format, at::kFloat8_e4m3fn,
+      format.activations.packed_input_columns == ScaleMode::kBlock128x128 ? 128 : 1);
 }
 
 at::ScalarType grad_code(const Format& format) {
-  return format.grad_dtype == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+  return format.activations.gradient_dtype == DType::kFloat8E5M2 ? at::kFloat8_e5m2
+                                                                 : at::kFloat8_e4m3fn;
 }
 
 struct Sizes {
@@ -221,7 +223,7 @@ TEST_P(Linear, WeightWindows) {
         const LinearWeight window{matrix_of(rows, 128)};
         const bool crosses = first % matrix_rows + 128 > matrix_rows;
         const bool fp8 =
-            is_fp8(device, format) && (format.block_rows ? first % 128 == 0 : !crosses);
+            is_fp8(device, format) && (format.scale.spans_matrix() ? !crosses : first % 128 == 0);
         const at::Tensor w = fp8 ? dequantized(window) : dequantized(window).to(dtype);
         const at::Tensor x_seen =
             fp8 ? as_activation(x, format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat);

@@ -7,6 +7,7 @@
 #ifdef QSHARD_WITH_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
 
+#include "kernels/device/compute_capability.h"
 #include "kernels/linear/linear_block_scaled.h"
 #endif
 
@@ -15,7 +16,7 @@ namespace {
 
 bool is_block_scaled([[maybe_unused]] at::Device device) {
 #ifdef QSHARD_WITH_CUDA
-  return cuda::has_block_scaled_gemm(device);
+  return cuda::compute_capability(device) >= 100;
 #else
   return false;
 #endif
@@ -52,7 +53,7 @@ TEST_P(BlockScaledLinear, ForwardAndBackward) {
       const LinearWeight weight =
           linear_weight(at::randn({n, k}).mul(0.02).to(device), whole(name, n, k));
       const bool codes = is_block_scaled(device) && n % 16 == 0;
-      const bool codes_input = codes && format.block_rows > 1;
+      const bool codes_input = codes && format.scale.block_rows > 1;
       const auto seen = [&](const at::Tensor& plain, bool quantized) {
         return quantized ? read(quantized_rows(plain, format, nullptr))
                          : plain.cpu().to(at::kFloat);

@@ -32,7 +32,7 @@ TEST(Formats, VariantsAreOneObjectByTheirOptions) {
   EXPECT_EQ(variant.amax_history.length, 16);
   EXPECT_EQ(variant.amax_history.margin, 2);
   EXPECT_TRUE(variant.amax_history.most_recent);
-  EXPECT_EQ(variant.grad_dtype, DType::kFloat8E4M3);
+  EXPECT_EQ(variant.activations.gradient_dtype, DType::kFloat8E4M3);
   EXPECT_EQ(variant.index, delayed.index);
   EXPECT_TRUE(find_format("nvfp4[stochastic]").stochastic_rounding);
   EXPECT_FALSE(find_format("nvfp4").stochastic_rounding);
@@ -41,7 +41,7 @@ TEST(Formats, VariantsAreOneObjectByTheirOptions) {
   EXPECT_EQ(find_format("mxfp8_1x32[stochastic,phase]").name, "mxfp8_1x32[phase,stochastic]");
   const Format& rows = find_format("float8_blockwise[stochastic,x_block_scaling_dim=1]");
   EXPECT_EQ(rows.name, "float8_blockwise[x_block_scaling_dim=1,stochastic]");
-  EXPECT_EQ(rows.x_block_scaling_dim, 1);
+  EXPECT_EQ(rows.activations.packed_input_columns, ScaleMode::kBlock1x128);
   EXPECT_EQ(&find_format("float8_blockwise[x_block_scaling_dim=2]"),
             &find_format("float8_blockwise"));
 }
@@ -52,7 +52,7 @@ TEST(Formats, ParsedByValueTheyAreTheSame) {
   EXPECT_EQ(parsed.name, "float8_delayed");
   EXPECT_EQ(parsed.amax_history.length, found.amax_history.length);
   EXPECT_EQ(parsed.amax_history.margin, found.amax_history.margin);
-  EXPECT_EQ(parsed.grad_dtype, found.grad_dtype);
+  EXPECT_EQ(parsed.activations.gradient_dtype, found.activations.gradient_dtype);
   EXPECT_EQ(parsed.index, found.index);
 }
 

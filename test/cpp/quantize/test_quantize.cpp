@@ -74,7 +74,7 @@ TEST_P(Quantize, AmaxAroundPowersOfTwo) {
 TEST_P(Quantize, ShardsEqualTheWhole) {
   at::manual_seed(1);
   // Blocks whose scales are not in the grid can be cut in one matrix only.
-  const bool in_grid = layout_of({}).format->scales_in_grid();
+  const bool in_grid = layout_of({}).format->scale.is_in_grid();
   const int64_t total = layout_of({700, 150, 700, 700, 0}).logical_rows;
   const int64_t matrix_rows = in_grid ? total / 2 : total;
   const Layout whole = layout_of({total, 150, total, matrix_rows, 0});

@@ -121,8 +121,8 @@ TEST_P(QuantizeRowScaled, MixedFormatsAtOnce) {
 }
 
 TEST_P(QuantizeRowScaled, OnlyTheBlockOfANaNIsNaN) {
-  const int64_t rows = format().block_rows;
-  const int64_t cols = format().block_cols;
+  const int64_t rows = format().scale.block_rows;
+  const int64_t cols = format().scale.block_cols;
   for (const float nan : {kNaN, -kNaN}) {
     at::Tensor values = at::ones({3 * rows, 3 * cols - 1}).to(dtype());
     values[2 * rows - 1][2 * cols + 1] = nan;
@@ -140,7 +140,7 @@ TEST_P(QuantizeRowScaled, OnlyTheBlockOfANaNIsNaN) {
 }
 
 TEST_P(QuantizeRowScaled, ZeroInfiniteAndTinyBlocks) {
-  const int64_t block = format().block_cols;
+  const int64_t block = format().scale.block_cols;
   at::Tensor values = at::full({block, 7 * block}, 1.).to(dtype());
   const float sizes[] = {0.f, -0.f, 1e-45f, 6e-8f, kInf, 60000.f, 1e-3f};
   for (int64_t i = 0; i < 7; ++i) {
@@ -153,7 +153,7 @@ TEST_P(QuantizeRowScaled, ZeroInfiniteAndTinyBlocks) {
 
 // Scales are powers of two here, so the values are halfway between codes when they are encoded.
 TEST_P(QuantizeRowScaled, TiesOfCodes) {
-  const int64_t block = format().block_cols;
+  const int64_t block = format().scale.block_cols;
   const bool fp4 = format().code_bits == 4;
   std::vector<float> points;
   const int codes = fp4 ? 7 : 0x7e;
