@@ -209,7 +209,8 @@ def register_constant(name):
     """Graphs have no strings for values: what these say when they are traced is a constant."""
 
     def constant(mode, func, types, args, kwargs=None):
-        return func(*(torch._from_functional_tensor(arg.elem) for arg in args))
+        plain = torch._from_functional_tensor
+        return func(*(plain(arg.elem) if isinstance(arg, torch.Tensor) else arg for arg in args))
 
     register_torch_dispatch(f"qshard::{name}", FunctionalTensorMode, constant)
     register_torch_dispatch(
@@ -240,7 +241,8 @@ for name in ("columnwise_scale_inv", "format"):
     register_accessor(name)
 for name in ("formats", "backend_report"):
     register_fake(f"qshard::{name}")(lambda op=getattr(ops, name).default: run_really(op))
-for name in ("format", "formats", "backend_report"):
+register_fake("qshard::format_info")(lambda name: run_really(ops.format_info.default, name))
+for name in ("format", "formats", "format_info", "backend_report"):
     register_constant(name)
 
 

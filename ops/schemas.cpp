@@ -188,6 +188,7 @@ TORCH_LIBRARY(qshard, m) {
 
   // Reports.
   m.def("formats() -> str[]");
+  m.def("format_info(str name) -> str");
   m.def("backend_report() -> str");
   m.def("_why_dequantized(Device device) -> Dict(str, str)");
   m.def("_foreign_owner_of_key() -> str");
@@ -314,6 +315,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_plane_copy", &plane_copy, Takes::kValuesOrMeta>(m);
 
   implement<"formats", &format_names, Takes::kAnything>(m);
+  implement<"format_info", &format_info_op, Takes::kAnything>(m);
   implement<"backend_report", &backend_report_op, Takes::kAnything>(m);
   implement<"_why_dequantized", &why_dequantized_op, Takes::kAnything>(m);
   implement<"_foreign_owner_of_key", &foreign_owner_of_key_op, Takes::kAnything>(m);

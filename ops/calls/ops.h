@@ -185,6 +185,7 @@ OptionalTensor plane_copy(const Tensor& self, c10::string_view plane);
 
 // ops/tensor/report.cpp
 std::vector<std::string> format_names();
+std::string format_info_op(c10::string_view name);
 std::string backend_report_op();
 c10::Dict<std::string, std::string> why_dequantized_op(at::Device device);
 std::string foreign_owner_of_key_op();

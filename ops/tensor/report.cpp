@@ -2,6 +2,7 @@
 #include "dispatch/aten/native_kernels.h"
 #include "dispatch/aten/registration.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/format/format_info.h"
 #include "kernels/linear/linear.h"
 #include "ops/calls/ops.h"
 
@@ -11,6 +12,10 @@ std::vector<std::string> format_names() {
   std::vector<std::string> names;
   for (const Format& format : formats()) names.emplace_back(format.name);
   return names;
+}
+
+std::string format_info_op(c10::string_view name) {
+  return format_info(checked_format(name, "qshard::format_info"));
 }
 
 std::string backend_report_op() { return backend_report(); }

@@ -53,6 +53,7 @@ __all__ = [
     "dequantize",
     "flush",
     "format",
+    "format_info",
     "formats",
     "from_planes",
     "is_quantized",
@@ -363,6 +364,16 @@ def sum_gradients(
 @operator
 def formats() -> list[str]:
     """Names of all formats, without their options."""
+
+
+@operator
+def format_info(name: str) -> str:
+    """The description of a format, as JSON: its scale levels (dtype, the block that one scale covers, whether
+    they lie in the grid or in the rows), the code dtypes of weights, activations and gradients, its rounding,
+    amax history and second image, and which GEMMs multiply it on which compute capabilities. Dtypes have
+    torch's names; a block's rows or columns are null where they are all of a matrix's.
+
+    name: one of `formats()`, with options in brackets, or ValueError is raised."""
 
 
 @operator

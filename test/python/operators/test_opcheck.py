@@ -167,6 +167,7 @@ SAMPLES = {
     ],
     "flush": lambda fmt: [([quantized(fmt=fmt), quantized(fmt=fmt, keep_master=True)],)],
     "formats": lambda fmt: [()],
+    "format_info": lambda fmt: [(fmt,)],
     "backend_report": lambda fmt: [()],
 }
 # Rows of 36 codes: NVFP4's are 18 bytes, and all are padded.
