@@ -8,6 +8,7 @@ import torch
 
 import qshard
 from qshard._library import about_library
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 
@@ -64,7 +65,7 @@ def _self_test(device: torch.device):
 
 
 def _try_format(format: str, device: torch.device) -> str:
-    limit = 0.15 if format.startswith("nvfp4") else 0.04  # of the values, relative; their GEMMs' x 1.5
+    limit = 0.15 if info_of(format).code_bits == 4 else 0.04  # of the values, relative; their GEMMs' x 1.5
     value = torch.randn(128, 256, device=device)
     weight = torch.nn.Parameter(ops.quantize(value, format, keep_master=True))
     if not torch.equal(weight.detach() + 0, value):

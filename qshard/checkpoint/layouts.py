@@ -9,37 +9,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from qshard.formats import info_of
+
 LAYOUTS = ("deepseek-fp8", "compressed-tensors", "modelopt")
 SCALE_FORMATS = ("float", "ue8m0")
-_FAMILIES = {
-    "float8_tensorwise": "tensor",
-    "float8_delayed": "tensor",
-    "float8_blockwise": "block",
-    "mxfp8": "mxfp8",
-    "mxfp8_1x32": "mxfp8",
-    "nvfp4": "nvfp4",
-    "nvfp4_1x16": "nvfp4",
-}
-_COLUMNS = {"mxfp8": 32, "nvfp4": 16}  # of a block
-_BLOCKS = {
-    "tensor": (1, 1),
-    "block": (128, 128),
-    "mxfp8": (32, 32),
-    "mxfp8_1x32": (1, 32),
-    "nvfp4": (16, 16),
-    "nvfp4_1x16": (1, 16),
-}
-
-
-def family_of(format: str) -> str:
-    """What formats have in common for a file: tensor, block, mxfp8 or nvfp4."""
-    return _FAMILIES[format.partition("[")[0].removesuffix("_fp32_scale")]
+_IN_FILES = {torch.float8_e8m0fnu: torch.uint8}  # files of MXFP8 weights have bytes for their scales
+# What errors call weights by how a GEMM reads their scales: what formats have in common for a file.
+_FAMILIES = {"tensor": "tensor", "128x128": "block", "1x32": "mxfp8", "1x16": "nvfp4"}
 
 
 def block_of(format: str) -> tuple[int, int]:
     """Rows and columns with one scale; (1, 1) where the one scale of a tensor is all there is."""
-    base = format.partition("[")[0]
-    return _BLOCKS[base if base in _BLOCKS else family_of(base)]
+    scale = info_of(format).scale
+    return scale.block_rows or 1, scale.block_cols or 1
 
 
 @dataclass(frozen=True)
@@ -56,32 +38,40 @@ class Scheme:
     config: dict = field(default_factory=dict, compare=False)
     ignore: str = "ignore"  # the config's key for modules left plain
     is_ue8m0: bool = False  # fp32 scales as their exponents
+    # Of the weights' format.
+    block: tuple[int | None, int | None] = (None, None)  # with one scale in the file; None: all
+    scale_dtype: torch.dtype = torch.float32
+    codes_per_byte: int = 1
 
     def check(self, name, rows, columns):
         """Raises ValueError if readers cannot have a weight of this shape."""
-        block = _COLUMNS.get(self.family, 1)
+        block = (self.block[1] or 1) if self.has_row_scales else 1
         if columns % block:
             raise ValueError(
                 f"{name} has {columns} columns; layout {self.layout!r} holds {self.family} weights "
                 f"with a multiple of {block}. Leave it plain by quantize_'s filter_fn"
             )
 
+    @property
+    def has_row_scales(self):
+        """Whether each row has scales of its own."""
+        return self.block[0] == 1
+
+    def block_within(self, rows, columns):
+        """Rows and columns with one scale in the file, of a weight of this shape."""
+        return tuple(size if block is None else block for block, size in zip(self.block, (rows, columns)))
+
     def tensors(self, rows, columns):
         """{suffix: (dtype, shape)} in a file."""
-        blocks = {
-            "tensor": self.scalar,
-            "block": (-(-rows // 128), -(-columns // 128)),
-            "mxfp8": (rows, columns // 32),
-            "nvfp4": (rows, columns // 16),
-        }[self.family]
-        is_packed = self.family == "nvfp4"
-        scale = torch.float8_e8m0fnu if self.is_ue8m0 else torch.float32
-        scale = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(self.family, scale)
+        codes = torch.float8_e4m3fn if self.codes_per_byte == 1 else torch.uint8
+        scale = _IN_FILES.get(self.scale_dtype, self.scale_dtype)
+        scales = self.scalar
+        if self.block != (None, None):
+            row, column = self.block_within(rows, columns)
+            scales = -(-rows // row), -(-columns // column)
         result = {
-            self.codes: (torch.uint8, (rows, columns // 2))
-            if is_packed
-            else (torch.float8_e4m3fn, (rows, columns)),
-            self.scale: (scale, blocks),
+            self.codes: (codes, (rows, columns // self.codes_per_byte)),
+            self.scale: (torch.float8_e8m0fnu if self.is_ue8m0 else scale, scales),
         }
         if self.tensor_scale:
             result[self.tensor_scale] = (torch.float32, self.scalar)
@@ -98,7 +88,7 @@ class Scheme:
         quantization = {
             "quant_algo": self.config["quant_algo"],
             "kv_cache_quant_algo": None,
-            "group_size": _COLUMNS[self.family],
+            "group_size": self.block[1],
             "exclude_modules": ignore,
         }
         return {"producer": {"name": "qshard"}, "quantization": quantization}
@@ -200,19 +190,32 @@ _SCHEMES = [
 ]
 
 
-def scheme_for(layout: str, family: str, scale_fmt: str = "float") -> Scheme:
+def check(layout: str, scale_fmt: str = "float") -> None:
     """Raises ValueError naming what there is."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
     if scale_fmt not in SCALE_FORMATS:
         raise ValueError(f"scale_fmt must be one of {', '.join(SCALE_FORMATS)}, not {scale_fmt!r}")
-    is_ue8m0 = scale_fmt == "ue8m0"
-    if is_ue8m0 and layout != "deepseek-fp8":
+    if scale_fmt == "ue8m0" and layout != "deepseek-fp8":
         raise ValueError(f"layout {layout!r} has no scale_fmt {scale_fmt!r}; 'deepseek-fp8' has")
+
+
+def scheme_for(layout: str, format: str, scale_fmt: str = "float") -> Scheme:
+    """How a layout holds weights of a format. Raises ValueError naming what there is."""
+    check(layout, scale_fmt)
+    is_ue8m0 = scale_fmt == "ue8m0"
+    info = info_of(format)
+    family, scale = _FAMILIES[info.gemm.scale_mode], info.scale
     for scheme in _SCHEMES:
         if (scheme.layout, scheme.family) == (layout, family):
-            config = {**scheme.config, "scale_fmt": scale_fmt} if is_ue8m0 else scheme.config
-            return replace(scheme, config=config, is_ue8m0=is_ue8m0)
+            return replace(
+                scheme,
+                config={**scheme.config, "scale_fmt": scale_fmt} if is_ue8m0 else scheme.config,
+                is_ue8m0=is_ue8m0,
+                block=(scale.block_rows if scale.place == "grid" else 1, scale.block_cols),
+                scale_dtype=scale.dtype,
+                codes_per_byte=8 // info.code_bits,
+            )
     known = [s.layout for s in _SCHEMES if s.family == family]
     raise ValueError(
         f"layout {layout!r} has no weights of {family} scaling; those that have are {', '.join(known)}"

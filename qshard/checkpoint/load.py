@@ -10,6 +10,7 @@ from qshard.checkpoint import files, layouts
 from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import entries_of
 from qshard.checkpoint.ranks import Ranks
+from qshard.formats import info_of
 from qshard.model.choosing import some
 from qshard.model.quantize import flush
 from qshard.model.state import copy_values
@@ -132,7 +133,7 @@ class _QuantizedLoad:
         self.entry, self.reader = entry, reader
         self.format = ops.format(entry.local)
         layout, scale_fmt = layout
-        scheme = layouts.scheme_for(layout, layouts.family_of(self.format), scale_fmt)
+        scheme = layouts.scheme_for(layout, self.format, scale_fmt)
         scheme.check(entry.key, *entry.tensor.shape)
         self.scheme = scheme
         specs = scheme.tensors(*entry.tensor.shape)
@@ -140,17 +141,19 @@ class _QuantizedLoad:
         for name, (dtype, shape) in zip(self.names, specs.values()):
             shapes = [shape, (), (1,)] if torch.Size(shape).numel() == 1 else [shape]
             dtypes = [files.dtype_name(dtype)]
-            dtypes += ["F8_E8M0"] if dtype is torch.uint8 and scheme.family == "mxfp8" else []
+            if name == f"{entry.module}.{scheme.scale}" and scheme.scale_dtype is torch.float8_e8m0fnu:
+                dtypes += ["F8_E8M0"]
             dtypes += ["U8", "F32"] if dtype is torch.float8_e8m0fnu else []  # DeepSeek-V3.1 has fp32
             _check(reader, name, entry.key, shapes, dtypes)
         self.box, self.matrix = boxes.held[ranks.rank], boxes.matrices[ranks.rank]
         self.is_aligned = boxes.is_aligned
-        block = 32 if self.format.startswith("mxfp8_1x32") else 1, 1
+        columnwise = info_of(self.format).columnwise
+        block = columnwise.block_rows if columnwise else 1, 1
         if not self.is_aligned:
             # Blocks are those of the whole matrix, from which values are taken.
             self.matrix = tuple((0, size) for size in entry.tensor.shape)
             block = tuple(map(max, block, layouts.block_of(self.format)))
-        # Whole blocks are read, where a window of them is no tensor: mxfp8_1x32 has them in rows, too.
+        # Whole blocks are read, where a window of them is no tensor.
         self.read = tuple(_blocks_around(*pair) for pair in zip(self.box, self.matrix, block))
 
     def check_numbers(self):
@@ -175,7 +178,7 @@ class _QuantizedLoad:
 
     @property
     def _per_code(self):
-        return 1, 2 if self.scheme.family == "nvfp4" else 1
+        return 1, self.scheme.codes_per_byte
 
     def _tensor(self, codes):
         local, scheme, tensor_scale = self.entry.local, self.scheme, None
@@ -185,17 +188,15 @@ class _QuantizedLoad:
             codes = torch.zeros(sizes, dtype=torch.uint8).view(code_dtype)
         # from_planes takes a grid of fp32 scales of all rows of the matrix.
         rows, columns = self.matrix[0], self.read[1]
-        if scheme.family == "tensor":
+        if scheme.block == (None, None):
             scale = self.reader.all(self.names[1]).reshape(1, 1)
-        elif scheme.family == "block":
-            scale = self.reader.box(self.names[1], in_blocks((rows, columns), (128, 128)))
-            if scale.dtype.itemsize == 1:
-                scale = scale.view(torch.float8_e8m0fnu).float()
         else:
-            size = 32 if scheme.family == "mxfp8" else 16
-            scale = self.reader.box(self.names[1], in_blocks(self.read, (1, size)))
-            if scheme.family == "mxfp8":
+            box = self.read if scheme.has_row_scales else (rows, columns)
+            scale = self.reader.box(self.names[1], in_blocks(box, scheme.block))
+            if scheme.scale_dtype is torch.float8_e8m0fnu:
                 scale = scale.view(torch.float8_e8m0fnu)
+            elif scheme.scale_dtype is torch.float32 and scale.dtype.itemsize == 1:
+                scale = scale.view(torch.float8_e8m0fnu).float()
         if scheme.tensor_scale:
             tensor_scale = self._tensor_scale().to(local.device)
         return ops.from_planes(

@@ -13,6 +13,7 @@ from qshard.checkpoint import files, layouts
 from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import Entry, entries_of, own_class, plain_linears, unwrapped
 from qshard.checkpoint.ranks import Ranks
+from qshard.formats import info_of
 from qshard.model.quantize import flush
 from qshard.model.scale_groups import siblings
 
@@ -95,8 +96,7 @@ class _Plan:
     """Equal on all ranks."""
 
     def __init__(self, entries, boxes, ignore, layout, max_file_bytes, scale_fmt):
-        family = "mxfp8" if layout == "modelopt" else "block"
-        layouts.scheme_for(layout, family, scale_fmt)  # a known one
+        layouts.check(layout, scale_fmt)
         self.entries, self.boxes, self.ignore = entries, boxes, ignore
         self.max_file_bytes = max_file_bytes
         self.scheme, self.warnings = None, []
@@ -104,8 +104,7 @@ class _Plan:
             if entry.tensor.is_meta:
                 raise ValueError(f"{entry.key} is on the meta device and has no values")
             if entry.is_quantized:
-                family = layouts.family_of(ops.format(entry.local))
-                scheme = layouts.scheme_for(layout, family, scale_fmt)
+                scheme = layouts.scheme_for(layout, ops.format(entry.local), scale_fmt)
                 if self.scheme not in (None, scheme):
                     raise ValueError(
                         f"{entry.key} has {scheme.family} scaling, others {self.scheme.family}; a "
@@ -294,7 +293,7 @@ def _whole(pieces, boxes, counts, dtype, shape):
 
 def _gathered(entry, plan, writer, ranks):
     """(codes, scale_inv, tensor_scale_inv) of the whole weight on the writer."""
-    boxes, local, family = plan.boxes[entry.key].holders(writer), entry.local, plan.scheme.family
+    boxes, local, scheme = plan.boxes[entry.key].holders(writer), entry.local, plan.scheme
     rows, columns = entry.tensor.shape
 
     def plane(piece, block):
@@ -309,14 +308,10 @@ def _gathered(entry, plan, writer, ranks):
         return _gather(piece, of_blocks, shape, writer, ranks)
 
     whole = rows, columns
-    codes = plane(ops.codes(local), (1, 2 if family == "nvfp4" else 1))
-    scale = ops.scale_inv(local)
-    if family == "tensor":
-        return codes, plane(scale, whole), None
-    if family == "block":
-        return codes, plane(scale, (128, 128)), None
-    scale = plane(scale, (1, 32 if family == "mxfp8" else 16))
-    tensor_scale = plane(ops.tensor_scale_inv(local), whole) if family == "nvfp4" else None
+    codes = plane(ops.codes(local), (1, scheme.codes_per_byte))
+    scale = plane(ops.scale_inv(local), scheme.block_within(rows, columns))
+    has_outer = info_of(ops.format(local)).outer_scale is not None
+    tensor_scale = plane(ops.tensor_scale_inv(local), whole) if has_outer else None
     return codes, scale, tensor_scale
 
 

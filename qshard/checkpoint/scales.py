@@ -13,6 +13,7 @@ from qshard.checkpoint.boxes import Boxes, boxes_of, in_blocks
 from qshard.checkpoint.layouts import block_of
 from qshard.checkpoint.model import Entry
 from qshard.checkpoint.ranks import Ranks
+from qshard.formats import info_of
 from qshard.model.state import copy_values
 
 ops = torch.ops.qshard
@@ -21,14 +22,14 @@ _FUNCTION = "qshard.QuantizationState"
 
 
 def has_own_scales(weight: torch.Tensor) -> bool:
-    """Whether a weight's scales are to be saved: it keeps no master. `mxfp8_1x32`, whose columnwise
-    scales span 32 rows, does without: powers of two bring its values back."""
+    """Whether a weight's scales are to be saved: it keeps no master. A format with a columnwise image, whose
+    scales span rows, does without: powers of two bring its values back."""
     local = local_of(weight)
     return (
         is_quantized(local)
         and not local.is_meta
         and not ops._keeps_master(local)
-        and not ops.format(local).startswith("mxfp8_1x32")
+        and info_of(ops.format(local)).columnwise is None
     )
 
 
@@ -113,7 +114,7 @@ def _meta_planes(weight):
     format = ops.format(local_of(weight))
     whole = ops.quantize(torch.empty(weight.shape, device="meta"), format)
     result = {"scale_inv": ops.scale_inv(whole)}
-    if format.startswith("nvfp4"):
+    if info_of(format).outer_scale is not None:
         result["tensor_scale_inv"] = ops.tensor_scale_inv(whole)
     return result
 
@@ -174,7 +175,7 @@ class Restore:
     def _of(self, multiples):
         """The tensor whose codes stand for `multiples`, float64 (rows, columns)."""
         return ops.from_planes(
-            (_e2m1 if self.tensor_scale is not None else _e4m3)(multiples),
+            _codes_of(ops.format(self.local), multiples),
             self.scale,
             ops.format(self.local),
             tensor_scale_inv=self.tensor_scale,
@@ -183,6 +184,11 @@ class Restore:
             logical_rows=self.rows,
             row_offset=self.row_offset,
         )
+
+
+def _codes_of(format, multiples):
+    is_e2m1 = info_of(format).code_dtype is torch.float4_e2m1fn_x2
+    return _e2m1(multiples) if is_e2m1 else _e4m3(multiples)
 
 
 def _values(local):

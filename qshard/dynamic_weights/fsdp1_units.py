@@ -10,6 +10,7 @@ import torch.distributed as dist
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.companies import Occasion, ranks_meet
 from qshard.dynamic_weights.weights import HELD, NO_STEP, REACHED, STEP, DynamicWeight, Installed
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 
@@ -223,10 +224,11 @@ def optimizers_in_backward(param):
 
 def _is_same_when_quantized_again(dynamic):
     """Whether the values that codes stand for, quantized once more, are the same: with scales that are
-    powers of two, and with those of earlier steps."""
+    powers of two, and with those of earlier steps. Messages of ranges have scales in the grid alone."""
     if dynamic.state:
         return True
-    return dynamic.format.partition("[")[0] in ("float8_tensorwise", "float8_blockwise")
+    scale = info_of(dynamic.format).scale
+    return scale.power_of_two and scale.place == "grid"
 
 
 def is_in_backward():

@@ -13,6 +13,7 @@ from _qshard_hooks import is_quantized, local_of
 from torch import nn as torch_nn
 
 from qshard import module_state
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 
@@ -92,7 +93,8 @@ def siblings(named: dict, fused=FUSED) -> list[list]:
 def find(chosen, fused, format: str) -> list[list[torch_nn.Module]]:
     """The groups among `chosen`, pairs of names and modules. Raises ValueError for a format without a
     scale to share and where nothing is named so."""
-    if not (format.startswith("nvfp4") or format.startswith("float8_tensorwise")):
+    info = info_of(format)
+    if not info.has_tensor_scale or info.amax_history is not None:
         raise ValueError(
             f"qshard.quantize_: share_tensor_scale is for NVFP4BlockScaling and Float8CurrentScaling; "
             f"weights in {format} have no tensor scale of their present values"

@@ -3,17 +3,16 @@
 What arrives is, bit for bit, what quantizing the gathered values gives: blocks lie within one token, and
 the amax of a scale that spans all tokens is agreed on by the ranks first.
 
-    weight's format       message of an activation            of a gradient
-    float8_tensorwise*    E4M3, one scale of all tokens       E5M2, the same
-    float8_delayed        E4M3, one fp32 scale of all tokens  its gradients' codes, the same
-    float8_blockwise*     E4M3, fp32 scales of 1x128          the same
-    mxfp8*                E4M3 in blocks of 1x32              the same
-    nvfp4*                E2M1 in blocks of 1x16              values
+Codes of one byte travel as they meet the weight's GEMM: E4M3 or the gradient's own, under one scale of all
+tokens, in blocks of 1x128, or as rows that hold the scales of their blocks. Codes of four bits do for
+activations; gradients travel as values, since they are rounded after a random transform of all tokens.
 """
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 
@@ -24,6 +23,10 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = rows.new_empty((group.size() * rows.shape[0], *rows.shape[1:]))
     dist.all_gather_into_tensor(gathered, rows, group=group)
     return gathered
+
+
+def _travels_in_codes(format: str) -> bool:
+    return format != "" and info_of(format).code_bits == 8
 
 
 def _gather_codes(x, dim, format, is_gradient, group):
@@ -38,11 +41,11 @@ def _gather_codes(x, dim, format, is_gradient, group):
     return ops._decode_activations(messages, format, is_gradient, x.shape, dim, x.dtype)
 
 
-def _gather_nvfp4(rows, group):
+def _gather_quantized(rows, format, group):
     """rows (M, K) of each rank: the values (ranks x M, K) of a tensor whose shards they are."""
     m, k = rows.shape
     part = ops.quantize(
-        rows, "nvfp4_1x16", logical_rows=group.size() * m, row_offset=group.rank() * m
+        rows, format, logical_rows=group.size() * m, row_offset=group.rank() * m
     )
     message = ops._pre_all_gather(part, group.group_name)
     gathered = ops._post_all_gather(part, gather_rows(message.flatten(), group), rows.dtype)
@@ -53,7 +56,7 @@ def _gather_nvfp4(rows, group):
 def gather_tokens(x: torch.Tensor, dim: int, format: str, is_gradient: bool, group: str) -> torch.Tensor:
     """x (..., K), cut in equal parts along `dim`: the whole, in the dtype of x. format: of the weight that
     it meets, or "" to gather values. An operator, which compilers do not look into."""
-    in_codes = format != "" and not format.startswith("nvfp4")
+    in_codes = _travels_in_codes(format)
     if not 0 <= dim < x.dim() - in_codes:  # blocks of codes lie within one token
         raise ValueError(
             f"qshard::_gather_tokens: cannot put tensors of shape {tuple(x.shape)} together along {dim=}"
@@ -78,13 +81,14 @@ def gather_tokens_now(x, dim, format, is_gradient, group):
     whole = [size * ranks if i == dim else size for i, size in enumerate(x.shape)]
     if x.numel() == 0:
         return x.new_empty(whole)
-    is_nvfp4 = format.startswith("nvfp4")
-    if format and not is_nvfp4:
+    if _travels_in_codes(format):
         return _gather_codes(x, dim, format, is_gradient, group)
     rows = x.reshape(-1, x.shape[-1])
-    # NVFP4's gradients are rounded after a random transform of all tokens.
-    is_values = not is_nvfp4 or is_gradient
-    rows = gather_rows(rows, group) if is_values else _gather_nvfp4(rows, group)
+    activations = info_of(format).activations if format else None
+    if activations is None or (is_gradient and activations.stochastic_gradients):
+        rows = gather_rows(rows, group)
+    else:
+        rows = _gather_quantized(rows, activations.row_format, group)
     if dim == 0:
         return rows.view(whole)
     return rows.view(ranks, *x.shape).movedim(0, dim).reshape(whole)

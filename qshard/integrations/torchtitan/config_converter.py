@@ -31,8 +31,8 @@ class QShardConverter(QuantizationConverter):
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
         recipe: str = "float8_blockwise"
-        """Format of the weights, and with it how activations and gradients are quantized:
-        float8_tensorwise, float8_delayed, float8_blockwise, mxfp8, nvfp4"""
+        """Format of the weights, and with it how activations and gradients are quantized,
+        by the name of a recipe's format"""
 
         amax_history_len: int = 1024
         """For float8_delayed: optimizer steps that are remembered"""

@@ -19,9 +19,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 
 @dataclass
 class QShard:
-    recipe: Literal["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"] = (
-        "float8_blockwise"
-    )
+    recipe: Literal[options.NAMES] = "float8_blockwise"
     """Format of the weights, and with it how activations and gradients are quantized"""
 
     amax_history_len: int = 1024

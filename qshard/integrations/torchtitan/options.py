@@ -1,8 +1,10 @@
 """What the converters of both versions of torchtitan let users choose."""
 
+from qshard.formats import info_of
 from qshard.recipes import RECIPES
 
 _RECIPES = {recipe().format: recipe for recipe in RECIPES}
+NAMES = tuple(_RECIPES)
 
 
 def check(options) -> None:
@@ -15,8 +17,8 @@ def check(options) -> None:
 
 def recipe_of(options):
     """The recipe that a converter's options name."""
-    is_delayed = options.recipe == "float8_delayed"
-    more = dict(amax_history_len=options.amax_history_len) if is_delayed else {}
+    has_history = info_of(options.recipe).amax_history is not None
+    more = dict(amax_history_len=options.amax_history_len) if has_history else {}
     return _RECIPES[options.recipe](**more)
 
 
