@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tp_models import give_gradient, local_part
 
 import qshard
+from qshard.formats import info_of
 from qshard.model.quantize import quantize_like
 from qshard.modules import replace
 
@@ -109,7 +110,7 @@ class Definition:
         self.plain = Experts(experts, rows)
         self.ep = mesh["ep"]
         self.by_parts = "l" in order
-        self.has_tensor_scale = format.startswith(("float8_tensorwise", "float8_delayed", "nvfp4"))
+        self.has_tensor_scale = info_of(format).has_tensor_scale
         parts = {name: self.part(name) for name in NAMES}
         self.rows = {name: part.shape[0] for name, part in parts.items()}
         self.quantized = {

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import qshard
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 
@@ -323,12 +324,10 @@ def image_bytes(weight):
 def grid(weight):
     """The scales that span rows, which are not in the image."""
     weight = weight.detach()
-    match ops.format(weight):
-        case "mxfp8" | "mxfp8_1x32":
-            return torch.empty(0)
-        case "nvfp4" | "nvfp4_1x16":
-            return ops.tensor_scale_inv(weight)
-    return ops.scale_inv(weight)
+    info = info_of(ops.format(weight))
+    if info.scale.place == "grid":
+        return ops.scale_inv(weight)
+    return torch.empty(0) if info.outer_scale is None else ops.tensor_scale_inv(weight)
 
 
 def mismatching_bytes(weight, value, keep_master=True):

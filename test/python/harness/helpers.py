@@ -3,20 +3,15 @@
 import contextlib
 
 import torch
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
-FORMATS = (
-    "float8_tensorwise",
-    "float8_delayed",
-    "float8_blockwise",
-    "mxfp8",
-    "mxfp8_1x32",
-    "nvfp4",
-    "nvfp4_1x16",
-)
+_INFO = {name: info_of(name) for name in ops.formats()}
+# Scales that are no powers of two are tested where they matter.
+FORMATS = tuple(name for name in _INFO if not name.endswith("_fp32_scale"))
 # Columns of a block, and rows too but for those of one row.
-BLOCK = {"float8_blockwise": 128, "mxfp8": 32, "mxfp8_1x32": 32, "nvfp4": 16, "nvfp4_1x16": 16}
-ONE_ROW = ("mxfp8_1x32", "nvfp4_1x16")
+BLOCK = {name: _INFO[name].scale.block_cols for name in FORMATS if not _INFO[name].scale.spans_matrix}
+ONE_ROW = tuple(name for name in FORMATS if _INFO[name].scale.block_rows == 1)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -59,21 +54,22 @@ def round_up(a, b):
 
 
 def has_two_images(fmt):
-    return fmt.startswith("mxfp8_1x32")
+    """`fmt`: of a format, or what tests call models of several."""
+    return fmt.partition("[")[0] in _INFO and info_of(fmt).columnwise is not None
 
 
 def fit(fmt, rows):
     """The rows of a matrix, rounded up to what the format can have."""
-    return round_up(rows, 32) if has_two_images(fmt) else rows
+    return round_up(rows, info_of(fmt).columnwise.block_rows) if has_two_images(fmt) else rows
 
 
 def has_row_scales(fmt):
-    return fmt.startswith(("mxfp8", "nvfp4"))
+    return info_of(fmt).scale.place == "rows"
 
 
 def code_cols(fmt, cols):
-    """Codes of a row, two to a byte in NVFP4."""
-    return ceil_div(cols, 2) if fmt.startswith("nvfp4") else cols
+    """Bytes of a row's codes."""
+    return ceil_div(cols * info_of(fmt).code_bits, 8)
 
 
 def scale_shape(fmt, rows, cols):
@@ -90,18 +86,26 @@ def row_bytes(fmt, cols):
     return round_up(round_up(code_cols(fmt, cols), 16) + scales, 16)
 
 
+def grid_scale(fmt):
+    """The level of scales that lies in the grid, if one does."""
+    levels = (info_of(fmt).scale, info_of(fmt).outer_scale)
+    return next((level for level in levels if level and level.place == "grid"), None)
+
+
 def grid_bytes(fmt, rows, cols):
     """The replicated scales of one matrix."""
-    if fmt.startswith("mxfp8"):
+    level = grid_scale(fmt)
+    if level is None:
         return 0
-    return 4 * ceil_div(rows, 128) * ceil_div(cols, 128) if fmt == "float8_blockwise" else 4
+    of_rows = ceil_div(rows, level.block_rows) if level.block_rows else 1
+    return 4 * of_rows * (ceil_div(cols, level.block_cols) if level.block_cols else 1)
 
 
 def shown(q):
     """codes x scales of a matrix, from the accessors, in fp32."""
     fmt, (rows, cols) = ops.format(q), q.shape
     codes, scales = ops.codes(q), ops.scale_inv(q).float()
-    if fmt.startswith("nvfp4"):
+    if info_of(fmt).code_bits == 4:
         nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, :cols]
         values, scales = E2M1[nibbles.long()], scales * ops.tensor_scale_inv(q)
     else:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import qshard
+from qshard.formats import info_of
 
 
 class MLP(nn.Module):
@@ -179,7 +180,7 @@ class Definition:
     def __init__(self, model, format, tp_mesh):
         self.weights = [model.up.weight, model.down.weight]
         self.tp_mesh = tp_mesh
-        self.has_tensor_scale = format.startswith(("float8_tensorwise", "float8_delayed", "nvfp4"))
+        self.has_tensor_scale = info_of(format).has_tensor_scale
         values = [self.values(dim, weight) for dim, weight in enumerate(self.weights)]
         self.quantized = [ops.quantize(value, format, keep_master=True) for value in values]
         self.rows = [self.part(dim, weight).shape[0] for dim, weight in enumerate(self.weights)]
