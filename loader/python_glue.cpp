@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <memory>
 #include <string>
 #include <thread>
 #include <utility>
@@ -17,6 +18,7 @@
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "kernels/tensors/kept_with_tensor.h"
 #include "loader/after_loading.h"
+#include "ops/linear/local_part.h"
 
 extern "C" {
 struct QshardMethod {  // PyMethodDef, of the stable ABI
@@ -98,18 +100,30 @@ const c10::TensorImpl* impl_at(const PyObject* tensor, size_t place) {
   return static_cast<const c10::TensorImpl*>(address);
 }
 
+/// Modes see the attributes that a user looks up, and not those that are looked up while this
+/// lives.
+class WithoutModes {
+ public:
+  WithoutModes() {
+    if (!in_mode_) return;
+    TLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~WithoutModes() {
+    if (in_mode_) TLS::set_disabled_state(before_);
+  }
+  WithoutModes(const WithoutModes&) = delete;
+
+ private:
+  using TLS = at::impl::PythonTorchFunctionTLS;
+  const bool in_mode_ = at::impl::torch_function_mode_enabled();
+  const at::impl::TorchFunctionDisabledState before_ = TLS::get_disabled_state();
+};
+
 /// Null after an error.
 const c10::TensorImpl* impl_by_attribute(PyObject* tensor) {
-  using at::impl::PythonTorchFunctionTLS;
   static PyObject* const name = PyUnicode_InternFromString("_cdata");
-  // Modes see the attributes that a user looks up, and this is none.
-  const bool in_mode = at::impl::torch_function_mode_enabled();
-  const auto before = PythonTorchFunctionTLS::get_disabled_state();
-  if (in_mode) {
-    PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
-  }
+  const WithoutModes without_modes;
   const Owned address(PyObject_GetAttr(tensor, name));
-  if (in_mode) PythonTorchFunctionTLS::set_disabled_state(before);
   return address ? static_cast<const c10::TensorImpl*>(PyLong_AsVoidPtr(address.get())) : nullptr;
 }
 
@@ -201,11 +215,53 @@ PyObject* kept_with(PyObject* /*self*/, PyObject* tensor) {
   return object;
 }
 
+/// Prints Python's error, and what it was in one line.
+std::string report_error();
+
+at::Tensor tensor_of(const c10::TensorImpl& impl) {
+  auto* shared = const_cast<c10::TensorImpl*>(&impl);
+  return at::Tensor(
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(shared));
+}
+
+/// Asks a Python function, which returns None or a tuple of two tensors.
+struct PythonLocalPart final : LocalPart {
+  explicit PythonLocalPart(PyObject* asked) : function(c10::make_intrusive<KeptObject>(asked)) {}
+
+  std::vector<at::Tensor> local_tensors() const override {
+    const PythonGuard python;
+    const WithoutModes without_modes;
+    const Owned pair(PyObject_CallFunctionObjArgs(function->object, nullptr));
+    if (pair.get() == &_Py_NoneStruct) return {};
+    std::vector<at::Tensor> tensors;
+    for (ssize_t i = 0; pair && i < 2; ++i) {
+      PyObject* tensor = PyTuple_GetItem(pair.get(), i);
+      const c10::TensorImpl* impl = tensor != nullptr ? impl_by_attribute(tensor) : nullptr;
+      if (impl == nullptr) break;
+      tensors.push_back(tensor_of(*impl));
+    }
+    TORCH_CHECK(tensors.size() == 2, "qshard: a DTensor has no local gradient: ", report_error());
+    return tensors;
+  }
+
+  const c10::intrusive_ptr<KeptObject> function;
+};
+
+/// `arguments` is (tensor, function): a LocalPart on the node that made the tensor, if any did.
+PyObject* mark_local_part(PyObject* /*self*/, PyObject* arguments) {
+  const auto* impl = impl_by_attribute(PyTuple_GetItem(arguments, 0));
+  if (impl == nullptr) return nullptr;
+  const auto node = tensor_of(*impl).grad_fn();
+  if (node) node->add_pre_hook(std::make_unique<PythonLocalPart>(PyTuple_GetItem(arguments, 1)));
+  return PyBool_FromLong(node != nullptr);
+}
+
 QshardMethod g_natives[] = {{"find_impl", &find_impl, kMethodOneArg, nullptr},
                             {"has_key", &has_key, kMethodOneArg, nullptr},
                             {"hook_getter", &hook_getter, kMethodOneArg, nullptr},
                             {"keep_with", &keep_with, kMethodOneArg, nullptr},
-                            {"kept_with", &kept_with, kMethodOneArg, nullptr}};
+                            {"kept_with", &kept_with, kMethodOneArg, nullptr},
+                            {"mark_local_part", &mark_local_part, kMethodOneArg, nullptr}};
 
 // ----------------------------------------------------------------------------- the Python part
 
@@ -247,7 +303,6 @@ PyObject* call_finish() {
                                       natives.get(), nullptr);
 }
 
-/// Prints Python's error, and what it was in one line.
 std::string report_error() {
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);

@@ -1,7 +1,6 @@
 #include "ops/linear/leaf_grad.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -10,6 +9,7 @@
 
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "ops/linear/local_part.h"
 
 namespace qshard {
 namespace {
@@ -66,27 +66,14 @@ bool can_be_added_to(const Tensor& sum, const Tensor& variable, const Tensor& gr
          torch::autograd::utils::obeys_layout_contract(sum, variable);
 }
 
-/// What tensor_parallel.local.QshardLocalPart records: it hands a leaf that is a DTensor its local
-/// gradient. The leaf, or null; no hook stands between.
-AccumulateGrad* leaf_of_local_part(Node* function) {
-  if (function == nullptr || function->num_outputs() != 1 ||
-      !function->tensor_pre_hooks().empty() || !function->pre_hooks().empty() ||
-      !function->retains_grad_hooks().empty() || !function->post_hooks().empty()) {
+/// The mark of a node that has no other hook; else null.
+const LocalPart* local_part(Node& function) {
+  if (function.num_outputs() != 1 || function.pre_hooks().size() != 1 ||
+      !function.tensor_pre_hooks().empty() || !function.retains_grad_hooks().empty() ||
+      !function.post_hooks().empty()) {
     return nullptr;
   }
-  auto* leaf = dynamic_cast<AccumulateGrad*>(function->next_edge(0).function.get());
-  return leaf != nullptr && function->name() == "QshardLocalPartBackward" ? leaf : nullptr;
-}
-
-/// The local tensors of a DTensor and of its .grad; none where they are placed differently.
-std::vector<Tensor> local_parts(const Tensor& variable, const Tensor& sum) {
-  if (!sum.defined()) return {};
-  const at::AutoDispatchBelowAutograd below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard below_dtensor(c10::python_ks);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("qshard::_local_parts", "")
-                             .typed<std::vector<Tensor>(const Tensor&, const Tensor&)>();
-  return op.call(variable, sum);
+  return dynamic_cast<const LocalPart*>(function.pre_hooks()[0].get());
 }
 
 bool may_overlap(const Tensor& sum, const Tensor& operand) {
@@ -98,8 +85,10 @@ bool may_overlap(const Tensor& sum, const Tensor& operand) {
 LeafGrad leaf_grad(Node& node, size_t edge, const Tensor& grad, const Tensor& input) {
   Node* function = node.next_edge(edge).function.get();
   auto* leaf = dynamic_cast<AccumulateGrad*>(function);
-  const bool is_distributed = leaf == nullptr;
-  if (is_distributed) leaf = leaf_of_local_part(function);
+  const LocalPart* part = nullptr;
+  if (leaf == nullptr && function != nullptr && (part = local_part(*function)) != nullptr) {
+    leaf = dynamic_cast<AccumulateGrad*>(function->next_edge(0).function.get());
+  }
   if (leaf == nullptr || !gradients_are_accumulated(node) || has_hooks(*leaf) ||
       !is_on_current_stream(*leaf)) {
     return {};
@@ -108,11 +97,12 @@ LeafGrad leaf_grad(Node& node, size_t edge, const Tensor& grad, const Tensor& in
   if (!variable.requires_grad() || variable.grad_fn() || has_observer({grad, input})) return {};
   LeafGrad found{{}, std::unique_lock(NodeMutex::of(*leaf))};
   Tensor sum = variable.mutable_grad();
-  if (is_distributed) {
-    const auto parts = local_parts(variable, sum);
-    if (parts.empty()) return {};
-    variable = parts[0];
-    sum = parts[1];
+  if (part != nullptr) {
+    if (!sum.defined()) return {};
+    const std::vector<Tensor> local = part->local_tensors();
+    if (local.empty()) return {};
+    variable = local[0];
+    sum = local[1];
   }
   if (!has_observer({variable}) && can_be_added_to(sum, variable, grad) && !has_observer({sum}) &&
       !may_overlap(sum, grad) && !may_overlap(sum, input)) {

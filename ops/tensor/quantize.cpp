@@ -182,7 +182,7 @@ Layout layout_of(at::IntArrayRef sizes, const Format& format, std::optional<int6
   TORCH_CHECK_VALUE(
       layout.fits(),
       fmt::format("{}: {} needs matrices of a multiple of {} rows, got {} rows in shape {}; use "
-                  "the 32x32 blocks of MXFP8BlockScaling()",
+                  "the format mxfp8, whose blocks are 32x32",
                   op, format.name, format.columnwise->scale.block_rows, layout.matrix_rows,
                   sizes.vec()));
   return layout;

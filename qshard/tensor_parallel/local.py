@@ -4,10 +4,12 @@ The local part of a parameter is multiplied, and collectives on plain tensors st
 operator; DTensor is not asked in forward or backward.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 from _qshard_hooks import is_quantized, local_of
+from _qshard_library import mark_local_part
 from _qshard_placement import group_names
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -17,8 +19,6 @@ from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.shared import current_slot, shared
 
 ops = torch.ops.qshard
-_library = torch.library.Library("qshard", "FRAGMENT")
-_library.define("_local_parts(Tensor parameter, Tensor grad) -> Tensor[]")
 
 MODES = {"column": 0, "row": 1, None: None}  # the dimension of a weight that the ranks cut
 
@@ -134,15 +134,13 @@ class TensorParallel:
         return local_part(parameter, is_summed=self.sequence_dim is not None and self.mode != "row")
 
 
-def _local_parts(parameter, grad):
-    """For ops/linear/leaf_grad.cpp: the local tensors of a DTensor and of its gradient, if both are placed alike."""
-    if not (isinstance(parameter, DTensor) and isinstance(grad, DTensor)):
-        return []
+def _local_tensors(parameter):
+    """The local tensors of a DTensor and of its gradient, or None if these are placed differently."""
+    grad = parameter.grad
+    if not isinstance(grad, DTensor):
+        return None
     is_alike = grad.placements == parameter.placements and grad.device_mesh == parameter.device_mesh
-    return [parameter._local_tensor, grad._local_tensor] if is_alike else []
-
-
-_library.impl("_local_parts", _local_parts, "CompositeExplicitAutograd")
+    return (parameter._local_tensor, grad._local_tensor) if is_alike else None
 
 
 def _refuse_transforms():
@@ -179,12 +177,15 @@ def local_part(parameter: torch.Tensor, is_summed: bool = False) -> torch.Tensor
         return parameter.to_local(grad_placements=placements)
     if is_summed:
         return _SummedPart.apply(parameter)
-    return QshardLocalPart.apply(parameter)
+    part = _LocalPart.apply(parameter)
+    if parameter.is_leaf:
+        # wgrad may be added to the local part of a leaf's .grad within the GEMM (ops/linear/leaf_grad.h).
+        mark_local_part((part, functools.partial(_local_tensors, parameter)))
+    return part
 
 
-class QshardLocalPart(torch.autograd.Function):
-    """ops/linear/leaf_grad.cpp knows it by name: wgrad may be added to the local part of a leaf's .grad within
-    the GEMM, and then no gradient comes by here."""
+class _LocalPart(torch.autograd.Function):
+    """No gradient comes by here where the linear has added it to the leaf's."""
 
     @staticmethod
     def forward(ctx, parameter):

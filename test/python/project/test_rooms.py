@@ -33,12 +33,15 @@ def room_of(file, found):
     return name if name in found else str(file.parent.relative_to(CHECKOUT))
 
 
-def cpp_uses():
+def cpp_files():
     for root in CPP_ROOTS:
-        for file in sorted((CHECKOUT / root).rglob("*")):
-            if file.suffix in CPP:
-                for name in INCLUDE.findall(file.read_text()):
-                    yield file, CHECKOUT / name
+        yield from (file for file in sorted((CHECKOUT / root).rglob("*")) if file.suffix in CPP)
+
+
+def cpp_uses():
+    for file in cpp_files():
+        for name in INCLUDE.findall(file.read_text()):
+            yield file, CHECKOUT / name
 
 
 def modules():
@@ -114,3 +117,21 @@ def test_no_file_is_too_long():
             if file.suffix in (*CPP, ".py") and (lines := len(file.read_text().splitlines())) > MOST_LINES:
                 long[f"{name}/{file.name}"] = lines
     assert not long
+
+
+def test_cpp_names_no_recipe_of_the_package_and_no_autograd_node():
+    """Formats have names below the package; recipes are its own. Nodes are found by their type."""
+    recipes = re.findall(r"^class (\w+)", (CHECKOUT / "qshard" / "recipes.py").read_text(), re.MULTILINE)
+    spelled = [rf"\b{name}\(" for name in recipes] + [r"name\(\) == \"\w+Backward"]
+    wrong = []
+    for file in cpp_files():
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if any(re.search(pattern, line) for pattern in spelled):
+                wrong.append(f"{file.relative_to(CHECKOUT)}:{number}: {line.strip()}")
+    assert len(recipes) > 4 and not wrong
+
+
+def test_operators_of_the_library_are_defined_in_cpp():
+    """No Python adds schemas that C++ would have to look up by name."""
+    for file in modules().values():
+        assert not re.search(r"Library\(\"qshard\"|\.define\(", file.read_text()), file
