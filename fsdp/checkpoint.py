@@ -7,7 +7,6 @@ _api.py: __get_tensor_shard__): it gets the master, or an export view that decay
 import copy
 import copyreg
 import functools
-import importlib
 import inspect
 import sys
 
@@ -16,10 +15,10 @@ from _qshard_hooks import (
     is_quantized,
     local_of,
     made_up_steps,
-    say_who_makes_shards,
     tensor_property,
     with_groups,
 )
+from _qshard_patches import call, put, put_item, wrap
 
 # By these names, in this module (`_qshard_checkpoint`), files written earlier find them.
 from qshard.serialization import rebuild_shared, rebuild_tensor
@@ -40,11 +39,11 @@ def get_tensor_shard(self):
     return shard
 
 
-def see_loads(dtensor_type):
+@wrap("torch.distributed.tensor._api:DTensor.__create_chunk_list__")
+def see_loads(stock):
     """DCP calls DTensor.__create_chunk_list__ on every rank when it plans a load, and only then. An
     in-place load writes nothing on ranks without rows, yet they must take part in the flush that
     follows. Looking the method up does nothing."""
-    stock = dtensor_type.__create_chunk_list__
 
     def __create_chunk_list__(self):
         chunks = stock(self)
@@ -53,12 +52,12 @@ def see_loads(dtensor_type):
         return chunks
 
     __create_chunk_list__.__doc__ = stock.__doc__
-    dtensor_type.__create_chunk_list__ = __create_chunk_list__
+    return __create_chunk_list__
 
 
-def stage_as_plain_values(stager_type):
+@wrap("torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor")
+def stage_as_plain_values(stock):
     """Async saves copy tensors through data_ptr(), which there is none of without a master."""
-    stock = stager_type._offload_tensor
 
     def _offload_tensor(self, x, memo, non_blocking=False):
         if not is_quantized(x) or ops._keeps_master(x):
@@ -67,7 +66,7 @@ def stage_as_plain_values(stager_type):
         memo[id(x)] = staged
         return staged
 
-    stager_type._offload_tensor = _offload_tensor
+    return _offload_tensor
 
 
 def plain_values(tensor):
@@ -100,10 +99,10 @@ def state_names(state_dict):
     return names
 
 
-def load_without_state(planner_module):
+@wrap("torch.distributed.checkpoint.default_planner:create_default_local_load_plan")
+def load_without_state(stock):
     """A checkpoint of a plain model, or of one in another format, has no such state; the model loads
     without it. Any other key that a checkpoint lacks is an error as ever."""
-    stock = planner_module.create_default_local_load_plan
 
     def create_default_local_load_plan(state_dict, metadata, strict=True):
         missing = state_dict.keys() - metadata.state_dict_metadata.keys()
@@ -112,13 +111,13 @@ def load_without_state(planner_module):
             state_dict = {n: value for n, value in state_dict.items() if n not in missing}
         return stock(state_dict, metadata, strict)
 
-    planner_module.create_default_local_load_plan = create_default_local_load_plan
+    return create_default_local_load_plan
 
 
-def flush_after_loads(loader_module):
+@wrap("torch.distributed.checkpoint.state_dict_loader:_load_state_dict")
+def flush_after_loads(stock):
     """Where the ranks of a tensor-parallel model read weights next, none could flush its part alone, and
     no gather flushes them; a load is what all of them take part in."""
-    stock = loader_module._load_state_dict
     arguments = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -129,7 +128,7 @@ def flush_after_loads(loader_module):
             flush_parts(tree_leaves(given["state_dict"]))
         return result
 
-    loader_module._load_state_dict = _load_state_dict
+    return _load_state_dict
 
 
 def flush_parts(tensors):
@@ -154,10 +153,10 @@ def flush_parts(tensors):
         ops.flush(parts)
 
 
-def mark_made_up_steps(state_dict_module):
+@wrap("torch.distributed.checkpoint.state_dict:_init_optim_state")
+def mark_made_up_steps(stock):
     """To have optimizer states that it can load into, DCP steps with zero gradients and lr 0: that
     step moves no history and no count."""
-    stock = state_dict_module._init_optim_state
 
     def _init_optim_state(*args, **kwargs):
         made_up_steps.append(True)
@@ -166,16 +165,16 @@ def mark_made_up_steps(state_dict_module):
         finally:
             made_up_steps.pop()
 
-    state_dict_module._init_optim_state = _init_optim_state
+    return _init_optim_state
 
 
 # ------------------------------------------------------------------------------------------ FSDP1
 
 
-def refuse_quantized_parameters(fsdp1):
+@wrap("torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.__init__")
+def refuse_quantized_parameters(stock):
     """FSDP1 flattens parameters into plain ones: it would leave quantized ones behind without a word, or
     fail without saying why."""
-    stock = fsdp1.__init__
 
     @functools.wraps(stock)
     def __init__(self, module, *args, **kwargs):
@@ -195,22 +194,22 @@ def refuse_quantized_parameters(fsdp1):
                 )
         stock(self, module, *args, **kwargs)
 
-    fsdp1.__init__ = __init__
+    return __init__
 
 
 # ------------------------------------------------------------------------------------------ transformers
 
 
-def count_codes(model_type):
+@wrap("transformers.modeling_utils:PreTrainedModel.get_memory_footprint")
+def count_codes(stock):
     """get_memory_footprint() multiplies elements by the size of their dtype, which for a quantized weight is
     its value's."""
-    stock = model_type.get_memory_footprint
 
     @functools.wraps(stock)
     def get_memory_footprint(self, *args, **kwargs):
         return stock(self, *args, **kwargs) + sum(map(bytes_beside_values, self.parameters()))
 
-    model_type.get_memory_footprint = get_memory_footprint
+    return get_memory_footprint
 
 
 def bytes_beside_values(parameter):
@@ -221,93 +220,6 @@ def bytes_beside_values(parameter):
     whole = torch.empty(parameter.shape, dtype=local.dtype, device="meta")
     twin = ops.quantize(whole, ops.format(local), keep_master=ops._keeps_master(local))
     return ops._storage_bytes(twin)["storage"] - whole.nbytes
-
-
-# -------------------------------------------------------------------------- modules that are loaded later
-
-
-class PatchAfterLoading:
-    """A module's loader, which patches the module."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module):
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        PatchOnImport.patch(module)
-
-
-class PatchOnImport:
-    """Patches DTensor's, DCP's, FSDP2's, FSDP1's and transformers' modules whenever they are loaded:
-    importing them here would cost every user their time. What later versions no longer have is left alone."""
-
-    patches = {
-        "torch.distributed.tensor._api": lambda module: (
-            hasattr(getattr(module, "DTensor", None), "__create_chunk_list__")
-            and see_loads(module.DTensor)
-        ),
-        "torch.distributed.checkpoint._state_dict_stager": lambda module: (
-            hasattr(getattr(module, "StateDictStager", None), "_offload_tensor")
-            and stage_as_plain_values(module.StateDictStager)
-        ),
-        "torch.distributed.checkpoint.state_dict": lambda module: (
-            hasattr(module, "_init_optim_state") and mark_made_up_steps(module)
-        ),
-        "torch.distributed.fsdp.fully_sharded_data_parallel": lambda module: (
-            hasattr(module, "FullyShardedDataParallel")
-            and refuse_quantized_parameters(module.FullyShardedDataParallel)
-        ),
-        "torch.distributed.fsdp._fully_shard._fsdp_param": lambda module: (
-            hasattr(module, "FSDPParam") and say_who_makes_shards(module.FSDPParam)
-        ),
-        "torch.distributed.checkpoint.state_dict_loader": lambda module: (
-            hasattr(module, "_load_state_dict") and flush_after_loads(module)
-        ),
-        "torch.distributed.checkpoint.default_planner": lambda module: (
-            hasattr(module, "create_default_local_load_plan") and load_without_state(module)
-        ),
-        "transformers.modeling_utils": lambda module: (
-            hasattr(getattr(module, "PreTrainedModel", None), "get_memory_footprint")
-            and count_codes(module.PreTrainedModel)
-        ),
-    }
-
-    @classmethod
-    def install(cls):
-        sys.meta_path.insert(0, cls())
-        for name in cls.patches:
-            if name in sys.modules:
-                cls.patch(importlib.import_module(name))  # waits for a thread that is importing it
-
-    @classmethod
-    def patch(cls, module):
-        spec = module.__spec__  # a new one each time that the module is loaded
-        if not getattr(spec, "is_patched_by_qshard", False):
-            spec.is_patched_by_qshard = True
-            cls.patches[spec.name](module)
-
-    def find_spec(self, fullname, path, target=None):
-        """What the other finders find. It remembers nothing, because code that looks for a module need
-        not load it, and loading it may fail."""
-        if fullname not in self.patches:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = PatchAfterLoading(spec.loader)
-                return spec
-        return None
-
-
-PatchOnImport.install()
 
 
 # -------------------------------------------------------------------------- pickle, deepcopy, ...
@@ -332,9 +244,7 @@ def reduce_tensor(tensor):
 def wrap_method(name):
     """Replaces torch.Tensor.<name> by `wrapped(stock, self, ...)` for quantized tensors only."""
 
-    def install(wrapped):
-        stock = getattr(torch.Tensor, name)
-
+    def make(wrapped, stock):
         def method(self, *args, **kwargs):
             if is_quantized(self):
                 return wrapped(stock, self, *args, **kwargs)
@@ -346,8 +256,11 @@ def wrap_method(name):
         api = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
         known = getattr(api, "_SHARDED_OPS", {})
         if stock in known:
-            known[method] = known[stock]
-        setattr(torch.Tensor, name, method)
+            put_item("torch.distributed._shard.sharded_tensor.api:_SHARDED_OPS", method, known[stock])
+        return method
+
+    def install(wrapped):
+        wrap(f"torch:Tensor.{name}")(functools.partial(make, wrapped))
         return wrapped
 
     return install
@@ -393,7 +306,7 @@ def __copy__(self):
     return result
 
 
-torch.Tensor.__copy__ = __copy__
+put("torch:Tensor.__copy__", __copy__)
 
 
 @wrap_method("tolist")
@@ -440,8 +353,6 @@ def register_forking_reducers():
     """Queues, DataLoader workers and spawned processes: as of a plain tensor, the memory is shared.
     What one process writes the others see in the value; codes follow where it was written, and
     elsewhere after qshard.mark_written(tensor)."""
-    from multiprocessing.reduction import ForkingPickler
-
     from torch.multiprocessing.reductions import reduce_tensor as reduce_plain_tensor
 
     def reduce_shared(tensor):
@@ -459,7 +370,7 @@ def register_forking_reducers():
         )
 
     for tensor_type in (torch.Tensor, torch.nn.Parameter):
-        ForkingPickler.register(tensor_type, reduce_shared)
+        call("multiprocessing.reduction:ForkingPickler.register", tensor_type, reduce_shared)
 
 
 register_forking_reducers()

@@ -11,6 +11,7 @@ import math
 
 import torch
 from _qshard_library import has_key
+from _qshard_patches import wrap
 from torch._guards import CompileContext, TracingContext
 from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
@@ -249,15 +250,12 @@ for name in ("format", "formats", "format_info", "backend_report"):
 # ------------------------------------------------------------------------------ compiled views
 
 
-def view_in_compiled_code():
+@wrap("torch:_C._dynamo.guards._reinterpret_tensor")
+def view_in_compiled_code(stock):
     """Inductor's code makes a view by building a tensor anew, with the key set and the storage of another
     (torch/csrc/inductor/inductor_ops.cpp): of a quantized tensor that has no codes, and was refused when an
     operator met it. For these it gets a view. Which one it is says the tensor that the code was given, and
     not the one that it was compiled with, so that code in torch's caches serves both."""
-    guards = torch._C._dynamo.guards
-    stock = getattr(guards, "_reinterpret_tensor", None)
-    if stock is None:
-        return  # a private name of torch's: without it the error stands
 
     @functools.wraps(stock)
     def reinterpret_tensor(self, size, stride, offset_increment=0):
@@ -265,10 +263,7 @@ def view_in_compiled_code():
             return torch.as_strided(self, size, stride, self.storage_offset() + offset_increment)
         return stock(self, size, stride, offset_increment)
 
-    guards._reinterpret_tensor = reinterpret_tensor
-
-
-view_in_compiled_code()
+    return reinterpret_tensor
 
 
 # ------------------------------------------------------------------------------------- effects

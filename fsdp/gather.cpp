@@ -81,8 +81,8 @@ Tensor pre_all_gather(const Tensor& self, c10::string_view group) {
   return GatheredBuffer::begin(*buffer, images_to_gather(*buffer->layout().format));
 }
 
-/// The same for FSDP2, which gathers over the group of its mesh, '' for one rank. None if the shard
-/// does not know yet what that mesh is to it: _set_mesh_of_gathers says so, once.
+/// The same for FSDP2, which gathers over the group of its mesh, '' for one rank. None if
+/// _set_mesh_of_gathers has not told the shard what that mesh is to it.
 OptionalTensor gather_over_mesh(const Tensor& self, c10::string_view mesh) {
   const BufferPtr owner = impl_of(self).buffer()->original();
   const MeshOfGathers& known = owner->remembered().mesh_of_gathers;
@@ -148,6 +148,7 @@ void set_groups(const Tensor& self, int64_t groups) {
 /// of their own.
 void set_groups_of_moved(const Tensor& self, const Tensor& moved) {
   buffer_of(self).placement().adopt_groups_of(buffer_of(moved).placement());
+  buffer_of(self).remembered().mesh_of_gathers = buffer_of(moved).remembered().mesh_of_gathers;
 }
 
 /// The ranks of `group` hold the same rows and see other activations; "": no other rank does.

@@ -12,13 +12,10 @@ import weakref
 
 import _qshard_debug as debug
 import torch
+from _qshard_patches import call, put, unwrap, wrap
 from _qshard_library import find_impl, has_key, hook_getter
 from _qshard_placement import groups_of
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 ops = torch.ops.qshard
 
@@ -55,10 +52,22 @@ def tensor_property(name):
                 raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
             return make(self)
 
-        setattr(torch.Tensor, name, property(get))
+        put(f"torch:Tensor.{name}", property(get))
         return make
 
     return install
+
+
+class OfPackage:
+    """Functions of the package's rooms above this one. `import qshard` sets each once; where only the library
+    is loaded they are None."""
+
+    note_cut = None  # (FSDP2's parameter), once its shards are made: qshard/dynamic_weights/weights.py
+    roll_histories = None  # (optimizer, taken), after the flush of its step: the same file
+    agree_in_units = None  # (optimizer, taken), after that: qshard/dynamic_weights/fsdp1.py
+
+
+of_package = OfPackage()
 
 
 # ------------------------------------------------------------------------------ reduction groups
@@ -134,7 +143,7 @@ def hook_property(hook):
     is kept of the tensors that it asks: a weak reference would forbid torch.utils.swap_tensors, and so
     Module.to()."""
     get = hook_getter((hook, hook.name, torch.Tensor, torch.nn.Parameter))
-    setattr(torch.Tensor, hook.name, property(get))
+    put(f"torch:Tensor.{hook.name}", property(get))
     return hook
 
 
@@ -150,20 +159,11 @@ class PreAllGather:
 
     def __call__(self, mesh):
         group = mesh_group(mesh)
-        if debug.is_on:
-            self.check_written(sys._getframe(1).f_locals.get("self"), group)
         image = gather_over_mesh(self.shard, group)
-        if image is None:
-            is_copied = is_replicated(sys._getframe(1).f_locals.get("self"))
-            ops._set_mesh_of_gathers(self.shard, group, is_copied)
+        if image is None:  # FSDP2 made this shard before the library was loaded: _tell_shard came too late
+            ops._set_mesh_of_gathers(self.shard, group, False)
             image = gather_over_mesh(self.shard, group)
         return (image,), None
-
-    def check_written(self, fsdp_param, group):
-        ops._set_reduction_group(self.shard, "" if is_replicated(fsdp_param) else group)
-        debug.check_written(
-            [self.shard], [debug.name_of_gathered(fsdp_param, self.shard)], [False]
-        )
 
 
 @hook_property
@@ -176,25 +176,20 @@ class PostAllGather:
         if out is not None:
             refresh_gathered(self.shard, image, local_of(out))
             return None
-        refuse_unsupported(sys._getframe(1).f_locals.get("self"))
         return ops._post_all_gather(self.shard, image, param_dtype), ()
 
 
-def say_who_makes_shards(fsdp_param_type):
+FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
+
+
+@wrap(f"{FSDP_PARAM}:FSDPParam._init_sharded_param")
+def _making_first_shards(stock):
     """FSDP2 makes a rank's shard by new_zeros, padded, and copies the rows into it where there are any.
     Which rank's it is says the caller, with or without rows."""
-    for name in ("_init_sharded_param", "reset_sharded_param"):
-        stock = getattr(fsdp_param_type, name, None)
-        if stock is not None:
-            setattr(fsdp_param_type, name, _making_shards(stock, name == "_init_sharded_param"))
 
-
-def _making_shards(stock, of_whole_tensor):
     @functools.wraps(stock)
-    def make(self, *args, **kwargs):
-        if not of_whole_tensor:
-            ops._make_shards(0)  # what is padded anew is a rank's shard already
-        elif hasattr(self, "mesh_info"):
+    def _init_sharded_param(self, *args, **kwargs):
+        if hasattr(self, "mesh_info"):
             ops._make_shards(_shard_rank(self))
         else:
             # torch 2.15 chooses a parameter's mesh in here, and asks for the shards' part of it next.
@@ -208,13 +203,74 @@ def _making_shards(stock, of_whole_tensor):
         finally:
             self.__dict__.pop("_init_shard_mesh", None)
             ops._make_shards(None)
-        for follow in cut_followers:
-            follow(self)
+        _follow_shards(self)
 
-    return make
+    return _init_sharded_param
 
 
-cut_followers = []  # called with each of FSDP2's parameters once its shards are made
+@wrap(f"{FSDP_PARAM}:FSDPParam.reset_sharded_param")
+def _making_shards_anew(stock):
+    @functools.wraps(stock)
+    def reset_sharded_param(self, *args, **kwargs):
+        ops._make_shards(0)  # what is padded anew is a rank's shard already
+        try:
+            stock(self, *args, **kwargs)
+        finally:
+            ops._make_shards(None)
+        _follow_shards(self)
+
+    return reset_sharded_param
+
+
+def _follow_shards(fsdp_param):
+    _tell_shard(fsdp_param)
+    if of_package.note_cut is not None:
+        of_package.note_cut(fsdp_param)
+
+
+def _tell_shard(fsdp_param):
+    """Tells a quantized shard what the mesh of its gathers is to it. FSDP2 gives its all-gather hooks the mesh,
+    and no word of whether replicate() made the parameter."""
+    shard = local_of(fsdp_param.sharded_param)
+    fsdp_param.__dict__.pop("init_unsharded_param", None)
+    if not is_quantized(shard):
+        return
+    group = mesh_group(fsdp_param.shard_mesh_from_root)
+    ops._set_mesh_of_gathers(shard, group, is_replicated(fsdp_param))
+    post_forward = getattr(fsdp_param, "post_forward_mesh_info", None)
+    if post_forward is not None and post_forward is not fsdp_param.mesh_info:
+        fsdp_param.init_unsharded_param = refuse_resharding  # called at the end of each gather
+
+
+def refuse_resharding():
+    """FSDP2 itself fails later, with an error that does not say why: it has no hook for a parameter that is cut
+    anew after forward (torch/distributed/fsdp/_fully_shard/_fsdp_param.py: all_gather_inputs)."""
+    raise NotImplementedError(
+        "qshard: reshard_after_forward=<int> is not supported for quantized parameters (FSDP2 "
+        "has no hook for it); use True or False"
+    )
+
+
+def compare_writes(enabled):
+    """qshard.debug(): while it is on, every gather begins by comparing what the ranks know to be written."""
+    debug.is_on = enabled
+    (wrap if enabled else unwrap)(f"{FSDP_PARAM}:FSDPParam.all_gather_inputs")(_comparing_first)
+
+
+def _comparing_first(stock):
+    def all_gather_inputs(self):
+        shard = local_of(self.sharded_param)
+        if is_quantized(shard):
+            group = mesh_group(self.shard_mesh_from_root)
+            ops._set_reduction_group(shard, "" if is_replicated(self) else group)
+            debug.check_written([shard], [debug.name_of_gathered(self, shard)], [False])
+        return stock.fget(self)
+
+    return property(all_gather_inputs)
+
+
+if debug.is_on:
+    compare_writes(True)
 
 
 def _shard_rank(fsdp_param):
@@ -229,20 +285,6 @@ def is_replicated(fsdp_param):
     return hasattr(mesh_info, "replicate_mesh_size") and not hasattr(mesh_info, "shard_mesh_size")
 
 
-def refuse_unsupported(fsdp_param):
-    """Names what FSDP2 cannot do with any all-gather extension, at the first gather.
-
-    FSDP2 itself fails later, with an error that does not say why. Its attributes are read if they
-    are there; without them its own error stands.
-    """
-    post_forward = getattr(fsdp_param, "post_forward_mesh_info", None)
-    if post_forward is not None and post_forward is not fsdp_param.mesh_info:
-        raise NotImplementedError(
-            "qshard: reshard_after_forward=<int> is not supported for quantized parameters (FSDP2 "
-            "has no hook for it); use True or False"
-        )
-
-
 # ------------------------------------------------------------------------------ optimizer.step()
 
 
@@ -251,14 +293,13 @@ made_up_steps = []  # not empty during one (fsdp/checkpoint.py)
 
 class StepUnderWay:
     """A step that a thread is in. taken: ids of the parameters whose step another optimizer took within it.
-    is_entered_again: by the same optimizer, whose class calls the step of its base class. torch runs the
-    hooks for that one, too, if the process has made an optimizer of the base class before, which other ranks
-    may not have."""
+    is_bracketed: `bracket` ends it, however the step ends."""
 
-    def __init__(self, optimizer):
-        self.optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer, is_bracketed):
+        self.optimizer = optimizer
+        self.is_bracketed = is_bracketed
+        self.has_begun = False
         self.taken = set()
-        self.is_entered_again = False
 
 
 class StepsUnderWay(threading.local):
@@ -267,8 +308,51 @@ class StepsUnderWay(threading.local):
     def __init__(self):
         self.steps: list[StepUnderWay] = []
 
+    def end(self, step):
+        """Ends a step and those within it."""
+        if step in self.steps:
+            del self.steps[self.steps.index(step) :]
+        ops._set_in_step(bool(self.steps))
+
 
 under_way = StepsUnderWay()
+
+
+def bracket(step):
+    """An optimizer class's `step` that is under way from its call to its end. torch calls no hook after a step
+    that raised (torch/optim/optimizer.py: profile_hook_step)."""
+
+    @functools.wraps(step)
+    def bracketed(self, *args, **kwargs):
+        here = StepUnderWay(self, is_bracketed=True)
+        under_way.steps.append(here)
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            under_way.end(here)
+
+    return bracketed
+
+
+def all_subclasses(kind):
+    for each in kind.__subclasses__():
+        yield each
+        yield from all_subclasses(each)
+
+
+@wrap("torch.optim.optimizer:Optimizer.profile_hook_step")
+def _bracketing_steps(stock):
+    """torch wraps the `step` of a class when its first optimizer is made."""
+
+    @functools.wraps(stock)
+    def profile_hook_step(func):
+        return bracket(stock(func))
+
+    for kind in all_subclasses(torch.optim.Optimizer):
+        step = vars(kind).get("step")
+        if getattr(step, "hooked", False):
+            kind.step = bracket(step)
+    return staticmethod(profile_hook_step)
 
 
 def takes_part_of_steps(optimizer):
@@ -278,60 +362,44 @@ def takes_part_of_steps(optimizer):
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def steps_around(optimizer):
-    """Optimizers of the steps that this thread is in, but for the step of `optimizer` whose hook this is.
-    torch calls hooks from `wrapper` in the file of torch.optim.Optimizer (profile_hook_step), compiled or
-    not."""
-    frame, found = sys._getframe(), []
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == _OPTIMIZER_FILE and code.co_name == "wrapper":
-            values = frame.f_locals.get("self"), *frame.f_locals.get("args", ())
-            found += [v for v in values if isinstance(v, torch.optim.Optimizer)][:1]
-        frame = frame.f_back
-    return found[1:] if found and found[0] is optimizer else found
-
-
-_OPTIMIZER_FILE = register_optimizer_step_post_hook.__code__.co_filename
-
-
 # What torch.optim marks its own such methods with: torch.compile traces neither these nor what they call.
 @torch._disable_dynamo
 def begin_step(optimizer, args, kwargs):
-    if under_way.steps:
-        outer = steps_around(optimizer)
-        # One that raised has left its entry, since torch calls no hook after it.
-        under_way.steps = [
-            step for step in under_way.steps if any(step.optimizer() is other for other in outer)
-        ]
-        for step in under_way.steps:
-            if step.optimizer() is optimizer:
-                step.is_entered_again = True
-                return
-    under_way.steps = [*under_way.steps, StepUnderWay(optimizer)]
+    steps = under_way.steps
+    while steps and not steps[-1].is_bracketed and steps[-1].optimizer is optimizer:
+        steps.pop()  # it raised
+    if not steps or steps[-1].optimizer is not optimizer or steps[-1].has_begun:
+        # A learning-rate scheduler that was made before the library was loaded calls the step that it found.
+        steps.append(StepUnderWay(optimizer, is_bracketed=False))
+    steps[-1].has_begun = True
     ops._set_in_step(True)
 
 
 @torch._disable_dynamo
 def end_step(optimizer, args, kwargs):
     """What follows a step, and not one that is a part of another."""
-    steps, taken = under_way.steps, set()
-    for i, step in enumerate(steps):
-        if step.optimizer() is optimizer:
-            if step.is_entered_again and optimizer in steps_around(optimizer):
-                return
-            taken = step.taken
-            del steps[i:]
-            break
-    ops._set_in_step(bool(steps))
-    if any(takes_part_of_steps(step.optimizer()) for step in steps):
+    steps = under_way.steps
+    while steps[-1].optimizer is not optimizer:
+        steps.pop()  # it raised
+    *outer, step = steps
+    if any(other.optimizer is optimizer for other in outer):
+        # The class calls the step of its base class. torch runs the hooks for that one, too, if the process
+        # has made an optimizer of the base class before, which other ranks may not have.
         return
-    if steps:
+    if not step.is_bracketed:
+        under_way.end(step)
+    ops._set_in_step(bool(outer))
+    if any(takes_part_of_steps(other.optimizer) for other in outer):
+        return
+    if outer:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for step in steps:
-            step.taken.update(held)
-    for follow in step_followers:
-        follow(optimizer, taken)
+        for other in outer:
+            other.taken.update(held)
+    flush_after_step(optimizer, step.taken)
+    if of_package.roll_histories is not None:
+        of_package.roll_histories(optimizer, step.taken)
+    if of_package.agree_in_units is not None:
+        of_package.agree_in_units(optimizer, step.taken)
 
 
 def writes_by_operators_alone(optimizer):
@@ -389,8 +457,5 @@ def check_written_in_step(optimizer):
     debug.check_written(shards, names, [param.grad is not None for param, _ in params])
 
 
-# Called with an optimizer after its step, and the ids of the parameters whose step was taken within it.
-step_followers = [flush_after_step]
-
-register_optimizer_step_pre_hook(begin_step)
-register_optimizer_step_post_hook(end_step)
+call("torch.optim.optimizer:register_optimizer_step_pre_hook", begin_step)
+call("torch.optim.optimizer:register_optimizer_step_post_hook", end_step)

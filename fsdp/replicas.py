@@ -6,7 +6,7 @@ import functools
 
 import torch
 from _qshard_hooks import is_quantized
-from torch.nn.parallel import DistributedDataParallel
+from _qshard_patches import wrap
 
 ops = torch.ops.qshard
 
@@ -19,11 +19,14 @@ def _states(module):
                 yield f"{name}_{state}", tensor
 
 
-def agree_over_replicas(ddp_type):
+DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
+
+
+@wrap(f"{DDP}.__init__")
+def agree_over_replicas(stock):
     """DDP would put rank 0's histories, which are buffers, over those of the others before each forward,
     with what they have collected in the forwards since the last step. Now it copies them once, as it
     does parameters, and steps agree on them."""
-    stock = ddp_type.__init__
 
     @functools.wraps(stock)
     def __init__(self, module, *args, **kwargs):
@@ -44,19 +47,19 @@ def agree_over_replicas(ddp_type):
                 torch.distributed.broadcast(tensor, group=self.process_group, group_src=0)
         _set_replicas(self)
 
-    ddp_type.__init__ = __init__
+    return __init__
 
 
-def remember_replicas(ddp_type):
+@wrap(f"{DDP}.__setstate__")
+def remember_replicas(stock):
     """Copies of parameters know no replicas, as those of `ddp.module` have none; those of DDP itself do."""
-    stock = ddp_type.__setstate__
 
     @functools.wraps(stock)
     def __setstate__(self, state):
         stock(self, state)
         _set_replicas(self)
 
-    ddp_type.__setstate__ = __setstate__
+    return __setstate__
 
 
 def _set_replicas(ddp):
@@ -76,9 +79,6 @@ def _refuse_to_join(weight, **kwargs):
     raise NotImplementedError(
         f"qshard: {weight} has delayed scaling, whose histories all replicas agree on after each step, and "
         "DistributedDataParallel.join() lets some of them take fewer; give all ranks as many inputs, or use "
-        "another recipe, such as qshard.Float8CurrentScaling()"
+        "a recipe that keeps no histories"
     )
 
-
-agree_over_replicas(DistributedDataParallel)
-remember_replicas(DistributedDataParallel)

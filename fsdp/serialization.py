@@ -15,6 +15,7 @@ import threading
 from importlib.machinery import ModuleSpec
 
 import torch
+from _qshard_patches import add_finder, call, wrap
 
 __all__ = ["rebuild_tensor"]
 
@@ -83,7 +84,6 @@ class _LegacyReads(threading.local):
 
 
 _legacy_reads = _LegacyReads()
-_legacy_load = getattr(torch.serialization, "_legacy_load", None)
 _legacy_code, _zip_code = (
     getattr(getattr(torch.serialization, name, None), "__code__", None)
     for name in ("_legacy_load", "_load")
@@ -111,26 +111,27 @@ def _unpack_later(saved):
     return tensor
 
 
-if _legacy_code is not None:
-
-    @functools.wraps(_legacy_load)
-    def _fill_after_legacy_load(*args, **kwargs):
+@wrap("torch.serialization:_legacy_load")
+def _fill_after_legacy_load(stock):
+    @functools.wraps(stock)
+    def _legacy_load(*args, **kwargs):
         tensors = []
         _legacy_reads.files.append(tensors)
         try:
-            result = _legacy_load(*args, **kwargs)
+            result = stock(*args, **kwargs)
             for tensor, saved in tensors:
                 _ops._unpack_into(tensor, *saved)
             return result
         finally:
             _legacy_reads.files.pop()
 
-    torch.serialization._legacy_load = _fill_after_legacy_load
+    return _legacy_load
 
 
 # Files written before this module had its name hold another (fsdp/checkpoint.py).
-torch.serialization.add_safe_globals(
-    [rebuild_tensor, (rebuild_tensor, "_qshard_checkpoint.rebuild_tensor")]
+call(
+    "torch.serialization:add_safe_globals",
+    [rebuild_tensor, (rebuild_tensor, "_qshard_checkpoint.rebuild_tensor")],
 )
 
 
@@ -158,4 +159,4 @@ class _PackageOfTheLibrary:
         module.__getattr__ = missing
 
 
-sys.meta_path.append(_PackageOfTheLibrary())
+add_finder("sys:meta_path[-1]", _PackageOfTheLibrary())

@@ -59,6 +59,8 @@ QSHARD_WEAK void PyErr_Print();
 namespace qshard {
 
 extern const char* const kLibrarySource;
+extern const char* const kPatchTableSource;
+extern const char* const kPatchesSource;
 extern const char* const kPlacementSource;
 extern const char* const kDebugSource;
 extern const char* const kHooksSource;
@@ -266,6 +268,8 @@ QshardMethod g_natives[] = {{"find_impl", &find_impl, kMethodOneArg, nullptr},
 // ----------------------------------------------------------------------------- the Python part
 
 constexpr std::pair<const char*, const char* const*> kModules[] = {
+    {"_qshard_patch_table", &kPatchTableSource},
+    {"_qshard_patches", &kPatchesSource},
     {"_qshard_placement", &kPlacementSource},
     {"_qshard_debug", &kDebugSource},
     {"_qshard_hooks", &kHooksSource},

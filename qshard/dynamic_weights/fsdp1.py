@@ -8,7 +8,7 @@ of rows and blocks. What a rank has of a weight is a range of its elements.
 import warnings
 import weakref
 
-from _qshard_hooks import made_up_steps, step_followers
+from _qshard_hooks import made_up_steps, of_package
 from torch import nn
 
 from qshard import module_state
@@ -258,7 +258,7 @@ def _after_step(optimizer, taken):
             agree(units, Occasion.VALUES if made_up_steps else Occasion.STEP, held, found_inf)
 
 
-step_followers.append(_after_step)
+of_package.agree_in_units = _after_step
 
 _said: set[str] = set()
 

@@ -6,7 +6,7 @@ What a module needs for that is its `DynamicWeight`, one for each weight: tied m
 import weakref
 
 import torch
-from _qshard_hooks import cut_followers, is_replicated, made_up_steps, step_followers
+from _qshard_hooks import is_replicated, made_up_steps, of_package
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -269,7 +269,7 @@ def _note_cut(fsdp_param):
         dynamic.is_cut = True
 
 
-cut_followers.append(_note_cut)
+of_package.note_cut = _note_cut
 
 
 def _seen(weight):
@@ -387,7 +387,7 @@ def _after_step(optimizer, taken):
         companies.meet_after_step(found_inf)
 
 
-step_followers.append(_after_step)
+of_package.roll_histories = _after_step
 
 
 class _QuantizeForUses(torch.autograd.Function):

@@ -10,13 +10,12 @@ import functools
 
 import torch
 from _qshard_hooks import is_quantized, local_of
-from torch import nn
+from _qshard_patches import wrap
 from torch.distributed.tensor import DTensor
 
 ops = torch.ops.qshard
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SAME_ROWS = -1
-_apply = nn.Module._apply
 
 
 class _KeepQuantized:
@@ -46,17 +45,18 @@ class _KeepQuantized:
         return result
 
 
-@functools.wraps(_apply)
-def _apply_to_quantized(self, fn, recurse=True):
-    if not isinstance(fn, _KeepQuantized) and not torch.compiler.is_compiling():
-        quantized = _quantized_of(self, recurse)
-        if quantized:
-            _check(fn, quantized)
-            fn = _KeepQuantized(fn)
-    return _apply(self, fn, recurse)
+@wrap("torch.nn:Module._apply")
+def _apply_to_quantized(stock):
+    @functools.wraps(stock)
+    def _apply(self, fn, recurse=True):
+        if not isinstance(fn, _KeepQuantized) and not torch.compiler.is_compiling():
+            quantized = _quantized_of(self, recurse)
+            if quantized:
+                _check(fn, quantized)
+                fn = _KeepQuantized(fn)
+        return stock(self, fn, recurse)
 
-
-nn.Module._apply = _apply_to_quantized
+    return _apply
 
 
 def _quantized_of(module, recurse):

@@ -8,8 +8,8 @@ import sys
 import warnings
 
 from _qshard_hooks import is_quantized, local_of
+from _qshard_patches import call
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from qshard.module_state import find
 
@@ -49,4 +49,4 @@ def watch_registration(module, name, param):
         )
 
 
-register_module_parameter_registration_hook(watch_registration)
+call("torch.nn.modules.module:register_module_parameter_registration_hook", watch_registration)

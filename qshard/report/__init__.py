@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-import _qshard_debug
 import torch
-from _qshard_hooks import is_quantized, local_of
+from _qshard_hooks import compare_writes, is_quantized, local_of
 from _qshard_placement import group_names, in_groups, is_strided
 from tabulate import tabulate
 from torch import nn
@@ -262,7 +261,7 @@ def debug(enabled: bool = True) -> None:
     all-reduce per parameter and gather, and waits for the GPU. It is on from the start under
     TORCH_DISTRIBUTED_DEBUG=DETAIL. Gathers in a CUDA graph that is being captured are not compared.
     """
-    _qshard_debug.is_on = bool(enabled)
+    compare_writes(bool(enabled))
 
 
 @contextmanager

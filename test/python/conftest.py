@@ -213,6 +213,7 @@ BUDGETS_S = {
     "test_tensor_parallel_modules": 60,
     "test_tensor_parallel_styles": 60,
     "test_tensor_parallel_training": 60,
+    "test_what_loading_installs": 45,
     "test_tied_embeddings": 45,  # compiles lookups
     "test_trace_fallbacks": 45,
     "test_train_example": 45,

@@ -3,11 +3,12 @@ weights and see other inputs."""
 
 import contextlib
 import copy
+from unittest import mock
 
+import _qshard_hooks
 import pytest
 import torch
 import torch.distributed as dist
-from _qshard_hooks import step_followers
 from dist_helpers import device, full_mesh, on_worlds
 from dist_models import (
     DELAYED,
@@ -256,6 +257,22 @@ def test_replicate(world, format, keep_master, order):
     world.run(run_replicate, format, keep_master, order)
 
 
+def call_hook_from_another_frame():
+    """A profiler, or another wrapper of FSDP2's, calls the hook from a function of its own."""
+    mesh = full_mesh(names=("replicate",))
+    model = replicate(build("float8_blockwise"), mesh=mesh)
+    shards = [shard for shard in map(local, model.parameters()) if ops.is_quantized(shard)]
+    for shard in shards:
+        (image,), _ = shard.fsdp_pre_all_gather(mesh)
+        assert image.numel() >= shard.numel()
+    assert shards
+
+
+@on_worlds(2)
+def test_a_hook_called_from_any_frame_knows_replicate(world):
+    world.run(call_hook_from_another_frame)
+
+
 class Rows(nn.Module):
     """Weights of one row, and of as many as ranks: what FSDP2's shards look like."""
 
@@ -381,14 +398,10 @@ def step_after_one_that_raised():
     other = qshard.quantize_(nn.Linear(32, 32).to(device()), qshard.Float8BlockScaling())
     optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
     other(torch.ones(4, 32, device=device())).sum().backward()
-    followed = []
-    step_followers.append(lambda stepped, taken: followed.append(stepped))
-    try:
+    with mock.patch.object(_qshard_hooks, "flush_after_step") as flush:
         optimizer.step()
-    finally:
-        step_followers.pop()
     assert kept.value.__traceback__ is not None and failed.param_groups  # they are still there
-    assert followed == [optimizer], "the step was not flushed"
+    assert flush.call_args.args[0] is optimizer, "the step was not flushed"
     # Those that are under way are told from it: each rank steps some parameters, and all flush.
     train_ddp(model, 1, failed)
     check_is_same_on_all_ranks(model)
