@@ -1,5 +1,5 @@
 // What FSDP2's all-gather hooks do: one uint8 input per parameter, the padded row image, zero copy
-// on the way in and out. The hooks themselves are installed by fsdp/hooks.py.
+// on the way in and out. The hooks themselves are installed by qshard/_runtime/hooks.py.
 //
 // Beside bf16 parameters FSDP2 would handle bf16 words with less host time. But it copies them by
 // torch's foreach kernels, which go through float and make all NaNs one: codes would change.

@@ -1,9 +1,11 @@
-// Runs the embedded Python (fsdp/*.py) when the library is loaded into a Python process: by
-// fsdp/library.py, after the dynamic loader is done, or before the first quantized tensor is there.
+// Runs the embedded Python (qshard/_runtime/*.py) when the library is loaded into a Python process:
+// by its library.py, after the dynamic loader is done, or before the first quantized tensor is
+// there.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -65,6 +67,7 @@ extern const char* const kPlacementSource;
 extern const char* const kDebugSource;
 extern const char* const kHooksSource;
 extern const char* const kReplicasSource;
+extern const char* const kUnpicklingSource;
 extern const char* const kSerializationSource;
 extern const char* const kCheckpointSource;
 extern const char* const kFakesSource;
@@ -267,22 +270,27 @@ QshardMethod g_natives[] = {{"find_impl", &find_impl, kMethodOneArg, nullptr},
 
 // ----------------------------------------------------------------------------- the Python part
 
+constexpr const char* kLibraryModule = "qshard._runtime.library";
+
+/// In the order in which they are imported.
 constexpr std::pair<const char*, const char* const*> kModules[] = {
-    {"_qshard_patch_table", &kPatchTableSource},
-    {"_qshard_patches", &kPatchesSource},
-    {"_qshard_placement", &kPlacementSource},
-    {"_qshard_debug", &kDebugSource},
-    {"_qshard_hooks", &kHooksSource},
-    {"_qshard_replicas", &kReplicasSource},
+    {kLibraryModule, &kLibrarySource},
+    {"qshard._runtime.patch_table", &kPatchTableSource},
+    {"qshard._runtime.patches", &kPatchesSource},
+    {"qshard._runtime.placement", &kPlacementSource},
+    {"qshard._runtime.debug", &kDebugSource},
+    {"qshard._runtime.hooks", &kHooksSource},
+    {"qshard._runtime.replicas", &kReplicasSource},
+    {"qshard._runtime.unpickling", &kUnpicklingSource},
     {"qshard.serialization", &kSerializationSource},
-    {"_qshard_checkpoint", &kCheckpointSource},
-    {"_qshard_fakes", &kFakesSource}};
+    {"qshard._runtime.checkpoint", &kCheckpointSource},
+    {"qshard._runtime.fakes", &kFakesSource}};
 
 bool set_item(PyObject* dict, const char* key, PyObject* item) {
   return item != nullptr && PyDict_SetItemString(dict, key, item) == 0;
 }
 
-/// What `finish` of fsdp/library.py returned; null with Python's error set.
+/// What `finish` of qshard/_runtime/library.py returned; null with Python's error set.
 PyObject* call_finish() {
   const Owned globals(PyDict_New()), sources(PyDict_New()), natives(PyDict_New());
   if (!globals || !sources || !natives) return nullptr;
@@ -294,12 +302,12 @@ PyObject* call_finish() {
     const Owned native(PyCFunction_NewEx(&method, nullptr, nullptr));
     if (!set_item(natives.get(), method.name, native.get())) return nullptr;
   }
-  const Owned name(PyUnicode_FromString("_qshard_library"));
+  const Owned name(PyUnicode_FromString(kLibraryModule));
   if (!set_item(globals.get(), "__name__", name.get()) ||
       !set_item(globals.get(), "__builtins__", PyEval_GetBuiltins())) {
     return nullptr;
   }
-  const Owned code(Py_CompileString(kLibrarySource, "_qshard_library", kFileInput));
+  const Owned code(Py_CompileString(kLibrarySource, kLibraryModule, kFileInput));
   if (!code) return nullptr;
   const Owned result(PyEval_EvalCode(code.get(), globals.get(), globals.get()));
   if (!result) return nullptr;

@@ -182,7 +182,7 @@ TORCH_LIBRARY(qshard, m) {
       "_decode_activations(Tensor messages, str format, bool is_gradient, int[] size, int dim, "
       "ScalarType dtype) -> Tensor");
 
-  // Tracing, for fsdp/fakes.py.
+  // Tracing, for qshard/_runtime/fakes.py.
   m.def("_meta_twin(Tensor self) -> Tensor");
   m.def("_plane_copy(Tensor self, str plane) -> Tensor?");
 
@@ -334,7 +334,7 @@ TORCH_LIBRARY_IMPL(qshard, Python, m) {
 }
 
 // Shapes for fake tensors. What depends on the format (`quantize`, the accessors) has them in
-// fsdp/fakes.py.
+// qshard/_runtime/fakes.py.
 TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   implement<"dequantize", &dequantize_meta, Takes::kMeta>(m);
   implement<"linear", &linear_meta, Takes::kMeta>(m);

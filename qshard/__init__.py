@@ -4,7 +4,7 @@ ordinary parameters."""
 import importlib.metadata
 
 from qshard._library import library_path  # loads the library
-from qshard import _pickled_names, checkpoint, nn, ops, serialization, tensor_parallel  # noqa: F401
+from qshard import _pickled_names, _runtime, checkpoint, nn, ops, serialization, tensor_parallel  # noqa: F401
 from qshard.checkpoint.quantization_state import QuantizationState
 from qshard.dynamic_weights.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_

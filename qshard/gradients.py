@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from _qshard_checkpoint import gradient_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from qshard._runtime.checkpoint import gradient_states
 from qshard import module_state
 
 ops = torch.ops.qshard

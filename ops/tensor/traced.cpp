@@ -1,4 +1,4 @@
-// What fsdp/fakes.py answers traced calls with.
+// What qshard/_runtime/fakes.py answers traced calls with.
 #include <fmt/format.h>
 
 #include <array>

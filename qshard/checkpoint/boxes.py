@@ -1,10 +1,10 @@
 """Which ranks hold which part of a tensor: boxes of rows and columns, whatever the meshes are."""
 
 import torch
-from _qshard_hooks import local_of
-from _qshard_placement import chunk, is_strided, roles
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.hooks import local_of
+from qshard._runtime.placement import chunk, is_strided, roles
 from qshard.checkpoint.layouts import block_of
 from qshard.model.quantize import is_quantized
 

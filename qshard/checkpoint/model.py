@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from _qshard_checkpoint import state_names
-from _qshard_hooks import local_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from qshard._runtime.checkpoint import state_names
+from qshard._runtime.hooks import local_of
 from qshard.model.choosing import weight_names
 from qshard.model.quantize import is_quantized
 from qshard.model.state import without_wrappers

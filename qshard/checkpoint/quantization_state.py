@@ -3,8 +3,8 @@
 import contextlib
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard.checkpoint import scales
 from qshard.model.quantize import flush
 from qshard.model.state import has_buffers, link, tensors_of, weights, without_wrappers

@@ -6,9 +6,9 @@ are coarse, and its tensor scale is rounded. In the scales that they came from, 
 """
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard.checkpoint.boxes import Boxes, boxes_of, in_blocks
 from qshard.checkpoint.layouts import block_of
 from qshard.checkpoint.model import Entry

@@ -8,9 +8,9 @@ of rows and blocks. What a rank has of a weight is a range of its elements.
 import warnings
 import weakref
 
-from _qshard_hooks import made_up_steps, of_package
 from torch import nn
 
+from qshard._runtime.hooks import made_up_steps, of_package
 from qshard import module_state
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.companies import Occasion

@@ -1,10 +1,10 @@
 """Modules whose weights stay plain: what quantize_(weights="dynamic") does to them, and their state dicts."""
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard import module_state
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.weights import DynamicWeight, Installed, delayed_weights, is_flattened

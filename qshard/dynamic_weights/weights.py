@@ -6,11 +6,11 @@ What a module needs for that is its `DynamicWeight`, one for each weight: tied m
 import weakref
 
 import torch
-from _qshard_hooks import is_replicated, made_up_steps, of_package
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from qshard._runtime.hooks import is_replicated, made_up_steps, of_package
 from qshard import module_state
 from qshard.dynamic_weights import companies
 from qshard.dynamic_weights.companies import Occasion, ranks_meet

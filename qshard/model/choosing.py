@@ -5,10 +5,10 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 from torch import nn as torch_nn
 from torch.nn.parameter import is_lazy
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard import module_state, nn
 from qshard.dynamic_weights.modules import weight_identities
 from qshard.dynamic_weights.weights import is_flattened

@@ -1,10 +1,10 @@
 """dequantize_: the way back from quantize_."""
 
 import torch
-from _qshard_hooks import local_of
 from torch import nn as torch_nn
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.hooks import local_of
 from qshard import nn
 from qshard.model import state
 from qshard.model.quantize import forget_module, is_quantized

@@ -4,17 +4,17 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from _qshard_hooks import (
+from torch import nn as torch_nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from qshard._runtime.hooks import (
     dtensor_groups,
     has_tensor_type,
     is_quantized as _is_quantized_local,
     local_of,
 )
-from _qshard_placement import group_names, place, roles
-from torch import nn as torch_nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
-
+from qshard._runtime.placement import group_names, place, roles
 from qshard import module_state, nn, recipes
 from qshard.dynamic_weights import modules as dynamic_modules
 from qshard.dynamic_weights import weights as dynamic

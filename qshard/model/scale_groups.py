@@ -9,9 +9,9 @@ import itertools
 import weakref
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 from torch import nn as torch_nn
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard import module_state
 from qshard.formats import info_of
 

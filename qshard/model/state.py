@@ -9,10 +9,10 @@ may give the weight other ones.
 import hashlib
 
 import torch
-from _qshard_hooks import is_quantized, local_of
-from _qshard_placement import group_names, place, roles
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.placement import group_names, place, roles
 from qshard import module_state
 from qshard.modules.moves import with_local
 from qshard.nn.base import Initialized

@@ -9,9 +9,10 @@ import copy
 import functools
 
 import torch
-from _qshard_hooks import is_quantized, local_of
-from _qshard_patches import wrap
 from torch.distributed.tensor import DTensor
+
+from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.patches import wrap
 
 ops = torch.ops.qshard
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,10 +7,10 @@ torch calls the hook below for `register_parameter`, and for assignments, which 
 import sys
 import warnings
 
-from _qshard_hooks import is_quantized, local_of
-from _qshard_patches import call
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.patches import call
 from qshard.module_state import find
 
 

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard import module_state
 
 # Called with each module of this package whose constructor is done, where quantized_model_init set it.

@@ -1,8 +1,8 @@
 """An embedding whose weight may be quantized."""
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard import module_state
 
 

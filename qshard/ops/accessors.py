@@ -1,8 +1,9 @@
 """Operators that show what a quantized tensor is made of. They read the local tensor of a DTensor."""
 
 import torch
-from _qshard_hooks import local_of
 from torch import Tensor
+
+from qshard._runtime.hooks import local_of
 
 _ops = torch.ops.qshard
 

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from _qshard_hooks import compare_writes, is_quantized, local_of
-from _qshard_placement import group_names, in_groups, is_strided
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.hooks import compare_writes, is_quantized, local_of
+from qshard._runtime.placement import group_names, in_groups, is_strided
 from qshard import recipes
 from qshard.checkpoint.layouts import block_of
 from qshard.dynamic_weights import flat_parameters

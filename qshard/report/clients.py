@@ -1,10 +1,10 @@
 """Which wrapper, optimizer and kind of checkpoint a model is used with, one line each, for qshard.report."""
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard.dynamic_weights.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of, find
 

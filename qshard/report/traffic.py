@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard.gradients import DDPHook, QuantizedReduceScatter, ddp_message_bytes
 
 ops = torch.ops.qshard

@@ -8,12 +8,12 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-from _qshard_hooks import is_quantized, local_of
-from _qshard_library import mark_local_part
-from _qshard_placement import group_names
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.library import mark_local_part
+from qshard._runtime.placement import group_names
 from qshard.modules.moves import distributed
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.shared import current_slot, shared

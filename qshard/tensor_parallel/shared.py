@@ -11,7 +11,8 @@ import threading
 import weakref
 
 import torch
-from _qshard_library import keep_with, kept_with
+
+from qshard._runtime.library import keep_with, kept_with
 
 ops = torch.ops.qshard
 

@@ -2,11 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from _qshard_hooks import is_quantized, local_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from qshard._runtime.hooks import is_quantized, local_of
 from qshard import module_state
 from qshard.nn.parts.arguments import refuse_context_parallelism
 from qshard.tensor_parallel.local import TensorParallel

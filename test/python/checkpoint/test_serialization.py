@@ -64,7 +64,7 @@ def test_the_module_is_public():
     assert module is qshard.serialization is sys.modules["qshard.serialization"]
     assert module.rebuild_tensor.__module__ == "qshard.serialization"
     assert "read back" in module.__doc__ and module.rebuild_tensor.__doc__
-    from _qshard_checkpoint import rebuild_tensor
+    from qshard._runtime.checkpoint import rebuild_tensor
 
     assert rebuild_tensor is module.rebuild_tensor
 

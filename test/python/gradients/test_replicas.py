@@ -5,7 +5,6 @@ import contextlib
 import copy
 from unittest import mock
 
-import _qshard_hooks
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from qshard._runtime import hooks
 import qshard
 
 
@@ -398,7 +398,7 @@ def step_after_one_that_raised():
     other = qshard.quantize_(nn.Linear(32, 32).to(device()), qshard.Float8BlockScaling())
     optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
     other(torch.ones(4, 32, device=device())).sum().backward()
-    with mock.patch.object(_qshard_hooks, "flush_after_step") as flush:
+    with mock.patch.object(hooks, "flush_after_step") as flush:
         optimizer.step()
     assert kept.value.__traceback__ is not None and failed.param_groups  # they are still there
     assert flush.call_args.args[0] is optimizer, "the step was not flushed"

@@ -240,9 +240,9 @@ def act():
     make = lambda: torch.ops.qshard.quantize(torch.randn(4, 32), "float8_blockwise")
     other = threading.Thread(target=make)
     other.start()
-    while "_qshard_hooks" not in sys.modules:
+    while "qshard._runtime.hooks" not in sys.modules:
         time.sleep(1e-4)
-    is_early = "_qshard_fakes" not in sys.modules
+    is_early = "qshard._runtime.fakes" not in sys.modules
     pid = os.fork()
     if pid == 0:
         os._exit(0 if is_early and hasattr(make(), "fsdp_pre_all_gather") else 1)
@@ -302,7 +302,7 @@ def test_a_failure_is_printed_once_and_raised_by_what_needs_it():
     done = run("-c", script, qshard.library_path())
     assert done.stdout == "went well\n", done.stdout + done.stderr[-3000:]
     assert done.stderr.count("Traceback") == 1 and "import of torch.utils.flop_counter halted" in done.stderr
-    assert 'File "_qshard_fakes"' in done.stderr  # with the line
+    assert 'File "qshard._runtime.fakes"' in done.stderr  # with the line
 
 
 # --------------------------------------------------------------- modules that are wrapped later
@@ -314,12 +314,12 @@ name = "torch.distributed.checkpoint.state_dict"
 assert name not in sys.modules
 {before}
 module = importlib.import_module(name)
-assert module._init_optim_state.__globals__["__name__"] == "_qshard_checkpoint", "not wrapped"
+assert module._init_optim_state.__globals__["__name__"] == "qshard._runtime.checkpoint", "not wrapped"
 assert type(module.__loader__).__name__ == type(module.__spec__.loader).__name__ == "SourceFileLoader"
 stock = module._init_optim_state
 importlib.reload(module)
 again = module._init_optim_state
-assert again is not stock and again.__globals__["__name__"] == "_qshard_checkpoint"
+assert again is not stock and again.__globals__["__name__"] == "qshard._runtime.checkpoint"
 assert again.__closure__[0].cell_contents.__globals__["__name__"] == name, "wrapped twice"
 print("went well")
 """
@@ -347,3 +347,48 @@ if known:
 def test_modules_that_were_looked_for_are_wrapped():
     programs = {name: LOOKED_FOR.format(before=before) for name, before in BEFORE.items()}
     assert run_programs(programs, qshard.library_path()) == dict.fromkeys(BEFORE, "went well\n")
+
+
+# ------------------------------------------------------------------- the modules that are embedded
+
+CHECKOUT = Path(__file__).parents[3]
+
+NAMES = """
+import importlib, pickle, sys, torch
+torch.ops.load_library(sys.argv[1])
+hooks = importlib.import_module("qshard._runtime.hooks")
+assert hooks is sys.modules["_qshard_hooks"] and hooks.__name__ == "qshard._runtime.hooks"
+old, new = (
+    pickle.loads(b"c" + name + b"\\nrebuild_tensor\\n.")
+    for name in (b"_qshard_checkpoint", b"qshard.serialization")
+)
+assert old is new is sys.modules["qshard._runtime.checkpoint"].rebuild_tensor
+"""
+NO_FILES = "\nsys.path_hooks.clear()\nsys.path_importer_cache.clear()\n"
+WITHOUT = NAMES.replace("sys.argv[1])\n", "sys.argv[1])" + NO_FILES) + """
+import qshard
+assert type(qshard.__loader__).__name__ == "_PackageOfTheLibrary" and qshard._runtime.hooks is hooks
+print("went well")
+"""
+WITH = NAMES + """
+import qshard
+from qshard import _runtime
+assert hasattr(qshard, "quantize_") and qshard._runtime is _runtime is sys.modules["qshard._runtime"]
+assert qshard._runtime.hooks is hooks and importlib.import_module("_qshard_hooks") is hooks
+print("went well")
+"""
+
+
+def test_its_modules_have_one_name_and_exist_once():
+    programs = {"with the package": WITH, "without it": WITHOUT}
+    assert run_programs(programs, qshard.library_path()) == dict.fromkeys(programs, "went well\n")
+
+
+def test_the_library_embeds_the_files_of_this_checkout():
+    files = [*(CHECKOUT / "qshard" / "_runtime").glob("[!_]*.py"), CHECKOUT / "qshard" / "serialization.py"]
+    for file in files:
+        name = ".".join(file.relative_to(CHECKOUT).with_suffix("").parts)
+        module = sys.modules[name]
+        assert module.__spec__.origin == "libqshard.so" and not hasattr(module, "__file__")
+        assert module.__loader__.get_source(name) == file.read_text(), f"{name}: build the library again"
+    assert len(files) > 8

@@ -45,8 +45,8 @@ def cpp_uses():
 
 
 def modules():
-    """{name of a module: its file}, of the package and of the Python that the library holds."""
-    named = {f"_qshard_{file.stem}": file for file in (CHECKOUT / "fsdp").glob("*.py")}
+    """{name of a module: its file}"""
+    named = {}
     for file in (CHECKOUT / "qshard").rglob("*.py"):
         parts = file.relative_to(CHECKOUT).with_suffix("").parts
         named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file

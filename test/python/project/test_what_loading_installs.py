@@ -152,7 +152,7 @@ def test_every_entry_has_a_reason_and_a_link():
 
 
 def test_what_the_table_lacks_is_refused():
-    from _qshard_patches import call, put, wrap
+    from qshard._runtime.patches import call, put, wrap
 
     for install in (wrap, lambda target: put(target, 1), call):
         with pytest.raises(LookupError, match="the table of patches has no .*torch:Tensor.backward"):

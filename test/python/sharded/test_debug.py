@@ -119,8 +119,8 @@ def test_replicas(world, format):
 
 SCRIPT = """
 import library_under_test
-import _qshard_debug
-print(_qshard_debug.is_on)
+from qshard._runtime import debug
+print(debug.is_on)
 """
 
 

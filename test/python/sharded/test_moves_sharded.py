@@ -167,7 +167,7 @@ def no_table_grows():
     after = sizes_of_tables()
     assert before.keys() == after.keys() and before
     # One entry per mesh: torch's caches hold every mesh that there was.
-    del before["_qshard_hooks._mesh_groups"], after["_qshard_hooks._mesh_groups"]
+    del before["qshard._runtime.hooks._mesh_groups"], after["qshard._runtime.hooks._mesh_groups"]
     grown = {name: (before[name], size) for name, size in after.items() if size > before[name]}
     assert not grown, grown
 

@@ -4,7 +4,6 @@ copies and clones in test_copies.py, pickles in test_deepcopies_and_pickles.py."
 import re
 import sys
 
-import _qshard_hooks
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,8 @@ from helpers import (
     value,
     weight,
 )
+
+from qshard._runtime import hooks
 
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
 formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -358,7 +359,7 @@ def test_linear_without_rows_or_columns():
 
 def test_our_python_asks_for_the_key_alone():
     """torch's function for it makes a set of keys, in 25 times as long."""
-    asked = _qshard_hooks.is_quantized
+    asked = hooks.is_quantized
     q, plain = ops.quantize(weight(20, 32), "float8_blockwise"), torch.ones(2)
     called = []
     sys.setprofile(lambda _, event, arg: event == "c_call" and called.append(arg.__name__))

@@ -1,12 +1,7 @@
-"""How pickles of quantized tensors are read back.
+"""Reads pickles of quantized tensors, and torch.load's legacy format.
 
-`torch.save` and `pickle` write the name of the function that reads a tensor, `qshard.serialization.
-rebuild_tensor`, and its arguments. Both are a file format: they only ever grow. The module is there
-wherever the library is loaded, with the `qshard` package or without it; where only the package is
-installed, unpickling imports it, and it loads the library. Before `torch.load(weights_only=True)`,
-which imports nothing, load it yourself.
-
-Files may come from strangers: what they claim is checked against the bytes they hold.
+Pickles name these functions as functions of `qshard.serialization`. Files may come from strangers: what they
+claim is checked against the bytes they hold.
 """
 
 import functools
@@ -15,9 +10,8 @@ import threading
 from importlib.machinery import ModuleSpec
 
 import torch
-from _qshard_patches import add_finder, call, wrap
 
-__all__ = ["rebuild_tensor"]
+from qshard._runtime.patches import add_finder, call, wrap
 
 _ops = torch.ops.qshard
 
@@ -67,6 +61,10 @@ def rebuild_shared(
     if tensor_type is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+for function in (rebuild_tensor, rebuild_shared):
+    function.__module__ = "qshard.serialization"  # the name in pickles
 
 
 # ------------------------------------------------------------------------- the legacy format
@@ -128,7 +126,7 @@ def _fill_after_legacy_load(stock):
     return _legacy_load
 
 
-# Files written before this module had its name hold another (fsdp/checkpoint.py).
+# Files written before `qshard.serialization` was there have another name.
 call(
     "torch.serialization:add_safe_globals",
     [rebuild_tensor, (rebuild_tensor, "_qshard_checkpoint.rebuild_tensor")],
@@ -156,6 +154,7 @@ class _PackageOfTheLibrary:
 
         module.__doc__ = "The part of qshard that its library brings."
         module.serialization = sys.modules["qshard.serialization"]
+        module._runtime = sys.modules["qshard._runtime"]
         module.__getattr__ = missing
 
 

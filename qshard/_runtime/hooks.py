@@ -10,12 +10,13 @@ import sys
 import threading
 import weakref
 
-import _qshard_debug as debug
 import torch
-from _qshard_patches import call, put, unwrap, wrap
-from _qshard_library import find_impl, has_key, hook_getter
-from _qshard_placement import groups_of
 from torch.nn.parameter import UninitializedTensorMixin
+
+from qshard._runtime import debug
+from qshard._runtime.library import find_impl, has_key, hook_getter
+from qshard._runtime.patches import call, put, unwrap, wrap
+from qshard._runtime.placement import groups_of
 
 ops = torch.ops.qshard
 

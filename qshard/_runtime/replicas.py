@@ -5,8 +5,9 @@ step. Loading the library installs this."""
 import functools
 
 import torch
-from _qshard_hooks import is_quantized
-from _qshard_patches import wrap
+
+from qshard._runtime.hooks import is_quantized
+from qshard._runtime.patches import wrap
 
 ops = torch.ops.qshard
 

@@ -11,18 +11,19 @@ import inspect
 import sys
 
 import torch
-from _qshard_hooks import (
+from torch.utils._pytree import tree_leaves
+
+from qshard._runtime.hooks import (
     is_quantized,
     local_of,
     made_up_steps,
     tensor_property,
     with_groups,
 )
-from _qshard_patches import call, put, put_item, wrap
+from qshard._runtime.patches import call, put, put_item, wrap
 
-# By these names, in this module (`_qshard_checkpoint`), files written earlier find them.
-from qshard.serialization import rebuild_shared, rebuild_tensor
-from torch.utils._pytree import tree_leaves
+# Files written earlier find them in this module, by its name then, `_qshard_checkpoint`.
+from qshard._runtime.unpickling import rebuild_shared, rebuild_tensor
 
 ops = torch.ops.qshard
 

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from _qshard_patch_table import ADDS, CALLS, FINDER, PATCHES, PROPERTY, WRAPS
+from qshard._runtime.patch_table import ADDS, CALLS, FINDER, PATCHES, PROPERTY, WRAPS
 
 _by_target = {patch.target: patch for patch in PATCHES}
 _later = {}  # by the name of a module: (path, make) of what is wrapped whenever the module is loaded

@@ -11,19 +11,25 @@ import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 
-NAME = "_qshard_library"
+PACKAGE = "qshard._runtime"
+NAME = f"{PACKAGE}.library"
+# Their names until 0.1, by which pickles of that time find functions.
+EARLIER_NAMES = {
+    f"_qshard_{stem}": f"{PACKAGE}.{stem}"
+    for stem in ("library", "placement", "debug", "hooks", "replicas", "checkpoint", "fakes")
+}
 
 
 class EmbeddedModules:
-    """Finds and loads them. `sources`: their texts by name, in the order in which they are imported.
-    `natives`: functions of the library's, which become attributes of the module NAME."""
+    """Finds and loads them. `sources`: their texts by name, in the order in which they are imported; the first
+    is this file's. `natives`: functions of the library's, which become attributes of the module NAME."""
 
     def __init__(self, sources, natives):
         self.sources = sources
         self.natives = natives
 
     def find_spec(self, fullname, path, target=None):
-        if fullname != NAME and fullname not in self.sources:
+        if fullname not in self.sources:
             return None
         return ModuleSpec(fullname, self, origin="libqshard.so")
 
@@ -32,21 +38,23 @@ class EmbeddedModules:
 
     def exec_module(self, module):
         name = module.__spec__.name
+        exec(compile(self.sources[name], name, "exec"), module.__dict__)
         if name != NAME:
-            exec(compile(self.sources[name], name, "exec"), module.__dict__)
             return
         module.__dict__.update(self.natives)
         module.error = None
         try:
             for each in self.sources:
-                self.load(each)
+                if each != NAME:
+                    self.load(each)
+            sys.modules.update({old: sys.modules[new] for old, new in EARLIER_NAMES.items()})
         except BaseException as error:
             # The module stays, so that nothing is installed twice.
             module.error = error
         module.is_finished = True
 
     def load(self, name):
-        if "." not in name:
+        if name.startswith(PACKAGE):
             return importlib.import_module(name)
         # Importing `qshard.serialization` would import the package first, which may not be installed.
         module = module_from_spec(self.find_spec(name, None))
@@ -63,9 +71,19 @@ def wait_for_others():
         importlib.import_module(NAME)
 
 
+def make_package():
+    """PACKAGE, in sys.modules: with it there, importing its modules does not import `qshard`, which may not be
+    installed. Its path is empty, so that no module is also found as a file."""
+    spec = ModuleSpec(PACKAGE, None, origin="libqshard.so", is_package=True)
+    package = sys.modules.setdefault(PACKAGE, module_from_spec(spec))
+    if "qshard" in sys.modules:
+        sys.modules["qshard"]._runtime = package
+
+
 def finish(sources, natives):
     """Whether the modules are there. False: another thread imports them, and waits for this one, which
     is about to import something."""
+    make_package()
     finder = EmbeddedModules(sources, natives)
     sys.meta_path.append(finder)
     os.register_at_fork(before=wait_for_others)

@@ -10,8 +10,6 @@ import functools
 import math
 
 import torch
-from _qshard_library import has_key
-from _qshard_patches import wrap
 from torch._guards import CompileContext, TracingContext
 from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
@@ -22,6 +20,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakIdKeyDictionary
+
+from qshard._runtime.library import has_key
+from qshard._runtime.patches import wrap
 
 ops = torch.ops.qshard
 
