@@ -57,6 +57,8 @@ cudaDataType_t cuda_type(DType dtype) {
       return CUDA_R_8F_E5M2;
     case DType::kFloat4E2M1:
       return CUDA_R_4F_E2M1;
+    case DType::kFloat8E8M0:  // of scales, whose layout has a mode of its own
+      break;
   }
   TORCH_CHECK(false, "qshard: unknown dtype");
 }
