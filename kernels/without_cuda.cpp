@@ -4,6 +4,7 @@
 
 #include "kernels/adamw/adamw_cuda.h"
 #include "kernels/device/capture.h"
+#include "kernels/device/compute_capability.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/device/memory.h"
 #include "kernels/grouped/grouped_gemm.h"

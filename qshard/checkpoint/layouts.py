@@ -38,7 +38,7 @@ class Scheme:
     config: dict = field(default_factory=dict, compare=False)
     ignore: str = "ignore"  # the config's key for modules left plain
     is_ue8m0: bool = False  # fp32 scales as their exponents
-    # Of the weights' format.
+    # What the format of the weights says:
     block: tuple[int | None, int | None] = (None, None)  # with one scale in the file; None: all
     scale_dtype: torch.dtype = torch.float32
     codes_per_byte: int = 1
