@@ -20,6 +20,7 @@ namespace qshard {
 
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
+inline bool is_given(const OptionalTensor& tensor) { return tensor && tensor->defined(); }
 /// Given, if a linear is to quantize its plain weight for this use: what that needs beside the
 /// weight (dynamic_weight.h).
 using WeightState = const std::optional<std::vector<Tensor>>&;

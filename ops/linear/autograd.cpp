@@ -4,6 +4,7 @@
 
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "ops/calls/ops.h"
+#include "ops/calls/saved_state.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/normed_input.h"
 
@@ -28,16 +29,21 @@ struct QuantizeFunction : Function<QuantizeFunction> {
   }
 };
 
+struct DequantizeState {
+  at::ScalarType dtype;
+  auto fields() { return std::tie(dtype); }
+};
+
 struct DequantizeFunction : Function<DequantizeFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& self,
                         std::optional<at::ScalarType> dtype) {
-    ctx->saved_data["dtype"] = self.scalar_type();
+    save_state(ctx, DequantizeState{self.scalar_type()});
     at::AutoDispatchBelowAutograd guard;
     static const auto op = typed_op<decltype(dequantize)>("qshard::dequantize");
     return op.call(self, dtype);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto dtype = ctx->saved_data["dtype"].toScalarType();
+    const auto [dtype] = load_state<DequantizeState>(ctx);
     return {grads[0].defined() ? grads[0].to(dtype) : Tensor(), {}};
   }
 };
@@ -48,9 +54,20 @@ std::tuple<Tensor, Tensor> quantize_kept(const Tensor& input, c10::string_view f
   return op.call(input, format, columns, amax, weight);
 }
 
+struct LinearState {
+  WeightFacts weight = {};
+  std::optional<std::string> kept_format = {};  // of the codes that backward makes of a kept input
+  bool saves_codes = false;
+  bool weight_only = false;
+  std::optional<at::ScalarType> bias = {};
+  bool has_residual = false;
+  auto fields() {
+    return std::tie(weight, kept_format, saves_codes, weight_only, bias, has_residual);
+  }
+};
+
 struct LinearFunction : Function<LinearFunction> {
   static constexpr size_t kWeight = 1;  // among the tensors given to forward
-  static constexpr const char* kWeightKey = "weight_";
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, bool weight_only, bool records_grad,
@@ -87,14 +104,14 @@ struct LinearFunction : Function<LinearFunction> {
                           : use.saves_codes ? columns
                                             : input,
                           reads_input ? amax : Tensor()};
-    kept_weight.save(ctx, kWeightKey, to_save);
+    LinearState state{.weight = kept_weight.save(to_save),
+                      .saves_codes = use.saves_codes,
+                      .weight_only = weight_only,
+                      .has_residual = is_given(residual)};
+    if (kept != nullptr) state.kept_format = kept->name;
+    if (is_given(bias)) state.bias = bias->scalar_type();
+    save_state(ctx, std::move(state));
     ctx->save_for_backward(std::move(to_save));
-    if (kept != nullptr) ctx->saved_data["kept_format"] = std::string(kept->name);
-    ctx->saved_data["saves_codes"] = use.saves_codes;
-    ctx->saved_data["weight_only"] = weight_only;
-    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
-    ctx->saved_data["has_residual"] = residual.has_value() && residual->defined();
-    if (bias) ctx->saved_data["bias_dtype"] = bias->scalar_type();
     return output;
   }
 
@@ -102,36 +119,33 @@ struct LinearFunction : Function<LinearFunction> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(9);
     refuse_double_backward(grad, "qshard::linear");
+    const auto state = load_state<LinearState>(ctx);
     auto saved = ctx->get_saved_variables();
     const bool needs_input = ctx->needs_input_grad(0);
     const bool needs_weight = ctx->needs_input_grad(1);
-    bool saves_codes = ctx->saved_data["saves_codes"].toBool();
-    if (const auto kept = ctx->saved_data.find("kept_format");
-        kept != ctx->saved_data.end() && needs_weight) {
+    bool saves_codes = state.saves_codes;
+    if (state.kept_format && needs_weight) {
       at::AutoDispatchBelowAutograd guard;
       const auto amax = saved[1].numel() == 1 ? OptionalTensor(saved[1]) : std::nullopt;
-      const std::string& name = kept->second.toStringRef();
-      saved[0] = std::get<0>(quantize_kept(saved[0], name, /*columns=*/true, amax, std::nullopt));
+      saved[0] = std::get<0>(
+          quantize_kept(saved[0], *state.kept_format, /*columns=*/true, amax, std::nullopt));
       saves_codes = true;
     }
-    const bool weight_only = ctx->saved_data["weight_only"].toBool();
     Tensor grad_input, grad_weight, grad_bias;
     if (needs_input || needs_weight) {
       at::AutoDispatchBelowAutograd guard;
-      const RestoredWeight weight(ctx, kWeightKey, &saved[2], grad);
+      const RestoredWeight weight(state.weight, &saved[2], grad);
       const Tensor& input = restored_input(saved[0], grad);
       auto* node = needs_weight ? evaluated_node<LinearFunction>(ctx) : nullptr;
       const WeightGrad into(node, kWeight, weight.weight, grad, input);
       std::tie(grad_input, grad_weight) =
           linear_gradients(into, grad, weight, input, saves_codes && needs_weight, needs_input,
-                           needs_weight, weight_only);
+                           needs_weight, state.weight_only);
     }
-    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2)) {
-      grad_bias = bias_gradient(grad, ctx->saved_data["bias_dtype"].toScalarType());
-    }
-    const size_t residual = ctx->saved_data["has_bias"].toBool() ? 3 : 2;
-    const bool has_residual = ctx->saved_data["has_residual"].toBool();
-    const Tensor grad_residual = has_residual && ctx->needs_input_grad(residual) ? grad : Tensor();
+    if (state.bias && ctx->needs_input_grad(2)) grad_bias = bias_gradient(grad, *state.bias);
+    const size_t residual = state.bias ? 3 : 2;
+    const Tensor grad_residual =
+        state.has_residual && ctx->needs_input_grad(residual) ? grad : Tensor();
     return {needs_input ? grad_input : Tensor(),
             needs_weight ? grad_weight : Tensor(),
             grad_bias,

@@ -13,7 +13,6 @@
 namespace qshard {
 namespace {
 
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 /// Delayed scaling's tensors, or none.
@@ -114,13 +113,11 @@ KeptWeight::KeptWeight(const Tensor& weight, bool is_read, std::optional<c10::st
   }
 }
 
-void KeptWeight::save(AutogradContext* ctx, const std::string& key, variable_list& saved) const {
-  auto& data = ctx->saved_data;
-  if (format_) data[key + "format"] = *format_;
-  if (state_) data[key + "state"] = *state_;
+WeightFacts KeptWeight::save(variable_list& saved) const {
+  WeightFacts facts{format_, state_, {}, {}};
   if (way_ == Way::kWhole) {
     saved.insert(saved.end(), {weight_, Tensor()});
-    return;
+    return facts;
   }
   if (way_ == Way::kPlanes) {
     const Planes& planes = buffer_of(weight_).planes();
@@ -128,30 +125,21 @@ void KeptWeight::save(AutogradContext* ctx, const std::string& key, variable_lis
     const ReadOnlyTensor& grid = planes.grid().read();
     saved.push_back(planes.image().narrow(0, rows.first, weight_.size(0)).operand());
     saved.push_back(grid.defined() ? grid.operand().alias() : Tensor());
-    data[key + "twin"] = without_bytes(weight_);
-    return;
+    facts.twin = without_bytes(weight_);
+    return facts;
   }
   saved.insert(saved.end(), {Tensor(), Tensor()});
-  data[key + "rows"] = weight_.sym_size(0);
-  data[key + "cols"] = weight_.sym_size(1);
-  data[key + "dtype"] = static_cast<int64_t>(weight_.scalar_type());
+  facts.shape = {weight_.sym_size(0), weight_.sym_size(1), weight_.scalar_type()};
+  return facts;
 }
 
-RestoredWeight::RestoredWeight(AutogradContext* ctx, const std::string& key, const Tensor* saved,
-                               const Tensor& grad) {
-  const auto& data = ctx->saved_data;
-  const auto find = [&](const char* name) -> const c10::IValue* {
-    const auto found = data.find(key + name);
-    return found == data.end() ? nullptr : &found->second;
-  };
-  if (const auto* name = find("format")) format = name->toStringRef();
-  if (const auto* tensors = find("state")) state = tensors->toTensorVector();
-  if (const auto* twin = find("twin")) {
-    weight = over_planes(twin->toTensor(), saved[0], saved[1], grad);
-  } else if (const auto* cols = find("cols")) {
-    const auto dtype = static_cast<at::ScalarType>(find("dtype")->toInt());
-    weight = grad.new_empty({1, 1}, grad.options().dtype(dtype))
-                 .expand_symint({find("rows")->toSymInt(), cols->toSymInt()});
+RestoredWeight::RestoredWeight(const WeightFacts& facts, const Tensor* saved, const Tensor& grad)
+    : format(facts.format), state(facts.state) {
+  if (facts.twin.defined()) {
+    weight = over_planes(facts.twin, saved[0], saved[1], grad);
+  } else if (facts.shape) {
+    weight = grad.new_empty({1, 1}, grad.options().dtype(facts.shape->dtype))
+                 .expand_symint({facts.shape->rows, facts.shape->cols});
   } else {
     weight = saved[0];
   }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ops/calls/ops.h"
+#include "ops/calls/saved_state.h"
 
 namespace qshard {
 
@@ -29,6 +30,21 @@ struct LinearNeeds {
 
   bool reads_weight() const { return input; }
   bool reads_input() const { return weight; }
+};
+
+/// What a function's state holds of a weight, beside the tensors that are saved.
+struct WeightFacts {
+  /// Stands for a weight whose values no gradient reads.
+  struct Shape {
+    c10::SymInt rows, cols;
+    at::ScalarType dtype;
+    auto fields() { return std::tie(rows, cols, dtype); }
+  };
+  std::optional<std::string> format;
+  std::optional<std::vector<Tensor>> state;
+  Tensor twin;  // the weight without its bytes, where its planes are saved
+  std::optional<Shape> shape;
+  auto fields() { return std::tie(format, state, twin, shape); }
 };
 
 /// A weight between forward and backward, kept in one of four ways:
@@ -51,10 +67,8 @@ class KeptWeight {
 
   /// Whether backward trusts the format that the caller named, so that forward has to check it.
   bool trusts_format() const { return way_ == Way::kFactsByName; }
-  /// Appends kSaved tensors to `saved`; the rest goes to saved_data, in names that begin with
-  /// `key`.
-  void save(torch::autograd::AutogradContext* ctx, const std::string& key,
-            torch::autograd::variable_list& saved) const;
+  /// Appends kSaved tensors to `saved`, and returns the rest.
+  WeightFacts save(torch::autograd::variable_list& saved) const;
 
  private:
   enum class Way : int8_t { kWhole, kPlanes, kFactsOfItself, kFactsByName };
@@ -72,8 +86,7 @@ struct RestoredWeight {
   std::optional<std::vector<Tensor>> state;
 
   /// `saved`: the first of KeptWeight::kSaved. `grad`: a tensor beside the weight.
-  RestoredWeight(torch::autograd::AutogradContext* ctx, const std::string& key, const Tensor* saved,
-                 const Tensor& grad);
+  RestoredWeight(const WeightFacts& facts, const Tensor* saved, const Tensor& grad);
 };
 
 /// An input that was kept, or where none was what stands for it: nothing reads it.

@@ -11,6 +11,14 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
+struct NormLinearState {
+  NormFacts norm = {};
+  std::vector<WeightFacts> weights = {};
+  std::vector<at::ScalarType> biases = {};  // of all weights, or none
+  bool with_input = false;
+  auto fields() { return std::tie(norm, weights, biases, with_input); }
+};
+
 struct NormLinearFunction : Function<NormLinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& norm_weight,
                                const OptionalTensor& norm_bias, at::TensorList weights,
@@ -22,32 +30,29 @@ struct NormLinearFunction : Function<NormLinearFunction> {
         input, {norm_weight, norm_bias, eps, rms, zero_centered_gamma}, weights, biases, format);
     const NormedInput::Needs needs(records_grad, input, norm_weight, norm_bias, weights);
     variable_list saved;
-    kept.save(ctx, needs, saved);
-    for (size_t i = 0; i < weights.size(); ++i) {
-      KeptWeight(weights[i], needs.normed, format, std::nullopt).save(ctx, key_of(i), saved);
+    NormLinearState state{.norm = kept.save(needs, saved), .with_input = with_input};
+    for (const Tensor& weight : weights) {
+      const KeptWeight kept_weight(weight, needs.normed, format, std::nullopt);
+      state.weights.push_back(kept_weight.save(saved));
     }
+    for (const Tensor& bias : biases) state.biases.push_back(bias.scalar_type());
+    save_state(ctx, std::move(state));
     ctx->save_for_backward(std::move(saved));
     // An output that was not used has no gradient, and its weight gets none.
     ctx->set_materialize_grads(false);
-    std::vector<int64_t> bias_dtypes;
-    for (const Tensor& bias : biases) {
-      bias_dtypes.push_back(static_cast<int64_t>(bias.scalar_type()));
-    }
-    ctx->saved_data["bias_dtypes"] = bias_dtypes;
-    ctx->saved_data["with_input"] = with_input;
     if (with_input) outputs.push_back(input);
     return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto state = load_state<NormLinearState>(ctx);
     Tensor grad_input_itself;
-    if (ctx->saved_data["with_input"].toBool()) {
+    if (state.with_input) {
       grad_input_itself = std::move(grads.back());
       grads.pop_back();
     }
     const size_t count = grads.size();
-    const auto bias_dtypes = ctx->saved_data["bias_dtypes"].toIntVector();
-    variable_list result(kWeights + count + bias_dtypes.size() + kOptions);
+    variable_list result(kWeights + count + state.biases.size() + kOptions);
     const bool needs_input = ctx->needs_input_grad(0);
     if (needs_input) result[0] = grad_input_itself;
     bool is_reached = false;
@@ -58,7 +63,7 @@ struct NormLinearFunction : Function<NormLinearFunction> {
     }
     if (!is_reached) return result;
     const auto saved = ctx->get_saved_variables();
-    const NormedInput kept = NormedInput::restore(ctx, saved.data());
+    const NormedInput kept = NormedInput::restore(state.norm, saved.data());
     // Edges are numbered by the tensors that forward was given, without undefined ones.
     const bool has_norm_bias = kept.has_bias();
     const size_t first_weight = kWeights - (has_norm_bias ? 0 : 1);
@@ -81,8 +86,8 @@ struct NormLinearFunction : Function<NormLinearFunction> {
       const Tensor& grad = grads[i];
       if (!grad.defined()) continue;
       if (needs_weight(i) || needs_normed) {
-        const RestoredWeight weight(ctx, key_of(i), &saved[kSavedWeights + i * KeptWeight::kSaved],
-                                    grad);
+        const RestoredWeight weight(state.weights[i],
+                                    &saved[kSavedWeights + i * KeptWeight::kSaved], grad);
         const Tensor& operand = restored_input(columns, grad);
         const WeightGrad into(needs_weight(i) ? node : nullptr, first_weight + i, weight.weight,
                               grad, operand);
@@ -92,9 +97,8 @@ struct NormLinearFunction : Function<NormLinearFunction> {
         if (needs_weight(i)) result[kWeights + i] = grad_weight;
         if (needs_normed) grad_normed = part;
       }
-      if (!bias_dtypes.empty() && ctx->needs_input_grad(first_bias + i)) {
-        result[kWeights + count + i] =
-            bias_gradient(grad, static_cast<at::ScalarType>(bias_dtypes[i]));
+      if (!state.biases.empty() && ctx->needs_input_grad(first_bias + i)) {
+        result[kWeights + count + i] = bias_gradient(grad, state.biases[i]);
       }
     }
     columns.reset();
@@ -111,8 +115,6 @@ struct NormLinearFunction : Function<NormLinearFunction> {
  private:
   // Arguments of forward: the weights and the biases follow the first of them, then come these.
   enum : size_t { kWeights = 3, kOptions = 6, kSavedWeights = NormedInput::kSaved };
-
-  static std::string key_of(size_t weight) { return fmt::format("weight{}_", weight); }
 };
 
 /// The format of all weights. Traced ones do not show theirs, so the caller gives it.

@@ -13,7 +13,6 @@
 namespace qshard {
 namespace {
 
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 bool is_traced(const Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
@@ -123,12 +122,7 @@ NormedInput::Needs::Needs(bool records, const Tensor& input, const Tensor& norm_
                               [](const Tensor& weight) { return weight.requires_grad(); });
 }
 
-void NormedInput::save(AutogradContext* ctx, const Needs& needs, variable_list& saved) const {
-  ctx->saved_data["norm_eps"] = norm_.eps;
-  ctx->saved_data["norm_rms"] = norm_.rms;
-  ctx->saved_data["norm_zero_centered_gamma"] = norm_.zero_centered_gamma;
-  ctx->saved_data["norm_format"] = format_;
-  ctx->saved_data["norm_has_bias"] = has_bias_;
+NormFacts NormedInput::save(const Needs& needs, variable_list& saved) const {
   if (needs.normed) {
     const bool both = needs.weights;  // columns are made of them, beside the gradients
     saved.insert(saved.end(),
@@ -138,19 +132,18 @@ void NormedInput::save(AutogradContext* ctx, const Needs& needs, variable_list& 
     saved.resize(saved.size() + kSaved - 1);
     saved.push_back(needs.weights ? columns() : Tensor());
   }
+  return {norm_.eps, norm_.rms, norm_.zero_centered_gamma, has_bias_, format_};
 }
 
-NormedInput NormedInput::restore(AutogradContext* ctx, const Tensor* saved) {
+NormedInput NormedInput::restore(const NormFacts& facts, const Tensor* saved) {
   NormedInput kept;
   kept.input_ = saved[0];
-  kept.norm_ = {saved[1], given(saved[2]), ctx->saved_data["norm_eps"].toDouble(),
-                ctx->saved_data["norm_rms"].toBool(),
-                ctx->saved_data["norm_zero_centered_gamma"].toBool()};
+  kept.norm_ = {saved[1], given(saved[2]), facts.eps, facts.rms, facts.zero_centered_gamma};
   kept.statistics_ = saved[3];
   kept.amax_ = saved[4];
   kept.columns_ = saved[5];
-  kept.has_bias_ = ctx->saved_data["norm_has_bias"].toBool();
-  kept.format_ = ctx->saved_data["norm_format"].toStringRef();
+  kept.has_bias_ = facts.has_bias;
+  kept.format_ = facts.format;
   return kept;
 }
 

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "ops/calls/ops.h"
+#include "ops/calls/saved_state.h"
 
 namespace qshard {
 
@@ -37,6 +38,16 @@ bool norm_linear_reads_codes(const Tensor& input, const Tensor& norm_weight,
 /// norm(input), rounded once, by torch's operators, as qshard/nn/parts/norms.py.
 Tensor normalized_by_torch(const Tensor& input, const NormArguments& norm);
 
+/// What a function's state holds of a normed input, beside the tensors that are saved.
+struct NormFacts {
+  double eps = 0.;
+  bool rms = false;
+  bool zero_centered_gamma = false;
+  bool has_bias = false;
+  std::string format;
+  auto fields() { return std::tie(eps, rms, zero_centered_gamma, has_bias, format); }
+};
+
 /// What is kept between forward and backward.
 class NormedInput {
  public:
@@ -57,12 +68,11 @@ class NormedInput {
     Needs(bool records, const Tensor& input, const Tensor& norm_weight,
           const OptionalTensor& norm_bias, at::TensorList weights);
   };
-  /// Appends the tensors to save, kSaved of them, some undefined; the rest goes to saved_data.
+  /// Appends the tensors to save, kSaved of them, some undefined, and returns the rest.
   enum : size_t { kSaved = 6 };
-  void save(torch::autograd::AutogradContext* ctx, const Needs& needs,
-            torch::autograd::variable_list& saved) const;
+  NormFacts save(const Needs& needs, torch::autograd::variable_list& saved) const;
   /// `saved`: the first of the kSaved.
-  static NormedInput restore(torch::autograd::AutogradContext* ctx, const Tensor* saved);
+  static NormedInput restore(const NormFacts& facts, const Tensor* saved);
 
   bool has_bias() const { return has_bias_; }
   /// Columnwise codes of norm(input), for wgrads.

@@ -6,8 +6,6 @@
 
 namespace qshard {
 
-inline bool is_given(const OptionalTensor& tensor) { return tensor && tensor->defined(); }
-
 /// The format of a quantized tensor; of what is traced, which hides it, the one that was named.
 const Format& format_of(const Tensor& weight, c10::string_view name);
 

@@ -6,6 +6,7 @@
 #include "ops/linear/norm_linear.h"
 #include "ops/linear/normed_input.h"
 #include "ops/mlp/swiglu_mlp_arguments.h"
+#include "ops/mlp/swiglu_mlp_backward.h"
 
 namespace qshard {
 namespace {
@@ -13,20 +14,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
-
-/// Edges are numbered by the tensors that forward was given, without undefined ones.
-struct Edges {
-  size_t input = 0, gate = 1, down = 2, up = 3;
-  size_t gate_bias, up_bias, down_bias, residual, norm_weight, norm_bias;
-
-  Edges(bool has_up, bool has_gate_bias, bool has_up_bias, bool has_down_bias, bool has_residual)
-      : gate_bias(has_up ? 4 : 3),
-        up_bias(gate_bias + (has_gate_bias ? 1 : 0)),
-        down_bias(up_bias + (has_up_bias ? 1 : 0)),
-        residual(down_bias + (has_down_bias ? 1 : 0)),
-        norm_weight(residual + (has_residual ? 1 : 0)),
-        norm_bias(norm_weight + 1) {}
-};
 
 /// Which gradients backward may be asked for.
 struct SwigluNeeds {
@@ -112,6 +99,10 @@ struct FirstLinears {
   }
 };
 
+std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor) {
+  return is_given(tensor) ? std::optional(tensor->scalar_type()) : std::nullopt;
+}
+
 struct SwigluMlpFunction : Function<SwigluMlpFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& gate,
                         const Tensor& down, const OptionalTensor& up,
@@ -160,30 +151,28 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     variable_list saved{first.gate_input, first.up_input,
                         reads_values ? first.gate_values : Tensor(),
                         reads_up ? first.up_values : Tensor(), reads_values ? maxima : Tensor()};
-    kept_gate.save(ctx, "gate_", saved);
-    kept_up.save(ctx, "up_", saved);
-    kept_down.save(ctx, "down_", saved);
+    SwigluState state{.is_joined = is_joined,
+                      .has_residual = is_given(residual),
+                      .adds_input = is_normed && is_given(residual) && residual->is_same(input),
+                      .gate_saves_codes = first.gate_saves_codes,
+                      .up_saves_codes = first.up_saves_codes,
+                      .weight_only = weight_only,
+                      .gives_codes = use.gives_codes,
+                      .grad_format = std::string(format.name),
+                      .gate_bias = dtype_of(gate_bias),
+                      .up_bias = dtype_of(up_bias),
+                      .down_bias = dtype_of(down_bias),
+                      .gate = kept_gate.save(saved),
+                      .up = kept_up.save(saved),
+                      .down = kept_down.save(saved)};
     if (is_normed) {
       variable_list weights{gate};
       if (!is_joined) weights.push_back(*up);
-      first.normed->save(ctx, {records_grad, input, *norm_weight, norm_bias, weights}, saved);
+      state.norm =
+          first.normed->save({records_grad, input, *norm_weight, norm_bias, weights}, saved);
     }
+    save_state(ctx, std::move(state));
     ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["is_joined"] = is_joined;
-    ctx->saved_data["is_normed"] = is_normed;
-    ctx->saved_data["adds_input"] = is_normed && is_given(residual) && residual->is_same(input);
-    ctx->saved_data["gate_saves_codes"] = first.gate_saves_codes;
-    ctx->saved_data["up_saves_codes"] = first.up_saves_codes;
-    ctx->saved_data["weight_only"] = weight_only;
-    ctx->saved_data["gives_codes"] = use.gives_codes;
-    ctx->saved_data["grad_format"] = format.name;
-    const auto note = [&](const char* name, const OptionalTensor& bias) {
-      if (is_given(bias)) ctx->saved_data[name] = bias->scalar_type();
-    };
-    note("gate_bias", gate_bias);
-    note("up_bias", up_bias);
-    note("down_bias", down_bias);
-    ctx->saved_data["has_residual"] = is_given(residual);
     return output;
   }
 
@@ -191,167 +180,8 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(kArguments);
     refuse_double_backward(grad, "qshard::swiglu_mlp");
-    const auto saved = ctx->get_saved_variables();
-    const Tensor& gate_values = saved[kGateValues];
-    const bool is_joined = ctx->saved_data["is_joined"].toBool();
-    const auto has = [&](const char* name) { return ctx->saved_data.count(name) > 0; };
-    const bool has_residual = ctx->saved_data["has_residual"].toBool();
-    const Edges edge(!is_joined, has("gate_bias"), has("up_bias"), has("down_bias"), has_residual);
-    const bool is_normed = ctx->saved_data["is_normed"].toBool();
-    std::optional<NormedInput> normed;
-    if (is_normed) normed = NormedInput::restore(ctx, &saved[kSavedNorm]);
-    const bool needs_norm_weight = is_normed && ctx->needs_input_grad(edge.norm_weight);
-    const bool needs_norm_bias =
-        is_normed && normed->has_bias() && ctx->needs_input_grad(edge.norm_bias);
-    const bool needs_norm = needs_norm_weight || needs_norm_bias;
-    const bool needs_input = ctx->needs_input_grad(edge.input) || needs_norm;
-    const bool needs_gate = ctx->needs_input_grad(edge.gate);
-    const bool needs_up = !is_joined && ctx->needs_input_grad(edge.up);
-    const bool needs_down = ctx->needs_input_grad(edge.down);
-    const bool needs_gate_bias = has("gate_bias") && ctx->needs_input_grad(edge.gate_bias);
-    const bool needs_up_bias = has("up_bias") && ctx->needs_input_grad(edge.up_bias);
-    const bool needs_bias = needs_gate_bias || needs_up_bias;
-    const bool weight_only = ctx->saved_data["weight_only"].toBool();
-    // Gradients of biases are sums of values.
-    const bool gives_codes = ctx->saved_data["gives_codes"].toBool() && !needs_bias;
-    const std::string grad_format = ctx->saved_data["grad_format"].toStringRef();
-    auto* node = evaluated_node<SwigluMlpFunction>(ctx);
-
-    variable_list result(kArguments);
-    // That of an input which is the residual, too, is added to the norm's as this is written.
-    const bool adds_input = ctx->saved_data["adds_input"].toBool();
-    if (has_residual && !adds_input && ctx->needs_input_grad(edge.residual)) {
-      result[kResidual] = grad;
-    }
-    at::AutoDispatchBelowAutograd guard;
-    std::array<Tensor, 4> inner;  // of gate and of up: values, or codes and columns of codes
-    const bool needs_weights = needs_gate || needs_up || needs_bias;
-    if (needs_input || needs_weights || needs_down) {
-      const auto halves =
-          is_joined ? gate_values.chunk(2, -1)
-                    : variable_list{gate_values,
-                                    saved[kUpValues].defined() ? saved[kUpValues] : gate_values};
-      const RestoredWeight kept(ctx, "down_", &saved[kSavedDown], grad);
-      const Tensor& down = kept.weight;
-      const WeightGrad into(needs_down ? node : nullptr, edge.down, down, grad, gate_values);
-      const auto format = gives_codes ? OptionalFormat(grad_format) : std::nullopt;
-      if (into.leaf.sum.defined()) {
-        static const auto op = typed_op<decltype(swiglu_linear_backward_accumulate)>(
-            "qshard::swiglu_linear_backward_accumulate");
-        std::tie(inner[0], inner[1], inner[2], inner[3]) = op.call(
-            grad, halves[0], halves[1], down, saved[kMaxima], into.leaf.sum, needs_input,
-            needs_weights, is_joined, format, weight_only, OptionalFormat(kept.format), kept.state);
-      } else {
-        static const auto op =
-            typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
-        Tensor grad_down;
-        std::tie(grad_down, inner[0], inner[1], inner[2], inner[3]) =
-            op.call(grad, halves[0], halves[1], down, saved[kMaxima], needs_down, needs_input,
-                    needs_weights, is_joined, format, weight_only, into.dtype,
-                    OptionalFormat(kept.format), kept.state);
-        if (needs_down) result[kDown] = grad_down;
-      }
-      if (!needs_input && !needs_weights) inner = {};
-    }
-    if (has("down_bias") && ctx->needs_input_grad(edge.down_bias)) {
-      result[kDownBias] = bias_gradient(grad, ctx->saved_data["down_bias"].toScalarType());
-    }
-    if (!inner[0].defined()) {
-      if (adds_input && ctx->needs_input_grad(edge.input)) result[kInput] = grad;
-      return result;
-    }
-
-    Tensor columns;  // of what is normalized
-    if (is_normed && (needs_gate || needs_up)) columns = normed->columns();
-    const auto first = [&](size_t matrix, const char* key, bool saves_codes, bool needs_weight,
-                           size_t weight_edge, Tensor& grad_weight,
-                           const OptionalTensor& input_sum) {
-      if (!needs_input && !needs_weight) return Tensor();
-      const Tensor& rows = inner[2 * matrix];
-      const Tensor& columns_of_grad = inner[2 * matrix + 1];
-      const RestoredWeight kept(ctx, key, &saved[kSavedGate + matrix * KeptWeight::kSaved], grad);
-      const Tensor& weight = kept.weight;
-      const Tensor& input = restored_input(is_normed ? columns : saved[matrix], gate_values);
-      const bool is_quantized = saves_codes && needs_weight;
-      const WeightGrad into(needs_weight ? node : nullptr, weight_edge, weight, rows, input);
-      const Tensor& sum = into.leaf.sum;
-      const auto dtype = gate_values.scalar_type();
-      const auto size = gate_values.sizes();
-      const OptionalFormat name(kept.format);
-      if (gives_codes && sum.defined()) {
-        static const auto op = typed_op<decltype(linear_backward_codes_accumulate)>(
-            "qshard::linear_backward_codes_accumulate");
-        return op.call(rows, columns_of_grad, size, dtype, weight, input, is_quantized, needs_input,
-                       sum, name, kept.state, input_sum);
-      }
-      Tensor grad_input, made;
-      if (gives_codes) {
-        static const auto op =
-            typed_op<decltype(linear_backward_codes)>("qshard::linear_backward_codes");
-        std::tie(grad_input, made) =
-            op.call(rows, columns_of_grad, size, dtype, weight, input, is_quantized, needs_input,
-                    needs_weight, into.dtype, name, kept.state, input_sum);
-      } else {
-        std::tie(grad_input, made) = linear_gradients(into, rows, kept, input, is_quantized,
-                                                      needs_input, needs_weight, weight_only);
-      }
-      if (needs_weight) grad_weight = made;
-      return grad_input;
-    };
-    Tensor grad_input = first(0, "gate_", ctx->saved_data["gate_saves_codes"].toBool(), needs_gate,
-                              edge.gate, result[kGate], std::nullopt);
-    if (!is_joined) {
-      // Nothing else refers to it yet.
-      const bool is_added = needs_input && gives_codes && !is_traced_or_subclass(grad_input);
-      const Tensor other =
-          first(1, "up_", ctx->saved_data["up_saves_codes"].toBool(), needs_up, edge.up,
-                result[kUp], is_added ? OptionalTensor(grad_input) : std::nullopt);
-      if (needs_input && !is_added) grad_input = grad_input + other;
-    }
-    columns.reset();
-    if (is_normed && needs_input) {
-      std::tie(grad_input, result[kNormWeight], result[kNormBias]) =
-          normed->backward(grad_input, adds_input ? grad : Tensor(), needs_norm);
-      if (!needs_norm_weight) result[kNormWeight].reset();
-      if (!needs_norm_bias) result[kNormBias].reset();
-    }
-    if (ctx->needs_input_grad(edge.input)) result[kInput] = grad_input;
-    if (needs_gate_bias) {
-      result[kGateBias] = bias_gradient(inner[0], ctx->saved_data["gate_bias"].toScalarType());
-    }
-    if (needs_up_bias) {
-      result[kUpBias] = bias_gradient(inner[2], ctx->saved_data["up_bias"].toScalarType());
-    }
-    return result;
+    return SwigluBackward(ctx, evaluated_node<SwigluMlpFunction>(ctx), grad).run();
   }
-
- private:
-  // Arguments of forward.
-  enum : size_t {
-    kInput,
-    kGate,
-    kDown,
-    kUp,
-    kGateBias,
-    kUpBias,
-    kDownBias,
-    kResidual,
-    kNormWeight,
-    kNormBias,
-    kArguments = 20
-  };
-  // What is saved.
-  enum : size_t {
-    kGateInput,
-    kUpInput,
-    kGateValues,
-    kUpValues,
-    kMaxima,
-    kSavedGate,
-    kSavedUp = kSavedGate + KeptWeight::kSaved,
-    kSavedDown = kSavedUp + KeptWeight::kSaved,
-    kSavedNorm = kSavedDown + KeptWeight::kSaved,
-  };
 };
 
 /// The composition, where down alone is trained: autograd then keeps what down multiplies, and

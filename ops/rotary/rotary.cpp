@@ -10,6 +10,7 @@
 #include "kernels/format/checked_sizes.h"
 #include "kernels/format/value_dtype.h"
 #include "kernels/rotary/rotary.h"
+#include "ops/calls/saved_state.h"
 #include "ops/linear/autograd.h"
 
 namespace qshard {
@@ -52,6 +53,14 @@ Tensor empty_result(const Tensor& input, at::OptionalSymIntArrayRef stride) {
   return at::empty_strided_symint(input.sym_sizes(), *stride, input.options());
 }
 
+struct RotaryState {
+  int64_t dim;
+  bool interleaved, inverse;
+  /// The gradient comes back as linears laid the input out, whatever attention made of it.
+  std::vector<int64_t> stride;
+  auto fields() { return std::tie(dim, interleaved, inverse, stride); }
+};
+
 struct RotaryFunction : Function<RotaryFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& cos,
                         const Tensor& sin, int64_t dim, bool interleaved, bool inverse,
@@ -62,13 +71,11 @@ struct RotaryFunction : Function<RotaryFunction> {
         stride ? at::OptionalSymIntArrayRef(*stride) : at::OptionalSymIntArrayRef();
     const Tensor out = op.call(input, cos, sin, dim, interleaved, inverse, wanted);
     ctx->save_for_backward({cos, sin});
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["interleaved"] = interleaved;
-    ctx->saved_data["inverse"] = inverse;
-    // The gradient comes back as linears laid the input out, whatever attention made of it.
+    RotaryState state{dim, interleaved, inverse, {}};
     if (!out.key_set().has(c10::DispatchKey::Python) && out.stride(3) == 1) {
-      ctx->saved_data["stride"] = out.strides().vec();
+      state.stride = out.strides().vec();
     }
+    save_state(ctx, std::move(state));
     return out;
   }
 
@@ -76,16 +83,12 @@ struct RotaryFunction : Function<RotaryFunction> {
     variable_list result(7);
     if (!grads[0].defined()) return result;
     const auto saved = ctx->get_saved_variables();
-    const auto found = ctx->saved_data.find("stride");
-    std::vector<c10::SymInt> stride;
-    if (found != ctx->saved_data.end()) {
-      for (const int64_t of_dim : found->second.toIntVector()) stride.emplace_back(of_dim);
-    }
+    const auto state = load_state<RotaryState>(ctx);
+    const std::vector<c10::SymInt> stride(state.stride.begin(), state.stride.end());
     // With a graph of its own, if that is asked for: it is linear.
     static const auto op = typed_op<decltype(rotary_embedding)>("qshard::rotary_embedding");
     result[0] =
-        op.call(grads[0], saved[0], saved[1], ctx->saved_data["dim"].toInt(),
-                ctx->saved_data["interleaved"].toBool(), !ctx->saved_data["inverse"].toBool(),
+        op.call(grads[0], saved[0], saved[1], state.dim, state.interleaved, !state.inverse,
                 stride.empty() ? at::OptionalSymIntArrayRef() : at::OptionalSymIntArrayRef(stride));
     return result;
   }

@@ -7,6 +7,7 @@
 
 #include "kernels/format/checked_sizes.h"
 #include "kernels/rotary/rotary.h"
+#include "ops/calls/saved_state.h"
 #include "ops/linear/autograd.h"
 #include "ops/rotary/rotary.h"
 
@@ -108,19 +109,12 @@ struct Kept {
   std::vector<int64_t> heads;
   int64_t dim;
   bool interleaved, inverse;
+  auto fields() { return std::tie(heads, dim, interleaved, inverse); }
 
   void save(AutogradContext* ctx, const Tensor& cos, const Tensor& sin) const {
     ctx->save_for_backward({cos, sin});
-    ctx->saved_data["heads"] = heads;
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["interleaved"] = interleaved;
-    ctx->saved_data["inverse"] = inverse;
+    save_state(ctx, *this);
   }
-  explicit Kept(AutogradContext* ctx)
-      : Kept(ctx->saved_data["heads"].toIntVector(), ctx->saved_data["dim"].toInt(),
-             ctx->saved_data["interleaved"].toBool(), ctx->saved_data["inverse"].toBool()) {}
-  Kept(std::vector<int64_t> heads, int64_t dim, bool interleaved, bool inverse)
-      : heads(std::move(heads)), dim(dim), interleaved(interleaved), inverse(inverse) {}
 };
 
 // Backward of each is the other one's, with a graph of its own if that is asked for: both are
@@ -147,7 +141,7 @@ struct SplitFunction : Function<SplitFunction> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const Kept kept(ctx);
+    const auto kept = load_state<Kept>(ctx);
     return {call_join(grads[0], grads[1], grads[2], saved[0], saved[1], kept, !kept.inverse),
             {},
             {},
@@ -165,7 +159,7 @@ struct JoinFunction : Function<JoinFunction> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const Kept kept(ctx);
+    const auto kept = load_state<Kept>(ctx);
     const auto [query, key, value] = call_split(grads[0], saved[0], saved[1], kept, !kept.inverse);
     return {query, key, value, {}, {}, {}};
   }
@@ -204,7 +198,7 @@ Parts split_rotary_embedding_autograd(const Tensor& input, const Tensor& cos, co
                                       bool inverse) {
   check_tables(kSplit, cos, sin);
   const auto parts =
-      SplitFunction::apply(input, cos, sin, Kept(heads.vec(), dim, interleaved, inverse));
+      SplitFunction::apply(input, cos, sin, Kept{heads.vec(), dim, interleaved, inverse});
   return {parts[0], parts[1], parts[2]};
 }
 
@@ -237,7 +231,7 @@ Tensor join_rotary_embedding_autograd(const Tensor& query, const Tensor& key, co
                                       int64_t dim, bool interleaved, bool inverse) {
   check_tables(kJoin, cos, sin);
   return JoinFunction::apply(query, key, value, cos, sin,
-                             Kept(heads.vec(), dim, interleaved, inverse));
+                             Kept{heads.vec(), dim, interleaved, inverse});
 }
 
 }  // namespace qshard

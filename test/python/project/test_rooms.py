@@ -135,3 +135,15 @@ def test_operators_of_the_library_are_defined_in_cpp():
     """No Python adds schemas that C++ would have to look up by name."""
     for file in modules().values():
         assert not re.search(r"Library\(\"qshard\"|\.define\(", file.read_text()), file
+
+
+def test_the_state_of_autograd_functions_has_one_owner():
+    """Elsewhere it would be strings that a forward and its backward have to spell alike."""
+    owner = CHECKOUT / "ops/calls/saved_state.h"
+    users = [
+        file
+        for root in CPP_ROOTS
+        for file in (CHECKOUT / root).rglob("*")
+        if file.suffix in CPP and "saved_data" in file.read_text()
+    ]
+    assert users == [owner]

@@ -1,0 +1,169 @@
+#include "ops/mlp/swiglu_mlp_backward.h"
+
+#include "ops/linear/autograd.h"
+#include "ops/mlp/swiglu_mlp_arguments.h"
+
+namespace qshard {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+SwigluBackward::Edges::Edges(const SwigluState& state)
+    : gate_bias(state.is_joined ? 3 : 4),
+      up_bias(gate_bias + (state.gate_bias ? 1 : 0)),
+      down_bias(up_bias + (state.up_bias ? 1 : 0)),
+      residual(down_bias + (state.down_bias ? 1 : 0)),
+      norm_weight(residual + (state.has_residual ? 1 : 0)),
+      norm_bias(norm_weight + 1) {}
+
+SwigluBackward::Needs::Needs(AutogradContext* ctx, const SwigluState& state, const Edges& edge)
+    : norm_weight(state.norm && ctx->needs_input_grad(edge.norm_weight)),
+      norm_bias(state.norm && state.norm->has_bias && ctx->needs_input_grad(edge.norm_bias)),
+      input(ctx->needs_input_grad(edge.input) || norm_weight || norm_bias),
+      gate(ctx->needs_input_grad(edge.gate)),
+      up(!state.is_joined && ctx->needs_input_grad(edge.up)),
+      down(ctx->needs_input_grad(edge.down)),
+      gate_bias(state.gate_bias && ctx->needs_input_grad(edge.gate_bias)),
+      up_bias(state.up_bias && ctx->needs_input_grad(edge.up_bias)) {}
+
+SwigluBackward::SwigluBackward(AutogradContext* ctx, Node* node, const Tensor& grad)
+    : ctx_(ctx),
+      node_(node),
+      grad_(grad),
+      state_(load_state<SwigluState>(ctx)),
+      saved_(ctx->get_saved_variables()),
+      edge_(state_),
+      needs_(ctx, state_, edge_),
+      // Gradients of biases are sums of values.
+      gives_codes_(state_.gives_codes && !needs_.inner_biases()) {
+  if (state_.norm) normed_ = NormedInput::restore(*state_.norm, &saved_[kSavedNorm]);
+}
+
+variable_list SwigluBackward::run() {
+  if (state_.has_residual && !state_.adds_input && ctx_->needs_input_grad(edge_.residual)) {
+    result_[kResidual] = grad_;
+  }
+  at::AutoDispatchBelowAutograd guard;
+  if (needs_.inner() || needs_.down) backward_of_down();
+  if (state_.down_bias && ctx_->needs_input_grad(edge_.down_bias)) {
+    result_[kDownBias] = bias_gradient(grad_, *state_.down_bias);
+  }
+  if (!needs_.inner()) {
+    if (state_.adds_input && ctx_->needs_input_grad(edge_.input)) result_[kInput] = grad_;
+    return std::move(result_);
+  }
+  Tensor grad_input = backward_of_gate_and_up();
+  if (normed_ && needs_.input) grad_input = backward_of_norm(grad_input);
+  if (ctx_->needs_input_grad(edge_.input)) result_[kInput] = grad_input;
+  set_inner_biases();
+  return std::move(result_);
+}
+
+void SwigluBackward::backward_of_down() {
+  const Tensor& gate_values = saved_[kGateValues];
+  const Tensor& up_values = saved_[kUpValues];
+  const auto halves =
+      state_.is_joined ? gate_values.chunk(2, -1)
+                       : variable_list{gate_values, up_values.defined() ? up_values : gate_values};
+  const RestoredWeight down(state_.down, &saved_[kSavedDown], grad_);
+  const WeightGrad into(needs_.down ? node_ : nullptr, edge_.down, down.weight, grad_, gate_values);
+  const auto format = gives_codes_ ? OptionalFormat(state_.grad_format) : std::nullopt;
+  if (into.leaf.sum.defined()) {
+    static const auto op = typed_op<decltype(swiglu_linear_backward_accumulate)>(
+        "qshard::swiglu_linear_backward_accumulate");
+    std::tie(gate_.rows, gate_.columns, up_.rows, up_.columns) =
+        op.call(grad_, halves[0], halves[1], down.weight, saved_[kMaxima], into.leaf.sum,
+                needs_.input, needs_.inner_weights(), state_.is_joined, format, state_.weight_only,
+                OptionalFormat(down.format), down.state);
+  } else {
+    static const auto op =
+        typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
+    Tensor grad_down;
+    std::tie(grad_down, gate_.rows, gate_.columns, up_.rows, up_.columns) =
+        op.call(grad_, halves[0], halves[1], down.weight, saved_[kMaxima], needs_.down,
+                needs_.input, needs_.inner_weights(), state_.is_joined, format, state_.weight_only,
+                into.dtype, OptionalFormat(down.format), down.state);
+    if (needs_.down) result_[kDown] = grad_down;
+  }
+}
+
+Tensor SwigluBackward::backward_of_gate_and_up() {
+  if (normed_ && (needs_.gate || needs_.up)) columns_ = normed_->columns();
+  Tensor grad_input = backward_of_first({.grad = gate_,
+                                         .facts = state_.gate,
+                                         .saved_input = kGateInput,
+                                         .saved_weight = kSavedGate,
+                                         .saves_codes = state_.gate_saves_codes,
+                                         .needs_weight = needs_.gate,
+                                         .edge = edge_.gate,
+                                         .grad_weight = result_[kGate]},
+                                        {});
+  if (!state_.is_joined) {
+    // Nothing else refers to it yet.
+    const bool is_added = needs_.input && gives_codes_ && !is_traced_or_subclass(grad_input);
+    const Tensor other = backward_of_first({.grad = up_,
+                                            .facts = state_.up,
+                                            .saved_input = kUpInput,
+                                            .saved_weight = kSavedUp,
+                                            .saves_codes = state_.up_saves_codes,
+                                            .needs_weight = needs_.up,
+                                            .edge = edge_.up,
+                                            .grad_weight = result_[kUp]},
+                                           is_added ? grad_input : Tensor());
+    if (needs_.input && !is_added) grad_input = grad_input + other;
+  }
+  columns_.reset();
+  return grad_input;
+}
+
+Tensor SwigluBackward::backward_of_first(const FirstLinear& linear, const Tensor& input_sum) {
+  if (!needs_.input && !linear.needs_weight) return Tensor();
+  const Tensor& gate_values = saved_[kGateValues];
+  const RestoredWeight weight(linear.facts, &saved_[linear.saved_weight], grad_);
+  const Tensor& input =
+      restored_input(normed_ ? columns_ : saved_[linear.saved_input], gate_values);
+  const bool is_quantized = linear.saves_codes && linear.needs_weight;
+  const WeightGrad into(linear.needs_weight ? node_ : nullptr, linear.edge, weight.weight,
+                        linear.grad.rows, input);
+  const auto dtype = gate_values.scalar_type();
+  const auto size = gate_values.sizes();
+  const OptionalFormat name(weight.format);
+  const auto added = input_sum.defined() ? OptionalTensor(input_sum) : std::nullopt;
+  if (gives_codes_ && into.leaf.sum.defined()) {
+    static const auto op = typed_op<decltype(linear_backward_codes_accumulate)>(
+        "qshard::linear_backward_codes_accumulate");
+    return op.call(linear.grad.rows, linear.grad.columns, size, dtype, weight.weight, input,
+                   is_quantized, needs_.input, into.leaf.sum, name, weight.state, added);
+  }
+  Tensor grad_input, made;
+  if (gives_codes_) {
+    static const auto op =
+        typed_op<decltype(linear_backward_codes)>("qshard::linear_backward_codes");
+    std::tie(grad_input, made) = op.call(
+        linear.grad.rows, linear.grad.columns, size, dtype, weight.weight, input, is_quantized,
+        needs_.input, linear.needs_weight, into.dtype, name, weight.state, added);
+  } else {
+    std::tie(grad_input, made) =
+        linear_gradients(into, linear.grad.rows, weight, input, is_quantized, needs_.input,
+                         linear.needs_weight, state_.weight_only);
+  }
+  if (linear.needs_weight) linear.grad_weight = made;
+  return grad_input;
+}
+
+Tensor SwigluBackward::backward_of_norm(const Tensor& grad_normed) {
+  // The gradient of an input that is the residual, too, is added as the norm's is written.
+  auto [grad_input, grad_weight, grad_bias] = normed_->backward(
+      grad_normed, state_.adds_input ? grad_ : Tensor(), needs_.norm_weight || needs_.norm_bias);
+  if (needs_.norm_weight) result_[kNormWeight] = grad_weight;
+  if (needs_.norm_bias) result_[kNormBias] = grad_bias;
+  return grad_input;
+}
+
+void SwigluBackward::set_inner_biases() {
+  if (needs_.gate_bias) result_[kGateBias] = bias_gradient(gate_.rows, *state_.gate_bias);
+  if (needs_.up_bias) result_[kUpBias] = bias_gradient(up_.rows, *state_.up_bias);
+}
+
+}  // namespace qshard
