@@ -1,9 +1,8 @@
 // The public operators: every schema, then which function implements it for which key.
 //
 // `linear_forward` and `linear_backward` are what `linear` is made of under autograd, and where it
-// is compiled `quantize_input`; list them in selective activation checkpointing policies. Eager
-// backwards that would add to a weight's `.grad` are `linear_backward_accumulate`. Names with a
-// leading underscore serve the embedded Python (fsdp/*.py) and may change.
+// is compiled `quantize_input`; list them in selective activation checkpointing policies. Names
+// with a leading underscore serve the embedded Python (fsdp/*.py) and may change.
 #include <torch/library.h>
 
 #include "dispatch/aten/registration.h"
@@ -62,17 +61,9 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "linear_backward(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
       "bool needs_input, bool needs_weight, bool weight_only=False, ScalarType? grad_dtype=None, "
-      "str? format=None, Tensor[]? weight_state=None) "
-      "-> (Tensor grad_input, Tensor grad_weight)");
-  m.def(
-      "linear_backward_accumulate(Tensor grad, Tensor weight, Tensor input, "
-      "bool input_is_quantized, bool needs_input, Tensor(a!) weight_grad, bool weight_only=False, "
-      "str? format=None, Tensor[]? weight_state=None) "
-      "-> Tensor grad_input");
-  m.def(
-      "_linear_backward_into(Tensor grad, Tensor weight, Tensor input, bool input_is_quantized, "
-      "bool needs_weight, Tensor(a!) grad_input, Tensor(b!)? weight_grad=None, "
-      "ScalarType? grad_dtype=None) -> Tensor grad_weight");
+      "str? format=None, Tensor[]? weight_state=None, *, Tensor? grad_columns=None, "
+      "int[]? grad_size=None, ScalarType? value_dtype=None, Tensor(a!)? input_sum=None, "
+      "Tensor(b!)? weight_grad=None) -> (Tensor grad_input, Tensor grad_weight)");
   m.def(
       "swiglu_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias=None, "
       "Tensor? up_bias=None, Tensor? down_bias=None, *, bool weight_only=False, str format, "
@@ -90,26 +81,8 @@ TORCH_LIBRARY(qshard, m) {
       "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor up, Tensor weight, Tensor maxima, "
       "bool needs_weight, bool rows, bool columns, bool joined, str? grad_format=None, "
       "bool weight_only=False, ScalarType? grad_dtype=None, str? format=None, "
-      "Tensor[]? weight_state=None) "
+      "Tensor[]? weight_state=None, *, Tensor(a!)? weight_grad=None) "
       "-> (Tensor grad_weight, Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
-  m.def(
-      "swiglu_linear_backward_accumulate(Tensor grad, Tensor gate, Tensor up, Tensor weight, "
-      "Tensor maxima, Tensor(a!) weight_grad, bool rows, bool columns, bool joined, "
-      "str? grad_format=None, bool weight_only=False, str? format=None, "
-      "Tensor[]? weight_state=None) "
-      "-> (Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
-  m.def(
-      "linear_backward_codes(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
-      "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, bool needs_weight, "
-      "ScalarType? grad_dtype=None, str? format=None, Tensor[]? weight_state=None, "
-      "Tensor(a!)? input_sum=None) "
-      "-> (Tensor grad_input, Tensor grad_weight)");
-  m.def(
-      "linear_backward_codes_accumulate(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
-      "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, "
-      "Tensor(a!) weight_grad, str? format=None, Tensor[]? weight_state=None, "
-      "Tensor(b!)? input_sum=None) "
-      "-> Tensor grad_input");
   m.def(
       "norm_linear(Tensor input, Tensor norm_weight, Tensor? norm_bias, Tensor[] weights, "
       "Tensor[]? biases=None, *, float eps, bool rms, bool zero_centered_gamma=False, "
@@ -130,6 +103,33 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "join_rotary_embedding(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, "
       "int[] heads, int dim=1, *, bool interleaved=False, bool inverse=False) -> Tensor");
+
+  // Other names of linear_backward and swiglu_linear_backward.
+  m.def(
+      "linear_backward_accumulate(Tensor grad, Tensor weight, Tensor input, "
+      "bool input_is_quantized, bool needs_input, Tensor(a!) weight_grad, bool weight_only=False, "
+      "str? format=None, Tensor[]? weight_state=None) "
+      "-> Tensor grad_input");
+  m.def(
+      "linear_backward_codes(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
+      "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, bool needs_weight, "
+      "ScalarType? grad_dtype=None, str? format=None, Tensor[]? weight_state=None, "
+      "Tensor(a!)? input_sum=None) "
+      "-> (Tensor grad_input, Tensor grad_weight)");
+  m.def(
+      "linear_backward_codes_accumulate(Tensor rows, Tensor columns, int[] size, ScalarType dtype, "
+      "Tensor weight, Tensor input, bool input_is_quantized, bool needs_input, "
+      "Tensor(a!) weight_grad, str? format=None, Tensor[]? weight_state=None, "
+      "Tensor(b!)? input_sum=None) "
+      "-> Tensor grad_input");
+  m.def(
+      "swiglu_linear_backward_accumulate(Tensor grad, Tensor gate, Tensor up, Tensor weight, "
+      "Tensor maxima, Tensor(a!) weight_grad, bool rows, bool columns, bool joined, "
+      "str? grad_format=None, bool weight_only=False, str? format=None, "
+      "Tensor[]? weight_state=None) "
+      "-> (Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
+
+  // What norm_linear and the modules are made of.
   m.def("_can_normalize(Tensor input, Tensor weight, Tensor? bias) -> bool");
   m.def(
       "_normalize(Tensor input, Tensor weight, Tensor? bias, float eps, bool rms, "
@@ -274,14 +274,9 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"quantize_input", &quantize_input_op>(m);
   implement<"_quantize_kept_input", &quantize_kept_input>(m);
   implement<"linear_backward", &linear_backward_op>(m);
-  implement<"linear_backward_accumulate", &linear_backward_accumulate_op>(m);
-  implement<"_linear_backward_into", &linear_backward_into>(m);
   implement<"swiglu_mlp", &swiglu_mlp>(m);
   implement<"swiglu_linear_forward", &swiglu_linear_forward>(m);
   implement<"swiglu_linear_backward", &swiglu_linear_backward>(m);
-  implement<"swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate>(m);
-  implement<"linear_backward_codes", &linear_backward_codes>(m);
-  implement<"linear_backward_codes_accumulate", &linear_backward_codes_accumulate>(m);
   implement<"norm_linear", &norm_linear>(m);
   implement<"_norm_linear_reads_codes", &norm_linear_reads_codes, Takes::kAnything>(m);
   implement<"_norm_linear_forward", &norm_linear_forward>(m);
@@ -327,6 +322,15 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_keeps_master", &keeps_master, Takes::kAnything>(m);
 }
 
+TORCH_LIBRARY_IMPL(qshard, CompositeImplicitAutograd, m) {
+  implement<"linear_backward_accumulate", &linear_backward_accumulate, Takes::kAlias>(m);
+  implement<"linear_backward_codes", &linear_backward_codes, Takes::kAlias>(m);
+  implement<"linear_backward_codes_accumulate", &linear_backward_codes_accumulate, Takes::kAlias>(
+      m);
+  implement<"swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate, Takes::kAlias>(
+      m);
+}
+
 // Every step calls it, and modes that look at operators are to see those of the step.
 TORCH_LIBRARY_IMPL(qshard, Python, m) {
   m.impl("_set_in_step", &set_in_step_op);
@@ -342,16 +346,9 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   implement<"quantize_input", &quantize_input_meta, Takes::kMeta>(m);
   implement<"_quantize_kept_input", &quantize_kept_input_meta, Takes::kMeta>(m);
   implement<"linear_backward", &linear_backward_meta, Takes::kMeta>(m);
-  implement<"linear_backward_accumulate", &linear_backward_accumulate_meta, Takes::kMeta>(m);
-  implement<"_linear_backward_into", &linear_backward_into_meta, Takes::kMeta>(m);
   implement<"swiglu_mlp", &swiglu_mlp_meta, Takes::kMeta>(m);
   implement<"swiglu_linear_forward", &swiglu_linear_forward_meta, Takes::kMeta>(m);
   implement<"swiglu_linear_backward", &swiglu_linear_backward_meta, Takes::kMeta>(m);
-  implement<"swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate_meta,
-            Takes::kMeta>(m);
-  implement<"linear_backward_codes", &linear_backward_codes_meta, Takes::kMeta>(m);
-  implement<"linear_backward_codes_accumulate", &linear_backward_codes_accumulate_meta,
-            Takes::kMeta>(m);
   implement<"norm_linear", &norm_linear_meta, Takes::kMeta>(m);
   implement<"_norm_linear_forward", &norm_linear_forward_meta, Takes::kMeta>(m);
   implement<"_quantize_normalized", &quantize_normalized_meta, Takes::kMeta>(m);

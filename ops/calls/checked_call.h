@@ -38,6 +38,7 @@ enum class Takes : int8_t {
   kEachDevice,      // these, or on meta
   kAnything,        // it is asked about tensors and reads no memory
   kMeta,            // on meta, or fake: a Meta kernel
+  kAlias,           // what the operator takes that it is another name of, which checks them
 };
 
 /// One tensor of a call, perhaps in a list, and which argument of the schema it is.
@@ -52,7 +53,12 @@ class CheckedOperator {
  public:
   explicit CheckedOperator(std::string_view name);
 
-  bool writes() const { return written_ != 0; }
+  /// Whether any of them is written.
+  bool writes(const TensorArguments& tensors) const {
+    return std::ranges::any_of(
+        tensors, [&](const TensorArgument& argument) { return is_written(argument.position); });
+  }
+  bool may_write() const { return written_ != 0; }
   /// @throws c10::Error for tensors of which a glance found that they are not what is taken.
   [[noreturn]] void refuse(Takes takes, const TensorArguments& tensors) const;
   /// @throws c10::Error unless what will be written may be written, by an operator that has no
@@ -191,14 +197,16 @@ struct Call<kName, kTakes, kKernel> {
   static Result run(Arguments... arguments) {
     static const CheckedOperator op(kName.text);
     try {
+      if constexpr (kTakes == Takes::kAlias) return kKernel(arguments...);
       if constexpr (kTakes != Takes::kAnything) {
         Glance<kTakes> glance;
         const auto look = [&](const at::Tensor& tensor) { glance(tensor); };
         (visit(arguments, look), ...);
         if (glance.is_odd) op.refuse(kTakes, tensors_of(arguments...));
       }
-      if (!op.writes()) return kKernel(arguments...);
+      if (!op.may_write()) return kKernel(arguments...);
       const TensorArguments tensors = tensors_of(arguments...);
+      if (!op.writes(tensors)) return kKernel(arguments...);
       op.check_written(kTakes, tensors);
       if constexpr (std::is_void_v<Result>) {
         kKernel(arguments...);

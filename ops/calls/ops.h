@@ -120,27 +120,38 @@ std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_vi
 std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_view format,
                                                bool columns, const OptionalTensor& amax,
                                                const OptionalTensor& weight);
-/// `grad_dtype` is the weight gradient's, else the weight's own.
-std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
-                                              const Tensor& input, bool input_is_quantized,
-                                              bool needs_input, bool needs_weight, bool weight_only,
-                                              std::optional<at::ScalarType> grad_dtype,
-                                              std::optional<c10::string_view> format,
-                                              WeightState weight_state);
-/// linear_backward that adds the weight's gradient to `weight_grad`, a plain contiguous tensor of
-/// float32, bfloat16 or float16, in place where one GEMM can add. Returns grad_input.
-Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, const Tensor& input,
-                                     bool input_is_quantized, bool needs_input,
-                                     const Tensor& weight_grad, bool weight_only,
-                                     std::optional<c10::string_view> format,
-                                     WeightState weight_state);
-/// Either of them for a quantized weight, which adds the input's gradient to `grad_input`, plain,
-/// contiguous and of grad's dtype. Returns grad_weight, (0,) if it is added to `weight_grad` or
-/// not needed.
-Tensor linear_backward_into(const Tensor& grad, const Tensor& weight, const Tensor& input,
-                            bool input_is_quantized, bool needs_weight, const Tensor& grad_input,
-                            const OptionalTensor& weight_grad,
-                            std::optional<at::ScalarType> grad_dtype);
+
+// ops/linear/linear_backward.cpp
+/// (grad_input, grad_weight), (0,) what is not needed or was added. `grad` is values, or with
+/// grad_columns the codes by rows of a gradient of grad_size in value_dtype. grad_dtype: the weight
+/// gradient's, else the weight's own. input_sum: contiguous, of the dtype of the gradient's values;
+/// weight_grad: contiguous float32, bfloat16 or float16: each is added to in place, within the GEMM
+/// where that can.
+std::tuple<Tensor, Tensor> linear_backward_op(
+    const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
+    bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
+    std::optional<c10::string_view> format, WeightState weight_state,
+    const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
+    std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
+    const OptionalTensor& weight_grad);
+/// Other names of it, which call it by the dispatcher.
+Tensor linear_backward_accumulate(const Tensor& grad, const Tensor& weight, const Tensor& input,
+                                  bool input_is_quantized, bool needs_input,
+                                  const Tensor& weight_grad, bool weight_only,
+                                  std::optional<c10::string_view> format, WeightState weight_state);
+std::tuple<Tensor, Tensor> linear_backward_codes(
+    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
+    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
+    bool needs_weight, std::optional<at::ScalarType> grad_dtype,
+    std::optional<c10::string_view> format, WeightState weight_state,
+    const OptionalTensor& input_sum);
+Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
+                                        at::IntArrayRef size, at::ScalarType dtype,
+                                        const Tensor& weight, const Tensor& input,
+                                        bool input_is_quantized, bool needs_input,
+                                        const Tensor& weight_grad,
+                                        std::optional<c10::string_view> format,
+                                        WeightState weight_state, const OptionalTensor& input_sum);
 
 /// Whether it is traced, or a subclass: only its own kernels know what it is, and an operator that
 /// writes it may be given a copy.
@@ -218,16 +229,10 @@ std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::st
 std::tuple<Tensor, Tensor> linear_backward_meta(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
-    std::optional<c10::string_view> format, WeightState weight_state);
-Tensor linear_backward_into_meta(const Tensor& grad, const Tensor& weight, const Tensor& input,
-                                 bool input_is_quantized, bool needs_weight,
-                                 const Tensor& grad_input, const OptionalTensor& weight_grad,
-                                 std::optional<at::ScalarType> grad_dtype);
-Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
-                                       const Tensor& input, bool input_is_quantized,
-                                       bool needs_input, const Tensor& weight_grad,
-                                       bool weight_only, std::optional<c10::string_view> format,
-                                       WeightState weight_state);
+    std::optional<c10::string_view> format, WeightState weight_state,
+    const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
+    std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
+    const OptionalTensor& weight_grad);
 
 // ops/linear/autograd.cpp
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,

@@ -139,7 +139,7 @@ struct LinearFunction : Function<LinearFunction> {
       auto* node = needs_weight ? evaluated_node<LinearFunction>(ctx) : nullptr;
       const WeightGrad into(node, kWeight, weight.weight, grad, input);
       std::tie(grad_input, grad_weight) =
-          linear_gradients(into, grad, weight, input, saves_codes && needs_weight, needs_input,
+          linear_gradients(into, {grad}, weight, input, saves_codes && needs_weight, needs_input,
                            needs_weight, state.weight_only);
     }
     if (state.bias && ctx->needs_input_grad(2)) grad_bias = bias_gradient(grad, *state.bias);
@@ -160,33 +160,25 @@ struct LinearFunction : Function<LinearFunction> {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
+std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const LinearGrad& grad,
                                             const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,
                                             const Tensor& added) {
-  const std::optional<c10::string_view> format(weight.format);
-  if (added.defined() && !is_traced_or_subclass(added)) {
-    static const auto op =
-        typed_op<decltype(linear_backward_into)>("qshard::_linear_backward_into");
-    const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
-    const Tensor made = op.call(grad, weight.weight, input, input_is_quantized, needs_weight, added,
-                                sum, sum ? std::nullopt : into.dtype);
-    return {added, sum ? Tensor() : made};
+  static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
+  const bool is_added = added.defined() && !is_traced_or_subclass(added);
+  const auto input_sum = is_added ? OptionalTensor(added) : std::nullopt;
+  const auto weight_sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
+  auto [grad_input, grad_weight] =
+      op.call(grad.rows, weight.weight, input, input_is_quantized, needs_input, needs_weight,
+              weight_only, into.dtype, std::optional<c10::string_view>(weight.format), weight.state,
+              grad.columns, grad.size, grad.dtype, input_sum, weight_sum);
+  if (is_added) {
+    grad_input = added;
+  } else if (added.defined()) {
+    grad_input = added + grad_input;
   }
-  Tensor grad_input, grad_weight;
-  if (into.leaf.sum.defined()) {
-    static const auto op =
-        typed_op<decltype(linear_backward_accumulate_op)>("qshard::linear_backward_accumulate");
-    grad_input = op.call(grad, weight.weight, input, input_is_quantized, needs_input, into.leaf.sum,
-                         weight_only, format, weight.state);
-  } else {
-    static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
-    std::tie(grad_input, grad_weight) =
-        op.call(grad, weight.weight, input, input_is_quantized, needs_input, needs_weight,
-                weight_only, into.dtype, format, weight.state);
-  }
-  return {added.defined() ? added + grad_input : grad_input, grad_weight};
+  return {grad_input, weight_sum ? Tensor() : grad_weight};
 }
 
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,

@@ -42,11 +42,18 @@ inline Tensor bias_gradient(const Tensor& grad, at::ScalarType dtype) {
 /// Whether a size is no symbol whose value is open.
 inline bool is_known(const c10::SymInt& size) { return !size.is_symbolic() || size.maybe_as_int(); }
 
-/// What qshard::linear's backward does with a gradient's values: (grad_input, grad_weight), (0,) or
-/// undefined what is not asked for or was added to `into.leaf.sum`. `added`, for a quantized weight
-/// whose grad_input is needed: an earlier grad_input, which nothing else refers to, to add this one
-/// to.
-std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Tensor& grad,
+/// A gradient on its way into a linear's backward: values, or codes by rows and by columns.
+struct LinearGrad {
+  const Tensor& rows;  // or values
+  OptionalTensor columns = {};
+  at::OptionalIntArrayRef size = {};  // of the values that the codes are of
+  std::optional<at::ScalarType> dtype = {};
+};
+
+/// Calls qshard::linear_backward: (grad_input, grad_weight), (0,) or undefined what is not asked
+/// for or was added to `into.leaf.sum`. `added`: an earlier grad_input, which nothing else refers
+/// to, to add this one to; it must be needed.
+std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const LinearGrad& grad,
                                             const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,

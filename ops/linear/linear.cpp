@@ -44,49 +44,6 @@ ForwardOperand input_operand(const Tensor& input, const Tensor& matrix, const Fo
   return QuantizedOperand(packed_matrix(format, PackedRole::kInput, m, k, *rows, {}), matrix);
 }
 
-/// What linear_backward and linear_backward_accumulate are asked for, beside the tensors.
-struct BackwardOptions {
-  bool input_is_quantized = false;
-  bool needs_input = false;
-  bool needs_weight = false;
-  at::ScalarType weight_grad_dtype = at::kFloat;
-  bool weight_only = false;
-  Tensor sum = {};
-  Tensor input_sum = {};  // a matrix
-};
-
-// linear_backward of inputs and gradients of any dimensions; grad_input (0,) if not needed.
-LinearBackward backward_of(const Tensor& grad, const LinearWeight& weight, const Tensor& input,
-                           const BackwardOptions& options) {
-  c10::OptionalDeviceGuard device_guard(grad.device());
-  std::optional<WgradOperand> saved;
-  if (options.needs_weight) {
-    saved = wgrad_operand(input, options.input_is_quantized, leading_numel(grad), grad.options(),
-                          weight.codes);
-  }
-  const PlainOperand gradient(as_matrix(grad));
-  auto result = linear_backward({.grad = &gradient,
-                                 .needs_input = options.needs_input,
-                                 .input_sum = options.input_sum,
-                                 .input = saved ? &producer_of(*saved) : nullptr,
-                                 .weight_grad_dtype = options.weight_grad_dtype,
-                                 .sum = options.sum,
-                                 .weight_only = options.weight_only},
-                                weight);
-  if (options.needs_input) {
-    auto sizes = grad.sizes().vec();
-    sizes.back() = weight.codes.cols;
-    if (grad.dim() != 2) result.grad_input = at::_unsafe_view(result.grad_input, sizes);
-  } else {
-    result.grad_input = at::empty({0}, grad.options());
-  }
-  return result;
-}
-
-}  // namespace
-
-namespace {
-
 /// Compiled code saves a quantized weight as any tensor, and a hook may have made values of it; so
 /// does eager code where the image that backward reads comes by a later gather.
 /// Quantizing them gives its codes back where these follow from the values alone.
@@ -125,10 +82,6 @@ void check_format_name(const Tensor& weight, std::optional<c10::string_view> for
     return;
   }
   checked_format(*format, op);
-}
-
-WeightUse backward_use(bool needs_input) {
-  return needs_input ? WeightUse::kDgrad : WeightUse::kWgradOnly;
 }
 
 Tensor as_matrix(const Tensor& tensor) {
@@ -188,32 +141,6 @@ bool is_packed_buffer(const Tensor& bytes, int64_t numel, const Tensor& beside) 
          bytes.device() == beside.device();
 }
 
-Tensor input_gradient_to_add_to(const char* op, const char* name, const Tensor& gradient,
-                                bool is_needed, at::IntArrayRef sizes) {
-  TORCH_CHECK(
-      is_needed && !has_key(gradient) && gradient.is_contiguous() && gradient.sizes() == sizes,
-      fmt::format("{}: needs a plain contiguous {} of {}, where the gradient of inputs is "
-                  "asked for; got {}",
-                  op, name, sizes, describe(gradient)));
-  return as_matrix(gradient);
-}
-
-WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
-                           const at::TensorOptions& options, const QuantizedMatrix& weight) {
-  if (!is_quantized) return PlainOperand(as_matrix(input));
-  const int64_t k = weight.cols;
-  const at::Device device = options.device();
-  const bool is_empty = m == 0 || weight.rows == 0 || k == 0;  // what is saved then is not read
-  TORCH_CHECK(is_empty || (can_save_quantized_input(*weight.format, device, m, weight.rows, k) &&
-                           input.device() == device &&
-                           is_packed_buffer(input, packed_columnwise_bytes(m, k), input)),
-              fmt::format("qshard: linear's saved input must be uint8 of {} bytes on {}, got {} {}",
-                          packed_columnwise_bytes(m, k), device.str(),
-                          c10::toString(input.scalar_type()), input.sizes().vec()));
-  return QuantizedOperand(packed_matrix(*weight.format, PackedRole::kInput, m, k, {}, input),
-                          options);
-}
-
 Tensor bytes_or_none(const CodeImage& codes, const Tensor& beside) {
   const Tensor bytes = bytes_of(codes);
   return bytes.defined() ? bytes : at::empty({0}, beside.options().dtype(at::kByte));
@@ -251,81 +178,6 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
   // Detached from the 2-D result, so that N-D outputs are no views (FSDP2 warns about those).
   if (input.dim() != 2) result.output = at::_unsafe_view(result.output, sizes);
   return {result.output, bytes_or_none(result.saved.columnwise, input)};
-}
-
-std::tuple<Tensor, Tensor> linear_backward_op(const Tensor& grad, const Tensor& weight,
-                                              const Tensor& input, bool input_is_quantized,
-                                              bool needs_input, bool needs_weight, bool weight_only,
-                                              std::optional<at::ScalarType> grad_dtype,
-                                              std::optional<c10::string_view> format,
-                                              WeightState weight_state) {
-  PlainGuard guard;
-  c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto dtype = grad_dtype.value_or(weight.scalar_type());
-  TORCH_CHECK(is_value_dtype(dtype),
-              fmt::format("qshard::linear_backward: grad_dtype {} is not supported; use float32, "
-                          "bfloat16 or float16",
-                          c10::toString(dtype)));
-  const auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input),
-                                   "qshard::linear_backward");
-  auto result = backward_of(grad, used, input,
-                            {.input_is_quantized = input_is_quantized,
-                             .needs_input = needs_input,
-                             .needs_weight = needs_weight,
-                             .weight_grad_dtype = dtype,
-                             .weight_only = weight_only});
-  if (!needs_weight) result.grad_weight = none_of(grad.options().dtype(dtype));
-  return {result.grad_input, result.grad_weight};
-}
-
-Tensor linear_backward_accumulate_op(const Tensor& grad, const Tensor& weight, const Tensor& input,
-                                     bool input_is_quantized, bool needs_input,
-                                     const Tensor& weight_grad, bool weight_only,
-                                     std::optional<c10::string_view> format,
-                                     WeightState weight_state) {
-  PlainGuard guard;
-  c10::OptionalDeviceGuard device_guard(weight.device());
-  TORCH_CHECK(
-      !has_key(weight_grad) && is_value_dtype(weight_grad.scalar_type()),
-      fmt::format("qshard::linear_backward_accumulate: weight_grad must be a plain float32, "
-                  "bfloat16 or float16 tensor, got {}",
-                  describe(weight_grad)));
-  const auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input),
-                                   "qshard::linear_backward_accumulate");
-  return backward_of(grad, used, input,
-                     {.input_is_quantized = input_is_quantized,
-                      .needs_input = needs_input,
-                      .needs_weight = true,
-                      .weight_grad_dtype = weight_grad.scalar_type(),
-                      .weight_only = weight_only,
-                      .sum = weight_grad})
-      .grad_input;
-}
-
-Tensor linear_backward_into(const Tensor& grad, const Tensor& weight, const Tensor& input,
-                            bool input_is_quantized, bool needs_weight, const Tensor& grad_input,
-                            const OptionalTensor& weight_grad,
-                            std::optional<at::ScalarType> grad_dtype) {
-  PlainGuard guard;
-  const char* op = "qshard::_linear_backward_into";
-  c10::OptionalDeviceGuard device_guard(weight.device());
-  const bool adds = weight_grad.has_value() && weight_grad->defined();
-  TORCH_CHECK(needs_weight || !adds, op, ": weight_grad is given, and needs_weight is false");
-  const auto used = linear_weight(weight, op);
-  const WeightGradient wgrad = adds ? WeightGradient(*weight_grad, op)
-                                    : WeightGradient(needs_weight, grad_dtype, weight, op);
-  auto sizes = grad.sizes().vec();
-  if (!sizes.empty()) sizes.back() = weight.size(-1);
-  const auto result =
-      backward_of(grad, used, input,
-                  {.input_is_quantized = input_is_quantized,
-                   .needs_input = true,
-                   .needs_weight = wgrad.is_needed,
-                   .weight_grad_dtype = wgrad.dtype,
-                   .sum = wgrad.sum,
-                   .input_sum = input_gradient_to_add_to(op, "grad_input", grad_input,
-                                                         /*is_needed=*/true, sizes)});
-  return adds ? none_of(grad.options().dtype(wgrad.dtype)) : wgrad.result(result, grad.options());
 }
 
 Tensor transposed_operand(const Tensor& x, bool hadamard) {

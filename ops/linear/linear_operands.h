@@ -39,8 +39,8 @@ void check_expected_format(const LinearWeight& weight, std::optional<c10::string
 /// Whether `bytes` can be packed codes of that size, on the device of `beside`.
 bool is_packed_buffer(const Tensor& bytes, int64_t numel, const Tensor& beside);
 
-/// An input of wgrad, held without an allocation.
-using WgradOperand = std::variant<PlainOperand, QuantizedOperand>;
+/// An input or a gradient as an operator was given it, held without an allocation.
+using ValuesOrCodes = std::variant<PlainOperand, QuantizedOperand>;
 
 template <typename Operand>
 const OperandProducer& producer_of(const Operand& operand) {
@@ -48,8 +48,8 @@ const OperandProducer& producer_of(const Operand& operand) {
 }
 
 /// The input of wgrad (M, K): as forward saved it, or itself. `m` rows, values of `options`.
-WgradOperand wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
-                           const at::TensorOptions& options, const QuantizedMatrix& weight);
+ValuesOrCodes wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
+                            const at::TensorOptions& options, const QuantizedMatrix& weight);
 
 /// What an operator returns where nothing is asked for.
 inline Tensor none_of(const at::TensorOptions& options) { return at::empty({0}, options); }
@@ -60,34 +60,32 @@ struct WeightGradient {
   at::ScalarType dtype = at::kFloat;
   Tensor sum = {};  // it is added to this, if defined
 
+  /// @throws c10::Error naming `op` for a dtype or a `weight_grad` that no GEMM writes, and for one
+  /// to add to that is not needed.
   WeightGradient(bool is_needed, std::optional<at::ScalarType> grad_dtype, const Tensor& weight,
-                 const char* op)
+                 const OptionalTensor& weight_grad, const char* op)
       : is_needed(is_needed), dtype(grad_dtype.value_or(weight.scalar_type())) {
-    check(op);
-  }
-  WeightGradient(const Tensor& sum, const char* op)
-      : is_needed(true), dtype(sum.scalar_type()), sum(sum) {
-    check(op);
+    if (is_given(weight_grad)) {
+      sum = *weight_grad;
+      dtype = sum.scalar_type();
+      TORCH_CHECK(is_needed, op, ": weight_grad is given, and needs_weight is false");
+      TORCH_CHECK(
+          is_value_dtype(dtype) && !has_key(sum),
+          fmt::format("{}: weight_grad must be a plain float32, bfloat16 or float16 tensor, "
+                      "got {}",
+                      op, describe(sum)));
+    }
+    TORCH_CHECK(is_value_dtype(dtype),
+                fmt::format("{}: grad_dtype {} is not supported; use float32, bfloat16 or float16",
+                            op, c10::toString(dtype)));
   }
 
   /// What an operator returns of it.
   Tensor result(const LinearBackward& made, const at::TensorOptions& options) const {
-    return is_needed ? made.grad_weight : none_of(options.dtype(dtype));
-  }
-
- private:
-  void check(const char* op) const {
-    TORCH_CHECK(is_value_dtype(dtype) && !(sum.defined() && has_key(sum)),
-                fmt::format("{}: the weight's gradient must be a plain float32, bfloat16 or "
-                            "float16 tensor, not {}",
-                            op, sum.defined() ? describe(sum) : c10::toString(dtype)));
+    const bool is_returned = is_needed && !sum.defined();
+    return is_returned ? made.grad_weight : none_of(options.dtype(dtype));
   }
 };
-
-/// The gradient of inputs, of `sizes`, that a GEMM adds to, as a matrix.
-/// @throws c10::Error naming `op` and the argument unless it is needed, plain and contiguous.
-Tensor input_gradient_to_add_to(const char* op, const char* name, const Tensor& gradient,
-                                bool is_needed, at::IntArrayRef sizes);
 
 /// The bytes of one orientation for an operator to return: (0,) if it is not there.
 Tensor bytes_or_none(const CodeImage& codes, const Tensor& beside);

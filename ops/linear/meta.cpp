@@ -79,39 +79,31 @@ std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::st
           at::empty({is_found ? 1 : 0}, input.options().dtype(at::kFloat))};
 }
 
-std::tuple<Tensor, Tensor> linear_backward_meta(const Tensor& grad, const Tensor& weight,
-                                                const Tensor&, bool, bool needs_input,
-                                                bool needs_weight, bool,
-                                                std::optional<at::ScalarType> grad_dtype,
-                                                std::optional<c10::string_view> format,
-                                                WeightState) {
+std::tuple<Tensor, Tensor> linear_backward_meta(
+    const Tensor& grad, const Tensor& weight, const Tensor&, bool, bool needs_input,
+    bool needs_weight, bool, std::optional<at::ScalarType> grad_dtype,
+    std::optional<c10::string_view> format, WeightState, const OptionalTensor&,
+    at::OptionalIntArrayRef grad_size, std::optional<at::ScalarType> value_dtype,
+    const OptionalTensor& input_sum, const OptionalTensor& weight_grad) {
   if (format) checked_format(*format, "qshard::linear_backward");
-  check_sizes("qshard::linear_backward", "a gradient", grad, weight, 0);
-  auto sizes = grad.sym_sizes().vec();
+  std::vector<c10::SymInt> sizes;
+  if (grad_size) {
+    sizes.assign(grad_size->begin(), grad_size->end());
+  } else {
+    check_sizes("qshard::linear_backward", "a gradient", grad, weight, 0);
+    sizes = grad.sym_sizes().vec();
+  }
+  TORCH_CHECK(!sizes.empty(), "qshard::linear_backward: grad_size is empty");
   sizes.back() = weight.sym_size(1);
+  const auto wgrad_dtype = is_given(weight_grad) ? weight_grad->scalar_type()
+                                                 : grad_dtype.value_or(weight.scalar_type());
   const std::vector<c10::SymInt> none{0};
-  return {at::empty_symint(needs_input ? sizes : none, grad.options()),
-          at::empty_symint(needs_weight ? weight.sym_sizes().vec() : none,
-                           weight.options().dtype(grad_dtype.value_or(weight.scalar_type())))};
-}
-
-Tensor linear_backward_into_meta(const Tensor& grad, const Tensor& weight, const Tensor&, bool,
-                                 bool needs_weight, const Tensor&,
-                                 const OptionalTensor& weight_grad,
-                                 std::optional<at::ScalarType> grad_dtype) {
-  check_sizes("qshard::_linear_backward_into", "a gradient", grad, weight, 0);
-  const std::vector<c10::SymInt> none{0};
-  return at::empty_symint(needs_weight && !weight_grad ? weight.sym_sizes().vec() : none,
-                          weight.options().dtype(grad_dtype.value_or(weight.scalar_type())));
-}
-
-Tensor linear_backward_accumulate_meta(const Tensor& grad, const Tensor& weight,
-                                       const Tensor& input, bool input_is_quantized,
-                                       bool needs_input, const Tensor&, bool weight_only,
-                                       std::optional<c10::string_view> format, WeightState) {
-  return std::get<0>(linear_backward_meta(grad, weight, input, input_is_quantized, needs_input,
-                                          /*needs_weight=*/false, weight_only, std::nullopt, format,
-                                          std::nullopt));
+  const bool returns_input = needs_input && !is_given(input_sum);
+  const bool returns_weight = needs_weight && !is_given(weight_grad);
+  return {at::empty_symint(returns_input ? sizes : none,
+                           grad.options().dtype(value_dtype.value_or(grad.scalar_type()))),
+          at::empty_symint(returns_weight ? weight.sym_sizes().vec() : none,
+                           weight.options().dtype(wgrad_dtype))};
 }
 
 }  // namespace qshard

@@ -92,7 +92,7 @@ struct NormLinearFunction : Function<NormLinearFunction> {
         const WeightGrad into(needs_weight(i) ? node : nullptr, first_weight + i, weight.weight,
                               grad, operand);
         auto [part, grad_weight] =
-            linear_gradients(into, grad, weight, operand, /*input_is_quantized=*/needs_weight(i),
+            linear_gradients(into, {grad}, weight, operand, /*input_is_quantized=*/needs_weight(i),
                              needs_normed, needs_weight(i), /*weight_only=*/false, grad_normed);
         if (needs_weight(i)) result[kWeights + i] = grad_weight;
         if (needs_normed) grad_normed = part;

@@ -6,8 +6,8 @@
 #include "dispatch/aten/matmul.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
-#include "kernels/format/checked_sizes.h"
 #include "kernels/linear/swiglu_operand.h"
+#include "ops/linear/autograd.h"
 #include "ops/linear/linear_operands.h"
 
 namespace qshard {
@@ -144,59 +144,6 @@ InnerGradients inner_gradients(const char* op, bool rows, bool columns, bool joi
   return {rows, columns, joined, format ? &checked_format(*format, op) : nullptr};
 }
 
-std::tuple<Tensor, Tensor> backward_of_codes(const char* op, const Tensor& rows,
-                                             const Tensor& columns, at::IntArrayRef size,
-                                             at::ScalarType dtype, const LinearWeight& weight,
-                                             const Tensor& input, bool input_is_quantized,
-                                             bool needs_input, const OptionalTensor& input_sum,
-                                             const WeightGradient& wgrad) {
-  const QuantizedMatrix& codes = weight.codes;
-  const at::Device device = (needs_input ? rows : columns).device();
-  TORCH_CHECK(!size.empty() && size.back() == codes.rows,
-              fmt::format("{}: a gradient of shape {} does not fit a weight of ({}, {})", op, size,
-                          codes.rows, codes.cols));
-  const int64_t n = codes.rows;
-  const int64_t m = checked_product(op, "size", {size.data(), size.size() - 1});
-  checked_product(op, "size", {size.data(), size.size()});
-  const auto is_of = [&](const Tensor& bytes, int64_t numel) {
-    return bytes.device() == device && is_packed_buffer(bytes, numel, bytes);
-  };
-  TORCH_CHECK(is_value_dtype(dtype) && codes.format->gemm.kind == GemmKind::kPacked &&
-                  (!needs_input || is_of(rows, packed_rowwise_bytes(m, n))) &&
-                  (!wgrad.is_needed || is_of(columns, packed_columnwise_bytes(m, n))),
-              fmt::format("{}: the codes of a gradient of shape {} must be uint8 of {} and {} "
-                          "bytes on {}, to meet a float8 weight",
-                          op, size, packed_rowwise_bytes(m, n), packed_columnwise_bytes(m, n),
-                          device.str()));
-  const auto options = at::TensorOptions().dtype(dtype).device(device);
-  const QuantizedOperand gradient(
-      packed_matrix(*codes.format, PackedRole::kGradient, m, n, needs_input ? rows : Tensor(),
-                    wgrad.is_needed ? columns : Tensor()),
-      options);
-  std::optional<WgradOperand> saved;
-  if (wgrad.is_needed) saved = wgrad_operand(input, input_is_quantized, m, options, codes);
-  Tensor sum;
-  if (input_sum && input_sum->defined()) {
-    auto sizes = size.vec();
-    sizes.back() = codes.cols;
-    sum = input_gradient_to_add_to(op, "input_sum", *input_sum, needs_input, sizes);
-  }
-  const LinearBackward result = linear_backward({.grad = &gradient,
-                                                 .needs_input = needs_input,
-                                                 .input_sum = sum,
-                                                 .input = saved ? &producer_of(*saved) : nullptr,
-                                                 .weight_grad_dtype = wgrad.dtype,
-                                                 .sum = wgrad.sum},
-                                                weight);
-  Tensor grad_input = none_of(options);
-  if (needs_input && !sum.defined()) {
-    auto sizes = size.vec();
-    sizes.back() = codes.cols;
-    grad_input = size.size() == 2 ? result.grad_input : at::_unsafe_view(result.grad_input, sizes);
-  }
-  return {grad_input, wgrad.result(result, options)};
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
@@ -232,7 +179,8 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
                                          bool needs_weight, bool rows, bool columns, bool joined,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
-                                         OptionalFormat format, WeightState weight_state) {
+                                         OptionalFormat format, WeightState weight_state,
+                                         const OptionalTensor& weight_grad) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_backward";
   c10::OptionalDeviceGuard device_guard(weight.device());
@@ -240,7 +188,7 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
   const auto used = checked_weight(weight, format, weight_state, use, op);
   check_swiglu(op, gate, up, weight);
   return swiglu_backward_of(op, grad, gate, up, used, maxima,
-                            {needs_weight, grad_dtype, weight, op},
+                            {needs_weight, grad_dtype, weight, weight_grad, op},
                             inner_gradients(op, rows, columns, joined, grad_format), weight_only);
 }
 
@@ -248,44 +196,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state) {
-  PlainGuard guard;
-  const char* op = "qshard::swiglu_linear_backward_accumulate";
-  c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto use = backward_use(rows || columns);
-  const auto used = checked_weight(weight, format, weight_state, use, op);
-  check_swiglu(op, gate, up, weight);
-  auto [sum, first, second, third, fourth] =
-      swiglu_backward_of(op, grad, gate, up, used, maxima, {weight_grad, op},
-                         inner_gradients(op, rows, columns, joined, grad_format), weight_only);
+  static const auto op =
+      typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
+  auto [none, first, second, third, fourth] =
+      op.call(grad, gate, up, weight, maxima, /*needs_weight=*/true, rows, columns, joined,
+              grad_format, weight_only, std::nullopt, format, weight_state, weight_grad);
   return {first, second, third, fourth};
-}
-
-std::tuple<Tensor, Tensor> linear_backward_codes(
-    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
-    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
-    bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format,
-    WeightState weight_state, const OptionalTensor& input_sum) {
-  PlainGuard guard;
-  const char* op = "qshard::linear_backward_codes";
-  c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto used = checked_weight(weight, format, weight_state, backward_use(needs_input), op);
-  return backward_of_codes(op, rows, columns, size, dtype, used, input, input_is_quantized,
-                           needs_input, input_sum, {needs_weight, grad_dtype, weight, op});
-}
-
-Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
-                                        at::IntArrayRef size, at::ScalarType dtype,
-                                        const Tensor& weight, const Tensor& input,
-                                        bool input_is_quantized, bool needs_input,
-                                        const Tensor& weight_grad, OptionalFormat format,
-                                        WeightState weight_state, const OptionalTensor& input_sum) {
-  PlainGuard guard;
-  const char* op = "qshard::linear_backward_codes_accumulate";
-  c10::OptionalDeviceGuard device_guard(weight.device());
-  const auto used = checked_weight(weight, format, weight_state, backward_use(needs_input), op);
-  return std::get<0>(backward_of_codes(op, rows, columns, size, dtype, used, input,
-                                       input_is_quantized, needs_input, input_sum,
-                                       {weight_grad, op}));
 }
 
 }  // namespace qshard

@@ -36,31 +36,21 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tenso
                                                  const OptionalTensor& residual = {});
 /// (grad_weight, gate, gate_columns, up, up_columns): of the gradients of gate and up the codes for
 /// linears whose weights have `grad_format`, or without one the values. (0,) what is not asked for;
-/// where they are joined, all of it is gate's.
+/// where they are joined, all of it is gate's. weight_grad: as of
+/// linear_backward.
 using SwigluLinearGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
                                          const Tensor& weight, const Tensor& maxima,
                                          bool needs_weight, bool rows, bool columns, bool joined,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
-                                         OptionalFormat format, WeightState weight_state);
-/// `input_sum`: grad_input is added to it, and (0,) as a result.
-std::tuple<Tensor, Tensor> linear_backward_codes(
-    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
-    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
-    bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format,
-    WeightState weight_state, const OptionalTensor& input_sum);
-/// The same with the weight's gradient added to `weight_grad`.
+                                         OptionalFormat format, WeightState weight_state,
+                                         const OptionalTensor& weight_grad);
+/// Another name of it, which calls it by the dispatcher.
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state);
-Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
-                                        at::IntArrayRef size, at::ScalarType dtype,
-                                        const Tensor& weight, const Tensor& input,
-                                        bool input_is_quantized, bool needs_input,
-                                        const Tensor& weight_grad, OptionalFormat format,
-                                        WeightState weight_state, const OptionalTensor& input_sum);
 
 /// ops/mlp/swiglu_mlp_meta.cpp
 Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -77,28 +67,10 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const 
                                                       bool weight_only, OptionalFormat format,
                                                       WeightState weight_state,
                                                       const OptionalTensor& residual);
-SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& gate,
-                                              const Tensor& up, const Tensor& weight,
-                                              const Tensor& maxima, bool needs_weight, bool rows,
-                                              bool columns, bool joined, OptionalFormat grad_format,
-                                              bool weight_only,
-                                              std::optional<at::ScalarType> grad_dtype,
-                                              OptionalFormat format, WeightState weight_state);
-std::tuple<Tensor, Tensor> linear_backward_codes_meta(
-    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
-    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
-    bool needs_weight, std::optional<at::ScalarType> grad_dtype, OptionalFormat format,
-    WeightState weight_state, const OptionalTensor& input_sum);
-std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate_meta(
+SwigluLinearGrads swiglu_linear_backward_meta(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
-    const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
-    OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state);
-Tensor linear_backward_codes_accumulate_meta(const Tensor& rows, const Tensor& columns,
-                                             at::IntArrayRef size, at::ScalarType dtype,
-                                             const Tensor& weight, const Tensor& input,
-                                             bool input_is_quantized, bool needs_input,
-                                             const Tensor& weight_grad, OptionalFormat format,
-                                             WeightState weight_state,
-                                             const OptionalTensor& input_sum);
+    const Tensor& maxima, bool needs_weight, bool rows, bool columns, bool joined,
+    OptionalFormat grad_format, bool weight_only, std::optional<at::ScalarType> grad_dtype,
+    OptionalFormat format, WeightState weight_state, const OptionalTensor& weight_grad);
 
 }  // namespace qshard

@@ -69,23 +69,15 @@ void SwigluBackward::backward_of_down() {
   const RestoredWeight down(state_.down, &saved_[kSavedDown], grad_);
   const WeightGrad into(needs_.down ? node_ : nullptr, edge_.down, down.weight, grad_, gate_values);
   const auto format = gives_codes_ ? OptionalFormat(state_.grad_format) : std::nullopt;
-  if (into.leaf.sum.defined()) {
-    static const auto op = typed_op<decltype(swiglu_linear_backward_accumulate)>(
-        "qshard::swiglu_linear_backward_accumulate");
-    std::tie(gate_.rows, gate_.columns, up_.rows, up_.columns) =
-        op.call(grad_, halves[0], halves[1], down.weight, saved_[kMaxima], into.leaf.sum,
-                needs_.input, needs_.inner_weights(), state_.is_joined, format, state_.weight_only,
-                OptionalFormat(down.format), down.state);
-  } else {
-    static const auto op =
-        typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
-    Tensor grad_down;
-    std::tie(grad_down, gate_.rows, gate_.columns, up_.rows, up_.columns) =
-        op.call(grad_, halves[0], halves[1], down.weight, saved_[kMaxima], needs_.down,
-                needs_.input, needs_.inner_weights(), state_.is_joined, format, state_.weight_only,
-                into.dtype, OptionalFormat(down.format), down.state);
-    if (needs_.down) result_[kDown] = grad_down;
-  }
+  static const auto op =
+      typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
+  const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
+  Tensor grad_down;
+  std::tie(grad_down, gate_.rows, gate_.columns, up_.rows, up_.columns) =
+      op.call(grad_, halves[0], halves[1], down.weight, saved_[kMaxima], needs_.down, needs_.input,
+              needs_.inner_weights(), state_.is_joined, format, state_.weight_only, into.dtype,
+              OptionalFormat(down.format), down.state, sum);
+  if (needs_.down && !sum) result_[kDown] = grad_down;
 }
 
 Tensor SwigluBackward::backward_of_gate_and_up() {
@@ -100,8 +92,9 @@ Tensor SwigluBackward::backward_of_gate_and_up() {
                                          .grad_weight = result_[kGate]},
                                         {});
   if (!state_.is_joined) {
-    // Nothing else refers to it yet.
-    const bool is_added = needs_.input && gives_codes_ && !is_traced_or_subclass(grad_input);
+    // A GEMM adds to the first one, which nothing else refers to yet; gradients in values are
+    // rounded before they are added, as autograd does it.
+    const bool is_added = needs_.input && gives_codes_;
     const Tensor other = backward_of_first({.grad = up_,
                                             .facts = state_.up,
                                             .saved_input = kUpInput,
@@ -111,13 +104,13 @@ Tensor SwigluBackward::backward_of_gate_and_up() {
                                             .edge = edge_.up,
                                             .grad_weight = result_[kUp]},
                                            is_added ? grad_input : Tensor());
-    if (needs_.input && !is_added) grad_input = grad_input + other;
+    if (needs_.input) grad_input = is_added ? other : grad_input + other;
   }
   columns_.reset();
   return grad_input;
 }
 
-Tensor SwigluBackward::backward_of_first(const FirstLinear& linear, const Tensor& input_sum) {
+Tensor SwigluBackward::backward_of_first(const FirstLinear& linear, const Tensor& earlier) {
   if (!needs_.input && !linear.needs_weight) return Tensor();
   const Tensor& gate_values = saved_[kGateValues];
   const RestoredWeight weight(linear.facts, &saved_[linear.saved_weight], grad_);
@@ -126,29 +119,13 @@ Tensor SwigluBackward::backward_of_first(const FirstLinear& linear, const Tensor
   const bool is_quantized = linear.saves_codes && linear.needs_weight;
   const WeightGrad into(linear.needs_weight ? node_ : nullptr, linear.edge, weight.weight,
                         linear.grad.rows, input);
-  const auto dtype = gate_values.scalar_type();
-  const auto size = gate_values.sizes();
-  const OptionalFormat name(weight.format);
-  const auto added = input_sum.defined() ? OptionalTensor(input_sum) : std::nullopt;
-  if (gives_codes_ && into.leaf.sum.defined()) {
-    static const auto op = typed_op<decltype(linear_backward_codes_accumulate)>(
-        "qshard::linear_backward_codes_accumulate");
-    return op.call(linear.grad.rows, linear.grad.columns, size, dtype, weight.weight, input,
-                   is_quantized, needs_.input, into.leaf.sum, name, weight.state, added);
-  }
-  Tensor grad_input, made;
-  if (gives_codes_) {
-    static const auto op =
-        typed_op<decltype(linear_backward_codes)>("qshard::linear_backward_codes");
-    std::tie(grad_input, made) = op.call(
-        linear.grad.rows, linear.grad.columns, size, dtype, weight.weight, input, is_quantized,
-        needs_.input, linear.needs_weight, into.dtype, name, weight.state, added);
-  } else {
-    std::tie(grad_input, made) =
-        linear_gradients(into, linear.grad.rows, weight, input, is_quantized, needs_.input,
-                         linear.needs_weight, state_.weight_only);
-  }
-  if (linear.needs_weight) linear.grad_weight = made;
+  const LinearGrad grad = gives_codes_ ? LinearGrad{linear.grad.rows, linear.grad.columns,
+                                                    gate_values.sizes(), gate_values.scalar_type()}
+                                       : LinearGrad{linear.grad.rows};
+  auto [grad_input, grad_weight] =
+      linear_gradients(into, grad, weight, input, is_quantized, needs_.input, linear.needs_weight,
+                       state_.weight_only, earlier);
+  if (linear.needs_weight) linear.grad_weight = grad_weight;
   return grad_input;
 }
 

@@ -97,7 +97,8 @@ class SwigluBackward {
   void backward_of_down();
   /// Returns the gradient of what gate and up multiply, and sets those of their weights.
   Tensor backward_of_gate_and_up();
-  Tensor backward_of_first(const FirstLinear& linear, const Tensor& input_sum);
+  /// Its gradient of the input, plus `earlier` if that is defined.
+  Tensor backward_of_first(const FirstLinear& linear, const Tensor& earlier);
   /// The gradient of the norm's input, for that of its output; sets those of its parameters.
   Tensor backward_of_norm(const Tensor& grad_normed);
   void set_inner_biases();

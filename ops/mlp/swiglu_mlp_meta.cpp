@@ -68,11 +68,14 @@ SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& 
                                               bool needs_weight, bool rows, bool columns,
                                               bool joined, OptionalFormat grad_format, bool,
                                               std::optional<at::ScalarType> grad_dtype,
-                                              OptionalFormat format, WeightState) {
+                                              OptionalFormat format, WeightState,
+                                              const OptionalTensor& weight_grad) {
   check_formats("qshard::swiglu_linear_backward", {format, grad_format});
   check_features("qshard::swiglu_linear_backward", grad, weight, 0);
   check_features("qshard::swiglu_linear_backward", gate, weight, 1);
-  const Tensor grad_weight = wgrad_of(weight, needs_weight, grad_dtype);
+  const bool is_added = is_given(weight_grad);
+  const auto dtype = is_added ? std::optional(weight_grad->scalar_type()) : grad_dtype;
+  const Tensor grad_weight = wgrad_of(weight, needs_weight && !is_added, dtype);
   const auto bytes = [&](int64_t count) {
     return at::empty({count}, gate.options().dtype(at::kByte));
   };
@@ -88,44 +91,6 @@ SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& 
   const int64_t column_bytes = columns ? packed_columnwise_bytes(m, k) : 0;
   return {grad_weight, bytes(row_bytes), bytes(column_bytes), bytes(joined ? 0 : row_bytes),
           bytes(joined ? 0 : column_bytes)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate_meta(
-    const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
-    const Tensor& maxima, const Tensor&, bool rows, bool columns, bool joined,
-    OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState state) {
-  auto [none, first, second, third, fourth] = swiglu_linear_backward_meta(
-      grad, gate, up, weight, maxima, /*needs_weight=*/false, rows, columns, joined, grad_format,
-      weight_only, std::nullopt, format, state);
-  return {first, second, third, fourth};
-}
-
-std::tuple<Tensor, Tensor> linear_backward_codes_meta(const Tensor& rows, const Tensor&,
-                                                      at::IntArrayRef size, at::ScalarType dtype,
-                                                      const Tensor& weight, const Tensor&, bool,
-                                                      bool needs_input, bool needs_weight,
-                                                      std::optional<at::ScalarType> grad_dtype,
-                                                      OptionalFormat format, WeightState,
-                                                      const OptionalTensor& input_sum) {
-  check_formats("qshard::linear_backward_codes", {format});
-  Sizes sizes{0};
-  if (needs_input && !input_sum) {
-    sizes.assign(size.begin(), size.end());
-    sizes.back() = weight.sym_size(1);
-  }
-  return {at::empty_symint(sizes, rows.options().dtype(dtype)),
-          wgrad_of(weight, needs_weight, grad_dtype)};
-}
-
-Tensor linear_backward_codes_accumulate_meta(const Tensor& rows, const Tensor& columns,
-                                             at::IntArrayRef size, at::ScalarType dtype,
-                                             const Tensor& weight, const Tensor& input,
-                                             bool input_is_quantized, bool needs_input,
-                                             const Tensor&, OptionalFormat format,
-                                             WeightState state, const OptionalTensor& input_sum) {
-  return std::get<0>(linear_backward_codes_meta(
-      rows, columns, size, dtype, weight, input, input_is_quantized, needs_input,
-      /*needs_weight=*/false, std::nullopt, format, state, input_sum));
 }
 
 }  // namespace qshard

@@ -370,17 +370,10 @@ def linear_flops(input, weight, **_):
     return 2 * input.numel() * weight.shape[0]
 
 
-# Operators that add to a gradient are not asked whether it is needed.
-
-
-@flops_of("linear_backward", "linear_backward_accumulate", "_linear_backward_into")
-def linear_backward_flops(grad, weight, needs_input=True, needs_weight=True, **_):
-    return 2 * grad.numel() * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
-
-
-@flops_of("linear_backward_codes", "linear_backward_codes_accumulate")
-def codes_flops(size, weight, needs_input, needs_weight=True, **_):
-    return 2 * math.prod(size) * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
+@flops_of("linear_backward")
+def linear_backward_flops(grad, weight, needs_input, needs_weight, grad_size=None, **_):
+    values = math.prod(grad.shape if grad_size is None else grad_size)
+    return 2 * values * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
 
 
 # 2 x tokens x inner x outputs a GEMM; gate is (..., inner) of the parts, (rows, ...) of the MLP.
@@ -398,8 +391,8 @@ def swiglu_flops(gate, weight, **_):
     return 2 * gate.numel() * weight.shape[0]
 
 
-@flops_of("swiglu_linear_backward", "swiglu_linear_backward_accumulate")
-def swiglu_backward_flops(gate, weight, rows, columns, needs_weight=True, **_):
+@flops_of("swiglu_linear_backward")
+def swiglu_backward_flops(gate, weight, rows, columns, needs_weight, **_):
     return 2 * gate.numel() * weight.shape[0] * (bool(needs_weight) + bool(rows or columns))
 
 

@@ -247,15 +247,28 @@ def linear_backward(
     grad_dtype: torch.dtype | None = None,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
+    *,
+    grad_columns: Tensor | None = None,
+    grad_size: list[int] | None = None,
+    value_dtype: torch.dtype | None = None,
+    input_sum: Tensor | None = None,
+    weight_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(grad_input, grad_weight) of `linear_forward`; (0,) what is not needed. The gradient is quantized once
-    for both.
+    """(grad_input, grad_weight) of `linear_forward`; (0,) what is not needed, or was added to a tensor that
+    was given. The gradient is quantized once for both.
 
     grad: (..., rows). input: plain (..., columns), or what linear_forward saved, if `input_is_quantized`.
     grad_dtype: of the weight's gradient, float32, bfloat16 or float16; else the weight's own.
     format, weight_state: as of `linear`, for a plain weight.
+    grad_columns, grad_size, value_dtype: for a gradient in codes, which `swiglu_linear_backward` made: `grad` is
+        its codes for dgrad, grad_columns those for wgrad, the others are the size and dtype of its values.
+    input_sum: plain and contiguous, in the dtype of the gradient's values: grad_input is added to it, in place,
+        within the GEMM where it can.
+    weight_grad: plain (rows, columns) of float32, bfloat16 or float16: grad_weight is added to it, in the same
+        way. Both need what they are given for.
 
-    Raises RuntimeError for shapes that do not fit.
+    Raises RuntimeError for shapes that do not fit, for codes of another size, and for codes beside a weight that
+    is not float8; ValueError where only some of what describes codes is given.
     """
 
 
@@ -271,12 +284,7 @@ def linear_backward_accumulate(
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
 ) -> Tensor:
-    """`linear_backward` that adds the weight's gradient to `weight_grad`, in place, where a GEMM can within
-    it. Returns grad_input, (0,) if not needed.
-
-    weight_grad: plain (rows, columns) of float32, bfloat16 or float16; written.
-    format, weight_state: as of `linear`, for a plain weight.
-    """
+    """Another name of `linear_backward` with `weight_grad`. Returns grad_input, (0,) if not needed."""
 
 
 @operator
@@ -295,16 +303,8 @@ def linear_backward_codes(
     weight_state: list[Tensor] | None = None,
     input_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_backward` of a gradient that arrives in codes.
-
-    rows, columns: what `swiglu_linear_backward` made, for dgrad and for wgrad.
-    size, dtype: of the gradient.
-    format, weight_state: as of `linear`, for a plain weight.
-    input_sum: contiguous, in the gradient's dtype: grad_input is added to it, in place, within the GEMM where it
-        can, and (0,) as a result.
-
-    Raises RuntimeError for codes of another size, and for a weight that is not float8.
-    """
+    """Another name of `linear_backward` for a gradient in codes: `rows` is its `grad`, `columns`, `size` and
+    `dtype` its `grad_columns`, `grad_size` and `value_dtype`."""
 
 
 @operator
@@ -322,7 +322,7 @@ def linear_backward_codes_accumulate(
     weight_state: list[Tensor] | None = None,
     input_sum: Tensor | None = None,
 ) -> Tensor:
-    """`linear_backward_codes` that adds the weight's gradient to `weight_grad`. Returns grad_input."""
+    """`linear_backward_codes` with `weight_grad`. Returns grad_input."""
 
 
 @operator

@@ -88,14 +88,17 @@ def swiglu_linear_backward(
     grad_dtype: torch.dtype | None = None,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
+    *,
+    weight_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(grad_weight, gate, gate_columns, up, up_columns) of `swiglu_linear_forward`; (0,) what is not needed.
 
     grad_format: None for the gradients of gate and up, with no columns; else of the weights that they meet,
-        for the codes that `linear_backward_codes` takes: for dgrad if `rows`, for wgrad if `columns`. Without
+        for the codes that `linear_backward` takes: for dgrad if `rows`, for wgrad if `columns`. Without
         either no gradients are made.
     joined: as of one tensor (..., 2 x columns), which is gate's; up's are (0,).
-    maxima: what forward kept. grad_dtype, format, weight_state: as of `linear_backward`.
+    maxima: what forward kept. grad_dtype, format, weight_state, weight_grad: as of
+        `linear_backward`.
 
     Raises RuntimeError for shapes that do not fit, and for codes where the device has no FP8 GEMM.
     """
@@ -117,5 +120,4 @@ def swiglu_linear_backward_accumulate(
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`swiglu_linear_backward` that adds the weight's gradient to `weight_grad`, as
-    `linear_backward_accumulate` does, and returns the others."""
+    """Another name of `swiglu_linear_backward` with `weight_grad`. Returns the others."""

@@ -37,7 +37,6 @@ BY_NAME = {
     "bias": lambda d: d.maybe(lambda: d.plain(d.rows)),
     "residual": lambda d: d.maybe(lambda: d.plain(d.tokens, d.rows)),
     "weight_grad": lambda d: d.plain(d.rows, d.columns),
-    "grad_input": lambda d: d.plain(d.tokens, d.columns),
     "grad_dtype": lambda d: d.maybe(lambda: torch.bfloat16),
     "dtype": lambda d: torch.float32,
     "input_is_quantized": lambda d: False,
@@ -62,6 +61,14 @@ def dynamic(draw):
         "format": draw.format,
         "weight_state": [],
     }
+
+
+def backward(draw):
+    """Of a gradient in values, as codes exist on CUDA only."""
+    given = dynamic(draw) | dict.fromkeys(("grad_columns", "grad_size", "value_dtype"))
+    given |= {"needs_input": True, "needs_weight": True}
+    given["input_sum"] = draw.maybe(lambda: draw.plain(draw.tokens, draw.columns))
+    return given | {"weight_grad": draw.maybe(lambda: draw.plain(draw.rows, draw.columns))}
 
 
 def swiglu_backward(draw):
@@ -266,7 +273,7 @@ OF_OPERATOR = {
     "_check_codes_can_be_read": lambda d: {"self": [d.quantized()]},
     "linear": dynamic,
     "linear_forward": lambda d: dynamic(d) | {"save_quantized_input": False, "input_rows": None},
-    "linear_backward": dynamic,
+    "linear_backward": backward,
     "linear_backward_accumulate": dynamic,
     "quantize_input": lambda d: {"rows": False, "columns": False},
     "_quantize_kept_input": lambda d: {"weight": None, "amax": None, "columns": False},
@@ -274,7 +281,7 @@ OF_OPERATOR = {
     "swiglu_linear_forward": lambda d: {
         "gate": d.plain(d.tokens, d.columns), "up": d.plain(d.tokens, d.columns), **dynamic(d),
     },
-    "swiglu_linear_backward": swiglu_backward,
+    "swiglu_linear_backward": lambda d: swiglu_backward(d) | {"weight_grad": None},
     "swiglu_linear_backward_accumulate": swiglu_backward,
     "linear_backward_codes": codes_backward,
     "linear_backward_codes_accumulate": codes_backward,

@@ -108,7 +108,10 @@ def test_gradients_of_one_input_are_added_where_they_are_made(device, format, dt
     expected, total = before + of_input, torch.zeros_like(of_weight)
     for needs_weight, weight_grad in ((True, None), (False, None), (True, total)):
         into = before.clone()
-        made = ops._linear_backward_into(grad, w, x, False, needs_weight, into, weight_grad)
+        none, made = ops.linear_backward(
+            grad, w, x, False, True, needs_weight, input_sum=into, weight_grad=weight_grad
+        )
+        assert none.numel() == 0
         assert_bits(into, expected)
         assert into._version == 1
         if needs_weight and weight_grad is None:
@@ -117,8 +120,8 @@ def test_gradients_of_one_input_are_added_where_they_are_made(device, format, dt
             assert made.numel() == 0
     assert_bits(total, of_weight)
     for wrong in (before[..., :127], before.transpose(0, 1), before.flatten()):
-        with pytest.raises(RuntimeError, match="_linear_backward_into: needs a plain contiguous grad_input"):
-            ops._linear_backward_into(grad, w, x, False, True, wrong)
+        with pytest.raises(RuntimeError, match="linear_backward: needs a plain contiguous input_sum"):
+            ops.linear_backward(grad, w, x, False, True, True, input_sum=wrong)
 
 
 @on_devices

@@ -72,8 +72,8 @@ def test_wgrad_goes_into_main_grad(device, format, kind, first, grad_dtype):
 @on_devices
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind,operators", [
-    ("LayerNormLinear", {"linear_backward_accumulate"}),
-    ("SwiGLU", {"swiglu_mlp", "swiglu_linear_backward_accumulate"}),
+    ("LayerNormLinear", {"linear_backward"}),
+    ("SwiGLU", {"swiglu_mlp", "swiglu_linear_backward"}),
 ], ids=["linear", "mlp"])
 @pytest.mark.parametrize("format", RECIPES)
 @pytest.mark.parametrize("recompute", [False, True])

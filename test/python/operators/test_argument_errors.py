@@ -27,7 +27,7 @@ def test_an_unknown_format_is_an_error_of_linears():
         "qshard::linear_backward": lambda **k: ops.linear_backward(
             grad, q, x, False, True, True, **k
         ),
-        "qshard::linear_backward_accumulate": lambda **k: ops.linear_backward_accumulate(
+        "qshard::linear_backward ": lambda **k: ops.linear_backward_accumulate(
             grad, q, x, False, True, sum, **k
         ),
     }

@@ -64,8 +64,8 @@ def test_quantized_gradients_and_inputs_of_linears_are_read_by_value():
     assert all(torch.equal(a, b) for a, b in zip(given, expected))
     # A write that waits for its flush is the value; it was an error after half of the work.
     waits, sum = ops.quantize(x, FORMAT, logical_rows=256), torch.zeros(4, 48)
-    grad_weight = ops._linear_backward_into(grad, q, waits, False, True, sum)
-    assert torch.equal(sum, expected[0]) and torch.equal(grad_weight, expected[1])
+    none, grad_weight = ops.linear_backward(grad, q, waits, False, True, True, input_sum=sum)
+    assert none.numel() == 0 and torch.equal(sum, expected[0]) and torch.equal(grad_weight, expected[1])
     for name in ("grad", "input"):
         freed = {"grad": quantized(grad), "input": quantized(x)}
         freed[name].untyped_storage().resize_(0)

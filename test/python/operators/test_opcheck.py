@@ -85,14 +85,15 @@ SAMPLES = {
         (plain(2, 64), quantized(fmt=fmt), plain(2, 32), False, *needs, False, torch.bfloat16)
         for needs in ((True, True), (True, False))
     ]
-    + [dynamic(fmt, plain(2, 64), plain(64, 32), plain(2, 32), False, True, True)],
+    + [dynamic(fmt, plain(2, 64), plain(64, 32), plain(2, 32), False, True, True)]
+    + [
+        (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, True, needs_weight,
+         dict(input_sum=plain(2, 3, 32), weight_grad=sum))
+        for needs_weight, sum in ((True, None), (True, plain(64, 32)), (False, None))
+    ],
     "linear_backward_accumulate": lambda fmt: [
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, plain(64, 32))
         for needs_input in (True, False)
-    ],
-    "_linear_backward_into": lambda fmt: [
-        (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_weight, plain(2, 3, 32), sum)
-        for needs_weight, sum in ((True, None), (True, plain(64, 32)), (False, None))
     ],
     "swiglu_mlp": lambda fmt: [
         (plain(4, 32, grad=True), *weights, None, None, plain(32, grad=True),
@@ -121,7 +122,11 @@ SAMPLES = {
         for maxima in (torch.empty(0), torch.ones(33))
         for needs in ((True, True, True, True), (False, True, False, False), (True, False, False, True))
     ]
-    + [dynamic(fmt, plain(4, 32), plain(4, 64), plain(4, 64), plain(32, 64), torch.empty(0), *[True] * 4)],
+    + [dynamic(fmt, plain(4, 32), plain(4, 64), plain(4, 64), plain(32, 64), torch.empty(0), *[True] * 4)]
+    + [
+        (plain(4, 32), plain(4, 64), plain(4, 64), quantized(32, 64, fmt), torch.empty(0), *[True] * 4,
+         dict(weight_grad=plain(32, 64)))
+    ],
     "swiglu_linear_backward_accumulate": lambda fmt: [
         (plain(4, 32), plain(4, 64), plain(4, 64), quantized(32, 64, fmt), torch.empty(0),
          plain(32, 64), True, True, joined)

@@ -29,24 +29,31 @@ WRITERS = {
         lambda: torch.zeros(64, 48),
         "out",
     ),
-    "linear_backward_accumulate": (
-        lambda out: ops.linear_backward_accumulate(GRAD, weight(), X, False, True, out),
-        lambda: torch.zeros(64, 48),
-        "weight_grad",
-    ),
-    "_linear_backward_into": (
-        lambda out: ops._linear_backward_into(GRAD, weight(), X, False, False, out),
+    "linear_backward": (
+        lambda out: ops.linear_backward(GRAD, weight(), X, False, True, False, input_sum=out),
         lambda: torch.zeros(4, 48),
-        "grad_input",
+        "input_sum",
     ),
-    "_linear_backward_into of the weight": (
-        lambda out: ops._linear_backward_into(
-            GRAD, weight(), X, False, True, torch.zeros(4, 48), out
+    "linear_backward of the weight": (
+        lambda out: ops.linear_backward(
+            GRAD, weight(), X, False, True, True, input_sum=torch.zeros(4, 48), weight_grad=out
         ),
         lambda: torch.zeros(64, 48),
         "weight_grad",
     ),
-    "swiglu_linear_backward_accumulate": (
+    "linear_backward by another name": (
+        lambda out: ops.linear_backward_accumulate(GRAD, weight(), X, False, True, out),
+        lambda: torch.zeros(64, 48),
+        "weight_grad",
+    ),
+    "swiglu_linear_backward": (
+        lambda out: ops.swiglu_linear_backward(
+            GRAD, X, X, weight(), torch.empty(0), True, True, False, False, weight_grad=out
+        ),
+        lambda: torch.zeros(64, 48),
+        "weight_grad",
+    ),
+    "swiglu_linear_backward by another name": (
         lambda out: ops.swiglu_linear_backward_accumulate(
             GRAD, X, X, weight(), torch.empty(0), out, True, False, False
         ),
@@ -169,7 +176,7 @@ def test_what_is_read_and_what_is_written_share_no_memory():
     grad = torch.zeros(4, 48)
     q = ops.quantize(torch.randn(48, 48), "float8_blockwise")
     assert "shares memory" in refusal(
-        lambda: ops._linear_backward_into(grad, q, X, False, False, grad)
+        lambda: ops.linear_backward(grad, q, X, False, True, False, input_sum=grad)
     )
     state = torch.zeros(3, 16), torch.zeros(3, 3)
     text = refusal(
