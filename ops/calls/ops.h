@@ -209,7 +209,8 @@ c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self);
 bool keeps_master(const Tensor& self);
 
 // ops/linear/meta.cpp: shapes and dtypes only. FakeTensor describes a quantized tensor as a plain
-// strided one of its nominal dtype, so nothing here may ask for a format (qshard/_runtime/fakes.py can).
+// strided one of its nominal dtype, so nothing here may ask for a format (qshard/_runtime/fakes.py
+// can).
 Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    bool weight_only, std::optional<c10::string_view> format,

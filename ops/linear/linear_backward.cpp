@@ -73,6 +73,22 @@ WeightUse backward_use(bool needs_input) {
   return needs_input ? WeightUse::kDgrad : WeightUse::kWgradOnly;
 }
 
+ValuesOrCodes wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
+                            const at::TensorOptions& options, const QuantizedMatrix& weight) {
+  if (!is_quantized) return PlainOperand(as_matrix(input));
+  const int64_t k = weight.cols;
+  const at::Device device = options.device();
+  const bool is_empty = m == 0 || weight.rows == 0 || k == 0;  // what is saved then is not read
+  TORCH_CHECK(is_empty || (can_save_quantized_input(*weight.format, device, m, weight.rows, k) &&
+                           input.device() == device &&
+                           is_packed_buffer(input, packed_columnwise_bytes(m, k), input)),
+              fmt::format("qshard: linear's saved input must be uint8 of {} bytes on {}, got {} {}",
+                          packed_columnwise_bytes(m, k), device.str(),
+                          c10::toString(input.scalar_type()), input.sizes().vec()));
+  return QuantizedOperand(packed_matrix(*weight.format, PackedRole::kInput, m, k, {}, input),
+                          options);
+}
+
 std::tuple<Tensor, Tensor> linear_backward_op(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
