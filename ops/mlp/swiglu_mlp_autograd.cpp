@@ -151,20 +151,20 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     variable_list saved{first.gate_input, first.up_input,
                         reads_values ? first.gate_values : Tensor(),
                         reads_up ? first.up_values : Tensor(), reads_values ? maxima : Tensor()};
-    SwigluState state{.is_joined = is_joined,
-                      .has_residual = is_given(residual),
-                      .adds_input = is_normed && is_given(residual) && residual->is_same(input),
-                      .gate_saves_codes = first.gate_saves_codes,
-                      .up_saves_codes = first.up_saves_codes,
-                      .weight_only = weight_only,
-                      .gives_codes = use.gives_codes,
-                      .grad_format = std::string(format.name),
-                      .gate_bias = dtype_of(gate_bias),
-                      .up_bias = dtype_of(up_bias),
-                      .down_bias = dtype_of(down_bias),
-                      .gate = kept_gate.save(saved),
-                      .up = kept_up.save(saved),
-                      .down = kept_down.save(saved)};
+    SwigluMlpState state{.is_joined = is_joined,
+                         .has_residual = is_given(residual),
+                         .adds_input = is_normed && is_given(residual) && residual->is_same(input),
+                         .gate_saves_codes = first.gate_saves_codes,
+                         .up_saves_codes = first.up_saves_codes,
+                         .weight_only = weight_only,
+                         .gives_codes = use.gives_codes,
+                         .grad_format = std::string(format.name),
+                         .gate_bias = dtype_of(gate_bias),
+                         .up_bias = dtype_of(up_bias),
+                         .down_bias = dtype_of(down_bias),
+                         .gate = kept_gate.save(saved),
+                         .up = kept_up.save(saved),
+                         .down = kept_down.save(saved)};
     if (is_normed) {
       variable_list weights{gate};
       if (!is_joined) weights.push_back(*up);
@@ -180,7 +180,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const Tensor& grad = grads[0];
     if (!grad.defined()) return variable_list(kArguments);
     refuse_double_backward(grad, "qshard::swiglu_mlp");
-    return SwigluBackward(ctx, evaluated_node<SwigluMlpFunction>(ctx), grad).run();
+    return SwigluMlpBackward(ctx, evaluated_node<SwigluMlpFunction>(ctx), grad).run();
   }
 };
 

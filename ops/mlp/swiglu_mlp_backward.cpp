@@ -9,7 +9,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-SwigluBackward::Edges::Edges(const SwigluState& state)
+SwigluMlpBackward::Edges::Edges(const SwigluMlpState& state)
     : gate_bias(state.is_joined ? 3 : 4),
       up_bias(gate_bias + (state.gate_bias ? 1 : 0)),
       down_bias(up_bias + (state.up_bias ? 1 : 0)),
@@ -17,7 +17,8 @@ SwigluBackward::Edges::Edges(const SwigluState& state)
       norm_weight(residual + (state.has_residual ? 1 : 0)),
       norm_bias(norm_weight + 1) {}
 
-SwigluBackward::Needs::Needs(AutogradContext* ctx, const SwigluState& state, const Edges& edge)
+SwigluMlpBackward::Needs::Needs(AutogradContext* ctx, const SwigluMlpState& state,
+                                const Edges& edge)
     : norm_weight(state.norm && ctx->needs_input_grad(edge.norm_weight)),
       norm_bias(state.norm && state.norm->has_bias && ctx->needs_input_grad(edge.norm_bias)),
       input(ctx->needs_input_grad(edge.input) || norm_weight || norm_bias),
@@ -27,11 +28,11 @@ SwigluBackward::Needs::Needs(AutogradContext* ctx, const SwigluState& state, con
       gate_bias(state.gate_bias && ctx->needs_input_grad(edge.gate_bias)),
       up_bias(state.up_bias && ctx->needs_input_grad(edge.up_bias)) {}
 
-SwigluBackward::SwigluBackward(AutogradContext* ctx, Node* node, const Tensor& grad)
+SwigluMlpBackward::SwigluMlpBackward(AutogradContext* ctx, Node* node, const Tensor& grad)
     : ctx_(ctx),
       node_(node),
       grad_(grad),
-      state_(load_state<SwigluState>(ctx)),
+      state_(load_state<SwigluMlpState>(ctx)),
       saved_(ctx->get_saved_variables()),
       edge_(state_),
       needs_(ctx, state_, edge_),
@@ -40,7 +41,7 @@ SwigluBackward::SwigluBackward(AutogradContext* ctx, Node* node, const Tensor& g
   if (state_.norm) normed_ = NormedInput::restore(*state_.norm, &saved_[kSavedNorm]);
 }
 
-variable_list SwigluBackward::run() {
+variable_list SwigluMlpBackward::run() {
   if (state_.has_residual && !state_.adds_input && ctx_->needs_input_grad(edge_.residual)) {
     result_[kResidual] = grad_;
   }
@@ -60,7 +61,7 @@ variable_list SwigluBackward::run() {
   return std::move(result_);
 }
 
-void SwigluBackward::backward_of_down() {
+void SwigluMlpBackward::backward_of_down() {
   const Tensor& gate_values = saved_[kGateValues];
   const Tensor& up_values = saved_[kUpValues];
   const auto halves =
@@ -80,7 +81,7 @@ void SwigluBackward::backward_of_down() {
   if (needs_.down && !sum) result_[kDown] = grad_down;
 }
 
-Tensor SwigluBackward::backward_of_gate_and_up() {
+Tensor SwigluMlpBackward::backward_of_gate_and_up() {
   if (normed_ && (needs_.gate || needs_.up)) columns_ = normed_->columns();
   Tensor grad_input = backward_of_first({.grad = gate_,
                                          .facts = state_.gate,
@@ -110,7 +111,7 @@ Tensor SwigluBackward::backward_of_gate_and_up() {
   return grad_input;
 }
 
-Tensor SwigluBackward::backward_of_first(const FirstLinear& linear, const Tensor& earlier) {
+Tensor SwigluMlpBackward::backward_of_first(const FirstLinear& linear, const Tensor& earlier) {
   if (!needs_.input && !linear.needs_weight) return Tensor();
   const Tensor& gate_values = saved_[kGateValues];
   const RestoredWeight weight(linear.facts, &saved_[linear.saved_weight], grad_);
@@ -129,7 +130,7 @@ Tensor SwigluBackward::backward_of_first(const FirstLinear& linear, const Tensor
   return grad_input;
 }
 
-Tensor SwigluBackward::backward_of_norm(const Tensor& grad_normed) {
+Tensor SwigluMlpBackward::backward_of_norm(const Tensor& grad_normed) {
   // The gradient of an input that is the residual, too, is added as the norm's is written.
   auto [grad_input, grad_weight, grad_bias] = normed_->backward(
       grad_normed, state_.adds_input ? grad_ : Tensor(), needs_.norm_weight || needs_.norm_bias);
@@ -138,7 +139,7 @@ Tensor SwigluBackward::backward_of_norm(const Tensor& grad_normed) {
   return grad_input;
 }
 
-void SwigluBackward::set_inner_biases() {
+void SwigluMlpBackward::set_inner_biases() {
   if (needs_.gate_bias) result_[kGateBias] = bias_gradient(gate_.rows, *state_.gate_bias);
   if (needs_.up_bias) result_[kUpBias] = bias_gradient(up_.rows, *state_.up_bias);
 }

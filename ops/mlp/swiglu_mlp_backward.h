@@ -9,7 +9,7 @@
 namespace qshard {
 
 /// What forward keeps beside the saved tensors.
-struct SwigluState {
+struct SwigluMlpState {
   bool is_joined = false;
   bool has_residual = false;
   bool adds_input = false;  // the residual is the input that is normalized
@@ -29,7 +29,7 @@ struct SwigluState {
 };
 
 /// The saved tensors.
-enum SwigluSaved : size_t {
+enum SwigluMlpSaved : size_t {
   kGateInput,
   kUpInput,
   kGateValues,
@@ -42,7 +42,7 @@ enum SwigluSaved : size_t {
 };
 
 /// The arguments of forward, and so the results of backward.
-enum SwigluArgument : size_t {
+enum SwigluMlpArgument : size_t {
   kInput,
   kGate,
   kDown,
@@ -57,10 +57,10 @@ enum SwigluArgument : size_t {
 };
 
 /// One evaluation of the function's node. `node` is null where the engine does not evaluate it.
-class SwigluBackward {
+class SwigluMlpBackward {
  public:
-  SwigluBackward(torch::autograd::AutogradContext* ctx, torch::autograd::Node* node,
-                 const Tensor& grad);
+  SwigluMlpBackward(torch::autograd::AutogradContext* ctx, torch::autograd::Node* node,
+                    const Tensor& grad);
   torch::autograd::variable_list run();
 
  private:
@@ -68,12 +68,12 @@ class SwigluBackward {
   struct Edges {
     size_t input = 0, gate = 1, down = 2, up = 3;
     size_t gate_bias, up_bias, down_bias, residual, norm_weight, norm_bias;
-    explicit Edges(const SwigluState& state);
+    explicit Edges(const SwigluMlpState& state);
   };
   /// Which gradients are asked for; `input` is also true for those of the norm's parameters.
   struct Needs {
     bool norm_weight, norm_bias, input, gate, up, down, gate_bias, up_bias;
-    Needs(torch::autograd::AutogradContext* ctx, const SwigluState& state, const Edges& edge);
+    Needs(torch::autograd::AutogradContext* ctx, const SwigluMlpState& state, const Edges& edge);
 
     bool inner_biases() const { return gate_bias || up_bias; }
     bool inner_weights() const { return gate || up || inner_biases(); }
@@ -106,7 +106,7 @@ class SwigluBackward {
   torch::autograd::AutogradContext* ctx_;
   torch::autograd::Node* node_;
   const Tensor& grad_;
-  SwigluState state_;
+  SwigluMlpState state_;
   torch::autograd::variable_list saved_;
   Edges edge_;
   Needs needs_;
