@@ -56,13 +56,13 @@ def _gather_quantized(rows, format, group):
 def gather_tokens(x: torch.Tensor, dim: int, format: str, is_gradient: bool, group: str) -> torch.Tensor:
     """x (..., K), cut in equal parts along `dim`: the whole, in the dtype of x. format: of the weight that
     it meets, or "" to gather values. An operator, which compilers do not look into."""
-    in_codes = _travels_in_codes(format)
-    if not 0 <= dim < x.dim() - in_codes:  # blocks of codes lie within one token
-        raise ValueError(
-            f"qshard::_gather_tokens: cannot put tensors of shape {tuple(x.shape)} together along {dim=}"
-            + " in codes" * in_codes
-        )
     try:
+        in_codes = _travels_in_codes(format)
+        if not 0 <= dim < x.dim() - in_codes:  # blocks of codes lie within one token
+            raise ValueError(
+                f"cannot put tensors of shape {tuple(x.shape)} together along {dim=}"
+                + " in codes" * in_codes
+            )
         return gather_tokens_now(x, dim, format, is_gradient, group)
     except (TypeError, ValueError) as error:  # of the operators that make messages, on every rank
         raise type(error)(f"qshard::_gather_tokens: {error}") from error

@@ -44,10 +44,13 @@ def batches(q, count, dtype=torch.float32, tokens=TOKENS):
 
 def added(function):
     """How many gradients function() added to a .grad by itself."""
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+    settings = {"acc_events": True, "record_shapes": True}
+    with profile(activities=[ProfilerActivity.CPU], **settings) as profiler:
         function()
-    events = profiler.key_averages()
-    return sum(e.count for e in events if e.key.startswith("qshard::") and e.key.endswith("_accumulate"))
+    events = profiler.key_averages(group_by_input_shape=True)
+    backwards = ("qshard::linear_backward", "qshard::swiglu_linear_backward")
+    # weight_grad, what is added to, is the last argument.
+    return sum(e.count for e in events if e.key in backwards and e.input_shapes[-1])
 
 
 def backward(q, x, gradient, **kwargs):

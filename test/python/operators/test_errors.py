@@ -189,7 +189,7 @@ CALLS = {
     ),
     "quantize rows of part of a block": (
         lambda q: ops.quantize(torch.randn(40, 48), "mxfp8_1x32"),
-        "mxfp8_1x32 needs matrices of a multiple of 32 rows, got 40.*MXFP8BlockScaling",
+        "mxfp8_1x32 needs matrices of a multiple of 32 rows, got 40.*use the format mxfp8, whose blocks are 32x32",
     ),
     "phase of one image": (lambda q: ops.quantize(X, "mxfp8[phase]"), "has no option 'phase'"),
     "format plain": (lambda q: ops.format(X), "expected a quantized tensor"),
