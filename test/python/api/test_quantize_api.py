@@ -60,7 +60,7 @@ def test_mxfp8_arguments():
 
 def test_rows_that_do_not_fit_change_nothing():
     m = model()
-    with pytest.raises(ValueError, match="multiple of 32 rows, got 48.*MXFP8BlockScaling"):
+    with pytest.raises(ValueError, match="multiple of 32 rows, got 48.*use the format mxfp8"):
         qshard.quantize_(m, qshard.MXFP8BlockScaling(weight_block=(1, 32)))
     assert not any(qshard.is_quantized(p) for p in m.parameters())
 
