@@ -64,7 +64,7 @@ def dynamic(draw):
 
 
 def backward(draw):
-    """Of a gradient in values, as codes exist on CUDA only."""
+    """The gradient is given as values: codes exist on CUDA only."""
     given = dynamic(draw) | dict.fromkeys(("grad_columns", "grad_size", "value_dtype"))
     given |= {"needs_input": True, "needs_weight": True}
     given["input_sum"] = draw.maybe(lambda: draw.plain(draw.tokens, draw.columns))
