@@ -99,9 +99,10 @@ struct Layout {
     return scale == nullptr ? 0 : block_cols(*scale);
   }
   int64_t grid_numel() const { return grid_rows() * grid_cols(); }
-  /// Grid row of a logical row, of a format that has a grid.
+  /// Grid row of a logical row; 0 of a format without a grid.
   int64_t grid_row(int64_t logical_row) const {
-    return block_row(*format->grid_scale(), logical_row);
+    const ScaleLevel* scale = format->grid_scale();
+    return scale == nullptr ? 0 : block_row(*scale, logical_row);
   }
 
   /// Elements of the full tensor from one row to the next.
