@@ -18,33 +18,39 @@ namespace {
 
 using Indices = c10::List<std::optional<at::Tensor>>;
 
-/// The window of a tensor whose entries along dimension 0 are runs of whole matrices.
-std::optional<RowWindow> window_of_matrices(const at::Tensor& self) {
+/// A tensor whose entries along dimension 0 are runs of whole matrices.
+struct Stack {
+  RowWindow rows;
+  int64_t run;  // rows of an entry
+};
+
+std::optional<Stack> stack_of(const at::Tensor& self) {
   if (!is_quantized(self) || self.dim() < 3 || impl_of(self).is_export()) return std::nullopt;
   const Layout& layout = buffer_of(self).layout();
   const int64_t run = c10::multiply_integers(self.sizes().slice(1, self.dim() - 2));
   if (layout.matrix_rows == 0 || run == 0 || run % layout.matrix_rows != 0) return std::nullopt;
   const auto rows = row_window(self);
   if (!rows || (layout.row_offset + rows->first) % layout.matrix_rows != 0) return std::nullopt;
-  return rows;
+  return Stack{*rows, run};
 }
 
 /// The entries of dimension 0 that `index` (1-D, integers from 0 on) names; none where these are no
 /// whole matrices.
 std::optional<at::Tensor> pick(const at::Tensor& self, const at::Tensor& index, const char* op) {
+  const auto picked_of = [&](const at::Tensor& tensor) -> std::optional<at::Tensor> {
+    const auto stack = stack_of(tensor);
+    if (!stack) return std::nullopt;
+    const BufferPtr& buffer = impl_of(tensor).buffer();
+    if (buffer->placement().is_alone()) require_shown(buffer, op);
+    auto sizes = tensor.sizes().vec();
+    sizes[0] = index.numel();
+    return make_tensor(copy_matrices(*buffer, stack->rows, stack->run, index), sizes);
+  };
+  if (auto picked = picked_of(self)) return picked;
+  if (self.dim() < 3) return std::nullopt;
   // Experts may lie as (experts, in, out), which is the transpose of how they are quantized.
-  const bool is_transposed = self.dim() >= 3 && !window_of_matrices(self);
-  const at::Tensor stack = is_transposed ? self.transpose(-1, -2) : self;
-  const auto rows = window_of_matrices(stack);
-  if (!rows) return std::nullopt;
-  const BufferPtr& buffer = impl_of(self).buffer();
-  if (buffer->placement().is_alone()) require_shown(buffer, op);
-  auto sizes = stack.sizes().vec();
-  const auto run = c10::multiply_integers(stack.sizes().slice(1, stack.dim() - 2));
-  BufferPtr picked = copy_matrices(*buffer, *rows, run, index);
-  sizes[0] = index.numel();
-  at::Tensor result = make_tensor(std::move(picked), sizes);
-  return is_transposed ? result.transpose(-1, -2) : result;
+  const auto picked = picked_of(self.transpose(-1, -2));
+  return picked ? std::optional(picked->transpose(-1, -2)) : std::nullopt;
 }
 
 at::Tensor index_select(const at::Tensor& self, int64_t dim, const at::Tensor& index) {

@@ -134,7 +134,7 @@ BufferPtr copy_matrices(QuantizedBuffer& buffer, RowWindow rows, int64_t run,
   const Layout& layout = buffer.layout();
   const Planes& from = buffer.planes();
   const bool keeps_master = buffer.keeps_master();
-  const int64_t picked = index.numel(), matrices = run / layout.matrix_rows;
+  const int64_t picked = index.numel();
   const Layout own = own_tensor(layout.holding(picked * run), layout.matrix_rows);
   auto planes =
       Planes::allocate(own, buffer.dtype(), keeps_master, buffer.device(), Fill::kNothing);
@@ -163,11 +163,10 @@ BufferPtr copy_matrices(QuantizedBuffer& buffer, RowWindow rows, int64_t run,
     planes.set_pending(std::move(pending));
   }
   const int64_t first_matrix = (layout.row_offset + rows.first) / layout.matrix_rows;
-  const at::Tensor numbers = index.to(at::kLong).mul(matrices).add(first_matrix).unsqueeze(1) +
-                             at::arange(matrices, index.options().dtype(at::kLong));
   auto copy = c10::make_intrusive<QuantizedBuffer>(
       Placement(own), buffer.dtype(), std::move(planes),
-      buffer.scaling_state().copy_of_matrices(layout, numbers.flatten()));
+      buffer.scaling_state().copy_of_matrices(layout, first_matrix, run / layout.matrix_rows,
+                                              index));
   FlushState& state = copy->flush_state();
   state.copy_of(buffer.flush_state(), /*same_amax=*/false, copy->device());
   state.replace_codes();  // the grid is another one

@@ -29,9 +29,9 @@ inline BufferPtr copy_buffer(QuantizedBuffer& buffer) {
 /// Consecutive rows of one logical tensor, of one generation, as one.
 BufferPtr concatenate(const std::vector<std::pair<BufferPtr, RowWindow>>& pieces);
 
-/// The matrices of `rows`, in runs of `run` rows, that `index` (1-D, on the buffer's device) counts
-/// from 0 on, as a tensor of its own: bytes of image, scales and master, and of the histories those
-/// of these matrices. `rows` and runs begin and end with a matrix.
+/// Copies whole matrices into a tensor of its own, with the bytes of their codes, scales and master
+/// and with their amax histories. `rows` is cut into runs of `run` rows, which hold whole matrices;
+/// `index` (1-D, on the buffer's device) names the runs, the first one by 0.
 /// @throws c10::Error for an index out of range, as at::index_select; on CUDA it stops the device.
 BufferPtr copy_matrices(QuantizedBuffer& buffer, RowWindow rows, int64_t run,
                         const at::Tensor& index);

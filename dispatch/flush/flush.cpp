@@ -83,9 +83,7 @@ bool has_peers(const Batch& batch) { return batch.groups.shard || !batch.groups.
 /// threads of one process (torch's MultiThreadedTestCase), which wait for each other.
 std::unique_lock<std::mutex> take_turn(const Groups& agreed_with = {}) {
   static std::mutex mutex;
-  const bool is_local =
-      !agreed_with.shard && agreed_with.tensor.empty() && agreed_with.replicas.empty();
-  return is_local ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
+  return agreed_with == Groups() ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
 }
 
 /// The tables of a scaling state as int32 words, which are bits of amaxes and keys: none is

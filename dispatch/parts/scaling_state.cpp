@@ -45,13 +45,15 @@ ScalingState ScalingState::copy_to(at::Device device) const {
   return copy;
 }
 
-ScalingState ScalingState::copy_of_matrices(const Layout& layout,
-                                            const at::Tensor& matrices) const {
+ScalingState ScalingState::copy_of_matrices(const Layout& layout, int64_t first, int64_t run,
+                                            const at::Tensor& index) const {
   ScalingState copy;
   if (amax_history.defined()) {
-    const at::Tensor own = matrices.to(amax_history.device());
-    const at::Tensor rows =
-        at::cat({own, at::arange(input_row(layout), scaling_rows(layout), own.options())});
+    const at::Tensor runs = index.to(amax_history.device(), at::kLong);
+    const at::Tensor matrices =
+        runs.mul(run).add(first).unsqueeze(1) + at::arange(run, runs.options());
+    const at::Tensor rows = at::cat(
+        {matrices.flatten(), at::arange(input_row(layout), scaling_rows(layout), runs.options())});
     copy.amax_history = amax_history.index_select(0, rows);
     copy.scaling_amax = scaling_amax.index_select(0, rows);
   }

@@ -29,9 +29,10 @@ struct ScalingState {
 
   /// A copy of its own on `device`; one of meta tensors is as if fresh.
   ScalingState copy_to(at::Device device) const;
-  /// A copy of its own, on the same device, for a tensor of these of the `layout`'s matrices
-  /// (1-D int64).
-  ScalingState copy_of_matrices(const Layout& layout, const at::Tensor& matrices) const;
+  /// A copy of its own, on the same device, for a tensor of some of the `layout`'s matrices. From
+  /// matrix `first` on they are taken in runs of `run`; `index` (1-D) names the runs.
+  ScalingState copy_of_matrices(const Layout& layout, int64_t first, int64_t run,
+                                const at::Tensor& index) const;
   /// Takes over the numbers of another buffer's state of the same format and shape.
   void copy_from(const ScalingState& other);
 

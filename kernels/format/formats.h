@@ -66,7 +66,7 @@ struct Format;
 struct ActivationCodes {
   DType input_dtype;
   DType gradient_dtype;
-  bool power_of_two_scales;  // of blocks of codes
+  bool power_of_two_scales;  // every scale of a block is a power of two
   /// Codes that wgrad reads are of the random Hadamard transform along the tokens.
   bool hadamard_columns = false;
   bool stochastic_gradients = false;  // gradients are rounded stochastically
@@ -76,9 +76,9 @@ struct ActivationCodes {
   // where no GEMM of it reads them.
   DType packed_input_dtype;
   DType packed_gradient_dtype;
-  ScaleMode packed_rows;              // of codes that forward and dgrad read
-  ScaleMode packed_input_columns;     // of an input's that wgrad reads
-  ScaleMode packed_gradient_columns;  // of a gradient's
+  ScaleMode packed_rows;              // how forward and dgrad read the scales of both
+  ScaleMode packed_input_columns;     // how wgrad reads those of the input
+  ScaleMode packed_gradient_columns;  // how wgrad reads those of the gradient
 };
 
 /// Which GEMMs multiply the codes of a weight.
@@ -91,7 +91,7 @@ constexpr int kAnyLaterCapability = 1000;
 
 struct GemmPairing {
   GemmKind kind;
-  ScaleMode scale_mode;  // of a matrix of this format; activations say theirs
+  ScaleMode scale_mode;  // how a GEMM reads the scales of a weight
   /// Whether dgrad reads the weight's codes transposed: their scales are those of the transpose.
   bool transposes_weight;
   // The compute capabilities that have these GEMMs, 90 for 9.0.
@@ -117,7 +117,7 @@ struct Format {
   DType code_dtype;
   int64_t code_bits;                      // bits per code in a row image
   float code_max;                         // largest finite code, e.g. 448
-  ScaleLevel scale;                       // of blocks of codes
+  ScaleLevel scale;                       // the scales next to the codes
   std::optional<ScaleLevel> outer_scale;  // above `scale`, of fewer and larger blocks, in the grid
   ActivationCodes activations;
   GemmPairing gemm;

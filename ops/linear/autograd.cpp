@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor> quantize_kept(const Tensor& input, c10::string_view f
 
 struct LinearState {
   WeightFacts weight = {};
-  std::optional<std::string> kept_format = {};  // of the codes that backward makes of a kept input
+  std::optional<std::string> kept_format = {};  // backward quantizes the kept input to it
   bool saves_codes = false;
   bool weight_only = false;
   std::optional<at::ScalarType> bias = {};

@@ -46,7 +46,7 @@ inline bool is_known(const c10::SymInt& size) { return !size.is_symbolic() || si
 struct LinearGrad {
   const Tensor& rows;  // or values
   OptionalTensor columns = {};
-  at::OptionalIntArrayRef size = {};  // of the values that the codes are of
+  at::OptionalIntArrayRef size = {};  // sizes of the gradient that the codes stand for
   std::optional<at::ScalarType> dtype = {};
 };
 
