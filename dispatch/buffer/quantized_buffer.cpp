@@ -87,11 +87,11 @@ WritableCodes QuantizedBuffer::write_codes() {
           planes_.own_grid(layout()).mutable_data()};
 }
 
-void QuantizedBuffer::written_nothing() {
+void QuantizedBuffer::written_nothing(const c10::TensorImpl& tensor) {
   complete();  // later, it would take over what the original knows of writes
   flush_state_.write_elsewhere();
   if (planes_.master().defined() && !placement_.is_alone()) flush_state_.hide();
-  flush_state_.watch().note_before_bump();
+  flush_state_.watch().note_before_bump(tensor);
 }
 
 void QuantizedBuffer::requantized(ReadOnlyTensor given, const FlushEvent& event, Pending keep) {

@@ -83,8 +83,9 @@ class QuantizedBuffer : public c10::intrusive_ptr_target {
   void written() { flush_state_.write(device()); }
   /// The same of a write of no elements. The image stands: without a master it may be the value,
   /// and made anew it would be rounded twice. Beside a master it waits for the flush, as on the
-  /// ranks whose rows were written.
-  void written_nothing();
+  /// ranks whose rows were written. The counter of `tensor`, through which the write came, moves
+  /// next; another one that moves, as that of x beside x.data, tells of another write.
+  void written_nothing(const c10::TensorImpl& tensor);
   /// Image and grid, to be written; the grid is the buffer's own from then on.
   WritableCodes write_codes();
   enum class Pending { kDrop, kKeep };

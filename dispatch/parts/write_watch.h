@@ -49,8 +49,9 @@ class WriteWatch {
   }
   /// All moves so far are known.
   void note();
-  /// The same, and of the next one, too: the kernel that runs now is followed by the bump that
-  /// ADInplaceOrView makes for every in-place operator.
+  /// The same, and the next move of any counter: the kernel that runs now is followed by the bump
+  /// that ADInplaceOrView makes for every in-place operator. For writes that leave the image stale
+  /// only, since the move that is taken for theirs may be another write's.
   void note_before_bump();
   /// The same, and of the next move of `written`'s counter alone: a tensor whose counter is not
   /// watched, as that of x.data, moves none that is.

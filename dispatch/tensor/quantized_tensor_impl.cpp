@@ -304,9 +304,10 @@ void bump_and_mark_written(const at::Tensor& self) {
     bump_version(self);
     return buffer.written();
   }
-  buffer.written_nothing();
+  const c10::TensorImpl& tensor = *self.unsafeGetTensorImpl();
+  buffer.written_nothing(tensor);
   bump_version(self);
-  buffer.flush_state().watch().note_before_bump();  // this one was no news
+  buffer.flush_state().watch().note_before_bump(tensor);  // this one was no news
 }
 
 std::string describe(const at::Tensor& self) {

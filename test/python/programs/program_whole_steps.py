@@ -182,13 +182,13 @@ def factory(subject, layer, how, shape, seed, use, rows):
 @step(1, lambda d: {**draw_factory(d), "into": d.new_register()}, reads=True)
 @torch.no_grad()
 def factory_register(subject, layer, how, shape, seed, use, rows, into):
-    """The same kept: a product must not round what it reads."""
+    """The same kept: a product must not round what it reads. Ranks without rows keep theirs, too:
+    the steps that read it let ranks meet."""
     weight = subject.tensor(f"w{layer}")
     tensor = FACTORIES[how](weight, shape)
-    if tensor.numel() == 0:
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype))
-    USES[use](torch.ones(3, tensor.shape[1], device=tensor.device, dtype=tensor.dtype), tensor)
-    assert not is_quantized(tensor)
+    if tensor.numel() > 0:
+        generator = torch.Generator().manual_seed(seed)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype))
+        USES[use](torch.ones(3, tensor.shape[1], device=tensor.device, dtype=tensor.dtype), tensor)
+        assert not is_quantized(tensor)
     subject.keep(into, tensor)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_worlds
 from dist_models import RECIPES, check_gathered, full_value, local
 from helpers import FORMATS, assert_same, fit, ops, quantized_alike, value, weight
+from nn_helpers import no_gpu
 from program_alias_steps import memory_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -136,6 +137,27 @@ def test_a_raw_write_of_one_of_a_list(fmt):
     RawOptimizer(params, "_fused_adamw_", "by address", only=1).step()
     for param in params:
         assert_codes_are_of_the_value(param)
+
+
+EMPTY_WRITES = {
+    "fill_": lambda t: t.fill_(8.0),
+    "mul_": lambda t: t.mul_(2.0),
+    "copy_": lambda t: t.copy_(torch.ones(1, device=t.device)),
+    "masked_fill_": lambda t: t.masked_fill_(torch.ones_like(t, dtype=torch.bool), 8.0),
+}
+
+
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=no_gpu)])
+@pytest.mark.parametrize("write", EMPTY_WRITES)
+@pytest.mark.parametrize("through", ["the tensor", ".data"])
+@formats
+def test_a_write_of_no_elements_hides_no_other_write(fmt, through, write, on):
+    """The counter of x.data is its own: the next move of x's counter is another write's."""
+    q = ops.quantize(weight(fit(fmt, ROWS), COLS).to(on), fmt, keep_master=True)
+    EMPTY_WRITES[write]((q.data if through == ".data" else q)[:, 2:2])
+    ops.master(q).zero_()
+    assert_codes_are_of_the_value(q)
+    assert not ops.dequantize(q).any()
 
 
 class LookaheadAdamW(torch.optim.AdamW):
