@@ -67,7 +67,10 @@ def test_products_read_codes(fmt, keep_master, on):
     picked = q[index].transpose(1, 2)
     if not has_two_images(fmt):
         assert_same(x @ picked, x @ ops.dequantize(q)[index].transpose(1, 2))
-    assert_same(x @ picked, torch.stack([a @ q[i].t() for a, i in zip(x, index)]))
+    # a product with the identity is exact on every device: it shows what products read
+    rows = torch.eye(COLS, device=on)
+    seen = torch.stack([(rows @ q[i].t()).t().contiguous() for i in index]).transpose(1, 2)
+    assert_same(x @ picked, x @ seen)
 
 
 @DEVICES
