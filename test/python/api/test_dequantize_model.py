@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import full_mesh, on_ranks
 from dist_models import RECIPES, Model, adamw, different, local_values, train
 from helpers import ops, value
 from torch import nn
@@ -80,7 +80,10 @@ def test_a_weight_in_use_changes_nothing():
     assert qshard.is_quantized(model[0].weight) and output.requires_grad
 
 
-def quantize_and_dequantize(format, keep_master):
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("format", ["float8_blockwise", "nvfp4"])
+@on_ranks(3, devices=("cpu",))
+def test_under_fully_shard(format, keep_master):
     def sharded():
         torch.manual_seed(0)
         model = Model(48, format=format)
@@ -101,13 +104,6 @@ def quantize_and_dequantize(format, keep_master):
     assert train(model, optimizer) == train(twin)
     with pytest.raises(RuntimeError, match="before the first forward"):
         qshard.dequantize_(model)
-
-
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", ["float8_blockwise", "nvfp4"])
-@on_worlds(3, devices=("cpu",))
-def test_under_fully_shard(world, format, keep_master):
-    world.run(quantize_and_dequantize, format, keep_master)
 
 
 # ------------------------------------------------------------------------- what quantize_ says

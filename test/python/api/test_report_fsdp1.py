@@ -4,7 +4,7 @@ says."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import DELAYED, MIXES, Model, adamw, batch, loss_of, noted, single_or
 from fsdp1_models import BF16, build_fsdp1, gathered_bytes, make_dynamic, wrap
 from torch.distributed.fsdp import fully_shard
@@ -95,7 +95,8 @@ def test_units_of_fsdp1(world, format, use_orig_params, mixed_precision, gather)
             assert whole == 4 * torch.Size(row.shape).numel(), name
 
 
-def run_others():
+@on_ranks(2)
+def test_other_wrappers():
     unsharded = build_fsdp1("float8_blockwise", strategy="NO_SHARD", mixed_precision=BF16)
     for row in rows_of(unsharded).values():
         assert (row.gathered, row.reduced, row.ranks, row.gathered_as) == (0, 0, 1, "")
@@ -110,8 +111,3 @@ def run_others():
     quantized = qshard.quantize_(Model().to(device()), qshard.Float8BlockScaling())
     quantized = rows_of(fully_shard(quantized, mesh=full_mesh()))
     assert quantized["head.weight"].gathered_as == "codes"
-
-
-@on_worlds(2)
-def test_other_wrappers(world):
-    world.run(run_others)

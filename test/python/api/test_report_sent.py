@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import (
     Model,
     adamw,
@@ -50,7 +50,13 @@ def observed(model, loss=None, weights=WEIGHTS):
     return {name: sent_by(calls, name) for name, _ in calls}
 
 
-def run_fsdp(weights, policy, reshard, reduced):
+@pytest.mark.parametrize("reduced", (None, "float8", "nvfp4"))
+@pytest.mark.parametrize("reshard", (None, True, False), ids=("auto", "reshard", "keep"))
+@pytest.mark.parametrize("policy", ({}, BF16_WEIGHTS, FP32_GRADIENTS), ids=("fp32", "bf16", "mixed"))
+@pytest.mark.parametrize("weights", (None, "mix-1", "mix-2"))
+@pytest.mark.pairwise
+@on_ranks(2, 3)
+def test_fsdp2(weights, policy, reshard, reduced):
     kwargs = dict(policy, reshard_after_forward=reshard)
     torch.manual_seed(0)
     model = build(weights, **kwargs) if weights else shard(Model().to(device()), **kwargs)
@@ -67,17 +73,8 @@ def run_fsdp(weights, policy, reshard, reduced):
     assert ("all_to_all_single" in first) == (reduced is not None)
 
 
-@pytest.mark.parametrize("reduced", (None, "float8", "nvfp4"))
-@pytest.mark.parametrize("reshard", (None, True, False), ids=("auto", "reshard", "keep"))
-@pytest.mark.parametrize("policy", ({}, BF16_WEIGHTS, FP32_GRADIENTS), ids=("fp32", "bf16", "mixed"))
-@pytest.mark.parametrize("weights", (None, "mix-1", "mix-2"))
-@pytest.mark.pairwise
-@on_worlds(2, 3)
-def test_fsdp2(world, weights, policy, reshard, reduced):
-    world.run(run_fsdp, weights, policy, reshard, reduced)
-
-
-def run_dtypes():
+@on_ranks(2)
+def test_dtypes():
     """The caller's dtypes stand for those of the policy."""
     model = shard(Model().to(device()))
     fp32, bf16 = (
@@ -89,12 +86,8 @@ def run_dtypes():
     assert (reduced.weights, reduced.gradients) == (fp32.weights, bf16.gradients)
 
 
-@on_worlds(2)
-def test_dtypes(world):
-    world.run(run_dtypes)
-
-
-def run_other_fsdp():
+@on_ranks(2, 4)
+def test_other_groups_of_fsdp2():
     """Groups that are not cut by rows, that have nothing to train, that backward does not gather, and a
     reshard to some of the ranks."""
     torch.manual_seed(0)
@@ -122,12 +115,9 @@ def run_other_fsdp():
         observed(fully_shard(model, mesh=mesh))
 
 
-@on_worlds(2, 4)
-def test_other_groups_of_fsdp2(world):
-    world.run(run_other_fsdp)
-
-
-def run_hsdp(weights, reduced):
+@pytest.mark.parametrize("weights, reduced", [(None, None), (None, "float8"), ("nvfp4", "nvfp4")])
+@on_ranks(4)
+def test_hsdp(weights, reduced):
     mesh = full_mesh(2, 2, names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     torch.manual_seed(0)
@@ -147,13 +137,8 @@ def run_hsdp(weights, reduced):
         assert sent["reduce_scatter_tensor"] == 2 * numel
 
 
-@pytest.mark.parametrize("weights, reduced", [(None, None), (None, "float8"), ("nvfp4", "nvfp4")])
-@on_worlds(4)
-def test_hsdp(world, weights, reduced):
-    world.run(run_hsdp, weights, reduced)
-
-
-def run_replicas():
+@on_ranks(2)
+def test_replicas_only():
     """Shards of one rank: nothing is reduced in few bits, and the report says so."""
     mesh = full_mesh(dist.get_world_size(), 1, names=("replicate", "shard"))
     models = [shard(Model().to(device()), mesh), replicate(Model().to(device()), mesh=full_mesh())]
@@ -164,12 +149,8 @@ def run_replicas():
         assert sum(sent.values()) == sent["all_reduce"] and sent["all_reduce"] <= 8 * numel
 
 
-@on_worlds(2)
-def test_replicas_only(world):
-    world.run(run_replicas)
-
-
-def run_tensor_parallel():
+@on_ranks(4)
+def test_beside_tensor_parallel():
     """Bytes sent for what tensor parallelism cut, whole norms among it."""
     mesh = full_mesh(2, 2, names=("data", "tensor"))
     torch.manual_seed(0)
@@ -186,12 +167,10 @@ def run_tensor_parallel():
     observed(model, lambda: loss_of(model, x))
 
 
-@on_worlds(4)
-def test_beside_tensor_parallel(world):
-    world.run(run_tensor_parallel)
-
-
-def run_ddp(hook, dtype):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("hook", (None, "float8", "nvfp4"))
+@on_ranks(2, 3)
+def test_ddp(hook, dtype):
     torch.manual_seed(0)
     model = DistributedDataParallel(Model().to(device(), dtype), bucket_cap_mb=0.1)
     # The stock hook does what DDP does without one, and is seen from Python.
@@ -208,14 +187,9 @@ def run_ddp(hook, dtype):
         assert sum(sent.values()) < share * plain
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("hook", (None, "float8", "nvfp4"))
-@on_worlds(2, 3)
-def test_ddp(world, hook, dtype):
-    world.run(run_ddp, hook, dtype)
-
-
-def run_fsdp1(strategy):
+@pytest.mark.parametrize("strategy", ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"))
+@on_ranks(4)
+def test_fsdp1(strategy):
     model = build_fsdp1("float8_blockwise", strategy=strategy, mixed_precision=BF16)
     loss_of(model, batch(0)).backward()
     model.zero_grad()
@@ -224,13 +198,8 @@ def run_fsdp1(strategy):
     assert ("all_reduce" in sent) == (strategy in ("NO_SHARD", "HYBRID_SHARD"))
 
 
-@pytest.mark.parametrize("strategy", ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"))
-@on_worlds(4)
-def test_fsdp1(world, strategy):
-    world.run(run_fsdp1, strategy)
-
-
-def run_ddp_of_two_dtypes():
+@on_ranks(2)
+def test_ddp_of_two_dtypes():
     torch.manual_seed(0)
     layers = torch.nn.Linear(64, 96), torch.nn.Linear(96, 64).bfloat16()
     model = torch.nn.Sequential(*layers).to(device())
@@ -242,8 +211,3 @@ def run_ddp_of_two_dtypes():
     for _ in range(3):
         model(x).sum().backward()
     observed(model, lambda: model(x).sum(), weights=())
-
-
-@on_worlds(2)
-def test_ddp_of_two_dtypes(world):
-    world.run(run_ddp_of_two_dtypes)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import World, device, on_worlds, shared_folder
+from dist_helpers import World, device, on_ranks, on_worlds, shared_folder
 from dist_models import (
     MIXES,
     Model,
@@ -105,7 +105,11 @@ def test_resharding_keeps_every_bit(world, rows, format, keep_master, tmp_path):
     assert len(set(seen)) == 1
 
 
-def run_resume(format, keep_master):
+@pytest.mark.pairwise
+@both_masters
+@mixes
+@on_ranks(1, 2, 3)
+def test_resumed_training_is_the_same(format, keep_master):
     """Two steps, a checkpoint, two more: on a resumed model they are the same."""
     model = build(format, keep_master=keep_master)
     optimizer = adamw(model)
@@ -133,12 +137,9 @@ def run_resume(format, keep_master):
 @pytest.mark.pairwise
 @both_masters
 @mixes
-@on_worlds(1, 2, 3)
-def test_resumed_training_is_the_same(world, format, keep_master):
-    world.run(run_resume, format, keep_master)
-
-
-def run_in_place(format, keep_master, rows):
+@pytest.mark.parametrize("rows", ROWS)
+@on_ranks(1, 2, 4)
+def test_in_place_load(rows, format, keep_master):
     """A load into the model that is training, then its next forward."""
     model = build(format, keep_master=keep_master, rows=rows)
     train(model, steps=1)
@@ -158,13 +159,8 @@ def run_in_place(format, keep_master, rows):
 @pytest.mark.pairwise
 @both_masters
 @mixes
-@pytest.mark.parametrize("rows", ROWS)
-@on_worlds(1, 2, 4)
-def test_in_place_load(world, rows, format, keep_master):
-    world.run(run_in_place, format, keep_master, rows)
-
-
-def run_saves_pending(format, keep_master):
+@on_ranks(2)
+def test_save_of_a_pending_write(format, keep_master):
     """A write that no flush has reached is in the checkpoint, unrounded."""
     model = build(format, keep_master=keep_master)
     train(model, steps=1)
@@ -181,18 +177,15 @@ def run_saves_pending(format, keep_master):
     check_gathered(model, full_values(oracle))
 
 
-@pytest.mark.pairwise
-@both_masters
-@mixes
-@on_worlds(2)
-def test_save_of_a_pending_write(world, format, keep_master):
-    world.run(run_saves_pending, format, keep_master)
-
-
 # ------------------------------------------------------------------------------------ async
 
 
-def run_async(format, keep_master, rows):
+@pytest.mark.pairwise
+@both_masters
+@mixes
+@pytest.mark.parametrize("rows", ROWS)
+@on_ranks(1, 2, 4)
+def test_async_save_while_training(rows, format, keep_master):
     model = build(format, keep_master=keep_master, rows=rows)
     optimizer = adamw(model)
     train(model, optimizer, steps=1)
@@ -213,15 +206,6 @@ def run_async(format, keep_master, rows):
                 oracle = build_oracle(format, rows=rows)
                 dcp.load({"model": oracle.state_dict()}, checkpoint_id=folder / f"{kind}{step}")
                 assert not different(values, full_values(oracle)), kind
-
-
-@pytest.mark.pairwise
-@both_masters
-@mixes
-@pytest.mark.parametrize("rows", ROWS)
-@on_worlds(1, 2, 4)
-def test_async_save_while_training(world, rows, format, keep_master):
-    world.run(run_async, format, keep_master, rows)
 
 
 # ----------------------------------------------------------------------------- plain PyTorch
@@ -282,7 +266,13 @@ def test_plain_pytorch_reads_the_checkpoint(world, dtype, format, keep_master, t
     assert done.stdout == "read 11\n"
 
 
-def run_plain_checkpoint(format, keep_master, rows, dtype):
+@pytest.mark.pairwise
+@both_masters
+@mixes
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@on_ranks(1, 2, 4)
+def test_plain_checkpoint_into_quantized_model_and_back(dtype, rows, format, keep_master):
     """A plain checkpoint into a quantized model, and that one's back into a plain model."""
     plain = build_oracle(format, rows=rows).to(dtype)
     train(plain, steps=1) if dtype == torch.float32 else None
@@ -301,20 +291,16 @@ def run_plain_checkpoint(format, keep_master, rows, dtype):
         assert not different(full_values(back), wide)
 
 
+# ------------------------------------------------------------------- full state dicts
+
+
 @pytest.mark.pairwise
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@on_worlds(1, 2, 4)
-def test_plain_checkpoint_into_quantized_model_and_back(world, dtype, rows, format, keep_master):
-    world.run(run_plain_checkpoint, format, keep_master, rows, dtype)
-
-
-# ------------------------------------------------------------------- full state dicts
-
-
-def run_broadcast(format, keep_master, rows, meta):
+@pytest.mark.parametrize("meta", [True, False], ids=["meta", "allocated"])
+@on_ranks(1, 2, 4)
+def test_full_state_dict_broadcast_from_rank_0(meta, rows, format, keep_master):
     model = build(format, keep_master=keep_master, rows=rows)
     train(model, steps=1)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -341,27 +327,13 @@ def run_broadcast(format, keep_master, rows, meta):
 @both_masters
 @mixes
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("meta", [True, False], ids=["meta", "allocated"])
-@on_worlds(1, 2, 4)
-def test_full_state_dict_broadcast_from_rank_0(world, meta, rows, format, keep_master):
-    world.run(run_broadcast, format, keep_master, rows, meta)
-
-
-def run_load_state_dict(format, keep_master, rows):
+@on_ranks(2, 4)
+def test_load_state_dict(rows, format, keep_master):
     model, other = (build(format, keep_master=keep_master, rows=rows) for _ in range(2))
     train(model, steps=2)
     other.load_state_dict(model.state_dict())
     check_gathered(other, full_values(model) if keep_master else None)
     assert not different(full_values(other), full_values(model))
-
-
-@pytest.mark.pairwise
-@both_masters
-@mixes
-@pytest.mark.parametrize("rows", ROWS)
-@on_worlds(2, 4)
-def test_load_state_dict(world, rows, format, keep_master):
-    world.run(run_load_state_dict, format, keep_master, rows)
 
 
 # --------------------------------------------------------------- shards, exactly as they are
@@ -386,7 +358,13 @@ def same_planes(tensor, other):
     )
 
 
-def run_shard_copies(format, keep_master, rows, written):
+@pytest.mark.pairwise
+@both_masters
+@mixes
+@pytest.mark.parametrize("written", [True, False], ids=["written", "flushed"])
+@pytest.mark.parametrize("rows", ROWS)
+@on_ranks(1, 2, 4)
+def test_pickled_and_copied_shards(rows, written, format, keep_master):
     model = build(format, keep_master=keep_master, rows=rows)
     train(model, steps=1)
     if written:
@@ -413,13 +391,3 @@ def run_shard_copies(format, keep_master, rows, written):
     # One rank quantized what was written where codes were read.
     is_written = written and dist.get_world_size() > 1
     check_gathered(model, values if keep_master or is_written else None)
-
-
-@pytest.mark.pairwise
-@both_masters
-@mixes
-@pytest.mark.parametrize("written", [True, False], ids=["written", "flushed"])
-@pytest.mark.parametrize("rows", ROWS)
-@on_worlds(1, 2, 4)
-def test_pickled_and_copied_shards(world, rows, written, format, keep_master):
-    world.run(run_shard_copies, format, keep_master, rows, written)

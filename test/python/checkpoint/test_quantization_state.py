@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import full_mesh, on_worlds, shared_folder
+from dist_helpers import full_mesh, on_ranks, on_worlds, shared_folder
 from dist_models import train_by_sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,16 +161,12 @@ def resume(state, path):
     assert train(model, range(3, 6)) == train(other, range(3, 6))
 
 
-def in_a_shared_folder(state):
+@states
+@on_ranks(2, devices=("cpu",))
+def test_dcp_saves_and_loads_it_beside_a_sharded_model(state):
     with shared_folder() as path:
         resume(state, str(path))
         dist.barrier()
-
-
-@states
-@on_worlds(2, devices=("cpu",))
-def test_dcp_saves_and_loads_it_beside_a_sharded_model(world, state):
-    world.run(in_a_shared_folder, state)
 
 
 def experts_on(mesh, count, is_sharded, seed, is_persistent=False):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, on_worlds, shared_folder
+from dist_helpers import device, full_mesh, on_ranks, shared_folder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -65,24 +65,16 @@ def test_a_users_own_names_stay(tmp_path):
     assert saved_names(Named(), tmp_path) == [f"module.{name}" for name in NAMES]
 
 
-def run_ddp(folder):
-    names = saved_names(DistributedDataParallel(made()), folder)
+@on_ranks(1)
+def test_names_under_ddp(tmp_path):
+    names = saved_names(DistributedDataParallel(made()), tmp_path)
     assert names == NAMES
 
 
-@on_worlds(1)
-def test_names_under_ddp(world, tmp_path):
-    world.run(run_ddp, tmp_path)
-
-
-def run_rounded_gradients():
+@on_ranks(2)
+def test_the_rounding_state_of_gradients_is_not_saved():
     model = fully_shard(made(), mesh=full_mesh())
     qshard.reduce_gradients_(model, "float8", rounding="stochastic")
     assert any("gradient_rounding" in name for name in model.state_dict())
     with shared_folder() as folder:
         assert saved_names(model, folder) == NAMES
-
-
-@on_worlds(2)
-def test_the_rounding_state_of_gradients_is_not_saved(world):
-    world.run(run_rounded_gradients)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import full_mesh, on_worlds, shared_folder
+from dist_helpers import full_mesh, on_ranks, on_worlds, shared_folder
 from dist_models import train_by_sgd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -142,15 +142,15 @@ def in_a_shared_folder(recipe, stochastic):
 
 @recipes
 @roundings
-@on_worlds(2, devices=("cpu",))
-def test_sharded_values_come_back_as_their_codes(world, recipe, stochastic):
-    world.run(in_a_shared_folder, recipe, stochastic)
+@on_ranks(2, devices=("cpu",))
+def test_sharded_values_come_back_as_their_codes(recipe, stochastic):
+    in_a_shared_folder(recipe, stochastic)
 
 
 @pytest.mark.parametrize("recipe", ["blockwise_fp32", "nvfp4"])
-@on_worlds(4, devices=("cpu",))
-def test_a_rank_may_hold_no_rows(world, recipe):
-    world.run(in_a_shared_folder, recipe, True)
+@on_ranks(4, devices=("cpu",))
+def test_a_rank_may_hold_no_rows(recipe):
+    in_a_shared_folder(recipe, True)
 
 
 def save(path):
@@ -162,7 +162,8 @@ def save(path):
     return [ops.dequantize(local(model[i].weight.detach())) for i in (0, 2)]
 
 
-def other_values():
+@on_ranks(2, devices=("cpu",))
+def test_values_of_another_step_are_refused_on_every_rank():
     """Refused on every rank, where values on one of them alone are others."""
     model = sharded("nvfp4", True)
     train(model, range(2))
@@ -174,11 +175,6 @@ def other_values():
         qshard.QuantizationState(other, scales=True).load_state_dict(saved)
     after = [ops.codes(local(model[i].weight.detach())) for i in (0, 2)]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
-
-
-@on_worlds(2, devices=("cpu",))
-def test_values_of_another_step_are_refused_on_every_rank(world):
-    world.run(other_values)
 
 
 def wrong_on_one_rank():
@@ -210,9 +206,9 @@ def other_weights_on_one_rank():
 
 
 @pytest.mark.parametrize("program", [wrong_on_one_rank, other_weights_on_one_rank])
-@on_worlds(2, devices=("cpu",))
-def test_what_one_rank_meets_is_raised_on_every_rank(world, program):
-    world.run(program)
+@on_ranks(2, devices=("cpu",))
+def test_what_one_rank_meets_is_raised_on_every_rank(program):
+    program()
 
 
 @on_worlds(2, devices=("cpu",))
@@ -288,21 +284,17 @@ def test_weights_cut_by_tensor_parallelism(world, format, tmp_path):
 
 
 @pytest.mark.parametrize("format", TP_FORMATS)
-@on_worlds(4, devices=("cpu",))
-def test_weights_on_two_mesh_dimensions(world, format, tmp_path):
-    world.run(through_tensor_parallel, format, (2, 2), str(tmp_path))
+@on_ranks(4, devices=("cpu",))
+def test_weights_on_two_mesh_dimensions(format, tmp_path):
+    through_tensor_parallel(format, (2, 2), str(tmp_path))
 
 
-def of_cut_blocks():
+@on_ranks(2, devices=("cpu",))
+def test_blocks_that_tensor_parallelism_cuts_are_refused_on_every_rank():
     model = tensor_parallel("nvfp4", (1, 2), hidden=152)  # 76 rows and columns, blocks of 16
     with pytest.raises(NotImplementedError, match="inside scale blocks.*leave out scales=True"):
         qshard.QuantizationState(model, scales=True).state_dict()
     qshard.QuantizationState(model).state_dict()
-
-
-@on_worlds(2, devices=("cpu",))
-def test_blocks_that_tensor_parallelism_cuts_are_refused_on_every_rank(world):
-    world.run(of_cut_blocks)
 
 
 def test_nan_and_zeros():

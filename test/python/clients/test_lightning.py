@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from client_models import RECIPES, assert_near, batch, compiling, llama
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import on_ranks, shared_folder
 from dist_models import different, local_values
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.fsdp import fully_shard
@@ -83,7 +83,10 @@ class Fabric:
         return {"model": self.model, "optimizer": self.optimizer}
 
 
-def fabric_resumes(recipe, kwargs):
+@pytest.mark.parametrize("kwargs", [{}, dict(keep_master=False)], ids=["master", "no-master"])
+@pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
+@on_ranks(2, devices=("cpu",))
+def test_fabric_resumes_bit_for_bit(recipe, kwargs):
     with shared_folder() as folder:
         first = Fabric(recipe, **kwargs)
         losses = first.train(range(2))
@@ -93,25 +96,6 @@ def fabric_resumes(recipe, kwargs):
         second.fabric.load(str(folder / "state"), second.state())
         assert second.train(range(2, 4)) == losses[2:]
         assert not different(local_values(first.model), local_values(second.model))
-
-
-@pytest.mark.parametrize("kwargs", [{}, dict(keep_master=False)], ids=["master", "no-master"])
-@pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
-@on_worlds(2, devices=("cpu",))
-def test_fabric_resumes_bit_for_bit(world, recipe, kwargs):
-    world.run(fabric_resumes, recipe, kwargs)
-
-
-def fabric_exports_and_compiles():
-    """A file that plain models read, of save_distributed_checkpoint=False; torch.compile before setup."""
-    with shared_folder() as folder:
-        fabric = Fabric("float8_blockwise", save_distributed_checkpoint=False)
-        losses = fabric.train(range(2))
-        fabric.fabric.save(str(folder / "state"), fabric.state())
-        assert_reads(folder / "state", fabric.model.module)
-    with compiling():
-        compiled = Fabric("float8_blockwise", compiled=True)
-        assert_near(compiled.train(range(2)), losses)
 
 
 def assert_reads(file, model, prefix=""):
@@ -125,9 +109,17 @@ def assert_reads(file, model, prefix=""):
         assert torch.equal(value, whole[name]), name
 
 
-@on_worlds(2, devices=("cpu",))
-def test_fabric_exports_and_compiles(world):
-    world.run(fabric_exports_and_compiles)
+@on_ranks(2, devices=("cpu",))
+def test_fabric_exports_and_compiles():
+    """A file that plain models read, of save_distributed_checkpoint=False; torch.compile before setup."""
+    with shared_folder() as folder:
+        fabric = Fabric("float8_blockwise", save_distributed_checkpoint=False)
+        losses = fabric.train(range(2))
+        fabric.fabric.save(str(folder / "state"), fabric.state())
+        assert_reads(folder / "state", fabric.model.module)
+    with compiling():
+        compiled = Fabric("float8_blockwise", compiled=True)
+        assert_near(compiled.train(range(2)), losses)
 
 
 # ----------------------------------------------------------------------------------- Trainer
@@ -171,7 +163,9 @@ def fit(recipe, seed, steps, path=None, compiled=False, distributed=True, **kwar
     return trainer, module
 
 
-def trainer_resumes(recipe):
+@pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
+@on_ranks(2, devices=("cpu",))
+def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(recipe):
     with shared_folder() as folder:
         path = str(folder / "state")
         first, _ = fit(recipe, 0, 2)
@@ -182,13 +176,8 @@ def trainer_resumes(recipe):
         assert not different(local_values(whole), local_values(second))
 
 
-@pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
-@on_worlds(2, devices=("cpu",))
-def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(world, recipe):
-    world.run(trainer_resumes, recipe)
-
-
-def trainer_clips_exports_and_compiles():
+@on_ranks(2, devices=("cpu",))
+def test_the_trainer_clips_exports_and_compiles():
     with shared_folder() as folder:
         trainer, module = fit("float8_blockwise", 0, 2, distributed=False, gradient_clip_val=0.5)
         trainer.save_checkpoint(str(folder / "state"))
@@ -199,8 +188,3 @@ def trainer_clips_exports_and_compiles():
     with compiling():
         _, compiled = fit("float8_blockwise", 0, 2, compiled=True, gradient_clip_val=0.5)
         assert_near(compiled.losses, module.losses)
-
-
-@on_worlds(2, devices=("cpu",))
-def test_the_trainer_clips_exports_and_compiles(world):
-    world.run(trainer_clips_exports_and_compiles)

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import FORMATS, RECIPES, adamw, ops
 from fsdp1_models import BF16, SENT_AS_CODES, full_values
 from helpers import fit
@@ -166,7 +166,10 @@ def losses(model):
     return seen
 
 
-def run_wrapped(wrapper, format):
+@pytest.mark.parametrize("wrapper", ["orig", "flat", "ddp"])
+@pytest.mark.parametrize("format", [*SENT_AS_CODES, "mxfp8"])
+@on_ranks(2)
+def test_under_wrappers(format, wrapper):
     seen, values = [], []
     for is_fused in (False, True):
         torch.manual_seed(0)
@@ -196,10 +199,3 @@ def run_wrapped(wrapper, format):
     # mxfp8's wgrad of down multiplies the product's values, not its codes.
     assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-3)
     assert seen[0] == pytest.approx(seen[1], rel=1e-2 if format in SENT_AS_CODES else 5e-2)
-
-
-@pytest.mark.parametrize("wrapper", ["orig", "flat", "ddp"])
-@pytest.mark.parametrize("format", [*SENT_AS_CODES, "mxfp8"])
-@on_worlds(2)
-def test_under_wrappers(world, format, wrapper):
-    world.run(run_wrapped, wrapper, format)

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import DELAYED, Model, adamw, batch, collectives, count, loss_of, quantize_model, train
 from fsdp1_models import Branches
 from test_dynamic_optimizers import Partitions, agree_over_ranks, delayed_states
@@ -54,7 +54,9 @@ def free_another_model(model):
 ALONE = (evaluate, evaluate_and_record, step_another_model, save, free_another_model)
 
 
-def run_alone(alone):
+@pytest.mark.parametrize("alone", ALONE)
+@on_ranks(2)
+def test_one_rank_alone_waits_for_no_other(alone):
     other = build()
     train(other, Partitions(other, dist.get_rank(), 2), steps=1)
     others = [other]
@@ -69,18 +71,13 @@ def run_alone(alone):
         dist.barrier()
     model(batch(9, rank=0))
     assert agree_over_ranks(model)
-    return losses, [int((h[:, 1:] > 0).sum()) for h in delayed_states(model)]
+    losses, filled = losses, [int((h[:, 1:] > 0).sum()) for h in delayed_states(model)]
+    assert filled == [6] * 5  # of two steps that are kept: weight, input, gradient
+    assert losses[-1] < 10
 
 
-@pytest.mark.parametrize("alone", ALONE)
-@on_worlds(2)
-def test_one_rank_alone_waits_for_no_other(world, alone):
-    for losses, filled in world.run(run_alone, alone):
-        assert filled == [6] * 5  # of two steps that are kept: weight, input, gradient
-        assert losses[-1] < 10
-
-
-def run_branches():
+@on_ranks(2)
+def test_each_rank_may_use_other_weights():
     """Weights that one rank uses, and another does not."""
     model = build(Branches, parts=[])
     optimizer = Partitions(model, dist.get_rank(), dist.get_world_size())
@@ -99,12 +96,8 @@ def run_branches():
     assert agree_over_ranks(model)
 
 
-@on_worlds(2)
-def test_each_rank_may_use_other_weights(world):
-    world.run(run_branches)
-
-
-def run_between_forward_and_backward():
+@on_ranks(2)
+def test_gradients_after_the_step_of_another_model_are_agreed_on():
     """Another model's step between them: what backward collects after it is agreed on in the next."""
     model, other = build(), nn.Linear(4, 4).to(device())
     optimizer, other_optimizer = Partitions(model, dist.get_rank(), 2), adamw(other)
@@ -117,15 +110,11 @@ def run_between_forward_and_backward():
         optimizer.zero_grad()
     model(batch(9, rank=0))
     assert agree_over_ranks(model)
-    return [int((h[2, 1:] > 0).sum()) for h in delayed_states(model)]
+    assert [int((h[2, 1:] > 0).sum()) for h in delayed_states(model)] == [2] * 5
 
 
-@on_worlds(2)
-def test_gradients_after_the_step_of_another_model_are_agreed_on(world):
-    assert world.run(run_between_forward_and_backward) == [[2] * 5] * 2
-
-
-def run_told():
+@on_ranks(2)
+def test_weights_that_an_optimizer_holds():
     """Once an optimizer holds the weights themselves, others' steps are of other models."""
     model = build()
     ddp = nn.parallel.DistributedDataParallel(model)
@@ -138,12 +127,8 @@ def run_told():
     assert agree_over_ranks(model)
 
 
-@on_worlds(2)
-def test_weights_that_an_optimizer_holds(world):
-    world.run(run_told)
-
-
-def step_after_a_model_is_gone():
+@on_ranks(2)
+def test_when_ranks_meet_does_not_follow_from_what_python_frees():
     """A model of a group has trained, rank 0's Python frees it before rank 1's, and another model steps."""
     model = build()
     loss_of(model, batch(0, rank=0)).backward()
@@ -153,9 +138,4 @@ def step_after_a_model_is_gone():
     step_another_model(None)
     words = torch.ones(7, dtype=torch.int32, device=device())
     dist.all_reduce(words)
-    return words.tolist()
-
-
-@on_worlds(2)
-def test_when_ranks_meet_does_not_follow_from_what_python_frees(world):
-    assert world.run(step_after_a_model_is_gone) == [[2] * 7] * 2
+    assert words.tolist() == [2] * 7

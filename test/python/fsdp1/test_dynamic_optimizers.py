@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import (
     DELAYED,
     FORMATS,
@@ -64,7 +64,10 @@ def agree_over_ranks(model):
 # ------------------------------------------------------------------- optimizers within others
 
 
-def run_zero(format, has_group):
+@pytest.mark.parametrize("has_group", [False, True], ids=["alone", "group"])
+@pytest.mark.parametrize("format", [DELAYED, "mix-1"])
+@on_ranks(2)
+def test_zero_redundancy_optimizer_steps_once(format, has_group):
     """Its ranks step other weights each, within a step of all."""
     kwargs = dict(weights="dynamic", group=dist.group.WORLD if has_group else None)
     losses, model = trained(format, zero, **kwargs)
@@ -76,13 +79,8 @@ def run_zero(format, has_group):
 
 
 @pytest.mark.parametrize("has_group", [False, True], ids=["alone", "group"])
-@pytest.mark.parametrize("format", [DELAYED, "mix-1"])
-@on_worlds(2)
-def test_zero_redundancy_optimizer_steps_once(world, format, has_group):
-    world.run(run_zero, format, has_group)
-
-
-def run_container(has_group):
+@on_ranks(2)
+def test_a_step_within_a_step_is_one_step(has_group):
     kwargs = dict(weights="dynamic", group=dist.group.WORLD if has_group else None)
     losses, model = trained(DELAYED, lambda model: Container(model.parameters()), **kwargs)
     others, twin = trained(DELAYED, adamw, **kwargs)
@@ -92,18 +90,19 @@ def run_container(has_group):
     assert [int((h[:, 1:] > 0).sum()) for h in histories] == [6] * 5  # what it writes rolls nothing
 
 
-@pytest.mark.parametrize("has_group", [False, True], ids=["alone", "group"])
-@on_worlds(2)
-def test_a_step_within_a_step_is_one_step(world, has_group):
-    world.run(run_container, has_group)
-
-
 def train_by_container(model, pull=0.0):
     container = Container((p for p in model.parameters() if p.requires_grad), pull)
     return train_fsdp1(model, optimizer=container)
 
 
-def run_container_of_fsdp1(format, use_orig_params):
+def delayed_states(model):
+    return [d.state[0] for _, d in dynamics_of(model) if d.state]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("format", [DELAYED, "mix-1"])
+@on_ranks(2)
+def test_a_step_within_a_step_of_fsdp1_is_one_step(format, use_orig_params):
     kwargs = dict(use_orig_params=use_orig_params, mixed_precision=BF16)
     model, twin = build_fsdp1(format, **kwargs), build_fsdp1(format, **kwargs)
     assert train_by_container(model) == train_fsdp1(twin)
@@ -116,21 +115,19 @@ def run_container_of_fsdp1(format, use_orig_params):
         assert a.count_nonzero() == b.count_nonzero()
 
 
-def delayed_states(model):
-    return [d.state[0] for _, d in dynamics_of(model) if d.state]
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("format", [DELAYED, "mix-1"])
-@on_worlds(2)
-def test_a_step_within_a_step_of_fsdp1_is_one_step(world, format, use_orig_params):
-    world.run(run_container_of_fsdp1, format, use_orig_params)
-
-
 # -------------------------------------------------------------------- optimizers in backward
 
 
-def run_in_backward(format, strategy):
+def same_delayed_states(model, twin):
+    return all(torch.equal(a, b) for a, b in zip(delayed_states(model), delayed_states(twin), strict=True))
+
+
+@pytest.mark.parametrize("format,strategy", [
+    (DELAYED, "FULL_SHARD"), ("mix-1", "FULL_SHARD"), ("float8_blockwise", "FULL_SHARD"),
+    (DELAYED, "HYBRID_SHARD"),
+])
+@on_ranks(4)
+def test_optimizers_in_backward_of_fsdp1(format, strategy):
     """FSDP1 steps a parameter on the ranks that have a part of it, as soon as its gradient is reduced."""
     kwargs = dict(strategy=strategy, mixed_precision=BF16)
     model, twin = build_fsdp1(format, **kwargs), build_fsdp1(format, **kwargs)
@@ -156,23 +153,11 @@ def run_in_backward(format, strategy):
     assert all(torch.equal(histories[0][n][1:], histories[1][n][1:]) for n in histories[0])
 
 
-def same_delayed_states(model, twin):
-    return all(torch.equal(a, b) for a, b in zip(delayed_states(model), delayed_states(twin), strict=True))
-
-
-@pytest.mark.parametrize("format,strategy", [
-    (DELAYED, "FULL_SHARD"), ("mix-1", "FULL_SHARD"), ("float8_blockwise", "FULL_SHARD"),
-    (DELAYED, "HYBRID_SHARD"),
-])
-@on_worlds(4)
-def test_optimizers_in_backward_of_fsdp1(world, format, strategy):
-    world.run(run_in_backward, format, strategy)
-
-
 # ------------------------------------------------------------------- weights without a gradient
 
 
-def run_unused():
+@on_ranks(2)
+def test_histories_of_a_group_roll_where_there_is_a_gradient():
     """DDP leaves a weight that no rank used without a gradient. Without DDP one rank may have one alone."""
     models = []
     for weights in ("quantized", "dynamic"):
@@ -192,11 +177,6 @@ def run_unused():
     loss_of(model, batch(9)).backward()
     optimizer.step()
     assert agree_over_ranks(model)
-
-
-@on_worlds(2)
-def test_histories_of_a_group_roll_where_there_is_a_gradient(world):
-    world.run(run_unused)
 
 
 # ------------------------------------------------------------------- optimizers over copies
@@ -343,7 +323,14 @@ def test_flushes_of_compiled_models_roll_histories():
         assert not same(a, b) and same_states(quantized, plain), step
 
 
-def run_partitions(format, is_flushed):
+def plain_values(model):
+    return {name: value * 1 for name, value in local_values(model).items()}
+
+
+@pytest.mark.parametrize("is_flushed", [False, True], ids=["at-uses", "flushed"])
+@pytest.mark.parametrize("format", [DELAYED, "mix-2"])
+@on_ranks(2)
+def test_partitions_of_copies(format, is_flushed):
     """As DDP of quantized parameters; histories agree over the group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     others, twin = trained(format, adamw)
@@ -365,25 +352,14 @@ def run_partitions(format, is_flushed):
         assert losses == others
         assert not different(local_values(model), plain_values(twin.module))
         assert format != DELAYED or not is_flushed or same_states(model, twin.module)
-    return losses
-
-
-def plain_values(model):
-    return {name: value * 1 for name, value in local_values(model).items()}
-
-
-@pytest.mark.parametrize("is_flushed", [False, True], ids=["at-uses", "flushed"])
-@pytest.mark.parametrize("format", [DELAYED, "mix-2"])
-@on_worlds(2)
-def test_partitions_of_copies(world, format, is_flushed):
-    for losses in world.run(run_partitions, format, is_flushed):
-        assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0]
 
 
 # -------------------------------------------------------------------------- copies of a model
 
 
-def run_copy_on_one_rank():
+@on_ranks(2)
+def test_a_copy_on_one_rank_waits_for_nobody():
     """An average of weights, say, evaluated by one rank while others go on."""
     kwargs = dict(weights="dynamic", group=dist.group.WORLD)
     torch.manual_seed(0)
@@ -402,9 +378,4 @@ def run_copy_on_one_rank():
         pickle.loads(pickle.dumps(average))(x)
     assert all(torch.equal(before[name], table) for name, table in states(model).items())
     assert agree_over_ranks(model)
-    return [int((h[:, 1:] > 0).sum()) for h in delayed_states(model)]
-
-
-@on_worlds(2)
-def test_a_copy_on_one_rank_waits_for_nobody(world):
-    assert world.run(run_copy_on_one_rank) == [[6] * 5] * 2
+    assert [int((h[:, 1:] > 0).sum()) for h in delayed_states(model)] == [6] * 5

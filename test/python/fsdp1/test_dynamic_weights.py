@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import (
     DELAYED,
     FORMATS,
@@ -298,25 +298,28 @@ def run_ddp(format, when):
 
 
 @pytest.mark.parametrize("format", MIXES)
-@on_worlds(2, devices=("cpu",))
-def test_ddp(world, format):
-    world.run(run_ddp, format, "before")
+@on_ranks(2, devices=("cpu",))
+def test_ddp(format):
+    run_ddp(format, "before")
 
 
 @pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "nvfp4"])
-@on_worlds(2, devices=("cuda",))
-def test_ddp_on_gpus(world, format):
+@on_ranks(2, devices=("cuda",))
+def test_ddp_on_gpus(format):
     """Not of delayed scaling: DDP broadcasts the histories of dynamic weights, which are plain buffers,
     and activations are scaled by them."""
-    world.run(run_ddp, format, "before")
+    run_ddp(format, "before")
 
 
-@on_worlds(2, devices=("cpu",))
-def test_quantized_after_ddp(world):
-    world.run(run_ddp, "float8_blockwise", "after")
+@on_ranks(2, devices=("cpu",))
+def test_quantized_after_ddp():
+    run_ddp("float8_blockwise", "after")
 
 
-def run_zero(format):
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "nvfp4"])
+@on_ranks(2, devices=("cpu",))
+def test_zero_redundancy_optimizer(format):
+    """With buckets of its own, too, which quantized parameters cannot be views of."""
     losses, values = [], []
     for weights in ("quantized", "dynamic"):
         torch.manual_seed(0)
@@ -329,13 +332,6 @@ def run_zero(format):
         values.append(local_values(model))
     assert losses[0] == losses[1]
     assert not different(*values)
-
-
-@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "nvfp4"])
-@on_worlds(2, devices=("cpu",))
-def test_zero_redundancy_optimizer(world, format):
-    """With buckets of its own, too, which quantized parameters cannot be views of."""
-    world.run(run_zero, format)
 
 
 def run_fsdp2():
@@ -355,14 +351,15 @@ def run_fsdp2():
         return str(error)
 
 
-@on_worlds(2)
-def test_fully_shard(world):
-    for error in world.run(run_fsdp2):
-        assert "weights that FSDP shards need the amaxes of all ranks" in error
-        assert 'without weights="dynamic"' in error
+@on_ranks(2)
+def test_fully_shard():
+    error = run_fsdp2()
+    assert "weights that FSDP shards need the amaxes of all ranks" in error
+    assert 'without weights="dynamic"' in error
 
 
-def run_group():
+@on_ranks(2)
+def test_histories_agree_over_the_group():
     torch.manual_seed(0)
     model = quantize_model(
         Model().to(device()), DELAYED, weights="dynamic", group=dist.group.WORLD
@@ -373,13 +370,8 @@ def run_group():
     mine = torch.cat([t.flatten() for t in tables])
     both = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(both, mine)
-    return torch.equal(*both), [int((t[1:, 1:] > 0).sum()) for t in tables]
-
-
-@on_worlds(2)
-def test_histories_agree_over_the_group(world):
-    for agree, filled in world.run(run_group):
-        assert agree and filled == [4] * 5  # input and gradient, of the two steps that are kept
+    agree, filled = torch.equal(*both), [int((t[1:, 1:] > 0).sum()) for t in tables]
+    assert agree and filled == [4] * 5  # input and gradient, of the two steps that are kept
 
 
 # --------------------------------------------------------------------------------- refused

@@ -3,7 +3,7 @@ arithmetic, bit for bit. On GPUs, where GEMMs multiply codes, as FSDP2 trains qu
 
 import pytest
 import torch
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks, on_worlds
 from dist_models import MIXES, Model, make_plain, train
 from fsdp1_models import (
     BF16,
@@ -64,9 +64,9 @@ def test_strategy(world, strategy, format, use_orig_params):
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@on_worlds(4)
-def test_hybrid_strategy(world, strategy, format, use_orig_params):
-    world.run(run_fp32, format, strategy=strategy, use_orig_params=use_orig_params)
+@on_ranks(4)
+def test_hybrid_strategy(strategy, format, use_orig_params):
+    run_fp32(format, strategy=strategy, use_orig_params=use_orig_params)
 
 
 MODES = {
@@ -97,9 +97,9 @@ def freeze(model):
 
 
 @pytest.mark.parametrize("format", [*MIXES, "float8_blockwise"])
-@on_worlds(2)
-def test_frozen_weights(world, format):
-    world.run(run_fp32, format, prepare=freeze)
+@on_ranks(2)
+def test_frozen_weights(format):
+    run_fp32(format, prepare=freeze)
 
 
 # ----------------------------------------------------------------------- three and four ranks

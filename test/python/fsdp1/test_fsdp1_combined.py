@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks, on_worlds
 from dist_models import Model, adamw, batch, loss_of, make_plain, shard, train
 from fsdp1_models import (
     BF16,
@@ -61,10 +61,10 @@ def run_bf16(format, **kwargs):
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
-@on_worlds(1, 2, 3)
-def test_weights_gathered_in_bf16(world, format, strategy, use_orig_params):
+@on_ranks(1, 2, 3)
+def test_weights_gathered_in_bf16(format, strategy, use_orig_params):
     """Quantized from what is gathered, as a plain model with the same arithmetic."""
-    world.run(run_bf16, format, strategy=strategy, use_orig_params=use_orig_params)
+    run_bf16(format, strategy=strategy, use_orig_params=use_orig_params)
 
 
 # ------------------------------------------------------------------ codes, in modes that meet
@@ -132,18 +132,14 @@ def test_no_sync_with_a_scaler(world, format, rows, strategy, frozen, recompute,
     world.run(run_combined, format, rows, frozen, **kwargs)
 
 
-def run_frozen_as_fsdp2(format, use_orig_params):
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_ranks(2)
+def test_frozen_weights_and_a_load_before_a_step_as_fsdp2(format, use_orig_params):
     prepare = freeze_some if use_orig_params else freeze_block
     kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
     model = build_fsdp1(format, prepare=prepare, **kwargs)
     twin = build_fsdp2(format, prepare=prepare, mp_policy=BF16_POLICY)
-    return load_then_step(model, format), load_then_step(twin, format), different_values(model, twin)
-
-
-@pytest.mark.pairwise
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2)
-def test_frozen_weights_and_a_load_before_a_step_as_fsdp2(world, format, use_orig_params):
-    for losses, others, different in world.run(run_frozen_as_fsdp2, format, use_orig_params):
-        assert losses == others and not different
+    assert load_then_step(model, format) == load_then_step(twin, format)
+    assert not different_values(model, twin)

@@ -4,7 +4,7 @@ parameters, bit for bit."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks, on_worlds
 from dist_models import (
     DELAYED,
     Block,
@@ -93,18 +93,14 @@ def test_gather_of_codes_trains_as_fsdp2(world, mode, format, strategy, use_orig
     assert results == [(True, [])] * 2
 
 
-def run_offloaded(format):
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_ranks(2, devices=("cuda",))
+def test_offloaded_shards_are_gathered_as_codes(format):
+    """FSDP1 pins what it offloads, which takes a GPU."""
     model = build_fsdp1(format, mixed_precision=BF16, cpu_offload=CPUOffload(True))
     losses = train_fsdp1(model)
     assert losses[-1] < losses[0]
-    return check_gathers(model)
-
-
-@pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2, devices=("cuda",))
-def test_offloaded_shards_are_gathered_as_codes(world, format):
-    """FSDP1 pins what it offloads, which takes a GPU."""
-    assert world.run(run_offloaded, format) == [5, 5]
+    assert check_gathers(model) == 5
 
 
 @pytest.mark.parametrize("format", SENT_AS_CODES)
@@ -139,25 +135,19 @@ def run_wire(format, gather):
 
 
 @pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2)
-def test_a_byte_per_element_and_one_all_reduce_a_step(world, format):
-    for sent, codes, numels, reduces in world.run(run_wire, format, "quantized"):
-        passes = [1, 2, 2]
-        least = sum(n * (c + 2 * (k - c)) for n, c, k in zip(passes, codes, numels))
-        # Messages are of one size; alignment and biases at the end of a unit make the difference.
-        assert least <= sent <= 1.03 * least
-        assert sent < 0.53 * sum(2 * n * k for n, k in zip(passes, numels))
-        assert reduces == 1
+@on_ranks(2)
+def test_a_byte_per_element_and_one_all_reduce_a_step(format):
+    sent, codes, numels, reduces = run_wire(format, "quantized")
+    passes = [1, 2, 2]
+    least = sum(n * (c + 2 * (k - c)) for n, c, k in zip(passes, codes, numels))
+    # Messages are of one size; alignment and biases at the end of a unit make the difference.
+    assert least <= sent <= 1.03 * least
+    assert sent < 0.53 * sum(2 * n * k for n, k in zip(passes, numels))
+    assert reduces == 1
 
 
-@on_worlds(2)
-def test_param_dtype_gathers_as_without_qshard(world):
-    for sent, codes, numels, reduces in world.run(run_wire_plain):
-        assert codes == [0, 0, 0] and reduces == 0
-        assert sent == sum(2 * n * k for n, k in zip([1, 2, 2], numels))
-
-
-def run_wire_plain():
+@on_ranks(2)
+def test_param_dtype_gathers_as_without_qshard():
     model = build_fsdp1("float8_blockwise", mixed_precision=BF16, gather="param_dtype")
     train_fsdp1(model, steps=1)
     with gathered_bytes() as sent:
@@ -167,10 +157,12 @@ def run_wire_plain():
         adamw(model).step()
     numels = [unit.shard_numel * dist.get_world_size() for unit in units]
     codes = [len(unit.weights) for unit in units]
-    return sum(sent) * dist.get_world_size(), codes, numels, count(calls, "allreduce")
+    assert codes == [0, 0, 0] and count(calls, "allreduce") == 0
+    assert sum(sent) * dist.get_world_size() == sum(2 * n * k for n, k in zip([1, 2, 2], numels))
 
 
-def run_peak():
+@on_ranks(2, devices=("cpu",))
+def test_peak_bytes_of_a_gather():
     """Allocations of a gather: the message and what is received, beside FSDP1's own."""
     model = build_fsdp1("float8_blockwise", mixed_precision=BF16)
     train_fsdp1(model, steps=1)
@@ -185,14 +177,8 @@ def run_peak():
             level += event.nbytes()
             peak = max(peak, level)
     message = unit.message_bytes(torch.bfloat16)
-    return peak, message
-
-
-@on_worlds(2, devices=("cpu",))
-def test_peak_bytes_of_a_gather(world):
-    for peak, message in world.run(run_peak):
-        # One is sent, two are received, and gloo receives them in memory of its own first.
-        assert 3 * message <= peak <= 5.01 * message
+    # One is sent, two are received, and gloo receives them in memory of its own first.
+    assert 3 * message <= peak <= 5.01 * message
 
 
 # ------------------------------------------------------------------- which weights there are
@@ -223,7 +209,12 @@ def train_on_tokens(model):
     return losses
 
 
-def run_tied(format, use_orig_params, after):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("after", [False, True], ids=["before-wrapping", "after-wrapping"])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_ranks(2)
+def test_tied_embedding(format, use_orig_params, after):
     torch.manual_seed(0)
     model = Tied().to(device())
     kwargs = dict(use_orig_params=use_orig_params, mixed_precision=BF16)
@@ -239,16 +230,8 @@ def run_tied(format, use_orig_params, after):
     check_as(train_on_tokens(model), train_on_tokens(twin), model, twin, is_exact)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("after", [False, True], ids=["before-wrapping", "after-wrapping"])
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2)
-def test_tied_embedding(world, format, use_orig_params, after):
-    world.run(run_tied, format, use_orig_params, after)
-
-
-def run_plain_and_quantized():
+@on_ranks(2)
+def test_plain_and_quantized_weights_in_one_unit():
     """Formats and plain weights in one unit, and a filter."""
     torch.manual_seed(0)
     model = Model().to(device())
@@ -266,15 +249,15 @@ def run_plain_and_quantized():
     assert not different_values(model, twin)
 
 
-@on_worlds(2)
-def test_plain_and_quantized_weights_in_one_unit(world):
-    world.run(run_plain_and_quantized)
-
-
 # -------------------------------------------------------------- what is done to modules afterwards
 
 
-def run_other_format(first, second, use_orig_params):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("second", [*SENT_AS_CODES, "mxfp8", None])
+@pytest.mark.parametrize("first", [*SENT_AS_CODES, "mxfp8"])
+@on_ranks(2)
+def test_the_gather_follows_the_modules(first, second, use_orig_params):
     """What is gathered is of the format that the modules have; None: plain."""
     kwargs = dict(use_orig_params=use_orig_params, mixed_precision=BF16)
     model = build_fsdp1(first, **kwargs)
@@ -302,16 +285,9 @@ def run_other_format(first, second, use_orig_params):
         assert check_gathers(model) == check_gathers(twin)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-@pytest.mark.parametrize("second", [*SENT_AS_CODES, "mxfp8", None])
-@pytest.mark.parametrize("first", [*SENT_AS_CODES, "mxfp8"])
-@on_worlds(2)
-def test_the_gather_follows_the_modules(world, first, second, use_orig_params):
-    world.run(run_other_format, first, second, use_orig_params)
-
-
-def run_prepared_twice(root_is_first):
+@pytest.mark.parametrize("root_is_first", [True, False])
+@on_ranks(2)
+def test_a_model_and_a_part_of_it_are_prepared(root_is_first):
     """A unit belongs to one preparation, the latest."""
     model = build_fsdp1(DELAYED, mixed_precision=BF16)
     twin = build_fsdp1(DELAYED, mixed_precision=BF16)
@@ -330,10 +306,5 @@ def run_prepared_twice(root_is_first):
         adamw(model).step()
     assert count(calls, "allreduce") == 1
     qshard.prepare_for_fsdp1(child, gather="param_dtype")
-    return [unit.gathers_codes for unit in module_state.of(model).fsdp1.units]
-
-
-@pytest.mark.parametrize("root_is_first", [True, False])
-@on_worlds(2)
-def test_a_model_and_a_part_of_it_are_prepared(world, root_is_first):
-    assert world.run(run_prepared_twice, root_is_first) == [[True, False, True]] * 2
+    units = module_state.of(model).fsdp1.units
+    assert [unit.gathers_codes for unit in units] == [True, False, True]

@@ -4,7 +4,7 @@ itself lets it."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks, on_worlds
 from dist_models import DELAYED, adamw, batch, collectives, count, loss_of
 from fsdp1_models import BF16, FSDP, Branches, build_fsdp1, check_gathers, make_dynamic, train_fsdp1, wrap
 
@@ -56,7 +56,10 @@ def scale_on_one_rank(model):
 WRITES = (write_a_full_copy, step_by_hand, scale_what_is_here, scale_on_one_rank)
 
 
-def run_write(format, write):
+@pytest.mark.parametrize("write", WRITES)
+@FORMATS
+@on_ranks(2)
+def test_a_write_on_some_ranks_is_noticed_by_all(format, write):
     model = build_fsdp1(format, mixed_precision=BF16, prepare=freeze_what_rank_0_has)
     train_fsdp1(model, steps=2)
     write(model)
@@ -66,14 +69,9 @@ def run_write(format, write):
     assert check_gathers(model) == 5
 
 
-@pytest.mark.parametrize("write", WRITES)
 @FORMATS
-@on_worlds(2)
-def test_a_write_on_some_ranks_is_noticed_by_all(world, format, write):
-    world.run(run_write, format, write)
-
-
-def run_unit_alone(format):
+@on_ranks(2)
+def test_a_unit_may_be_called_alone(format):
     """Without the root's forward, which meets for all units at once."""
     model = build_fsdp1(format, rows=3, mixed_precision=BF16)
     train_fsdp1(model, steps=1)
@@ -85,12 +83,6 @@ def run_unit_alone(format):
         loss_of(model, batch(0)).backward()
     assert count(calls, "allreduce") == 1
     assert check_gathers(model) == 5
-
-
-@FORMATS
-@on_worlds(2)
-def test_a_unit_may_be_called_alone(world, format):
-    world.run(run_unit_alone, format)
 
 
 def run_whole_weights():

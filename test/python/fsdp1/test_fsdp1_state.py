@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_helpers import device, on_worlds, shared_folder
+from dist_helpers import device, on_ranks, shared_folder
 from dist_models import DELAYED, RECIPES, Model, adamw, batch, collectives, count, loss_of
 from fsdp1_models import (
     BF16,
@@ -76,7 +76,12 @@ def load_sharded(model):
 WRITES = (write_summoned, write_by_hand, load_full, load_sharded)
 
 
-def run_write(format, write, use_orig_params):
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_ranks(2, 3)
+def test_writes_are_noticed(format, write, use_orig_params):
     model = build_fsdp1(format, mixed_precision=BF16, use_orig_params=use_orig_params)
     train_fsdp1(model, steps=1)
     before = full_values(model)
@@ -93,16 +98,10 @@ def run_write(format, write, use_orig_params):
     assert count(calls, "allreduce") == 1  # whether another rank has written, none knows
 
 
-@pytest.mark.pairwise
 @ORIG_OR_FLAT
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2, 3)
-def test_writes_are_noticed(world, format, write, use_orig_params):
-    world.run(run_write, format, write, use_orig_params)
-
-
-def run_summon(strategy, use_orig_params):
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_full_parameters_and_state_dicts_have_full_precision(strategy, use_orig_params):
     """Full precision, after a forward without a backward too, which leaves gathered codes' values."""
     model = build_fsdp1(
         "float8_blockwise", mixed_precision=BF16, strategy=strategy, use_orig_params=use_orig_params
@@ -118,13 +117,6 @@ def run_summon(strategy, use_orig_params):
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         for name, value in model.state_dict().items():
             assert torch.equal(value, plain.get_parameter(name)), name
-
-
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@on_worlds(2)
-def test_full_parameters_and_state_dicts_have_full_precision(world, strategy, use_orig_params):
-    world.run(run_summon, strategy, use_orig_params)
 
 
 # ------------------------------------------------------------------------------ checkpoints
@@ -152,7 +144,13 @@ def step_of(model, optimizer, number):
     return loss.item()
 
 
-def run_resumed(format, kind, use_orig_params, mixed_precision):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["fp32", "bf16"])
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED, "mix-1"])
+@on_ranks(1, 2, 3, 4)
+def test_resumed_training_goes_on_bit_for_bit(format, kind, use_orig_params, mixed_precision):
     kwargs = dict(use_orig_params=use_orig_params, mixed_precision=mixed_precision)
     model = build_fsdp1(format, **kwargs)
     optimizer = adamw(model)
@@ -181,17 +179,10 @@ def run_resumed(format, kind, use_orig_params, mixed_precision):
     assert not different_values(model, other)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["fp32", "bf16"])
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED, "mix-1"])
-@on_worlds(1, 2, 3, 4)
-def test_resumed_training_goes_on_bit_for_bit(world, format, kind, use_orig_params, mixed_precision):
-    world.run(run_resumed, format, kind, use_orig_params, mixed_precision)
-
-
-def run_dcp(format, use_orig_params):
+@pytest.mark.parametrize("use_orig_params", [True], ids=["orig"])
+@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
+@on_ranks(2)
+def test_dcp_resumes_bit_for_bit(format, use_orig_params):
     """DCP makes up an optimizer step, to have states to load into: no history rolls."""
     kwargs = dict(use_orig_params=use_orig_params, mixed_precision=BF16)
     model, other = build_fsdp1(format, **kwargs), build_fsdp1(format, seed=1, **kwargs)
@@ -215,17 +206,17 @@ def run_dcp(format, use_orig_params):
     assert not different_values(model, other)
 
 
-@pytest.mark.parametrize("use_orig_params", [True], ids=["orig"])
-@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
-@on_worlds(2)
-def test_dcp_resumes_bit_for_bit(world, format, use_orig_params):
-    world.run(run_dcp, format, use_orig_params)
-
-
 # --------------------------------------------------------------------------- gradient scalers
 
 
-def run_scaler(format, use_orig_params):
+def dynamics(model):
+    return [dynamic for _, dynamic in module_state.dynamics_of(model)]
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", [DELAYED, "float8_blockwise"])
+@on_ranks(2)
+def test_skipped_steps_roll_no_history(format, use_orig_params):
     model = build_fsdp1(format, mixed_precision=BF16, use_orig_params=use_orig_params)
     optimizer, scaler = adamw(model, fused=True), ShardedGradScaler(device().type, init_scale=8.0)
     states = []
@@ -238,59 +229,39 @@ def run_scaler(format, use_orig_params):
         assert check_gathers(model) == 5
         states.append([d.state[0][0].clone() for d in dynamics(model) if d.state])
     rolled = [[not torch.equal(a, b) for a, b in zip(x, y)] for x, y in zip(states, states[1:])]
-    return [any(r) for r in rolled]
-
-
-def dynamics(model):
-    return [dynamic for _, dynamic in module_state.dynamics_of(model)]
-
-
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("format", [DELAYED, "float8_blockwise"])
-@on_worlds(2)
-def test_skipped_steps_roll_no_history(world, format, use_orig_params):
-    for rolled in world.run(run_scaler, format, use_orig_params):
-        # The skipped step leaves what the step before did.
-        assert rolled == ([False, True] if format == DELAYED else [False, False])
+    rolled = [any(r) for r in rolled]
+    # The skipped step leaves what the step before did.
+    assert rolled == ([False, True] if format == DELAYED else [False, False])
 
 
 # ------------------------------------------------------------------------------------ refused
 
 
-def run_quantized_before(use_orig_params):
+@ORIG_OR_FLAT
+@on_ranks(2)
+def test_wrapping_quantized_parameters_is_refused(use_orig_params):
     model = qshard.quantize_(Model().to(device()), RECIPES["float8_blockwise"])
     before = {name: id(p) for name, p in model.named_parameters()}
     error = error_of(wrap, model, use_orig_params=use_orig_params)
     assert {name: id(p) for name, p in model.named_parameters()} == before
     ignored = [p for p in model.parameters() if qshard.is_quantized(p)]
     assert "no error" == error_of(FSDP, model, ignored_states=iter(ignored), device_id=device())
-    return error
+    assert error.startswith("TypeError: qshard: blocks.0.up.weight is a quantized parameter, and")
+    assert 'weights="dynamic"' in error and "qshard.prepare_for_fsdp1(model)" in error
 
 
 @ORIG_OR_FLAT
-@on_worlds(2)
-def test_wrapping_quantized_parameters_is_refused(world, use_orig_params):
-    for error in world.run(run_quantized_before, use_orig_params):
-        assert error.startswith("TypeError: qshard: blocks.0.up.weight is a quantized parameter, and")
-        assert 'weights="dynamic"' in error and "qshard.prepare_for_fsdp1(model)" in error
-
-
-def run_quantized_after(use_orig_params):
+@on_ranks(2)
+def test_quantizing_after_wrapping_is_refused(use_orig_params):
     model = wrap(Model().to(device()), use_orig_params=use_orig_params)
     error = error_of(qshard.quantize_, model, RECIPES["float8_blockwise"])
     loss_of(model, batch(0)).backward()
-    return error
+    assert error.startswith("RuntimeError: qshard.quantize_: FullyShardedDataParallel has flattened")
+    assert 'weights="dynamic"' in error and "qshard.prepare_for_fsdp1(model)" in error
 
 
-@ORIG_OR_FLAT
-@on_worlds(2)
-def test_quantizing_after_wrapping_is_refused(world, use_orig_params):
-    for error in world.run(run_quantized_after, use_orig_params):
-        assert error.startswith("RuntimeError: qshard.quantize_: FullyShardedDataParallel has flattened")
-        assert 'weights="dynamic"' in error and "qshard.prepare_for_fsdp1(model)" in error
-
-
-def run_local():
+@on_ranks(2)
+def test_local_state_dicts_are_refused():
     model = build_fsdp1("float8_blockwise", use_orig_params=False)
     loss_of(model, batch(0)).backward()
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
@@ -299,18 +270,14 @@ def run_local():
     loss_of(plain, batch(0)).backward()
     for m in (plain, model):
         FSDP.set_state_dict_type(m, StateDictType.LOCAL_STATE_DICT)
-    return refused, error_of(model.load_state_dict, plain.state_dict())
+    errors = refused, error_of(model.load_state_dict, plain.state_dict())
+    for error in errors:
+        assert error.startswith("NotImplementedError: qshard: LOCAL state dicts")
+        assert "StateDictType.SHARDED_STATE_DICT" in error
 
 
-@on_worlds(2)
-def test_local_state_dicts_are_refused(world):
-    for errors in world.run(run_local):
-        for error in errors:
-            assert error.startswith("NotImplementedError: qshard: LOCAL state dicts")
-            assert "StateDictType.SHARDED_STATE_DICT" in error
-
-
-def run_unprepared():
+@on_ranks(2)
+def test_wrong_calls_are_refused_by_name():
     torch.manual_seed(0)
     model = wrap(make_dynamic(Model().to(device()), DELAYED))
     unprepared = error_of(loss_of, model, batch(0))
@@ -321,23 +288,19 @@ def run_unprepared():
         error_of(qshard.prepare_for_fsdp1, make_dynamic(Model(), DELAYED)),
         error_of(qshard.prepare_for_fsdp1, model, gather="fp8"),
     ]
-    return [unprepared, twice, *errors]
+    unprepared, weights, plain, unwrapped, gather = [unprepared, twice, *errors]
+    assert "RuntimeError: qshard: float8_delayed[history=3] weights that FSDP shards" in unprepared
+    assert "qshard.prepare_for_fsdp1(model)" in unprepared
+    assert weights == (
+        'ValueError: qshard.quantize_: weights is "quantized" or "dynamic", got \'neither\''
+    )
+    assert "ValueError" in plain and 'quantize_(model, recipe, weights="dynamic")' in plain
+    assert "TypeError" in unwrapped and "call it after wrapping" in unwrapped
+    assert "ValueError: qshard.prepare_for_fsdp1: gather is 'quantized' or 'param_dtype'" in gather
 
 
-@on_worlds(2)
-def test_wrong_calls_are_refused_by_name(world):
-    for unprepared, weights, plain, unwrapped, gather in world.run(run_unprepared):
-        assert "RuntimeError: qshard: float8_delayed[history=3] weights that FSDP shards" in unprepared
-        assert "qshard.prepare_for_fsdp1(model)" in unprepared
-        assert weights == (
-            'ValueError: qshard.quantize_: weights is "quantized" or "dynamic", got \'neither\''
-        )
-        assert "ValueError" in plain and 'quantize_(model, recipe, weights="dynamic")' in plain
-        assert "TypeError" in unwrapped and "call it after wrapping" in unwrapped
-        assert "ValueError: qshard.prepare_for_fsdp1: gather is 'quantized' or 'param_dtype'" in gather
-
-
-def run_without_the_private_method():
+@on_ranks(2)
+def test_without_the_private_method_all_is_gathered_in_full():
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     stock = FlatParamHandle._all_gather_flat_param
@@ -354,11 +317,6 @@ def run_without_the_private_method():
     finally:
         FlatParamHandle._all_gather_flat_param = stock
     loss_of(model, batch(0)).backward()
-    return own, [str(w.message) for w in said if "qshard" in str(w.message)]
-
-
-@on_worlds(2)
-def test_without_the_private_method_all_is_gathered_in_full(world):
-    for own, said in world.run(run_without_the_private_method):
-        assert own == [False] * 3
-        assert len(said) == 1 and "lacks what gather='quantized' replaces" in said[0]
+    own, said = own, [str(w.message) for w in said if "qshard" in str(w.message)]
+    assert own == [False] * 3
+    assert len(said) == 1 and "lacks what gather='quantized' replaces" in said[0]

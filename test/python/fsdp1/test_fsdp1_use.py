@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks, on_worlds
 from dist_models import (
     DELAYED,
     MIXES,
@@ -96,14 +96,17 @@ def run_between_steps(format, **kwargs):
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("format", MIXES)
-@on_worlds(4)
-def test_evaluation_and_clipping(world, format, strategy, use_orig_params):
+@on_ranks(4)
+def test_evaluation_and_clipping(format, strategy, use_orig_params):
     """As plain parameters with the same arithmetic, on GPUs as quantized ones under FSDP2, whose norms have
     another order; two forwards have one backward."""
-    world.run(run_between_steps, format, strategy=strategy, use_orig_params=use_orig_params)
+    run_between_steps(format, strategy=strategy, use_orig_params=use_orig_params)
 
 
-def run_codes_between_steps(format, use_orig_params):
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", ["float8_blockwise", "float8_tensorwise"])
+@on_ranks(3)
+def test_evaluation_gathers_codes(format, use_orig_params):
     kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
     model, other = build_fsdp1(format, **kwargs), build_fsdp1(format, **kwargs)
     losses = train_and_evaluate(model)
@@ -119,13 +122,6 @@ def run_codes_between_steps(format, use_orig_params):
     assert not different_values(model, other)
 
 
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("format", ["float8_blockwise", "float8_tensorwise"])
-@on_worlds(3)
-def test_evaluation_gathers_codes(world, format, use_orig_params):
-    world.run(run_codes_between_steps, format, use_orig_params)
-
-
 OPTIONS = {
     "forward-prefetch": dict(forward_prefetch=True),
     "backward-post": dict(backward_prefetch=BackwardPrefetch.BACKWARD_POST),
@@ -134,26 +130,25 @@ OPTIONS = {
 }
 
 
-def run_option(format, option, use_orig_params):
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_ranks(2)
+def test_when_units_are_gathered_changes_nothing(format, option, use_orig_params):
     kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
     model, other = build_fsdp1(format, **kwargs, **OPTIONS[option]), build_fsdp1(format, **kwargs)
     assert train_fsdp1(model) == train_fsdp1(other)
     assert check_gathers(model) == 5
 
 
-@pytest.mark.pairwise
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2)
-def test_when_units_are_gathered_changes_nothing(world, format, option, use_orig_params):
-    world.run(run_option, format, option, use_orig_params)
-
-
 HALF = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
 
 
-def run_half(format, use_orig_params):
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_ranks(2)
+def test_half_precision_and_its_gradients(format, use_orig_params):
     model = build_fsdp1(format, mixed_precision=HALF, use_orig_params=use_orig_params)
     loss_of(model, batch(0)).backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float16}
@@ -162,14 +157,9 @@ def run_half(format, use_orig_params):
     assert norm.dtype == torch.float16 and norm.isfinite()
 
 
-@ORIG_OR_FLAT
 @pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2)
-def test_half_precision_and_its_gradients(world, format, use_orig_params):
-    world.run(run_half, format, use_orig_params)
-
-
-def run_units_of_two_dtypes(format):
+@on_ranks(3)
+def test_units_of_two_dtypes(format):
     """A unit that computes in bf16 and gathers codes, in one that gathers all in full."""
     torch.manual_seed(0)
     model = make_dynamic(Model().to(device()), format)
@@ -183,16 +173,13 @@ def run_units_of_two_dtypes(format):
     model = qshard.prepare_for_fsdp1(FSDP(model, mixed_precision=full, **kwargs))
     losses = train_fsdp1(model, steps=4)
     assert losses[-1] < losses[0]
-    return check_gathers(model)
+    assert check_gathers(model) == 2
 
 
+@ORIG_OR_FLAT
 @pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(3)
-def test_units_of_two_dtypes(world, format):
-    assert world.run(run_units_of_two_dtypes, format) == [2] * 3
-
-
-def run_double(format, use_orig_params):
+@on_ranks(2)
+def test_parameters_in_double_precision(format, use_orig_params):
     """Parameters in fp64, with values of fp32: the same codes."""
     kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
     single = build_fsdp1(format, **kwargs)
@@ -204,13 +191,6 @@ def run_double(format, use_orig_params):
     assert losses[-1] < losses[0]
     assert check_gathers(model) == 5
     assert {value.dtype for value in full_values(model).values()} == {torch.float64}
-
-
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(2)
-def test_parameters_in_double_precision(world, format, use_orig_params):
-    world.run(run_double, format, use_orig_params)
 
 
 # ---------------------------------------------------------------------------------- made on meta
@@ -225,7 +205,10 @@ def fill(module):
             param.div_(100).cumsum_(0).sin_()
 
 
-def run_meta(format, use_orig_params):
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
+@on_ranks(2)
+def test_models_made_on_meta(format, use_orig_params):
     kwargs = dict(mixed_precision=BF16, use_orig_params=use_orig_params)
     with torch.device("meta"):
         model = make_dynamic(Model(), format)
@@ -237,13 +220,6 @@ def run_meta(format, use_orig_params):
     assert not different_values(model, twin)
     assert train_fsdp1(model) == train_fsdp1(twin)
     assert check_gathers(model) == 5
-
-
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
-@on_worlds(2)
-def test_models_made_on_meta(world, format, use_orig_params):
-    world.run(run_meta, format, use_orig_params)
 
 
 # ------------------------------------------------------------------------- loads, other ranks
@@ -282,7 +258,12 @@ def write_of_one_unit(model):
             param.mul_(3)
 
 
-def run_write_of_one_unit(format, strategy, use_orig_params):
+@pytest.mark.pairwise
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_ranks(4)
+def test_one_unit_is_written_in_full(format, strategy, use_orig_params):
     kwargs = dict(strategy=strategy, use_orig_params=use_orig_params, mixed_precision=BF16)
     model = build_fsdp1(format, **kwargs)
     train_fsdp1(model, steps=1)
@@ -296,15 +277,6 @@ def run_write_of_one_unit(format, strategy, use_orig_params):
     assert check_gathers(model) == (0 if strategy == "NO_SHARD" else 5)
 
 
-@pytest.mark.pairwise
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(4)
-def test_one_unit_is_written_in_full(world, format, strategy, use_orig_params):
-    world.run(run_write_of_one_unit, format, strategy, use_orig_params)
-
-
 def full_state(model, optimizer):
     kinds = (
         StateDictType.FULL_STATE_DICT,
@@ -315,7 +287,17 @@ def full_state(model, optimizer):
     return copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
 
 
-def run_on_other_ranks(format):
+def step(model, optimizer, number):
+    loss = loss_of(model, batch(number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("format", SENT_AS_CODES)
+@on_ranks(4)
+def test_resumed_on_other_ranks(format):
     """From 4 ranks to 2, twice, and back."""
     kwargs = dict(mixed_precision=BF16, use_orig_params=False)
     model = build_fsdp1(format, **kwargs)
@@ -339,20 +321,6 @@ def run_on_other_ranks(format):
     assert not different_values(model, other)
 
 
-def step(model, optimizer, number):
-    loss = loss_of(model, batch(number))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-@pytest.mark.parametrize("format", SENT_AS_CODES)
-@on_worlds(4)
-def test_resumed_on_other_ranks(world, format):
-    world.run(run_on_other_ranks, format)
-
-
 # ------------------------------------------------------------- weights without a gradient, ignored
 
 
@@ -363,7 +331,14 @@ def histories(model):
         return {n: v.clone() for n, v in model.state_dict().items() if "amax" in n}
 
 
-def run_branches(use_orig_params, mixed_precision):
+def train_with(model, optimizer, steps):
+    return [step(model, optimizer, number) for number in range(steps)]
+
+
+@ORIG_OR_FLAT
+@pytest.mark.parametrize("mixed_precision", [False, True], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_histories_roll_where_those_of_fsdp2_do(mixed_precision, use_orig_params):
     torch.manual_seed(0)
     model = Branches([1, 0, 2, 0, 1]).to(device())
     twin = quantize_model(copy.deepcopy(model), DELAYED)
@@ -375,18 +350,7 @@ def run_branches(use_orig_params, mixed_precision):
     assert model.losses == twin.losses and not different_values(model, twin)
     tables, wanted = histories(model), histories(twin)
     assert tables.keys() == wanted.keys() and len(tables) == 12
-    return [name for name in tables if not torch.equal(tables[name], wanted[name])]
-
-
-def train_with(model, optimizer, steps):
-    return [step(model, optimizer, number) for number in range(steps)]
-
-
-@ORIG_OR_FLAT
-@pytest.mark.parametrize("mixed_precision", [False, True], ids=["fp32", "bf16"])
-@on_worlds(2)
-def test_histories_roll_where_those_of_fsdp2_do(world, mixed_precision, use_orig_params):
-    assert world.run(run_branches, use_orig_params, mixed_precision) == [[], []]
+    assert [name for name in tables if not torch.equal(tables[name], wanted[name])] == []
 
 
 def run_branches_of_ranks(use_orig_params):

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import (
     DELAYED,
     FORMATS,
@@ -296,20 +296,20 @@ def run_training(shape, experts_of, orders):
             torch.testing.assert_close(local(got), local_part(full, param), rtol=1e-3, atol=1e-4)
 
 
-@on_worlds(4)
-def test_stacks_train_as_on_one_device(world):
-    world.run(run_training, (2, 2), (4, 6), ("dqf", "dfq"))
+@on_ranks(4)
+def test_stacks_train_as_on_one_device():
+    run_training((2, 2), (4, 6), ("dqf", "dfq"))
 
 
-@on_worlds(2)
-def test_stacks_without_fsdp(world):
-    world.run(run_training, (1, 2), (4,), ("dq",))
+@on_ranks(2)
+def test_stacks_without_fsdp():
+    run_training((1, 2), (4,), ("dq",))
 
 
-@on_worlds(4)
-def test_a_world_as_large_as_the_number_of_experts(world):
+@on_ranks(4)
+def test_a_world_as_large_as_the_number_of_experts():
     """Each rank of FSDP2 has one whole matrix; of two, some have none."""
-    world.run(run_training, (4, 1), (4, 2), ("qf", "fq"))
+    run_training((4, 1), (4, 2), ("qf", "fq"))
 
 
 PRODUCTS = (
@@ -386,10 +386,10 @@ def refusals():
     return [*errors, str(error.value)]
 
 
-@on_worlds(4)
-def test_refusals_have_names_on_all_ranks(world):
-    for *few, unnamed in world.run(refusals):
-        for error in few:
-            assert "over 2 ranks would leave some of them nothing of a weight of shape (1, 40, 72)" in error
-        assert "it was quantized as rows of a tensor of" in unnamed
-        assert "say so: qshard.quantize_(model, recipe, tp_mesh=tp_mesh)" in unnamed
+@on_ranks(4)
+def test_refusals_have_names_on_all_ranks():
+    *few, unnamed = refusals()
+    for error in few:
+        assert "over 2 ranks would leave some of them nothing of a weight of shape (1, 40, 72)" in error
+    assert "it was quantized as rows of a tensor of" in unnamed
+    assert "say so: qshard.quantize_(model, recipe, tp_mesh=tp_mesh)" in unnamed

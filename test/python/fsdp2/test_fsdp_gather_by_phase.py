@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import on_worlds
+from dist_helpers import on_ranks, on_worlds
 from dist_models import (
     adamw,
     batch,
@@ -48,7 +48,11 @@ def group_bytes(module):
     return one, both
 
 
-def run_wire(format, rows):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("format", [BOTH, PHASE])
+@pytest.mark.parametrize("rows", [257, 5])
+@on_ranks(2, 4)
+def test_bytes_of_each_pass(rows, format):
     model = build_resharding(format, rows=rows)
     optimizer = adamw(model)
     train(model, optimizer, steps=1)
@@ -66,15 +70,9 @@ def run_wire(format, rows):
     assert by_pass == [[want[2], *want[:2]], [want[2], *want[1::-1]]], by_pass
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("format", [BOTH, PHASE])
-@pytest.mark.parametrize("rows", [257, 5])
-@on_worlds(2, 4)
-def test_bytes_of_each_pass(world, rows, format):
-    world.run(run_wire, format, rows)
-
-
-def run_images(format):
+@on_ranks(1, 2, 3)
+def test_images_of_each_pass(format):
     """The gathered bytes are those of quantizing the whole weight on one device."""
     model = build_resharding(format)
     seen = []
@@ -106,12 +104,6 @@ def run_images(format):
     assert set(in_forward) == ({"row"} if format == PHASE else {"row", "column"})
     for name, codes in in_forward.items():
         assert torch.equal(codes, both[name]), name
-
-
-@pytest.mark.parametrize("format", [BOTH, PHASE])
-@on_worlds(1, 2, 3)
-def test_images_of_each_pass(world, format):
-    world.run(run_images, format)
 
 
 # ------------------------------------------------------------------------------- training
@@ -171,18 +163,14 @@ USES = ["checkpointing", "kept gathered", "value", "codes", "scale_inv", "dequan
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("use", USES)
-@on_worlds(1, 2, devices=("cpu",))
-def test_what_phase_does_not_gather_is_a_named_error(world, use):
-    for error in world.run(run_refused, use):
-        assert 'gather="both"' in error, error
+@on_ranks(1, 2, devices=("cpu",))
+def test_what_phase_does_not_gather_is_a_named_error(use):
+    error = run_refused(use)
+    assert 'gather="both"' in error, error
 
 
-def run_checkpointing_with_both():
+@on_ranks(2, devices=("cpu",))
+def test_activation_checkpointing_gathers_both():
     model = build_resharding(BOTH, recompute=False)
     oracle = build_oracle(BOTH, recompute=False, reshard_after_forward=True)
     assert train(model) == train(oracle)
-
-
-@on_worlds(2, devices=("cpu",))
-def test_activation_checkpointing_gathers_both(world):
-    world.run(run_checkpointing_with_both)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import World, device, full_mesh, on_worlds
+from dist_helpers import World, device, full_mesh, on_ranks, on_worlds
 from dist_models import (
     FORMATS,
     RECIPES,
@@ -241,7 +241,12 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh(world, recipe, report):
 # ----------------------------------------------------------------------- HSDP
 
 
-def run_hsdp(shape, format, keep_master):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
+@on_ranks(4)
+def test_hsdp(shape, format, keep_master):
     model = Weights(initial_values(format))
     qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
     fully_shard(model, mesh=full_mesh(*shape, names=("replicate", "shard")))
@@ -249,17 +254,7 @@ def run_hsdp(shape, format, keep_master):
     counts = [oracle.mismatches(model)]
     train_both(model, oracle, "fused")
     counts.append(oracle.mismatches(model))
-    return counts
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
-@on_worlds(4)
-def test_hsdp(world, shape, format, keep_master):
-    for counts in world.run(run_hsdp, shape, format, keep_master):
-        assert counts == [(len(shapes_of(format)), 0)] * 2
+    assert counts == [(len(shapes_of(format)), 0)] * 2
 
 
 # ----------------------------------------------------------------------- checkpoints

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import (
     FORMATS,
     MIXES,
@@ -108,10 +108,10 @@ def test_mode(world, name, format, keep_master):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [3, 33])
 @pytest.mark.parametrize("name", ["plain", "accumulate/no-reshard", "plain/recompute-reentrant"])
-@on_worlds(1, 3, 4)
-def test_mode_with_few_rows(world, name, rows):
+@on_ranks(1, 3, 4)
+def test_mode_with_few_rows(name, rows):
     """3 rows on 4 ranks leave one rank empty, 33 rows cut a block."""
-    world.run(run_mode, name, "float8_blockwise", True, rows)
+    run_mode(name, "float8_blockwise", True, rows)
 
 
 # ------------------------------------------------------------------------ mixed precision
@@ -122,7 +122,9 @@ class LinearOfStoredValues(torch.nn.Linear):
         return LinearOfTwoValues.apply(x, self.weight, self.dgrad_weight, self.bias)
 
 
-def run_mixed_precision(format):
+@pytest.mark.parametrize("format", MIXES)
+@on_ranks(2, devices=("cpu",))
+def test_mixed_precision(format):
     """bf16 compute with fp32 reduction, against the same in plain autograd: a sum over two ranks has
     one order only, so this is exact."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -158,16 +160,15 @@ def run_mixed_precision(format):
         assert torch.equal(param.detach().full_tensor(), plain.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("format", MIXES)
-@on_worlds(2, devices=("cpu",))
-def test_mixed_precision(world, format):
-    world.run(run_mixed_precision, format)
-
-
 # ------------------------------------------------------------------------------------ HSDP
 
 
-def run_hsdp(shape, format, keep_master):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("format", MIXES)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
+@on_ranks(4)
+def test_hsdp(shape, format, keep_master):
     mesh = full_mesh(*shape, names=("replicate", "shard"))
     model = build(format, mesh=mesh, keep_master=keep_master)
     losses = train(model)
@@ -176,15 +177,6 @@ def run_hsdp(shape, format, keep_master):
         oracle = build_oracle(format, mesh=mesh)
         assert train(oracle) == losses
         assert not different(local_values(model), local_values(oracle))
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", MIXES)
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
-@on_worlds(4)
-def test_hsdp(world, shape, format, keep_master):
-    world.run(run_hsdp, shape, format, keep_master)
 
 
 # --------------------------------------------------------- which parameters are quantized
@@ -224,9 +216,9 @@ def frozen_plain(model, format):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("prepare", [quantize_then_freeze, freeze_then_quantize])
 @pytest.mark.parametrize("format", MIXES)
-@on_worlds(2)
-def test_frozen_parameters(world, format, prepare):
-    assert world.run(run_prepared, format, prepare, frozen_plain) == [5, 5]
+@on_ranks(2)
+def test_frozen_parameters(format, prepare):
+    assert run_prepared(format, prepare, frozen_plain) == 5
 
 
 def quantize_by_name(model, _):
@@ -243,9 +235,9 @@ def plain_by_name(model, _):
     return model
 
 
-@on_worlds(1, 2, 3)
-def test_formats_and_plain_weights_in_one_group(world):
-    assert world.run(run_prepared, None, quantize_by_name, plain_by_name) == [4] * world.size
+@on_ranks(1, 2, 3)
+def test_formats_and_plain_weights_in_one_group():
+    assert run_prepared(None, quantize_by_name, plain_by_name) == 4
 
 
 class TiedModel(nn.Module):
@@ -284,7 +276,9 @@ def train_on_tokens(model):
     return losses
 
 
-def run_tied(format):
+@pytest.mark.parametrize("format", FORMATS)
+@on_ranks(2)
+def test_tied_embedding(format):
     torch.manual_seed(0)
     model = quantize_model(TiedModel().to(device()), format)
     fully_shard(model, mesh=full_mesh())
@@ -299,16 +293,14 @@ def run_tied(format):
         assert not different(local_values(model), local_values(oracle))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@on_worlds(2)
-def test_tied_embedding(world, format):
-    world.run(run_tied, format)
-
-
 # ------------------------------------------------------------- quantized after fully_shard
 
 
-def run_quantized_after(format, keep_master):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("format", MIXES)
+@on_ranks(2, 3)
+def test_quantized_after_fully_shard(format, keep_master):
     torch.manual_seed(0)
     model = quantize_model(shard(Model(format=format).to(device())), format, keep_master=keep_master)
     losses = train(model)
@@ -317,18 +309,12 @@ def run_quantized_after(format, keep_master):
     assert train(twin) == losses
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", MIXES)
-@on_worlds(2, 3)
-def test_quantized_after_fully_shard(world, format, keep_master):
-    world.run(run_quantized_after, format, keep_master)
-
-
 # ------------------------------------------------------------------------------------- DDP
 
 
-def run_ddp(format):
+@pytest.mark.parametrize("format", MIXES)
+@on_ranks(2)
+def test_ddp(format):
     def replicated(prepare):
         torch.manual_seed(0)
         return DistributedDataParallel(prepare(Model(format=format).to(device()), format))
@@ -342,12 +328,6 @@ def run_ddp(format):
         oracle = replicated(make_plain)
         assert train(oracle) == losses
         assert not different(local_values(model), local_values(oracle))
-
-
-@pytest.mark.parametrize("format", MIXES)
-@on_worlds(2)
-def test_ddp(world, format):
-    world.run(run_ddp, format)
 
 
 # -------------------------------------------------------------------------------- refused
@@ -374,36 +354,32 @@ def shard_dim_1(param):
     return torch.distributed.tensor.Shard(1 if param.dim() > 1 else 0)
 
 
-@on_worlds(4)
-def test_partial_reshard_is_refused(world):
-    for error in world.run(first_forward_error, reshard_after_forward=2):
-        assert "NotImplementedError: qshard: reshard_after_forward=<int>" in error
+@on_ranks(4)
+def test_partial_reshard_is_refused():
+    error = first_forward_error(reshard_after_forward=2)
+    assert "NotImplementedError: qshard: reshard_after_forward=<int>" in error
 
 
-@on_worlds(2)
-def test_sharding_columns_is_refused(world):
+@on_ranks(2)
+def test_sharding_columns_is_refused():
     # FSDP2 wants even shards in other dimensions than 0.
-    for error in world.run(sharding_error, rows=256, shard_placement_fn=shard_dim_1):
-        assert "NotImplementedError: qshard: this quantized parameter is sharded by" in error
-        assert "Return Shard(0) from shard_placement_fn" in error
+    error = sharding_error(rows=256, shard_placement_fn=shard_dim_1)
+    assert "NotImplementedError: qshard: this quantized parameter is sharded by" in error
+    assert "Return Shard(0) from shard_placement_fn" in error
 
 
-def quantize_late():
+@on_ranks(1, 2)
+def test_quantizing_after_the_first_forward_is_refused():
     model = shard(Model().to(device()))
     loss_of(model, batch(0)).backward()
     error = error_of(qshard.quantize_, model, RECIPES["float8_blockwise"])
     assert not quantized_parameters(model)
     loss_of(model, batch(1)).backward()
-    return error
+    assert "RuntimeError: qshard.quantize_: this model has run a forward" in error
 
 
-@on_worlds(1, 2)
-def test_quantizing_after_the_first_forward_is_refused(world):
-    for error in world.run(quantize_late):
-        assert "RuntimeError: qshard.quantize_: this model has run a forward" in error
-
-
-def run_views_before_the_first_use():
+@on_ranks(1, 2, 4)
+def test_views_before_the_first_use_stay_views():
     """Rows of every rank but the last; of the last a padded shard, and at 4 ranks none."""
     model = nn.Sequential(nn.Linear(40, 5), nn.Linear(5, 3, bias=False)).to(device())
     shard(model)
@@ -416,8 +392,3 @@ def run_views_before_the_first_use():
         view.fill_(0.5)
         assert (local(param).detach() * 1 == 0.5).all()
     check_gathered(model)
-
-
-@on_worlds(1, 2, 4)
-def test_views_before_the_first_use_stay_views(world):
-    world.run(run_views_before_the_first_use)

@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, gather_objects, on_worlds
+from dist_helpers import device, gather_objects, on_ranks, on_worlds
 from dist_models import (
     MIXES,
     WIDTH,
@@ -60,7 +60,12 @@ def offload_policy():
     return CPUOffloadPolicy(pin_memory=device().type == "cuda")
 
 
-def run_offloaded(format, keep_master, rows):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("rows", [257, 3])
+@pytest.mark.parametrize("format", MIXES)
+@on_ranks(2, 4)
+def test_offload_trains_alike(format, rows, keep_master):
     model = build(format, keep_master=keep_master, rows=rows, offload_policy=offload_policy())
     with forced_copies() as copies:
         losses = train(model)
@@ -76,16 +81,9 @@ def run_offloaded(format, keep_master, rows):
         assert not different(local_values(model), local_values(twin))
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("rows", [257, 3])
-@pytest.mark.parametrize("format", MIXES)
-@on_worlds(2, 4)
-def test_offload_trains_alike(world, format, rows, keep_master):
-    world.run(run_offloaded, format, keep_master, rows)
-
-
-def run_offloaded_flush(keep_master):
+@on_ranks(2)
+def test_offload_flushes_the_original_once(keep_master):
     """(all-reduces of the first and of the second gather after a write outside the optimizer)."""
     model = build("float8_blockwise", keep_master=keep_master, offload_policy=offload_policy())
     counts = []
@@ -99,16 +97,11 @@ def run_offloaded_flush(keep_master):
                 pass
             counts.append(count(calls, "allreduce"))
         check_gathered(model)
-    return counts
+    assert counts == [5, 0]
 
 
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@on_worlds(2)
-def test_offload_flushes_the_original_once(world, keep_master):
-    assert world.run(run_offloaded_flush, keep_master) == [[5, 0]] * world.size
-
-
-def run_offloaded_copies_stay_usable():
+@on_ranks(1, 2)
+def test_offload_copies_stay_usable():
     """An image-only copy becomes a whole tensor when its value is asked for, or before the original
     is written or goes: it is a copy of the value at the time, like any other."""
     model = build("float8_blockwise", offload_policy=offload_policy())
@@ -135,12 +128,8 @@ def run_offloaded_copies_stay_usable():
     assert torch.equal(orphan + 0, value)
 
 
-@on_worlds(1, 2)
-def test_offload_copies_stay_usable(world):
-    world.run(run_offloaded_copies_stay_usable)
-
-
-def run_quantized_where_they_are_offloaded():
+@on_ranks(2)
+def test_shards_are_quantized_where_they_are_offloaded():
     """Quantized after fully_shard, and made plain again: shards stay in the memory of the CPU."""
     torch.manual_seed(0)
     model = shard(Model(format="mix-2").to(device()), offload_policy=offload_policy())
@@ -155,11 +144,6 @@ def run_quantized_where_they_are_offloaded():
     qshard.dequantize_(later)
     assert {local(param).device.type for param in later.parameters()} == {"cpu"}
     train(later, steps=1)
-
-
-@on_worlds(2)
-def test_shards_are_quantized_where_they_are_offloaded(world):
-    world.run(run_quantized_where_they_are_offloaded)
 
 
 # ------------------------------------------------------------------------------ meta init
@@ -212,7 +196,11 @@ def test_meta_init(world, format, rows, keep_master):
     assert all(not different(by_rank[0], values) for values in by_rank)
 
 
-def run_reset_parameters(format, rows):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("rows", [257, 3])
+@pytest.mark.parametrize("format", MIXES)
+@on_ranks(2, 4)
+def test_reset_parameters_after_meta_init(format, rows):
     """torch's own reset_parameters: random numbers of each rank's own, on empty shards none."""
     with torch.device("meta"):
         model = Model(rows, format=format)
@@ -225,11 +213,3 @@ def run_reset_parameters(format, rows):
     assert check_gathered(model) == 5
     train(model)
     assert check_gathered(model) == 5
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("rows", [257, 3])
-@pytest.mark.parametrize("format", MIXES)
-@on_worlds(2, 4)
-def test_reset_parameters_after_meta_init(world, format, rows):
-    world.run(run_reset_parameters, format, rows)

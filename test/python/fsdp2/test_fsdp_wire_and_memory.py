@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import (
     FORMATS,
     MIXES,
@@ -95,7 +95,12 @@ def check_planes(model, keep_master, pending=False):
 # ----------------------------------------------------------------------------------- wire
 
 
-def run_one_input(format, keep_master, rows):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("format", MIXES)
+@pytest.mark.parametrize("rows", ROWS)
+@on_ranks(1, 2, 4)
+def test_one_uint8_input_per_parameter(format, keep_master, rows):
     model = build(format, keep_master=keep_master, rows=rows)
     mesh = full_mesh()
     for name, param in quantized_parameters(model).items():
@@ -109,15 +114,6 @@ def run_one_input(format, keep_master, rows):
         assert image.untyped_storage()._cdata == again.untyped_storage()._cdata, name
         if not keep_master:
             assert image.data_ptr() == shard.untyped_storage().data_ptr(), name
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", MIXES)
-@pytest.mark.parametrize("rows", ROWS)
-@on_worlds(1, 2, 4)
-def test_one_uint8_input_per_parameter(world, format, keep_master, rows):
-    world.run(run_one_input, format, keep_master, rows)
 
 
 def group_bytes(module, ranks):
@@ -207,7 +203,13 @@ def live_bytes(at_most=None):
     return total
 
 
-def run_memory(format, keep_master, rows, reshard):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("format", MIXES)
+@pytest.mark.parametrize("rows", [257, 5])
+@on_ranks(1, 2, 4)
+def test_memory_while_unsharded(format, keep_master, rows, reshard):
     ranks = dist.get_world_size()
     model = build(format, keep_master=keep_master, rows=rows, reshard_after_forward=reshard)
     check_planes(model, keep_master)
@@ -241,20 +243,13 @@ def run_memory(format, keep_master, rows, reshard):
         assert weight.untyped_storage().nbytes() == 0
     assert live_bytes(at_most=before + grids) - before <= grids
     check_planes(model, keep_master)
-    return gathered
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", MIXES)
-@pytest.mark.parametrize("rows", [257, 5])
-@on_worlds(1, 2, 4)
-def test_memory_while_unsharded(world, format, keep_master, rows, reshard):
-    world.run(run_memory, format, keep_master, rows, reshard)
-
-
-def run_step_memory(format, keep_master):
+@on_ranks(1, 2, 4)
+def test_memory_across_a_step(format, keep_master):
     model = build(format, keep_master=keep_master)
     looks = []
 
@@ -280,11 +275,3 @@ def run_step_memory(format, keep_master):
     with unsharded(model):
         pass
     check_planes(model, keep_master)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", MIXES)
-@on_worlds(1, 2, 4)
-def test_memory_across_a_step(world, format, keep_master):
-    world.run(run_step_memory, format, keep_master)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import local
 from helpers import assert_same
 from torch import nn
@@ -32,7 +32,8 @@ def sharded(rows=3, kind=nn.Linear, **kwargs):
     return fully_shard(model, mesh=full_mesh(), **kwargs)
 
 
-def run_without_loads():
+@on_ranks(1, 2, 4)
+def test_no_load_of_the_users_is_called():
     model = qshard.quantize_(sharded(kind=Renamed), RECIPE)
     assert Renamed.loads == 0
     view = local(model[0].weight).detach()
@@ -42,12 +43,8 @@ def run_without_loads():
     assert_same(view + 0, before * 2)
 
 
-@on_worlds(1, 2, 4)
-def test_no_load_of_the_users_is_called(world):
-    world.run(run_without_loads)
-
-
-def run_accessors():
+@on_ranks(1, 2)
+def test_accessors_take_dtensors():
     model = qshard.quantize_(sharded(rows=64), "nvfp4")
     weight, own = model[0].weight, local(model[0].weight).detach()
     assert isinstance(weight, DTensor) and qshard.ops.is_quantized(weight)
@@ -62,8 +59,3 @@ def run_accessors():
     for name in ("format", "codes", "master"):
         with pytest.raises(TypeError, match=f"qshard::{name}: .*got a DTensor of plain values"):
             getattr(qshard.ops, name)(model[0].bias)
-
-
-@on_worlds(1, 2)
-def test_accessors_take_dtensors(world):
-    world.run(run_accessors)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, on_worlds, shared_folder
+from dist_helpers import device, full_mesh, on_ranks, shared_folder
 from dist_models import check_gathered, full_value, local, train
 from helpers import assert_same, is_quantized, ops
 from torch import nn
@@ -52,8 +52,11 @@ def sharded(recipe, keep_master, rows=64, seed=0, **kwargs):
     return qshard.quantize_(model, RECIPES[recipe], keep_master=keep_master, filter_fn=lambda *_: True)
 
 
-def run_saved(recipe, keep_master, rows):
-    model = sharded(recipe, keep_master, rows)
+@formats
+@keep_or_not
+@on_ranks(1, 2)
+def test_torch_save_writes_plain_values(keep_master, recipe):
+    model = sharded(recipe, keep_master, 3)
     train(model)
     state = model.state_dict()
     with shared_folder() as folder:
@@ -74,12 +77,9 @@ def run_saved(recipe, keep_master, rows):
 
 @formats
 @keep_or_not
-@on_worlds(1, 2)
-def test_torch_save_writes_plain_values(world, keep_master, recipe):
-    world.run(run_saved, recipe, keep_master, 3)
-
-
-def run_written(recipe, keep_master, rows):
+@few_rows
+@on_ranks(2, 4)
+def test_what_is_written_into_it_is_written_into_the_weights(rows, keep_master, recipe):
     model = sharded(recipe, keep_master, rows)
     train(model)
     state, before = model.state_dict(), full_value(model[0].weight)
@@ -99,12 +99,8 @@ def run_written(recipe, keep_master, rows):
 @formats
 @keep_or_not
 @few_rows
-@on_worlds(2, 4)
-def test_what_is_written_into_it_is_written_into_the_weights(world, rows, keep_master, recipe):
-    world.run(run_written, recipe, keep_master, rows)
-
-
-def run_assigned(recipe, keep_master, rows):
+@on_ranks(2, 4)
+def test_assigned_it_is_copied(rows, keep_master, recipe):
     model, other = (sharded(recipe, keep_master, rows, seed) for seed in (0, 1))
     train(model)
     other.load_state_dict(model.state_dict(), assign=True)
@@ -118,11 +114,3 @@ def run_assigned(recipe, keep_master, rows):
         model[0].weight.mul_(2)  # not of this one
     qshard.flush(model)
     assert_same(full_value(other[0].weight), before)
-
-
-@formats
-@keep_or_not
-@few_rows
-@on_worlds(2, 4)
-def test_assigned_it_is_copied(world, rows, keep_master, recipe):
-    world.run(run_assigned, recipe, keep_master, rows)

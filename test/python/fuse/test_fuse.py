@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import check_gathered, local
 from nn_helpers import RECIPES, assert_bits, randomize
 from torch import nn
@@ -288,7 +288,8 @@ def test_compiles():
     torch.testing.assert_close(y, expected[0], rtol=1e-5, atol=1e-5)
 
 
-def run_sharded():
+@on_ranks(2)
+def test_sharded():
     grads = []
     for fuses in (False, True):
         torch.manual_seed(0)
@@ -303,8 +304,3 @@ def run_sharded():
         check_gathered(model)
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
-
-
-@on_worlds(2)
-def test_sharded(world):
-    world.run(run_sharded)

@@ -3,14 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import REDUCTION_ERROR, Model, batch, gradients, loss_of, relative_error
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard
 
 
-def run_ddp(fmt, dtype, rounding):
+@pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("fmt", REDUCTION_ERROR)
+@pytest.mark.pairwise
+@on_ranks(2, 3)
+def test_ddp_gradients(fmt, dtype, rounding):
     models, world = [], dist.get_world_size()
     for _ in range(2):
         torch.manual_seed(0)
@@ -37,16 +42,9 @@ def run_ddp(fmt, dtype, rounding):
     assert world > 1
 
 
-@pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("fmt", REDUCTION_ERROR)
-@pytest.mark.pairwise
-@on_worlds(2, 3)
-def test_ddp_gradients(world, fmt, dtype, rounding):
-    world.run(run_ddp, fmt, dtype, rounding)
-
-
-def run_peak(dtype, share):
+@pytest.mark.parametrize("dtype, share", [(torch.float32, 0.4), (torch.bfloat16, 1.8)], ids=str)
+@on_ranks(2, devices=("cuda",))
+def test_memory_beside_a_bucket(dtype, share):
     """What a reduction takes beside its bucket, in shares of the bucket."""
     peaks = {}
     for format in (None, "float8", "nvfp4"):
@@ -68,9 +66,3 @@ def run_peak(dtype, share):
         del ddp, model
     plain = peaks.pop(None)
     assert all(peak <= plain + share * bucket for peak in peaks.values()), (plain, bucket, peaks)
-
-
-@pytest.mark.parametrize("dtype, share", [(torch.float32, 0.4), (torch.bfloat16, 1.8)], ids=str)
-@on_worlds(2, devices=("cuda",))
-def test_memory_beside_a_bucket(world, dtype, share):
-    world.run(run_peak, dtype, share)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import (
     RECIPES,
     REDUCTION_ERROR as ERROR,
@@ -85,12 +85,13 @@ def run_bits(fmt, dtype, n, op_name):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.pairwise
-@on_worlds(1, 2, 3, 4)
-def test_bits_of_the_oracle(world, fmt, dtype, n, op):
-    world.run(run_bits, fmt, dtype, n, op)
+@on_ranks(1, 2, 3, 4)
+def test_bits_of_the_oracle(fmt, dtype, n, op):
+    run_bits(fmt, dtype, n, op)
 
 
-def run_refusals():
+@on_ranks(2)
+def test_refusals_come_before_anything_is_sent():
     reduce = QuantizedReduceScatter("float8")
     world = dist.get_world_size()
     x, out = torch.ones(world * 8, device=device()), torch.empty(8, device=device())
@@ -121,15 +122,23 @@ def run_refusals():
         qshard.reduce_gradients_(DistributedDataParallel(Model().to(device())), "float8")
 
 
-@on_worlds(2)
-def test_refusals_come_before_anything_is_sent(world):
-    world.run(run_refusals)
-
-
 # ------------------------------------------------------------------------------------------ FSDP2
 
 
-def run_fsdp(fmt, reduce_dtype, weights, configure):
+def expected_messages(model, fmt, world):
+    groups = [list(block.parameters()) for block in model.blocks] + [[model.head.weight]]
+    for group in groups:
+        n = sum(-(-p.shape[0] // world) * p.shape[1:].numel() for p in group)
+        yield gradient_message.message_bytes(fmt, n)
+
+
+@pytest.mark.parametrize("configure", (None, "factor", "premul", "sum"))
+@pytest.mark.parametrize("weights", (None, "float8_blockwise", "nvfp4"))
+@pytest.mark.parametrize("reduce_dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.pairwise
+@on_ranks(2, 3, 4)
+def test_fsdp_gradients(fmt, reduce_dtype, weights, configure):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     models = [
         build(weights, mp_policy=policy) if weights else plain_model(mp_policy=policy)
@@ -160,24 +169,9 @@ def run_fsdp(fmt, reduce_dtype, weights, configure):
     assert 0 < relative_error(got, want) < ERROR[fmt]
 
 
-def expected_messages(model, fmt, world):
-    groups = [list(block.parameters()) for block in model.blocks] + [[model.head.weight]]
-    for group in groups:
-        n = sum(-(-p.shape[0] // world) * p.shape[1:].numel() for p in group)
-        yield gradient_message.message_bytes(fmt, n)
-
-
-@pytest.mark.parametrize("configure", (None, "factor", "premul", "sum"))
-@pytest.mark.parametrize("weights", (None, "float8_blockwise", "nvfp4"))
-@pytest.mark.parametrize("reduce_dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.pairwise
-@on_worlds(2, 3, 4)
-def test_fsdp_gradients(world, fmt, reduce_dtype, weights, configure):
-    world.run(run_fsdp, fmt, reduce_dtype, weights, configure)
-
-
-def run_exact(fmt):
+@pytest.mark.parametrize("fmt", ("float8", "mxfp8"))
+@on_ranks(2, 4)
+def test_what_codes_hold_arrives_exactly(fmt):
     """Powers of two are codes: then nothing at all is different from plain reduction. (NVFP4's fp32
     scale of a tile is no power of two.)"""
     models = []
@@ -196,13 +190,9 @@ def run_exact(fmt):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("fmt", ("float8", "mxfp8"))
-@on_worlds(2, 4)
-def test_what_codes_hold_arrives_exactly(world, fmt):
-    world.run(run_exact, fmt)
-
-
-def run_rows(rows):
+@pytest.mark.parametrize("rows", (1, 5))
+@on_ranks(3, 4)
+def test_uneven_and_empty_shards(rows):
     plain, model = plain_model(rows), plain_model(rows)
     qshard.reduce_gradients_(model, "float8")
     for each in (plain, model):
@@ -210,12 +200,6 @@ def run_rows(rows):
     assert relative_error(gradients(model), gradients(plain)) < ERROR["float8"]
     for name, p in model.named_parameters():
         assert local(p.grad).shape == local(p).shape, name
-
-
-@pytest.mark.parametrize("rows", (1, 5))
-@on_worlds(3, 4)
-def test_uneven_and_empty_shards(world, rows):
-    world.run(run_rows, rows)
 
 
 def run_modes(mode):
@@ -247,17 +231,20 @@ def run_modes(mode):
 
 
 @pytest.mark.parametrize("mode", ("accumulate", "accumulate reduced", "offload", "recompute", "compile"))
-@on_worlds(2)
-def test_modes_of_fsdp(world, mode):
-    world.run(run_modes, mode)
+@on_ranks(2)
+def test_modes_of_fsdp(mode):
+    run_modes(mode)
 
 
-@on_worlds(4)
-def test_hsdp(world):
-    world.run(run_modes, "hsdp")
+@on_ranks(4)
+def test_hsdp():
+    run_modes("hsdp")
 
 
-def run_tensor_parallel(weights, is_ours):
+@pytest.mark.parametrize("is_ours", (False, True), ids=("torch's", "ours"))
+@pytest.mark.parametrize("weights", (None, "float8_blockwise"))
+@on_ranks(4)
+def test_beside_tensor_parallel(weights, is_ours):
     """FSDP2 over tensor parallelism: groups of the data-parallel dimension only."""
     mesh = full_mesh(2, 2, names=("data", "tensor"))
     styles = tensor_parallel if is_ours else torch_styles
@@ -281,13 +268,6 @@ def run_tensor_parallel(weights, is_ours):
     assert 0 < relative_error(gradients(model), gradients(plain)) < ERROR["float8"]
 
 
-@pytest.mark.parametrize("is_ours", (False, True), ids=("torch's", "ours"))
-@pytest.mark.parametrize("weights", (None, "float8_blockwise"))
-@on_worlds(4)
-def test_beside_tensor_parallel(world, weights, is_ours):
-    world.run(run_tensor_parallel, weights, is_ours)
-
-
 class Experts(torch.nn.Module):
     """Every rank of the expert mesh runs its own over its own tokens."""
 
@@ -301,7 +281,9 @@ class Experts(torch.nn.Module):
         return torch.einsum("tk,enk->tn", x, weight)
 
 
-def run_experts(weights):
+@pytest.mark.parametrize("weights", (None, "float8_blockwise"))
+@on_ranks(4)
+def test_beside_an_expert_mesh(weights):
     """Experts shard over what the expert mesh leaves of the ranks, the rest over all of them."""
     mesh, everyone = full_mesh(2, 2, names=("data", "expert")), full_mesh(4)
     models = []
@@ -327,13 +309,8 @@ def run_experts(weights):
     assert 0 < relative_error(gradients(model), gradients(plain)) < ERROR["float8"]
 
 
-@pytest.mark.parametrize("weights", (None, "float8_blockwise"))
-@on_worlds(4)
-def test_beside_an_expert_mesh(world, weights):
-    world.run(run_experts, weights)
-
-
-def run_peak():
+@on_ranks(2, devices=("cuda",))
+def test_peak_memory_is_plain_fsdps():
     """A large group: what a reduction takes beside its input is less than what stands before it."""
     peaks = {}
     for format in (None, "float8", "nvfp4"):
@@ -358,12 +335,8 @@ def run_peak():
     assert all(peak <= 1.01 * plain for peak in peaks.values()), (plain, peaks)
 
 
-@on_worlds(2, devices=("cuda",))
-def test_peak_memory_is_plain_fsdps(world):
-    world.run(run_peak)
-
-
-def run_undone():
+@on_ranks(2)
+def test_none_undoes_it():
     plain, model = plain_model(), plain_model()
     names = set(model.state_dict())
     for rounding in ("nearest", "stochastic"):
@@ -383,12 +356,8 @@ def run_undone():
     assert sum(name == "alltoall_base" for name, _ in calls) == 1
 
 
-@on_worlds(2)
-def test_none_undoes_it(world):
-    world.run(run_undone)
-
-
-def run_alone():
+@on_ranks(1)
+def test_one_rank_says_so_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -407,8 +376,3 @@ def run_alone():
         "qshard: reduce_gradients_ does nothing: no parameter is sharded over several ranks",
         "qshard: DDP on one rank reduces nothing",
     ]
-
-
-@on_worlds(1)
-def test_one_rank_says_so_once(world):
-    world.run(run_alone)

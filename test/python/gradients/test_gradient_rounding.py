@@ -5,7 +5,7 @@ import copy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import device, full_mesh, gather_objects, on_worlds, shared_folder
+from dist_helpers import device, full_mesh, gather_objects, on_ranks, shared_folder
 from dist_models import adamw, train
 from reference import gradient_message, stochastic
 from test_gradient_reduction import SUM, backward, plain_model
@@ -15,7 +15,8 @@ import qshard
 from qshard.gradients import QuantizedReduceScatter
 
 
-def run_stochastic():
+@on_ranks(2, 3)
+def test_stochastic_rounding():
     """Same seed, same bits; the mean over many steps is the gradient; each rank has noise of its own."""
     rank, world, n = dist.get_rank(), dist.get_world_size(), 4100
     state = torch.tensor([5, 6, 7], dtype=torch.int32, device=device())
@@ -40,12 +41,8 @@ def run_stochastic():
     assert error < 0.2 * one  # 1/8, if they are independent
 
 
-@on_worlds(2, 3)
-def test_stochastic_rounding(world):
-    world.run(run_stochastic)
-
-
-def run_resumed():
+@on_ranks(2)
+def test_the_count_is_saved_and_resumed():
     def trained(steps, seed=3):
         torch.manual_seed(seed)
         model = plain_model()
@@ -83,12 +80,8 @@ def run_resumed():
     assert first.state_dict()["gradient_rounding"].tolist() == [1, 2, 4]
 
 
-@on_worlds(2)
-def test_the_count_is_saved_and_resumed(world):
-    world.run(run_resumed)
-
-
-def run_shared_state():
+@on_ranks(2)
+def test_modules_of_one_reduction_have_one_count():
     layers = [torch.nn.Linear(32, 32, bias=False, device=device()) for _ in range(2)]
     model = torch.nn.Sequential(*layers)
     fully_shard(layers, mesh=full_mesh())
@@ -98,8 +91,3 @@ def run_shared_state():
     assert [b[2].item() for b in model.buffers()] == [1]
     qshard.reduce_gradients_(model, None)
     assert not list(model.buffers())
-
-
-@on_worlds(2)
-def test_modules_of_one_reduction_have_one_count(world):
-    world.run(run_shared_state)

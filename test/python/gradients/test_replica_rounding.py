@@ -4,7 +4,7 @@ when the weights are quantized."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_helpers import device, full_mesh, gather_objects, on_ranks
 from dist_models import FORMATS, RECIPES, batch, local, quantized_parameters
 from helpers import bits, has_two_images, value
 from torch import nn
@@ -95,25 +95,21 @@ def run(format, wrapper, rows, seed_of_rank, quantize_first):
 @pytest.mark.parametrize("rows", [3, 133], ids="{} rows".format)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @formats
-@on_worlds(2, 4, devices=("cpu",))
-def test_replicas_agree(world, format, wrapper, rows, seed_of_rank, quantize_first):
-    world.run(run, format, wrapper, rows, seed_of_rank, quantize_first)
+@on_ranks(2, 4, devices=("cpu",))
+def test_replicas_agree(format, wrapper, rows, seed_of_rank, quantize_first):
+    run(format, wrapper, rows, seed_of_rank, quantize_first)
 
 
 @pytest.mark.parametrize("wrapper", ["hsdp", "replicate"])
 @formats
-@on_worlds(2, devices=("cpu",))
-def test_replicas_with_seeds_of_their_own(world, format, wrapper):
-    world.run(run, format, wrapper, 133, True, True)
-
-
-def run_as_one_seed(format):
-    """A copy of the model by rank 0's key is what all have: those of one seed train the same."""
-    losses = [train(hsdp(make(format, 133, seeds, True))) for seeds in (True, True)]
-    assert losses[0] == losses[1]
+@on_ranks(2, devices=("cpu",))
+def test_replicas_with_seeds_of_their_own(format, wrapper):
+    run(format, wrapper, 133, True, True)
 
 
 @formats
-@on_worlds(2, devices=("cpu",))
-def test_the_same_seeds_by_rank_give_the_same_losses(world, format):
-    world.run(run_as_one_seed, format)
+@on_ranks(2, devices=("cpu",))
+def test_the_same_seeds_by_rank_give_the_same_losses(format):
+    """A copy of the model by rank 0's key is what all have: those of one seed train the same."""
+    losses = [train(hsdp(make(format, 133, seeds, True))) for seeds in (True, True)]
+    assert losses[0] == losses[1]

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import (
     DELAYED,
     FORMATS,
@@ -102,7 +102,12 @@ def train_ddp(model, microbatches, optimizer=None):
     return losses
 
 
-def run_ddp(format, option, microbatches):
+@pytest.mark.parametrize("microbatches", (1, 2))
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.pairwise
+@on_ranks(2)  # sums of more have an order, which is that of buckets
+def test_ddp(format, option, microbatches):
     def ddp(prepare):
         model_type = Sometimes if option == "unused" else Model
         model = build(format, prepare, model_type)
@@ -119,16 +124,10 @@ def run_ddp(format, option, microbatches):
         assert not different(local_values(model), local_values(oracle))
 
 
-@pytest.mark.parametrize("microbatches", (1, 2))
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.pairwise
-@on_worlds(2)  # sums of more have an order, which is that of buckets
-def test_ddp(world, format, option, microbatches):
-    world.run(run_ddp, format, option, microbatches)
-
-
-def ranks_of_other_seeds(format, keep_master):
+@pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
+@pytest.mark.parametrize("format", (DELAYED, "float8_blockwise", "nvfp4"))
+@on_ranks(2)
+def test_ranks_of_other_seeds(format, keep_master):
     """DDP takes rank 0's weights, and what formats remember."""
     kwargs = {"keep_master": keep_master, "stochastic_rounding": not keep_master}
     model = build(format, seed=dist.get_rank(), **kwargs)
@@ -137,13 +136,6 @@ def ranks_of_other_seeds(format, keep_master):
     model = DistributedDataParallel(model)
     train_ddp(model, 2)
     check_is_same_on_all_ranks(model)
-
-
-@pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
-@pytest.mark.parametrize("format", (DELAYED, "float8_blockwise", "nvfp4"))
-@on_worlds(2)
-def test_ranks_of_other_seeds(world, format, keep_master):
-    world.run(ranks_of_other_seeds, format, keep_master)
 
 
 def histories_of_replicas():
@@ -170,12 +162,13 @@ def histories_of_replicas():
     return {name: table.cpu() for name, table in histories.items()}
 
 
-@on_worlds(2)
-def test_replicas_agree_on_histories(world):
-    world.run(histories_of_replicas)
+@on_ranks(2)
+def test_replicas_agree_on_histories():
+    histories_of_replicas()
 
 
-def copies_of_ddp():
+@on_ranks(2)
+def test_copies():
     """A copy of the module steps without other ranks, as an EMA on one rank. A copy of DDP steps as DDP."""
     ddp = DistributedDataParallel(build(DELAYED))
     train_ddp(ddp, 1)
@@ -190,12 +183,8 @@ def copies_of_ddp():
     check_is_same_on_all_ranks(copied)
 
 
-@on_worlds(2)
-def test_copies(world):
-    world.run(copies_of_ddp)
-
-
-def join_with_histories():
+@on_ranks(2)
+def test_join():
     model = DistributedDataParallel(build(DELAYED))
     with pytest.raises(NotImplementedError, match=r"blocks.0.up.weight has delayed .*join\(\) lets"):
         Join([model])
@@ -212,11 +201,6 @@ def join_with_histories():
     check_is_same_on_all_ranks(model)
 
 
-@on_worlds(2)
-def test_join(world):
-    world.run(join_with_histories)
-
-
 # --------------------------------------------------------------------------------- replicate()
 
 
@@ -227,7 +211,12 @@ def replicated(model):
     return replicate(model, mesh=mesh)
 
 
-def run_replicate(format, keep_master, order):
+@pytest.mark.parametrize("order", ("before", "after"))
+@pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.pairwise
+@on_ranks(2, 3)
+def test_replicate(format, keep_master, order):
     if order == "before":
         model = replicated(build(format, keep_master=keep_master))
     else:
@@ -248,16 +237,8 @@ def run_replicate(format, keep_master, order):
     assert not calls  # every rank has everything
 
 
-@pytest.mark.parametrize("order", ("before", "after"))
-@pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.pairwise
-@on_worlds(2, 3)
-def test_replicate(world, format, keep_master, order):
-    world.run(run_replicate, format, keep_master, order)
-
-
-def call_hook_from_another_frame():
+@on_ranks(2)
+def test_a_hook_called_from_any_frame_knows_replicate():
     """A profiler, or another wrapper of FSDP2's, calls the hook from a function of its own."""
     mesh = full_mesh(names=("replicate",))
     model = replicate(build("float8_blockwise"), mesh=mesh)
@@ -266,11 +247,6 @@ def call_hook_from_another_frame():
         (image,), _ = shard.fsdp_pre_all_gather(mesh)
         assert image.numel() >= shard.numel()
     assert shards
-
-
-@on_worlds(2)
-def test_a_hook_called_from_any_frame_knows_replicate(world):
-    world.run(call_hook_from_another_frame)
 
 
 class Rows(nn.Module):
@@ -285,7 +261,9 @@ class Rows(nn.Module):
         return self.one(x) + self.each(x)
 
 
-def replicate_rows(format):
+@pytest.mark.parametrize("format", ("float8_blockwise", DELAYED, "nvfp4"))
+@on_ranks(2)
+def test_replicate_of_few_rows(format):
     torch.manual_seed(0)
     model = qshard.quantize_(Rows().to(device()), RECIPES[format])
     replicate(model, mesh=full_mesh(names=("replicate",)))
@@ -299,23 +277,13 @@ def replicate_rows(format):
     check_is_same_on_all_ranks(model)
 
 
-@pytest.mark.parametrize("format", ("float8_blockwise", DELAYED, "nvfp4"))
-@on_worlds(2)
-def test_replicate_of_few_rows(world, format):
-    world.run(replicate_rows, format)
-
-
-def quantize_after_replicate():
+@on_ranks(2, devices=("cpu",))
+def test_quantize_after_a_forward_is_refused():
     model = replicated(build("float8_blockwise", lambda m, _: m))
     loss_of(model, batch(0)).backward()
     with pytest.raises(RuntimeError, match=r"this model has run a forward under replicate\(\)"):
         qshard.quantize_(model, RECIPES["float8_blockwise"])
     assert not quantized_parameters(model)
-
-
-@on_worlds(2, devices=("cpu",))
-def test_quantize_after_a_forward_is_refused(world):
-    world.run(quantize_after_replicate)
 
 
 # ----------------------------------------------------------------------------------------- ZeRO
@@ -362,31 +330,28 @@ def resume_zero(model, optimizer, format, kwargs):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@on_worlds(2)
-def test_zero_redundancy_optimizer(world, format):
-    world.run(run_zero, format, keep_master=True)
+@on_ranks(2)
+def test_zero_redundancy_optimizer(format):
+    run_zero(format, keep_master=True)
 
 
 @pytest.mark.parametrize("format", ("float8_tensorwise", "float8_blockwise"))
-@on_worlds(2)
-def test_zero_redundancy_optimizer_without_masters(world, format):
-    world.run(run_zero, format, keep_master=False)
+@on_ranks(2)
+def test_zero_redundancy_optimizer_without_masters(format):
+    run_zero(format, keep_master=False)
 
 
-def zero_with_buckets():
+@on_ranks(2, devices=("cpu",))
+def test_zero_with_buckets_is_refused():
     model = DistributedDataParallel(build("float8_blockwise"))
     with pytest.raises(RuntimeError) as error:
         zero(model, parameters_as_bucket_view=True)
-    return str(error.value)
+    error = str(error.value)
+    assert "parameters_as_bucket_view" in error
 
 
-@on_worlds(2, devices=("cpu",))
-def test_zero_with_buckets_is_refused(world):
-    for error in world.run(zero_with_buckets):
-        assert "parameters_as_bucket_view" in error
-
-
-def step_after_one_that_raised():
+@on_ranks(2)
+def test_others_are_flushed_after_a_zero_step_that_raised():
     model = DistributedDataParallel(build("float8_blockwise"))
     failed = zero(model)
 
@@ -405,8 +370,3 @@ def step_after_one_that_raised():
     # Those that are under way are told from it: each rank steps some parameters, and all flush.
     train_ddp(model, 1, failed)
     check_is_same_on_all_ranks(model)
-
-
-@on_worlds(2)
-def test_others_are_flushed_after_a_zero_step_that_raised(world):
-    world.run(step_after_one_that_raised)

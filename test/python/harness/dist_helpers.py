@@ -9,8 +9,10 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import functools
 import gc
 import importlib
+import inspect
 import json
 import math
 import os
@@ -92,6 +94,39 @@ def on_worlds(*sizes, devices=("cpu", "cuda")):
     return pytest.mark.parametrize(
         "world", [_world_param(device, size) for device in devices for size in sizes]
     )
+
+
+def on_ranks(*sizes, devices=("cpu", "cuda")):
+    """Runs a test's body on every rank of worlds of these sizes. The test fails if one rank fails.
+
+    The body has the test's parameters, whose values are pickled. A test that compares what ranks return,
+    or reports something from its own process, takes `on_worlds` and World.run() instead.
+    """
+
+    def decorate(body):
+        @functools.wraps(body)
+        def test(world, **arguments):
+            world.run(_Body(body.__module__, body.__name__), **arguments)
+
+        parameters = inspect.signature(body).parameters.values()
+        world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([world, *parameters])
+        test.on_rank = body
+        return on_worlds(*sizes, devices=devices)(test)
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The body of a test. A worker finds it by its name: a pickled function is its name, and the test
+    has taken that of the body."""
+
+    module: str
+    __name__: str
+
+    def __call__(self, **arguments):
+        getattr(importlib.import_module(self.module), self.__name__).on_rank(**arguments)
 
 
 def _world_param(device, size):

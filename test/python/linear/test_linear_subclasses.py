@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.tensor.parallel
 import torch.nn as nn
 import torch.nn.functional as F
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import full_mesh, on_ranks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -130,12 +130,8 @@ def test_a_forward_of_its_own_is_left():
 
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["shard, quantize", "quantize, shard"])
-@on_worlds(2, devices=("cpu",))
-def test_fully_sharded(world, is_first):
-    world.run(run_fully_sharded, is_first)
-
-
-def run_fully_sharded(is_first):
+@on_ranks(2, devices=("cpu",))
+def test_fully_sharded(is_first):
     model, twin = mlp(), mlp(plain_linear)
     for each in (model, twin):
         if is_first:
@@ -156,12 +152,8 @@ class Bare(nn.Linear):
 
 
 @pytest.mark.parametrize("whose", ["torch", "qshard"])
-@on_worlds(2, devices=("cpu",))
-def test_tensor_parallel(world, whose):
-    world.run(run_tensor_parallel, whose)
-
-
-def run_tensor_parallel(whose):
+@on_ranks(2, devices=("cpu",))
+def test_tensor_parallel(whose):
     styles = qshard.tensor_parallel if whose == "qshard" else torch.distributed.tensor.parallel
     gradients = []
     for kind in (Bare, nn.Linear):
@@ -192,12 +184,8 @@ def test_registered_parts_are_refused_before_anything_changed():
     assert_equal(step(model), before)
 
 
-@on_worlds(2, devices=("cpu",))
-def test_a_model_that_is_parallelized_first_stays_quantized(world):
-    world.run(run_parallelized)
-
-
-def run_parallelized():
+@on_ranks(2, devices=("cpu",))
+def test_a_model_that_is_parallelized_first_stays_quantized():
     model, rank = mlp(), dist.get_rank()
     late = qshard.quantize_(mlp(), RECIPES["float8_blockwise"])
     for module in (late.up, late.down):

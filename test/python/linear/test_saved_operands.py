@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device as rank_device
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import device as rank_device, on_ranks
+from dist_helpers import full_mesh, on_ranks
 from helpers import FORMATS, fit
 from nn_helpers import RECIPES, assert_bits, on_devices, randomize
 from torch.distributed.fsdp import fully_shard
@@ -270,8 +270,6 @@ def offloading():
     return hooks, given
 
 
-
-
 @on_devices
 @pytest.mark.parametrize("keep_master", [False, True])
 @pytest.mark.parametrize("format", [*FORMATS, "stochastic"])
@@ -362,8 +360,10 @@ def test_checkpointing_recomputes_what_it_kept():
     assert_bits(*results)
 
 
-def sharded_gradients(formats):
+@on_ranks(2)
+def test_hooks_under_fsdp2():
     """Gradients under FSDP2, which frees what was gathered after forward: without hooks, and with each kind."""
+    formats = ("float8_delayed", "float8_blockwise", "mxfp8_1x32")
     right = {}
     for format in formats:
         for reshards in (True, False):
@@ -389,13 +389,7 @@ def sharded_gradients(formats):
                 y.square().sum().backward()
                 results.append([x.grad, *(p.grad.to_local() for p in model.parameters())])
                 right[format, reshards, way] = all(map(torch.equal, results[0], results[-1]))
-    return right
-
-
-@on_worlds(2)
-def test_hooks_under_fsdp2(world):
-    for right in world.run(sharded_gradients, ("float8_delayed", "float8_blockwise", "mxfp8_1x32")):
-        assert len(right) == 24 and all(right.values()), right
+    assert len(right) == 24 and all(right.values()), right
 
 
 @pytest.mark.parametrize("format", FORMATS)

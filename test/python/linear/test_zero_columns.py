@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_helpers import device, full_mesh, on_worlds, shared_folder
+from dist_helpers import device, full_mesh, on_ranks, shared_folder
 from helpers import FORMATS, value
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -92,7 +92,13 @@ def outcome(model, chain):
         return str(error).splitlines()[0]
 
 
-def run_sharded(format, chain, keep_master, bias):
+@pytest.mark.pairwise
+@formats
+@chains
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "codes"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@on_ranks(1, 2)
+def test_sharded(format, chain, keep_master, bias):
     model = shard(build(chain, format, keep_master, bias))
     plain = shard(build(chain, bias=bias))
     x = torch.ones(5, CHAINS[chain][0], device=device())
@@ -118,13 +124,3 @@ def run_sharded(format, chain, keep_master, bias):
             assert torch.equal(a.to_local(), b.to_local()), name
     assert torch.equal(other(x), plain(x))
     assert outcome(model, chain) == outcome(plain, chain)
-
-
-@pytest.mark.pairwise
-@formats
-@chains
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "codes"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@on_worlds(1, 2)
-def test_sharded(world, format, chain, keep_master, bias):
-    world.run(run_sharded, format, chain, keep_master, bias)

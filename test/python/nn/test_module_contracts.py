@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import on_worlds
+from dist_helpers import on_ranks
 from helpers import assert_same, ops, rounded, value, weight
 from torch import nn
 from torch.func import functional_call
@@ -338,14 +338,10 @@ def trained_losses(wrap):
     return [loss.item() for loss in losses]
 
 
-def tied_losses():
+@on_ranks(2, devices=("cpu",))
+def test_a_tied_embedding_is_the_same_in_one_process_ddp_and_fsdp2():
     losses = {wrap: trained_losses(wrap) for wrap in ("alone", "ddp", "fsdp2")}
     assert losses["alone"] == losses["ddp"] == losses["fsdp2"], losses
-
-
-@on_worlds(2, devices=("cpu",))
-def test_a_tied_embedding_is_the_same_in_one_process_ddp_and_fsdp2(world):
-    world.run(tied_losses)
 
 
 @pytest.mark.parametrize("layer", [

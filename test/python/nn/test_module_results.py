@@ -3,7 +3,7 @@ FSDP2 and FSDP1 do with one that they gathered."""
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from nn_helpers import assert_bits, gradients, on_devices, randomize
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -151,17 +151,19 @@ def run_fsdp2(kind, quantized, low_precision):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
 @pytest.mark.parametrize("kind", MODELS)
-@on_worlds(2)
-def test_parts_under_fsdp2(world, kind, quantized):
-    assert all(world.run(run_fsdp2, kind, quantized, False))
+@on_ranks(2)
+def test_parts_under_fsdp2(kind, quantized):
+    assert run_fsdp2(kind, quantized, False)
 
 
-@on_worlds(2)
-def test_parts_under_fsdp2_whose_results_are_cast(world):
-    assert all(world.run(run_fsdp2, "blocks", True, True))
+@on_ranks(2)
+def test_parts_under_fsdp2_whose_results_are_cast():
+    assert run_fsdp2("blocks", True, True)
 
 
-def run_fsdp1(kind):
+@pytest.mark.parametrize("kind", MODELS)
+@on_ranks(2)
+def test_parts_under_fsdp1(kind):
     make, parts = MODELS[kind]
     single, model = make(), make()
     options = {"use_orig_params": True, "device_id": device()}
@@ -176,10 +178,4 @@ def run_fsdp1(kind):
         for name, parameter in model.named_parameters():
             wanted = expected[name.replace("_fsdp_wrapped_module.", "")]
             assert are_close(parameter.grad, wanted)
-    return True
-
-
-@pytest.mark.parametrize("kind", MODELS)
-@on_worlds(2)
-def test_parts_under_fsdp1(world, kind):
-    assert all(world.run(run_fsdp1, kind))
+    assert True

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import device, full_mesh, on_worlds, shared_folder
+from dist_helpers import device, full_mesh, on_ranks, on_worlds, shared_folder
 from dist_models import check_gathered, different, full_value, local, quantized_parameters
 from helpers import fit
 from nn_helpers import RECIPES
@@ -124,14 +124,14 @@ def run_equals_alone(kind, format, recompute, keep_master, mesh_shape):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@on_worlds(2)
-def test_two_ranks_are_one_process(world, kind, format, recompute, keep_master):
-    world.run(run_equals_alone, kind, format, recompute, keep_master, None)
+@on_ranks(2)
+def test_two_ranks_are_one_process(kind, format, recompute, keep_master):
+    run_equals_alone(kind, format, recompute, keep_master, None)
 
 
-@on_worlds(4)
-def test_hsdp(world):
-    world.run(run_equals_alone, "llama", "float8_blockwise", False, True, (2, 2))
+@on_ranks(4)
+def test_hsdp():
+    run_equals_alone("llama", "float8_blockwise", False, True, (2, 2))
 
 
 # ------------------------------------------------------------------------------ meta init
@@ -169,7 +169,9 @@ def test_initial_values_do_not_depend_on_the_mesh(world, kind, format):
 # ----------------------------------------------------------------------------- checkpoints
 
 
-def run_checkpoint(kind, format):
+@pytest.mark.parametrize("kind,format", [("default", "float8_delayed"), ("llama", "float8_blockwise")])
+@on_ranks(2)
+def test_dcp_round_trip(kind, format):
     model = shard(build(kind, format))
     train(model, steps=1)
     fresh = shard(build(kind, format, seed=1))
@@ -182,12 +184,6 @@ def run_checkpoint(kind, format):
     check_gathered(fresh)
     x = batch(7, 0, 0)
     assert torch.equal(fresh(x), model(x))
-
-
-@pytest.mark.parametrize("kind,format", [("default", "float8_delayed"), ("llama", "float8_blockwise")])
-@on_worlds(2)
-def test_dcp_round_trip(world, kind, format):
-    world.run(run_checkpoint, kind, format)
 
 
 # ------------------------------------------------------------------- bf16 and compiled layers
@@ -219,7 +215,9 @@ def test_mixed_precision_eager_and_compiled(world):
             torch.testing.assert_close(other[name], one[name], rtol=3e-2, atol=3e-3)
 
 
-def run_rotary(compiled):
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_rotary_angles_are_not_cast(compiled):
     """A layer in bf16 that computes its angles out of FSDP2's sight, and what FSDP2 gives it of angles."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -239,16 +237,11 @@ def run_rotary(compiled):
         layer(x, rotary_pos_emb=plain)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@on_worlds(2)
-def test_rotary_angles_are_not_cast(world, compiled):
-    world.run(run_rotary, compiled)
-
-
 # ------------------------------------------------------------------------ context parallelism
 
 
-def run_context_parallel_groups():
+@on_ranks(2, devices=("cpu",))
+def test_context_parallel_groups():
     rank, whole = dist.get_rank(), dist.group.WORLD
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     attention = nn.DotProductAttention(4, 8, cp_group=alone, cp_global_ranks=[rank], cp_stream=object(),
@@ -260,8 +253,3 @@ def run_context_parallel_groups():
                  lambda: layer.set_context_parallel_group([alone, whole], [0, 1], None)):
         with pytest.raises(NotImplementedError, match="cp_group of 2 ranks"):
             make()
-
-
-@on_worlds(2, devices=("cpu",))
-def test_context_parallel_groups(world):
-    world.run(run_context_parallel_groups)

@@ -8,7 +8,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import shard
 from torch import nn
 
@@ -124,12 +124,8 @@ def trained_under_fully_shard(make):
     return weight, model(X.to(device()))
 
 
-def as_of_a_usual_parameter():
+@on_ranks(2)
+def test_under_fully_shard():
     weight, output = trained_under_fully_shard(Marked)
     assert type(weight) is Marked  # the whole one, which FSDP2 has replaced by DTensors of its own
     assert torch.equal(output, trained_under_fully_shard(nn.Parameter)[1])
-
-
-@on_worlds(2)
-def test_under_fully_shard(world):
-    world.run(as_of_a_usual_parameter)

@@ -4,7 +4,7 @@ plain gradients'."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_helpers import device, full_mesh, gather_objects, on_ranks
 from dist_models import Model, batch, gradients, local, loss_of, shard
 from reference import gradient_message
 from torch.nn.parallel import DistributedDataParallel
@@ -64,23 +64,22 @@ def steps(model, value):
     return trace
 
 
-def run_scaler(fmt, rounding, wrapper, value):
-    expected = [(2048.0, True), (1024.0, False), (2048.0, True)]
-    assert steps(wrapped(wrapper, None), value) == expected
-    assert steps(wrapped(wrapper, fmt, rounding), value) == expected
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("value", (float("inf"), float("nan")))
 @wrappers
 @roundings
 @pytest.mark.parametrize("fmt", FORMATS)
-@on_worlds(4)
-def test_grad_scaler_skips_the_step_on_every_rank(world, fmt, rounding, wrapper, value):
-    world.run(run_scaler, fmt, rounding, wrapper, value)
+@on_ranks(4)
+def test_grad_scaler_skips_the_step_on_every_rank(fmt, rounding, wrapper, value):
+    expected = [(2048.0, True), (1024.0, False), (2048.0, True)]
+    assert steps(wrapped(wrapper, None), value) == expected
+    assert steps(wrapped(wrapper, fmt, rounding), value) == expected
 
 
-def run_clipping(fmt, rounding):
+@roundings
+@pytest.mark.parametrize("fmt", FORMATS)
+@on_ranks(2)
+def test_clipping_sees_nan_and_infinity(fmt, rounding):
     model = wrapped("fsdp", fmt, rounding)
     for value, is_finite in ((None, True), (float("inf"), False), (float("nan"), False)):
         loss_of(model, inputs(0, value)).backward()
@@ -89,14 +88,10 @@ def run_clipping(fmt, rounding):
         model.zero_grad()
 
 
-@roundings
-@pytest.mark.parametrize("fmt", FORMATS)
-@on_worlds(2)
-def test_clipping_sees_nan_and_infinity(world, fmt, rounding):
-    world.run(run_clipping, fmt, rounding)
-
-
-def run_anomaly(wrapper):
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
+@pytest.mark.parametrize("wrapper", ("fsdp", "ddp"))
+@on_ranks(2)
+def test_detect_anomaly(wrapper):
     results = []
     for detect in (False, True):
         model = wrapped(wrapper, "float8")
@@ -109,10 +104,3 @@ def run_anomaly(wrapper):
         loss = loss_of(model, inputs(0, float("inf"), everywhere))
         with pytest.raises(RuntimeError, match="returned nan values"):
             loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
-@pytest.mark.parametrize("wrapper", ("fsdp", "ddp"))
-@on_worlds(2)
-def test_detect_anomaly(world, wrapper):
-    world.run(run_anomaly, wrapper)

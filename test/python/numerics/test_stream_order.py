@@ -7,7 +7,7 @@ codes, and compares with the same model stepped on one stream.
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import (
     RECIPES as KINDS,
     WIDTH,
@@ -220,20 +220,17 @@ WAYS = {
 }
 
 
-def run_in_order(format, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("format", RECIPES)
+@on_ranks(1, 2, devices=("cuda",))
+def test_gathers_read_flushed_images(format, way):
     run, expected = WAYS[way]
     losses = [way(build(format)) for way in (run, expected)]
     assert losses[0] == losses[1], losses
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("format", RECIPES)
-@on_worlds(1, 2, devices=("cuda",))
-def test_gathers_read_flushed_images(world, format, way):
-    world.run(run_in_order, format, way)
-
-
-def run_graph_around_a_step():
+@on_ranks(1, devices=("cuda",))
+def test_graph_around_a_step():
     """A captured step's flush leaves no event behind; a replay is waited for by its stream."""
     q = torch.nn.Parameter(
         ops.quantize(torch.randn(256, 128, device=device()), "float8_blockwise", keep_master=True)
@@ -257,11 +254,6 @@ def run_graph_around_a_step():
     assert torch.equal(ops.dequantize(q.detach()), ops.dequantize(expected))
 
 
-@on_worlds(1, devices=("cuda",))
-def test_graph_around_a_step(world):
-    world.run(run_graph_around_a_step)
-
-
 def quantized_only(format):
     """Nothing in it is plain: of plain weights FSDP2 would read those before the step."""
     torch.manual_seed(0)
@@ -269,7 +261,9 @@ def quantized_only(format):
     return shard(qshard.quantize_(nn.Sequential(*layers).to(device()), KINDS[format]))
 
 
-def run_gather_after_a_replay(format):
+@pytest.mark.parametrize("format", ("float8_tensorwise", "float8_blockwise", "nvfp4"))
+@on_ranks(1, devices=("cuda",))
+def test_a_gather_sees_the_flush_of_a_replay(format):
     """Neither FSDP2 nor its streams wait for the replay: the gather does."""
     losses = []
     for is_captured in (True, False):
@@ -299,9 +293,3 @@ def run_gather_after_a_replay(format):
             model.reshard()  # FSDP2 keeps the outermost module's weights gathered
     assert losses[:4] == losses[4:], losses
     assert len(set(losses)) == 4, losses
-
-
-@pytest.mark.parametrize("format", ("float8_tensorwise", "float8_blockwise", "nvfp4"))
-@on_worlds(1, devices=("cuda",))
-def test_a_gather_sees_the_flush_of_a_replay(world, format):
-    world.run(run_gather_after_a_replay, format)

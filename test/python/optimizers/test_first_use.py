@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds, shared_folder
+from dist_helpers import device, full_mesh, on_ranks, shared_folder
 from dist_models import RECIPES, batch, check_gathered, collectives, full_value, local
 from forked import outcome
 from helpers import FORMATS, assert_same, fit, ops, quantized_alike, value, weight
@@ -64,7 +64,11 @@ def test_threads_that_read_a_written_tensor_first(fmt, keep_master, read):
     assert answer == ("returned", "0"), answer
 
 
-def run_dcp(fmt, keep_master, rows):
+@pytest.mark.parametrize("rows", [1, 3, 257], ids="{} rows".format)
+@keep_or_not
+@formats
+@on_ranks(2, devices=("cpu",))
+def test_a_forward_after_dcp_load(fmt, keep_master, rows):
     """All ranks call dcp.load: what follows needs no qshard.flush."""
     model, donor = (sharded(fmt, keep_master, rows, seed) for seed in (0, 1))
     x = batch(0)
@@ -83,14 +87,6 @@ def run_dcp(fmt, keep_master, rows):
     assert check_gathered(model) == 1
 
 
-@pytest.mark.parametrize("rows", [1, 3, 257], ids="{} rows".format)
-@keep_or_not
-@formats
-@on_worlds(2, devices=("cpu",))
-def test_a_forward_after_dcp_load(world, fmt, keep_master, rows):
-    world.run(run_dcp, fmt, keep_master, rows)
-
-
 # ---------------------------------------------------------------------- tensor parallelism alone
 
 DIM, HIDDEN = 64, 128
@@ -106,7 +102,9 @@ def inputs(rows=4):
     return x.to(device())
 
 
-def run_dcp_of_parts(fmt):
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "float8_delayed"])
+@on_ranks(2)
+def test_a_forward_after_dcp_load_of_tensor_parallel_parts(fmt):
     """No all-gather follows that could agree on a scale: the load does, which all ranks call."""
     model, donor = (make_parts(fmt, replicated) for _ in range(2))
     with torch.no_grad():
@@ -121,13 +119,10 @@ def run_dcp_of_parts(fmt):
         assert_same(model(inputs()), want)
 
 
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "float8_delayed"])
-@on_worlds(2)
-def test_a_forward_after_dcp_load_of_tensor_parallel_parts(world, fmt):
-    world.run(run_dcp_of_parts, fmt)
-
-
-def run_refused(fmt, name):
+@pytest.mark.parametrize("name", ["up", "down"])
+@pytest.mark.parametrize("fmt", ["float8_tensorwise", "nvfp4"])
+@on_ranks(2)
+def test_what_cannot_be_read_is_refused_before_any_collective(fmt, name):
     """The second linear cannot be read: the forward says so before the collectives of the first."""
     model = make_parts(fmt, replicated)
     x = inputs()
@@ -139,13 +134,6 @@ def run_refused(fmt, name):
         assert not calls, calls
         qshard.flush(model)
         model(x)
-
-
-@pytest.mark.parametrize("name", ["up", "down"])
-@pytest.mark.parametrize("fmt", ["float8_tensorwise", "nvfp4"])
-@on_worlds(2)
-def test_what_cannot_be_read_is_refused_before_any_collective(world, fmt, name):
-    world.run(run_refused, fmt, name)
 
 
 # ----------------------------------------------------------------- sequence parallelism
@@ -203,7 +191,10 @@ GATHERING = {
 }
 
 
-def run_refused_by_module(fmt, kind):
+@pytest.mark.parametrize("kind", GATHERING)
+@pytest.mark.parametrize("fmt", ["float8_tensorwise", "nvfp4"])
+@on_ranks(2)
+def test_what_cannot_be_read_is_refused_before_tokens_are_gathered(fmt, kind):
     make, names = GATHERING[kind]
     model = make(full_mesh(names=("tp",)))
     qshard.quantize_(model, RECIPES[fmt], filter_fn=lambda *_: True)
@@ -217,10 +208,3 @@ def run_refused_by_module(fmt, kind):
             model(x)
         assert not calls, (name, calls)
         qshard.flush(model)
-
-
-@pytest.mark.parametrize("kind", GATHERING)
-@pytest.mark.parametrize("fmt", ["float8_tensorwise", "nvfp4"])
-@on_worlds(2)
-def test_what_cannot_be_read_is_refused_before_tokens_are_gathered(world, fmt, kind):
-    world.run(run_refused_by_module, fmt, kind)

@@ -11,8 +11,8 @@ import pickle
 
 import pytest
 import torch
-from dist_helpers import device as rank_device
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import device as rank_device, on_ranks
+from dist_helpers import full_mesh, on_ranks
 from dist_models import FORMATS as SHARDED_FORMATS
 from dist_models import RECIPES, flush_step, is_dirty, local, mismatching_bytes, unsharded
 from helpers import (
@@ -435,7 +435,19 @@ def sharded(fmt, shapes):
     return model, [local(w).detach() for w in model.weights]
 
 
-def run_shards(fmt):
+@pytest.mark.parametrize("fmt", FINAL)
+@on_ranks(2, devices=("cpu",))
+def test_codes_of_shards_are_not_made_again(fmt):
+    _, shards = sharded(fmt, [(256, 96)])
+    Steps(shards).run()
+    stays = marked(shards[0])
+    flush_step(shards)
+    assert stays()
+
+
+@pytest.mark.parametrize("fmt", SHARDED_FORMATS)
+@on_ranks(2, 3)
+def test_shards(fmt):
     """Mismatching bytes of weights that were stepped, and then written, flushed or just gathered."""
     counts = {}
     for name, then in AFTER_THE_STEP.items():
@@ -452,25 +464,4 @@ def run_shards(fmt):
             with unsharded(model):
                 wrong = sum(mismatching_bytes(w, v) for w, v in zip(model.weights, values))
             counts[name, step] = wrong, sum(map(is_dirty, shards))
-    return counts
-
-
-def run_marked(fmt):
-    _, shards = sharded(fmt, [(256, 96)])
-    Steps(shards).run()
-    stays = marked(shards[0])
-    flush_step(shards)
-    return stays()
-
-
-@pytest.mark.parametrize("fmt", FINAL)
-@on_worlds(2, devices=("cpu",))
-def test_codes_of_shards_are_not_made_again(world, fmt):
-    assert all(world.run(run_marked, fmt))
-
-
-@pytest.mark.parametrize("fmt", SHARDED_FORMATS)
-@on_worlds(2, 3)
-def test_shards(world, fmt):
-    for counts in world.run(run_shards, fmt):
-        assert set(counts.values()) == {(0, 0)}, counts
+    assert set(counts.values()) == {(0, 0)}, counts

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import full_mesh, on_ranks
 from dist_models import train_by_sgd
 from helpers import (
     FORMATS,
@@ -299,7 +299,8 @@ def test_compiled_steps_without_a_master_name_what_works():
     torch._dynamo.reset()
 
 
-def sums_are_warned_of():
+@on_ranks(2, devices=("cpu",))
+def test_steps_without_a_master_are_not_warned_of_as_merges_are():
     """[in a step of a sharded model, by hand], of a local shard, which requires no gradient."""
     model = nn.Sequential(nn.Linear(48, 64, bias=False))
     qshard.quantize_(model, qshard.Float8BlockScaling(), keep_master=False)
@@ -317,12 +318,7 @@ def sums_are_warned_of():
             said.append(any("the sum is rounded" in str(w.message) for w in caught))
     finally:
         torch.set_warn_always(False)
-    return said
-
-
-@on_worlds(2, devices=("cpu",))
-def test_steps_without_a_master_are_not_warned_of_as_merges_are(world):
-    assert world.run(sums_are_warned_of) == [[False, True]] * 2
+    assert said == [False, True]
 
 
 def test_parameters_can_be_swapped_after_a_step():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import full_mesh, on_ranks
 
 EXAMPLES = str(Path(__file__).parents[3] / "examples")
 SMALL = "--dim 64 --hidden 96 --layers 2 --heads 4 --seq-len 32 --batch 4 --steps 40".split()
@@ -31,7 +31,8 @@ def meshes():
     return [full_mesh(*shape, names=("dp", "tp")) for shape in ((4, 1), (2, 2))]
 
 
-def run_training(folder):
+@on_ranks(4)
+def test_training_with_tensor_parallelism(tmp_path):
     """Losses and bytes of FSDP2 alone and with tensor parallelism; the checkpoints of both go on on the
     other mesh."""
     train, steps = example().train, 4
@@ -41,7 +42,7 @@ def run_training(folder):
         for mesh in (fsdp, parallel):
             trained = trainer(format, mesh)
             first = train(trained, 0, 2)
-            trained.save(folder / f"{format}-{mesh.size(1)}")
+            trained.save(tmp_path / f"{format}-{mesh.size(1)}")
             second = train(trained, 2, steps)
             runs[format, mesh.size(1)] = {**first, "losses": first["losses"] | second["losses"]}
         losses = [list(runs[format, tp]["losses"].values()) for tp in (1, 2)]
@@ -49,7 +50,7 @@ def run_training(folder):
         torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-3, atol=0)
     for saved, mesh in ((1, parallel), (2, fsdp)):
         resumed = trainer("float8_blockwise", mesh)
-        resumed.load(folder / f"float8_blockwise-{saved}")
+        resumed.load(tmp_path / f"float8_blockwise-{saved}")
         losses = train(resumed, 2, steps)["losses"]
         for step, loss in losses.items():
             assert loss == pytest.approx(runs["float8_blockwise", saved]["losses"][step], rel=1e-3)
@@ -63,20 +64,11 @@ def run_training(folder):
         assert 0.48 < share < 0.53, (format, share)
 
 
-@on_worlds(4)
-def test_training_with_tensor_parallelism(world, tmp_path):
-    world.run(run_training, tmp_path)
-
-
-def run_sample():
+@on_ranks(2)
+def test_writes_text():
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     texts = {trainer("float8_blockwise", mesh).generate(b"def", 10) for _ in range(2)}
     assert len(texts) == 1 and texts.pop().startswith("def")
-
-
-@on_worlds(2)
-def test_writes_text(world):
-    world.run(run_sample)
 
 
 @pytest.mark.parametrize(

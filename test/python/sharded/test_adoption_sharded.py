@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_helpers import device, full_mesh, gather_objects, on_ranks, on_worlds
 from dist_models import RECIPES, check_gathered, full_value, is_dirty, local, train
 from helpers import FORMATS, assert_same, fit, is_quantized, ops, value, weight
 from test_shard_windows import chosen
@@ -86,7 +86,13 @@ FIRST = {
 }
 
 
-def run_few_rows(fmt, keep_master, rows, first):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("first", FIRST)
+@few_rows
+@keep_or_not
+@formats
+@on_ranks(4)
+def test_few_rows_on_many_ranks(fmt, keep_master, rows, first):
     model, twin = (sharded(fmt, keep_master, rows) for _ in range(2))
     before = full_value(model[0].weight)
     FIRST[first](model)
@@ -98,16 +104,6 @@ def run_few_rows(fmt, keep_master, rows, first):
     assert_same(full_value(model[0].weight), before)
     assert train(model) == train(twin)
     check(model)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("first", FIRST)
-@few_rows
-@keep_or_not
-@formats
-@on_worlds(4)
-def test_few_rows_on_many_ranks(world, fmt, keep_master, rows, first):
-    world.run(run_few_rows, fmt, keep_master, rows, first)
 
 
 # -------------------------------------------------------------------------------- CPU offload
@@ -224,19 +220,6 @@ class Adapted(nn.Module):
         return y + nn.functional.linear(nn.functional.linear(x, self.a), self.b)
 
 
-def run_adapters(fmt, keep_master):
-    values = weight(COLS if "1x32" not in fmt else 128, COLS).to(device()) / 16
-    models = []
-    for zeros in (lambda w, s: w.new_zeros(s), lambda w, s: torch.zeros(s, device=w.device)):
-        base = ops.quantize(values, fmt, keep_master=keep_master)
-        models.append(fully_shard(Adapted(base, zeros), mesh=full_mesh()))
-    on_all_ranks(is_quantized(local(models[0].a)), "a quantized adapter")
-    losses = [adapter_losses(model) for model in models]
-    assert losses[0] == losses[1]
-    for name in ("a", "b"):
-        assert_same(*(local(getattr(model, name)) for model in models), name)
-
-
 def adapter_losses(model, steps=5):
     optimizer, losses = torch.optim.AdamW([model.a, model.b], lr=1e-2), []
     for seed in range(steps):
@@ -252,13 +235,31 @@ def adapter_losses(model, steps=5):
 
 @keep_or_not
 @formats
-@on_worlds(2, 4)
-def test_adapters_made_by_new_zeros_and_sharded(world, fmt, keep_master):
-    world.run(run_adapters, fmt, keep_master)
+@on_ranks(2, 4)
+def test_adapters_made_by_new_zeros_and_sharded(fmt, keep_master):
+    values = weight(COLS if "1x32" not in fmt else 128, COLS).to(device()) / 16
+    models = []
+    for zeros in (lambda w, s: w.new_zeros(s), lambda w, s: torch.zeros(s, device=w.device)):
+        base = ops.quantize(values, fmt, keep_master=keep_master)
+        models.append(fully_shard(Adapted(base, zeros), mesh=full_mesh()))
+    on_all_ranks(is_quantized(local(models[0].a)), "a quantized adapter")
+    losses = [adapter_losses(model) for model in models]
+    assert losses[0] == losses[1]
+    for name in ("a", "b"):
+        assert_same(*(local(getattr(model, name)) for model in models), name)
 
 
+@torch.enable_grad()
+def train_with_grad(model):
+    train(model, steps=1)
+
+
+@few_rows
+@keep_or_not
+@formats
+@on_ranks(4)
 @torch.no_grad()
-def run_new_parameter(fmt, keep_master, rows):
+def test_a_parameter_made_by_new_zeros_of_a_dtensor(fmt, keep_master, rows):
     """DTensor.new_zeros as a Parameter: on a rank without rows it is what it is on others."""
     model = sharded(fmt, keep_master, rows)
     train_with_grad(model)
@@ -273,16 +274,3 @@ def run_new_parameter(fmt, keep_master, rows):
     assert error <= (0 if keep_master else 0.2), error
     train_with_grad(model)
     check(model)
-
-
-@torch.enable_grad()
-def train_with_grad(model):
-    train(model, steps=1)
-
-
-@few_rows
-@keep_or_not
-@formats
-@on_worlds(4)
-def test_a_parameter_made_by_new_zeros_of_a_dtensor(world, fmt, keep_master, rows):
-    world.run(run_new_parameter, fmt, keep_master, rows)

@@ -4,7 +4,7 @@ wait(), by the future or by what is chained to it, whatever was flushed or read 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import on_worlds
+from dist_helpers import on_ranks, on_worlds
 from helpers import FORMATS, assert_same, ops, quantized_alike, value, weight
 from test_shard_windows import chosen
 
@@ -122,6 +122,6 @@ def test_what_is_received_is_the_value(world, keep_master, collective, between, 
 
 @keep_or_not
 @formats
-@on_worlds(2, devices=("cpu",))
-def test_a_flush_between_a_broadcast_and_its_future(world, fmt, keep_master):
-    world.run(run_receive, fmt, keep_master, "broadcast", "flush", "future")
+@on_ranks(2, devices=("cpu",))
+def test_a_flush_between_a_broadcast_and_its_future(fmt, keep_master):
+    run_receive(fmt, keep_master, "broadcast", "flush", "future")

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import is_dirty
 from helpers import assert_same, assert_unchanged, is_quantized, rounded, state, value, weight
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -375,25 +375,26 @@ def run_cases(cases, kinds, is_async):
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@on_worlds(2, 3)
-def test_collectives_between_all_kinds_of_peers(world, is_async):
-    world.run(run_cases, COLLECTIVES, tuple(KINDS), is_async)
+@on_ranks(2, 3)
+def test_collectives_between_all_kinds_of_peers(is_async):
+    run_cases(COLLECTIVES, tuple(KINDS), is_async)
 
 
-@on_worlds(2, 3)
-def test_functional_collectives_between_all_kinds_of_peers(world):
-    world.run(run_cases, FUNCTIONAL, tuple(KINDS), False)
+@on_ranks(2, 3)
+def test_functional_collectives_between_all_kinds_of_peers():
+    run_cases(FUNCTIONAL, tuple(KINDS), False)
 
 
-@on_worlds(2, 3)
-def test_point_to_point_between_all_kinds_of_peers(world):
-    world.run(run_cases, POINT_TO_POINT, tuple(DENSE), False)
+@on_ranks(2, 3)
+def test_point_to_point_between_all_kinds_of_peers():
+    run_cases(POINT_TO_POINT, tuple(DENSE), False)
 
 
 # ------------------------------------------------------------------------------- the others
 
 
-def run_object_collectives():
+@on_ranks(2)
+def test_object_collectives_pickle():
     rank, size = dist.get_rank(), dist.get_world_size()
     for kind in ("whole", "rows, codes only", "written, codes only", "shard", "transposed"):
         make = KINDS[kind]
@@ -426,12 +427,8 @@ def run_object_collectives():
         check(objects[0], 1)
 
 
-@on_worlds(2)
-def test_object_collectives_pickle(world):
-    world.run(run_object_collectives)
-
-
-def run_errors():
+@on_ranks(2)
+def test_what_is_refused_is_refused_before_anything_is_sent():
     size = dist.get_world_size()
     values = weight(16, 48).to(device())
     for kind, make in STRIDED.items():
@@ -459,11 +456,6 @@ def run_errors():
     total = torch.ones(1, device=device())
     dist.all_reduce(total)
     assert total.item() == size
-
-
-@on_worlds(2)
-def test_what_is_refused_is_refused_before_anything_is_sent(world):
-    world.run(run_errors)
 
 
 # What c10d's schemas do not say: which arguments are received.

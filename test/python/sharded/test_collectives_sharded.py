@@ -4,7 +4,7 @@ dicts."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import (
     Model,
     build,
@@ -35,7 +35,9 @@ def on_rank(kinds, step):
 # ---------------------------------------------------------------------- shards and flushes
 
 
-def run_broadcast_of_written_shards(keep_master):
+@both_masters
+@on_ranks(2)
+def test_a_broadcast_of_written_shards_loses_nothing(keep_master):
     """Written on all ranks and not flushed, then one rank's rows for all: no write is lost, and all
     ranks meet in the flush."""
     rank = dist.get_rank()
@@ -60,12 +62,8 @@ def run_broadcast_of_written_shards(keep_master):
 
 
 @both_masters
-@on_worlds(2)
-def test_a_broadcast_of_written_shards_loses_nothing(world, keep_master):
-    world.run(run_broadcast_of_written_shards, keep_master)
-
-
-def run_empty_shards(keep_master):
+@on_ranks(2, 3)
+def test_empty_shards_count_as_written_too(keep_master):
     """Weights of one row: only rank 0 has rows, and all ranks must meet in the flush."""
     size = dist.get_world_size()
     model = build("mxfp8", rows=1, keep_master=keep_master)
@@ -91,12 +89,8 @@ def run_empty_shards(keep_master):
 
 
 @both_masters
-@on_worlds(2, 3)
-def test_empty_shards_count_as_written_too(world, keep_master):
-    world.run(run_empty_shards, keep_master)
-
-
-def run_gathered_weights(keep_master):
+@on_ranks(2)
+def test_gathered_weights(keep_master):
     """Weights between unshard and reshard send what they show, and can receive."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = build("float8_blockwise", rows=130, keep_master=keep_master)
@@ -115,12 +109,6 @@ def run_gathered_weights(keep_master):
         dist.all_reduce(gathered)
         assert_same(gathered, sum([shown] * size))
     check_gathered(model)  # the shards know nothing of it
-
-
-@both_masters
-@on_worlds(2)
-def test_gathered_weights(world, keep_master):
-    world.run(run_gathered_weights, keep_master)
 
 
 # ------------------------------------------------------------------------------------- DTensor
@@ -162,17 +150,18 @@ TWO_D = (
 )
 
 
-@on_worlds(2, 3)
-def test_distribute_tensor(world):
-    world.run(run_distribute_tensor, (world.size,), ONE_D)
+@on_ranks(2, 3)
+def test_distribute_tensor():
+    run_distribute_tensor((dist.get_world_size(),), ONE_D)
 
 
-@on_worlds(4)
-def test_distribute_tensor_on_a_mesh_of_two_dimensions(world):
-    world.run(run_distribute_tensor, (2, 2), TWO_D)
+@on_ranks(4)
+def test_distribute_tensor_on_a_mesh_of_two_dimensions():
+    run_distribute_tensor((2, 2), TWO_D)
 
 
-def run_redistribute():
+@on_ranks(2, 3)
+def test_redistribute():
     mesh = full_mesh()
     for step in range(len(KINDS)):
         mine = KINDS[on_rank(KINDS, step)](weight(16, 48, seed=dist.get_rank()).to(device()))
@@ -184,11 +173,6 @@ def run_redistribute():
                 results = [t.redistribute(placements=[end]).to_local() for t in pair]
                 assert_same(*results, note)
             assert_same(*(t.full_tensor() for t in pair), note)
-
-
-@on_worlds(2, 3)
-def test_redistribute(world):
-    world.run(run_redistribute)
 
 
 # ----------------------------------------------------------------------------- full state dicts

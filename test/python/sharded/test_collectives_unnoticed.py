@@ -4,7 +4,7 @@ and after a flush that came before the wait."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from helpers import assert_same, rounded, value, weight
 
 import qshard
@@ -48,7 +48,9 @@ def functional(tensor, source, a):
 CASES = (broadcast, all_reduce_of_one, send_and_receive, scatter_copies, functional)
 
 
-def run_state_dict_values(is_async):
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@on_ranks(2)
+def test_values_of_state_dicts_that_collectives_write(is_async):
     a = {"async_op": True} if is_async else {}
     x = torch.randn(5, 48, device=device())
     for case in CASES:
@@ -73,13 +75,9 @@ def run_state_dict_values(is_async):
             assert_same(model(x), want(x), note)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@on_worlds(2)
-def test_values_of_state_dicts_that_collectives_write(world, is_async):
-    world.run(run_state_dict_values, is_async)
-
-
-def run_flushes_before_waits(keep_master):
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@on_ranks(2)
+def test_what_arrives_after_a_flush_is_flushed_again(keep_master):
     for case in CASES[:4]:
         for fmt in FORMATS:
             of = [weight(640, 256, seed=rank).to(device()) for rank in range(2)]
@@ -96,12 +94,6 @@ def run_flushes_before_waits(keep_master):
             if keep_master:
                 assert_same(q, sent, note)
             assert_same(ops.dequantize(q), rounded(sent, fmt), note)
-
-
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@on_worlds(2)
-def test_what_arrives_after_a_flush_is_flushed_again(world, keep_master):
-    world.run(run_flushes_before_waits, keep_master)
 
 
 def test_masters_that_are_gone_own_nothing():

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_helpers import device, full_mesh, gather_objects, on_ranks
 from dist_models import check_gathered, collectives, full_value, local
 from helpers import FORMATS, assert_same, ops, value
 from test_shard_windows import Holder, chosen, step
@@ -118,32 +118,18 @@ def run_copies(keep_master, shape, copied, mesh=None):
 @pytest.mark.parametrize("copied", COPIES)
 @shapes
 @keep_or_not
-@on_worlds(2, 4)
-def test_ranks_enter_the_same_collectives_after_a_copy(world, keep_master, shape, copied):
-    world.run(run_copies, keep_master, shape, copied)
+@on_ranks(2, 4)
+def test_ranks_enter_the_same_collectives_after_a_copy(keep_master, shape, copied):
+    run_copies(keep_master, shape, copied)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 64)], ids=["1x64", "3x64"])
 @keep_or_not
-@on_worlds(4)
-def test_so_do_the_ranks_of_replicas(world, keep_master, shape, copied):
-    world.run(run_copies, keep_master, shape, copied, mesh=(2, 2))
-
-
-@torch.no_grad()
-def run_histories(keep_master, copied):
-    """Ranks of 2, 2, 1 and 0 rows: some copy all that they have, which takes over histories, too."""
-    model, other = (make("float8_delayed", keep_master, (5, 48), seed, True) for seed in (0, 1))
-    own, source = shared_state(model), shared_state(other)
-    assert own != source
-    HISTORY_COPIES[copied](local(model.weight).detach(), local(other.weight).detach())
-    check_together(model, NEXT["gather"])
-    kept = shared_state(model)["amax_history"]
-    assert kept == (source if copied == "all" else own)["amax_history"]
-    check_together(model, step)
-    assert check_gathered(model) == 1
+@on_ranks(4)
+def test_so_do_the_ranks_of_replicas(keep_master, shape, copied):
+    run_copies(keep_master, shape, copied, mesh=(2, 2))
 
 
 HISTORY_COPIES = {
@@ -155,9 +141,19 @@ HISTORY_COPIES = {
 
 @pytest.mark.parametrize("copied", HISTORY_COPIES)
 @keep_or_not
-@on_worlds(4)
-def test_histories_are_the_same_on_all_ranks(world, keep_master, copied):
-    world.run(run_histories, keep_master, copied)
+@on_ranks(4)
+@torch.no_grad()
+def test_histories_are_the_same_on_all_ranks(keep_master, copied):
+    """Ranks of 2, 2, 1 and 0 rows: some copy all that they have, which takes over histories, too."""
+    model, other = (make("float8_delayed", keep_master, (5, 48), seed, True) for seed in (0, 1))
+    own, source = shared_state(model), shared_state(other)
+    assert own != source
+    HISTORY_COPIES[copied](local(model.weight).detach(), local(other.weight).detach())
+    check_together(model, NEXT["gather"])
+    kept = shared_state(model)["amax_history"]
+    assert kept == (source if copied == "all" else own)["amax_history"]
+    check_together(model, step)
+    assert check_gathered(model) == 1
 
 
 # ------------------------------------------------------------------- what is made of the shard next
@@ -216,22 +212,23 @@ def run_made(keep_master, shape, copied, made):
     assert check_gathered(model) == 1
 
 
-def run_all_made(keep_master, shape, copied):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("copied", ["rows", "a clone of rows", "columns", "all"])
+@shapes
+@keep_or_not
+@on_ranks(2, 4)
+def test_what_is_made_of_a_shard_after_a_copy(keep_master, shape, copied):
     for made in MADE:
         run_made(keep_master, shape, copied, made)
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("copied", ["rows", "a clone of rows", "columns", "all"])
-@shapes
+@pytest.mark.parametrize("copied", ["rows", "columns", "all"])
+@pytest.mark.parametrize("rows", [1, 3, 130])
 @keep_or_not
-@on_worlds(2, 4)
-def test_what_is_made_of_a_shard_after_a_copy(world, keep_master, shape, copied):
-    world.run(run_all_made, keep_master, shape, copied)
-
-
+@on_ranks(2, 4)
 @torch.no_grad()
-def run_wrapped(keep_master, rows, copied):
+def test_sharding_after_a_copy(keep_master, rows, copied):
     fmt = chosen(FORMATS, keep_master, rows, copied)
     model, other = (Holder(fmt, keep_master, (rows, 64), seed).to(device()) for seed in (0, 1))
     COPIES[copied](model.weight.detach(), other.weight.detach())
@@ -240,20 +237,13 @@ def run_wrapped(keep_master, rows, copied):
     assert check_gathered(model) == 1
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("copied", ["rows", "columns", "all"])
-@pytest.mark.parametrize("rows", [1, 3, 130])
-@keep_or_not
-@on_worlds(2, 4)
-def test_sharding_after_a_copy(world, keep_master, rows, copied):
-    world.run(run_wrapped, keep_master, rows, copied)
-
-
 # -------------------------------------------------------------------------- what it costs, and when
 
 
+@keep_or_not
+@on_ranks(4)
 @torch.no_grad()
-def run_unwritten(keep_master):
+def test_ranks_ask_once(keep_master):
     """A copy of all rows keeps their codes: ranks ask one another once whether it wrote anything."""
     model, other = (make("nvfp4", keep_master, (5, 48), seed) for seed in (0, 1))
     for holder in (model, other):
@@ -263,12 +253,6 @@ def run_unwritten(keep_master):
     assert [names.count("allreduce") for names in gathers] == [1, 0]
     codes = [ops.codes(local(m.weight)) for m in (model, other)]
     assert_same(*codes)
-
-
-@keep_or_not
-@on_worlds(4)
-def test_ranks_ask_once(world, keep_master):
-    world.run(run_unwritten, keep_master)
 
 
 class CopyingSGD(torch.optim.SGD):
@@ -281,8 +265,10 @@ class CopyingSGD(torch.optim.SGD):
                 param.copy_(param - group["lr"] * param.grad)
 
 
+@keep_or_not
+@on_ranks(2)
 @torch.no_grad()
-def run_steps(keep_master):
+def test_steps_that_copy_ask_nothing(keep_master):
     counts = []
     for optimizer in (torch.optim.SGD, CopyingSGD):
         model = make("float8_blockwise", keep_master, (5, 48))
@@ -293,9 +279,3 @@ def run_steps(keep_master):
         counts.append(check_together(model, lambda model: (step_of(), NEXT["gather"](model))))
     assert counts[0] == counts[1], counts
     assert counts[0].count("allreduce") == 1, counts
-
-
-@keep_or_not
-@on_worlds(2)
-def test_steps_that_copy_ask_nothing(world, keep_master):
-    world.run(run_steps, keep_master)

@@ -9,7 +9,7 @@ import library_under_test
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import full_mesh, on_ranks
 from dist_models import adamw, batch, build, check_gathered, local, loss_of, train
 
 import qshard
@@ -42,7 +42,10 @@ def check_error(error, name, wrote, did_not):
     assert "call qshard.flush(model) on all ranks" in error
 
 
-def run_gather(format, rows):
+@formats
+@pytest.mark.parametrize("rows", [1, 257], ids=["one-row", "rows"])
+@on_ranks(2, 3)
+def test_a_gather_names_parameter_and_ranks(format, rows):
     model = build(format, rows=rows)
     optimizer = adamw(model)
     assert error_of(lambda: train(model, optimizer, steps=2)) is None  # all ranks write
@@ -56,13 +59,8 @@ def run_gather(format, rows):
 
 
 @formats
-@pytest.mark.parametrize("rows", [1, 257], ids=["one-row", "rows"])
-@on_worlds(2, 3)
-def test_a_gather_names_parameter_and_ranks(world, format, rows):
-    world.run(run_gather, format, rows)
-
-
-def run_forward(format):
+@on_ranks(2)
+def test_a_forward(format):
     """The first gather of a forward is that of FSDP2's root, in a hook of its own."""
     model = build(format)
     train(model, steps=1)
@@ -71,12 +69,10 @@ def run_forward(format):
 
 
 @formats
-@on_worlds(2)
-def test_a_forward(world, format):
-    world.run(run_forward, format)
-
-
-def run_step(format, named):
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+@on_ranks(2)
+def test_a_step(format, named):
+    """A weight without a gradient is not the optimizer's to write."""
     model = build(format)
     named_parameters = list(model.named_parameters())
     model.blocks[0].up.weight.requires_grad_(False)
@@ -92,14 +88,8 @@ def run_step(format, named):
 
 
 @formats
-@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
-@on_worlds(2)
-def test_a_step(world, format, named):
-    """A weight without a gradient is not the optimizer's to write."""
-    world.run(run_step, format, named)
-
-
-def run_hybrid(format):
+@on_ranks(4)
+def test_replicas(format):
     """A write on a row of the mesh: those replicas agree among themselves, and their peers do not."""
     model = build(format, mesh=full_mesh(2, 2, names=("replicate", "shard")))
     train(model, steps=1)
@@ -109,12 +99,6 @@ def run_hybrid(format):
     qshard.flush(model)
     write_on([3], model.blocks[0].up.weight)
     check_error(error_of(model.blocks[0].unshard), UP, "rank 3", "ranks 0, 1, 2")
-
-
-@formats
-@on_worlds(4)
-def test_replicas(world, format):
-    world.run(run_hybrid, format)
 
 
 SCRIPT = """

@@ -4,7 +4,7 @@ rank, and no rank waits for another, whatever rows they hold."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_helpers import device, full_mesh, gather_objects, on_ranks, on_worlds
 from dist_models import check_gathered, full_value, local
 from helpers import FORMATS, assert_same, is_quantized, ops, weight
 from test_shard_windows import Holder, chosen, step
@@ -132,8 +132,12 @@ def test_a_new_dtensor_that_is_written(world, keep_master, shape, new, write):
     world.run(run_written, keep_master, shape, new, write, use)
 
 
+@shapes
+@keep_or_not
+@formats
+@on_ranks(2)
 @torch.no_grad()
-def run_flushes(fmt, keep_master, shape):
+def test_a_step_over_a_weight_and_a_new_dtensor(fmt, keep_master, shape):
     """One of two optimizers' parameters is new: its flush is of every rank, or of none."""
     model = make(fmt, keep_master, shape, trained=True)
     for write in ("copy_", "local copy_", "fill_"):
@@ -150,11 +154,3 @@ def run_flushes(fmt, keep_master, shape):
             assert not torch.equal(full_value(param), was)
         model.weight.grad = None
         assert check_gathered(model) == 1
-
-
-@shapes
-@keep_or_not
-@formats
-@on_worlds(2)
-def test_a_step_over_a_weight_and_a_new_dtensor(world, fmt, keep_master, shape):
-    world.run(run_flushes, fmt, keep_master, shape)

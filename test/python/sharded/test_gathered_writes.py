@@ -4,7 +4,7 @@ shards, their scales and every later gather stay those of a model that was never
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import RECIPES, batch, check_gathered, local, local_values, train
 from helpers import (
     FORMATS,
@@ -121,7 +121,14 @@ def write_while_gathered(model, write, read):
     model.reshard()
 
 
-def run_write(format, keep_master, rows, write, read):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("rows", [257, 1], ids="{} rows".format)
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("format", FORMATS)
+@on_ranks(1, 2)
+def test_a_write_is_gone_with_reshard(format, keep_master, rows, write, read):
     model, twin = (make(format, keep_master, rows) for _ in range(2))
     if read != "nothing":  # also where a flush has already found a grid
         assert train(model, steps=1) == train(twin, steps=1)
@@ -143,18 +150,9 @@ def run_write(format, keep_master, rows, write, read):
     assert check_gathered(model) == 1
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("rows", [257, 1], ids="{} rows".format)
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", FORMATS)
-@on_worlds(1, 2)
-def test_a_write_is_gone_with_reshard(world, format, keep_master, rows, write, read):
-    world.run(run_write, format, keep_master, rows, write, read)
-
-
-def run_frozen(format):
+@on_ranks(2, 4)
+def test_a_frozen_weight(format):
     """Nothing would flush a frozen weight again: what a gather reads stays wrong for ever."""
     model, twin = (make(format, trained=False, rows=3) for _ in range(2))
     x = batch(0)
@@ -168,13 +166,10 @@ def run_frozen(format):
     assert_same(model(x), expected)
 
 
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", FORMATS)
-@on_worlds(2, 4)
-def test_a_frozen_weight(world, format):
-    world.run(run_frozen, format)
-
-
-def run_trained_on(format, keep_master):
+@on_ranks(2)
+def test_training_goes_on_as_without_the_writes(format, keep_master):
     """Write, read, reshard, between all steps."""
     model, twin = (make(format, keep_master) for _ in range(2))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, twin)]
@@ -190,21 +185,7 @@ def run_trained_on(format, keep_master):
     assert_same_memory(memory(model), memory(twin))
 
 
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", FORMATS)
-@on_worlds(2)
-def test_training_goes_on_as_without_the_writes(world, format, keep_master):
-    world.run(run_trained_on, format, keep_master)
-
-
 # --------------------------------------------------- what the gathered weight shows itself
-
-
-def run_reads(format, keep_master, write):
-    model = make(format, keep_master)
-    train(model, steps=1)
-    with torch.no_grad():
-        check_what_is_shown(model, format, keep_master, write)
 
 
 def check_what_is_shown(model, format, keep_master, write):
@@ -229,16 +210,21 @@ SHOWN = ("mul_(4)", "merge", "clamp_", "copy_", "one row", "columns")
 @pytest.mark.parametrize("write", SHOWN)
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", FORMATS)
-@on_worlds(2)
-def test_until_then_it_shows_what_was_written(world, format, keep_master, write):
-    world.run(run_reads, format, keep_master, write)
+@on_ranks(2)
+def test_until_then_it_shows_what_was_written(format, keep_master, write):
+    model = make(format, keep_master)
+    train(model, steps=1)
+    with torch.no_grad():
+        check_what_is_shown(model, format, keep_master, write)
 
 
 # --------------------------------------------------------------- other ways to get there
 
 
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != "float8_delayed"])
+@on_ranks(2)
 @torch.no_grad()
-def run_in_forward(format):
+def test_a_hook_that_scales_what_forward_reads(format):
     """A pre-forward hook that scales the gathered weight, as adapters do: plain FSDP2 scales what
     this forward reads, and no later one."""
     model, twin = (make(format) for _ in range(2))
@@ -259,22 +245,12 @@ def run_in_forward(format):
     assert_same(model(x), expected)
 
 
-@pytest.mark.parametrize("format", [f for f in FORMATS if f != "float8_delayed"])
-@on_worlds(2)
-def test_a_hook_that_scales_what_forward_reads(world, format):
-    world.run(run_in_forward, format)
-
-
+@pytest.mark.parametrize("format", FORMATS)
+@on_ranks(4)
 @torch.no_grad()
-def run_hsdp(format):
+def test_with_replicas(format):
     mesh = full_mesh(2, 2, names=("replicate", "shard"))
     model, twin = (fully_shard(make(format, sharded=False), mesh=mesh) for _ in range(2))
     write_while_gathered(model, "mul_(4)", "linear")
     x = batch(0)
     assert_same(model(x), twin(x))
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@on_worlds(4)
-def test_with_replicas(world, format):
-    world.run(run_hsdp, format)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from dist_helpers import on_worlds
+from dist_helpers import on_ranks
 from helpers import assert_same, ops
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,7 +68,14 @@ def step(model, dtype=torch.float32):
     return loss.detach()
 
 
-def same_after_a_move(kind, move, has_stepped, is_late, keep_master):
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["quantized-first", "sharded-first"])
+@pytest.mark.parametrize("has_stepped", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("kind", MAKERS)
+@on_ranks(2, 4, devices=["cpu"])
+@pytest.mark.pairwise
+def test_moves_are_those_of_plain_models(kind, move, has_stepped, is_late, keep_master):
     make, move = MAKERS[kind], MOVES[move]
     model, twin = make(RECIPE, is_late, keep_master=keep_master), make(None, is_late)
     if has_stepped:
@@ -105,17 +112,6 @@ def same_after_a_move(kind, move, has_stepped, is_late, keep_master):
         assert is_empty or losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("is_late", [False, True], ids=["quantized-first", "sharded-first"])
-@pytest.mark.parametrize("has_stepped", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("kind", MAKERS)
-@on_worlds(2, 4, devices=["cpu"])
-@pytest.mark.pairwise
-def test_moves_are_those_of_plain_models(world, kind, move, has_stepped, is_late, keep_master):
-    world.run(same_after_a_move, kind, move, has_stepped, is_late, keep_master)
-
-
 # ----------------------------------------------------------------------- what is kept of tensors
 
 
@@ -133,18 +129,14 @@ def use(kind):
     return model, state
 
 
-def nothing_is_kept(kind):
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp", "dynamic"])
+@on_ranks(2, devices=["cpu"])
+def test_nothing_refers_to_parameters(kind):
     model, state = use(kind)
     tensors = [*model.parameters(), *map(local, model.parameters()), *state.values()]
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
             assert weakref.getweakrefcount(tensor) == 0, (kind, type(tensor), tensor.shape)
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "tp", "ddp", "dynamic"])
-@on_worlds(2, devices=["cpu"])
-def test_nothing_refers_to_parameters(world, kind):
-    world.run(nothing_is_kept, kind)
 
 
 def sizes_of_tables():
@@ -159,7 +151,8 @@ def sizes_of_tables():
     return found
 
 
-def no_table_grows():
+@on_ranks(2, devices=["cpu"])
+def test_no_table_grows_with_the_tensors():
     use("fsdp")
     before = sizes_of_tables()
     for _ in range(3):
@@ -170,11 +163,6 @@ def no_table_grows():
     del before["qshard._runtime.hooks._mesh_groups"], after["qshard._runtime.hooks._mesh_groups"]
     grown = {name: (before[name], size) for name, size in after.items() if size > before[name]}
     assert not grown, grown
-
-
-@on_worlds(2, devices=["cpu"])
-def test_no_table_grows_with_the_tensors(world):
-    world.run(no_table_grows)
 
 
 def test_a_look_at_a_plain_tensor_leaves_nothing():

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import COLLECTIVE_TIMEOUT_S, device, gather_objects, on_worlds, shared_folder
+from dist_helpers import (
+    COLLECTIVE_TIMEOUT_S,
+    device,
+    gather_objects,
+    on_ranks,
+    on_worlds,
+    shared_folder,
+)
 from dist_models import (
     FORMATS,
     MIXES,
@@ -51,7 +58,12 @@ def scale_all(model, factor=1.5):
 # -------------------------------------------------------------------- ranks without rows
 
 
-def run_every_path(format, keep_master, rows):
+@pytest.mark.pairwise
+@both_masters
+@mixes
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@on_ranks(2, 4)
+def test_every_path_with_fewer_rows_than_ranks(rows, format, keep_master):
     model = build(format, keep_master=keep_master, rows=rows)
     optimizer = adamw(model)
 
@@ -100,13 +112,9 @@ def run_every_path(format, keep_master, rows):
 @pytest.mark.pairwise
 @both_masters
 @mixes
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@on_worlds(2, 4)
-def test_every_path_with_fewer_rows_than_ranks(world, rows, format, keep_master):
-    world.run(run_every_path, format, keep_master, rows)
-
-
-def run_local_reads(format, keep_master, before_first_gather):
+@pytest.mark.parametrize("before_first_gather", [True, False], ids=["before-gather", "after-gather"])
+@on_ranks(2, 4)
+def test_reads_on_one_rank(before_first_gather, format, keep_master):
     """One rank looks at its shard of a one-row weight, which looks whole there; others do not."""
     model = build(format, keep_master=keep_master, rows=1)
     if not before_first_gather:
@@ -125,16 +133,9 @@ def run_local_reads(format, keep_master, before_first_gather):
     check_gathered(model)
 
 
-@pytest.mark.pairwise
-@both_masters
 @mixes
-@pytest.mark.parametrize("before_first_gather", [True, False], ids=["before-gather", "after-gather"])
-@on_worlds(2, 4)
-def test_reads_on_one_rank(world, before_first_gather, format, keep_master):
-    world.run(run_local_reads, format, keep_master, before_first_gather)
-
-
-def run_write_of_rows_that_one_rank_has(format):
+@on_ranks(2)
+def test_codes_wait_for_a_write_of_rows_that_one_rank_has(format):
     """Codes may be read on all ranks or on none: what they are is for the flush to say."""
     model = build(format, rows=5)
     train(model, steps=1)
@@ -149,16 +150,11 @@ def run_write_of_rows_that_one_rank_has(format):
     check_gathered(model)
 
 
-@mixes
-@on_worlds(2)
-def test_codes_wait_for_a_write_of_rows_that_one_rank_has(world, format):
-    world.run(run_write_of_rows_that_one_rank_has, format)
-
-
 # ------------------------------------------------------------------------------ optimizers
 
 
-def run_two_optimizers():
+@on_ranks(2, 4)
+def test_one_all_reduce_per_optimizer_step():
     model = build("float8_blockwise", rows=5)
     first = torch.optim.AdamW(model.blocks[0].parameters(), lr=1e-2)
     second = torch.optim.SGD([*model.blocks[1].parameters(), *model.head.parameters()], lr=1e-2)
@@ -170,15 +166,11 @@ def run_two_optimizers():
                 second.step()
             model.zero_grad()
     check_gathered(model)
-    return count(calls, "allreduce")
+    assert count(calls, "allreduce") == 4 + 2
 
 
-@on_worlds(2, 4)
-def test_one_all_reduce_per_optimizer_step(world):
-    assert world.run(run_two_optimizers) == [4 + 2] * world.size
-
-
-def run_collected_on_one_rank():
+@on_ranks(2)
+def test_a_model_is_collected_on_one_rank_only():
     kept, dropped = (build("float8_blockwise", rows=5) for _ in range(2))
     train(dropped, steps=1)
     optimizer = adamw(kept)
@@ -190,12 +182,8 @@ def run_collected_on_one_rank():
     check_gathered(kept)
 
 
-@on_worlds(2)
-def test_a_model_is_collected_on_one_rank_only(world):
-    world.run(run_collected_on_one_rank)
-
-
-def run_parameter_without_gradient():
+@on_ranks(2, 4)
+def test_parameter_without_gradient():
     model = build("float8_blockwise", rows=5)
     optimizer = adamw(model)
     loss_of(model, batch(0)).backward()
@@ -205,15 +193,12 @@ def run_parameter_without_gradient():
         optimizer.zero_grad()
         optimizer.step()  # no gradients at all
     check_gathered(model)
-    return count(calls, "allreduce")
+    assert count(calls, "allreduce") == 1
 
 
-@on_worlds(2, 4)
-def test_parameter_without_gradient(world):
-    assert world.run(run_parameter_without_gradient) == [1] * world.size
-
-
-def run_grad_scaler(rows):
+@pytest.mark.parametrize("rows", [3, 257])
+@on_ranks(2, 4)
+def test_skipped_step_has_no_all_reduce(rows):
     """An infinite loss on one rank: all ranks skip the step, and its all-reduce."""
     model = build("float8_blockwise", rows=rows)
     optimizer, scaler = adamw(model), torch.amp.GradScaler(device().type, init_scale=4.0)
@@ -232,14 +217,7 @@ def run_grad_scaler(rows):
         scaler.update()
         optimizer.zero_grad()
         check_gathered(model)
-    return counts
-
-
-@pytest.mark.parametrize("rows", [3, 257])
-@on_worlds(2, 4)
-def test_skipped_step_has_no_all_reduce(world, rows):
-    for counts in world.run(run_grad_scaler, rows):
-        assert counts[0] == counts[1] + 1 == counts[2]
+    assert counts[0] == counts[1] + 1 == counts[2]
 
 
 def run_like_twin(keep_master, wrap, make_optimizer=adamw):
@@ -262,10 +240,6 @@ def run_like_twin(keep_master, wrap, make_optimizer=adamw):
         assert torch.equal(*outputs)
 
 
-def run_inference_mode(keep_master):
-    run_like_twin(keep_master, torch.inference_mode())
-
-
 def fused_adamw(model):
     return adamw(model, fused=True)
 
@@ -275,14 +249,10 @@ def foreach_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
 
 
-def run_compiled(backend, keep_master, make_optimizer):
-    run_like_twin(keep_master, lambda step: torch.compile(step, backend=backend), make_optimizer)
-
-
 @both_masters
-@on_worlds(1, 2, 4)
-def test_steps_in_inference_mode_are_the_same(world, keep_master):
-    world.run(run_inference_mode, keep_master)
+@on_ranks(1, 2, 4)
+def test_steps_in_inference_mode_are_the_same(keep_master):
+    run_like_twin(keep_master, torch.inference_mode())
 
 
 @both_masters
@@ -296,15 +266,19 @@ def test_steps_in_inference_mode_are_the_same(world, keep_master):
     ],
     ids=["eager-foreach", "aot_eager-foreach", "aot_eager-fused", "inductor-fused"],
 )
-@on_worlds(2)
-def test_compiled_steps_are_the_same(world, backend, make_optimizer, keep_master):
-    world.run(run_compiled, backend, keep_master, make_optimizer)
+@on_ranks(2)
+def test_compiled_steps_are_the_same(backend, make_optimizer, keep_master):
+    run_like_twin(keep_master, lambda step: torch.compile(step, backend=backend), make_optimizer)
 
 
 # ------------------------------------------------------------------------------- gathered
 
 
-def run_step_while_gathered(format, keep_master):
+@pytest.mark.pairwise
+@both_masters
+@mixes
+@on_ranks(1, 2)
+def test_step_leaves_living_gathered_weights_alone(format, keep_master):
     """Shards are stepped while their gathered weights live: those keep their values."""
     model = build(format, keep_master=keep_master, reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
@@ -323,18 +297,12 @@ def run_step_while_gathered(format, keep_master):
     assert different(before, {n: full_value(p) for n, p in quantized_parameters(model).items()})
 
 
-@pytest.mark.pairwise
-@both_masters
-@mixes
-@on_worlds(1, 2)
-def test_step_leaves_living_gathered_weights_alone(world, format, keep_master):
-    world.run(run_step_while_gathered, format, keep_master)
-
-
 # ---------------------------------------------------------------- what some ranks do alone
 
 
-def run_flush_after_partial_write(rows):
+@pytest.mark.parametrize("rows", [1, 257])
+@on_ranks(2, 4)
+def test_flush_after_a_write_on_one_rank(rows):
     """qshard.flush() asks all ranks what was written on any."""
     model = build("float8_blockwise", rows=rows)
     train(model, steps=1)
@@ -343,12 +311,6 @@ def run_flush_after_partial_write(rows):
             local(model.blocks[0].up.weight).mul_(4.0)
     qshard.flush(model)
     check_gathered(model)
-
-
-@pytest.mark.parametrize("rows", [1, 257])
-@on_worlds(2, 4)
-def test_flush_after_a_write_on_one_rank(world, rows):
-    world.run(run_flush_after_partial_write, rows)
 
 
 def write_on_one_rank():

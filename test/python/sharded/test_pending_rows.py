@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import full_mesh, on_ranks
 from dist_models import check_gathered, full_value, local
 from helpers import FORMATS, assert_same, ops, value, weight
 from test_shard_windows import Holder, chosen, step
@@ -149,8 +149,14 @@ def test_rows_over_a_pending_write(fmt, keep_master, made, source):
         run_rows(fmt, keep_master, tensor, pending, source, made, rows, shown)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("copied", ROWS_COPIED)
+@pytest.mark.parametrize("rows", [1, 3, 133], ids="{} rows".format)
+@keep_or_not
+@formats
+@on_ranks(2)
 @torch.no_grad()
-def run_flushed(fmt, keep_master, rows, copied):
+def test_rows_over_a_pending_write_of_a_shard(fmt, keep_master, rows, copied):
     """On shards, to the flush of all ranks: the gathered codes are of the value after the copy."""
     pending = chosen(("all", "columns"), fmt, keep_master, rows, copied)
     shown = chosen((True, False), keep_master, rows, copied)
@@ -176,13 +182,3 @@ def run_flushed(fmt, keep_master, rows, copied):
     error = (shown - twin).norm() / twin.norm().clamp_min(1e-30)
     assert error < (0.3 if fmt.startswith("nvfp4") else 0.05), f"off by {error:.1%}"
     assert check_gathered(models[0]) == 1
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("copied", ROWS_COPIED)
-@pytest.mark.parametrize("rows", [1, 3, 133], ids="{} rows".format)
-@keep_or_not
-@formats
-@on_worlds(2)
-def test_rows_over_a_pending_write_of_a_shard(world, fmt, keep_master, rows, copied):
-    world.run(run_flushed, fmt, keep_master, rows, copied)

@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, gather_objects, on_worlds
+from dist_helpers import device, full_mesh, gather_objects, on_ranks, on_worlds
 from dist_models import check_gathered, full_value, is_dirty, local
 from helpers import FORMATS, assert_same, fit, is_quantized, ops, value, weight
 from torch import nn
@@ -111,8 +111,14 @@ SOURCES = {
 }
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("copied", COPIES)
+@shapes
+@keep_or_not
+@on_ranks(2)
 @torch.no_grad()
-def run_copy(keep_master, shape, copied, source):
+def test_a_copy_of_a_window(keep_master, shape, copied, source):
     fmt = chosen(FORMATS, keep_master, shape, copied, source)
     written = chosen(("fresh", "trained", "written"), shape, copied, source)
     model = make(fmt, keep_master, shape, trained=written != "fresh")
@@ -129,18 +135,11 @@ def run_copy(keep_master, shape, copied, source):
     finish(model, twin, keep_master)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("copied", COPIES)
 @shapes
 @keep_or_not
-@on_worlds(2)
-def test_a_copy_of_a_window(world, keep_master, shape, copied, source):
-    world.run(run_copy, keep_master, shape, copied, source)
-
-
+@on_ranks(2, 4)
 @torch.no_grad()
-def run_every_copy(keep_master, shape):
+def test_copies_between_two_models(shape, keep_master):
     """Between two models, each kind of window, and a flush of each."""
     facts = {}
     for copied in COPIES:
@@ -160,13 +159,6 @@ def run_every_copy(keep_master, shape):
     assert not split, f"written on some ranks only: {split}"
 
 
-@shapes
-@keep_or_not
-@on_worlds(2, 4)
-def test_copies_between_two_models(world, shape, keep_master):
-    world.run(run_every_copy, keep_master, shape)
-
-
 # --------------------------------------------------------------------------- as DTensors do it
 
 OF_DTENSORS = {
@@ -180,8 +172,13 @@ OF_DTENSORS = {
 }
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("copied", OF_DTENSORS)
+@shapes
+@keep_or_not
+@on_ranks(2, 4)
 @torch.no_grad()
-def run_dtensors(keep_master, shape, copied):
+def test_a_copy_of_a_window_of_dtensors(keep_master, shape, copied):
     fmt = chosen(FORMATS, keep_master, shape, copied)
     model, other = (make(fmt, keep_master, shape, seed) for seed in (0, 1))
     plain, plain_other = full_value(model.weight), full_value(other.weight)
@@ -193,15 +190,6 @@ def run_dtensors(keep_master, shape, copied):
     if keep_master:
         assert_same(full_value(model.weight), plain - 0.125)
     assert check_gathered(model) == 1
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("copied", OF_DTENSORS)
-@shapes
-@keep_or_not
-@on_worlds(2, 4)
-def test_a_copy_of_a_window_of_dtensors(world, keep_master, shape, copied):
-    world.run(run_dtensors, keep_master, shape, copied)
 
 
 # ------------------------------------------------------------------------- what copies are
@@ -245,8 +233,13 @@ RESULTS = {
 WRITTEN = {"mul_": lambda t: t.mul_(2), "none": lambda t: t, "copy_": lambda t: t.copy_(t * 3)}
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("result", RESULTS)
+@shapes
+@keep_or_not
+@on_ranks(2, 4)
 @torch.no_grad()
-def run_result(keep_master, shape, result):
+def test_what_a_copy_of_a_window_is(keep_master, shape, result):
     """What a copy is, and is written, changes nothing for the parameter that it is of."""
     fmt = chosen(FORMATS, keep_master, shape, result)
     written = chosen(WRITTEN, shape, result)
@@ -264,15 +257,6 @@ def run_result(keep_master, shape, result):
     agreed(is_quantized(made) and is_dirty(made), "a written copy")
     step(model)
     finish(model, value(local(model.weight)), keep_master)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("result", RESULTS)
-@shapes
-@keep_or_not
-@on_worlds(2, 4)
-def test_what_a_copy_of_a_window_is(world, keep_master, shape, result):
-    world.run(run_result, keep_master, shape, result)
 
 
 @torch.no_grad()

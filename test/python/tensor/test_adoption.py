@@ -5,8 +5,7 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
-from dist_helpers import full_mesh, on_worlds
+from dist_helpers import full_mesh, on_ranks
 from dist_models import FORMATS, RECIPES, Model, adamw, different, local_values, train
 from helpers import value
 from torch import nn
@@ -114,18 +113,14 @@ def test_what_cannot_be_kept_changes_nothing(held, match):
     qshard.quantize_(model, RECIPE)
 
 
-def quantize_after_ddp():
+@on_ranks(2, devices=("cpu",))
+def test_distributed_data_parallel_comes_after():
     model = mlp()
     ddp = DistributedDataParallel(model)
     for target in (ddp, model):
         with pytest.raises(RuntimeError, match="call quantize_ before"):
             qshard.quantize_(target, RECIPE)
     assert not any(qshard.is_quantized(p) for p in model.parameters())
-
-
-@on_worlds(2, devices=("cpu",))
-def test_distributed_data_parallel_comes_after(world):
-    world.run(quantize_after_ddp)
 
 
 # ------------------------------------------------------------------------------------ FSDP2
@@ -150,17 +145,13 @@ def trained(format, order, keep_master):
     return losses, local_values(model)
 
 
-def train_in_all_orders(format, keep_master):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != "mxfp8_1x32"])
+@on_ranks(2, 3)
+def test_fully_shard_optimizer_and_quantize_in_any_order(format, keep_master):
     expected, values = trained(format, "quantize shard optimizer", keep_master)
     for order in ("shard quantize optimizer", "shard optimizer quantize"):
         losses, others = trained(format, order, keep_master)
         assert losses == expected, order
         assert not different(values, others), order
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-@pytest.mark.parametrize("format", [f for f in FORMATS if f != "mxfp8_1x32"])
-@on_worlds(2, 3)
-def test_fully_shard_optimizer_and_quantize_in_any_order(world, format, keep_master):
-    world.run(train_in_all_orders, format, keep_master)

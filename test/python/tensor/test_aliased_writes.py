@@ -4,7 +4,7 @@ address, NumPy, .data, values of a state_dict, what DCP loads into. Codes follow
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import RECIPES, check_gathered, full_value, local
 from helpers import FORMATS, assert_same, fit, ops, quantized_alike, value, weight
 from nn_helpers import no_gpu
@@ -184,20 +184,16 @@ def test_a_subclass_of_a_fused_optimizer(fmt):
         assert_codes_are_of_the_value(param)
 
 
-def run_sharded(fmt, rows, kernel, raw):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("raw", ["by address", "last value", "clamped", "data"])
+@pytest.mark.parametrize("kernel", ["_fused_adamw_", "_fused_adam_", "_foreach_add_"])
+@pytest.mark.parametrize("rows", [1, 3, 133], ids="{} rows".format)
+@formats
+@on_ranks(2)
+def test_a_raw_write_of_shards_in_a_step(fmt, rows, kernel, raw):
     model = fully_shard(linear(fmt, rows=rows), mesh=full_mesh())
     optimizer = RawOptimizer(list(model.parameters()), kernel, raw)
     for _ in range(2):
         with_gradients(list(model.parameters()))
         optimizer.step()
         assert check_gathered(model, {"0.weight": full_value(model[0].weight)}) == 1
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("raw", ["by address", "last value", "clamped", "data"])
-@pytest.mark.parametrize("kernel", ["_fused_adamw_", "_fused_adam_", "_foreach_add_"])
-@pytest.mark.parametrize("rows", [1, 3, 133], ids="{} rows".format)
-@formats
-@on_worlds(2)
-def test_a_raw_write_of_shards_in_a_step(world, fmt, rows, kernel, raw):
-    world.run(run_sharded, fmt, rows, kernel, raw)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import on_worlds
+from dist_helpers import on_ranks
 from helpers import FORMATS, assert_same, fit, has_two_images, ops, value, weight
 
 import qshard
@@ -132,7 +132,9 @@ def test_what_is_refused(case):
         qshard.from_planes(*args, **kwargs)
 
 
-def flush_shards(fmt):
+@on_ranks(2, devices=("cpu",))
+@pytest.mark.parametrize("fmt", [f for f in ALL_FORMATS if not has_two_images(f)])
+def test_shards(fmt):
     """Each rank's rows: nothing is left to agree upon."""
     whole = ops.quantize(weight(96, 40), fmt)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -152,12 +154,6 @@ def flush_shards(fmt):
     ops.flush([shard])
     assert_same(ops.codes(shard).view(torch.uint8), codes[rows].view(torch.uint8))
     assert_same(ops.dequantize(shard), ops.dequantize(whole)[rows])
-
-
-@on_worlds(2, devices=("cpu",))
-@pytest.mark.parametrize("fmt", [f for f in ALL_FORMATS if not has_two_images(f)])
-def test_shards(world, fmt):
-    world.run(flush_shards, fmt)
 
 
 # -------------------------------------------------------------------- writes through the planes

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from helpers import FORMATS, assert_same, fit, has_two_images, is_quantized, ops, value, weight
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -185,7 +185,9 @@ class Routed(nn.Module):
         return (self.up[ids] @ x.unsqueeze(-1)).squeeze(-1)
 
 
-def run_routed(fmt):
+@pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
+@on_ranks(2)
+def test_one_process_and_fsdp2_multiply_the_same(fmt):
     x, ids = weight(6, 32, seed=1).to(device()), torch.tensor([0, 3, 1, 1, 2, 3], device=device())
     models = [Routed(fmt).to(device()) for _ in range(2)]
     for model in models:
@@ -201,9 +203,3 @@ def run_routed(fmt):
             optimizer.zero_grad()
     codes = ops.dequantize(models[0].up.detach())[ids]
     assert_same(models[0](x, ids), (codes @ x.unsqueeze(-1)).squeeze(-1))
-
-
-@pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
-@on_worlds(2)
-def test_one_process_and_fsdp2_multiply_the_same(world, fmt):
-    world.run(run_routed, fmt)

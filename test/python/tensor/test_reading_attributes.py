@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import full_mesh, gather_objects, on_worlds, shared_folder
+from dist_helpers import full_mesh, gather_objects, on_ranks, shared_folder
 from dist_models import (
     MIXES,
     adamw,
@@ -95,20 +95,22 @@ def run_looks(format, keep_master, rows, mesh_shape):
 @both_masters
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("rows", [257, 1])
-@on_worlds(2)
-def test_looking_on_one_rank(world, rows, format, keep_master):
-    world.run(run_looks, format, keep_master, rows, None)
+@on_ranks(2)
+def test_looking_on_one_rank(rows, format, keep_master):
+    run_looks(format, keep_master, rows, None)
 
 
-@on_worlds(4)
-def test_looking_on_one_rank_of_a_2d_mesh(world):
-    world.run(run_looks, "float8_blockwise", True, 3, (2, 2))
+@on_ranks(4)
+def test_looking_on_one_rank_of_a_2d_mesh():
+    run_looks("float8_blockwise", True, 3, (2, 2))
 
 
 # ------------------------------------------------------------------------------- DCP's plans
 
 
-def run_plans(rows):
+@pytest.mark.parametrize("rows", [257, 3, 1])
+@on_ranks(2, 4)
+def test_plans_of_loads_mark_and_those_of_saves_do_not(rows):
     """What a plan of a load lists is what plain DTensors list, and marks; that of a save does not."""
     model = build("float8_blockwise", rows=rows)
     train(model, steps=1)
@@ -125,12 +127,6 @@ def run_plans(rows):
         assert _create_chunk_list(param) == _create_chunk_list(plain)
     assert all(map(all, gather_objects(flags(model))))
     check_gathered(model)
-
-
-@pytest.mark.parametrize("rows", [257, 3, 1])
-@on_worlds(2, 4)
-def test_plans_of_loads_mark_and_those_of_saves_do_not(world, rows):
-    world.run(run_plans, rows)
 
 
 def test_a_plain_load_plan_of_a_tensor_of_one_process():

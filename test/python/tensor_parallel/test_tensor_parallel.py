@@ -7,7 +7,7 @@ full tensor's.
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import DELAYED, FORMATS, collectives, count
 from test_optimizers import OPTIMIZERS
 from torch import nn
@@ -71,7 +71,8 @@ def test_gathered_bytes_of_eight_ranks(world, mesh, names, pytestconfig):
 NOT_FOR_DTENSORS = ("SGD fused", "Rprop", "Adafactor")  # which have no rules for their operators
 
 
-def run_optimizers():
+@on_ranks(4)
+def test_optimizers():
     """Three steps of each are those of plain full tensors, and codes follow."""
     mesh = full_mesh(2, 2, names=("dp", "tp"))
     for i, (name, make) in enumerate(OPTIMIZERS.items()):
@@ -97,11 +98,6 @@ def run_optimizers():
                 # Fused loops compute the ends of parts apart.
                 close = torch.isclose(full_value(weight), twin.data, rtol=1e-5, atol=1e-6)
                 assert close.all(), (name, format, dim)
-
-
-@on_worlds(4)
-def test_optimizers(world):
-    world.run(run_optimizers)
 
 
 def all_reduces_of_a_step(shape, names, formats):
@@ -131,9 +127,9 @@ def test_all_reduces_of_two_ranks(world):
         assert world.run(all_reduces_of_a_step, shape, ("dp", "tp"), FORMATS) == [want] * 2, shape
 
 
-@on_worlds(4)
-def test_all_reduces_of_a_step(world):
-    assert world.run(all_reduces_of_a_step, (2, 2), ("dp", "tp"), FORMATS) == [expected(FORMATS)] * 4
+@on_ranks(4)
+def test_all_reduces_of_a_step():
+    assert all_reduces_of_a_step((2, 2), ("dp", "tp"), FORMATS) == expected(FORMATS)
 
 
 @on_worlds(8, devices=("cpu",))

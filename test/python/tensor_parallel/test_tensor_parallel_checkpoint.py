@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import device, full_mesh, on_worlds, shared_folder
+from dist_helpers import device, full_mesh, on_ranks, on_worlds, shared_folder
 from dist_models import DELAYED, FORMATS, RECIPES, ops
 from test_tensor_parallel_training import batch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -144,7 +144,9 @@ def test_dcp_between_meshes(world, case):
     world.run(run_checkpoints, *CASES[case])
 
 
-def run_loads_without_fsdp(format):
+@pytest.mark.parametrize("format", FORMATS)
+@on_ranks(2)
+def test_loads_without_fsdp(format):
     """No all-gather follows that could agree on the full tensor's scale."""
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     dim, hidden = 64, 128
@@ -166,9 +168,3 @@ def run_loads_without_fsdp(format):
         message = "qshard::.*this rank's part of a .* Call qshard.flush.model. on all ranks first"
         with pytest.raises(RuntimeError, match=message):
             model(x)
-
-
-@pytest.mark.parametrize("format", FORMATS)
-@on_worlds(2)
-def test_loads_without_fsdp(world, format):
-    world.run(run_loads_without_fsdp, format)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import RECIPES, grid, ops, unsharded
 from test_tensor_parallel_training import batch, full_grad
 from tp_models import (
@@ -101,14 +101,21 @@ OPTIONS = {
 }
 
 
-def run_options(option, plan, format):
+# Clipping needs all parameters on one mesh, by torch's rule: the norm's, too.
+CASES = [(option, sequence_parallel) for option in OPTIONS]
+CASES += [(option, replicated) for option in ("checkpointed", "accumulated", "scaled-inf")]
+
+
+@pytest.mark.parametrize("option,plan", CASES)
+@on_ranks(4)
+def test_losses_gradients_and_norms(option, plan):
     """The same losses of this rank's batches, gradients and norms as one device has."""
     mesh, options = full_mesh(2, 2, names=NAMES), OPTIONS[option]
     keep_master = not (option == "accumulated" and plan is replicated)
-    model = build(format, mesh, DIM, HIDDEN, plan=plan, keep_master=keep_master)
+    model = build("float8_blockwise", mesh, DIM, HIDDEN, plan=plan, keep_master=keep_master)
     losses, grads, norms, scale = steps_of(model, mesh, plan, **options)
     want_model = initialise(mlp(DIM, HIDDEN))
-    qshard.quantize_(want_model, RECIPES[format], keep_master=keep_master)
+    qshard.quantize_(want_model, RECIPES["float8_blockwise"], keep_master=keep_master)
     want, want_grads, want_norms, want_scale = steps_of(want_model, None, plan, **options)
     want = torch.tensor(want).view(-1, 2)[:, mesh.get_local_rank("dp")]
     torch.testing.assert_close(torch.tensor(losses), want, rtol=1e-4, atol=0)
@@ -116,17 +123,6 @@ def run_options(option, plan, format):
     for name, grad in grads.items():
         assert_same(grad, want_grads[name], name)
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(want_norms), rtol=1e-4, atol=0)
-
-
-# Clipping needs all parameters on one mesh, by torch's rule: the norm's, too.
-CASES = [(option, sequence_parallel) for option in OPTIONS]
-CASES += [(option, replicated) for option in ("checkpointed", "accumulated", "scaled-inf")]
-
-
-@pytest.mark.parametrize("option,plan", CASES)
-@on_worlds(4)
-def test_losses_gradients_and_norms(world, option, plan):
-    world.run(run_options, option, plan, "float8_blockwise")
 
 
 def run_compiled(backend, format):
@@ -145,14 +141,14 @@ def run_compiled(backend, format):
         assert_same(grad, want_grads[name], name)
 
 
-@on_worlds(4, devices=("cpu",))
-def test_compiled_blocks(world):
-    world.run(run_compiled, "aot_eager", "float8_blockwise")
+@on_ranks(4, devices=("cpu",))
+def test_compiled_blocks():
+    run_compiled("aot_eager", "float8_blockwise")
 
 
-@on_worlds(2, devices=("cuda",))
-def test_blocks_compiled_by_inductor(world):
-    world.run(run_compiled, "inductor", "float8_blockwise")
+@on_ranks(2, devices=("cuda",))
+def test_blocks_compiled_by_inductor():
+    run_compiled("inductor", "float8_blockwise")
 
 
 # ------------------------------------------------------------------------------------ models
@@ -240,14 +236,14 @@ def run_language_model(is_tied, linear):
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@on_worlds(4)
-def test_embedding_head_and_loss_parallel(world, is_tied):
-    world.run(run_language_model, is_tied, nn.Linear)
+@on_ranks(4)
+def test_embedding_head_and_loss_parallel(is_tied):
+    run_language_model(is_tied, nn.Linear)
 
 
-@on_worlds(4)
-def test_a_subclass_of_linear(world):
-    world.run(run_language_model, False, Scaled)
+@on_ranks(4)
+def test_a_subclass_of_linear():
+    run_language_model(False, Scaled)
 
 
 # -------------------------------------------------------------- empty shards and state dicts
@@ -269,7 +265,9 @@ def continue_steps(model, optimizer, mesh, dim, first, steps):
     return losses
 
 
-def run_empty_shards(format):
+@pytest.mark.parametrize("format", ["float8_tensorwise", "mxfp8"])
+@on_ranks(8)
+def test_empty_shards(format):
     """Ranks of FSDP2 that hold no rows: two rows of each tensor-parallel part, over four."""
     mesh = full_mesh(4, 2, names=NAMES)
     dim, hidden = 2, 4
@@ -285,12 +283,6 @@ def run_empty_shards(format):
     for param, other in zip(model.parameters(), want.parameters()):
         mine = local(param.grad)
         torch.testing.assert_close(mine, local_part(other.grad, param), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("format", ["float8_tensorwise", "mxfp8"])
-@on_worlds(8)
-def test_empty_shards(world, format):
-    world.run(run_empty_shards, format)
 
 
 def states(model):
@@ -316,7 +308,10 @@ WAYS = {  # options to save with, and to load with
 }
 
 
-def run_state_dicts(format, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("format", ["float8_delayed[history=3]", "float8_blockwise", "nvfp4"])
+@on_ranks(4)
+def test_state_dicts_of_model_and_optimizer(format, way):
     """Model and optimizer are saved and loaded: training goes on bit for bit."""
     mesh = full_mesh(2, 2, names=NAMES)
     dim, hidden = 96, 160
@@ -346,10 +341,3 @@ def run_state_dicts(format, way):
     losses = [continue_steps(*pair, mesh, dim, 2, 1) for pair in pairs]
     assert losses[0] == losses[1]
     assert all(map(torch.equal, states(model), states(other)))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("format", ["float8_delayed[history=3]", "float8_blockwise", "nvfp4"])
-@on_worlds(4)
-def test_state_dicts_of_model_and_optimizer(world, format, way):
-    world.run(run_state_dicts, format, way)

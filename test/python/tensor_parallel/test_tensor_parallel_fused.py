@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import DELAYED, RECIPES
 from test_tensor_parallel_gather import Sent
 from test_tensor_parallel_modules import TOLERANCE
@@ -156,7 +156,9 @@ def test_one_operator_with_the_values_of_three(world, plan):
     world.run(run_fused, plan, ("float8_tensorwise",), True, 100, 262)
 
 
-def run_under_fsdp(order):
+@pytest.mark.parametrize("order", ["pquf", "upqf", "pqfu"])
+@on_ranks(4)
+def test_trains_under_fsdp2_fused_at_any_time(order):
     mesh = full_mesh(2, 2, names=("dp", "tp"))
     rank = mesh["dp"].get_local_rank()
     outcomes = []
@@ -190,13 +192,8 @@ def run_under_fsdp(order):
     torch.testing.assert_close(*outcomes, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("order", ["pquf", "upqf", "pqfu"])
-@on_worlds(4)
-def test_trains_under_fsdp2_fused_at_any_time(world, order):
-    world.run(run_under_fsdp, order)
-
-
-def run_accumulation():
+@on_ranks(2)
+def test_gradients_are_added_within_gemms():
     """wgrads of all three linears go into the GEMM, as one by one."""
     mesh = full_mesh(names=("tp",))
     model = initialise(Block(bias=False).to(device()))
@@ -211,26 +208,8 @@ def run_accumulation():
     assert counts == [0, 3], counts
 
 
-@on_worlds(2)
-def test_gradients_are_added_within_gemms(world):
-    world.run(run_accumulation)
-
-
-def run_compiled(plan):
-    mesh = full_mesh(names=("tp",))
-    model = initialise(Block(bias=False).to(device()))
-    parallelize_module(model, mesh, plan())
-    qshard.quantize_(model, RECIPES["float8_tensorwise"])
-    fused = copy.deepcopy(model)
-    qshard.fuse_(fused)
-    x = part_of(batch(0, 0), mesh, plan)
-    want, _ = results(model, x)
-    got, _ = results(fused, x, compiled=True)
-    for name, value in got.items():
-        assert (value - want[name]).norm() < 1e-3 * want[name].norm(), name
-
-
-def run_compiled_once():
+@on_ranks(2)
+def test_blocks_are_compiled_once():
     """Blocks of one kind have one graph: what tells hooks apart is no part of it."""
     mesh = full_mesh(names=("tp",))
     model = nn.Sequential(*(Block(bias=False) for _ in range(3))).to(device())
@@ -246,15 +225,20 @@ def run_compiled_once():
             block(x.clone().requires_grad_()).square().sum().backward()
 
 
-@on_worlds(2)
-def test_blocks_are_compiled_once(world):
-    world.run(run_compiled_once)
-
-
 @pytest.mark.parametrize("plan", [of_tokens, replicated])
-@on_worlds(2)
-def test_compiled(world, plan):
-    world.run(run_compiled, plan)
+@on_ranks(2)
+def test_compiled(plan):
+    mesh = full_mesh(names=("tp",))
+    model = initialise(Block(bias=False).to(device()))
+    parallelize_module(model, mesh, plan())
+    qshard.quantize_(model, RECIPES["float8_tensorwise"])
+    fused = copy.deepcopy(model)
+    qshard.fuse_(fused)
+    x = part_of(batch(0, 0), mesh, plan)
+    want, _ = results(model, x)
+    got, _ = results(fused, x, compiled=True)
+    for name, value in got.items():
+        assert (value - want[name]).norm() < 1e-3 * want[name].norm(), name
 
 
 def torch_styles():
@@ -270,7 +254,8 @@ def gates_gathered():
             "mlp.down": styles.RowwiseParallel(input_layouts=Replicate())}
 
 
-def run_one_by_one():
+@on_ranks(2)
+def test_linears_that_have_to_be_called_are():
     """Where a linear has to be called: other styles, layouts between them, hooks."""
     mesh = full_mesh(names=("tp",))
     x = batch(0, 0)
@@ -287,8 +272,3 @@ def run_one_by_one():
             got, _ = results(fused, x)
         assert counted.calls == 0, plan
         assert_same(got, want, device().type == "cpu")
-
-
-@on_worlds(2)
-def test_linears_that_have_to_be_called_are(world):
-    world.run(run_one_by_one)

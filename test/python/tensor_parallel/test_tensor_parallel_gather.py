@@ -4,7 +4,7 @@ travels as bytes."""
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, on_worlds
+from dist_helpers import device, on_ranks
 from dist_models import DELAYED
 from reference import activations, row_scales
 from reference import formats as reference
@@ -61,7 +61,9 @@ def quantized(x, format):
     return (reference.decode(found) * scale_inv).to(x.dtype)
 
 
-def run_gather(format):
+@pytest.mark.parametrize("format", FORMATS)
+@on_ranks(2)
+def test_gathered_activation_is_the_quantized_whole(format):
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
     for dtype, special, tokens, features in (
         (torch.float32, False, 6, 256),
@@ -89,13 +91,8 @@ def run_gather(format):
         assert got.shape == x.shape and torch.equal(got, whole), dim
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@on_worlds(2)
-def test_gathered_activation_is_the_quantized_whole(world, format):
-    world.run(run_gather, format)
-
-
-def run_gradients():
+@on_ranks(2)
+def test_gathered_gradient_is_the_quantized_whole():
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
     for format, power_of_two in (
         ("float8_tensorwise", True),
@@ -118,11 +115,6 @@ def run_gradients():
     assert torch.equal(codes.gather_tokens_now(part, 0, "nvfp4", True, group).cpu(), x)
 
 
-@on_worlds(2)
-def test_gathered_gradient_is_the_quantized_whole(world):
-    world.run(run_gradients)
-
-
 class Sent(TorchDispatchMode):
     """Dtypes and sizes of what a rank gives to collectives, by kind."""
 
@@ -139,7 +131,8 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_bytes():
+@on_ranks(2)
+def test_bytes_of_gathers():
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     tokens, features = 48, 1024
     x = activation(tokens, features, torch.bfloat16).to(device())
@@ -171,15 +164,11 @@ def run_bytes():
     assert torch.equal(whole, x.view(6, 8, features).repeat(1, ranks, 1))
 
 
-@on_worlds(2)
-def test_bytes_of_gathers(world):
-    world.run(run_bytes)
-
-
 # ------------------------------------------------------------------------------ the way back
 
 
-def run_scattered_sums():
+@on_ranks(2)
+def test_scattered_sums():
     """Each rank's part of a sum, cut along any dimension of few or many pieces."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
     shapes = (((6, 5), 0), ((2, 4, 5), 1), ((20, 4, 5), 1), ((2, 3, 6, 5), 2), ((1, 4, 7), 1),
@@ -197,8 +186,3 @@ def run_scattered_sums():
             backend="aot_eager", fullgraph=True,
         )
         assert torch.equal(compiled(mine).cpu(), want), (shape, dim)
-
-
-@on_worlds(2)
-def test_scattered_sums(world):
-    world.run(run_scattered_sums)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_helpers import device, full_mesh, on_worlds, shared_folder
+from dist_helpers import device, full_mesh, on_ranks, shared_folder
 from nn_helpers import RECIPES, randomize, relative_error
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -85,7 +85,13 @@ def step(module, kind, part=lambda x: x):
     return y.detach(), x.grad, {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
-def run_equals_one_process(kind, format, sequence_parallel, how):
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("format", [None, "float8_tensorwise", "float8_blockwise", "mxfp8"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("how", ["group", "mesh", "fsdp"])
+@on_ranks(2)
+def test_equals_one_process(kind, format, sequence_parallel, how):
     mesh = full_mesh(1, dist.get_world_size(), names=("dp", "tp"))
     tp = mesh["tp"]
     plain = randomize(build(kind)[0])
@@ -117,20 +123,12 @@ def run_equals_one_process(kind, format, sequence_parallel, how):
         assert difference < bound * max(expected_grads[name].norm().item(), 1e-2 * largest), name
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("format", [None, "float8_tensorwise", "float8_blockwise", "mxfp8"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("how", ["group", "mesh", "fsdp"])
-@on_worlds(2)
-def test_equals_one_process(world, kind, format, sequence_parallel, how):
-    world.run(run_equals_one_process, kind, format, sequence_parallel, how)
-
-
 # ------------------------------------------------------------------- initial values, checkpoints
 
 
-def run_initial_values(kind):
+@pytest.mark.parametrize("kind", ["llama", "gated", "post"])
+@on_ranks(2)
+def test_initial_values(kind):
     """Those of one process, drawn by the constructor, and after the meta device."""
     mesh = full_mesh(1, dist.get_world_size(), names=("dp", "tp"))
     plain, _ = build(kind, seed=3)
@@ -148,13 +146,9 @@ def run_initial_values(kind):
             assert torch.equal(parameter.full_tensor(), value_of(plain, name)), name
 
 
-@pytest.mark.parametrize("kind", ["llama", "gated", "post"])
-@on_worlds(2)
-def test_initial_values(world, kind):
-    world.run(run_initial_values, kind)
-
-
-def run_checkpoint(format):
+@pytest.mark.parametrize("format", [None, "float8_blockwise"])
+@on_ranks(2)
+def test_checkpoints(format):
     """Saved over two ranks of tensor parallelism, loaded over FSDP's."""
     meshes = [full_mesh(*shape, names=("dp", "tp")) for shape in ((1, 2), (2, 1))]
 
@@ -185,16 +179,11 @@ def run_checkpoint(format):
         assert torch.equal(parameter.full_tensor(), whole[f"layernorm_mlp.{name}"]), name
 
 
-@pytest.mark.parametrize("format", [None, "float8_blockwise"])
-@on_worlds(2)
-def test_checkpoints(world, format):
-    world.run(run_checkpoint, format)
-
-
 # ----------------------------------------------------------------------------------- refusals
 
 
-def run_refusals():
+@on_ranks(2, devices=("cpu",))
+def test_refusals():
     tp = full_mesh(dist.get_world_size())
     group = tp.get_group()
     for arguments, error, message in (
@@ -210,8 +199,3 @@ def run_refusals():
                 make(arguments)
     with pytest.raises(ValueError, match="tp_size=4, and the mesh or group has 2"):
         nn.MultiheadAttention(HIDDEN, HEADS, tp_group=group, tp_size=4)
-
-
-@on_worlds(2, devices=("cpu",))
-def test_refusals(world):
-    world.run(run_refusals)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import DELAYED, RECIPES
 from test_wgrad_accumulation import added
 from torch import nn
@@ -196,26 +196,26 @@ def run_training(shape, formats, sequence_parallel, how="constructor", fsdp=True
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@on_worlds(2)
-def test_losses_and_gradients_without_fsdp(world, sequence_parallel):
-    world.run(run_training, (1, 2), FORMATS, sequence_parallel, "setter", False)
+@on_ranks(2)
+def test_losses_and_gradients_without_fsdp(sequence_parallel):
+    run_training((1, 2), FORMATS, sequence_parallel, "setter", False)
 
 
 @pytest.mark.parametrize("how", ["constructor", "after"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@on_worlds(4)
-def test_losses_and_gradients_under_fsdp(world, sequence_parallel, how):
-    world.run(run_training, (2, 2), FORMATS[::2], sequence_parallel, how)
+@on_ranks(4)
+def test_losses_and_gradients_under_fsdp(sequence_parallel, how):
+    run_training((2, 2), FORMATS[::2], sequence_parallel, how)
 
 
-@on_worlds(2)
-def test_one_tensor_parallel_rank(world):
-    world.run(run_training, (2, 1), ("float8_tensorwise",), False)
+@on_ranks(2)
+def test_one_tensor_parallel_rank():
+    run_training((2, 1), ("float8_tensorwise",), False)
 
 
-@on_worlds(8, devices=("cpu",))
-def test_hsdp(world):
-    world.run(run_training, (2, 2, 2), ("nvfp4",), True)
+@on_ranks(8, devices=("cpu",))
+def test_hsdp():
+    run_training((2, 2, 2), ("nvfp4",), True)
 
 
 @on_worlds(2)
@@ -224,7 +224,8 @@ def test_features_that_the_ranks_do_not_divide(world):
     world.run(run_training, (1, 2), ("float8_tensorwise",), True, "group", False, **sizes)
 
 
-def run_mlp():
+@on_ranks(2)
+def test_layer_norm_mlp():
     """As the two linears that it is made of; computed again in backward, too; and compiled."""
     mesh = full_mesh(names=("tp",))
     rank, ranks = mesh.get_local_rank(), mesh.size()
@@ -263,15 +264,11 @@ def run_mlp():
                 torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
 
 
-@on_worlds(2)
-def test_layer_norm_mlp(world):
-    world.run(run_mlp)
-
-
 # ------------------------------------------------------------------------------ what is shared
 
 
-def run_accumulation():
+@on_ranks(2)
+def test_wgrad_is_added_within_the_gemm():
     """wgrad is added within the GEMM to the local part of .grad, to the bits of autograd's sum."""
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     grads = []
@@ -302,11 +299,6 @@ def run_accumulation():
         assert count == step * len(grads[0]), (step, count)
 
 
-@on_worlds(2)
-def test_wgrad_is_added_within_the_gemm(world):
-    world.run(run_accumulation)
-
-
 class Attention(nn.Module):
     def __init__(self, mesh, sequence_parallel):
         super().__init__()
@@ -320,7 +312,8 @@ class Attention(nn.Module):
         return self.q(x) + self.k(x) * self.v(x)
 
 
-def run_sharing():
+@on_ranks(2)
+def test_linears_of_one_input_share_its_gather():
     mesh = full_mesh(names=("tp",))
     for sequence_parallel in (False, True):
         model = Attention(mesh, sequence_parallel)
@@ -363,8 +356,3 @@ def run_sharing():
         with torch.no_grad():
             normed.mul_(2)
         assert model.q._qshard.parallel.enter(normed, "float8_blockwise", ()) is not first
-
-
-@on_worlds(2)
-def test_linears_of_one_input_share_its_gather(world):
-    world.run(run_sharing)

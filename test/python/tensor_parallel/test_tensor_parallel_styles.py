@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import DELAYED, RECIPES
 from test_tensor_parallel_gather import Sent
 from test_tensor_parallel_modules import TOLERANCE, Quantized
@@ -108,15 +108,15 @@ def run_training(shape, formats, plan, order="pq", dim=DIM, hidden=HIDDEN):
 
 
 @pytest.mark.parametrize("plan", [replicated, sequence_parallel])
-@on_worlds(2)
-def test_losses_and_gradients_without_fsdp(world, plan):
-    world.run(run_training, (1, 2), FORMATS, plan)
+@on_ranks(2)
+def test_losses_and_gradients_without_fsdp(plan):
+    run_training((1, 2), FORMATS, plan)
 
 
 @pytest.mark.parametrize("order", ["pqf", "pfq"])
-@on_worlds(4)
-def test_losses_and_gradients_under_fsdp(world, order):
-    world.run(run_training, (2, 2), FORMATS[:3:2], sequence_parallel, order)
+@on_ranks(4)
+def test_losses_and_gradients_under_fsdp(order):
+    run_training((2, 2), FORMATS[:3:2], sequence_parallel, order)
 
 
 @on_worlds(2)
@@ -163,7 +163,8 @@ def prepared(use_local_output):
     }
 
 
-def run_one_gather():
+@on_ranks(2)
+def test_three_linears_share_one_gather():
     """For three linears, in each of the ways to write it, with the same output and gradients; their
     wgrads go into the GEMM."""
     mesh = full_mesh(names=("tp",))
@@ -208,12 +209,8 @@ def run_one_gather():
         assert (mine - other).norm() < 1e-3 * other.norm()
 
 
-@on_worlds(2)
-def test_three_linears_share_one_gather(world):
-    world.run(run_one_gather)
-
-
-def run_compiled_sharing():
+@on_ranks(2)
+def test_three_linears_share_one_gather_when_compiled():
     """Linears of one input, in each of the ways to write it: gradients are those of eager mode."""
     mesh = full_mesh(names=("tp",))
     torch.manual_seed(0)
@@ -233,12 +230,8 @@ def run_compiled_sharing():
             assert (mine - other).norm() < 1e-3 * other.norm(), use_local_output
 
 
-@on_worlds(2)
-def test_three_linears_share_one_gather_when_compiled(world):
-    world.run(run_compiled_sharing)
-
-
-def run_stock_sharing():
+@on_ranks(2)
+def test_linears_of_torchs_styles_share_their_input():
     """torch's styles: linears called with one DTensor take one local tensor of it."""
     mesh = full_mesh(names=("tp",))
     model = Layer().to(device())
@@ -265,11 +258,6 @@ def run_stock_sharing():
         stock._linear = linear
 
 
-@on_worlds(2)
-def test_linears_of_torchs_styles_share_their_input(world):
-    world.run(run_stock_sharing)
-
-
 # ---------------------------------------------------------------------------------- others
 
 
@@ -279,7 +267,8 @@ def full_grad_of(model, x):
     return [full_grad(p).clone() for p in model.parameters()]
 
 
-def run_others():
+@on_ranks(2)
+def test_other_modules_and_layouts():
     mesh = full_mesh(names=("tp",))
     rank, ranks = mesh.get_local_rank(), mesh.size()
     x = batch(0, 0)
@@ -327,8 +316,3 @@ def run_others():
         model.up(odd)
     with refused(ValueError, "cuts dimension 1 of an output of shape .* into 2 equal parts"):
         model.down(torch.ones(2, 5, HIDDEN // 2, device=device()))
-
-
-@on_worlds(2)
-def test_other_modules_and_layouts(world):
-    world.run(run_others)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import FORMATS, RECIPES
 from tp_models import (
     Definition,
@@ -119,16 +119,16 @@ def run_training(shape, names, formats, plan, order="pqf", dim=DIM, hidden=HIDDE
 @pytest.mark.parametrize(
     "plan", [replicated, sequence_parallel, prepared_input, prepared_output]
 )
-@on_worlds(2)
-def test_losses_and_gradients_without_fsdp(world, plan):
-    world.run(run_training, (1, 2), ("dp", "tp"), TRAINED, plan, "pq")
+@on_ranks(2)
+def test_losses_and_gradients_without_fsdp(plan):
+    run_training((1, 2), ("dp", "tp"), TRAINED, plan, "pq")
 
 
 @pytest.mark.parametrize("order", ["pqf", "pfq"])
 @pytest.mark.parametrize("plan", [replicated, sequence_parallel])
-@on_worlds(4)
-def test_losses_and_gradients_under_fsdp(world, plan, order):
-    world.run(run_training, (2, 2), ("dp", "tp"), TRAINED, plan, order)
+@on_ranks(4)
+def test_losses_and_gradients_under_fsdp(plan, order):
+    run_training((2, 2), ("dp", "tp"), TRAINED, plan, order)
 
 
 @on_worlds(2)
@@ -148,9 +148,10 @@ def test_hsdp(world):
 # ---------------------------------------------------------------------------- orders of set-up
 
 
-def run_orders(formats):
+@on_ranks(4)
+def test_orders_give_the_same_bits():
     mesh = full_mesh(2, 2, names=("dp", "tp"))
-    for format in formats:
+    for format in FORMATS:
         seen = []
         dim, hidden = fitted(format, (96, 160), 2)
         for order in ("pqf", "pfq", "meta-pqf", "meta-pfq"):
@@ -165,11 +166,6 @@ def run_orders(formats):
             seen.append((order, bits))
         for order, bits in seen[1:]:
             assert all(map(torch.equal, bits, seen[0][1])), (format, order)
-
-
-@on_worlds(4)
-def test_orders_give_the_same_bits(world):
-    world.run(run_orders, FORMATS)
 
 
 class Scaled(nn.Linear):
@@ -189,7 +185,8 @@ def refused(call, message):
     dist.barrier()
 
 
-def run_refusals():
+@on_ranks(2)
+def test_what_is_refused_is_refused_on_every_rank():
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     tp_mesh, recipe = mesh["tp"], qshard.Float8BlockScaling()
     for device_type in (None, "meta"):
@@ -247,15 +244,12 @@ def run_refusals():
     dist.barrier()
 
 
-@on_worlds(2)
-def test_what_is_refused_is_refused_on_every_rank(world):
-    world.run(run_refusals)
-
-
 # -------------------------------------------------------------------------------------- steps
 
 
-def run_step_before_the_first_gather(format):
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "nvfp4"])
+@on_ranks(4)
+def test_a_step_before_the_first_gather(format):
     """The groups are known from the DTensor: torch's is_shard() is False of what FSDP2 cut."""
     mesh = full_mesh(2, 2, names=("dp", "tp"))
     model = build(format, mesh, 96, 160)
@@ -269,13 +263,8 @@ def run_step_before_the_first_gather(format):
     assert definition.mismatches(model) == 0
 
 
-@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "nvfp4"])
-@on_worlds(4)
-def test_a_step_before_the_first_gather(world, format):
-    world.run(run_step_before_the_first_gather, format)
-
-
-def run_stochastic_rounding():
+@on_ranks(2, 4)
+def test_stochastic_rounding_draws_by_the_full_tensors_elements():
     """Element by element, what one device draws."""
     world = dist.get_world_size()
     mesh = full_mesh(world // 2, 2, names=("dp", "tp"))
@@ -314,11 +303,6 @@ def run_stochastic_rounding():
             assert torch.equal(codes, part), (dim, hidden, name, int((codes != part).sum()))
 
 
-@on_worlds(2, 4)
-def test_stochastic_rounding_draws_by_the_full_tensors_elements(world):
-    world.run(run_stochastic_rounding)
-
-
 # --------------------------------------------------------------------------------------- wire
 
 
@@ -340,7 +324,8 @@ class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_wire():
+@on_ranks(4)
+def test_what_is_sent():
     mesh = full_mesh(2, 2, names=("dp", "tp"))
     model = build("float8_blockwise", mesh, DIM, HIDDEN, plan=sequence_parallel)
     tp_mesh = mesh["tp"]
@@ -367,12 +352,8 @@ def run_wire():
     assert others == [x.numel()], seen.gathered
 
 
-@on_worlds(4)
-def test_what_is_sent(world):
-    world.run(run_wire)
-
-
-def run_report():
+@on_ranks(4)
+def test_report_lists_cuts_inside_blocks():
     """Cuts inside of scale blocks, under FSDP2, which cuts where it likes."""
     mesh, found = full_mesh(2, 2, names=("dp", "tp")), {}
     for format in ("float8_blockwise", "float8_tensorwise", "mxfp8", "nvfp4"):
@@ -380,16 +361,10 @@ def run_report():
         found[format] = {row.name: row.cut_blocks for row in report if row.cut_blocks}
         lines = [line for line in str(report).splitlines() if "cut by tensor parallelism" in line]
         assert len(lines) == bool(found[format])
-    return found
-
-
-@on_worlds(4)
-def test_report_lists_cuts_inside_blocks(world):
-    for found in world.run(run_report):
-        parts = "in parts of 160, blocks of 128"
-        names = {"up.weight": f"rows {parts}", "down.weight": f"columns {parts}"}
-        assert found.pop("float8_blockwise") == names
-        assert not any(found.values())
+    parts = "in parts of 160, blocks of 128"
+    names = {"up.weight": f"rows {parts}", "down.weight": f"columns {parts}"}
+    assert found.pop("float8_blockwise") == names
+    assert not any(found.values())
 
 
 # ------------------------------------------------------------------------------------- others
@@ -406,7 +381,8 @@ class Tied(nn.Module):
         return self.head(self.norm(self.emb(tokens)))
 
 
-def run_loss_parallel():
+@on_ranks(2)
+def test_loss_parallel():
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     tokens = torch.randint(0, 384, (2, 8), generator=torch.Generator().manual_seed(1)).to(device())
     losses = []
@@ -438,8 +414,3 @@ def run_loss_parallel():
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0)
-
-
-@on_worlds(2)
-def test_loss_parallel(world):
-    world.run(run_loss_parallel)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, on_worlds
+from dist_helpers import device, full_mesh, on_ranks
 from dist_models import RECIPES
 from test_tensor_parallel_modules import TOLERANCE, ops
 from torch import nn
@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import qshard
 
 
-def run_values():
+@on_ranks(2)
+def test_parameters_are_parts_of_the_whole():
     """Parts of what the module would have whole; a bias once; unquantized modules too."""
     mesh = full_mesh(names=("tp",))
     rank, ranks = mesh.get_local_rank(), mesh.size()
@@ -79,11 +80,6 @@ def run_values():
     assert qshard.is_quantized(made.weight) and made(x).shape == (6, 96 // ranks)
 
 
-@on_worlds(2)
-def test_parameters_are_parts_of_the_whole(world):
-    world.run(run_values)
-
-
 @contextlib.contextmanager
 def refused(error, message):
     """The one error that every rank gets, before any of them waits for another."""
@@ -92,7 +88,8 @@ def refused(error, message):
     dist.barrier()
 
 
-def run_refusals():
+@on_ranks(2)
+def test_what_is_refused_is_refused_on_every_rank():
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     tp, group = mesh["tp"], mesh["tp"].get_group()
 
@@ -136,8 +133,3 @@ def run_refusals():
     fully_shard(nn.Sequential(other), mesh=mesh["dp"])
     with refused(NotImplementedError, "in forward of the module that it was applied to"):
         other(torch.randn(4, 16, device=device()))
-
-
-@on_worlds(2)
-def test_what_is_refused_is_refused_on_every_rank(world):
-    world.run(run_refusals)

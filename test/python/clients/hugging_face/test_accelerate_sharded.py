@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from client_models import RECIPES, assert_near, batch, compiling, llama
 from client_worlds import accelerator
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import on_ranks, on_worlds, shared_folder
 from dist_models import different, local_values
 from safetensors.torch import load_file
 
@@ -38,7 +38,14 @@ def train(made, model, optimizer, steps):
     return losses
 
 
-def run(recipe, keep_master):
+masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
+recipes = pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
+
+
+@masters
+@recipes
+@on_ranks(2, devices=("cpu",))
+def test_prepare_save_state_and_load_state(recipe, keep_master):
     values = []
     # accelerate's prepare maps parameters by address, which weights without a master have not.
     orders = ("quantize prepare", "prepare quantize")[0 if keep_master else 1 :]
@@ -57,18 +64,10 @@ def run(recipe, keep_master):
     assert not different(values[0][1], values[-1][1])
 
 
-masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
-recipes = pytest.mark.parametrize("recipe", ["float8_blockwise", "float8_delayed"])
-
-
-@masters
+@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @recipes
-@on_worlds(2, devices=("cpu",))
-def test_prepare_save_state_and_load_state(world, recipe, keep_master):
-    world.run(run, recipe, keep_master)
-
-
-def run_efficient(recipe, state_dict_type):
+@on_ranks(2, devices=("cpu",))
+def test_cpu_ram_efficient_loading(recipe, state_dict_type):
     """Rank 0 alone has the weights that are trained, as from_pretrained leaves them."""
     results = []
     for efficient, order in [
@@ -90,14 +89,16 @@ def run_efficient(recipe, state_dict_type):
         assert losses == results[0][0] and not different(values, results[0][1])
 
 
-@pytest.mark.parametrize("state_dict_type", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-@recipes
-@on_worlds(2, devices=("cpu",))
-def test_cpu_ram_efficient_loading(world, recipe, state_dict_type):
-    world.run(run_efficient, recipe, state_dict_type)
-
-
-def run_mixed(recipe, dtype):
+@pytest.mark.parametrize(
+    "recipe, dtype",
+    [
+        ("float8_blockwise", torch.float32),
+        ("float8_delayed", torch.float32),
+        ("float8_blockwise", torch.bfloat16),
+    ],
+)
+@on_ranks(2, devices=("cpu",))
+def test_mixed_precision(recipe, dtype):
     """accelerate gives parameters that are trained fp32, by param.data = param.data.to(float32)."""
     results = []
     for order in ("quantize prepare", "prepare quantize"):
@@ -113,20 +114,10 @@ def run_mixed(recipe, dtype):
     assert results[0][0] == results[-1][0] and not different(results[0][1], results[-1][1])
 
 
-@pytest.mark.parametrize(
-    "recipe, dtype",
-    [
-        ("float8_blockwise", torch.float32),
-        ("float8_delayed", torch.float32),
-        ("float8_blockwise", torch.bfloat16),
-    ],
-)
-@on_worlds(2, devices=("cpu",))
-def test_mixed_precision(world, recipe, dtype):
-    world.run(run_mixed, recipe, dtype)
-
-
-def refuse_efficient():
+@on_ranks(2, devices=("cpu",))
+def test_limits_of_prepare():
+    """accelerate broadcasts persistent buffers as if they were parameters, whosever they are; and asks
+    for addresses."""
     with accelerator(cpu_ram_efficient_loading=True) as made:
         with pytest.raises(AttributeError, match="device_mesh"):
             prepared(made, "float8_delayed", "quantize prepare")
@@ -135,14 +126,10 @@ def refuse_efficient():
             prepared(made, "float8_blockwise", "quantize prepare", keep_master=False)
 
 
-@on_worlds(2, devices=("cpu",))
-def test_limits_of_prepare(world):
-    """accelerate broadcasts persistent buffers as if they were parameters, whosever they are; and asks
-    for addresses."""
-    world.run(refuse_efficient)
-
-
-def save(recipe, mode):
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+@recipes
+@on_ranks(2, devices=("cpu",))
+def test_get_state_dict_and_save_model(recipe, mode):
     with accelerator(mode) as made, shared_folder() as folder:
         model, optimizer = prepared(made, recipe, "quantize prepare")
         train(made, model, optimizer, range(2))
@@ -162,13 +149,6 @@ def save(recipe, mode):
             name = name.removeprefix("module.")
             assert torch.equal(read[name], value), name
             assert dist.get_rank() or torch.equal(plain.get_parameter(name), value), name
-
-
-@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
-@recipes
-@on_worlds(2, devices=("cpu",))
-def test_get_state_dict_and_save_model(world, recipe, mode):
-    world.run(save, recipe, mode)
 
 
 def run_ddp(recipe):
@@ -193,7 +173,9 @@ def test_ddp(world, recipe):
     assert not different(first, second)
 
 
-def run_compiled(mode):
+@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
+@on_ranks(2, devices=("cpu",))
+def test_compiled_models_train_as_eager_ones(mode):
     losses = []
     for context in (contextlib.nullcontext(), compiling()):
         with accelerator(mode) as made, context:
@@ -204,18 +186,8 @@ def run_compiled(mode):
     assert_near(*losses)
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
-@on_worlds(2, devices=("cpu",))
-def test_compiled_models_train_as_eager_ones(world, mode):
-    world.run(run_compiled, mode)
-
-
-def refuse_ddp():
+@on_ranks(2, devices=("cpu",))
+def test_quantize_after_ddp_is_a_named_error():
     with accelerator("ddp") as made:
         with pytest.raises(RuntimeError, match="call quantize_ before DistributedDataParallel"):
             prepared(made, "float8_blockwise", "prepare quantize")
-
-
-@on_worlds(2, devices=("cpu",))
-def test_quantize_after_ddp_is_a_named_error(world):
-    world.run(refuse_ddp)

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from dist_helpers import on_worlds
+from dist_helpers import on_ranks
 from helpers import assert_same, is_quantized, ops
 
 import qshard
@@ -126,7 +126,10 @@ def test_experts_multiply_codes(name, format, keep_master, implementation):
         assert_same(model.generate(ids, **settings), twin.generate(ids, **settings))
 
 
-def run_sharded(name, implementation):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2, devices=("cpu",))
+def test_experts_under_fsdp2(name, implementation):
     from torch.distributed.fsdp import fully_shard
 
     model, sharded = (
@@ -145,10 +148,3 @@ def run_sharded(name, implementation):
                 output.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", MODELS)
-@on_worlds(2, devices=("cpu",))
-def test_experts_under_fsdp2(world, name, implementation):
-    world.run(run_sharded, name, implementation)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from client_models import RECIPES, batch, llama
-from dist_helpers import on_worlds
+from dist_helpers import on_ranks
 from dist_models import gathers
 from helpers import ceil_div, row_bytes
 from peft import LoraConfig, get_peft_model
@@ -58,7 +58,19 @@ def bytes_sent(model):
     return result
 
 
-def run(recipe, keep_master, use_dora, bytes_per_element):
+# DoRA takes norms of the base's values: of masters in one process, of gathered codes under FSDP2.
+@pytest.mark.parametrize(
+    "keep_master, use_dora",
+    [(True, False), (False, False), (False, True)],
+    ids=["lora-master", "lora", "dora"],
+)
+@pytest.mark.parametrize(
+    "recipe, bytes_per_element",
+    # NVFP4's rows of 32: 16 bytes of codes, 2 of scales, and 14 to a multiple of 16.
+    [("float8_blockwise", 1), ("float8_delayed", 1), ("nvfp4", 1 / 2 + 1 / 16 + 14 / 32)],
+)
+@on_ranks(2, devices=("cpu",))
+def test_adapters_over_a_sharded_frozen_base(recipe, bytes_per_element, keep_master, use_dora):
     single = build(recipe, keep_master, use_dora)
     model = shard(build(recipe, keep_master, use_dora))
     expected = bytes_sent(model)
@@ -77,21 +89,3 @@ def run(recipe, keep_master, use_dora, bytes_per_element):
         assert torch.equal(value, alone[name]), name
         is_adapter = "lora_" in name
         assert is_adapter or torch.equal(value, before[name]), name
-
-
-# DoRA takes norms of the base's values: of masters in one process, of gathered codes under FSDP2.
-@pytest.mark.parametrize(
-    "keep_master, use_dora",
-    [(True, False), (False, False), (False, True)],
-    ids=["lora-master", "lora", "dora"],
-)
-@pytest.mark.parametrize(
-    "recipe, bytes_per_element",
-    # NVFP4's rows of 32: 16 bytes of codes, 2 of scales, and 14 to a multiple of 16.
-    [("float8_blockwise", 1), ("float8_delayed", 1), ("nvfp4", 1 / 2 + 1 / 16 + 14 / 32)],
-)
-@on_worlds(2, devices=("cpu",))
-def test_adapters_over_a_sharded_frozen_base(
-    world, recipe, bytes_per_element, keep_master, use_dora
-):
-    world.run(run, recipe, keep_master, use_dora, bytes_per_element)

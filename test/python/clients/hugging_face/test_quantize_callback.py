@@ -7,7 +7,7 @@ import pytest
 import torch
 from client_models import RECIPES, Text, assert_near, compiling, different, llama
 from client_worlds import trainers
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import on_ranks, shared_folder
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -106,7 +106,19 @@ def test_other_orders_and_arguments(tmp_path):
         prepare_model_for_kbit_training(base)
 
 
-def run_sharded(mode, recipe, dtype, keep_master, tied):
+@pytest.mark.parametrize(
+    "mode, recipe, dtype, keep_master, tied",
+    [
+        ("ddp", "float8_delayed", None, True, True),
+        ("ddp", "nvfp4", torch.bfloat16, True, False),
+        ("fsdp2", "float8_delayed", None, True, False),
+        ("fsdp2", "float8_blockwise", torch.bfloat16, True, False),
+        ("fsdp2", "nvfp4", None, False, True),
+        ("fsdp2", "mxfp8", torch.bfloat16, False, False),
+    ],
+)
+@on_ranks(2, devices=("cpu",))
+def test_sharded(mode, recipe, dtype, keep_master, tied):
     options = dict(FSDP2 if mode == "fsdp2" else DDP, bf16=dtype is not None)
     if not keep_master:
         options["save_strategy"] = "no"
@@ -128,23 +140,8 @@ def run_sharded(mode, recipe, dtype, keep_master, tied):
         assert losses(again)[-2:] == losses(run)[2:]
 
 
-@pytest.mark.parametrize(
-    "mode, recipe, dtype, keep_master, tied",
-    [
-        ("ddp", "float8_delayed", None, True, True),
-        ("ddp", "nvfp4", torch.bfloat16, True, False),
-        ("fsdp2", "float8_delayed", None, True, False),
-        ("fsdp2", "float8_blockwise", torch.bfloat16, True, False),
-        ("fsdp2", "nvfp4", None, False, True),
-        ("fsdp2", "mxfp8", torch.bfloat16, False, False),
-    ],
-)
-@on_worlds(2, devices=("cpu",))
-def test_sharded(world, mode, recipe, dtype, keep_master, tied):
-    world.run(run_sharded, mode, recipe, dtype, keep_master, tied)
-
-
-def run_other_orders():
+@on_ranks(2, devices=("cpu",))
+def test_other_orders_of_two_ranks():
     recipe = RECIPES["float8_blockwise"]
     with trainers(), shared_folder() as folder:
         early = qshard.quantize_(llama().to(torch.bfloat16), recipe)
@@ -161,11 +158,6 @@ def run_other_orders():
         run.add_callback(QuantizeCallback(recipe))
         with pytest.raises(RuntimeError, match="give the callback to the Trainer when it is made"):
             run.train()
-
-
-@on_worlds(2, devices=("cpu",))
-def test_other_orders_of_two_ranks(world):
-    world.run(run_other_orders)
 
 
 def test_compiled_by_inductor(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from client_models import RECIPES, Text, assert_near, compiling, llama
 from client_worlds import trainers
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import on_ranks, shared_folder
 from dist_models import different, local_values
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -51,7 +51,22 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def run(recipe, mode, tied, persistent_state):
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2-sharded"])
+@on_ranks(2, devices=("cpu",))
+def test_compiled_models_train_as_eager_ones(mode):
+    with trainers(), shared_folder() as folder:
+        runs = []
+        for options in ({}, dict(torch_compile_backend="inductor")):
+            options = dict(max_steps=1, **options)
+            runs.append(trainer(folder, "float8_blockwise", mode, False, arguments=options))
+            with compiling() if runs[1:] else contextlib.nullcontext():
+                runs[-1].train()
+        assert_near(*map(losses, runs), rtol=1e-3)
+
+
+@pytest.mark.parametrize("mode, recipe, tied, persistent_state", CASES)
+@on_ranks(2, devices=("cpu",))
+def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(mode, recipe, tied, persistent_state):
     options = dict(persistent_state=persistent_state)
     with trainers(), shared_folder() as folder:
         first = trainer(folder, recipe, mode, tied, **options)
@@ -72,28 +87,3 @@ def run(recipe, mode, tied, persistent_state):
             for name, value in plain.named_parameters():
                 want = full[name].full_tensor() if "fsdp" in mode else full[name] * 1
                 assert (value == want).all(), name
-
-
-def run_compiled(mode):
-    with trainers(), shared_folder() as folder:
-        runs = []
-        for options in ({}, dict(torch_compile_backend="inductor")):
-            options = dict(max_steps=1, **options)
-            runs.append(trainer(folder, "float8_blockwise", mode, False, arguments=options))
-            with compiling() if runs[1:] else contextlib.nullcontext():
-                runs[-1].train()
-        assert_near(*map(losses, runs), rtol=1e-3)
-
-
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2-sharded"])
-@on_worlds(2, devices=("cpu",))
-def test_compiled_models_train_as_eager_ones(world, mode):
-    world.run(run_compiled, mode)
-
-
-@pytest.mark.parametrize("mode, recipe, tied, persistent_state", CASES)
-@on_worlds(2, devices=("cpu",))
-def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(
-    world, mode, recipe, tied, persistent_state
-):
-    world.run(run, recipe, mode, tied, persistent_state)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import on_ranks, shared_folder
 from dist_models import different, local_values
 from nn_helpers import assert_bits
 from safetensors.torch import load_file
@@ -160,10 +160,10 @@ WITHOUT_MASTERS = "--quantize.qshard.no-keep-master", "--quantize.qshard.stochas
     [(recipe, ()) for recipe in RECIPES]
     + [("mxfp8", WITHOUT_MASTERS), ("nvfp4", (*WITHOUT_MASTERS, "--quantize.qshard.checkpoint-scales"))],
 )
-@on_worlds(2, devices=("cpu",))
-def test_llama3_resumes_bit_for_bit(world, recipe, arguments):
-    for losses, said in world.run(resume, "llama3", recipe, "disabled", arguments):
-        assert len(losses) == 4 and not said
+@on_ranks(2, devices=("cpu",))
+def test_llama3_resumes_bit_for_bit(recipe, arguments):
+    losses, said = resume("llama3", recipe, "disabled", arguments)
+    assert len(losses) == 4 and not said
 
 
 @pytest.mark.parametrize(
@@ -171,19 +171,20 @@ def test_llama3_resumes_bit_for_bit(world, recipe, arguments):
     [("float8_delayed", ()), ("nvfp4", (*WITHOUT_MASTERS, "--quantize.qshard.checkpoint-scales"))],
 )
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
-@on_worlds(2, devices=("cpu",))
-def test_async_checkpoints(world, mode, recipe, arguments):
-    world.run(resume, "llama3", recipe, mode, arguments)
+@on_ranks(2, devices=("cpu",))
+def test_async_checkpoints(mode, recipe, arguments):
+    resume("llama3", recipe, mode, arguments)
 
 
 @pytest.mark.parametrize("recipe", ["float8_delayed", "float8_blockwise"])
-@on_worlds(2, devices=("cpu",))
-def test_experts_stay_plain_and_the_rest_resumes_bit_for_bit(world, recipe):
-    for _, (said,) in world.run(resume, "deepseek_v3", recipe, "disabled", ()):
-        assert "layers.1.moe.experts.w1, layers.1.moe.experts.w2" in said, said
+@on_ranks(2, devices=("cpu",))
+def test_experts_stay_plain_and_the_rest_resumes_bit_for_bit(recipe):
+    _, (said,) = resume("deepseek_v3", recipe, "disabled", ())
+    assert "layers.1.moe.experts.w1, layers.1.moe.experts.w2" in said, said
 
 
-def compile_blocks():
+@on_ranks(2, devices=("cpu",))
+def test_compiled_blocks_train_as_eager_ones():
     with shared_folder() as folder:
         losses = Job(folder).train(range(2))
         counters = torch._dynamo.utils.counters
@@ -195,12 +196,9 @@ def compile_blocks():
         torch.testing.assert_close(torch.tensor(got), torch.tensor(losses), rtol=1e-4, atol=0)
 
 
-@on_worlds(2, devices=("cpu",))
-def test_compiled_blocks_train_as_eager_ones(world):
-    world.run(compile_blocks)
-
-
-def to_hugging_face(recipe):
+@pytest.mark.parametrize("recipe", ["float8_delayed", "nvfp4"])
+@on_ranks(2, devices=("cpu",))
+def test_hugging_face_output_and_input_have_no_histories(recipe):
     with shared_folder() as folder:
         recipe = f"--quantize.qshard.recipe={recipe}"
         output = ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
@@ -218,13 +216,9 @@ def to_hugging_face(recipe):
         assert not different(local_values(first.model), local_values(second.model))
 
 
-@pytest.mark.parametrize("recipe", ["float8_delayed", "nvfp4"])
-@on_worlds(2, devices=("cpu",))
-def test_hugging_face_output_and_input_have_no_histories(world, recipe):
-    world.run(to_hugging_face, recipe)
-
-
-def one_flush_a_step():
+@on_ranks(2, devices=("cpu",))
+def test_a_step_of_the_optimizers_container_is_one_step():
+    """The container, an Optimizer itself, steps the optimizers that it holds."""
     with shared_folder() as folder:
         results = []
         for step_all in (True, False):
@@ -236,13 +230,8 @@ def one_flush_a_step():
         assert all(torch.equal(tensor, other_state[name]) for name, tensor in state.items())
 
 
-@on_worlds(2, devices=("cpu",))
-def test_a_step_of_the_optimizers_container_is_one_step(world):
-    """The container, an Optimizer itself, steps the optimizers that it holds."""
-    world.run(one_flush_a_step)
-
-
-def refuse():
+@on_ranks(2, devices=("cpu",))
+def test_named_errors():
     on_cpu()
     with shared_folder() as folder:
         parallel = ("--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2")
@@ -250,11 +239,6 @@ def refuse():
             Job(folder, *parallel)
         with pytest.raises(SystemExit):  # of torchtitan's own parser
             Job(folder, "--quantize.qshard.recipe=int8")
-
-
-@on_worlds(2, devices=("cpu",))
-def test_named_errors(world):
-    world.run(refuse)
 
 
 FEED_FORWARDS = [(file, name) for file, parts in PACKAGES["torchtitan"].files().items() for name in parts]

@@ -3,7 +3,7 @@ checkpoints, on two ranks, with quantized weights and beside plain twins."""
 
 import pytest
 import torch
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import on_ranks, on_worlds, shared_folder
 from dist_models import different, local_values
 from titan_jobs import (
     TABLE,
@@ -75,9 +75,9 @@ WITHOUT_MASTERS = {"recipe": "nvfp4", "keep_master": False, "stochastic_rounding
         ({**WITHOUT_MASTERS, "checkpoint_scales": True}, {"checkpoint": PINNED}),
     ],
 )
-@on_worlds(2, devices=("cpu",))
-def test_llama3_resumes_bit_for_bit(world, quantization, sections):
-    world.run(resumes, "llama3", quantization, sections)
+@on_ranks(2, devices=("cpu",))
+def test_llama3_resumes_bit_for_bit(quantization, sections):
+    resumes("llama3", quantization, sections)
 
 
 @pytest.mark.parametrize(
@@ -88,34 +88,19 @@ def test_llama3_resumes_bit_for_bit(world, quantization, sections):
         (WITHOUT_MASTERS, {}),
     ],
 )
-@on_worlds(2, devices=("cpu",))
-def test_llama3_exports_plain_values_to_hugging_face(world, quantization, sections):
-    for names in world.run(exports, "llama3", quantization, sections):
-        assert "model.layers.0.self_attn.q_proj.weight" in names
-        assert not {name for name in names if "amax" in name or "rounding" in name}
+@on_ranks(2, devices=("cpu",))
+def test_llama3_exports_plain_values_to_hugging_face(quantization, sections):
+    names = exports("llama3", quantization, sections)
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert not {name for name in names if "amax" in name or "rounding" in name}
 
 
 # Inductor rounds to bf16 where eager does not, and the reverse. Under tensor parallelism a plain twin's loss
 # moves by 4e-5 for that; quantized, values near the border of two codes also become the other code.
 @pytest.mark.parametrize("parallelism, of_loss", [({}, 1e-4), (TENSOR, 4e-4)])
-@on_worlds(2, devices=("cpu",))
-def test_compiled_blocks_train_as_eager_ones(world, parallelism, of_loss):
-    world.run(trains_compiled, "llama3", {"parallelism": parallelism}, of_loss)
-
-
-def checkpointed(policy):
-    """(losses, products that ran) with a policy and without."""
-    with on_cpu():
-        import torchtitan.distributed.activation_checkpoint as stock
-
-    results = []
-    for policy_config in (None, getattr(stock, policy).Config()):
-        with shared_folder() as folder, Products() as products:
-            config = configured("llama3", quantization={}, activation_checkpoint=policy_config)
-            job = Job(config, folder, dims=results[0][2] if results else None)
-            results.append((job.train(range(2)), products.count, job.dims))
-            assert job.plain_names() == TABLE
-    return [result[:2] for result in results]
+@on_ranks(2, devices=("cpu",))
+def test_compiled_blocks_train_as_eager_ones(parallelism, of_loss):
+    trains_compiled("llama3", {"parallelism": parallelism}, of_loss)
 
 
 class Products(TorchDispatchMode):
@@ -131,13 +116,24 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("policy", ["SelectiveAC", "FullAC"])
-@on_worlds(2, devices=("cpu",))
-def test_selective_checkpointing_computes_no_quantized_linear_again(world, policy):
-    for (losses, once), (again_losses, count) in world.run(checkpointed, policy):
-        assert losses == again_losses
-        # Each of two steps has 8 chunks of the head, outside of what is checkpointed.
-        blocks = once - 2 * 8
-        assert blocks > 0 and count == once + (0 if policy == "SelectiveAC" else blocks)
+@on_ranks(2, devices=("cpu",))
+def test_selective_checkpointing_computes_no_quantized_linear_again(policy):
+    """(losses, products that ran) with a policy and without."""
+    with on_cpu():
+        import torchtitan.distributed.activation_checkpoint as stock
+
+    results = []
+    for policy_config in (None, getattr(stock, policy).Config()):
+        with shared_folder() as folder, Products() as products:
+            config = configured("llama3", quantization={}, activation_checkpoint=policy_config)
+            job = Job(config, folder, dims=results[0][2] if results else None)
+            results.append((job.train(range(2)), products.count, job.dims))
+            assert job.plain_names() == TABLE
+    (losses, once), (again_losses, count) = [result[:2] for result in results]
+    assert losses == again_losses
+    # Each of two steps has 8 chunks of the head, outside of what is checkpointed.
+    blocks = once - 2 * 8
+    assert blocks > 0 and count == once + (0 if policy == "SelectiveAC" else blocks)
 
 
 def refused(sections, match):
@@ -152,7 +148,8 @@ def test_named_errors(world):
     world.run(refused, {"parallelism": {"spmd_backend": "full_dtensor"}}, "full_dtensor")
 
 
-def forgotten():
+@on_ranks(2, devices=("cpu",))
+def test_a_converter_without_its_parallelize_fn_is_named():
     with shared_folder() as folder:
         config = configured("llama3", quantization={})
         config.model_spec.parallelize_fn = config.model_spec.parallelize_fn.__wrapped__
@@ -161,12 +158,8 @@ def forgotten():
             job.train(range(1))
 
 
-@on_worlds(2, devices=("cpu",))
-def test_a_converter_without_its_parallelize_fn_is_named(world):
-    world.run(forgotten)
-
-
-def says_what_is_left():
+@on_ranks(2, devices=("cpu",))
+def test_warnings_name_what_stays_plain():
     config = configured("llama3", quantization={"filter_fqns": []})
     model = config.model_spec.model
     model.enable_weight_tying = True
@@ -178,18 +171,14 @@ def says_what_is_left():
     with shared_folder() as folder, pytest.warns(UserWarning) as said:
         job = Job(config, folder)
     said = [str(warning.message) for warning in said if "qshard_parallelize" in str(warning.message)]
-    return job.plain_names(), said
+    names, (tied, left) = job.plain_names(), said
+    assert names == TABLE | {"layers.0.feed_forward.w1.weight"}
+    assert "lm_head was left plain: it shares its weight with the embedding tok_embeddings" in tied
+    assert "layers.0.feed_forward.w1 were left plain: something replaced their configs" in left
 
 
-@on_worlds(2, devices=("cpu",))
-def test_warnings_name_what_stays_plain(world):
-    for names, (tied, left) in world.run(says_what_is_left):
-        assert names == TABLE | {"layers.0.feed_forward.w1.weight"}
-        assert "lm_head was left plain: it shares its weight with the embedding tok_embeddings" in tied
-        assert "layers.0.feed_forward.w1 were left plain: something replaced their configs" in left
-
-
-def trains_adapters():
+@on_ranks(2, devices=("cpu",))
+def test_adapters_of_torchtitan_train_beside_a_quantized_base():
     """The base trains, too, plain or not: torchtitan 0.3.0 registers its parts without requires_grad=False."""
     with on_cpu():
         from torchtitan.components.lora import LoRAConverter
@@ -202,12 +191,7 @@ def trains_adapters():
         before = local_values(job.model)
         job.train(range(2))
         changed = different(before, local_values(job.model))
-    return job.plain_names(), changed
-
-
-@on_worlds(2, devices=("cpu",))
-def test_adapters_of_torchtitan_train_beside_a_quantized_base(world):
-    for names, changed in world.run(trains_adapters):
-        adapters = {name for name in names if "lora_" in name}
-        assert adapters and names == TABLE | adapters
-        assert {name for name in changed if "lora_b" in name}
+    names, changed = job.plain_names(), changed
+    adapters = {name for name in names if "lora_" in name}
+    assert adapters and names == TABLE | adapters
+    assert {name for name in changed if "lora_b" in name}

@@ -1,7 +1,7 @@
 """Mixtures of experts of torchtitan 0.3 on two ranks, with stacks of experts in codes, beside plain twins."""
 
 import pytest
-from dist_helpers import on_worlds, shared_folder
+from dist_helpers import on_ranks, on_worlds, shared_folder
 from titan_jobs import (
     Job,
     assert_close,
@@ -58,23 +58,19 @@ def test_experts_resume_bit_for_bit(world, recipe, parallelism, mode):
         ("qwen3", "float8_blockwise", EXPERT),
     ],
 )
-@on_worlds(2, devices=("cpu",))
-def test_experts_export_plain_values_to_hugging_face(world, model, recipe, parallelism):
-    for names in world.run(exports, model, {"recipe": recipe}, {"parallelism": parallelism}):
-        assert {name for name in names if "mlp.experts.0." in name}
+@on_ranks(2, devices=("cpu",))
+def test_experts_export_plain_values_to_hugging_face(model, recipe, parallelism):
+    names = exports(model, {"recipe": recipe}, {"parallelism": parallelism})
+    assert {name for name in names if "mlp.experts.0." in name}
 
 
 @pytest.mark.parametrize("parallelism", [{}, EXPERT])
-@on_worlds(2, devices=("cpu",))
-def test_compiled_experts_train_as_eager_ones(world, parallelism):
-    world.run(trains_compiled, "deepseek_v3", {"parallelism": parallelism})
+@on_ranks(2, devices=("cpu",))
+def test_compiled_experts_train_as_eager_ones(parallelism):
+    trains_compiled("deepseek_v3", {"parallelism": parallelism})
 
 
-def refused():
+@on_ranks(2, devices=("cpu",))
+def test_tensor_parallelism_that_cuts_experts_is_a_named_error():
     with shared_folder() as folder, pytest.raises(NotImplementedError, match="into whole matrices, by Shard"):
         Job(configured("deepseek_v3", quantization={}, parallelism=TENSOR), folder)
-
-
-@on_worlds(2, devices=("cpu",))
-def test_tensor_parallelism_that_cuts_experts_is_a_named_error(world):
-    world.run(refused)
