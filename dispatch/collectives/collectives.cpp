@@ -197,7 +197,7 @@ class StandIns {
     WriteScope scope;
     at::Tensor plain;   // what the collective writes
     at::Tensor target;  // the same elements of the plane
-    /// Once: who waits after a flush has waited finds the value as the flush left it.
+    /// Arrival happens once: a wait after a flush that has waited finds the value of that flush.
     std::shared_ptr<std::atomic<bool>> has_arrived = std::make_shared<std::atomic<bool>>(false);
 
     bool arrives_now() const { return !has_arrived->exchange(true); }

@@ -116,8 +116,8 @@ class CachedOperand final : public OperandProducer {
 };
 
 /// What was quantized before: by an operator of its own, by an earlier pass, by another rank.
-/// Codes that a GEMM reads and that are not among them are made of the values. Who quantized with
-/// delayed scaling collected the amax.
+/// Codes that a GEMM reads and that are not among them are made of the values. The
+/// operator that quantized with delayed scaling collected the amax.
 class QuantizedOperand final : public OperandProducer {
  public:
   /// `values` are what the codes were made of.

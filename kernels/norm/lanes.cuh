@@ -120,7 +120,7 @@ class Lanes {
       return;
     }
     const float of_warp = over_lanes<32>(x, [](float a, float b) { return a + b; });
-    // Two in turn: who writes to one has seen all threads leave it.
+    // Double-buffered: a buffer is reused only after the barrier that all its readers have passed.
     of_row_ ^= kBytes;
     of_warp_ ^= kBytes;
     if (threadIdx.x % kGroup == 0) store_shared(of_warp_, of_warp);

@@ -2,7 +2,7 @@
 // has 24 bits of which it shares 16 with its neighbours, of a generator of 7 rounds.
 //
 // Values 16 k to 16 k + 15 share the output of Philox 4x32-7 for the counter k, with the key and
-// the count of kernels/numerics/random_words.h. (Of Philox 4x32, 7 rounds pass BigCrush: Salmon et
+// the count of kernels/numerics/random_words.h. (7 rounds of Philox 4x32 pass BigCrush: Salmon et
 // al., "Parallel random numbers: as easy as 1, 2, 3", 2011.) Four values share a word: the noise of
 // value j of these is the word's byte j, followed by the next two, the first again after the last.
 //

@@ -6,8 +6,8 @@ namespace qshard::cuda {
 namespace {
 
 // Three tiles of 16-bit values are 48 registers of a thread. Two CUDA blocks fit at once where
-// codes are made in the other 16: the product waits in shared memory, as far as that is static. Of
-// fp32 values one fits, and of fp16 ones the compiler keeps what it has converted, too.
+// codes are made in the other 16: the product waits in shared memory, as far as that is static. One
+// block of fp32 values fits, and for fp16 the compiler keeps the converted values, too.
 constexpr int kThreads = 512;
 template <typename Value>
 constexpr int kAmaxBlocksAtOnce = Value::kPerWord;

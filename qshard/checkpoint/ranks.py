@@ -74,7 +74,7 @@ class Ranks:
     @contextlib.contextmanager
     def agreeing(self):
         """What one rank meets inside is raised on all. All come here, and communicate nothing inside but
-        by `gather`, which begins with agreeing: who has left by an error is met there."""
+        by `gather`, which begins with agreeing: there the others meet a rank that has left by an error."""
         error = None
         try:
             yield

@@ -187,7 +187,7 @@ def quantize_(
 def flush(model: torch_nn.Module) -> None:
     """Requantizes every weight that was written since its last flush, on any rank: one all-reduce
     per reduction group. Collective: call it on all ranks. Optimizer steps and FSDP2's all-gathers do
-    it by themselves; this is for writes of your own, and coalesces what they would do one by one. Of
+    it by themselves; this is for writes of your own, and coalesces what they would do one by one. With
     `weights="dynamic"` and DelayedScaling it rolls the histories that uses would roll."""
     for module in model.modules():
         scale_groups.link(module)

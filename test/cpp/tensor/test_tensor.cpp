@@ -13,7 +13,7 @@
 namespace qshard {
 namespace {
 
-// Who holds a buffer reads its planes. Only Planes that no buffer has yet can be written.
+// A holder of a buffer reads its planes. Only Planes that no buffer has yet can be written.
 template <typename T>
 concept HasWritableImage = requires(T& planes) {
   planes.write_image();

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qshard
 
+BUDGET_S = 60
 WEIGHTS = ("all_gather_into_tensor", "all_gather")
 BF16_WEIGHTS = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 FP32_GRADIENTS = {

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import qshard
 
+BUDGET_S = 90
 ROWS = [257, 3]
 both_masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 mixes = pytest.mark.parametrize("format", MIXES)

@@ -64,5 +64,5 @@ def run_on_a_part(program, ranks):
 @on_worlds(5)
 def test_a_mesh_is_a_part_of_the_world(world, kind, program):
     if program is save_and_load:
-        pytest.importorskip("safetensors")
+        pytest.importorskip("safetensors", reason="needs safetensors")
     world.run(run_on_a_part, program, MESHES[kind])

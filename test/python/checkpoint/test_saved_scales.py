@@ -18,6 +18,7 @@ from tp_models import build as build_tensor_parallel
 
 import qshard
 
+BUDGET_S = 60
 ops = torch.ops.qshard
 RECIPES = {
     "tensorwise": qshard.Float8CurrentScaling(),

@@ -12,8 +12,10 @@ RECIPES = {
     "nvfp4": qshard.NVFP4BlockScaling(),
 }
 OPTIMIZERS = ["Adam8bit", "AdamW8bit", "Lion8bit", "PagedAdamW", "PagedAdamW8bit", "PagedLion8bit"]
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, found none")
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_gpu)])
+# bitsandbytes pages on GPUs alone.
+pages_on_gpus = pytest.mark.only_where(lambda name, device: device == "cuda" or not name.startswith("Paged"))
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -43,9 +45,8 @@ def train(recipe, name, device, steps=3, **kwargs):
 @devices
 @recipes
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pages_on_gpus
 def test_steps_are_those_of_a_plain_parameter(recipe, name, device):
-    if device == "cpu" and name.startswith("Paged"):
-        pytest.skip("bitsandbytes pages on GPUs alone")
     model, plain = train(RECIPES[recipe], name, device), train(None, name, device)
     for (key, param), other in zip(model.named_parameters(), plain.parameters()):
         assert torch.equal(param.detach() * 1, other.detach()), key
@@ -74,9 +75,8 @@ def test_without_a_master_a_step_is_rounded_to_codes(recipe, device):
 @devices
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pages_on_gpus
 def test_saved_states_go_on_where_they_were(name, keep_master, device, tmp_path):
-    if device == "cpu" and name.startswith("Paged"):
-        pytest.skip("bitsandbytes pages on GPUs alone")
     arguments = RECIPES["float8_blockwise"], name, device
     model, optimizer = build(*arguments, keep_master=keep_master)
     assert "known" in qshard.report(model, optimizer=optimizer).clients[1].split()

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import qshard
 
+BUDGET_S = 60
+
 
 class Launched(LightningEnvironment):
     """The ranks of a test's world, which is there already."""

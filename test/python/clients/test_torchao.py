@@ -6,6 +6,8 @@ from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
 import qshard
 
+BUDGET_S = 75  # compiles its steps
+
 
 def build(quantized, optimizer_type, seed=0):
     torch.manual_seed(seed)

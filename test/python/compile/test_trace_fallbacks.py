@@ -10,6 +10,7 @@ from nn_helpers import RECIPES, on_devices
 
 import qshard
 
+BUDGET_S = 45
 NORM = "aten::linalg_vector_norm"
 ABS = "aten::abs"
 OPTIMIZERS = {

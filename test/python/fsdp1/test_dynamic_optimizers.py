@@ -42,6 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 import qshard
 from qshard.module_state import dynamics_of
 
+BUDGET_S = 45
+
 
 def zero(model):
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
@@ -359,7 +361,7 @@ def test_partitions_of_copies(format, is_flushed):
 
 
 @on_ranks(2)
-def test_a_copy_on_one_rank_waits_for_nobody():
+def test_a_copy_on_one_rank_waits_for_no_other_rank():
     """An average of weights, say, evaluated by one rank while others go on."""
     kwargs = dict(weights="dynamic", group=dist.group.WORLD)
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from fsdp1_models import (
     wrap,
 )
 
+BUDGET_S = 60
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 

@@ -39,6 +39,8 @@ from torch.distributed.fsdp import CPUOffload, StateDictType
 import qshard
 from qshard import module_state
 
+BUDGET_S = 45
+
 # ---------------------------------------------------------------------- the gather of codes
 
 

@@ -11,7 +11,7 @@ from fsdp1_models import BF16, FSDP, Branches, build_fsdp1, check_gathers, make_
 import qshard
 from qshard import module_state
 
-
+BUDGET_S = 45
 FORMATS = pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
 
 

@@ -33,6 +33,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import qshard
 from qshard import module_state
 
+BUDGET_S = 45
 ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 

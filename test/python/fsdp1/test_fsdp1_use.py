@@ -48,6 +48,7 @@ from torch.distributed.fsdp import (
 import qshard
 from qshard.module_state import dynamic_of
 
+BUDGET_S = 45
 ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 

@@ -35,6 +35,7 @@ from qshard.formats import info_of
 from qshard.model.quantize import quantize_like
 from qshard.modules import replace
 
+BUDGET_S = 60
 COLS = 72  # no multiple of a block
 ROWS = 40
 NAMES = ("stacked", "joined")

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import qshard
 
+BUDGET_S = 120
 ROWS = (1, 3, 5, 33, 100, 128, 257, 1000)
 ROWS_IN_BLOCKS = (32, 96, 128, 256, 992)  # of formats that ask for whole blocks
 COLS = (16, 100, 128, 384)

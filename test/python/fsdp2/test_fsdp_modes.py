@@ -44,6 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qshard
 
+BUDGET_S = 75
+
 # --------------------------------------------------------------------------------- modes
 
 

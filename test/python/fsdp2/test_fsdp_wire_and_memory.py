@@ -32,6 +32,7 @@ from dist_models import (
 from helpers import ceil_div, grid_bytes, round_up, row_bytes
 from torch.distributed.tensor import DTensor
 
+BUDGET_S = 60
 ROWS = (257, 5, 1, 256)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import qshard
 
+BUDGET_S = 45
 ops = torch.ops.qshard
 RECIPE = qshard.Float8BlockScaling()
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import qshard
 
+BUDGET_S = 75
 RECIPES = {
     "float8_blockwise": qshard.Float8BlockScaling(),
     "nvfp4": qshard.NVFP4BlockScaling(),

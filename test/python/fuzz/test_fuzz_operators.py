@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 import qshard
 
+BUDGET_S = 45  # thousands of calls; nothing else of it takes long
 CALLS = 4000  # here; `python fuzz_operators.py --calls 100000` makes more
 NEEDS_GPU = {
     "_normalize",

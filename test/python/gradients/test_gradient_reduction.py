@@ -39,6 +39,7 @@ from qshard.gradients import QuantizedReduceScatter
 from qshard.model.quantize import quantize_like
 from qshard.modules import replace
 
+BUDGET_S = 60
 FORMATS = tuple(gradient_message.FORMATS)
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 import qshard
 from qshard.gradients import QuantizedReduceScatter
 
+BUDGET_S = 45
+
 
 @on_ranks(2, 3)
 def test_stochastic_rounding():

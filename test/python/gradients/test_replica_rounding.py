@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qshard
 
+BUDGET_S = 75
 STOCHASTIC = [f for f in FORMATS if not has_two_images(f)]
 formats = pytest.mark.parametrize("format", STOCHASTIC)
 

@@ -39,6 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 from qshard._runtime import hooks
 import qshard
 
+BUDGET_S = 60
+
 
 def build(format, prepare=quantize_model, model_type=Model, seed=0, **kwargs):
     torch.manual_seed(seed)

@@ -36,7 +36,7 @@ NO_ANSWER = "no answer"
 TIMED_OUT = "Timed out"  # in gloo's error of a collective that waited too long
 ANSWERED = 3  # exit code of a process that has answered and takes no more jobs
 MANY_THREADS = 150  # a process of the CPU that has more is renewed
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h: who forked it takes it along
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the child ends with its parent
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 # pytest's --ranks-share-gpus sets it: worlds on GPUs may have more ranks than there are GPUs.

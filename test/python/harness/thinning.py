@@ -5,12 +5,27 @@ parameters meet in one of them, and so every value of each parameter is there. W
 together would show needs `pytest --full`, which runs every combination.
 """
 
+import inspect
 import itertools
 
 HELP = (
     "run every combination of the parameters of tests marked `pairwise`; without it, they run in as "
     "many as it takes for every two values of two parameters to meet, and the others are not collected"
 )
+
+
+def leave_out(config, items):
+    """Takes out the cases for which a test's `only_where(predicate)` is false: combinations of parameters that
+    mean nothing. The predicate has parameters of the test."""
+    left_out = {item for item in items for mark in item.iter_markers("only_where") if not _holds(mark.args[0], item)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _holds(predicate, item):
+    params = getattr(item, "callspec", None)
+    return predicate(*(params.params[name] for name in inspect.signature(predicate).parameters))
 
 
 def keep_pairs(config, items):

@@ -9,6 +9,7 @@ from nn_helpers import RECIPES, on_devices, randomize
 import qshard
 from qshard import nn
 
+BUDGET_S = 45  # compiles linears
 ops = torch.ops.qshard
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

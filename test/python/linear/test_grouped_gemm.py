@@ -9,7 +9,7 @@ import torch
 from helpers import ceil_div, ops, round_up
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="no CUDA device of compute capability 9.0")
+pytestmark = pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0")
 NAN = 0x7F
 TILE_ROWS = (64, 128, 256)
 # (N, K, rows after the last group); a row of codes is a multiple of 16.

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 ops = torch.ops.qshard
 SHARING = ("float8_tensorwise", "float8_blockwise")
 FP8_FORMATS = (*SHARING, "float8_delayed")  # whose linears scale an input by their own history
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ("cpu", pytest.param("cuda", marks=needs_cuda))
 B16 = torch.bfloat16
 K = 256

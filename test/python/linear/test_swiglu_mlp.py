@@ -15,6 +15,7 @@ import qshard
 from qshard import nn
 from qshard.nn.parts import norms
 
+BUDGET_S = 45
 BOTH = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
 IN_CODES = ("float8_tensorwise", "float8_blockwise")
 

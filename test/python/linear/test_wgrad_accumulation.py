@@ -20,7 +20,7 @@ ROWS, COLS, TOKENS = 64, 48, 8
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a GPU")
     torch.manual_seed(0)
     return torch.device(request.param)
 
@@ -385,7 +385,7 @@ def test_fsdp_without_sync(world):
 
 def test_no_second_gradient_in_memory():
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a GPU")
     peaks = []
     for hooked in (False, True):
         q = parameter("cuda", rows=4096, cols=4096, dtype=torch.bfloat16)
@@ -407,7 +407,7 @@ def test_no_second_gradient_in_memory():
 
 def test_other_streams_add_where_autograd_does():
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a GPU")
     q = parameter("cuda")
     samples = batches(q, 2)
     parts = [gradient_of(q, *sample) for sample in samples]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import qshard
 from qshard import nn
 
+BUDGET_S = 60
 HIDDEN = 64
 LAYER = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": "bshd", "num_gqa_groups": 2}
 MODULES = {

@@ -15,9 +15,8 @@ from qshard.nn.parts.norms import normalize
 TOKENS, DIMS, OUT = (1, 127, 4097), (96, 4096, 4104), 104
 
 
-def skip_large_on_cpu(device, tokens, dim):
-    if device == "cpu" and tokens * dim > 1e6:
-        pytest.skip("takes seconds on a CPU")
+# Large sizes take seconds on a CPU.
+small_on_cpu = pytest.mark.only_where(lambda device, tokens, dim: device == "cuda" or tokens * dim <= 1e6)
 
 
 def prepared(module, format):
@@ -58,8 +57,8 @@ def assert_close(got, expected, bound):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@small_on_cpu
 def test_layer_norm_linear(device, format, tokens, dim, dtype, normalization):
-    skip_large_on_cpu(device, tokens, dim)
     dim = fit(format, dim)
     module = nn.LayerNormLinear(dim, fit(format, OUT), normalization=normalization, device=device,
                                 params_dtype=dtype)
@@ -79,8 +78,8 @@ def test_layer_norm_linear(device, format, tokens, dim, dtype, normalization):
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@small_on_cpu
 def test_layer_norm_mlp(device, format, tokens, dim, dtype, activation):
-    skip_large_on_cpu(device, tokens, dim)
     dim = fit(format, dim)
     module = nn.LayerNormMLP(dim, fit(format, OUT), normalization="RMSNorm", activation=activation,
                              device=device, params_dtype=dtype)

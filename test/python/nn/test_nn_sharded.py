@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import qshard
 from qshard import nn
 
+BUDGET_S = 60
 HIDDEN, FFN = 96, 104  # neither is whole blocks of 128
 MODELS = {
     "default": {},

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, parametrize
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a GPU")
     return torch.device(request.param)
 
 
@@ -78,7 +78,7 @@ def test_set_copies_values(device):
 
 def test_memory_on_another_device_is_refused_by_name():
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a GPU")
     q = linear("mxfp8", torch.device("cuda"), keep_master=True).weight.detach()
     before, elsewhere = value(q), torch.zeros(64, 64)
     with pytest.raises(RuntimeError, match=r"put a plain Float\[64, 64\] on cpu tensor in the place"):

@@ -15,7 +15,7 @@ from test_input_codes import FusedNorm
 
 import qshard
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ops = torch.ops.qshard
 FP8_RECIPES = (
     qshard.Float8CurrentScaling(),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import qshard
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ops = torch.ops.qshard
 RECIPES = (
     qshard.Float8CurrentScaling(),

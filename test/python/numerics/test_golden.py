@@ -28,7 +28,7 @@ DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     ),
 ]
 
@@ -39,9 +39,9 @@ DEVICES = [
 def test_no_bit_moved(device, section):
     known, found = digests.expected(STORED, section, device), digests.measured(section, device)
     if not found:
-        pytest.skip(f"{section} has no digests on {device}")
-    if known is None:
-        pytest.skip(f"{digests.key_of(section)} is not in digests.json; digests.py write adds it")
+        return  # the section is measured on the other device alone
+    key = digests.key_of(section)
+    assert known is not None, f"{key} is not in digests.json; `digests.py write --section` adds it"
     moved = digests.differences(known, found)
     assert not moved, "\n".join(moved)
 

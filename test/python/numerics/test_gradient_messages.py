@@ -12,7 +12,7 @@ DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     ),
 ]
 

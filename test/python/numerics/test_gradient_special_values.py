@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qshard
 
+BUDGET_S = 45
 FORMATS = tuple(gradient_message.FORMATS)
 roundings = pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
 wrappers = pytest.mark.parametrize("wrapper", ("fsdp", "hsdp", "ddp"))

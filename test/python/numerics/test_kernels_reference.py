@@ -14,13 +14,14 @@ from reference.quantize import (
     unsliced,
 )
 
+BUDGET_S = 60
 OPS = torch.ops.qshard
 MANY_VALUES = 3_400_000  # of each dtype: 10 million a format
 DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     ),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
+BUDGET_S = 60
 CHUNKS = 2  # op_db[chunk::CHUNKS]; they run side by side
 TIMEOUT_S = 1800  # for a chunk; on an idle core it takes 25 s
 
@@ -79,7 +80,7 @@ def outcome(result):
 
 def test_summary(report):
     if len(_results) < len(op_db):
-        pytest.skip("the whole sweep did not run")
+        return  # -k has chosen some chunks of the sweep
     _results.sort(key=lambda result: result["end"])
     ops, calls = Counter(map(outcome, _results)), Counter()
     for result in _results:

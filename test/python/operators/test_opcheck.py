@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.optests import generate_tests
 from torch.utils._pytree import tree_map_only
 
+BUDGET_S = 60
 TEST_UTILS = (
     "test_schema",
     "test_autograd_registration",
@@ -236,7 +237,7 @@ def test_opcheck(name, fmt):
         torch.library.opcheck(getattr(ops, name).default, args, kwargs, test_utils=TEST_UTILS)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="codes of gradients need a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, for codes of gradients")
 @pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise"])
 def test_opcheck_of_codes_between_linears(fmt):
     def check(op, *args):
@@ -262,7 +263,7 @@ def test_opcheck_of_codes_between_linears(fmt):
     torch.testing.assert_close(total, x + grad_input)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="codes of inputs need a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, for codes of inputs")
 @pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise"])
 def test_opcheck_of_codes_of_a_norm(fmt):
     x, gamma = (plain(*size, grad=True, dtype=torch.bfloat16).cuda() for size in ((64, 128), (128,)))

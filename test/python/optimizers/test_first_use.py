@@ -18,6 +18,7 @@ from tp_models import build, replicated
 import qshard
 from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+BUDGET_S = 90
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 THREADS = 8

@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 import qshard
 
+BUDGET_S = 45
 OPTIMIZERS = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),

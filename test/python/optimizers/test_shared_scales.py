@@ -18,6 +18,7 @@ from torch import nn
 import qshard
 from qshard.model import scale_groups
 
+BUDGET_S = 45
 ops = torch.ops.qshard
 
 

@@ -41,7 +41,7 @@ def make_program(seed, ranks, device_type="cpu", without=None, only=None):
 
 
 def save_program(program, path, device_type, note=""):
-    """`note`: what the program shows, for who reads the file."""
+    """`note`: what the program shows, for a reader of the file."""
     setup = {**asdict(program.setup), "dtype": str(program.setup.dtype)[6:]}
     head = {
         "note": note,

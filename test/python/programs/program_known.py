@@ -1,5 +1,5 @@
 """Kinds of differences that random programs are known to find. What draws one is left out of programs
-unless --known is given; who cures a kind takes it out of the table."""
+unless --known is given. A change that cures a kind takes it out of the table."""
 
 import re
 from dataclasses import dataclass, replace

@@ -13,6 +13,7 @@ from test_install import build_loader
 
 import qshard
 
+BUDGET_S = 60
 RACE = Path(__file__).with_name("load_beside_imports.py")
 WHERE = pytest.mark.parametrize("where", ["main", "worker"])
 

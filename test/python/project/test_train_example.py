@@ -7,6 +7,7 @@ import pytest
 import torch
 from dist_helpers import full_mesh, on_ranks
 
+BUDGET_S = 45
 EXAMPLES = str(Path(__file__).parents[3] / "examples")
 SMALL = "--dim 64 --hidden 96 --layers 2 --heads 4 --seq-len 32 --batch 4 --steps 40".split()
 

@@ -11,6 +11,7 @@ import pytest
 
 import qshard
 
+BUDGET_S = 45
 CHECKOUT = Path(__file__).parents[3]
 PAGE = runpy.run_path(str(CHECKOUT / "docs" / "what_loading_installs.py"))
 TABLE = runpy.run_path(str(PAGE["TABLE"]))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import qshard
 
+BUDGET_S = 90
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 few_rows = pytest.mark.parametrize("rows", [1, 3, 64], ids="{} rows".format)
@@ -127,7 +128,7 @@ def run_offload(fmt, keep_master, rows, pinned):
 @on_worlds(2, 4)
 def test_offloaded_shards(world, fmt, keep_master, rows, pinned):
     if pinned and not torch.cuda.is_available():
-        pytest.skip("pinned memory needs a GPU, found none")
+        pytest.skip("needs a GPU, for pinned memory")
     world.run(run_offload, fmt, keep_master, rows, pinned)
 
 

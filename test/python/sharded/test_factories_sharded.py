@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+BUDGET_S = 90
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 SHAPES = ((1, 64), (3, 64), (64, 64), (1, 32, 64), (3, 32, 64), (133, 48), (257, 100))

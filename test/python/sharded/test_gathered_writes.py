@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import qshard
 
+BUDGET_S = 75
 COLS = 100  # WIDTH of dist_models, whose batches are multiplied
 
 

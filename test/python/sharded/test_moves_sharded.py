@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qshard
 
+BUDGET_S = 60
 MOVES = {
     "cpu": lambda m: m.cpu(),
     "float": lambda m: m.float(),

@@ -45,6 +45,7 @@ from dist_models import (
 
 import qshard
 
+BUDGET_S = 90  # one case waits for the process group's timeout
 both_masters = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 mixes = pytest.mark.parametrize("format", MIXES)
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import qshard
 
+BUDGET_S = 60
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 ROWS, COLS = 128, 48  # a share that has its blocks for itself

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import qshard
 
+BUDGET_S = 120
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 SHAPES = ((1, 64), (3, 64), (1, 32, 64), (3, 32, 64), (5, 48), (130, 64))
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))

@@ -1,4 +1,4 @@
-"""quantize_ keeps the parameters: who held them before trains, averages, shards quantized ones."""
+"""quantize_ keeps the parameters: optimizers, averages and wrappers that held them go on with quantized ones."""
 
 import copy
 import weakref

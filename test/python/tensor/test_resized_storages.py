@@ -11,7 +11,7 @@ on_formats = pytest.mark.parametrize("fmt", FORMATS)
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip("needs a GPU")
     return torch.device(request.param)
 
 

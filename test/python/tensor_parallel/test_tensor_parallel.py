@@ -13,6 +13,7 @@ from test_optimizers import OPTIMIZERS
 from torch import nn
 from tp_models import Definition, build, fitted, full_value, give_gradient
 
+BUDGET_S = 120
 SHAPES = [(256, 512), (192, 320), (200, 328), (100, 257), (64, 96), (100, 5), (5, 100), (100, 2)]
 RAGGED = [(200, 328), (100, 257), (100, 2)]
 STEPS = 3

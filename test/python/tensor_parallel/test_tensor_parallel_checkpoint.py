@@ -14,6 +14,7 @@ from tp_models import Definition, build, full_value, give_gradient, initialise, 
 
 import qshard
 
+BUDGET_S = 60
 DIM, HIDDEN = 96, 160
 NAMES = ("dp", "tp")
 STOCHASTIC = {"keep_master": False, "stochastic_rounding": True}

@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard
 
+BUDGET_S = 75
 DIM, HIDDEN = 256, 512
 VOCABULARY = 512  # in whole blocks for each of two ranks: others quantize the head's gradients otherwise
 NAMES = ("dp", "tp")

@@ -18,6 +18,7 @@ from tp_models import varied, write
 import qshard
 from qshard.tensor_parallel import codes, collectives, shared
 
+BUDGET_S = 60
 ops = torch.ops.qshard
 DIM, HIDDEN, TOKENS, STEPS = 256, 512, 8, 2
 # For losses, and for gradients by norm. GPUs quantize what each rank multiplies by scales of its own.

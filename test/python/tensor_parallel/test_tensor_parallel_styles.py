@@ -21,6 +21,7 @@ from tp_models import MLP, initialise, mlp
 import qshard
 from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, stock
 
+BUDGET_S = 60
 DIM, HIDDEN, STEPS = 256, 512, 2
 FORMATS = ("float8_tensorwise", DELAYED, "float8_blockwise", "mxfp8", "nvfp4")
 

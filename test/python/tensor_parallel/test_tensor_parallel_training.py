@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import qshard
 
+BUDGET_S = 60
 ops = torch.ops.qshard
 DIM, HIDDEN, TOKENS = 256, 512, 8
 STEPS = 3

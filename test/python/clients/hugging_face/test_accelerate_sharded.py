@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 import qshard
 
+BUDGET_S = 60
+
 
 def prepared(made, recipe, order, seed=0, dtype=torch.float32, **kwargs):
     model = llama(seed=seed).to(dtype)

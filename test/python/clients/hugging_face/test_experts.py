@@ -10,7 +10,7 @@ from helpers import assert_same, is_quantized, ops
 
 import qshard
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5.0")
 
 TINY = {
     "vocab_size": 64,

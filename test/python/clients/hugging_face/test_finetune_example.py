@@ -7,6 +7,7 @@ from pathlib import Path
 
 import qshard
 
+BUDGET_S = 60  # two processes that import transformers
 SCRIPT = Path(__file__).parents[4] / "examples" / "finetune.py"
 SMALL = "--steps 3 --width 32 --layers 1 --length 32 --batch 2".split()
 

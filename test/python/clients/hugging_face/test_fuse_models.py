@@ -272,7 +272,7 @@ def test_rotary_functions_that_are_modules(change, monkeypatch):
     file = file_of("llama")
     function = file.apply_rotary_pos_emb
     if isinstance(function, nn.Module):
-        pytest.skip("kernels is installed: the function is a module already")
+        pytest.skip("needs transformers without `kernels`, which makes the function a module already")
 
     class Func(nn.Module):
         def forward(self, *args, **kwargs):

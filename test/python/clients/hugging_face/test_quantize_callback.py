@@ -15,6 +15,7 @@ import qshard
 from qshard.integrations.transformers import QuantizeCallback
 from qshard.module_state import dynamics_of
 
+BUDGET_S = 60
 DDP = dict(ddp_backend="gloo")
 FSDP2 = dict(DDP, fsdp=True, fsdp_config=dict(state_dict_type="FULL_STATE_DICT", version=2))
 

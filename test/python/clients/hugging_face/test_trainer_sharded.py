@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 import qshard
 from qshard.integrations.transformers import QuantizationStateCallback
 
+BUDGET_S = 75
 MODES = {
     "ddp": dict(),
     "fsdp2-full": dict(state_dict_type="FULL_STATE_DICT"),

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 import qshard
 from qshard.integrations.transformers import QuantizationStateCallback
 
+BUDGET_S = 90  # Inductor compiles models
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 

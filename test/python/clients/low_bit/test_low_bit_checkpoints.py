@@ -30,6 +30,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import qshard
 from qshard.checkpoint import load_quantized, save_quantized
 
+BUDGET_S = 60
 TWO, THREE = World("cpu", 2), World("cpu", 3)
 
 

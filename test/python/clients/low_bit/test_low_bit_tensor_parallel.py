@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import qshard
 from qshard.checkpoint import load_quantized, save_quantized
 
+BUDGET_S = 90
 ops = torch.ops.qshard
 MESHES = {"tp 2": (1, 2), "dp 2 x tp 2": (2, 2)}
 LAYOUTS = {

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 import qshard
 from qshard.fuse.families import PACKAGES
 
+BUDGET_S = 240  # two processes write each asynchronous checkpoint
 RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
 
 

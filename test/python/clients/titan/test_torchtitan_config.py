@@ -19,6 +19,7 @@ from titan_jobs import (
 from titan_stand_ins import documented
 from torch.utils._python_dispatch import TorchDispatchMode
 
+BUDGET_S = 360  # two processes write each asynchronous checkpoint; Inductor compiles models
 RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
 
 

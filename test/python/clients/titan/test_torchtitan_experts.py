@@ -12,6 +12,7 @@ from titan_jobs import (
     trains_compiled,
 )
 
+BUDGET_S = 300
 EXPERT = {"expert_parallel_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
 
