@@ -1,21 +1,22 @@
 """deepcopy, pickle, queues and processes: copies keep planes, placement and pending writes."""
 
 import copy
-import io
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 import torch.multiprocessing
-from helpers import assert_same, is_quantized, ops, rounded, state, value, weight
+from helpers import (
+    assert_same,
+    is_quantized,
+    loaded_as_weights,
+    ops,
+    rounded,
+    state,
+    value,
+    weight,
+)
 from test_copies import COLS, ROWS, a_shard_with_a_pending_write, assert_same_state, keep_or_not
-
-
-def through_torch_save(q):
-    file = io.BytesIO()
-    torch.save(q, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def repacked(q):
@@ -25,7 +26,7 @@ def repacked(q):
 
 WAYS = {
     "deepcopy": copy.deepcopy,
-    "torch.save": through_torch_save,
+    "torch.save": loaded_as_weights,
     "ForkingPickler": lambda q: ForkingPickler.loads(bytes(ForkingPickler.dumps(q))),
     "_pack": repacked,
 }
@@ -67,7 +68,7 @@ def test_modules_and_parameters():
     tied = copy.deepcopy([layer.weight, layer.weight])
     assert tied[0] is tied[1]
 
-    state_dict = through_torch_save(layer.state_dict())
+    state_dict = loaded_as_weights(layer.state_dict())
     assert_same(state_dict["weight"], layer.weight)
     clone.weight.detach().zero_()
     clone.load_state_dict(state_dict)

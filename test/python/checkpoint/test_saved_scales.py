@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import full_mesh, on_ranks, on_worlds, shared_folder
-from dist_models import train_by_sgd
+from dist_models import local, train_by_sgd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -53,10 +53,6 @@ def sharded(*args, **kwargs):
 
 def train(model, steps):
     return train_by_sgd(model, steps, features=208)
-
-
-def local(weight):
-    return weight.to_local() if isinstance(weight, dist.tensor.DTensor) else weight
 
 
 def assert_same_planes(model, other):

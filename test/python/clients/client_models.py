@@ -75,3 +75,7 @@ def different(model, other):
     a, b = values(model), values(other)
     assert a.keys() == b.keys()
     return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def losses_logged(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -22,6 +22,7 @@ from dist_models import (
     quantize_model,
     train,
 )
+from helpers import pickled
 from fsdp1_models import BF16, Branches, build_fsdp1, different_values, train_fsdp1
 from test_delayed_scaling import Container
 from test_dynamic_weights import (
@@ -240,10 +241,6 @@ def test_copies_of_a_flat_buffer_train_as_quantized_parameters(format, microbatc
         with torch.no_grad():
             assert torch.equal(quantized(x), plain(x))
         assert format != DELAYED or same_states(quantized, plain)
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled])

@@ -12,6 +12,7 @@ from fsdp1_models import (
     build_fsdp1,
     build_fsdp2,
     check_as,
+    freeze_some,
     full_values,
     sums_alike,
     train_fsdp1,
@@ -92,15 +93,10 @@ def test_mode(world, mode, format, strategy, use_orig_params):
 # ------------------------------------------------------------------- which weights there are
 
 
-def freeze(model):
-    for weight in (model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight):
-        weight.requires_grad_(False)
-
-
 @pytest.mark.parametrize("format", [*MIXES, "float8_blockwise"])
 @on_ranks(2)
 def test_frozen_weights(format):
-    run_fp32(format, prepare=freeze)
+    run_fp32(format, prepare=freeze_some)
 
 
 # ----------------------------------------------------------------------- three and four ranks

@@ -17,6 +17,7 @@ from fsdp1_models import (
     check_as,
     check_gathers,
     different_values,
+    freeze_some,
     load_then_step,
     make_dynamic,
     shown_values,
@@ -29,11 +30,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from qshard import module_state
 
 ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-
-
-def freeze_some(model):
-    for weight in (model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight):
-        weight.requires_grad_(False)
 
 
 def freeze_block(model):

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_helpers import device, on_ranks, shared_folder
+from dist_helpers import device, error_of, on_ranks, shared_folder
 from dist_models import DELAYED, RECIPES, Model, adamw, batch, collectives, count, loss_of
 from fsdp1_models import (
     BF16,
@@ -18,6 +18,7 @@ from fsdp1_models import (
     full_values,
     make_dynamic,
     train_fsdp1,
+    train_step,
     wrap,
 )
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -35,14 +36,6 @@ from qshard import module_state
 
 BUDGET_S = 45
 ORIG_OR_FLAT = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-
-
-def error_of(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 # ----------------------------------------------------------------------------------- writes
@@ -137,14 +130,6 @@ KINDS = {
 }
 
 
-def step_of(model, optimizer, number):
-    loss = loss_of(model, batch(number))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["fp32", "bf16"])
 @ORIG_OR_FLAT
@@ -156,7 +141,7 @@ def test_resumed_training_goes_on_bit_for_bit(format, kind, use_orig_params, mix
     model = build_fsdp1(format, **kwargs)
     optimizer = adamw(model)
     for number in range(2):
-        step_of(model, optimizer, number)
+        train_step(model, optimizer, number)
     other = build_fsdp1(format, seed=1, **kwargs)
     other_optimizer = adamw(other)
     for m in (model, other):
@@ -176,7 +161,8 @@ def test_resumed_training_goes_on_bit_for_bit(format, kind, use_orig_params, mix
         optimizer_state = FSDP.optim_state_dict_to_load(other, other_optimizer, optimizer_state)
     other_optimizer.load_state_dict(optimizer_state)
     for number in range(2, 5):
-        assert step_of(model, optimizer, number) == step_of(other, other_optimizer, number), number
+        losses = train_step(model, optimizer, number), train_step(other, other_optimizer, number)
+        assert losses[0] == losses[1], number
     assert not different_values(model, other)
 
 
@@ -189,7 +175,7 @@ def test_dcp_resumes_bit_for_bit(format, use_orig_params):
     model, other = build_fsdp1(format, **kwargs), build_fsdp1(format, seed=1, **kwargs)
     optimizer, other_optimizer = adamw(model), adamw(other)
     for number in range(2):
-        step_of(model, optimizer, number)
+        train_step(model, optimizer, number)
     with shared_folder() as folder:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
@@ -203,7 +189,8 @@ def test_dcp_resumes_bit_for_bit(format, use_orig_params):
         optim_state_dict=state["optimizer"],
     )
     for number in range(2, 5):
-        assert step_of(model, optimizer, number) == step_of(other, other_optimizer, number), number
+        losses = train_step(model, optimizer, number), train_step(other, other_optimizer, number)
+        assert losses[0] == losses[1], number
     assert not different_values(model, other)
 
 

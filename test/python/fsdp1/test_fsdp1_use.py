@@ -34,6 +34,7 @@ from fsdp1_models import (
     load_then_step,
     make_dynamic,
     train_fsdp1,
+    train_step,
     wrap,
 )
 from torch import nn
@@ -67,17 +68,17 @@ def train_and_evaluate(model):
     """Losses and gradient norms."""
     optimizer, seen = adamw(model), []
     inference = torch.inference_mode if isinstance(model, FSDP) else torch.no_grad
-    for step in range(3):
+    for train_step in range(3):
         with torch.no_grad():
-            seen.append(loss_of(model, batch(step + 10)))
-        losses = [loss_of(model, batch(step, microbatch)) for microbatch in range(2)]
+            seen.append(loss_of(model, batch(train_step + 10)))
+        losses = [loss_of(model, batch(train_step, microbatch)) for microbatch in range(2)]
         sum(losses).backward()
         seen += [*losses, clip(model, 0.01)]
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
         with inference():
-            seen.append(loss_of(model, batch(step + 20)))
+            seen.append(loss_of(model, batch(train_step + 20)))
         model.train()
     return [value.item() for value in seen]
 
@@ -115,8 +116,8 @@ def test_evaluation_gathers_codes(format, use_orig_params):
     assert check_gathers(model) == 5
     # What evaluation gathers changes nothing.
     optimizer = adamw(other)
-    for step in range(3):
-        sum(loss_of(other, batch(step, microbatch)) for microbatch in range(2)).backward()
+    for train_step in range(3):
+        sum(loss_of(other, batch(train_step, microbatch)) for microbatch in range(2)).backward()
         other.clip_grad_norm_(0.01)
         optimizer.step()
         optimizer.zero_grad()
@@ -288,14 +289,6 @@ def full_state(model, optimizer):
     return copy.deepcopy((model.state_dict(), FSDP.optim_state_dict(model, optimizer)))
 
 
-def step(model, optimizer, number):
-    loss = loss_of(model, batch(number))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
 @pytest.mark.parametrize("format", SENT_AS_CODES)
 @on_ranks(4)
 def test_resumed_on_other_ranks(format):
@@ -303,7 +296,7 @@ def test_resumed_on_other_ranks(format):
     kwargs = dict(mixed_precision=BF16, use_orig_params=False)
     model = build_fsdp1(format, **kwargs)
     optimizer = adamw(model)
-    step(model, optimizer, 0)
+    train_step(model, optimizer, 0)
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     states = [full_state(model, optimizer)]
     for seed, group in ((1, pairs[dist.get_rank() // 2]), (2, None)):
@@ -318,7 +311,7 @@ def test_resumed_on_other_ranks(format):
     for name, value in states[0][0].items():
         assert torch.equal(value, states[1][0][name]) and torch.equal(value, states[2][0][name]), name
     for number in range(1, 3):
-        assert step(model, optimizer, number) == step(other, other_optimizer, number)
+        assert train_step(model, optimizer, number) == train_step(other, other_optimizer, number)
     assert not different_values(model, other)
 
 
@@ -333,7 +326,7 @@ def histories(model):
 
 
 def train_with(model, optimizer, steps):
-    return [step(model, optimizer, number) for number in range(steps)]
+    return [train_step(model, optimizer, number) for number in range(steps)]
 
 
 @ORIG_OR_FLAT

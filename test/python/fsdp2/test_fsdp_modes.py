@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
-from dist_helpers import device, full_mesh, on_ranks, on_worlds
+from dist_helpers import device, error_of, full_mesh, on_ranks, on_worlds
 from dist_models import (
     FORMATS,
     MIXES,
@@ -333,14 +333,6 @@ def test_ddp(format):
 
 
 # -------------------------------------------------------------------------------- refused
-
-
-def error_of(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def first_forward_error(**kwargs):

@@ -1,7 +1,6 @@
 """fuse_: modules of registered classes compute the same in fewer steps."""
 
 import copy
-import io
 from functools import partial
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks
 from dist_models import check_gathered, local
+from helpers import saved_and_loaded
 from nn_helpers import RECIPES, assert_bits, randomize
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -97,13 +97,6 @@ def results(model, x):
     return y.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
 
 
-def pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 @pytest.mark.parametrize("mlp", [MLP, OtherNames])
 @pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered, nn.RMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize("format", [None, "float8_blockwise"])
@@ -125,7 +118,7 @@ def test_fused(mlp, norm, format):
     assert isinstance(model[0].mlp, mlp) and isinstance(model[0].norm, norm)
     torch.testing.assert_close(results(model, x), expected, rtol=1e-4, atol=1e-4)
     assert not qshard.fuse_(model)  # it is fused
-    for other in (copy.deepcopy(model), pickled(model)):
+    for other in (copy.deepcopy(model), saved_and_loaded(model)):
         assert type(other[0].mlp) is type(model[0].mlp)
         assert_bits(other(x), model(x))
 

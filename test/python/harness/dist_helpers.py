@@ -387,3 +387,18 @@ def shared_folder():
     finally:
         if folder:
             folder.cleanup()
+
+
+def error_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def same_on_all_ranks(fact, what):
+    """A fact that decides about collectives is the same on all ranks: else the next one hangs."""
+    facts = gather_objects(fact)
+    assert len(set(facts)) == 1, f"{what} by rank: {facts}"
+    return fact

@@ -212,6 +212,10 @@ def build_oracle(format, *, rows=257, recompute=None, prepare=None, **kwargs):
     return shard(model, **kwargs)
 
 
+def recipe_of(fmt):
+    return next(recipe for name, recipe in RECIPES.items() if name.split("[")[0] == fmt)
+
+
 # ------------------------------------------------------------------------------- training
 
 
@@ -310,6 +314,14 @@ def full_value(param):
     the sign of zeros, which NVFP4 has many of.)"""
     value = param.detach().to(device())
     return (value.full_tensor() if isinstance(value, DTensor) else value) * 1
+
+
+def full_tensor(part, like):
+    """The full tensor of parts that lie as those of `like` do, or a copy where that is plain."""
+    if not isinstance(like, DTensor):
+        return part.clone()
+    facts = dict(run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(part, like.device_mesh, like.placements, **facts).full_tensor()
 
 
 def image_bytes(weight):

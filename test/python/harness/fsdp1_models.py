@@ -217,3 +217,16 @@ def shown_values(value, dynamic, dtype=torch.bfloat16):
         value = value.float()
     whole = torch.ops.qshard._quantize_for_uses(value, dynamic.format, dynamic.state)
     return torch.ops.qshard.dequantize(whole, dtype=dtype)
+
+
+def train_step(model, optimizer, number):
+    loss = loss_of(model, batch(number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def freeze_some(model):
+    for weight in (model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight):
+        weight.requires_grad_(False)

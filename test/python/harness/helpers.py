@@ -1,6 +1,8 @@
 """What the tests of the tensor share."""
 
 import contextlib
+import io
+import pickle
 
 import torch
 from qshard.formats import info_of
@@ -190,3 +192,24 @@ def weight(*shape, seed=0, dtype=torch.float32):
     values = torch.randn(*shape, generator=generator)
     exponents = torch.randint(-4, 5, (*shape[:-1], 1), generator=generator)
     return (values * 2.0**exponents).to(dtype)
+
+
+# ------------------------------------------------------------------------------ saved values
+
+
+def saved_and_loaded(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def loaded_as_weights(q):
+    file = io.BytesIO()
+    torch.save(q, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))

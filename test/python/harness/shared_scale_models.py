@@ -3,6 +3,7 @@
 import torch
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, gather_objects
+from dist_models import full_tensor
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -78,15 +79,6 @@ def local_of(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(local, like):
-    if not isinstance(like, DTensor):
-        return local.clone()
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape,
-        stride=like.stride(),
-    ).full_tensor()
-
-
 def looks(model):
     """{name: (value, what its codes stand for, tensor scale)} of the quantized weights, whole."""
     result = {}
@@ -94,8 +86,8 @@ def looks(model):
         if not qshard.is_quantized(parameter):
             continue
         local = local_of(parameter.detach())
-        codes = whole(ops.dequantize(local, dtype=torch.float32), parameter)
-        value = whole(ops._export_view(local).clone(), parameter)
+        codes = full_tensor(ops.dequantize(local, dtype=torch.float32), parameter)
+        value = full_tensor(ops._export_view(local).clone(), parameter)
         nvfp4 = ops.format(local).startswith("nvfp4")
         scale = ops.tensor_scale_inv(local) if nvfp4 else ops.scale_inv(local)
         scales = scale.flatten().tolist()  # none of an empty shard

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from dist_helpers import device
-from dist_models import RECIPES, flush_step, grid, image_bytes, ops, unsharded
+from dist_models import RECIPES, flush_step, full_tensor, grid, image_bytes, ops, unsharded
 from helpers import fit, has_two_images, row_bytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -160,17 +160,7 @@ def full_value(param):
     """The full tensor that a quantized DTensor, or a tensor, is a part of: of masters, if there are."""
     value = local(param)
     master = ops.master(value)
-    value = ops.dequantize(value) if master is None else master.clone()
-    if not isinstance(param, DTensor):
-        return value
-    return DTensor.from_local(
-        value,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    ).full_tensor()
+    return full_tensor(ops.dequantize(value) if master is None else master, param)
 
 
 class Definition:

@@ -3,13 +3,12 @@ given, torch.func, tied embeddings."""
 
 import contextlib
 import copy
-import io
 
 import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import on_ranks
-from helpers import assert_same, ops, rounded, value, weight
+from helpers import assert_same, ops, rounded, saved_and_loaded, value, weight
 from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -123,13 +122,6 @@ def held_by_a_stock_module():
     layer = nn.Linear(32, 40)
     layer.weight = nn.Parameter(ops.quantize(layer.weight.detach(), RECIPE.format, keep_master=True))
     return layer
-
-
-def saved_and_loaded(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, saved_and_loaded],

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, on_ranks, on_worlds, shared_folder
-from dist_models import check_gathered, different, full_value, local, quantized_parameters
+from dist_models import adamw, check_gathered, different, full_value, local, quantized_parameters
 from helpers import fit
 from nn_helpers import RECIPES
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -67,10 +67,6 @@ def shard(model, mesh=None, **kwargs):
 def batch(step, microbatch, rank):
     generator = torch.Generator().manual_seed(1000 * step + 10 * microbatch + rank + 1)
     return torch.randn(2, 5, HIDDEN, generator=generator).to(device())
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def train(model, steps=2, microbatches=2):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import FORMATS, are_codes_of, fit, has_row_scales, has_two_images, shown_to_dgrad
+from nn_helpers import relative_error
 from reference.activations import (
     expand_1x128,
     expand_128x128,
@@ -184,10 +185,6 @@ def test_activation_saved_for_backward_is_fp8(format):
     activation = [t for t in saved if not are_codes_of(t, w)]
     assert [t.dtype for t in activation] == [torch.uint8]
     assert m * k <= activation[0].nbytes <= 1.04 * m * k
-
-
-def relative_error(actual, expected):
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 @pytest.mark.parametrize("format", FP8_FORMATS)

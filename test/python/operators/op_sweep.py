@@ -15,6 +15,7 @@ from pathlib import Path
 
 import helpers
 import torch
+from helpers import is_quantized
 from torch.testing._internal.opinfo.core import SampleInput, UnaryUfuncInfo
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -50,10 +51,6 @@ def quantize(value, fmt, **options):
     missing = helpers.fit(fmt, value.size(0)) - value.size(0)
     padded = torch.cat([value, value.new_zeros(missing, value.size(1))])
     return ops.quantize(padded, fmt, **options)[: value.size(0)]
-
-
-def is_quantized(value):
-    return isinstance(value, torch.Tensor) and ops.is_quantized(value)
 
 
 def plain(value):

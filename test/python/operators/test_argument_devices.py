@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from argument_values import FORMAT, planes, weight
 from flat_ranges import agree
 from forked import outcome, refusal
 from helpers import FORMATS
@@ -15,18 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import qshard
 
 ops = torch.ops.qshard
-FORMAT = "float8_blockwise"
 X = torch.randn(4, 48)
 HEADS = torch.randn(2, 3, 4, 8)
 TABLE = torch.randn(3, 8)
-
-
-def weight(format=FORMAT, rows=64, cols=48, **kwargs):
-    return ops.quantize(torch.randn(rows, cols), format, **kwargs)
-
-
-def planes():
-    return torch.zeros(4, 48, dtype=torch.float8_e4m3fn), torch.ones(1, 1), FORMAT
 
 
 BYTES = torch.zeros(4 * 48 + 16, dtype=torch.uint8)

@@ -3,18 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from argument_values import FORMAT, weight
 from flat_ranges import agree, messages_of
 from forked import refusal
 
 import qshard.tensor_parallel  # _gather_tokens
 
 ops = torch.ops.qshard
-FORMAT = "float8_blockwise"
 X = torch.randn(4, 48)
-
-
-def weight(format=FORMAT, rows=64, cols=48, **kwargs):
-    return ops.quantize(torch.randn(rows, cols), format, **kwargs)
 
 
 def test_an_unknown_format_is_an_error_of_linears():

@@ -3,17 +3,13 @@ and state have. Errors by name, where pointers were read before."""
 
 import pytest
 import torch
+from argument_values import FORMAT, weight
 from flat_ranges import agree
 from forked import refusal
 from helpers import FORMATS, bits
 
 ops = torch.ops.qshard
-FORMAT = "float8_blockwise"
 X = torch.randn(4, 48)
-
-
-def weight(format=FORMAT, rows=64, cols=48, **kwargs):
-    return ops.quantize(torch.randn(rows, cols), format, **kwargs)
 
 
 # ------------------------------------------------------------------------------------- freed storages

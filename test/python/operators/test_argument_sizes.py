@@ -5,19 +5,15 @@ import re
 
 import pytest
 import torch
+from argument_values import FORMAT, planes, weight
 from flat_ranges import agree, lists_of, messages_of
 from forked import outcome, refusal
 
 ops = torch.ops.qshard
-FORMAT = "float8_blockwise"
 HUGE = 2**63 - 1
 X = torch.randn(4, 48)
 HEADS = torch.randn(2, 3, 4, 8)
 TABLE = torch.randn(3, 8)
-
-
-def weight(format=FORMAT, rows=64, cols=48, **kwargs):
-    return ops.quantize(torch.randn(rows, cols), format, **kwargs)
 
 
 def messages(start, rows=4, cols=48):
@@ -29,10 +25,6 @@ def messages(start, rows=4, cols=48):
             torch.zeros(1, 64, dtype=torch.uint8), *lists_of(weight), scale, x
         ),
     }
-
-
-def planes():
-    return torch.zeros(4, 48, dtype=torch.float8_e4m3fn), torch.ones(1, 1), FORMAT
 
 
 SIZES = {

@@ -2,11 +2,11 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
-from helpers import bits, ops, value, weight
+from dist_models import adamw
+from helpers import bits, ops, pickled, value, weight
 from reference.delayed_scaling import DelayedScaling
 from reference.formats import FORMATS
 from reference.layout import Layout
@@ -127,10 +127,6 @@ def step(model, optimizer, number):
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def test_histories_of_weight_input_and_gradient():
@@ -292,10 +288,6 @@ def resumed_by_to_empty(model):
     qshard.quantize_(other, qshard.DelayedScaling(amax_history_len=4)).to_empty(device="cpu")
     other.load_state_dict(model.state_dict())
     return other
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ final: whatever happens to the parameter then, the flush must leave the image of
 
 import copy
 import ctypes
-import io
 import pickle
 
 import pytest
@@ -21,6 +20,7 @@ from helpers import (
     assert_same,
     bits,
     fit,
+    loaded_as_weights,
     ops,
     quantized_alike,
     state,
@@ -322,13 +322,6 @@ def test_reads_before_the_flush_show_the_step(fmt, device):
         assert torch.equal(bits(plane), bits(want))  # histories of amaxes, too
 
 
-def through_file(q):
-    file = io.BytesIO()
-    torch.save(q, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def rows_of(q):
     """A smaller tensor of the first rows, as sharding makes it."""
     chunk = q.new_zeros((64, *q.shape[1:]))
@@ -341,7 +334,7 @@ COPIES = {
     "deepcopy": lambda q: copy.deepcopy(q),
     "deepcopy of a parameter": lambda q: copy.deepcopy(Parameter(q)).detach(),
     "pickle": lambda q: pickle.loads(pickle.dumps(q)),
-    "torch.save": through_file,
+    "torch.save": loaded_as_weights,
     "to bf16": lambda q: q.to(torch.bfloat16),
     "to the CPU": lambda q: q.to("cpu", copy=True),
     "non-blocking": lambda q: q.to("cpu", copy=True, non_blocking=True),

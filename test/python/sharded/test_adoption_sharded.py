@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
-from dist_helpers import device, full_mesh, gather_objects, on_ranks, on_worlds
-from dist_models import RECIPES, check_gathered, full_value, is_dirty, local, train
+from dist_helpers import device, full_mesh, on_ranks, on_worlds, same_on_all_ranks
+from dist_models import check_gathered, full_value, is_dirty, local, recipe_of, train
 from helpers import FORMATS, assert_same, fit, is_quantized, ops, value, weight
 from test_shard_windows import chosen
 from torch import nn
@@ -20,10 +20,6 @@ formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 few_rows = pytest.mark.parametrize("rows", [1, 3, 64], ids="{} rows".format)
 COLS = 100  # of the batches that train() makes
-
-
-def recipe_of(fmt):
-    return next(recipe for name, recipe in RECIPES.items() if name.split("[")[0] == fmt)
 
 
 def whole(fmt, keep_master, rows, seed=0):
@@ -40,16 +36,10 @@ def sharded(fmt, keep_master, rows, seed=0, **kwargs):
     return fully_shard(whole(fmt, keep_master, rows, seed), mesh=full_mesh(), **kwargs)
 
 
-def on_all_ranks(fact, what):
-    facts = gather_objects(fact)
-    assert len(set(facts)) == 1, f"{what} by rank: {facts}"
-    return fact
-
-
 def check(model, rows_of_values=None):
     """All ranks hold a quantized shard, and what is gathered is of the whole value."""
     shard = local(model[0].weight)
-    assert on_all_ranks(is_quantized(shard), "quantized")
+    assert same_on_all_ranks(is_quantized(shard), "quantized")
     values = full_value(model[0].weight) if rows_of_values is None else rows_of_values
     keeps_master = ops._keeps_master(shard.detach())
     assert check_gathered(model, {"0.weight": values} if keeps_master else None) == 1
@@ -100,8 +90,8 @@ def test_few_rows_on_many_ranks(fmt, keep_master, rows, first):
     if first in ("written", "copied over"):
         before = before * 2
         FIRST[first](twin)
-    on_all_ranks(is_quantized(local(model[0].weight)), "quantized")
-    on_all_ranks(is_dirty(model[0].weight), "written")
+    same_on_all_ranks(is_quantized(local(model[0].weight)), "quantized")
+    same_on_all_ranks(is_dirty(model[0].weight), "written")
     assert_same(full_value(model[0].weight), before)
     assert train(model) == train(twin)
     check(model)
@@ -113,7 +103,7 @@ def test_few_rows_on_many_ranks(fmt, keep_master, rows, first):
 def run_offload(fmt, keep_master, rows, pinned):
     model = sharded(fmt, keep_master, rows, offload_policy=CPUOffloadPolicy(pin_memory=pinned))
     twin = sharded(fmt, keep_master, rows)
-    assert on_all_ranks(is_quantized(local(model[0].weight)), "quantized")
+    assert same_on_all_ranks(is_quantized(local(model[0].weight)), "quantized")
     assert local(model[0].weight).device.type == "cpu"
     losses, expected = train(model), train(twin)
     assert losses == expected
@@ -171,7 +161,7 @@ def run_optimizer_state(fmt, keep_master, rows, new):
     for own, optimizer, zeros in zip((model, twin), optimizers, (make, plain_zeros)):
         for param in own.parameters():
             states = {name: zeros(param.detach()) for name in ("exp_avg", "exp_avg_sq")}
-            on_all_ranks(is_quantized(local(states["exp_avg"])), "quantized states")
+            same_on_all_ranks(is_quantized(local(states["exp_avg"])), "quantized states")
             optimizer.state[param] = {"step": torch.tensor(1.0), **states}
     losses, expected = (train(m, o) for m, o in zip((model, twin), optimizers))
     assert losses == expected
@@ -243,7 +233,7 @@ def test_adapters_made_by_new_zeros_and_sharded(fmt, keep_master):
     for zeros in (lambda w, s: w.new_zeros(s), lambda w, s: torch.zeros(s, device=w.device)):
         base = ops.quantize(values, fmt, keep_master=keep_master)
         models.append(fully_shard(Adapted(base, zeros), mesh=full_mesh()))
-    on_all_ranks(is_quantized(local(models[0].a)), "a quantized adapter")
+    same_on_all_ranks(is_quantized(local(models[0].a)), "a quantized adapter")
     losses = [adapter_losses(model) for model in models]
     assert losses[0] == losses[1]
     for name in ("a", "b"):
@@ -265,9 +255,9 @@ def test_a_parameter_made_by_new_zeros_of_a_dtensor(fmt, keep_master, rows):
     model = sharded(fmt, keep_master, rows)
     train_with_grad(model)
     new = nn.Parameter(model[0].weight.detach().new_zeros(model[0].weight.shape))
-    on_all_ranks(is_quantized(local(new)), "quantized")
+    same_on_all_ranks(is_quantized(local(new)), "quantized")
     new.copy_(plain_zeros(model[0].weight) + 2.5)
-    on_all_ranks(is_quantized(local(new)) and is_dirty(new), "written")
+    same_on_all_ranks(is_quantized(local(new)) and is_dirty(new), "written")
     new.grad = plain_zeros(new) + 1.0
     torch.optim.SGD([new], lr=0.5).step()
     expected = torch.full(new.shape, 2.0, device=device())

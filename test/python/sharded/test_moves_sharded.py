@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from dist_helpers import on_ranks
+from dist_models import local
 from helpers import assert_same, ops
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,10 +54,6 @@ def with_tp(recipe, is_late, **kwargs):
 
 
 MAKERS = {"fsdp": with_fsdp, "tp": with_tp}
-
-
-def local(parameter):
-    return getattr(parameter, "_local_tensor", parameter)
 
 
 def step(model, dtype=torch.float32):

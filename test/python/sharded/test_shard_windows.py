@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_helpers import device, full_mesh, gather_objects, on_ranks, on_worlds
+from dist_helpers import device, full_mesh, gather_objects, on_ranks, on_worlds, same_on_all_ranks
 from dist_models import check_gathered, full_value, is_dirty, local
 from helpers import FORMATS, assert_same, fit, is_quantized, ops, value, weight
 from torch import nn
@@ -56,18 +56,11 @@ def step(model):
     param.grad = None
 
 
-def agreed(fact, what):
-    """A fact that decides about collectives is the same on all ranks: else the next one hangs."""
-    facts = gather_objects(fact)
-    assert len(set(facts)) == 1, f"{what} by rank: {facts}"
-    return fact
-
-
 def finish(model, twin, keep_master):
     """The value is the twin's, all ranks agree on whether a flush is due, and a step ends."""
     shard = local(model.weight).detach()
     assert_same(shard, twin)
-    agreed(is_dirty(shard), "written")
+    same_on_all_ranks(is_dirty(shard), "written")
     step(model)
     if keep_master:
         assert_same(local(model.weight), twin - 0.125)
@@ -185,7 +178,7 @@ def test_a_copy_of_a_window_of_dtensors(keep_master, shape, copied):
     plain, plain_other = full_value(model.weight), full_value(other.weight)
     OF_DTENSORS[copied](model.weight, other.weight)
     OF_DTENSORS[copied](plain, plain_other)
-    agreed(is_dirty(model.weight), "written")
+    same_on_all_ranks(is_dirty(model.weight), "written")
     assert_same(full_value(model.weight), plain)
     step(model)
     if keep_master:
@@ -248,14 +241,14 @@ def test_what_a_copy_of_a_window_is(keep_master, shape, result):
     p = local(model.weight).detach()
     before = value(p)
     made = RESULTS[result](p)
-    agreed(is_quantized(made), "quantized")
+    same_on_all_ranks(is_quantized(made), "quantized")
     expected = RESULTS[result](before)
     WRITTEN[written](made), WRITTEN[written](expected)
     assert made.dtype == expected.dtype and made.shape == expected.shape
     if made.dtype == p.dtype:
         assert_same(made, expected)
     assert_same(p, before)
-    agreed(is_quantized(made) and is_dirty(made), "a written copy")
+    same_on_all_ranks(is_quantized(made) and is_dirty(made), "a written copy")
     step(model)
     finish(model, value(local(model.weight)), keep_master)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import RECIPES, check_gathered, full_value, local
+from dist_models import check_gathered, full_value, local, recipe_of
 from helpers import FORMATS, assert_same, fit, ops, quantized_alike, value, weight
 from nn_helpers import no_gpu
 from program_alias_steps import memory_of
@@ -17,10 +17,6 @@ import qshard
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 ROWS, COLS = 70, 48
-
-
-def recipe_of(fmt):
-    return next(recipe for name, recipe in RECIPES.items() if name.split("[")[0] == fmt)
 
 
 def linear(fmt, keep_master=True, rows=ROWS, seed=0):

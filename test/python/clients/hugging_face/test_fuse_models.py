@@ -3,12 +3,12 @@ saves, copies and pickles the same; and what looks like these classes is left.""
 
 import copy
 import functools
-import io
 import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
+from helpers import saved_and_loaded
 from accelerate.utils.dataclasses import get_module_class_from_name
 from nn_helpers import assert_bits, randomize
 from torch import nn
@@ -46,22 +46,15 @@ def tokens_of(*shape):
     return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(1))
 
 
-def pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 def duplicates(plain):
     """What copies models. With the package `kernels` the rotary function is an object that pickle
     does not take, of plain models as of fused ones."""
     try:
-        pickled(plain)
+        saved_and_loaded(plain)
     except AttributeError as error:
         assert find_spec("kernels") and "_create_func_module" in str(error)
         return (copy.deepcopy,)
-    return copy.deepcopy, pickled
+    return copy.deepcopy, saved_and_loaded
 
 
 class Turned:

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from client_models import RECIPES, Text, assert_near, compiling, different, llama
+from client_models import RECIPES, Text, assert_near, compiling, different, llama, losses_logged
 from client_worlds import trainers
 from dist_helpers import on_ranks, shared_folder
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -34,10 +34,6 @@ def trainer(folder, callback, model=None, **kwargs):
     return Trainer(model, arguments(folder, **kwargs), train_dataset=Text(), callbacks=callbacks)
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def quantized_names(model):
     return {name for name, p in model.named_parameters() if qshard.is_quantized(p)}
 
@@ -50,13 +46,14 @@ def test_one_process(recipe, tmp_path):
     assert not quantized_names(late.model)
     for each in (early, late):
         each.train()
-    assert losses(late) == losses(early) and not different(late.model, early.model)
+    assert losses_logged(late) == losses_logged(early) and not different(late.model, early.model)
     assert quantized_names(late.model) == quantized_names(early.model)
     checkpoint = str(tmp_path / "late" / "checkpoint-2")
     callback = QuantizeCallback(RECIPES[recipe], resume_from_checkpoint=checkpoint)
     again = trainer(tmp_path / "again", callback, llama(seed=1))
     again.train(resume_from_checkpoint=checkpoint)
-    assert losses(again)[-2:] == losses(early)[2:] and not different(again.model, early.model)
+    assert losses_logged(again)[-2:] == losses_logged(early)[2:]
+    assert not different(again.model, early.model)
     _, info = LlamaForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"))
 
@@ -138,7 +135,7 @@ def test_sharded(mode, recipe, dtype, keep_master, tied):
         model = llama(tied, seed=1).to(dtype or torch.float32)
         again = trainer(folder / "again", callback, model, **options)
         again.train(resume_from_checkpoint=checkpoint)
-        assert losses(again)[-2:] == losses(run)[2:]
+        assert losses_logged(again)[-2:] == losses_logged(run)[2:]
 
 
 @on_ranks(2, devices=("cpu",))
@@ -168,4 +165,4 @@ def test_compiled_by_inductor(tmp_path):
         runs.append(trainer(tmp_path, callback, max_steps=2, save_strategy="no", **options))
         with compiling() if options else contextlib.nullcontext():
             runs[-1].train()
-    assert_near(*map(losses, runs), rtol=1e-3)  # logged to four digits
+    assert_near(*map(losses_logged, runs), rtol=1e-3)  # logged to four digits

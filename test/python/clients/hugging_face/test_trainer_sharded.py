@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch.distributed as dist
-from client_models import RECIPES, Text, assert_near, compiling, llama
+from client_models import RECIPES, Text, assert_near, compiling, llama, losses_logged
 from client_worlds import trainers
 from dist_helpers import on_ranks, shared_folder
 from dist_models import different, local_values
@@ -48,10 +48,6 @@ def trainer(folder, recipe, mode, tied, seed=0, arguments=(), **kwargs):
     return Trainer(model, arguments, train_dataset=Text(), callbacks=callbacks)
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2-sharded"])
 @on_ranks(2, devices=("cpu",))
 def test_compiled_models_train_as_eager_ones(mode):
@@ -62,7 +58,7 @@ def test_compiled_models_train_as_eager_ones(mode):
             runs.append(trainer(folder, "float8_blockwise", mode, False, arguments=options))
             with compiling() if runs[1:] else contextlib.nullcontext():
                 runs[-1].train()
-        assert_near(*map(losses, runs), rtol=1e-3)
+        assert_near(*map(losses_logged, runs), rtol=1e-3)
 
 
 @pytest.mark.parametrize("mode, recipe, tied, persistent_state", CASES)
@@ -75,7 +71,7 @@ def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(mode, recipe, tied, 
         assert first.accelerator.is_fsdp2 == ("fsdp" in mode)
         second = trainer(folder, recipe, mode, tied, seed=1, **options)
         second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-        assert losses(first)[2:] == losses(second)[-2:]
+        assert losses_logged(first)[2:] == losses_logged(second)[-2:]
         assert not different(local_values(first.model), local_values(second.model))
         saves_model = "SHARDED" not in MODES[mode].get("state_dict_type", "")
         if saves_model:  # with SHARDED_STATE_DICT the Trainer's save_model writes DCP's files

@@ -4,7 +4,16 @@ import contextlib
 
 import pytest
 import torch
-from client_models import RECIPES, Text, assert_near, batch, compiling, different, llama
+from client_models import (
+    RECIPES,
+    Text,
+    assert_near,
+    batch,
+    compiling,
+    different,
+    llama,
+    losses_logged,
+)
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import qshard
@@ -65,10 +74,6 @@ def arguments(folder, **kwargs):
     )
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @recipes
 def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(recipe, tied, tmp_path):
@@ -80,7 +85,7 @@ def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(recipe, tied, tmp_pa
     first.train()
     second = trainer(1)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert losses(first)[3:] == losses(second)[-3:]
+    assert losses_logged(first)[3:] == losses_logged(second)[-3:]
     assert not different(first.model, second.model)
 
 
@@ -91,7 +96,7 @@ def test_the_trainer_compiles(tmp_path):
         runs.append(Trainer(model, arguments(tmp_path, max_steps=2, **options), train_dataset=Text()))
         with compiling() if options else contextlib.nullcontext():
             runs[-1].train()
-    assert_near(*map(losses, runs), rtol=1e-3)  # logged to four digits
+    assert_near(*map(losses_logged, runs), rtol=1e-3)  # logged to four digits
 
 
 class QuantizeFirst(TrainerCallback):
@@ -107,7 +112,7 @@ def test_quantize_in_a_callback_trains_all_weights(tmp_path):
         qshard.quantize_(llama(), RECIPES["float8_blockwise"]), arguments(tmp_path), train_dataset=Text()
     )
     early.train()
-    assert losses(late) == losses(early) and not different(late.model, early.model)
+    assert losses_logged(late) == losses_logged(early) and not different(late.model, early.model)
     untrained = llama()
     assert len(different(late.model, untrained)) == len(list(untrained.parameters()))
 
@@ -125,7 +130,7 @@ def test_state_beside_the_model_resumes_and_leaves_no_unexpected_keys(recipe, ti
     checkpoint = str(tmp_path / "0" / "checkpoint-3")
     second = trainer(1, resume_from_checkpoint=checkpoint)
     second.train(resume_from_checkpoint=checkpoint)
-    assert losses(first)[3:] == losses(second)[-3:]
+    assert losses_logged(first)[3:] == losses_logged(second)[-3:]
     assert not different(first.model, second.model)
     first.save_model(str(tmp_path / "model"))
     plain, info = LlamaForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)

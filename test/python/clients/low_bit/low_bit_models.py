@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import World, full_mesh
+from dist_models import full_tensor
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -83,12 +84,7 @@ def whole(tensor):
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if qshard.is_quantized(tensor):
         local = ops.dequantize(local, dtype=torch.float32)
-    if not isinstance(tensor, DTensor):
-        return local.detach().clone()
-    return DTensor.from_local(
-        local.detach(), tensor.device_mesh, tensor.placements, run_check=False,
-        shape=tensor.shape, stride=tensor.stride(),
-    ).full_tensor()
+    return full_tensor(local.detach(), tensor)
 
 
 def code_values(model):
@@ -243,3 +239,9 @@ def refused(directory):
         except Exception as met:
             errors.append(f"{type(met).__name__}: {met}")
     return errors
+
+
+def assert_equal_tensors(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name

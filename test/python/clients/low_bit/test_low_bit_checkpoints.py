@@ -13,6 +13,7 @@ from dist_helpers import World
 from low_bit_models import (
     ROWS,
     Model,
+    assert_equal_tensors,
     build,
     code_values,
     is_weight,
@@ -51,18 +52,12 @@ def saved(tmp_path_factory):
     return of
 
 
-def assert_equal(got, want):
-    assert got.keys() == want.keys()
-    for name in want:
-        assert torch.equal(got[name], want[name]), name
-
-
 @pytest.mark.parametrize("row", ROWS)
 def test_another_world_reads_what_two_ranks_wrote(saved, row):
     directory, values = saved(row)
-    assert_equal(THREE.run(load, row, directory)[2], values)
+    assert_equal_tensors(THREE.run(load, row, directory)[2], values)
     for keep_master in (False, True):
-        assert_equal(load(row, directory, keep_master, sharded=False), values)
+        assert_equal_tensors(load(row, directory, keep_master, sharded=False), values)
 
 
 @pytest.mark.parametrize("row", ["deepseek-fp8", "compressed-tensors, nvfp4"])
@@ -109,7 +104,7 @@ def test_exponents_may_be_fp32_or_bytes(saved, tmp_path, rewrite):
     directory, values = saved(row)
     shutil.copytree(directory, tmp_path / "copy")
     edit_tensors(rewrite)(tmp_path / "copy")
-    assert_equal(load(row, tmp_path / "copy", sharded=False), values)
+    assert_equal_tensors(load(row, tmp_path / "copy", sharded=False), values)
 
 
 NAMES = {"function": lambda name: f"model.{name}", "mapping": {"steps": "counter"}}
@@ -123,7 +118,7 @@ def test_names(tmp_path, names):
     weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert ("counter" in weight_map) == isinstance(names, dict)
     assert ("model.layers.0.q_proj.weight_scale_2" in weight_map) == callable(names)
-    assert_equal(load(row, tmp_path, sharded=False, names=names), code_values(model))
+    assert_equal_tensors(load(row, tmp_path, sharded=False, names=names), code_values(model))
 
 
 def ignored(model, directory, **kwargs):
@@ -170,7 +165,7 @@ def test_linears_of_several_parameters(tmp_path):
         for parameter in other.parameters():
             parameter.zero_()
     load_quantized(other, tmp_path, names=names)
-    assert_equal(code_values(other), code_values(model))
+    assert_equal_tensors(code_values(other), code_values(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2])
@@ -219,7 +214,7 @@ def test_weights_that_share_a_scale_are_written_as_they_are(tmp_path, row):
         save, row, tmp_path, share=False, quantize={"share_tensor_scale": True}
     )
     assert not said and not also
-    assert_equal(THREE.run(load, row, tmp_path)[0], values)
+    assert_equal_tensors(THREE.run(load, row, tmp_path)[0], values)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import tp_models
 from dist_helpers import World, full_mesh
 from dist_models import RECIPES
-from low_bit_models import code_values
+from low_bit_models import assert_equal_tensors, code_values
 from safetensors.torch import load_file
 
 import qshard
@@ -99,12 +99,6 @@ def load(format, dim, hidden, shape, directory, **kwargs):
     return texts, values
 
 
-def assert_equal(got, want):
-    assert got.keys() == want.keys()
-    for name in want:
-        assert torch.equal(got[name], want[name]), name
-
-
 def files_of(directory):
     return {k: v for f in directory.glob("*.safetensors") for k, v in load_file(f).items()}
 
@@ -132,7 +126,7 @@ def test_files_are_those_of_one_process(tmp_path, shape, format, dim, hidden, cu
     if cut:
         assert f"save_quantized: {', '.join(cut)}: tensor parallelism" in texts[0]
     else:
-        assert_equal(results[0][1], code_values(model))
+        assert_equal_tensors(results[0][1], code_values(model))
     assert max(most for _, _, most in results) <= dim * hidden
     many, one = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("many", "one"))
     assert many == one
@@ -177,7 +171,7 @@ def test_from_one_mesh_to_another(tmp_path, format):
     for size, shape in ((2, (1, 2)), (4, (1, 4)), (4, (4, 1))):
         for texts, values in World("cpu", size).run(load, format, dim, hidden, shape, tmp_path):
             assert not texts
-            assert_equal(values, want)
+            assert_equal_tensors(values, want)
 
 
 def wrong(directory, shape):
@@ -193,7 +187,7 @@ def wrong(directory, shape):
             errors.append("none")
         except Exception as met:
             errors.append(f"{type(met).__name__}: {met}")
-    assert_equal(code_values(model), before)
+    assert_equal_tensors(code_values(model), before)
     dist.barrier()
     return errors
 
