@@ -39,7 +39,7 @@ def test_every_recipe_argument_acts(recipe, format):
     assert is_power_of_two == ("fp32" not in format and "nvfp4" not in format)
 
 
-def test_mxfp8_arguments():
+def test_arguments_of_mxfp8_choose_the_format():
     recipe = qshard.MXFP8BlockScaling
     for arguments, format in (
         ({"weight_block": (1, 32)}, "mxfp8_1x32"),

@@ -26,7 +26,7 @@ class Own(torch.optim.SGD):
 
 @pytest.mark.parametrize("keep_master", [True, False])
 @pytest.mark.parametrize("persistent_state", [True, False])
-def test_checkpoints(keep_master, persistent_state):
+def test_the_report_says_what_a_checkpoint_holds(keep_master, persistent_state):
     options = dict(keep_master=keep_master, persistent_state=persistent_state)
     text = said(build(qshard.DelayedScaling(), **options))["checkpoint"]
     assert text.startswith("plain tensors" if keep_master else "quantized tensors without masters")
@@ -35,7 +35,7 @@ def test_checkpoints(keep_master, persistent_state):
     assert said(nn.Linear(3, 3))["checkpoint"] == "of a plain model"
 
 
-def test_optimizers():
+def test_the_report_knows_optimizers():
     model = build()
     assert "optimizer" not in said(model)
     known = torch.optim.AdamW(model.parameters())
@@ -66,7 +66,7 @@ def tensor_parallel():
 
 
 @on_worlds(2, devices=("cpu",))
-def test_wrappers(world):
+def test_the_report_knows_wrappers(world):
     assert said(build())["wrapper"] == "none: known"
     world.run(wrappers)
     world.run(tensor_parallel)

@@ -96,7 +96,7 @@ def test_units_of_fsdp1(world, format, use_orig_params, mixed_precision, gather)
 
 
 @on_ranks(2)
-def test_other_wrappers():
+def test_the_report_knows_wrappers_other_than_fsdp1():
     unsharded = build_fsdp1("float8_blockwise", strategy="NO_SHARD", mixed_precision=BF16)
     for row in rows_of(unsharded).values():
         assert (row.gathered, row.reduced, row.ranks, row.gathered_as) == (0, 0, 1, "")

@@ -57,7 +57,7 @@ def observed(model, loss=None, weights=WEIGHTS):
 @pytest.mark.parametrize("weights", (None, "mix-1", "mix-2"))
 @pytest.mark.pairwise
 @on_ranks(2, 3)
-def test_fsdp2(weights, policy, reshard, reduced):
+def test_the_report_predicts_what_fsdp2_sends(weights, policy, reshard, reduced):
     kwargs = dict(policy, reshard_after_forward=reshard)
     torch.manual_seed(0)
     model = build(weights, **kwargs) if weights else shard(Model().to(device()), **kwargs)
@@ -75,7 +75,7 @@ def test_fsdp2(weights, policy, reshard, reduced):
 
 
 @on_ranks(2)
-def test_dtypes():
+def test_dtypes_of_the_caller_stand_for_those_of_the_policy():
     """The caller's dtypes stand for those of the policy."""
     model = shard(Model().to(device()))
     fp32, bf16 = (
@@ -118,7 +118,7 @@ def test_other_groups_of_fsdp2():
 
 @pytest.mark.parametrize("weights, reduced", [(None, None), (None, "float8"), ("nvfp4", "nvfp4")])
 @on_ranks(4)
-def test_hsdp(weights, reduced):
+def test_the_report_predicts_what_hsdp_sends(weights, reduced):
     mesh = full_mesh(2, 2, names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_hsdp(weights, reduced):
 
 
 @on_ranks(2)
-def test_replicas_only():
+def test_replicas_alone_reduce_nothing_in_few_bits():
     """Shards of one rank: nothing is reduced in few bits, and the report says so."""
     mesh = full_mesh(dist.get_world_size(), 1, names=("replicate", "shard"))
     models = [shard(Model().to(device()), mesh), replicate(Model().to(device()), mesh=full_mesh())]
@@ -171,7 +171,7 @@ def test_beside_tensor_parallel():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("hook", (None, "float8", "nvfp4"))
 @on_ranks(2, 3)
-def test_ddp(hook, dtype):
+def test_the_report_predicts_what_ddp_sends(hook, dtype):
     torch.manual_seed(0)
     model = DistributedDataParallel(Model().to(device(), dtype), bucket_cap_mb=0.1)
     # The stock hook does what DDP does without one, and is seen from Python.
@@ -190,7 +190,7 @@ def test_ddp(hook, dtype):
 
 @pytest.mark.parametrize("strategy", ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"))
 @on_ranks(4)
-def test_fsdp1(strategy):
+def test_the_report_predicts_what_fsdp1_sends(strategy):
     model = build_fsdp1("float8_blockwise", strategy=strategy, mixed_precision=BF16)
     loss_of(model, batch(0)).backward()
     model.zero_grad()

@@ -122,7 +122,7 @@ def test_spawned_processes_take_parameters(keep_master):
 
 
 @keep_or_not
-def test_share_memory(keep_master):
+def test_share_memory_keeps_values_and_writes(keep_master):
     q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=keep_master)
     before = value(q)
     assert q.share_memory_() is q and q.is_shared()

@@ -40,7 +40,7 @@ def assert_identical(loaded, q):
 @pytest.mark.parametrize("keep_master", [False, True], ids=["no-master", "master"])
 @pytest.mark.parametrize("weights_only", [True, False])
 @on_formats
-def test_round_trip(fmt, weights_only, keep_master):
+def test_what_is_saved_anew_loads_the_same(fmt, weights_only, keep_master):
     q = quantized(fmt, keep_master)
     things = {"tensor": q, "parameter": torch.nn.Parameter(quantized(fmt, keep_master, 1)), "view": q[:32]}
     written = quantized(fmt, keep_master, 2)

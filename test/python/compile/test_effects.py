@@ -132,7 +132,7 @@ def test_a_flush_of_what_the_graph_writes_is_refused_by_name():
     assert_same(w, before)
 
 
-def test_fakes():
+def test_operators_with_effects_take_fakes():
     w = parameter("cpu")
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(w)

@@ -73,7 +73,7 @@ def windows_of(q):
 @pytest.mark.parametrize("keep_master", [False, True], ids=["no-master", "master"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @on_formats
-def test_geometry(fmt, shape, keep_master):
+def test_fakes_have_the_geometry_of_quantized_tensors(fmt, shape, keep_master):
     q = quantized(fmt, shape, keep_master)
     values = torch.empty(q.shape, device="meta")
     metas = (ops.quantize(values, fmt, keep_master=keep_master), ops._meta_twin(q))
@@ -98,7 +98,7 @@ def test_real_views_and_parameters_as_fakes(fmt):
 
 
 @on_formats
-def test_shards(fmt):
+def test_fakes_of_shards_answer_alike(fmt):
     """A rank's rows of a larger tensor that await a flush: fakes answer all the same."""
     q = ops.quantize(weight(64, 48), fmt, logical_rows=256, row_offset=32)
     flushed = ops._meta_twin(q)

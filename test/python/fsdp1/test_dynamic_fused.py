@@ -112,7 +112,7 @@ def test_weights_that_others_use_too_run_one_by_one():
 
 @pytest.mark.parametrize("format", ["float8_tensorwise", "mxfp8"])
 @pytest.mark.parametrize("at", DEVICES)
-def test_compiles(format, at):
+def test_fused_modules_of_dynamic_weights_compile(format, at):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Gated(format, 96, 256).to(at)
@@ -169,7 +169,7 @@ def losses(model):
 @pytest.mark.parametrize("wrapper", ["orig", "flat", "ddp"])
 @pytest.mark.parametrize("format", [*SENT_AS_CODES, "mxfp8"])
 @on_ranks(2)
-def test_under_wrappers(format, wrapper):
+def test_fused_modules_train_alike_under_wrappers(format, wrapper):
     seen, values = [], []
     for is_fused in (False, True):
         torch.manual_seed(0)

@@ -200,7 +200,7 @@ def test_a_filter_cannot_part_tied_weights():
 
 @pytest.mark.parametrize("make", [Mlp, Tied])
 @pytest.mark.parametrize("format", ["float8_blockwise", DELAYED])
-def test_inference_mode(format, make):
+def test_inference_mode_gives_the_same_outputs(format, make):
     with torch.inference_mode():
         quantized, plain = pair(format, make=make)
         x = torch.arange(24) if make is Tied else inputs(0)
@@ -299,7 +299,7 @@ def run_ddp(format, when):
 
 @pytest.mark.parametrize("format", MIXES)
 @on_ranks(2, devices=("cpu",))
-def test_ddp(format):
+def test_dynamic_weights_train_alike_under_ddp(format):
     run_ddp(format, "before")
 
 
@@ -352,7 +352,7 @@ def run_fsdp2():
 
 
 @on_ranks(2)
-def test_fully_shard():
+def test_fully_shard_takes_dynamic_weights_but_delayed_ones():
     error = run_fsdp2()
     assert "weights that FSDP shards need the amaxes of all ranks" in error
     assert 'without weights="dynamic"' in error

@@ -57,7 +57,7 @@ def run_fp32(format, rows=257, train_as=None, **kwargs):
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_worlds(1, 2, 4)
-def test_strategy(world, strategy, format, use_orig_params):
+def test_a_strategy_trains_as_fsdp2(world, strategy, format, use_orig_params):
     losses = world.run(run_fp32, format, strategy=strategy, use_orig_params=use_orig_params)
     assert losses[0][-1] < losses[0][0]
 
@@ -67,7 +67,7 @@ def test_strategy(world, strategy, format, use_orig_params):
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @on_ranks(4)
-def test_hybrid_strategy(strategy, format, use_orig_params):
+def test_a_hybrid_strategy_trains_as_hsdp(strategy, format, use_orig_params):
     run_fp32(format, strategy=strategy, use_orig_params=use_orig_params)
 
 
@@ -85,7 +85,7 @@ MODES = {
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("mode", MODES)
 @on_worlds(2, 3)
-def test_mode(world, mode, format, strategy, use_orig_params):
+def test_a_mode_trains_as_fsdp2(world, mode, format, strategy, use_orig_params):
     kwargs = dict(strategy=strategy, use_orig_params=use_orig_params)
     world.run(run_fp32, format, rows=33, **kwargs, **MODES[mode])
 
@@ -95,7 +95,7 @@ def test_mode(world, mode, format, strategy, use_orig_params):
 
 @pytest.mark.parametrize("format", [*MIXES, "float8_blockwise"])
 @on_ranks(2)
-def test_frozen_weights(format):
+def test_frozen_weights_train_as_in_fsdp2(format):
     run_fp32(format, prepare=freeze_some)
 
 

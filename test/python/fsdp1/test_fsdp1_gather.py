@@ -216,7 +216,7 @@ def train_on_tokens(model):
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("format", SENT_AS_CODES)
 @on_ranks(2)
-def test_tied_embedding(format, use_orig_params, after):
+def test_a_tied_embedding_is_gathered_and_trains_alike(format, use_orig_params, after):
     torch.manual_seed(0)
     model = Tied().to(device())
     kwargs = dict(use_orig_params=use_orig_params, mixed_precision=BF16)

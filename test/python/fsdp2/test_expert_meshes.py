@@ -208,7 +208,7 @@ ACTIONS = tuple(itertools.permutations(("gather", "step", "flush")))
 
 @pytest.mark.parametrize("format", FORMATS)
 @on_worlds(4)
-def test_gathered_bytes(world, format):
+def test_gathered_bytes_of_experts_are_those_of_whole_tensors(world, format):
     results = world.run(run_bits, (2, 2), format, ORDERS, ACTIONS, (6, 2))
     assert results == [{}] * world.size
 

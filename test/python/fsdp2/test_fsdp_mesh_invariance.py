@@ -247,7 +247,7 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh(world, recipe, report):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
 @on_ranks(4)
-def test_hsdp(shape, format, keep_master):
+def test_gathered_weights_of_hsdp_equal_single_device_quantization(shape, format, keep_master):
     model = Weights(initial_values(format))
     qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
     fully_shard(model, mesh=full_mesh(*shape, names=("replicate", "shard")))

@@ -102,7 +102,7 @@ def run_mode(name, format, keep_master, rows):
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("name", MODES)
 @on_worlds(2)
-def test_mode(world, name, format, keep_master):
+def test_a_mode_trains_as_stock_fsdp2(world, name, format, keep_master):
     losses = world.run(run_mode, name, format, keep_master, 257)
     assert losses[0][-1] < losses[0][0]
 
@@ -111,7 +111,7 @@ def test_mode(world, name, format, keep_master):
 @pytest.mark.parametrize("rows", [3, 33])
 @pytest.mark.parametrize("name", ["plain", "accumulate/no-reshard", "plain/recompute-reentrant"])
 @on_ranks(1, 3, 4)
-def test_mode_with_few_rows(name, rows):
+def test_a_mode_with_few_rows_trains_as_stock_fsdp2(name, rows):
     """3 rows on 4 ranks leave one rank empty, 33 rows cut a block."""
     run_mode(name, "float8_blockwise", True, rows)
 
@@ -126,7 +126,7 @@ class LinearOfStoredValues(torch.nn.Linear):
 
 @pytest.mark.parametrize("format", MIXES)
 @on_ranks(2, devices=("cpu",))
-def test_mixed_precision(format):
+def test_bf16_compute_with_fp32_reduction_is_exact(format):
     """bf16 compute with fp32 reduction, against the same in plain autograd: a sum over two ranks has
     one order only, so this is exact."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -170,7 +170,7 @@ def test_mixed_precision(format):
 @pytest.mark.parametrize("format", MIXES)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
 @on_ranks(4)
-def test_hsdp(shape, format, keep_master):
+def test_hsdp_trains_as_stock_fsdp2(shape, format, keep_master):
     mesh = full_mesh(*shape, names=("replicate", "shard"))
     model = build(format, mesh=mesh, keep_master=keep_master)
     losses = train(model)
@@ -219,7 +219,7 @@ def frozen_plain(model, format):
 @pytest.mark.parametrize("prepare", [quantize_then_freeze, freeze_then_quantize])
 @pytest.mark.parametrize("format", MIXES)
 @on_ranks(2)
-def test_frozen_parameters(format, prepare):
+def test_frozen_parameters_train_as_in_stock_fsdp2(format, prepare):
     assert run_prepared(format, prepare, frozen_plain) == 5
 
 
@@ -280,7 +280,7 @@ def train_on_tokens(model):
 
 @pytest.mark.parametrize("format", FORMATS)
 @on_ranks(2)
-def test_tied_embedding(format):
+def test_a_tied_embedding_trains_as_in_stock_fsdp2(format):
     torch.manual_seed(0)
     model = quantize_model(TiedModel().to(device()), format)
     fully_shard(model, mesh=full_mesh())
@@ -302,7 +302,7 @@ def test_tied_embedding(format):
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", MIXES)
 @on_ranks(2, 3)
-def test_quantized_after_fully_shard(format, keep_master):
+def test_quantizing_after_fully_shard_trains_as_before_it(format, keep_master):
     torch.manual_seed(0)
     model = quantize_model(shard(Model(format=format).to(device())), format, keep_master=keep_master)
     losses = train(model)
@@ -316,7 +316,7 @@ def test_quantized_after_fully_shard(format, keep_master):
 
 @pytest.mark.parametrize("format", MIXES)
 @on_ranks(2)
-def test_ddp(format):
+def test_ddp_trains_as_with_plain_weights(format):
     def replicated(prepare):
         torch.manual_seed(0)
         return DistributedDataParallel(prepare(Model(format=format).to(device()), format))

@@ -191,7 +191,7 @@ def run_meta_init(format, keep_master, rows):
 @pytest.mark.parametrize("rows", [257, 3])
 @pytest.mark.parametrize("format", MIXES)
 @on_worlds(1, 2, 4)
-def test_meta_init(world, format, rows, keep_master):
+def test_values_from_the_meta_device_are_the_same_on_all_ranks(world, format, rows, keep_master):
     by_rank = world.run(run_meta_init, format, keep_master, rows)
     assert all(not different(by_rank[0], values) for values in by_rank)
 

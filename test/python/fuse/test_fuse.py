@@ -100,7 +100,7 @@ def results(model, x):
 @pytest.mark.parametrize("mlp", [MLP, OtherNames])
 @pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered, nn.RMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize("format", [None, "float8_blockwise"])
-def test_fused(mlp, norm, format):
+def test_fused_models_compute_as_unfused_ones(mlp, norm, format):
     model = randomize(nn.Sequential(Block(norm, mlp), Block(norm, mlp)))
     if format:
         qshard.quantize_(model, RECIPES[format])
@@ -270,7 +270,7 @@ def test_activations_are_changed_later(make, change):
     torch.testing.assert_close(compiled(x), plain(x))
 
 
-def test_compiles():
+def test_fused_models_compile():
     torch._dynamo.reset()
     model = randomize(Block())
     qshard.fuse_(qshard.quantize_(model, RECIPES["float8_tensorwise"]))
@@ -282,7 +282,7 @@ def test_compiles():
 
 
 @on_ranks(2)
-def test_sharded():
+def test_fused_models_train_sharded():
     grads = []
     for fuses in (False, True):
         torch.manual_seed(0)

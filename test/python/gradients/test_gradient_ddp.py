@@ -15,7 +15,7 @@ import qshard
 @pytest.mark.parametrize("fmt", REDUCTION_ERROR)
 @pytest.mark.pairwise
 @on_ranks(2, 3)
-def test_ddp_gradients(fmt, dtype, rounding):
+def test_gradients_of_ddp_are_near_plain_ones(fmt, dtype, rounding):
     models, world = [], dist.get_world_size()
     for _ in range(2):
         torch.manual_seed(0)

@@ -139,7 +139,7 @@ def expected_messages(model, fmt, world):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.pairwise
 @on_ranks(2, 3, 4)
-def test_fsdp_gradients(fmt, reduce_dtype, weights, configure):
+def test_gradients_of_fsdp2_are_near_plain_ones(fmt, reduce_dtype, weights, configure):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     models = [
         build(weights, mp_policy=policy) if weights else plain_model(mp_policy=policy)
@@ -238,7 +238,7 @@ def test_modes_of_fsdp(mode):
 
 
 @on_ranks(4)
-def test_hsdp():
+def test_hsdp_reduces_within_shards():
     run_modes("hsdp")
 
 

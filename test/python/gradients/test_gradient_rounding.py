@@ -18,7 +18,7 @@ BUDGET_S = 45
 
 
 @on_ranks(2, 3)
-def test_stochastic_rounding():
+def test_stochastic_rounding_is_right_on_average():
     """Same seed, same bits; the mean over many steps is the gradient; each rank has noise of its own."""
     rank, world, n = dist.get_rank(), dist.get_world_size(), 4100
     state = torch.tensor([5, 6, 7], dtype=torch.int32, device=device())

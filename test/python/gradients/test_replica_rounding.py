@@ -97,7 +97,7 @@ def run(format, wrapper, rows, seed_of_rank, quantize_first):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @formats
 @on_ranks(2, 4, devices=("cpu",))
-def test_replicas_agree(format, wrapper, rows, seed_of_rank, quantize_first):
+def test_replicas_round_alike(format, wrapper, rows, seed_of_rank, quantize_first):
     run(format, wrapper, rows, seed_of_rank, quantize_first)
 
 

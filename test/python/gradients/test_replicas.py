@@ -109,7 +109,7 @@ def train_ddp(model, microbatches, optimizer=None):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.pairwise
 @on_ranks(2)  # sums of more have an order, which is that of buckets
-def test_ddp(format, option, microbatches):
+def test_ddp_trains_as_with_plain_weights(format, option, microbatches):
     def ddp(prepare):
         model_type = Sometimes if option == "unused" else Model
         model = build(format, prepare, model_type)
@@ -170,7 +170,7 @@ def test_replicas_agree_on_histories():
 
 
 @on_ranks(2)
-def test_copies():
+def test_copies_of_a_module_step_without_other_ranks():
     """A copy of the module steps without other ranks, as an EMA on one rank. A copy of DDP steps as DDP."""
     ddp = DistributedDataParallel(build(DELAYED))
     train_ddp(ddp, 1)
@@ -186,7 +186,7 @@ def test_copies():
 
 
 @on_ranks(2)
-def test_join():
+def test_join_leaves_replicas_the_same():
     model = DistributedDataParallel(build(DELAYED))
     with pytest.raises(NotImplementedError, match=r"blocks.0.up.weight has delayed .*join\(\) lets"):
         Join([model])
@@ -218,7 +218,7 @@ def replicated(model):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.pairwise
 @on_ranks(2, 3)
-def test_replicate(format, keep_master, order):
+def test_replicate_trains_as_with_plain_weights(format, keep_master, order):
     if order == "before":
         model = replicated(build(format, keep_master=keep_master))
     else:
@@ -265,7 +265,7 @@ class Rows(nn.Module):
 
 @pytest.mark.parametrize("format", ("float8_blockwise", DELAYED, "nvfp4"))
 @on_ranks(2)
-def test_replicate_of_few_rows(format):
+def test_replicate_of_few_rows_trains_as_with_plain_weights(format):
     torch.manual_seed(0)
     model = qshard.quantize_(Rows().to(device()), RECIPES[format])
     replicate(model, mesh=full_mesh(names=("replicate",)))

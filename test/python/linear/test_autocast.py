@@ -82,7 +82,7 @@ def test_modules_and_residuals(device, format, compiled):
 
 @on_devices
 @pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8"])
-def test_operators(device, format):
+def test_autocast_casts_what_operators_take(device, format):
     x, gamma = draw(8, 64, device=device), torch.ones(64, device=device)
     gate, up = (ops.quantize(draw(fit(format, 96), 64, seed=seed, device=device), format) for seed in (2, 3))
     down = ops.quantize(draw(64, 96, seed=4, device=device), format)
@@ -102,7 +102,7 @@ def test_operators(device, format):
 
 
 @on_devices
-def test_under_transforms(device):
+def test_autocast_holds_under_transforms(device):
     layer = torch.nn.Sequential(torch.nn.Linear(64, 96)).to(device)
     layer = qshard.quantize_(layer, RECIPES["float8_blockwise"])[0]
     with torch.autocast(device, dtype=B16):

@@ -56,7 +56,7 @@ def test_equals_plain_linear_on_dequantized_weight(format, shape, with_bias):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows,cols", [(1, 1), (3, 5), (128, 128), (129, 257), (0, 8), (8, 0)])
-def test_ragged_weights(format, rows, cols):
+def test_ragged_weights_multiply_as_their_values(format, rows, cols):
     rows = fit(format, rows)
     q, plain = pair(format, rows, cols)
     x = torch.randn(6, cols, requires_grad=True)
@@ -93,7 +93,7 @@ def test_computes_in_the_activation_dtype(format, dtype):
         assert torch.equal(F.linear(x, q), y)
 
 
-def test_autocast():
+def test_autocast_gives_bf16_outputs_and_fp32_gradients():
     q, plain = pair("float8_blockwise", keep_master=True)
     x = torch.randn(5, 40, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -133,7 +133,7 @@ def test_double_backward_is_refused():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(use_reentrant):
+def test_activation_checkpointing_gives_the_same_gradients(use_reentrant):
     from torch.utils.checkpoint import checkpoint
 
     q, plain = pair("float8_tensorwise")
@@ -201,7 +201,7 @@ def test_backend_report_counts_products_of_stacks():
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=FORMATS)
-def test_weight_only(recipe):
+def test_weight_only_linears_multiply_dequantized_weights(recipe):
     """The plain arithmetic on dequantized weights, activations saved as they are."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Linear(64, 32))

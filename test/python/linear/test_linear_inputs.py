@@ -115,7 +115,7 @@ def nested(layout, device, requires_grad=False):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mode", ["train", "no_grad", "inference"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_nested_inputs(device, layout, weights, bias, mode, format):
+def test_nested_inputs_multiply_as_their_rows(device, layout, weights, bias, mode, format):
     """The parts are the rows of one input, as those of a plain one: its scales are of all of them."""
     layer = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=bias)).to(device)
     options = {"weights": "dynamic"} if weights == "dynamic" else {"weight_only": weights == "weight only"}

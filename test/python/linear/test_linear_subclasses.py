@@ -131,7 +131,7 @@ def test_a_forward_of_its_own_is_left():
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["shard, quantize", "quantize, shard"])
 @on_ranks(2, devices=("cpu",))
-def test_fully_sharded(is_first):
+def test_subclasses_train_under_fully_shard(is_first):
     model, twin = mlp(), mlp(plain_linear)
     for each in (model, twin):
         if is_first:
@@ -153,7 +153,7 @@ class Bare(nn.Linear):
 
 @pytest.mark.parametrize("whose", ["torch", "qshard"])
 @on_ranks(2, devices=("cpu",))
-def test_tensor_parallel(whose):
+def test_subclasses_train_under_tensor_parallelism(whose):
     styles = qshard.tensor_parallel if whose == "qshard" else torch.distributed.tensor.parallel
     gradients = []
     for kind in (Bare, nn.Linear):

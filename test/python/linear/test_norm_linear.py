@@ -299,7 +299,7 @@ def test_operator_on_cpu(fmt, dtype, params, kind, zero_centered):
 
 
 @on_devices
-def test_errors(device):
+def test_wrong_uses_of_norm_linear_are_refused(device):
     x, gamma = draw(32, 128, seed=1, device=device).requires_grad_(), torch.ones(128, device=device)
     weights = [ops.quantize(draw(64, 128, seed=2, device=device), "float8_tensorwise").requires_grad_()] * 2
     call = {"eps": 1e-5, "rms": True}

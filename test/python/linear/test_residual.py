@@ -133,7 +133,7 @@ def test_norms_that_do_not_fit(device):
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", None])
 @pytest.mark.parametrize("tokens", [1, 127, 256])
 @pytest.mark.parametrize("adds", ["input", "other", "nothing"])
-def test_swiglu_mlp(device, fmt, dtype, joined, kind, tokens, adds):
+def test_the_swiglu_mlp_adds_a_residual(device, fmt, dtype, joined, kind, tokens, adds):
     """Normalized first and added last, within the operator."""
     x, other = (draw(2, tokens, 256, seed=s, device=device, dtype=dtype) for s in (1, 2))
     gamma, beta = (draw(256, seed=s, device=device) for s in (3, 4))
@@ -344,7 +344,7 @@ def test_attention_keeps_no_whole_projection(device, fused_qkv):
 @every_recipe
 # On a CPU Inductor runs the same kernels as aot_eager.
 @pytest.mark.only_where(lambda device, backend: device == "cuda" or backend == "aot_eager")
-def test_compiled_layers(device, backend, recipe):
+def test_compiled_layers_add_residuals_as_eager_ones(device, backend, recipe):
     """On CUDA the kernels of eager mode; rotary embeddings, which are not, are left out."""
     module = layer(IN_CODES[recipe], device)
     x = draw(2, 128, 256, seed=1, device=device, dtype=B16)

@@ -242,7 +242,7 @@ def test_gradient_of_one_matrix_of_several(format):
     assert_bits(*results)
 
 
-def test_under_transforms():
+def test_transforms_keep_no_input_of_a_frozen_weight():
     """A frozen weight of torch.func keeps no input."""
     layer = qshard.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 96)), RECIPES["float8_blockwise"])[0]
     layer.requires_grad_(False)

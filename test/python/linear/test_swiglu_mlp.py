@@ -77,7 +77,7 @@ def test_is_the_composition(fmt, dtype, joined, bias):
 
 @pytest.mark.parametrize("tokens", [0, 1, 127])
 @BOTH
-def test_odd_inputs(tokens, joined):
+def test_odd_inputs_give_the_same_gradients(tokens, joined):
     weights = weights_of("float8_blockwise", joined, columns=96, inner=48)
     x = draw(tokens, 96, seed=7)
     if tokens > 1:
@@ -90,7 +90,7 @@ def test_odd_inputs(tokens, joined):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def test_frozen_parts():
+def test_frozen_parts_get_no_gradients():
     gate, up, down = weights_of("float8_tensorwise", False)
     x = draw(4, 32, seed=7)
     for trained in ("gate", "up", "down", "x", "gate down", "up x"):
@@ -151,7 +151,7 @@ def test_errors_name_shapes_and_formats():
 @on_devices
 @pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise", "float8_delayed", "mxfp8"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiles(device, fmt, checkpointed, monkeypatch):
+def test_the_compiled_mlp_is_the_eager_one(device, fmt, checkpointed, monkeypatch):
     torch._dynamo.reset()
     # Compiled code has torch's normalization.
     monkeypatch.setattr(norms, "_takes_operator", lambda *_: False)

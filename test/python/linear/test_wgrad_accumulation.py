@@ -93,7 +93,7 @@ def test_sum_in_place(device, format, dtype, passes):
 
 @pytest.mark.parametrize("cols", [16, 40, 256])
 @pytest.mark.parametrize("rows", [16, 20, 256])
-def test_sizes(device, rows, cols):
+def test_weights_of_any_size_accumulate(device, rows, cols):
     """On CUDA, padded operands and dequantized ones too."""
     q = parameter(device, rows=rows, cols=cols)
     samples = batches(q, 2, torch.bfloat16, tokens=40)
@@ -169,7 +169,7 @@ def test_first_gradient_is_rounded_to_its_own_dtype_only(device):
         ops.linear_backward(gradient, q, x, False, False, True, grad_dtype=torch.float64)
 
 
-def test_tied_weights(device):
+def test_a_tied_weight_accumulates_both_gradients(device):
     q = parameter(device, rows=48)
     x, gradient = batches(q, 1)[0]
     y = F.linear(F.linear(x, q), q)
@@ -309,7 +309,7 @@ def test_grad_in_the_memory_of_an_operand(device, which):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing(device, use_reentrant):
+def test_activation_checkpointing_accumulates(device, use_reentrant):
     q = parameter(device)
     x, gradient = batches(q, 1)[0]
     part = gradient_of(q, x, gradient)

@@ -19,7 +19,7 @@ from test_wgrad_accumulation import (
 from torch.utils.flop_counter import FlopCounterMode
 
 
-def test_tensor_hooks(device):
+def test_tensor_hooks_see_the_part_of_each_backward(device):
     q = parameter(device)
     q.grad = torch.ones(q.shape, device=device)
     x, gradient = batches(q, 1)[0]
@@ -45,7 +45,7 @@ def test_post_accumulate_grad_hooks(device):
 
 @pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
 @pytest.mark.parametrize("of_leaf", [False, True], ids=["linear", "leaf"])
-def test_node_hooks(device, register, of_leaf):
+def test_node_hooks_see_the_part_of_each_backward(device, register, of_leaf):
     q = parameter(device)
     q.grad = torch.ones(q.shape, device=device)
     x, gradient = batches(q, 1)[0]

@@ -98,7 +98,7 @@ def outcome(model, chain):
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "codes"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @on_ranks(1, 2)
-def test_sharded(format, chain, keep_master, bias):
+def test_sharded_weights_without_columns_train_as_plain_ones(format, chain, keep_master, bias):
     model = shard(build(chain, format, keep_master, bias))
     plain = shard(build(chain, bias=bias))
     x = torch.ones(5, CHAINS[chain][0], device=device())

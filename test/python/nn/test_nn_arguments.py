@@ -234,7 +234,7 @@ def test_init_methods_and_trackers(kind):
     assert_bits(weights_of(drawn)[0].detach(), expected)
 
 
-def test_named_trackers():
+def test_a_tracker_is_asked_by_its_name():
     tracker = Tracker()
     nn.Linear(8, 8, get_rng_state_tracker=lambda: tracker, rng_tracker_name="model-parallel-rng")
     assert tracker.names == ["model-parallel-rng"]

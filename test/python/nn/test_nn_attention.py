@@ -207,7 +207,7 @@ def test_packed_inputs_and_channels_of_values():
     compare(other(*tensors), tensors, expected("sbhd", tensors, torch.ones(BATCH, 1, 5, 9).bool()))
 
 
-def test_dropout():
+def test_dropout_is_for_training_alone():
     module = nn.DotProductAttention(HEADS, CHANNELS, attention_dropout=0.5, softcap=9.0)
     tensors = inputs("sbhd", 7, 7)
     torch.manual_seed(0)
@@ -386,7 +386,7 @@ def test_rotary_is_the_formula(interleaved, layout, percent, dtype):
         nn.apply_rotary_pos_emb(x, angles[:3], layout)
 
 
-def test_rotary_interpolation():
+def test_rotary_interpolation_stretches_positions():
     plain = nn.RotaryPositionEmbedding(8)(16)
     half = nn.RotaryPositionEmbedding(8, seq_len_interpolation_factor=2,
                                       pretrained_max_position_embeddings=8)

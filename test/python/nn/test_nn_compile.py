@@ -78,12 +78,12 @@ def test_fullgraph_equals_eager(name, format):
 
 
 @pytest.mark.parametrize("format", RECIPES)
-def test_formats(format):
+def test_modules_of_every_format_compile(format):
     module = qshard.quantize_(make("LayerNormLinear"), RECIPES[format], filter_fn=lambda *_: True)
     compare(module, "LayerNormLinear", "aot_eager")
 
 
-def test_inductor():
+def test_inductor_compiles_the_mlp():
     module = qshard.quantize_(make("LayerNormMLP"), RECIPES["float8_tensorwise"], filter_fn=lambda *_: True)
     compare(module, "LayerNormMLP", "inductor")
 

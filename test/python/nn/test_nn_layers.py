@@ -221,7 +221,7 @@ def test_norms_of_queries_and_keys_in_mixed_precision(kind, first):
     assert all(p.grad.dtype == torch.float32 for p in module.parameters())
 
 
-def test_dropouts():
+def test_dropouts_of_a_layer_are_for_training_alone():
     module = nn.TransformerLayer(HIDDEN, FFN, HEADS, hidden_dropout=0.3, drop_path_rate=0.5)
     x = input_of()
     torch.manual_seed(0)

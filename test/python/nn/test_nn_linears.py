@@ -120,7 +120,7 @@ def test_norms_under_autocast_and_of_other_dtypes():
     torch.testing.assert_close(y, module(x).bfloat16())
 
 
-def test_l2_normalization():
+def test_l2_normalization_divides_by_the_norm():
     x = input_of(3, 5, 16, dtype=torch.bfloat16)
     y = nn.L2Normalization(eps=1e-2)(x)
     wide = x.detach().double()
@@ -359,7 +359,7 @@ def test_checkpoint_under_transforms(format):
 @pytest.mark.parametrize("format", [None, "float8_tensorwise"])
 @pytest.mark.parametrize("make", [lambda: nn.LayerNormLinear(32, 48, return_layernorm_output=True),
                                   lambda: nn.LayerNormMLP(32, 48, return_layernorm_output=True)])
-def test_autocast(make, format):
+def test_autocast_gives_bf16_outputs_and_fp32_gradients(make, format):
     module = prepared(make(), format)
     x = input_of(5, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

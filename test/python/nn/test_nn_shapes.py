@@ -58,7 +58,7 @@ def assert_close(got, expected, bound):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @small_on_cpu
-def test_layer_norm_linear(device, format, tokens, dim, dtype, normalization):
+def test_norm_linear_of_any_shape_is_its_parts(device, format, tokens, dim, dtype, normalization):
     dim = fit(format, dim)
     module = nn.LayerNormLinear(dim, fit(format, OUT), normalization=normalization, device=device,
                                 params_dtype=dtype)
@@ -79,7 +79,7 @@ def test_layer_norm_linear(device, format, tokens, dim, dtype, normalization):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @small_on_cpu
-def test_layer_norm_mlp(device, format, tokens, dim, dtype, activation):
+def test_mlps_of_any_shape_are_their_parts(device, format, tokens, dim, dtype, activation):
     dim = fit(format, dim)
     module = nn.LayerNormMLP(dim, fit(format, OUT), normalization="RMSNorm", activation=activation,
                              device=device, params_dtype=dtype)
@@ -124,7 +124,7 @@ def assert_same_steps(device, format, got, expected):
 @pytest.mark.parametrize("input_layernorm", [False, True])
 @pytest.mark.parametrize("tokens", [1, 127])
 @pytest.mark.parametrize("hidden", [96, 160])
-def test_multihead_attention(device, format, fused, input_layernorm, tokens, hidden):
+def test_attention_of_any_shape_is_its_parts(device, format, fused, input_layernorm, tokens, hidden):
     module = nn.MultiheadAttention(hidden, 4, attention_dropout=0.0, fuse_qkv_params=fused, device=device,
                                    input_layernorm=input_layernorm, params_dtype=torch.bfloat16)
     prepared(module, format)
@@ -143,7 +143,7 @@ def test_multihead_attention(device, format, fused, input_layernorm, tokens, hid
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tokens", [1, 127])
 @pytest.mark.parametrize("hidden", [96, 160])
-def test_transformer_layer(device, format, fused, tokens, hidden):
+def test_layers_of_any_shape_are_their_parts(device, format, fused, tokens, hidden):
     module = nn.TransformerLayer(hidden, fit(format, OUT), 4, hidden_dropout=0.0, attention_dropout=0.0,
                                  fuse_qkv_params=fused, activation="swiglu", device=device,
                                  params_dtype=torch.bfloat16)

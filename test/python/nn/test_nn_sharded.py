@@ -127,7 +127,7 @@ def test_two_ranks_are_one_process(kind, format, recompute, keep_master):
 
 
 @on_ranks(4)
-def test_hsdp():
+def test_hsdp_trains_as_one_process():
     run_equals_alone("llama", "float8_blockwise", False, True, (2, 2))
 
 

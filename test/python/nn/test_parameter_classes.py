@@ -111,7 +111,7 @@ def test_a_shallow_copy_shares_the_memory():
     assert torch.equal(weight.detach(), torch.full_like(weight, 2))
 
 
-def test_compiled():
+def test_compiled_code_takes_parameter_classes():
     linear = qshard.quantize_(mlp(Marked), RECIPE)[0]
     assert torch.equal(torch.compile(linear, fullgraph=True)(X), linear(X))
 

@@ -54,7 +54,7 @@ def test_a_parametrization_comes_and_goes(fmt, keep_master, device):
     assert_has_value(q, values, keep_master)
 
 
-def test_orthogonal(device):
+def test_an_orthogonal_weight_stays_quantized(device):
     module = linear("float8_blockwise", device, keep_master=True)
     parametrizations.orthogonal(module)
     values = module.weight.detach()

@@ -65,7 +65,7 @@ def oracle(x, format, is_gradient, amax):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format, is_gradient", MESSAGES)
-def test_messages(format, is_gradient, device):
+def test_messages_hold_the_values_of_the_oracle(format, is_gradient, device):
     for dtype, (ranks, tokens, features) in itertools.product(DTYPES, SIZES):
         x = values(ranks, tokens, features, dtype)
         amax = ops._message_amax(x.to(device), format)
@@ -100,7 +100,7 @@ def test_messages(format, is_gradient, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp8_1x32[phase]"])
-def test_mxfp8(format, device):
+def test_messages_of_mxfp8_have_blocks_of_one_token(format, device):
     """Each token as a matrix of its own, whose blocks are one row high."""
     for dtype, (ranks, tokens, features) in itertools.product(DTYPES, SIZES):
         x = values(ranks, tokens, features, dtype).to(device)

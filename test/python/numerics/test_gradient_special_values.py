@@ -92,7 +92,7 @@ def test_clipping_sees_nan_and_infinity(fmt, rounding):
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
 @pytest.mark.parametrize("wrapper", ("fsdp", "ddp"))
 @on_ranks(2)
-def test_detect_anomaly(wrapper):
+def test_detect_anomaly_names_nan_gradients_alone(wrapper):
     results = []
     for detect in (False, True):
         model = wrapped(wrapper, "float8")

@@ -188,7 +188,7 @@ def wide_values(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_random_values(shape, format, dtype, device):
+def test_random_values_have_the_codes_of_the_oracle(shape, format, dtype, device):
     torch.manual_seed(0)
     values = torch.randn(shape) * 10 ** torch.randn(*shape[:-1], 1)
     values[torch.rand(shape) < 0.05] = 0
@@ -198,7 +198,7 @@ def test_random_values(shape, format, dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_many_values(format, dtype, device):
+def test_many_values_have_the_codes_of_the_oracle(format, dtype, device):
     torch.manual_seed(1)
     shape = (ceil_div(MANY_VALUES, 357 * 353), 357, 353)
     values = wide_values(shape, dtype)
@@ -216,7 +216,7 @@ def test_many_values(format, dtype, device):
     [float("inf"), -float("inf"), float("nan"), -float("nan")]
     + [0.0, -0.0, 1e-45, -6e-8, 3e38, 448.0, FLT_MAX, -FLT_MAX, 65504.0],
 )
-def test_special_values(special, format, dtype, device):
+def test_special_values_have_the_codes_of_the_oracle(special, format, dtype, device):
     for rest in (0.0, 1.0, 1e-40):
         values = torch.full((130, 140), rest)
         values[0, 3] = values[129, 139] = special

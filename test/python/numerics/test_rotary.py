@@ -184,7 +184,7 @@ class Attention(torch.nn.Module):
         return self.other(self.rope(x, cos, sin), cos, sin)
 
 
-def test_fused_modules():
+def test_fused_rotary_modules_compute_the_same():
     torch.manual_seed(2)
     model = Attention()
     angles = torch.rand(5, 8).repeat(1, 2)

@@ -65,7 +65,7 @@ def test_tensors_have_the_planes_that_it_says(name):
         assert ops.columnwise_scale_inv(q).shape == blocks
 
 
-def test_options():
+def test_options_of_a_format_are_told():
     info = info_of("float8_delayed[margin=1,history=16,most_recent,e4m3,stochastic]")
     assert info.base == "float8_delayed" and info.stochastic_rounding
     history = info.amax_history

@@ -231,7 +231,7 @@ def opcheck_compares_float8(monkeypatch):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("name", SAMPLES)
-def test_opcheck(name, fmt):
+def test_operators_pass_opcheck(name, fmt):
     for args in SAMPLES[name](fmt):
         args, kwargs = split(args)
         torch.library.opcheck(getattr(ops, name).default, args, kwargs, test_utils=TEST_UTILS)
@@ -335,7 +335,7 @@ def test_tracing_records_one_node_per_operator():
 
 
 @pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
-def test_meta_device(keep_master):
+def test_operators_run_on_the_meta_device(keep_master):
     values = torch.empty(20, 32, device="meta")
     q = ops.quantize(values, "float8_blockwise", keep_master=keep_master)
     assert is_quantized(q) and q.is_meta and q.shape == (20, 32)

@@ -155,7 +155,7 @@ def test_twenty_steps_equal_plain_ones_and_show_their_values(fmt, dtype, device)
 
 @on_devices
 @formats
-def test_every_option(fmt, device):
+def test_every_option_steps_as_torch(fmt, device):
     steps = Steps(quantized(fmt, device))
     for options in (
         dict(weight_decay=0.0),
@@ -244,7 +244,7 @@ def test_more_parameters_than_a_launch_holds(device):
 
 @on_devices
 @pytest.mark.parametrize("fmt", SERVED)
-def test_unaligned_gradients(fmt, device):
+def test_unaligned_gradients_step_as_aligned_ones(fmt, device):
     """As FSDP2 hands them out: views of a reduce-scatter's result."""
     p = Parameter(quantized(fmt, device, shapes=[(64, 48)])[0])
     twin = Parameter(value(p))
@@ -256,7 +256,7 @@ def test_unaligned_gradients(fmt, device):
     assert mismatching_bytes(p.detach(), twin.detach()) == 0
 
 
-def test_versions():
+def test_a_step_moves_the_version_counter_once():
     q = quantized("mxfp8", "cpu", shapes=[(64, 64)])[0]
     alias = ops.master(q)
     before = q._version, alias._version
@@ -441,7 +441,7 @@ def test_codes_of_shards_are_not_made_again(fmt):
 
 @pytest.mark.parametrize("fmt", SHARDED_FORMATS)
 @on_ranks(2, 3)
-def test_shards(fmt):
+def test_shards_have_the_codes_of_the_whole_weight(fmt):
     """Mismatching bytes of weights that were stepped, and then written, flushed or just gathered."""
     counts = {}
     for name, then in AFTER_THE_STEP.items():

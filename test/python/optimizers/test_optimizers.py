@@ -106,7 +106,7 @@ def test_twenty_steps_with_a_master_equal_plain_steps(name):
                 assert_same(kept, plain)
 
 
-def test_lbfgs():
+def test_lbfgs_steps_as_on_plain_parameters():
     """It keeps flat copies of parameters and gradients, and calls a closure several times a step."""
     parameters = quantized(keep_master=True)
     twins = plain_twins(parameters)
@@ -232,7 +232,7 @@ def test_optimizer_state_round_trips():
         assert_same(p, c)
 
 
-def test_gradient_utilities():
+def test_gradient_utilities_take_quantized_parameters():
     parameters = quantized(keep_master=True)
     twins = plain_twins(parameters)
     set_gradients(0, parameters, twins)

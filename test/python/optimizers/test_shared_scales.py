@@ -199,7 +199,7 @@ def test_moves_keep_it():
     assert_shared(looks(model))
 
 
-def test_names():
+def test_wrong_names_of_shared_scales_are_refused():
     model = nn.ModuleDict({n: nn.Linear(16, 16) for n in ("query", "key", "value")})
     recipe = RECIPES["nvfp4"]
     with pytest.raises(ValueError, match="found no linears of one parent.*q_proj/k_proj/v_proj"):

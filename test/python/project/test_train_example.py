@@ -66,7 +66,7 @@ def test_training_with_tensor_parallelism(tmp_path):
 
 
 @on_ranks(2)
-def test_writes_text():
+def test_the_example_writes_text():
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     texts = {trainer("float8_blockwise", mesh).generate(b"def", 10) for _ in range(2)}
     assert len(texts) == 1 and texts.pop().startswith("def")

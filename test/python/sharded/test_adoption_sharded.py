@@ -116,7 +116,7 @@ def run_offload(fmt, keep_master, rows, pinned):
 @keep_or_not
 @formats
 @on_worlds(2, 4)
-def test_offloaded_shards(world, fmt, keep_master, rows, pinned):
+def test_offloaded_shards_train_alike(world, fmt, keep_master, rows, pinned):
     if pinned and not torch.cuda.is_available():
         pytest.skip("needs a GPU, for pinned memory")
     world.run(run_offload, fmt, keep_master, rows, pinned)

@@ -90,7 +90,7 @@ def test_empty_shards_count_as_written_too(keep_master):
 
 @both_masters
 @on_ranks(2)
-def test_gathered_weights(keep_master):
+def test_gathered_weights_send_what_they_show_and_receive(keep_master):
     """Weights between unshard and reshard send what they show, and can receive."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = build("float8_blockwise", rows=130, keep_master=keep_master)
@@ -151,7 +151,7 @@ TWO_D = (
 
 
 @on_ranks(2, 3)
-def test_distribute_tensor():
+def test_distribute_tensor_keeps_values():
     run_distribute_tensor((dist.get_world_size(),), ONE_D)
 
 
@@ -161,7 +161,7 @@ def test_distribute_tensor_on_a_mesh_of_two_dimensions():
 
 
 @on_ranks(2, 3)
-def test_redistribute():
+def test_redistribute_keeps_values():
     mesh = full_mesh()
     for step in range(len(KINDS)):
         mine = KINDS[on_rank(KINDS, step)](weight(16, 48, seed=dist.get_rank()).to(device()))

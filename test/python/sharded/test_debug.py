@@ -60,7 +60,7 @@ def test_a_gather_names_parameter_and_ranks(format, rows):
 
 @formats
 @on_ranks(2)
-def test_a_forward(format):
+def test_a_forward_names_a_write_on_one_rank(format):
     """The first gather of a forward is that of FSDP2's root, in a hook of its own."""
     model = build(format)
     train(model, steps=1)
@@ -71,7 +71,7 @@ def test_a_forward(format):
 @formats
 @pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
 @on_ranks(2)
-def test_a_step(format, named):
+def test_a_step_names_a_write_on_one_rank(format, named):
     """A weight without a gradient is not the optimizer's to write."""
     model = build(format)
     named_parameters = list(model.named_parameters())
@@ -89,7 +89,7 @@ def test_a_step(format, named):
 
 @formats
 @on_ranks(4)
-def test_replicas(format):
+def test_replicas_with_other_writes_are_named(format):
     """A write on a row of the mesh: those replicas agree among themselves, and their peers do not."""
     model = build(format, mesh=full_mesh(2, 2, names=("replicate", "shard")))
     train(model, steps=1)

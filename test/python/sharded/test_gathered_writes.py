@@ -249,7 +249,7 @@ def test_a_hook_that_scales_what_forward_reads(format):
 @pytest.mark.parametrize("format", FORMATS)
 @on_ranks(4)
 @torch.no_grad()
-def test_with_replicas(format):
+def test_a_write_with_replicas_is_gone_with_reshard(format):
     mesh = full_mesh(2, 2, names=("replicate", "shard"))
     model, twin = (fully_shard(make(format, sharded=False), mesh=mesh) for _ in range(2))
     write_while_gathered(model, "mul_(4)", "linear")

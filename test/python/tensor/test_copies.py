@@ -339,7 +339,7 @@ def test_wider_dtypes_are_plain(fmt):
 
 
 @keep_or_not
-def test_meta(keep_master):
+def test_copies_to_the_meta_device_have_no_values(keep_master):
     q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=keep_master)
     on_meta = torch.empty_like(q, device="meta")
     assert is_quantized(on_meta) and on_meta.is_meta and on_meta.shape == q.shape

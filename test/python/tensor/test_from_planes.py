@@ -134,7 +134,7 @@ def test_what_is_refused(case):
 
 @on_ranks(2, devices=("cpu",))
 @pytest.mark.parametrize("fmt", [f for f in ALL_FORMATS if not has_two_images(f)])
-def test_shards(fmt):
+def test_shards_of_given_planes_are_rows_of_the_whole(fmt):
     """Each rank's rows: nothing is left to agree upon."""
     whole = ops.quantize(weight(96, 40), fmt)
     size, rank = dist.get_world_size(), dist.get_rank()

@@ -262,7 +262,7 @@ def test_copies_of_others_into_a_new_tensor_are_of_values(other, keep_master):
     "name",
     "xavier_uniform_ kaiming_normal_ orthogonal_ trunc_normal_ eye_ sparse_ zeros_ dirac_".split(),
 )
-def test_initialisers(name):
+def test_initialisers_write_as_on_a_plain_tensor(name):
     shape = (6, 4, 3) if name == "dirac_" else (20, 32)
     args = (0.1,) if name == "sparse_" else ()
     q = ops.quantize(weight(*shape), "float8_blockwise", keep_master=True)
@@ -277,7 +277,7 @@ def test_initialisers(name):
 
 
 @keep_or_not
-def test_printing(keep_master, capsys):
+def test_printing_shows_values(keep_master, capsys):
     q = ops.quantize(weight(20, 16), "float8_blockwise", keep_master=keep_master)
     for t in (q, q[3], q[3, 4], q.t(), q[:0], q.view(4, 5, 16), torch.nn.Parameter(q)):
         plain = value(t)

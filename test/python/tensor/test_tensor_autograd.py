@@ -94,7 +94,7 @@ def test_in_place_on_leaves_and_data():
 
 
 @keep_or_not
-def test_inference_mode(keep_master):
+def test_inference_mode_keeps_values_and_writes(keep_master):
     q = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=keep_master)
     x = weight(3, 32)
     expected = F.linear(x, q)

@@ -180,7 +180,7 @@ INPLACE_VIEWS = {
 
 @pytest.mark.parametrize("name", INPLACE_VIEWS)
 @pytest.mark.parametrize("rows", [1, 12])
-def test_inplace_views(name, rows):
+def test_inplace_views_write_the_tensor(name, rows):
     q = ops.quantize(weight(rows + 1, 30), "float8_blockwise")
     q, twin = q[:rows], value(q)[:rows]
     function = INPLACE_VIEWS[name]
@@ -197,7 +197,7 @@ def test_inplace_views(name, rows):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_experts(fmt):
+def test_experts_have_scales_of_their_own(fmt):
     """(E, N, K): one matrix and one set of scales per expert."""
     rows = fit(fmt, 140)
     values = weight(3, rows, 130)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import DELAYED, FORMATS, collectives, count
-from test_optimizers import OPTIMIZERS
+from test_optimizers_step_parts_as_plain_full_tensors import OPTIMIZERS
 from torch import nn
 from tp_models import Definition, build, fitted, full_value, give_gradient
 
@@ -73,7 +73,7 @@ NOT_FOR_DTENSORS = ("SGD fused", "Rprop", "Adafactor")  # which have no rules fo
 
 
 @on_ranks(4)
-def test_optimizers():
+def test_optimizers_step_parts_as_plain_full_tensors():
     """Three steps of each are those of plain full tensors, and codes follow."""
     mesh = full_mesh(2, 2, names=("dp", "tp"))
     for i, (name, make) in enumerate(OPTIMIZERS.items()):

@@ -143,7 +143,7 @@ def run_compiled(backend, format):
 
 
 @on_ranks(4, devices=("cpu",))
-def test_compiled_blocks():
+def test_compiled_blocks_train_as_eager_ones():
     run_compiled("aot_eager", "float8_blockwise")
 
 
@@ -268,7 +268,7 @@ def continue_steps(model, optimizer, mesh, dim, first, steps):
 
 @pytest.mark.parametrize("format", ["float8_tensorwise", "mxfp8"])
 @on_ranks(8)
-def test_empty_shards(format):
+def test_ranks_without_rows_train_along(format):
     """Ranks of FSDP2 that hold no rows: two rows of each tensor-parallel part, over four."""
     mesh = full_mesh(4, 2, names=NAMES)
     dim, hidden = 2, 4

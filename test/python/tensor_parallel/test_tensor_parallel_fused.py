@@ -227,7 +227,7 @@ def test_blocks_are_compiled_once():
 
 @pytest.mark.parametrize("plan", [of_tokens, replicated])
 @on_ranks(2)
-def test_compiled(plan):
+def test_compiled_fused_layers_give_the_same_gradients(plan):
     mesh = full_mesh(names=("tp",))
     model = initialise(Block(bias=False).to(device()))
     parallelize_module(model, mesh, plan())

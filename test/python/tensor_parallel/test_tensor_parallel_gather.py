@@ -168,7 +168,7 @@ def test_bytes_of_gathers():
 
 
 @on_ranks(2)
-def test_scattered_sums():
+def test_scattered_sums_are_the_parts_of_a_sum():
     """Each rank's part of a sum, cut along any dimension of few or many pieces."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
     shapes = (((6, 5), 0), ((2, 4, 5), 1), ((20, 4, 5), 1), ((2, 3, 6, 5), 2), ((1, 4, 7), 1),

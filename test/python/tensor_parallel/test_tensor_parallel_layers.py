@@ -128,7 +128,7 @@ def test_equals_one_process(kind, format, sequence_parallel, how):
 
 @pytest.mark.parametrize("kind", ["llama", "gated", "post"])
 @on_ranks(2)
-def test_initial_values(kind):
+def test_initial_values_are_those_of_one_process(kind):
     """Those of one process, drawn by the constructor, and after the meta device."""
     mesh = full_mesh(1, dist.get_world_size(), names=("dp", "tp"))
     plain, _ = build(kind, seed=3)
@@ -148,7 +148,7 @@ def test_initial_values(kind):
 
 @pytest.mark.parametrize("format", [None, "float8_blockwise"])
 @on_ranks(2)
-def test_checkpoints(format):
+def test_checkpoints_of_tensor_parallelism_load_over_fsdp(format):
     """Saved over two ranks of tensor parallelism, loaded over FSDP's."""
     meshes = [full_mesh(*shape, names=("dp", "tp")) for shape in ((1, 2), (2, 1))]
 
@@ -183,7 +183,7 @@ def test_checkpoints(format):
 
 
 @on_ranks(2, devices=("cpu",))
-def test_refusals():
+def test_wrong_arguments_of_layers_are_refused():
     tp = full_mesh(dist.get_world_size())
     group = tp.get_group()
     for arguments, error, message in (

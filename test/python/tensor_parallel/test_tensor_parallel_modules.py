@@ -215,7 +215,7 @@ def test_one_tensor_parallel_rank():
 
 
 @on_ranks(8, devices=("cpu",))
-def test_hsdp():
+def test_modules_train_under_hsdp_as_on_one_device():
     run_training((2, 2, 2), ("nvfp4",), True)
 
 

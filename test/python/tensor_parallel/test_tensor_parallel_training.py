@@ -141,7 +141,7 @@ def test_features_that_the_ranks_do_not_divide(world):
 
 
 @on_worlds(8, devices=("cpu",))
-def test_hsdp(world):
+def test_hsdp_trains_as_on_one_device(world):
     names = ("replicate", "shard", "tp")
     world.run(run_training, (2, 2, 2), names, ("float8_tensorwise", "nvfp4"), replicated)
 
@@ -383,7 +383,7 @@ class Tied(nn.Module):
 
 
 @on_ranks(2)
-def test_loss_parallel():
+def test_loss_parallel_gives_the_losses_of_one_device():
     mesh = full_mesh(1, 2, names=("dp", "tp"))
     tokens = torch.randint(0, 384, (2, 8), generator=torch.Generator().manual_seed(1)).to(device())
     losses = []

@@ -100,7 +100,7 @@ def test_cpu_ram_efficient_loading(recipe, state_dict_type):
     ],
 )
 @on_ranks(2, devices=("cpu",))
-def test_mixed_precision(recipe, dtype):
+def test_mixed_precision_of_accelerate_keeps_weights_quantized(recipe, dtype):
     """accelerate gives parameters that are trained fp32, by param.data = param.data.to(float32)."""
     results = []
     for order in ("quantize prepare", "prepare quantize"):
@@ -170,7 +170,7 @@ def run_ddp(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_worlds(2, devices=("cpu",))
-def test_ddp(world, recipe):
+def test_replicas_of_accelerate_stay_the_same(world, recipe):
     first, second = world.run(run_ddp, recipe)
     assert not different(first, second)
 

@@ -39,7 +39,7 @@ def quantized_names(model):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_process(recipe, tmp_path):
+def test_the_callback_trains_as_a_model_quantized_before(recipe, tmp_path):
     """As a model that was quantized before; a resumed run goes on as the uninterrupted one."""
     early = trainer(tmp_path / "early", None, qshard.quantize_(llama(), RECIPES[recipe]))
     late = trainer(tmp_path / "late", QuantizeCallback(RECIPES[recipe]))
@@ -116,7 +116,7 @@ def test_other_orders_and_arguments(tmp_path):
     ],
 )
 @on_ranks(2, devices=("cpu",))
-def test_sharded(mode, recipe, dtype, keep_master, tied):
+def test_the_callback_trains_shards_and_resumes(mode, recipe, dtype, keep_master, tied):
     options = dict(FSDP2 if mode == "fsdp2" else DDP, bf16=dtype is not None)
     if not keep_master:
         options["save_strategy"] = "no"

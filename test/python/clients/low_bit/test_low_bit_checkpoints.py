@@ -111,7 +111,7 @@ NAMES = {"function": lambda name: f"model.{name}", "mapping": {"steps": "counter
 
 
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
-def test_names(tmp_path, names):
+def test_names_of_checkpoints_may_be_chosen(tmp_path, names):
     row = "modelopt, nvfp4"
     model = build(row, sharded=False)
     save_quantized(model, tmp_path, layout="modelopt", names=names)
@@ -326,7 +326,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_directories(saved, tmp_path, case):
+def test_wrong_directories_are_refused(saved, tmp_path, case):
     edit, message = WRONG[case]
     directory = tmp_path / "copy"
     shutil.copytree(saved("deepseek-fp8")[0], directory)

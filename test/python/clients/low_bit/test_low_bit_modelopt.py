@@ -7,7 +7,7 @@ import torch
 from low_bit_models import saved, weights  # noqa: F401
 
 
-def test_modelopt_mxfp8(saved):
+def test_modelopt_reads_mxfp8(saved):
     from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
 
     _, values, tensors, _ = saved("modelopt, mxfp8")
@@ -16,7 +16,7 @@ def test_modelopt_mxfp8(saved):
         assert torch.equal(read.dequantize(scale=scale), values[f"{module}.weight"])
 
 
-def test_modelopt_nvfp4(saved):
+def test_modelopt_reads_nvfp4(saved):
     from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
     _, values, tensors, _ = saved("modelopt, nvfp4")

@@ -13,7 +13,7 @@ from qshard.checkpoint import save_quantized
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("deepseek")])
-def test_transformers(saved, row):
+def test_transformers_reads_checkpoints(saved, row):
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -45,7 +45,7 @@ def compressed(config, ignore=("lm_head",)):
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("compressed")])
-def test_compressed_tensors(saved, row):
+def test_compressed_tensors_reads_checkpoints(saved, row):
     _, values, tensors, config = saved(row)
     compressor, scheme = compressed(config)
     names = {"compressed-tensors, nvfp4": ("weight_packed", "weight_scale", "weight_global_scale")}

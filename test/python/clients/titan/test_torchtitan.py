@@ -173,7 +173,7 @@ def test_llama3_resumes_bit_for_bit(recipe, arguments):
 )
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 @on_ranks(2, devices=("cpu",))
-def test_async_checkpoints(mode, recipe, arguments):
+def test_asynchronous_checkpoints_resume(mode, recipe, arguments):
     resume("llama3", recipe, mode, arguments)
 
 
@@ -232,7 +232,7 @@ def test_a_step_of_the_optimizers_container_is_one_step():
 
 
 @on_ranks(2, devices=("cpu",))
-def test_named_errors():
+def test_wrong_options_are_refused():
     on_cpu()
     with shared_folder() as folder:
         parallel = ("--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2")

@@ -143,7 +143,7 @@ def refused(sections, match):
 
 
 @on_worlds(2, devices=("cpu",))
-def test_named_errors(world):
+def test_wrong_configurations_are_refused(world):
     with pytest.raises(ValueError, match="recipe must be one of float8_tensorwise, .*, not 'int8'"):
         configured("llama3", quantization={"recipe": "int8"})
     world.run(refused, {"parallelism": {"spmd_backend": "full_dtensor"}}, "full_dtensor")
