@@ -7,6 +7,7 @@ end in an error on every rank.
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -59,55 +60,83 @@ def scale_all(model, factor=1.5):
 # -------------------------------------------------------------------- ranks without rows
 
 
-@pytest.mark.pairwise
-@both_masters
-@mixes
-@pytest.mark.parametrize("rows", [1, 2, 3])
-@on_ranks(2, 4)
-def test_every_path_with_fewer_rows_than_ranks(rows, format, keep_master):
-    model = build(format, keep_master=keep_master, rows=rows)
-    optimizer = adamw(model)
-
-    def check():
-        flags = [is_dirty(param) for param in quantized_parameters(model).values()]
-        assert len(set(map(tuple, gather_objects(flags)))) == 1
-        assert check_gathered(model) == 5
-
-    check()
-    for kwargs in (dict(), dict(microbatches=2, synced=False), dict(microbatches=2, resharded=False)):
-        train(model, optimizer, steps=1, **kwargs)
-        check()
-    scale_all(model)
-    check()
-    scale_all(model)
-    qshard.flush(model)
-    check()
-
+def step_after_backward(model, optimizer):
     loss_of(model, batch(0)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
-    check()
+
+
+def scale_and_flush(model, _):
+    scale_all(model)
+    qshard.flush(model)
+
+
+def read_values(model, _):
     torch.nn.utils.get_total_norm(model.parameters())
     for param in quantized_parameters(model).values():
         param.detach().to(torch.bfloat16).abs().sum().full_tensor()
         param.detach().clone()
 
+
+def load_a_state_dict(model, _):
     copied = copy.deepcopy(model.state_dict())
     scale_all(model)
     model.load_state_dict(copied)
-    check()
+
+
+def load_a_checkpoint_and_step(model, optimizer):
     with shared_folder() as folder:
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
         scale_all(model)
         dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
         loss_of(model, batch(0)).backward()
-        check()
+        check_flags_and_gathers(model)
     optimizer.step()
-    check()
+
+
+def reset(model, _):
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    check()
+
+
+def write(model, _):
+    scale_all(model)
+
+
+PATHS = {
+    "step": partial(train, steps=1),
+    "accumulate": partial(train, steps=1, microbatches=2, synced=False),
+    "no reshard": partial(train, steps=1, microbatches=2, resharded=False),
+    "write": write,
+    "flush": scale_and_flush,
+    "clip": step_after_backward,
+    "read": read_values,
+    "state dict": load_a_state_dict,
+    "checkpoint": load_a_checkpoint_and_step,
+    "reset": reset,
+}
+
+
+def check_flags_and_gathers(model):
+    flags = [is_dirty(param) for param in quantized_parameters(model).values()]
+    assert len(set(map(tuple, gather_objects(flags)))) == 1
+    assert check_gathered(model) == 5
+
+
+@pytest.mark.pairwise
+@both_masters
+@mixes
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("path", [*PATHS, "all"])
+@on_ranks(2, 4)
+def test_a_path_with_fewer_rows_than_ranks_leaves_them_agreed(path, rows, format, keep_master):
+    model = build(format, keep_master=keep_master, rows=rows)
+    optimizer = adamw(model)
+    check_flags_and_gathers(model)
+    for name in PATHS if path == "all" else [path]:
+        PATHS[name](model, optimizer)
+        check_flags_and_gathers(model)
 
 
 @pytest.mark.pairwise

@@ -182,20 +182,31 @@ def test_checkpoints_of_tensor_parallelism_load_over_fsdp(format):
 # ----------------------------------------------------------------------------------- refusals
 
 
-@on_ranks(2, devices=("cpu",))
-def test_wrong_arguments_of_layers_are_refused():
-    tp = full_mesh(dist.get_world_size())
-    group = tp.get_group()
-    for arguments, error, message in (
+@pytest.mark.parametrize("by", ["group", "mesh"])
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
         ({"num_gqa_groups": 1}, ValueError, "num_gqa_groups=1 cannot be cut over 2"),
         ({"fuse_qkv_params": True, "qkv_weight_interleaved": False}, NotImplementedError, "interleave it"),
         ({"fuse_qkv_params": True, "fuse_wgrad_accumulation": True}, NotImplementedError, "fuse_wgrad_acc"),
         ({"sequence_parallel": True, "set_parallel_mode": False}, NotImplementedError, "tokens would attend"),
-    ):
-        arguments = {"set_parallel_mode": True, **arguments}
-        for make in (lambda more: nn.TransformerLayer(HIDDEN, FFN, HEADS, tp_group=group, **more),
-                     lambda more: nn.TransformerLayer(HIDDEN, FFN, HEADS, **more).set_device_mesh(tp)):
-            with pytest.raises(error, match=message):
-                make(arguments)
+    ],
+    ids=["groups", "not interleaved", "accumulation", "sequence alone"],
+)
+@on_ranks(2, devices=("cpu",))
+def test_wrong_arguments_of_layers_are_refused(arguments, error, message, by):
+    tp = full_mesh(dist.get_world_size())
+    arguments = {"set_parallel_mode": True, **arguments}
+    with pytest.raises(error, match=message):
+        if by == "group":
+            nn.TransformerLayer(HIDDEN, FFN, HEADS, tp_group=tp.get_group(), **arguments)
+        else:
+            nn.TransformerLayer(HIDDEN, FFN, HEADS, **arguments).set_device_mesh(tp)
+
+
+@on_ranks(2, devices=("cpu",))
+def test_a_wrong_tp_size_is_refused():
+    group = full_mesh(dist.get_world_size()).get_group()
     with pytest.raises(ValueError, match="tp_size=4, and the mesh or group has 2"):
         nn.MultiheadAttention(HIDDEN, HEADS, tp_group=group, tp_size=4)
+

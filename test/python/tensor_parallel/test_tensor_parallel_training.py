@@ -2,7 +2,6 @@
 set-up, and what cannot work says so on every rank."""
 
 import contextlib
-import itertools
 
 import pytest
 import torch
@@ -40,6 +39,7 @@ BUDGET_S = 60
 ops = torch.ops.qshard
 DIM, HIDDEN, TOKENS = 256, 512, 8
 STEPS = 3
+RECIPE = qshard.Float8BlockScaling()
 # Formats of blocks and of one scale; their differences are tested by their bytes.
 TRAINED = ("float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4")
 
@@ -186,57 +186,83 @@ def refused(call, message):
     dist.barrier()
 
 
-@on_ranks(2)
-def test_what_is_refused_is_refused_on_every_rank():
+def meshes():
     mesh = full_mesh(1, 2, names=("dp", "tp"))
-    tp_mesh, recipe = mesh["tp"], qshard.Float8BlockScaling()
-    for device_type in (None, "meta"):
-        for module_type, style in itertools.product(
-            (nn.Linear, Scaled), (ColwiseParallel(), RowwiseParallel())
-        ):
-            for src in (0, None):
-                with torch.device(device_type or device()):
-                    model = nn.Sequential(module_type(64, 96, bias=False))
-                qshard.quantize_(model, recipe)
-                distribute = lambda: parallelize_module(  # noqa: E731
-                    model, tp_mesh, {"0": style}, src_data_rank=src
-                )
-                name = "Scaled" if module_type is Scaled else "Linear"
-                refused(distribute, f"parallelize_module after .* the weight of this {name} plain")
-                assert qshard.is_quantized(model[0].weight)
+    return mesh, mesh["tp"]
+
+
+@pytest.mark.parametrize("src", [0, None])
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("module_type", [nn.Linear, Scaled])
+@pytest.mark.parametrize("device_type", [None, "meta"])
+@on_ranks(2)
+def test_every_rank_refuses_to_parallelize_quantized_linears(device_type, module_type, style, src):
+    _, tp_mesh = meshes()
+    with torch.device(device_type or device()):
+        model = nn.Sequential(module_type(64, 96, bias=False))
+    qshard.quantize_(model, RECIPE)
+    plan = {"0": style()}
+    distribute = lambda: parallelize_module(model, tp_mesh, plan, src_data_rank=src)  # noqa: E731
+    name = "Scaled" if module_type is Scaled else "Linear"
+    refused(distribute, f"parallelize_module after .* the weight of this {name} plain")
+    assert qshard.is_quantized(model[0].weight)
+
+
+@on_ranks(2)
+def test_every_rank_refuses_to_parallelize_quantized_tied_weights():
+    _, tp_mesh = meshes()
     tied = Tied(64).to(device())
     tied.head.weight = tied.emb.weight
-    qshard.quantize_(tied, recipe, filter_fn=lambda module, name: True)
+    qshard.quantize_(tied, RECIPE, filter_fn=lambda module, name: True)
     embedding = {"emb": RowwiseParallel(input_layouts=Replicate())}
     refused(lambda: parallelize_module(tied, tp_mesh, embedding), "the weight of this Embedding")
     refused(lambda: distribute_module(tied, tp_mesh), "parallelize_module after")
 
-    model = qshard.quantize_(nn.Sequential(Scaled(64, 96).to(device())), recipe)
+
+@on_ranks(2)
+def test_a_users_own_linear_is_sharded_by_fsdp2():
+    model = qshard.quantize_(nn.Sequential(Scaled(64, 96).to(device())), RECIPE)
     fully_shard(model, mesh=full_mesh())
     assert isinstance(model[0].weight, DTensor) and qshard.is_quantized(model[0].weight)
     model(torch.randn(2, 64, device=device()))
 
-    # FSDP2 before parallelize_module is torch's error, as of plain models.
-    for order in ("qfp", "fqp", "meta-qfp"):
-        with pytest.raises(ValueError, match="Cannot distribute a DTensor with device mesh"):
-            build("float8_blockwise", mesh, 64, 96, order=order)
-        dist.barrier()
 
+@pytest.mark.parametrize("order", ["qfp", "fqp", "meta-qfp"])
+@on_ranks(2)
+def test_fsdp2_before_parallelize_module_is_the_error_of_torch(order):
+    """As of plain models."""
+    mesh, _ = meshes()
+    with pytest.raises(ValueError, match="Cannot distribute a DTensor with device mesh"):
+        build("float8_blockwise", mesh, 64, 96, order=order)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_every_rank_refuses_weights_whose_mesh_it_does_not_know():
+    mesh, tp_mesh = meshes()
     model = parallelize_module(initialise(mlp(64, 96)), tp_mesh, replicated())
-    refused(lambda: qshard.quantize_(model, recipe), r"tp_mesh=tp_mesh")
+    refused(lambda: qshard.quantize_(model, RECIPE), r"tp_mesh=tp_mesh")
     assert not any(map(qshard.is_quantized, model.parameters()))
 
     # Rows alone look like FSDP's until FSDP2 gathers them.
     model = parallelize_module(initialise(mlp(64, 96)), tp_mesh, {"up": ColwiseParallel()})
-    qshard.quantize_(model, recipe, filter_fn=lambda module, name: name == "up")
+    qshard.quantize_(model, RECIPE, filter_fn=lambda module, name: name == "up")
     x = torch.randn(2, 64, device=device())
     refused(lambda: model.up(x), "tp_mesh=tp_mesh")
     fully_shard(model, mesh=mesh["dp"])
     refused(lambda: model(x), "FSDP2 gathers this quantized parameter over 1 ranks of 48 rows")
 
-    model = parallelize_module(initialise(mlp(96, 1)), tp_mesh, replicated())
-    refused(lambda: qshard.quantize_(model, recipe, tp_mesh=tp_mesh), "leave some of them nothing")
 
+@on_ranks(2)
+def test_every_rank_refuses_weights_that_leave_a_rank_nothing():
+    _, tp_mesh = meshes()
+    model = parallelize_module(initialise(mlp(96, 1)), tp_mesh, replicated())
+    refused(lambda: qshard.quantize_(model, RECIPE, tp_mesh=tp_mesh), "leave some of them nothing")
+
+
+@on_ranks(2)
+def test_every_rank_refuses_parts_of_rows_that_the_format_cannot_have():
+    _, tp_mesh = meshes()
     model = parallelize_module(initialise(mlp(96, 96)), tp_mesh, replicated())
     format = qshard.MXFP8BlockScaling(weight_block=(1, 32))
     with pytest.raises(ValueError, match="a multiple of 32 rows, got 48 rows"):

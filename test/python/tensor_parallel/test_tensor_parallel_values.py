@@ -88,48 +88,114 @@ def refused(error, message):
     dist.barrier()
 
 
-@on_ranks(2)
-def test_what_is_refused_is_refused_on_every_rank():
-    mesh = full_mesh(1, 2, names=("dp", "tp"))
-    tp, group = mesh["tp"], mesh["tp"].get_group()
+class Meshes:
+    """Two ranks of tensor parallelism, and linears over them."""
 
-    def linear(rows=48, cols=32, **kwargs):
+    def __init__(self):
+        self.mesh = full_mesh(1, 2, names=("dp", "tp"))
+        self.tp = self.mesh["tp"]
+
+    def linear(self, rows=48, cols=32, **kwargs):
         return qshard.nn.Linear(cols, rows, device=device(), **kwargs)
 
-    with refused(NotImplementedError, "tp_size=2 without its ranks"):
-        linear(parallel_mode="column", tp_size=2)
-    with refused(ValueError, "tp_size=4, and the mesh or group has 2 ranks"):
-        linear(parallel_mode="column", tp_size=4, tp_mesh=tp)
-    with refused(ValueError, "tp_mesh and tp_group: leave one of the two out"):
-        linear(parallel_mode="column", tp_mesh=tp, tp_group=group)
-    with refused(ValueError, "must be a DeviceMesh of one dimension"):
-        linear(parallel_mode="column", tp_mesh=mesh)
-    with refused(ValueError, "weight_mesh must be a DeviceMesh of one dimension"):
-        linear(parallel_mode="column", tp_mesh=tp, weight_mesh=mesh)
-    with refused(ValueError, "does not hold the ranks"):
-        linear(parallel_mode="column", tp_mesh=tp, weight_mesh=mesh["dp"])
-    with refused(NotImplementedError, "fuse_wgrad_accumulation is not supported"):
-        linear(parallel_mode="column", tp_mesh=tp, fuse_wgrad_accumulation=True)
-    with refused(NotImplementedError, r"2 ranks would leave some of them nothing of weight"):
-        linear(rows=1, parallel_mode="column", tp_mesh=tp)
-    module = linear(parallel_mode="column", tp_mesh=tp, weight_mesh=mesh._flatten("all"))
-    with refused(RuntimeError, "weight is a DTensor .* already"):
-        module.set_device_mesh(tp)
-    with refused(TypeError, r"given a DTensor placed as \(Replicate\(\),\)"):
-        module(DTensor.from_local(torch.ones(4, 32, device=device()), tp, (Replicate(),)))
-    with refused(NotImplementedError, "torch.func's transforms are not supported"):
-        torch.func.grad(lambda x: module(x).sum())(torch.ones(4, 32, device=device()))
-    module = linear(parallel_mode="column")
-    qshard.quantize_(module, RECIPES["mxfp8"], filter_fn=lambda *_: True)
-    with refused(RuntimeError, "weight is quantized already; call it before quantize_"):
-        module.set_device_mesh(tp)
-    row = linear(parallel_mode="row", sequence_parallel=True, tp_mesh=tp)
-    with refused(ValueError, r"cuts dimension 0 of an output of shape \(3, '...'\) into 2 equal"):
-        row(torch.randn(3, 16, device=device()))
-    with refused(ValueError, "has no such dimension of tokens"):
-        row(torch.randn(16, device=device()))
-    fully_shard(row, mesh=mesh["dp"])
-    other = linear(parallel_mode="row", tp_mesh=tp)
-    fully_shard(nn.Sequential(other), mesh=mesh["dp"])
-    with refused(NotImplementedError, "in forward of the module that it was applied to"):
-        other(torch.randn(4, 16, device=device()))
+    def column(self, **kwargs):
+        return self.linear(parallel_mode="column", **kwargs)
+
+    def over_all(self):
+        return self.column(tp_mesh=self.tp, weight_mesh=self.mesh._flatten("all"))
+
+    def quantized(self):
+        return qshard.quantize_(self.column(), RECIPES["mxfp8"], filter_fn=lambda *_: True)
+
+    def row(self):
+        return self.linear(parallel_mode="row", sequence_parallel=True, tp_mesh=self.tp)
+
+    def row_within_fsdp(self):
+        other = self.linear(parallel_mode="row", tp_mesh=self.tp)
+        fully_shard(nn.Sequential(other), mesh=self.mesh["dp"])
+        return other
+
+
+def sum_gradient(module, x):
+    return torch.func.grad(lambda x: module(x).sum())(x)
+
+
+def ones(*shape):
+    return torch.ones(*shape, device=device())
+
+
+REFUSED = {
+    "no ranks": (
+        NotImplementedError, "tp_size=2 without its ranks", lambda m: m.column(tp_size=2),
+    ),
+    "other size": (
+        ValueError, "tp_size=4, and the mesh or group has 2 ranks",
+        lambda m: m.column(tp_size=4, tp_mesh=m.tp),
+    ),
+    "mesh and group": (
+        ValueError, "tp_mesh and tp_group: leave one of the two out",
+        lambda m: m.column(tp_mesh=m.tp, tp_group=m.tp.get_group()),
+    ),
+    "two dimensions": (
+        ValueError, "must be a DeviceMesh of one dimension", lambda m: m.column(tp_mesh=m.mesh),
+    ),
+    "weights over two dimensions": (
+        ValueError, "weight_mesh must be a DeviceMesh of one dimension",
+        lambda m: m.column(tp_mesh=m.tp, weight_mesh=m.mesh),
+    ),
+    "weights over other ranks": (
+        ValueError, "does not hold the ranks",
+        lambda m: m.column(tp_mesh=m.tp, weight_mesh=m.mesh["dp"]),
+    ),
+    "accumulation": (
+        NotImplementedError, "fuse_wgrad_accumulation is not supported",
+        lambda m: m.column(tp_mesh=m.tp, fuse_wgrad_accumulation=True),
+    ),
+    "one row": (
+        NotImplementedError, "2 ranks would leave some of them nothing of weight",
+        lambda m: m.column(rows=1, tp_mesh=m.tp),
+    ),
+    "a mesh twice": (
+        RuntimeError, "weight is a DTensor .* already",
+        lambda m: m.over_all().set_device_mesh(m.tp),
+    ),
+    "replicated input": (
+        TypeError, r"given a DTensor placed as \(Replicate\(\),\)",
+        lambda m: m.over_all()(DTensor.from_local(ones(4, 32), m.tp, (Replicate(),))),
+    ),
+    "transforms": (
+        NotImplementedError, "torch.func's transforms are not supported",
+        lambda m: sum_gradient(m.over_all(), ones(4, 32)),
+    ),
+    "quantized before": (
+        RuntimeError, "weight is quantized already; call it before quantize_",
+        lambda m: m.quantized().set_device_mesh(m.tp),
+    ),
+    "tokens that ranks do not divide": (
+        ValueError, r"cuts dimension 0 of an output of shape \(3, '...'\) into 2 equal",
+        lambda m: m.row()(ones(3, 16)),
+    ),
+    "no tokens": (
+        ValueError, "has no such dimension of tokens", lambda m: m.row()(ones(16)),
+    ),
+    "a part of what FSDP2 gathers": (
+        NotImplementedError, "in forward of the module that it was applied to",
+        lambda m: m.row_within_fsdp()(ones(4, 16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@on_ranks(2)
+def test_every_rank_refuses_what_a_linear_cannot_do(case):
+    error, message, call = REFUSED[case]
+    meshes = Meshes()
+    with refused(error, message):
+        call(meshes)
+
+
+@on_ranks(2)
+def test_a_linear_that_fsdp2_shards_is_no_error():
+    meshes = Meshes()
+    fully_shard(meshes.row(), mesh=meshes.mesh["dp"])
+
