@@ -97,7 +97,9 @@ def outcome(model, chain):
 @chains
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "codes"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@on_ranks(1, 2)
+# On GPUs FSDP2's split_with_sizes_copy divides by the size of what it gathered, which ends the
+# process for plain weights without elements, too (torch 2.11, _fsdp_collectives.py).
+@on_ranks(1, 2, devices=("cpu",))
 def test_sharded_weights_without_columns_train_as_plain_ones(format, chain, keep_master, bias):
     model = shard(build(chain, format, keep_master, bias))
     plain = shard(build(chain, bias=bias))
