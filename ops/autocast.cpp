@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "ops/calls/ops.h"
+#include "ops/linear/grouped_linear.h"
 #include "ops/linear/norm_linear.h"
 #include "ops/mlp/swiglu_mlp.h"
 
@@ -53,6 +54,13 @@ Tensor linear_autocast(const Tensor& input, const Tensor& weight, const Optional
                  input_is_kept);
 }
 
+template <DeviceType kDevice>
+Tensor grouped_linear_autocast(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                               bool weight_only, std::optional<c10::string_view> format) {
+  static const auto op = typed_op<decltype(grouped_linear)>("qshard::grouped_linear");
+  return op.call(Autocast<kDevice>()(input), weight, offs, weight_only, format);
+}
+
 /// The normalization computes in fp32 whatever the dtypes are, and rounds once, to the input's.
 template <DeviceType kDevice>
 std::vector<Tensor> norm_linear_autocast(const Tensor& input, const Tensor& norm_weight,
@@ -88,6 +96,7 @@ Tensor swiglu_mlp_autocast(const Tensor& input, const Tensor& gate, const Option
 template <DeviceType kDevice>
 void register_autocast(torch::Library& m) {
   m.impl("linear", &linear_autocast<kDevice>);
+  m.impl("grouped_linear", &grouped_linear_autocast<kDevice>);
   m.impl("norm_linear", &norm_linear_autocast<kDevice>);
   m.impl("swiglu_mlp", &swiglu_mlp_autocast<kDevice>);
 }

@@ -10,6 +10,7 @@
 #include "ops/calls/ops.h"
 #include "ops/linear/dynamic_weight.h"
 #include "ops/linear/grouped_gemm.h"
+#include "ops/linear/grouped_linear.h"
 #include "ops/linear/norm_linear.h"
 #include "ops/linear/normalization.h"
 #include "ops/mlp/swiglu_mlp.h"
@@ -49,7 +50,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "linear_forward(Tensor input, Tensor weight, Tensor? bias, bool save_quantized_input, "
       "bool weight_only=False, Tensor? input_rows=None, str? format=None, "
-      "Tensor[]? weight_state=None, Tensor? residual=None) "
+      "Tensor[]? weight_state=None, Tensor? residual=None, Tensor? offs=None) "
       "-> (Tensor output, Tensor saved_input)");
   m.def(
       "quantize_input(Tensor input, str format, bool rows, bool columns) "
@@ -63,7 +64,11 @@ TORCH_LIBRARY(qshard, m) {
       "bool needs_input, bool needs_weight, bool weight_only=False, ScalarType? grad_dtype=None, "
       "str? format=None, Tensor[]? weight_state=None, *, Tensor? grad_columns=None, "
       "int[]? grad_size=None, ScalarType? value_dtype=None, Tensor(a!)? input_sum=None, "
-      "Tensor(b!)? weight_grad=None) -> (Tensor grad_input, Tensor grad_weight)");
+      "Tensor(b!)? weight_grad=None, Tensor? offs=None) "
+      "-> (Tensor grad_input, Tensor grad_weight)");
+  m.def(
+      "grouped_linear(Tensor input, Tensor weight, Tensor offs, *, bool weight_only=False, "
+      "str? format=None) -> Tensor");
   m.def(
       "swiglu_mlp(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias=None, "
       "Tensor? up_bias=None, Tensor? down_bias=None, *, bool weight_only=False, str format, "
@@ -274,6 +279,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"quantize_input", &quantize_input_op>(m);
   implement<"_quantize_kept_input", &quantize_kept_input>(m);
   implement<"linear_backward", &linear_backward_op>(m);
+  implement<"grouped_linear", &grouped_linear>(m);
   implement<"swiglu_mlp", &swiglu_mlp>(m);
   implement<"swiglu_linear_forward", &swiglu_linear_forward>(m);
   implement<"swiglu_linear_backward", &swiglu_linear_backward>(m);
@@ -346,6 +352,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   implement<"quantize_input", &quantize_input_meta, Takes::kMeta>(m);
   implement<"_quantize_kept_input", &quantize_kept_input_meta, Takes::kMeta>(m);
   implement<"linear_backward", &linear_backward_meta, Takes::kMeta>(m);
+  implement<"grouped_linear", &grouped_linear_meta, Takes::kMeta>(m);
   implement<"swiglu_mlp", &swiglu_mlp_meta, Takes::kMeta>(m);
   implement<"swiglu_linear_forward", &swiglu_linear_forward_meta, Takes::kMeta>(m);
   implement<"swiglu_linear_backward", &swiglu_linear_backward_meta, Takes::kMeta>(m);
@@ -375,6 +382,7 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   implement<"columnwise_scale_inv", &columnwise_scale_inv_autograd, Takes::kValuesOrMeta>(m);
   implement<"master", &master_autograd, Takes::kValuesOrMeta>(m);
   implement<"linear", &linear_autograd, Takes::kValuesOrMeta>(m);
+  implement<"grouped_linear", &grouped_linear_autograd, Takes::kValuesOrMeta>(m);
   implement<"swiglu_mlp", &swiglu_mlp_autograd, Takes::kValuesOrMeta>(m);
   implement<"norm_linear", &norm_linear_autograd, Takes::kValuesOrMeta>(m);
   implement<"rotary_embedding", &rotary_embedding_autograd, Takes::kValuesOrMeta>(m);
@@ -384,7 +392,9 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
 
 // F.linear must not decompose into matmul before it gets here (DTensor never does: it acts above).
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse3, m) {
-  if (key_is_ours()) m.impl("linear", &aten_linear_autograd);
+  if (!key_is_ours()) return;
+  m.impl("linear", &aten_linear_autograd);
+  m.impl("_grouped_mm", &aten_grouped_mm_autograd);
 }
 TORCH_LIBRARY_IMPL(aten, PrivateUse3, m) {
   if (key_is_ours()) m.impl("linear", &aten_linear);

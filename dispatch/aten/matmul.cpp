@@ -15,29 +15,65 @@
 
 namespace qshard {
 
-LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
+namespace {
+
+void check_has_key(const at::Tensor& weight, const char* op) {
   TORCH_CHECK(
       has_key(weight),
       fmt::format("{}: the weight is a plain {} tensor, not a quantized one. Quantize it with "
                   "qshard.quantize_(model, recipe); after load_state_dict(assign=True), again",
                   op, c10::toString(weight.scalar_type())));
-  const BufferPtr& buffer = impl_of(weight).buffer();
-  const auto rows = row_window(weight);
-  TORCH_CHECK(
-      weight.dim() == 2 && rows && weight.size(1) == buffer->layout().cols,
-      fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
-                  describe(weight), weight.strides().vec()));
+}
+
+/// The `count` rows that a window of whole rows has.
+LinearWeight weight_of_rows(const at::Tensor& window, int64_t count, const char* op) {
+  const BufferPtr& buffer = impl_of(window).buffer();
   require_shown(buffer, op);
   const Planes& planes = buffer->planes();
   const ScalingState& state = buffer->scaling_state();
-  return {matrix_of({buffer->layout(), planes.image(), planes.grid().read(), rows->first},
-                    weight.size(0)),
-          state.amax_history, state.scaling_amax, &buffer->remembered().last_input};
+  return {
+      matrix_of({buffer->layout(), planes.image(), planes.grid().read(), row_window(window)->first},
+                count),
+      state.amax_history, state.scaling_amax, &buffer->remembered().last_input};
+}
+
+}  // namespace
+
+LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
+  check_has_key(weight, op);
+  TORCH_CHECK(
+      weight.dim() == 2 && row_window(weight) && weight.size(1) == buffer_of(weight).layout().cols,
+      fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
+                  describe(weight), weight.strides().vec()));
+  return weight_of_rows(weight, weight.size(0), op);
 }
 
 bool is_row_window(const at::Tensor& tensor) {
   return has_key(tensor) && tensor.dim() == 2 && row_window(tensor) &&
          tensor.size(1) == buffer_of(tensor).layout().cols;
+}
+
+bool is_stack(const at::Tensor& tensor) {
+  return has_key(tensor) && tensor.dim() == 3 && row_window(tensor) &&
+         tensor.size(2) == buffer_of(tensor).layout().cols;
+}
+
+bool is_transposed_stack(const at::Tensor& tensor) {
+  return has_key(tensor) && tensor.dim() == 3 && !is_stack(tensor) &&
+         is_stack(tensor.transpose(1, 2));
+}
+
+ExpertWeights expert_weights(const at::Tensor& weight, const char* op) {
+  check_has_key(weight, op);
+  const bool transposed = is_transposed_stack(weight);
+  TORCH_CHECK(transposed || is_stack(weight),
+              fmt::format("{}: the weight must be a stack of whole matrices (experts, out, in), or "
+                          "the transpose of one, not {} with strides {}; give it a copy, "
+                          "weight.contiguous()",
+                          op, describe(weight), weight.strides().vec()));
+  const at::Tensor lying = transposed ? weight.transpose(1, 2) : weight;
+  const int64_t count = lying.size(0), rows = lying.size(1);
+  return {weight_of_rows(lying, count * rows, op), count, rows, rows, transposed};
 }
 
 at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
@@ -74,7 +110,6 @@ std::span<const std::string_view> arguments_read_as_codes(std::string_view op) {
       {"aten::addbmm", {"batch1", "batch2"}},
       {"aten::baddbmm", {"batch1", "batch2"}},
       {"aten::_addmm_activation", {"mat1", "mat2"}},
-      {"aten::_grouped_mm", {"self", "mat2"}},
       {"aten::linear", {"weight"}},  // of nested inputs
       {"aten::linear_backward", {"weight"}},
       // nn.MultiheadAttention's and nn.TransformerEncoderLayer's in eval mode
@@ -136,6 +171,24 @@ at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& 
                    dequantized_codes(b, kOp), beta, alpha);
 }
 
+/// Experts multiply as their linears do; of other operands torch's own kernel multiplies values.
+at::Tensor grouped_mm(const at::Tensor& a, const at::Tensor& b,
+                      const std::optional<at::Tensor>& offs, const std::optional<at::Tensor>& bias,
+                      std::optional<at::ScalarType> out_dtype) {
+  constexpr const char* kOp = "aten::_grouped_mm";
+  PlainGuard guard;
+  if (!multiplies_experts(a, b, offs, bias, out_dtype)) {
+    return at::_grouped_mm(dequantized_codes(a, kOp), dequantized_codes(b, kOp), offs, bias,
+                           out_dtype);
+  }
+  const at::Tensor weight = b.transpose(1, 2);
+  check_same_dtype(a, b, kOp);
+  check_groups(a, weight, *offs, kOp);
+  c10::OptionalDeviceGuard device_guard(b.device());
+  return grouped_forward(a, expert_weights(weight, kOp), {offs->contiguous()},
+                         /*weight_only=*/false);
+}
+
 at::Tensor bmm(const at::Tensor& a, const at::Tensor& b) {
   PlainGuard guard;
   return at::bmm(dequantized_codes(a, "aten::bmm"), dequantized_codes(b, "aten::bmm"));
@@ -143,10 +196,41 @@ at::Tensor bmm(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
+bool multiplies_experts(const at::Tensor& x, const at::Tensor& weight,
+                        const std::optional<at::Tensor>& offs,
+                        const std::optional<at::Tensor>& bias,
+                        std::optional<at::ScalarType> out_dtype) {
+  const bool is_plain = !has_key(x) && x.dim() == 2 && offs && offs->defined() && !has_key(*offs) &&
+                        !(bias && bias->defined()) &&
+                        out_dtype.value_or(x.scalar_type()) == x.scalar_type();
+  return is_plain && (is_stack(weight) || is_transposed_stack(weight));
+}
+
+void check_groups(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offs,
+                  const char* op) {
+  TORCH_CHECK(weight.dim() == 3 && x.dim() == 2 && x.size(1) == weight.size(2),
+              fmt::format("{}: needs an input (rows, in) and a weight (experts, out, in), got {} "
+                          "and {}",
+                          op, x.sizes(), weight.sizes()));
+  TORCH_CHECK(is_value_dtype(x.scalar_type()),
+              fmt::format("{}: input dtype {} is not supported; use float32, bfloat16 or float16",
+                          op, c10::toString(x.scalar_type())));
+  TORCH_CHECK(offs.dim() == 1 && offs.size(0) == weight.size(0) && offs.scalar_type() == at::kInt &&
+                  !has_key(offs),
+              fmt::format("{}: offs must be a plain int32 tensor of shape ({},), where the rows of "
+                          "each expert end, got {} {}",
+                          op, weight.size(0), c10::toString(offs.scalar_type()), offs.sizes()));
+  TORCH_CHECK(x.device() == weight.device() && offs.device() == x.device(),
+              fmt::format("{}: the input is on {}, the weight on {} and offs on {}; all tensors "
+                          "must be on one device",
+                          op, x.device().str(), weight.device().str(), offs.device().str()));
+}
+
 void register_matmul(torch::Library& aten) {
   aten.impl("mm", &mm);
   aten.impl("addmm", &addmm);
   aten.impl("bmm", &bmm);
+  aten.impl("_grouped_mm", &grouped_mm);
 }
 
 }  // namespace qshard

@@ -34,8 +34,8 @@ std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallbac
 /// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);
 
-/// Counts one call of torch's operator `op` on what the codes of a tensor stand for: bmm and
-/// _grouped_mm, say, have no GEMM of codes.
+/// Counts one call of torch's operator `op` on what the codes of a tensor stand for: bmm,
+/// say, has no GEMM of codes.
 void record_dequantized(const Format& format, const char* op);
 
 /// One line per path taken in this process.

@@ -111,7 +111,8 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
                                              bool weight_only, const OptionalTensor& input_rows,
                                              std::optional<c10::string_view> format,
                                              WeightState weight_state,
-                                             const OptionalTensor& residual = {});
+                                             const OptionalTensor& residual = {},
+                                             const OptionalTensor& offs = {});
 std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
                                              bool rows, bool columns);
 /// quantize_input in one orientation, of an input that is there in backward, too: (codes, amax),
@@ -126,14 +127,14 @@ std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_
 /// grad_columns the codes by rows of a gradient of grad_size in value_dtype. grad_dtype: the weight
 /// gradient's, else the weight's own. input_sum: contiguous, of the dtype of the gradient's values;
 /// weight_grad: contiguous float32, bfloat16 or float16: each is added to in place, within the GEMM
-/// where that can.
+/// where that can. offs: of experts' linears (grouped_linear.h).
 std::tuple<Tensor, Tensor> linear_backward_op(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
     std::optional<c10::string_view> format, WeightState weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
-    const OptionalTensor& weight_grad);
+    const OptionalTensor& weight_grad, const OptionalTensor& offs);
 /// Other names of it, which call it by the dispatcher.
 Tensor linear_backward_accumulate(const Tensor& grad, const Tensor& weight, const Tensor& input,
                                   bool input_is_quantized, bool needs_input,
@@ -215,13 +216,11 @@ Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    bool weight_only, std::optional<c10::string_view> format,
                    WeightState weight_state, const OptionalTensor& residual, bool input_is_kept);
-std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
-                                               const OptionalTensor& bias,
-                                               bool save_quantized_input, bool weight_only,
-                                               const OptionalTensor& input_rows,
-                                               std::optional<c10::string_view> format,
-                                               WeightState weight_state,
-                                               const OptionalTensor& residual);
+std::tuple<Tensor, Tensor> linear_forward_meta(
+    const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+    bool save_quantized_input, bool weight_only, const OptionalTensor& input_rows,
+    std::optional<c10::string_view> format, WeightState weight_state,
+    const OptionalTensor& residual, const OptionalTensor& offs);
 std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view format,
                                                bool rows, bool columns);
 std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::string_view format,
@@ -233,7 +232,7 @@ std::tuple<Tensor, Tensor> linear_backward_meta(
     std::optional<c10::string_view> format, WeightState weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
-    const OptionalTensor& weight_grad);
+    const OptionalTensor& weight_grad, const OptionalTensor& offs);
 
 // ops/linear/autograd.cpp
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,

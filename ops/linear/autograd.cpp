@@ -6,6 +6,7 @@
 #include "ops/calls/ops.h"
 #include "ops/calls/saved_state.h"
 #include "ops/linear/autograd.h"
+#include "ops/linear/grouped_linear.h"
 #include "ops/linear/normed_input.h"
 
 namespace qshard {
@@ -68,19 +69,26 @@ struct LinearState {
 
 struct LinearFunction : Function<LinearFunction> {
   static constexpr size_t kWeight = 1;  // among the tensors given to forward
+  static constexpr size_t kArguments = 10;
+  static constexpr size_t kOffs = 2 + KeptWeight::kSaved;  // among those saved, of experts
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, bool weight_only, bool records_grad,
                         std::optional<c10::string_view> format, WeightState weight_state,
-                        const OptionalTensor& residual, bool input_is_kept) {
+                        const OptionalTensor& residual, bool input_is_kept,
+                        const OptionalTensor& offs) {
     at::AutoDispatchBelowAutograd guard;
     static const auto op = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
     const Format* kept = input_is_kept && !weight_only && !weight_state
                              ? input_codes_format(input, weight, format)
                              : nullptr;
     const LinearNeeds needs(records_grad, input, weight);
-    const InputUse use(input, weight, needs, weight_only, format, input_is_kept);
-    const KeptWeight kept_weight(weight, needs.reads_weight(), format, weight_state);
+    const InputUse use = is_given(offs)
+                             ? InputUse()
+                             : InputUse(input, weight, needs, weight_only, format, input_is_kept);
+    // How experts lie decides how their gradient is computed.
+    const bool reads_weight = needs.reads_weight() || (is_given(offs) && !weight.is_contiguous());
+    const KeptWeight kept_weight(weight, reads_weight, format, weight_state);
     OptionalTensor rows;
     Tensor columns, amax;
     if (kept != nullptr) {
@@ -96,8 +104,9 @@ struct LinearFunction : Function<LinearFunction> {
     if (records_grad && input.is_cuda() && !input_is_kept) share.emplace(input);
     const bool saves_by_itself = use.saves_codes && !use.quantizes_apart;
     const bool needs_format = use.quantizes_apart || weight_state || kept_weight.trusts_format();
-    auto [output, saved] = op.call(input, weight, bias, saves_by_itself, weight_only, rows,
-                                   needs_format ? format : std::nullopt, weight_state, residual);
+    auto [output, saved] =
+        op.call(input, weight, bias, saves_by_itself, weight_only, rows,
+                needs_format ? format : std::nullopt, weight_state, residual, offs);
     if (saves_by_itself) columns = saved;
     const bool reads_input = needs.reads_input();
     variable_list to_save{!reads_input      ? Tensor()
@@ -110,6 +119,7 @@ struct LinearFunction : Function<LinearFunction> {
                       .has_residual = is_given(residual)};
     if (kept != nullptr) state.kept_format = kept->name;
     if (is_given(bias)) state.bias = bias->scalar_type();
+    if (is_given(offs)) to_save.push_back(*offs);
     save_state(ctx, std::move(state));
     ctx->save_for_backward(std::move(to_save));
     return output;
@@ -117,7 +127,7 @@ struct LinearFunction : Function<LinearFunction> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(9);
+    if (!grad.defined()) return variable_list(kArguments);
     refuse_double_backward(grad, "qshard::linear");
     const auto state = load_state<LinearState>(ctx);
     auto saved = ctx->get_saved_variables();
@@ -140,7 +150,8 @@ struct LinearFunction : Function<LinearFunction> {
       const WeightGrad into(node, kWeight, weight.weight, grad, input);
       std::tie(grad_input, grad_weight) =
           linear_gradients(into, {grad}, weight, input, saves_codes && needs_weight, needs_input,
-                           needs_weight, state.weight_only);
+                           needs_weight, state.weight_only, /*added=*/{},
+                           saved.size() > kOffs ? OptionalTensor(saved[kOffs]) : std::nullopt);
     }
     if (state.bias && ctx->needs_input_grad(2)) grad_bias = bias_gradient(grad, *state.bias);
     const size_t residual = state.bias ? 3 : 2;
@@ -154,6 +165,7 @@ struct LinearFunction : Function<LinearFunction> {
             Tensor(),
             Tensor(),
             grad_residual,
+            Tensor(),
             Tensor()};
   }
 };
@@ -164,7 +176,7 @@ std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Linear
                                             const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,
-                                            const Tensor& added) {
+                                            const Tensor& added, const OptionalTensor& offs) {
   static const auto op = typed_op<decltype(linear_backward_op)>("qshard::linear_backward");
   const bool is_added = added.defined() && !is_traced_or_subclass(added);
   const auto input_sum = is_added ? OptionalTensor(added) : std::nullopt;
@@ -172,7 +184,7 @@ std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const Linear
   auto [grad_input, grad_weight] =
       op.call(grad.rows, weight.weight, input, input_is_quantized, needs_input, needs_weight,
               weight_only, into.dtype, std::optional<c10::string_view>(weight.format), weight.state,
-              grad.columns, grad.size, grad.dtype, input_sum, weight_sum);
+              grad.columns, grad.size, grad.dtype, input_sum, weight_sum, offs);
   if (is_added) {
     grad_input = added;
   } else if (added.defined()) {
@@ -245,7 +257,18 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
                                ? quantize_autograd(weight, *format, false, std::nullopt, 0)
                                : weight;
   return LinearFunction::apply(input, quantized, bias, weight_only, at::GradMode::is_enabled(),
-                               format, weight_state, residual, input_is_kept);
+                               format, weight_state, residual, input_is_kept, std::nullopt);
+}
+
+Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                               bool weight_only, std::optional<c10::string_view> format) {
+  check_format_name(weight, format, "qshard::grouped_linear");
+  const Tensor quantized = is_quantized_on_use(weight, format)
+                               ? quantize_autograd(weight, *format, false, std::nullopt, 0)
+                               : weight;
+  return LinearFunction::apply(input, quantized, std::nullopt, weight_only,
+                               at::GradMode::is_enabled(), format, std::nullopt, std::nullopt,
+                               /*input_is_kept=*/false, offs);
 }
 
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -257,7 +280,25 @@ Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const Opt
   if (goes_the_way_of_matmul(weight)) return linear_by_matmul(plain(input), weight, plain_bias);
   return LinearFunction::apply(plain(input), weight, plain_bias, /*weight_only=*/false,
                                at::GradMode::is_enabled(), std::nullopt, std::nullopt, std::nullopt,
-                               /*input_is_kept=*/false);
+                               /*input_is_kept=*/false, std::nullopt);
+}
+
+Tensor aten_grouped_mm_autograd(const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& offs, const OptionalTensor& bias,
+                                std::optional<at::ScalarType> out_dtype) {
+  if (!multiplies_experts(input, weight, offs, bias, out_dtype)) {
+    const auto plain = [](const Tensor& tensor) {
+      return has_key(tensor) ? DequantizeFunction::apply(tensor, std::nullopt) : tensor;
+    };
+    return at::_grouped_mm(plain(input), plain(weight), offs, bias, out_dtype);
+  }
+  TORCH_CHECK(input.scalar_type() == weight.scalar_type(),
+              fmt::format("aten::_grouped_mm: expected both matrices to have the same dtype, but "
+                          "got {} and {}",
+                          c10::toString(input.scalar_type()), c10::toString(weight.scalar_type())));
+  return LinearFunction::apply(input, weight.transpose(1, 2), std::nullopt, /*weight_only=*/false,
+                               at::GradMode::is_enabled(), std::nullopt, std::nullopt, std::nullopt,
+                               /*input_is_kept=*/false, offs);
 }
 
 }  // namespace qshard

@@ -52,12 +52,13 @@ struct LinearGrad {
 
 /// Calls qshard::linear_backward: (grad_input, grad_weight), (0,) or undefined what is not asked
 /// for or was added to `into.leaf.sum`. `added`: an earlier grad_input, which nothing else refers
-/// to, to add this one to; it must be needed.
+/// to, to add this one to; it must be needed. `offs`: of experts.
 std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const LinearGrad& grad,
                                             const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,
-                                            const Tensor& added = {});
+                                            const Tensor& added = {},
+                                            const OptionalTensor& offs = {});
 
 /// How a linear treats its input, decided from sizes, device and the format that the caller names:
 /// a traced call must decide as the real one does.
@@ -66,6 +67,7 @@ struct InputUse {
   bool quantizes_apart = false;   // by an operator of its own
   bool multiplies_codes = false;  // known only where it quantizes apart
 
+  InputUse() = default;  // it is multiplied and kept as it is
   InputUse(const Tensor& input, const Tensor& weight, LinearNeeds needs, bool weight_only,
            std::optional<c10::string_view> format_name, bool input_is_kept = false) {
     if (weight_only || !input.is_cuda() || input.dim() == 0 || has_key(input)) return;

@@ -32,10 +32,10 @@ std::vector<Tensor> delayed_state_of_one(const QuantizedBuffer& buffer) {
   return state;
 }
 
-/// Whether hooks see codes and scales: of a matrix that has the image which backward reads.
+/// Whether hooks see codes and scales: of matrices that have the image which backward reads.
 /// A gather by phase brings another image for backward, to the weight itself.
 bool shows_planes(const Tensor& weight) {
-  if (!is_row_window(weight) || weight.is_meta()) return false;
+  if (!(is_row_window(weight) || is_stack(weight)) || weight.is_meta()) return false;
   const Layout& layout = buffer_of(weight).layout();
   return !layout.format->columnwise || layout.has_columnwise();
 }
@@ -43,9 +43,9 @@ bool shows_planes(const Tensor& weight) {
 /// `weight`'s rows without their bytes.
 Tensor without_bytes(const Tensor& weight) {
   const QuantizedBuffer& buffer = buffer_of(weight);
-  const int64_t first = row_window(weight)->first;
+  const auto rows = *row_window(weight);
   const Layout& all = buffer.layout();
-  const Layout layout = all.holding(weight.size(0)).placed(all.row_offset + first);
+  const Layout layout = all.holding(rows.count).placed(all.row_offset + rows.first);
   auto planes = Planes::allocate(layout, buffer.dtype(), false, at::kMeta, Fill::kNothing);
   return make_tensor(
       c10::make_intrusive<QuantizedBuffer>(Placement(layout), buffer.dtype(), std::move(planes)),
@@ -123,13 +123,13 @@ WeightFacts KeptWeight::save(variable_list& saved) const {
     const Planes& planes = buffer_of(weight_).planes();
     const auto rows = *row_window(weight_);
     const ReadOnlyTensor& grid = planes.grid().read();
-    saved.push_back(planes.image().narrow(0, rows.first, weight_.size(0)).operand());
+    saved.push_back(planes.image().narrow(0, rows.first, rows.count).operand());
     saved.push_back(grid.defined() ? grid.operand().alias() : Tensor());
     facts.twin = without_bytes(weight_);
     return facts;
   }
   saved.insert(saved.end(), {Tensor(), Tensor()});
-  facts.shape = {weight_.sym_size(0), weight_.sym_size(1), weight_.scalar_type()};
+  facts.shape = {weight_.sym_sizes().vec(), weight_.scalar_type()};
   return facts;
 }
 
@@ -138,8 +138,9 @@ RestoredWeight::RestoredWeight(const WeightFacts& facts, const Tensor* saved, co
   if (facts.twin.defined()) {
     weight = over_planes(facts.twin, saved[0], saved[1], grad);
   } else if (facts.shape) {
-    weight = grad.new_empty({1, 1}, grad.options().dtype(facts.shape->dtype))
-                 .expand_symint({facts.shape->rows, facts.shape->cols});
+    const auto& [sizes, dtype] = *facts.shape;
+    weight = grad.new_empty(std::vector<int64_t>(sizes.size(), 1), grad.options().dtype(dtype))
+                 .expand_symint(sizes);
   } else {
     weight = saved[0];
   }

@@ -36,9 +36,9 @@ struct LinearNeeds {
 struct WeightFacts {
   /// Stands for a weight whose values no gradient reads.
   struct Shape {
-    c10::SymInt rows, cols;
+    std::vector<c10::SymInt> sizes;
     at::ScalarType dtype;
-    auto fields() { return std::tie(rows, cols, dtype); }
+    auto fields() { return std::tie(sizes, dtype); }
   };
   std::optional<std::string> format;
   std::optional<std::vector<Tensor>> state;

@@ -13,6 +13,7 @@
 #include "ops/calls/ops.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/dynamic_weight.h"
+#include "ops/linear/grouped_linear.h"
 #include "ops/linear/linear_operands.h"
 #include "ops/linear/recorded_activation.h"
 
@@ -44,6 +45,8 @@ ForwardOperand input_operand(const Tensor& input, const Tensor& matrix, const Fo
   return QuantizedOperand(packed_matrix(format, PackedRole::kInput, m, k, *rows, {}), matrix);
 }
 
+}  // namespace
+
 /// Compiled code saves a quantized weight as any tensor, and a hook may have made values of it; so
 /// does eager code where the image that backward reads comes by a later gather.
 /// Quantizing them gives its codes back where these follow from the values alone.
@@ -54,8 +57,6 @@ void check_codes_can_be_made_again(const Format& format, const char* op) {
                           "as save_on_cpu() without pin_memory does",
                           op, format.name));
 }
-
-}  // namespace
 
 LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
                             WeightState state, WeightUse use, const char* op) {
@@ -162,9 +163,18 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
                                              bool weight_only, const OptionalTensor& input_rows,
                                              std::optional<c10::string_view> format,
                                              WeightState weight_state,
-                                             const OptionalTensor& residual) {
+                                             const OptionalTensor& residual,
+                                             const OptionalTensor& offs) {
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(weight.device());
+  if (is_given(offs)) {
+    TORCH_CHECK(!is_given(bias) && !is_given(residual) && !is_given(input_rows) && !weight_state &&
+                    !save_quantized_input,
+                "qshard::linear_forward: offs go with an input of values and a quantized weight "
+                "alone: no bias, residual, input_rows, weight_state or saved codes");
+    return {grouped_linear_forward(input, weight, *offs, weight_only, format),
+            bytes_or_none({}, input)};
+  }
   const auto used =
       weight_for_use(weight, format, weight_state, WeightUse::kForward, "qshard::linear");
   check_expected_format(used, format);

@@ -5,6 +5,7 @@
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "kernels/format/checked_sizes.h"
 #include "ops/linear/autograd.h"
+#include "ops/linear/grouped_linear.h"
 #include "ops/linear/linear_operands.h"
 
 namespace qshard {
@@ -95,7 +96,7 @@ std::tuple<Tensor, Tensor> linear_backward_op(
     std::optional<c10::string_view> format, WeightState weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
-    const OptionalTensor& weight_grad) {
+    const OptionalTensor& weight_grad, const OptionalTensor& offs) {
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(weight.device());
   const bool in_codes = is_given(grad_columns);
@@ -103,6 +104,15 @@ std::tuple<Tensor, Tensor> linear_backward_op(
                     ": grad_columns, grad_size and value_dtype say what the gradient in codes is; "
                     "give all of them or none");
   const WeightGradient wgrad(needs_weight, grad_dtype, weight, weight_grad, kOp);
+  if (is_given(offs)) {
+    TORCH_CHECK(!in_codes && !input_is_quantized, kOp,
+                ": offs go with a gradient and an input of values, not with codes");
+    const auto made = grouped_linear_backward(
+        {grad, weight, input, *offs, needs_input, weight_only, format, weight_state, input_sum},
+        needs_weight, wgrad.sum, wgrad.dtype);
+    return {needs_input ? made.grad_input : none_of(grad.options()),
+            wgrad.result(made, grad.options())};
+  }
   const auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input), kOp);
   if (in_codes) check_expected_format(used, format);
   const Gradient gradient = in_codes
@@ -148,7 +158,7 @@ Tensor linear_backward_accumulate(const Tensor& grad, const Tensor& weight, cons
   return std::get<0>(call_linear_backward().call(
       grad, weight, input, input_is_quantized, needs_input, /*needs_weight=*/true, weight_only,
       std::nullopt, format, weight_state, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-      weight_grad));
+      weight_grad, std::nullopt));
 }
 
 std::tuple<Tensor, Tensor> linear_backward_codes(
@@ -159,7 +169,8 @@ std::tuple<Tensor, Tensor> linear_backward_codes(
     const OptionalTensor& input_sum) {
   return call_linear_backward().call(rows, weight, input, input_is_quantized, needs_input,
                                      needs_weight, /*weight_only=*/false, grad_dtype, format,
-                                     weight_state, columns, size, dtype, input_sum, std::nullopt);
+                                     weight_state, columns, size, dtype, input_sum, std::nullopt,
+                                     std::nullopt);
 }
 
 Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
@@ -172,7 +183,7 @@ Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& column
   return std::get<0>(call_linear_backward().call(
       rows, weight, input, input_is_quantized, needs_input, /*needs_weight=*/true,
       /*weight_only=*/false, std::nullopt, format, weight_state, columns, size, dtype, input_sum,
-      weight_grad));
+      weight_grad, std::nullopt));
 }
 
 }  // namespace qshard

@@ -18,6 +18,8 @@ namespace qshard {
 /// @throws as quantize_for_use, and where there is a state without a format.
 LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
                             WeightState state, WeightUse use, const char* op);
+/// @throws c10::Error naming `op` where codes of `format` do not follow from the values alone.
+void check_codes_can_be_made_again(const Format& format, const char* op);
 /// What a backward reads of a weight.
 WeightUse backward_use(bool needs_input);
 

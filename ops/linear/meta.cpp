@@ -3,6 +3,7 @@
 
 #include "kernels/linear/linear.h"
 #include "ops/calls/ops.h"
+#include "ops/linear/grouped_linear.h"
 
 namespace qshard {
 
@@ -42,7 +43,11 @@ std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor
                                                bool save_quantized_input, bool,
                                                const OptionalTensor&,
                                                std::optional<c10::string_view> format, WeightState,
-                                               const OptionalTensor&) {
+                                               const OptionalTensor&, const OptionalTensor& offs) {
+  if (is_given(offs)) {
+    return {grouped_linear_meta(input, weight, *offs, false, format),
+            at::empty_symint({0}, input.options().dtype(at::kByte))};
+  }
   c10::SymInt saved_bytes = 0;
   if (save_quantized_input) {
     // Only asked for when all sizes are known (ops/linear/autograd.cpp).
@@ -84,17 +89,22 @@ std::tuple<Tensor, Tensor> linear_backward_meta(
     bool needs_weight, bool, std::optional<at::ScalarType> grad_dtype,
     std::optional<c10::string_view> format, WeightState, const OptionalTensor&,
     at::OptionalIntArrayRef grad_size, std::optional<at::ScalarType> value_dtype,
-    const OptionalTensor& input_sum, const OptionalTensor& weight_grad) {
+    const OptionalTensor& input_sum, const OptionalTensor& weight_grad,
+    const OptionalTensor& offs) {
   if (format) checked_format(*format, "qshard::linear_backward");
   std::vector<c10::SymInt> sizes;
   if (grad_size) {
     sizes.assign(grad_size->begin(), grad_size->end());
   } else {
-    check_sizes("qshard::linear_backward", "a gradient", grad, weight, 0);
+    if (is_given(offs)) {
+      check_grouped_sizes("qshard::linear_backward", grad, weight, 1, *offs);
+    } else {
+      check_sizes("qshard::linear_backward", "a gradient", grad, weight, 0);
+    }
     sizes = grad.sym_sizes().vec();
   }
   TORCH_CHECK(!sizes.empty(), "qshard::linear_backward: grad_size is empty");
-  sizes.back() = weight.sym_size(1);
+  sizes.back() = weight.sym_size(-1);
   const auto wgrad_dtype = is_given(weight_grad) ? weight_grad->scalar_type()
                                                  : grad_dtype.value_or(weight.scalar_type());
   const std::vector<c10::SymInt> none{0};

@@ -70,9 +70,9 @@ struct FirstLinears {
     const bool needs_name = apart || checks_format;
     const auto run = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of,
                          const LinearNeeds& needs, WeightState state) {
-      auto [output, saved] =
-          linear.call(input, weight, bias, of.saves_codes && !apart, weight_only, rows,
-                      needs_name ? OptionalFormat(format) : std::nullopt, state, std::nullopt);
+      auto [output, saved] = linear.call(input, weight, bias, of.saves_codes && !apart, weight_only,
+                                         rows, needs_name ? OptionalFormat(format) : std::nullopt,
+                                         state, std::nullopt, std::nullopt);
       const Tensor& kept = !of.saves_codes ? input : apart ? columns : saved;
       return std::pair{output, needs.reads_input() ? kept : Tensor()};
     };

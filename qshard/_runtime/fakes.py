@@ -365,15 +365,15 @@ def by_name(formula, op):
     return count
 
 
-@flops_of("linear", "linear_forward")
+@flops_of("linear", "linear_forward", "grouped_linear")
 def linear_flops(input, weight, **_):
-    return 2 * input.numel() * weight.shape[0]
+    return 2 * input.numel() * weight.shape[-2]
 
 
 @flops_of("linear_backward")
 def linear_backward_flops(grad, weight, needs_input, needs_weight, grad_size=None, **_):
     values = math.prod(grad.shape if grad_size is None else grad_size)
-    return 2 * values * weight.shape[1] * (bool(needs_input) + bool(needs_weight))
+    return 2 * values * weight.shape[-1] * (bool(needs_input) + bool(needs_weight))
 
 
 # 2 x tokens x inner x outputs a GEMM; gate is (..., inner) of the parts, (rows, ...) of the MLP.

@@ -56,6 +56,7 @@ __all__ = [
     "format_info",
     "formats",
     "from_planes",
+    "grouped_linear",
     "is_quantized",
     "join_rotary_embedding",
     "linear",
@@ -199,6 +200,39 @@ def linear(
 
 
 @operator
+def grouped_linear(
+    input: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    *,
+    weight_only: bool = False,
+    format: str | None = None,
+) -> Tensor:
+    """The linears of experts: rows [offs[e - 1], offs[e]) of the output are `linear(input[rows], weight[e])`,
+    forward and backward. Each expert's rows are quantized by themselves, so that a format with one scale per
+    tensor has one per expert; delayed scaling has one for all of them after its first step. No number of rows
+    is asked of an expert.
+
+    input: float32, bfloat16 or float16 (rows, in). weight: quantized (experts, out, in), or the transpose of a
+        quantized (experts, in, out): scales of 1x32 and 1x16 blocks are then no GEMM's, as in `input @ stack[e]`.
+    offs: int32 (experts,), where each expert's rows end. An end before the last one, or behind the last row,
+        counts as that.
+    weight_only, format: as of `linear`.
+
+    Rows of no expert, from offs[-1] on, are zero in the output and in the gradient of `input`, whatever they
+    hold, and enter nothing else. An expert without rows has a weight gradient of zeros, and leaves its part of
+    `.grad` alone.
+
+    `torch.nn.functional.grouped_mm(input, weight.mT, offs=offs)` and `grouped_mm(input, stack, offs=offs)` run the
+    same where `input` has the weight's dtype.
+
+    Each expert is a GEMM of its own at present: the host reads `offs`, and waits for the device that has them.
+
+    Autocast, autograd: as `linear`. Raises RuntimeError for shapes, dtypes or devices that do not fit.
+    """
+
+
+@operator
 def linear_forward(
     input: Tensor,
     weight: Tensor,
@@ -209,14 +243,16 @@ def linear_forward(
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
     residual: Tensor | None = None,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `linear` runs below autograd: (output, saved_input). To be named in the policies of selective
-    activation checkpointing.
+    """What `linear` and `grouped_linear` run below autograd: (output, saved_input). To be named in the policies
+    of selective activation checkpointing.
 
     save_quantized_input: give the input's codes for wgrad, transposed, as uint8 of one dimension; else
         saved_input is empty, (0,). Hopper only.
     input_rows: the first result of `quantize_input`, in place of quantizing here.
     weight_state: as of `linear`, for a plain weight. residual: as of `linear`.
+    offs: as of `grouped_linear`, with an input, a weight and weight_only alone.
 
     Errors: as `linear`.
     """
@@ -253,6 +289,7 @@ def linear_backward(
     value_dtype: torch.dtype | None = None,
     input_sum: Tensor | None = None,
     weight_grad: Tensor | None = None,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(grad_input, grad_weight) of `linear_forward`; (0,) what is not needed, or was added to a tensor that
     was given. The gradient is quantized once for both.
@@ -266,6 +303,7 @@ def linear_backward(
         within the GEMM where it can.
     weight_grad: plain (rows, columns) of float32, bfloat16 or float16: grad_weight is added to it, in the same
         way. Both need what they are given for.
+    offs: as of `grouped_linear`, with a gradient in values and no input_sum; weight_grad has the weight's shape.
 
     Raises RuntimeError for shapes that do not fit, for codes of another size, and for codes beside a weight that
     is not float8; ValueError where only some of what describes codes is given.

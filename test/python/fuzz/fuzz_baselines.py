@@ -254,6 +254,12 @@ def grouped(draw):
     return given | {"offs": draw.place(torch.tensor([7, 30], dtype=torch.int32)), "tile_rows": 0}
 
 
+def experts(draw):
+    stack = ops.quantize(torch.randn(2, 32, draw.columns, generator=draw.generator).to(draw.dtype), draw.format)
+    ends = torch.tensor([1, draw.tokens], dtype=torch.int32)
+    return {"weight": stack, "offs": draw.place(ends), "format": draw.maybe(lambda: draw.format)}
+
+
 def codes_backward(draw):
     none = torch.empty(0, dtype=torch.uint8)
     given = {"rows": none, "columns": none, "size": [draw.tokens, draw.rows], "needs_input": False}
@@ -274,6 +280,7 @@ OF_OPERATOR = {
     "linear": dynamic,
     "linear_forward": lambda d: dynamic(d) | {"save_quantized_input": False, "input_rows": None},
     "linear_backward": backward,
+    "grouped_linear": experts,
     "linear_backward_accumulate": dynamic,
     "quantize_input": lambda d: {"rows": False, "columns": False},
     "_quantize_kept_input": lambda d: {"weight": None, "amax": None, "columns": False},

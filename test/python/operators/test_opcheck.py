@@ -26,6 +26,14 @@ def plain(*shape, grad=False, dtype=torch.float32):
     return weight(*shape, seed=1, dtype=dtype).requires_grad_(grad)
 
 
+def experts(fmt, grad=False):
+    return ops.quantize(weight(3, 64, 32), fmt).requires_grad_(grad)
+
+
+def offs(*ends):
+    return torch.tensor(ends, dtype=torch.int32)
+
+
 def dynamic(fmt, *args):
     """Arguments with a plain weight that is quantized within. Delayed scaling writes to inputs, as
     amaxes are collected there, which opcheck would take for a mistake."""
@@ -68,6 +76,11 @@ SAMPLES = {
          dict(residual=plain(4, 64, grad=True), input_is_kept=True)),
         dynamic(fmt, plain(2, 3, 32, grad=True), plain(64, 32, grad=True), plain(64)),
     ],
+    "grouped_linear": lambda fmt: [
+        (plain(7, 32), experts(fmt), offs(2, 2, 5)),
+        (plain(7, 32, grad=True), experts(fmt, grad=True), offs(2, 2, 5)),
+        (plain(7, 64, grad=True), experts(fmt, grad=True).mT, offs(2, 2, 7), dict(weight_only=True)),
+    ],
     # Codes exist on CUDA only (test_cuda.py).
     "quantize_input": lambda fmt: [
         (plain(*shape), fmt.replace("delayed", "tensorwise"), False, False)
@@ -77,7 +90,8 @@ SAMPLES = {
         (plain(2, 3, 32), quantized(fmt=fmt), plain(64), False, weight_only)
         for weight_only in (False, True)
     ]
-    + [dynamic(fmt, plain(4, 32), plain(64, 32), None, False)],
+    + [dynamic(fmt, plain(4, 32), plain(64, 32), None, False)]
+    + [(plain(7, 32), experts(fmt), None, False, dict(offs=offs(2, 2, 5)))],
     "linear_backward": lambda fmt: [
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, needs_weight)
         for needs_input, needs_weight in ((True, True), (True, False), (False, True))
@@ -91,6 +105,10 @@ SAMPLES = {
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, True, needs_weight,
          dict(input_sum=plain(2, 3, 32), weight_grad=sum))
         for needs_weight, sum in ((True, None), (True, plain(64, 32)), (False, None))
+    ]
+    + [
+        (plain(7, 64), experts(fmt), plain(7, 32), False, *needs, dict(offs=offs(2, 2, 5), weight_grad=sum))
+        for *needs, sum in ((True, True, None), (True, True, plain(3, 64, 32)), (True, False, None))
     ],
     "linear_backward_accumulate": lambda fmt: [
         (plain(2, 3, 64), quantized(fmt=fmt), plain(2, 3, 32), False, needs_input, plain(64, 32))

@@ -1,0 +1,169 @@
+#include "kernels/grouped/grouped_linear.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+namespace qshard {
+namespace {
+
+/// The rows of one expert.
+struct Rows {
+  int64_t expert = 0;
+  int64_t first = 0;
+  int64_t count = 0;
+
+  at::Tensor of(const at::Tensor& matrix) const { return matrix.narrow(0, first, count); }
+};
+
+/// The host waits for the device that has `offs`.
+std::vector<Rows> rows_of_experts(const RowGroups& groups, int64_t total) {
+  const at::Tensor offs = groups.offs.cpu();
+  const auto* ends = offs.const_data_ptr<int32_t>();
+  std::vector<Rows> rows;
+  int64_t first = 0;
+  for (int64_t expert = 0; expert < offs.numel(); ++expert) {
+    const int64_t end = std::clamp<int64_t>(ends[expert], first, total);
+    rows.push_back({expert, first, end - first});
+    first = end;
+  }
+  return rows;
+}
+
+/// Products of experts as one matrix of `total` rows, the last of which belong to none.
+class Products {
+ public:
+  Products(int64_t total, int64_t columns, const at::TensorOptions& options)
+      : left_(total), columns_(columns), options_(options) {}
+
+  void add(at::Tensor product) {
+    left_ -= product.size(0);
+    parts_.push_back(std::move(product));
+  }
+  at::Tensor joined() && {
+    if (left_ > 0 || parts_.empty()) parts_.push_back(at::zeros({left_, columns_}, options_));
+    return parts_.size() == 1 ? parts_[0] : at::cat(parts_);
+  }
+
+ private:
+  int64_t left_;
+  int64_t columns_;
+  at::TensorOptions options_;
+  std::vector<at::Tensor> parts_;
+};
+
+at::Tensor forward_of_one(const at::Tensor& x, const ExpertWeights& weights, int64_t expert,
+                          bool weight_only) {
+  const PlainOperand operand(x);
+  const LinearWeight weight = weights.matrix(expert);
+  if (!weights.transposed) {
+    return linear_forward(operand, weight, std::nullopt, false, weight_only).output;
+  }
+  return linear_backward({.grad = &operand, .needs_input = true, .weight_only = weight_only},
+                         weight)
+      .grad_input;
+}
+
+/// Of a matrix that lies as (in, out). Its own gradient is one of a plain product, as torch's
+/// matmul with a transposed weight has it.
+LinearBackward backward_of_transposed(const GroupedBackwardTask& task, const at::Tensor& grad,
+                                      const at::Tensor& input, const ExpertWeights& weights,
+                                      int64_t expert) {
+  LinearBackward made;
+  if (task.needs_input) {
+    const PlainOperand operand(grad);
+    made.grad_input =
+        linear_forward(operand, weights.matrix(expert), std::nullopt, false, task.weight_only)
+            .output;
+  }
+  if (input.defined()) {
+    made.grad_weight =
+        at::mm(input.t(), grad.to(input.scalar_type())).to(task.weight_grad_dtype).t();
+  }
+  return made;
+}
+
+LinearBackward backward_of_one(const GroupedBackwardTask& task, const at::Tensor& grad,
+                               const at::Tensor& input, const at::Tensor& sum,
+                               const ExpertWeights& weights, int64_t expert) {
+  if (weights.transposed) return backward_of_transposed(task, grad, input, weights, expert);
+  const PlainOperand gradient(grad);
+  const PlainOperand operand(input.defined() ? input : grad);
+  return linear_backward({.grad = &gradient,
+                          .needs_input = task.needs_input,
+                          .input = input.defined() ? &operand : nullptr,
+                          .weight_grad_dtype = task.weight_grad_dtype,
+                          .sum = sum,
+                          .weight_only = task.weight_only},
+                         weights.matrix(expert));
+}
+
+/// An empty gradient of the weights, in memory where each expert's lies as its matrix does.
+at::Tensor empty_weight_gradient(const ExpertWeights& weights, const at::TensorOptions& options) {
+  const int64_t count = weights.count, out = weights.out_features(), in = weights.in_features();
+  return weights.transposed ? at::empty({count, in, out}, options).transpose(1, 2)
+                            : at::empty({count, out, in}, options);
+}
+
+}  // namespace
+
+LinearWeight ExpertWeights::matrix(int64_t expert) const {
+  LinearWeight weight = stack;
+  RowImage image = stack.codes.row_image();
+  image.first_row += expert * step;
+  weight.codes = matrix_of(std::move(image), rows);
+  return weight;
+}
+
+at::Tensor grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
+                           const RowGroups& groups, bool weight_only) {
+  const int64_t total = x.size(0);
+  Products outputs(total, weights.out_features(), x.options());
+  for (const Rows& rows : rows_of_experts(groups, total)) {
+    if (rows.count > 0) {
+      outputs.add(forward_of_one(rows.of(x), weights, rows.expert, weight_only));
+    }
+  }
+  return std::move(outputs).joined();
+}
+
+LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWeights& weights,
+                                const RowGroups& groups) {
+  const at::Tensor& grad = task.grad;
+  const int64_t total = grad.size(0);
+  LinearBackward result;
+  if (task.input.defined()) {
+    result.grad_weight =
+        task.sum.defined()
+            ? task.sum
+            : empty_weight_gradient(weights, grad.options().dtype(task.weight_grad_dtype));
+  }
+  Products grad_inputs(total, weights.in_features(), grad.options());
+  for (const Rows& rows : rows_of_experts(groups, total)) {
+    at::Tensor own;
+    if (result.grad_weight.defined()) own = result.grad_weight.select(0, rows.expert);
+    if (rows.count == 0) {
+      if (own.defined() && !task.sum.defined()) own.zero_();
+      continue;
+    }
+    const at::Tensor input = task.input.defined() ? rows.of(task.input) : at::Tensor();
+    const at::Tensor sum = task.sum.defined() ? own : at::Tensor();
+    LinearBackward made = backward_of_one(task, rows.of(grad), input, sum, weights, rows.expert);
+    if (task.needs_input) grad_inputs.add(std::move(made.grad_input));
+    if (!own.defined()) continue;
+    if (!sum.defined()) {
+      own.copy_(made.grad_weight);
+    } else if (!made.grad_weight.is_same(sum)) {
+      own.add_(made.grad_weight);
+    }
+  }
+  if (task.needs_input) result.grad_input = std::move(grad_inputs).joined();
+  return result;
+}
+
+}  // namespace qshard

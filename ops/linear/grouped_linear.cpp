@@ -1,0 +1,113 @@
+#include "ops/linear/grouped_linear.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "dispatch/parts/kernel_bridge.h"
+#include "ops/linear/autograd.h"
+#include "ops/linear/linear_operands.h"
+
+namespace qshard {
+namespace {
+
+constexpr const char* kOp = "qshard::grouped_linear";
+
+/// As weight_for_use of a linear. Matrices are quantized apart from each other, in a stack, too.
+ExpertWeights experts_for_use(const Tensor& weight, std::optional<c10::string_view> format,
+                              WeightState state, WeightUse use, const char* op) {
+  if (has_key(weight) || !format || use == WeightUse::kForward) {
+    check_format_name(weight, format, op);
+    ExpertWeights experts = expert_weights(weight, op);
+    if (state && state->size() == 2) {  // delayed scaling's, of a tensor over saved planes
+      experts.stack.amax_history = (*state)[0];
+      experts.stack.scaling_amax = (*state)[1];
+    }
+    return experts;
+  }
+  const int64_t count = weight.size(0), rows = weight.size(1);
+  if (use == WeightUse::kWgradOnly) {  // which reads no codes of the weight: one stands for all
+    const Tensor one = weight.new_empty({1, 1}).expand({rows, weight.size(2)});
+    return {weight_for_use(one, format, state, use, op), count, rows, /*step=*/0};
+  }
+  // A hook on saved tensors made plain values of it.
+  check_codes_can_be_made_again(checked_format(*format, op), op);
+  return expert_weights(quantize(weight, *format, false, std::nullopt, 0), op);
+}
+
+}  // namespace
+
+Tensor grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                              bool weight_only, std::optional<c10::string_view> format) {
+  check_groups(input, weight, offs, kOp);
+  const ExpertWeights experts =
+      experts_for_use(weight, format, std::nullopt, WeightUse::kForward, kOp);
+  check_expected_format(experts.stack, format);
+  return grouped_forward(as_matrix(input), experts, {offs.contiguous()}, weight_only);
+}
+
+LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool needs_weight,
+                                       const Tensor& sum, at::ScalarType dtype) {
+  const auto& [grad, weight, input, offs, needs_input, weight_only, format, weight_state,
+               input_sum] = call;
+  constexpr const char* kBackward = "qshard::linear_backward";
+  check_groups(grad, weight.transpose(-1, -2), offs, kBackward);
+  TORCH_CHECK(
+      !needs_weight ||
+          (input.dim() == 2 && input.size(0) == grad.size(0) && input.size(1) == weight.size(2) &&
+           is_value_dtype(input.scalar_type()) && input.device() == grad.device()),
+      fmt::format("{}: an input of shape {} does not fit a gradient of shape {} and a "
+                  "weight of shape {}",
+                  kBackward, input.sizes(), grad.sizes(), weight.sizes()));
+  TORCH_CHECK(!sum.defined() || (sum.sizes() == weight.sizes() && sum.is_contiguous() &&
+                                 sum.device() == grad.device()),
+              fmt::format("{}: weight_grad must be contiguous, of shape {} on {}, got {}",
+                          kBackward, weight.sizes(), grad.device().str(), describe(sum)));
+  TORCH_CHECK(!is_given(input_sum),
+              fmt::format("{}: has no input_sum beside offs; add the gradient of the input that it "
+                          "returns",
+                          kBackward));
+  const ExpertWeights experts =
+      experts_for_use(weight, format, weight_state, backward_use(needs_input), kBackward);
+  return grouped_backward({.grad = as_matrix(grad),
+                           .needs_input = needs_input,
+                           .input = needs_weight ? as_matrix(input) : Tensor(),
+                           .weight_grad_dtype = dtype,
+                           .sum = sum,
+                           .weight_only = weight_only},
+                          experts, {offs.contiguous()});
+}
+
+Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                      bool weight_only, std::optional<c10::string_view> format) {
+  check_format_name(weight, format, kOp);
+  const Tensor quantized = is_quantized_on_use(weight, format)
+                               ? quantize(weight, *format, false, std::nullopt, 0)
+                               : weight;
+  return std::get<0>(linear_forward_op(input, quantized, std::nullopt,
+                                       /*save_quantized_input=*/false, weight_only, std::nullopt,
+                                       std::nullopt, std::nullopt, std::nullopt, offs));
+}
+
+void check_grouped_sizes(const char* op, const Tensor& x, const Tensor& weight, int64_t weight_dim,
+                         const Tensor& offs) {
+  TORCH_CHECK(
+      x.dim() == 2 && weight.dim() == 3 && offs.dim() == 1 && offs.scalar_type() == at::kInt,
+      fmt::format("{}: needs a matrix, a weight (experts, out, in) and int32 offs "
+                  "(experts,), got {}, {} and {} dimensions and offs of {}",
+                  op, x.dim(), weight.dim(), offs.dim(), c10::toString(offs.scalar_type())));
+  TORCH_SYM_CHECK(x.sym_size(1).sym_eq(weight.sym_size(weight_dim)),
+                  fmt::format("{}: a matrix of shape {} does not fit a weight of shape {}", op,
+                              c10::str(x.sym_sizes()), c10::str(weight.sym_sizes())));
+  TORCH_SYM_CHECK(offs.sym_size(0).sym_eq(weight.sym_size(0)),
+                  fmt::format("{}: offs of shape {} do not fit a weight of shape {}", op,
+                              c10::str(offs.sym_sizes()), c10::str(weight.sym_sizes())));
+}
+
+Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tensor& offs, bool,
+                           std::optional<c10::string_view> format) {
+  if (format) checked_format(*format, kOp);
+  check_grouped_sizes(kOp, input, weight, 2, offs);
+  return at::empty_symint({input.sym_size(0), weight.sym_size(1)}, input.options());
+}
+
+}  // namespace qshard

@@ -1,0 +1,49 @@
+// The linears of experts: what the operators of linears run where `offs` says which rows are whose.
+#pragma once
+
+#include "dispatch/aten/matmul.h"
+#include "ops/calls/ops.h"
+#include "ops/linear/dynamic_weight.h"
+
+namespace qshard {
+
+/// input (T, in) times weight (experts, out, in), rows of each expert by its own matrix.
+/// @throws c10::Error for operands that do not fit, ValueError for an unknown format.
+Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                      bool weight_only, std::optional<c10::string_view> format);
+Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                               bool weight_only, std::optional<c10::string_view> format);
+Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                           bool weight_only, std::optional<c10::string_view> format);
+
+/// _grouped_mm where a gradient may be asked for; below autograd dispatch/aten has it.
+Tensor aten_grouped_mm_autograd(const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& offs, const OptionalTensor& bias,
+                                std::optional<at::ScalarType> out_dtype);
+
+/// linear_forward with `offs`.
+Tensor grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                              bool weight_only, std::optional<c10::string_view> format);
+
+/// What linear_backward with `offs` is to make, and of what.
+struct GroupedLinearBackward {
+  const Tensor& grad;
+  const Tensor& weight;
+  const Tensor& input;
+  const Tensor& offs;
+  bool needs_input;
+  bool weight_only;
+  std::optional<c10::string_view> format;
+  WeightState weight_state;
+  const OptionalTensor& input_sum;
+};
+
+/// linear_backward with `offs`; `sum` and `dtype` of the weight's gradient, if it is needed.
+LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool needs_weight,
+                                       const Tensor& sum, at::ScalarType dtype);
+
+/// The sizes of both, of sizes that may be symbols.
+void check_grouped_sizes(const char* op, const Tensor& x, const Tensor& weight, int64_t weight_dim,
+                         const Tensor& offs);
+
+}  // namespace qshard

@@ -1,0 +1,341 @@
+"""The linears of experts, `grouped_linear` and `F.grouped_mm`: each expert is a linear of its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FORMATS, ONE_ROW, assert_same, ops
+from torch.utils.flop_counter import FlopCounterMode
+
+import qshard
+
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+OUT, IN = 64, 48
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EMPTY = ("none", "first", "middle", "last", "all")
+NAN = float("nan")
+
+
+def of_device(format, device):
+    """On a GPU what is emulated, whose GEMMs have the same bits whatever their shape."""
+    return format if device == "cpu" else format.partition("[")[0] + "[emulate]"
+
+
+def ends_of(count, empty):
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randint(1, 10, (count,), generator=generator)
+    where = {"first": 0, "middle": count // 2, "last": -1, "all": slice(None)}
+    if empty in where:
+        rows[where[empty]] = 0
+    return rows.cumsum(0).int()
+
+
+def parts(ends, total=None):
+    """The rows of each expert, from `ends` that may be any."""
+    begin = 0
+    for end in ends.tolist():
+        end = max(begin, min(end, total if total is not None else end))
+        yield slice(begin, end)
+        begin = end
+
+
+def stack_of(count, rows, columns, format, device="cpu", dtype=torch.float32, base=4.0):
+    """Two alike, whose matrices have amaxes of their own."""
+    values = torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(count))
+    values *= (base ** (torch.arange(count) % 8 - 4))[:, None, None]
+    values = values.to(device, dtype)
+    return [ops.quantize(values, format).requires_grad_() for _ in "ab"]
+
+
+def rows_of(ends, columns, tail, device, dtype, seed, base=4.0):
+    """Values of experts with amaxes of their own, and NaNs behind them."""
+    total = int(ends[-1])
+    x = torch.randn(total + tail, columns, generator=torch.Generator().manual_seed(seed))
+    for e, rows in enumerate(parts(ends)):
+        x[rows] *= base ** (e % 8 - 4)
+    x[total:] = NAN
+    return x.to(device, dtype)
+
+
+def fill_freed_memory(*likes):
+    """With NaNs, for what is allocated next."""
+    for like in likes:
+        for _ in range(3):
+            torch.full_like(like, NAN)
+
+
+def by_linears(x, stack, ends, grad, product=F.linear):
+    """Output, and the gradients of x and the stack, of one linear after the other."""
+    x = x.clone().requires_grad_()
+    output = torch.zeros(len(x), grad.shape[1], dtype=x.dtype, device=x.device)
+    gradient = torch.zeros_like(x)
+    for e, rows in enumerate(parts(ends, len(x))):
+        own = x[rows].detach().requires_grad_()
+        y = product(own, stack[e])
+        output[rows] = y.detach()
+        if len(own):
+            y.backward(grad[rows])
+            gradient[rows] = own.grad
+    return output, gradient
+
+
+def check(format, count, empty, dtype, device, tail=3, transposed=False):
+    format = of_device(format, device)
+    ends = ends_of(count, empty)
+    shape = (IN, OUT) if transposed else (OUT, IN)
+    ours, theirs = stack_of(count, *shape, format, device)
+    x = rows_of(ends, IN, tail, device, dtype, 1).requires_grad_()
+    grad = rows_of(ends, OUT, tail, device, dtype, 2)
+    product = torch.matmul if transposed else F.linear
+    if transposed and format == "nvfp4[emulate]":
+        pytest.skip("forward rounds stochastically, and in another order than expert by expert")
+    if transposed and dtype != torch.float32:
+        pytest.skip("x @ stack[e] asks for the weight's dtype, float32 here")
+    torch.manual_seed(0)  # of gradients that are rounded stochastically, in one order
+    expected, expected_grad = by_linears(x.detach(), theirs, ends, grad, product)
+    fill_freed_memory(grad, x, ours.detach() + 0)
+    weight = ours.mT if transposed else ours
+    y = ops.grouped_linear(x, weight, ends.to(device))
+    assert_same(y, expected)
+    torch.manual_seed(0)
+    y.backward(grad)
+    assert_same(x.grad, expected_grad)
+    total = torch.zeros_like(ours.grad) if theirs.grad is None else theirs.grad
+    assert_same(ours.grad, total)
+    for e, rows in enumerate(parts(ends)):
+        if rows.start == rows.stop:
+            assert not ours.grad[e].any()
+    if "delayed" in format:
+        assert_same(ops._state(ours)["amax_history"], ops._state(theirs)["amax_history"])
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 64, 256])
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_expert_is_a_linear_of_its_own(format, count, empty, dtype, device):
+    check(format, count, empty, dtype, device)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("count", [1, 3, 64])
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_in_out(format, count, empty, device):
+    if format in ONE_ROW and format.startswith("mxfp8_1x32"):
+        pytest.skip("rows of IN are no multiple of 32")
+    check(format, count, empty, torch.float32, device, transposed=True)
+
+
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("lies", ["out, in", "in, out"])
+def test_emulated_experts_on_cpu(format, lies):
+    check(f"{format}[emulate]", 5, "middle", torch.float32, "cpu", transposed=lies == "in, out")
+
+
+@pytest.mark.parametrize("format", ["float8_tensorwise", "mxfp8"])
+@pytest.mark.parametrize("lies", ["out, in", "in, out"])
+def test_grouped_mm(format, lies):
+    ends = ends_of(4, "middle")
+    shape = (OUT, IN) if lies == "out, in" else (IN, OUT)
+    ours, theirs = stack_of(4, *shape, format)
+    x = rows_of(ends, IN, 2, "cpu", torch.float32, 1)
+    xs = [x.clone().requires_grad_() for _ in "ab"]
+    grad = rows_of(ends, OUT, 2, "cpu", torch.float32, 2)
+    as_linear, as_product = (ours, ours.mT) if lies == "out, in" else (ours.mT, ours)
+    expected = ops.grouped_linear(xs[0], as_linear, ends)
+    with torch.no_grad():
+        assert_same(F.grouped_mm(x, as_product, offs=ends), expected)
+    with torch.inference_mode():
+        assert_same(F.grouped_mm(x, as_product, offs=ends), expected)
+    other = theirs.mT if lies == "out, in" else theirs
+    y = F.grouped_mm(xs[1], other, offs=ends)
+    assert_same(y, expected)
+    expected.backward(grad)
+    y.backward(grad)
+    assert_same(xs[1].grad, xs[0].grad)
+    assert_same(theirs.grad, ours.grad)
+    assert "_grouped_mm" not in qshard.backend_report()
+
+
+def test_ends_that_leave_the_input_are_clamped():
+    ours, theirs = stack_of(4, OUT, IN, "float8_tensorwise")
+    x = torch.randn(9, IN)
+    grad = torch.randn(9, OUT)
+    ends = torch.tensor([-3, 5, 2, 100], dtype=torch.int32)
+    expected, gradient = by_linears(x, theirs, ends, grad)
+    x.requires_grad_()
+    y = ops.grouped_linear(x, ours, ends)
+    y.backward(grad)
+    assert_same(y, expected)
+    assert_same(x.grad, gradient)
+    assert_same(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("rows", [0, 5], ids=["no rows", "rows of none"])
+def test_no_expert_has_rows(rows):
+    ours, _ = stack_of(3, OUT, IN, "nvfp4")
+    x = torch.full((rows, IN), NAN, requires_grad=True)
+    y = ops.grouped_linear(x, ours, torch.zeros(3, dtype=torch.int32))
+    y.sum().backward()
+    assert_same(y, torch.zeros(rows, OUT))
+    assert_same(x.grad, torch.zeros(rows, IN))
+    assert_same(ours.grad, torch.zeros(3, OUT, IN))
+
+
+@pytest.mark.parametrize("lies", ["out, in", "in, out"])
+def test_expanded_gradients(lies):
+    ends = ends_of(3, "none")
+    stacks = stack_of(3, OUT, IN, "float8_blockwise")
+    if lies == "in, out":
+        stacks = stack_of(3, IN, OUT, "float8_blockwise")
+    x = rows_of(ends, IN, 0, "cpu", torch.float32, 1)
+    found = []
+    for stack, reduce in zip(stacks, (torch.sum, lambda y: (y * torch.ones_like(y)).sum())):
+        own = x.clone().requires_grad_()
+        reduce(ops.grouped_linear(own, stack.mT if lies == "in, out" else stack, ends)).backward()
+        found.append((own.grad, stack.grad))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_added_in_place(dtype):
+    """An expert without rows leaves its part of .grad alone, whatever that holds."""
+    ends = ends_of(4, "middle")
+    ours, theirs = stack_of(4, OUT, IN, "float8_blockwise", dtype=dtype)
+    before = torch.randn(4, OUT, IN).to(dtype)
+    for stack in (ours, theirs):
+        stack.grad = before.clone()
+    ours.grad[2] = NAN
+    memory = ours.grad.data_ptr()
+    x = rows_of(ends, IN, 1, "cpu", dtype, 1)
+    grad = rows_of(ends, OUT, 1, "cpu", dtype, 2)
+    by_linears(x, theirs, ends, grad)
+    ops.grouped_linear(x, ours, ends).backward(grad)
+    assert ours.grad.data_ptr() == memory
+    assert ours.grad[2].isnan().all()
+    for e in (0, 1, 3):
+        assert_same(ours.grad[e], theirs.grad[e])
+
+
+def test_one_gradient_alone():
+    """Neither reads the other operand: the weight may be written before its own gradient is asked for."""
+    ends = ends_of(3, "first")
+    x = rows_of(ends, IN, 2, "cpu", torch.float32, 1)
+    grad = rows_of(ends, OUT, 2, "cpu", torch.float32, 2)
+    for format in ("float8_blockwise", "float8_delayed"):
+        ours, theirs = stack_of(3, OUT, IN, format)
+        _, gradient = by_linears(x, theirs, ends, grad)
+        y = ops.grouped_linear(x, ours, ends)
+        with torch.no_grad():
+            ours.mul_(2)
+        y.backward(grad)
+        assert_same(ours.grad, theirs.grad)
+        own = x.clone().requires_grad_()
+        frozen = stack_of(3, OUT, IN, format)[0].requires_grad_(False)
+        ops.grouped_linear(own, frozen, ends).backward(grad)
+        assert_same(own.grad, gradient)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_hooks_on_saved_tensors(format):
+    ends = ends_of(3, "none")
+    x = rows_of(ends, IN, 0, "cpu", torch.float32, 1)
+    found, seen = [], []
+    for stack, pack in zip(stack_of(3, OUT, IN, format), (None, lambda t: seen.append(t) or t)):
+        own = x.clone().requires_grad_()
+        if pack is None:
+            y = ops.grouped_linear(own, stack, ends)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                y = ops.grouped_linear(own, stack, ends)
+        y.square().sum().backward()
+        found.append((own.grad, stack.grad))
+    assert seen
+    assert_same(found[1][0], found[0][0])
+    assert_same(found[1][1], found[0][1])
+
+
+def test_autocast():
+    ends = ends_of(3, "none")
+    stack, _ = stack_of(3, OUT, IN, "float8_blockwise")
+    x = rows_of(ends, IN, 0, "cpu", torch.float32, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = ops.grouped_linear(x, stack, ends)
+    assert_same(y, ops.grouped_linear(x.bfloat16(), stack, ends))
+
+
+@pytest.mark.parametrize("lies", ["out, in", "in, out"])
+def test_compiled(lies):
+    ends = ends_of(3, "middle")
+    shape = (OUT, IN) if lies == "out, in" else (IN, OUT)
+    stacks = stack_of(3, *shape, "float8_blockwise")
+    x = rows_of(ends, IN, 2, "cpu", torch.float32, 1)
+
+    def run(x, stack, ends):
+        weight = stack if lies == "out, in" else stack.mT
+        return ops.grouped_linear(x, weight, ends, format="float8_blockwise").square()
+
+    found = []
+    for stack, call in zip(stacks, (run, torch.compile(run, backend="aot_eager", fullgraph=True))):
+        own = x.clone().requires_grad_()
+        y = call(own, stack, ends)
+        y.sum().backward()
+        found.append((y.detach(), own.grad, stack.grad))
+    for eager, compiled in zip(*found):
+        assert_same(compiled, eager)
+
+
+def test_weight_only():
+    ends = ends_of(3, "none")
+    stack, _ = stack_of(3, OUT, IN, "nvfp4")
+    x = rows_of(ends, IN, 0, "cpu", torch.float32, 1)
+    values = ops.dequantize(stack.detach())
+    y = ops.grouped_linear(x, stack, ends, weight_only=True)
+    expected = [F.linear(x[rows], values[e]) for e, rows in enumerate(parts(ends))]
+    assert_same(y, torch.cat(expected))
+
+
+def test_plain_weight_of_a_quantized_module():
+    ends = ends_of(3, "none")
+    values = torch.randn(3, OUT, IN)
+    x = rows_of(ends, IN, 0, "cpu", torch.float32, 1)
+    q = ops.quantize(values, "float8_blockwise")
+    y = ops.grouped_linear(x, values, ends, format="float8_blockwise")
+    assert_same(y, ops.grouped_linear(x, q, ends))
+    with pytest.raises(RuntimeError, match="grouped_linear: the weight is a plain Float tensor"):
+        ops.grouped_linear(x, values, ends)
+
+
+def test_flops():
+    ends = ends_of(3, "none")
+    stack, _ = stack_of(3, OUT, IN, "float8_blockwise")
+    x = rows_of(ends, IN, 0, "cpu", torch.float32, 1).requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        ops.grouped_linear(x, stack, ends).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * len(x) * OUT * IN
+
+
+X, OFFS = torch.randn(6, IN), torch.tensor([2, 6], dtype=torch.int32)
+WRONG = {
+    "dtype of offs": (lambda q: (X, q, OFFS.long()), r"offs must be a plain int32 .*shape \(2,\)"),
+    "length of offs": (lambda q: (X, q, OFFS[:1]), r"offs must be a plain int32 .*shape \(2,\)"),
+    "offs of two dimensions": (lambda q: (X, q, OFFS[None]), "offs must be a plain int32"),
+    "device of offs": (lambda q: (X, q, OFFS.to("meta")), "all tensors must be on one device"),
+    "columns": (lambda q: (X[:, :-1], q, OFFS), r"needs an input \(rows, in\)"),
+    "input of three dimensions": (lambda q: (X[None], q, OFFS), r"needs an input \(rows, in\)"),
+    "one matrix": (lambda q: (X, q[0], OFFS), r"a weight \(experts, out, in\)"),
+    "part of matrices": (lambda q: (X, q[:, ::2], OFFS), "must be a stack of whole matrices"),
+    "dtype of the input": (lambda q: (X.double(), q, OFFS), "input dtype Double"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors(what):
+    arguments, message = WRONG[what]
+    stack, _ = stack_of(2, OUT, IN, "float8_tensorwise")
+    with pytest.raises(RuntimeError, match=f"qshard::grouped_linear.*{message}"):
+        ops.grouped_linear(*arguments(stack.detach()))
