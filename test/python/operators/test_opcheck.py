@@ -79,7 +79,7 @@ SAMPLES = {
     "grouped_linear": lambda fmt: [
         (plain(7, 32), experts(fmt), offs(2, 2, 5)),
         (plain(7, 32, grad=True), experts(fmt, grad=True), offs(2, 2, 5)),
-        (plain(7, 64, grad=True), experts(fmt, grad=True).mT, offs(2, 2, 7), dict(weight_only=True)),
+        (plain(7, 32, grad=True), experts(fmt, grad=True), offs(2, 2, 7), dict(weight_only=True)),
     ],
     # Codes exist on CUDA only (test_cuda.py).
     "quantize_input": lambda fmt: [
