@@ -35,7 +35,7 @@ std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallbac
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);
 
 /// Counts one call of torch's operator `op` on what the codes of a tensor stand for: bmm,
-/// say, has no GEMM of codes.
+/// say, and on GPUs _grouped_mm have no GEMM of codes.
 void record_dequantized(const Format& format, const char* op);
 
 /// One line per path taken in this process.

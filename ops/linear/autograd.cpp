@@ -1,5 +1,6 @@
 // Autograd of the public operators. The low-precision work stays in opaque operators, so that
 // tracing records one node for each and never looks inside a quantized tensor.
+#include <ATen/ops/_grouped_mm_ops.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "dispatch/tensor/quantized_tensor_impl.h"
@@ -287,10 +288,10 @@ Tensor aten_grouped_mm_autograd(const Tensor& input, const Tensor& weight,
                                 const OptionalTensor& offs, const OptionalTensor& bias,
                                 std::optional<at::ScalarType> out_dtype) {
   if (!multiplies_experts(input, weight, offs, bias, out_dtype)) {
-    const auto plain = [](const Tensor& tensor) {
-      return has_key(tensor) ? DequantizeFunction::apply(tensor, std::nullopt) : tensor;
-    };
-    return at::_grouped_mm(plain(input), plain(weight), offs, bias, out_dtype);
+    // torch's own formula, which keeps quantized operands. This function stands in its place at
+    // AutogradPrivateUse3, and torch registers it for AutogradOther, too.
+    constexpr c10::DispatchKeySet kStock({c10::DispatchKey::AutogradOther, kKey});
+    return at::_ops::_grouped_mm::redispatch(kStock, input, weight, offs, bias, out_dtype);
   }
   TORCH_CHECK(input.scalar_type() == weight.scalar_type(),
               fmt::format("aten::_grouped_mm: expected both matrices to have the same dtype, but "

@@ -223,8 +223,8 @@ def grouped_linear(
     hold, and enter nothing else. An expert without rows has a weight gradient of zeros, and leaves its part of
     `.grad` alone.
 
-    `torch.nn.functional.grouped_mm(input, weight.mT, offs=offs)` and `grouped_mm(input, stack, offs=offs)` run the
-    same where `input` has the weight's dtype.
+    On the CPU `torch.nn.functional.grouped_mm(input, weight.mT, offs=offs)` and `grouped_mm(input, stack, offs=offs)`
+    run the same where `input` has the weight's dtype; on a GPU they multiply by dequantized codes.
 
     Each expert is a GEMM of its own at present: the host reads `offs`, and waits for the device that has them.
 
