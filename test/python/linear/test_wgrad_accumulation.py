@@ -48,9 +48,9 @@ def added(function):
     with profile(activities=[ProfilerActivity.CPU], **settings) as profiler:
         function()
     events = profiler.key_averages(group_by_input_shape=True)
-    backwards = ("qshard::linear_backward", "qshard::swiglu_linear_backward")
-    # weight_grad, what is added to, is the last argument.
-    return sum(e.count for e in events if e.key in backwards and e.input_shapes[-1])
+    # where weight_grad, what is added to, stands among the arguments
+    places = {"qshard::linear_backward": -2, "qshard::swiglu_linear_backward": -1}
+    return sum(e.count for e in events if e.key in places and e.input_shapes[places[e.key]])
 
 
 def backward(q, x, gradient, **kwargs):
