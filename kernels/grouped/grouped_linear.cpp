@@ -69,8 +69,8 @@ at::Tensor forward_of_one(const at::Tensor& x, const ExpertWeights& weights, int
       .grad_input;
 }
 
-/// Of a matrix that lies as (in, out). Its own gradient is one of a plain product, as torch's
-/// matmul with a transposed weight has it.
+/// The gradients where the matrix lies as (in, out). Its own is that of a plain product, as torch's
+/// matmul with a transposed weight computes it.
 LinearBackward backward_of_transposed(const GroupedBackwardTask& task, const at::Tensor& grad,
                                       const at::Tensor& input, const ExpertWeights& weights,
                                       int64_t expert) {
