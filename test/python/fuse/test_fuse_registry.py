@@ -11,8 +11,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import saved_and_loaded
 from nn_helpers import assert_bits, randomize
-from test_fuse import MLP, OtherNames, TwiceRounded, ZeroCentered, input_of, pickled
+from test_fuse import MLP, OtherNames, TwiceRounded, ZeroCentered, input_of
 from torch import nn
 
 import qshard
@@ -169,7 +170,7 @@ def by_protocol(protocol):
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, copy.copy, pickled, *map(by_protocol, range(2, 6))]
+    "duplicate", [copy.deepcopy, copy.copy, saved_and_loaded, *map(by_protocol, range(2, 6))]
 )
 @pytest.mark.parametrize("cls", [WithState, WithReduce, WithDeepcopy, OfMetaclass])
 def test_copies_are_made_as_the_class_says(cls, duplicate):

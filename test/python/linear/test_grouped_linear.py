@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import FORMATS, ONE_ROW, assert_same, ops
+from helpers import FORMATS, assert_same, ops
 from torch.utils.flop_counter import FlopCounterMode
 
 import qshard
@@ -86,10 +86,6 @@ def check(format, count, empty, dtype, device, tail=3, transposed=False):
     x = rows_of(ends, IN, tail, device, dtype, 1).requires_grad_()
     grad = rows_of(ends, OUT, tail, device, dtype, 2)
     product = torch.matmul if transposed else F.linear
-    if transposed and format == "nvfp4[emulate]":
-        pytest.skip("forward rounds stochastically, and in another order than expert by expert")
-    if transposed and dtype != torch.float32:
-        pytest.skip("x @ stack[e] asks for the weight's dtype, float32 here")
     torch.manual_seed(0)  # of gradients that are rounded stochastically, in one order
     expected, expected_grad = by_linears(x.detach(), theirs, ends, grad, product)
     fill_freed_memory(grad, x, ours.detach() + 0)
@@ -118,19 +114,20 @@ def test_an_expert_is_a_linear_of_its_own(format, count, empty, dtype, device):
     check(format, count, empty, dtype, device)
 
 
+# Matrices of mxfp8_1x32 in a stack have a multiple of 32 rows, which IN is not.
 @pytest.mark.pairwise
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("count", [1, 3, 64])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "mxfp8_1x32"])
 def test_experts_in_out(format, count, empty, device):
-    if format in ONE_ROW and format.startswith("mxfp8_1x32"):
-        pytest.skip("rows of IN are no multiple of 32")
     check(format, count, empty, torch.float32, device, transposed=True)
 
 
 @pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("lies", ["out, in", "in, out"])
+# nvfp4's forward in dgrad's orientation rounds stochastically, in another order than expert by expert
+@pytest.mark.only_where(lambda format, lies: (format, lies) != ("nvfp4", "in, out"))
 def test_emulated_experts_on_cpu(format, lies):
     check(f"{format}[emulate]", 5, "middle", torch.float32, "cpu", transposed=lies == "in, out")
 

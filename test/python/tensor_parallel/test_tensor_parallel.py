@@ -9,7 +9,7 @@ import pytest
 import torch
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import DELAYED, FORMATS, collectives, count
-from test_optimizers_step_parts_as_plain_full_tensors import OPTIMIZERS
+from test_optimizers import OPTIMIZERS
 from torch import nn
 from tp_models import Definition, build, fitted, full_value, give_gradient
 

@@ -15,8 +15,8 @@ from test_wgrad_accumulation import added
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module, style
-from tp_models import MLP, initialise, mlp, replicated, sequence_parallel
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module, style
+from tp_models import MLP, initialise, mlp
 
 import qshard
 from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, stock
@@ -24,6 +24,19 @@ from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseP
 BUDGET_S = 60
 DIM, HIDDEN, STEPS = 256, 512, 2
 FORMATS = ("float8_tensorwise", DELAYED, "float8_blockwise", "mxfp8", "nvfp4")
+
+
+# by styles of qshard's own; those of tp_models have the same names, and are torch's
+def replicated():
+    return {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def sequence_parallel():
+    return {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
 
 
 class RoundedMLP(MLP):
