@@ -25,6 +25,12 @@ void check_has_key(const at::Tensor& weight, const char* op) {
                   op, c10::toString(weight.scalar_type())));
 }
 
+/// Whether the tensor is quantized, has `dim` dimensions, and shows whole rows of its buffer.
+bool is_window_of_rows(const at::Tensor& tensor, int64_t dim) {
+  return has_key(tensor) && tensor.dim() == dim && row_window(tensor) &&
+         tensor.size(-1) == buffer_of(tensor).layout().cols;
+}
+
 /// The `count` rows that a window of whole rows has.
 LinearWeight weight_of_rows(const at::Tensor& window, int64_t count, const char* op) {
   const BufferPtr& buffer = impl_of(window).buffer();
@@ -42,21 +48,15 @@ LinearWeight weight_of_rows(const at::Tensor& window, int64_t count, const char*
 LinearWeight linear_weight(const at::Tensor& weight, const char* op) {
   check_has_key(weight, op);
   TORCH_CHECK(
-      weight.dim() == 2 && row_window(weight) && weight.size(1) == buffer_of(weight).layout().cols,
+      is_row_window(weight),
       fmt::format("{}: the weight must be a 2-D window of whole rows, not {} with strides {}", op,
                   describe(weight), weight.strides().vec()));
   return weight_of_rows(weight, weight.size(0), op);
 }
 
-bool is_row_window(const at::Tensor& tensor) {
-  return has_key(tensor) && tensor.dim() == 2 && row_window(tensor) &&
-         tensor.size(1) == buffer_of(tensor).layout().cols;
-}
+bool is_row_window(const at::Tensor& tensor) { return is_window_of_rows(tensor, 2); }
 
-bool is_stack(const at::Tensor& tensor) {
-  return has_key(tensor) && tensor.dim() == 3 && row_window(tensor) &&
-         tensor.size(2) == buffer_of(tensor).layout().cols;
-}
+bool is_stack(const at::Tensor& tensor) { return is_window_of_rows(tensor, 3); }
 
 bool is_transposed_stack(const at::Tensor& tensor) {
   return has_key(tensor) && tensor.dim() == 3 && !is_stack(tensor) &&

@@ -13,9 +13,9 @@ namespace qshard {
 /// The matrices of experts, rows of one row image that lie one after the other.
 struct ExpertWeights {
   LinearWeight stack;       // all their rows, of the image's width
-  int64_t count = 0;        // of experts
-  int64_t rows = 0;         // of the image, that one of them has
-  int64_t step = 0;         // from one to the next; 0 where one stands for all, as none is read
+  int64_t count = 0;        // experts
+  int64_t rows = 0;         // image rows of each expert's matrix
+  int64_t step = 0;         // image rows from one matrix to the next; 0: all experts share one
   bool transposed = false;  // they lie as (in, out): forward multiplies as dgrad of others does
 
   int64_t out_features() const { return transposed ? stack.codes.cols : rows; }
@@ -35,7 +35,7 @@ struct RowGroups {
 at::Tensor grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
                            const RowGroups& groups, bool weight_only);
 
-/// What grouped_backward is to make, and of what.
+/// The operands of grouped_backward, and which gradients it computes.
 struct GroupedBackwardTask {
   at::Tensor grad;  // (T, out)
   bool needs_input = false;
@@ -45,9 +45,9 @@ struct GroupedBackwardTask {
   bool weight_only = false;
 };
 
-/// linear_backward of each expert: grad_input (T, in), whose rows of no expert are 0, and
-/// grad_weight (experts, out, in), 0 of an expert without rows, or `sum`, of which that expert's
-/// part stays what it is.
+/// Runs linear_backward for each expert. grad_input is (T, in); rows that belong to no expert are
+/// 0. grad_weight is (experts, out, in), and 0 for an expert without rows; where `sum` is given it
+/// is `sum`, in which the part of such an expert stays unchanged.
 LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWeights& weights,
                                 const RowGroups& groups);
 

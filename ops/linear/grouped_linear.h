@@ -25,7 +25,7 @@ Tensor aten_grouped_mm_autograd(const Tensor& input, const Tensor& weight,
 Tensor grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
                               bool weight_only, std::optional<c10::string_view> format);
 
-/// What linear_backward with `offs` is to make, and of what.
+/// The arguments of linear_backward that a call with `offs` uses.
 struct GroupedLinearBackward {
   const Tensor& grad;
   const Tensor& weight;

@@ -86,7 +86,7 @@ def check(format, count, empty, dtype, device, tail=3, transposed=False):
     x = rows_of(ends, IN, tail, device, dtype, 1).requires_grad_()
     grad = rows_of(ends, OUT, tail, device, dtype, 2)
     product = torch.matmul if transposed else F.linear
-    torch.manual_seed(0)  # of gradients that are rounded stochastically, in one order
+    torch.manual_seed(0)  # gradients that are rounded stochastically draw in one order
     expected, expected_grad = by_linears(x.detach(), theirs, ends, grad, product)
     fill_freed_memory(grad, x, ours.detach() + 0)
     weight = ours.mT if transposed else ours
