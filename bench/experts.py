@@ -6,7 +6,9 @@ Forward, dgrad and wgrad of `_grouped_gemm`, scales in blocks, each next to bf16
 forward also next to torch's FP8 with a scale per row, and to one cuBLASLt call per expert with
 scales in blocks. dgrad transposes the codes of all experts first, whose share is a row of its own.
 wgrad with an input's columns in squares and in 1x128. Uneven: groups of 0.7 to 1.3 of the mean, beside
-even ones. Random normal values. The functions take turns, in bursts of some ms, so that all run at
+even ones. Linear: forward and backward of `grouped_linear`, quantization of what it multiplies included,
+next to those of bf16 F.grouped_mm; mlp: three of them with SiLU, and what is kept for backward. Random
+normal values. The functions take turns, in bursts of some ms, so that all run at
 the power limit.
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 from measuring import Results, Row, Stopwatch, at_least, at_most, first_line
 
 import qshard  # noqa: F401  (loads the library)
@@ -211,7 +214,76 @@ def uneven(shape) -> Iterator[Row]:
     yield Row("uneven / even", size, times["uneven"], times["even"], "µs", at_most(1.10))
 
 
-MEASURE = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad, "uneven": uneven}
+def backward_of(product, x, weights, gradient):
+    """Forward and backward; `product(x, *weights)`."""
+    return lambda: torch.autograd.grad(product(x, *weights), (x, *weights), gradient)
+
+
+def stacks(*shapes):
+    """Plain weights, and the same quantized."""
+    plain = [randn(*shape).requires_grad_() for shape in shapes]
+    return plain, [ops.quantize(w.detach(), "float8_blockwise").requires_grad_() for w in plain]
+
+
+def linear(shape) -> Iterator[Row]:
+    experts, rows, n, k = shape
+    x, gradient = randn(experts * rows, k).requires_grad_(), randn(experts * rows, n)
+    offs = even_ends(experts, rows)
+    plain, quantized = stacks((experts, n, k))
+
+    def of_bf16(x, w):
+        return F.grouped_mm(x, w.transpose(1, 2), offs=offs)
+
+    def of_codes(x, w):
+        return ops.grouped_linear(x, w, offs)
+
+    with torch.no_grad():
+        forward_times = burst_times({
+            "codes": lambda: of_codes(x, quantized[0]), "bf16": lambda: of_bf16(x, plain[0])
+        })  # fmt: skip
+    times = burst_times({
+        "codes": backward_of(of_codes, x, quantized, gradient),
+        "bf16": backward_of(of_bf16, x, plain, gradient),
+    })  # fmt: skip
+    size = f"{experts} x {rows}: {n}, {k}"
+    yield Row("grouped_linear, forward", size, forward_times["codes"], forward_times["bf16"], "µs", at_most(0.75))
+    yield Row("grouped_linear, both ways", size, times["codes"], times["bf16"], "µs", at_most(0.75))
+
+
+def mlp(shape) -> Iterator[Row]:
+    experts, rows, hidden, width = shape
+    x, gradient = randn(experts * rows, hidden).requires_grad_(), randn(experts * rows, hidden)
+    offs = even_ends(experts, rows)
+    plain, quantized = stacks(*[(experts, width, hidden)] * 2, (experts, hidden, width))
+
+    def mlp_of(product):
+        def run(x, gate, up, down):
+            return product(F.silu(product(x, gate)) * product(x, up), down)
+
+        return run
+
+    of_codes = mlp_of(lambda x, w: ops.grouped_linear(x, w, offs))
+    of_bf16 = mlp_of(lambda x, w: F.grouped_mm(x, w.transpose(1, 2), offs=offs))
+    times = burst_times({
+        "codes": backward_of(of_codes, x, quantized, gradient),
+        "bf16": backward_of(of_bf16, x, plain, gradient),
+    })  # fmt: skip
+    kept = {}
+    for name, run, weights in (("codes", of_codes, quantized), ("bf16", of_bf16, plain)):
+        before = torch.cuda.memory_allocated()
+        y = run(x, *weights)
+        kept[name] = (torch.cuda.memory_allocated() - before) / 2**20
+        del y
+    size = f"{experts} x {rows}: {hidden}, {width}"
+    yield Row("MLP of three, both ways", size, times["codes"], times["bf16"], "µs", at_most(0.75))
+    yield Row("kept for its backward", size, kept["codes"], kept["bf16"], "MiB", at_most(0.55))
+
+
+MEASURE = {
+    "forward": forward, "dgrad": dgrad, "wgrad": wgrad, "uneven": uneven, "linear": linear, "mlp": mlp
+}  # fmt: skip
+# experts, rows of each, hidden, width of the MLP
+MLPS = [(32, 2048, 4096, 1536), (128, 512, 2048, 768), (8, 4096, 4096, 7168)]
 
 
 def main():
@@ -226,7 +298,7 @@ def main():
     torch.manual_seed(0)
     results = Results("qshard experts", args.seconds)
     for section in args.only:
-        for shape in (SHAPES[i] for i in args.shapes):
+        for shape in MLPS if section == "mlp" else [SHAPES[i] for i in args.shapes]:
             results.add(f"{section} {shape}", lambda: MEASURE[section](shape))
             torch.cuda.empty_cache()
     results.save(args.json)

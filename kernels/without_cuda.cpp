@@ -7,6 +7,7 @@
 #include "kernels/device/compute_capability.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/device/memory.h"
+#include "kernels/grouped/grouped_codes.h"
 #include "kernels/grouped/grouped_gemm.h"
 #include "kernels/linear/linear_block_scaled.h"
 #include "kernels/linear/linear_fp8.h"
@@ -50,6 +51,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> normalization_gradients(const at:
 bool has_grouped_gemm(at::Device) { return false; }
 at::Tensor grouped_gemm(const char* op, const GroupedOperands& operands) {
   TORCH_CHECK(false, op, ": needs a GPU of compute capability 9.0, got ", operands.a.device());
+}
+GroupCodes quantize_groups(const at::Tensor&, const Format&, PackedRole, Orientations,
+                           const RowGroups&) {
+  no_cuda("quantize an activation");
+}
+at::Tensor multiply_by_codes(const GroupCodes&, const ExpertWeights&, const RowGroups&, bool,
+                             at::ScalarType) {
+  no_cuda("multiply codes");
+}
+at::Tensor multiply_columns(const GroupCodes&, const GroupCodes&, int64_t, const RowGroups&,
+                            at::ScalarType, const at::Tensor&) {
+  no_cuda("multiply codes");
 }
 
 namespace cuda {

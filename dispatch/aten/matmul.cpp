@@ -200,9 +200,6 @@ bool multiplies_experts(const at::Tensor& x, const at::Tensor& weight,
                         const std::optional<at::Tensor>& offs,
                         const std::optional<at::Tensor>& bias,
                         std::optional<at::ScalarType> out_dtype) {
-  // On a GPU a GEMM of each expert would wait for the device that has offs, and no graph could
-  // capture it; torch's kernel reads offs there.
-  if (x.is_cuda()) return false;
   const bool is_plain = !has_key(x) && x.dim() == 2 && offs && offs->defined() && !has_key(*offs) &&
                         !(bias && bias->defined()) &&
                         out_dtype.value_or(x.scalar_type()) == x.scalar_type();

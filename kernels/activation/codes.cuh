@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_rows_1x128(const Tile& tile, const Activat
     largest = max(largest, amax[i]);
     scale[i] = scale_from_amax(__uint_as_float(amax[i]), kE4M3Max, task.power_of_two);
     const int64_t r = tile_row + tile.row + i;
-    if (tile.col == 0 && r < task.m_padded) {
+    if (tile.col == 0 && r < task.rows_written) {
       task.scale_inv[tile_col / kTile * task.m_padded + r] = inverse_scale(scale[i]);
     }
   }

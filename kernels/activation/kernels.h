@@ -19,8 +19,9 @@ struct ActivationTask {
 
   uint8_t* codes = nullptr;  // (m_padded, k_padded), or null
   float* scale_inv = nullptr;
-  int64_t m_padded = 0;  // m <= m_padded <= round_up(m, 128)
-  int64_t k_padded = 0;  // round_up(k, 16); more where these are columns of a wider matrix
+  int64_t m_padded = 0;      // m <= m_padded <= round_up(m, 128)
+  int64_t rows_written = 0;  // m_padded; of a group's tile less: the rows up to the group's end
+  int64_t k_padded = 0;      // round_up(k, 16); more where these are columns of a wider matrix
 
   uint8_t* codes_t = nullptr;  // x^T (k_padded, m_padded_t), or null
   float* scale_inv_t = nullptr;
@@ -37,6 +38,31 @@ struct ActivationTask {
 /// round_up(ceil(m / 128), 4)), the last ones zero. Codes are E4M3.
 cudaError_t launch_quantize_activation_in_blocks(const ActivationTask& task, DType value_dtype,
                                                  cudaStream_t stream);
+
+/// Which rows a tile of 128 rows covers where groups of rows are quantized apart from each other.
+struct RowTile {
+  int32_t row = 0;     // the first one; below 0: the tile covers none
+  int32_t end = 0;     // where its group ends
+  int32_t column = 0;  // where they begin in a row of codes_t: a multiple of 128
+  int32_t group = 0;
+};
+
+/// How many tiles `groups` of together at most `total` rows have, at most.
+constexpr int64_t most_row_tiles(int64_t total, int64_t groups) {
+  return (total + 127) / 128 + groups;
+}
+
+/// Fills `count` tiles, most_row_tiles(total, groups), from where groups end: device memory
+/// (groups,). Ends are clamped to `total` and to the one before. A group's first column follows the
+/// last tile of the group before.
+cudaError_t launch_row_tiles(const int32_t* offs, int64_t groups, int64_t total, RowTile* tiles,
+                             int64_t count, cudaStream_t stream);
+
+/// As launch_quantize_activation_in_blocks for each group of rows by itself, whose codes_t and
+/// scale_inv_t begin at a multiple of 128 columns: m_padded_t is 128 * `count`. Rows that no group
+/// owns are neither read nor written.
+cudaError_t launch_quantize_groups_in_blocks(const ActivationTask& task, const RowTile* tiles,
+                                             int64_t count, DType value_dtype, cudaStream_t stream);
 
 /// One scale, from the device's `amax` (1): scale_inv (1), scale_inv_t (1). Codes are E4M3 or E5M2.
 cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, const float* amax,

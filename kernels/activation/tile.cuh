@@ -219,7 +219,7 @@ struct ActivationTile {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t r = tile_row + row + i;
-      if (r >= task.m_padded) return;
+      if (r >= task.rows_written) return;
       store_bytes(task.codes + r * task.k_padded + c, codes[i]);
     }
   }

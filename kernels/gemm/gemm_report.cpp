@@ -31,6 +31,17 @@ struct DequantizedCalls {
   std::map<std::pair<std::string, std::string>, int64_t> counts;
 };
 
+/// How often GEMMs of experts took each path, by the words of the report.
+struct GroupedCalls {
+  std::mutex mutex;
+  std::map<std::string, int64_t> counts;
+};
+
+GroupedCalls& grouped_calls() {
+  static GroupedCalls calls;
+  return calls;
+}
+
 DequantizedCalls& dequantized_calls() {
   static DequantizedCalls calls;
   return calls;
@@ -80,6 +91,8 @@ std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallbac
       return "a dimension is too large";
     case GemmFallback::kNoKernel:
       return "cuBLASLt has no kernel for the codes' shape or types";
+    case GemmFallback::kNoGroupedGemm:
+      return "there is no grouped GEMM of the format's codes";
   }
   return "";
 }
@@ -94,6 +107,36 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
     TORCH_WARN(
         "qshard: a linear with a ", format.name, " weight runs on dequantized values because ",
         gemm_fallback_reason(format, fallback), ". This is reported once; see backend_report().");
+  }
+}
+
+void record_grouped_gemm(const Format& format, GemmDirection direction, GroupedPath path,
+                         GemmFallback why, bool waits) {
+  const auto words = [&] {
+    switch (path) {
+      case GroupedPath::kCodes:
+        return std::string("grouped FP8 GEMM");
+      case GroupedPath::kValues:
+        return why == GemmFallback::kNone ? std::string("grouped GEMM of values")
+                                          : fmt::format("grouped GEMM of dequantized codes ({})",
+                                                        gemm_fallback_reason(format, why));
+      case GroupedPath::kEach:
+        break;
+    }
+    return std::string(waits ? "one expert after the other, synchronises"
+                             : "one expert after the other");
+  };
+  std::string line =
+      fmt::format("{}{} {} of experts: {}", format.name, format.emulated ? "[emulate]" : "",
+                  kDirectionNames[static_cast<size_t>(direction)], words());
+  {
+    GroupedCalls& calls = grouped_calls();
+    const std::lock_guard lock(calls.mutex);
+    ++calls.counts[std::move(line)];
+  }
+  if (path == GroupedPath::kValues && why > GemmFallback::kCpu && is_new_reason(format, why)) {
+    TORCH_WARN("qshard: experts with a ", format.name, " weight run on dequantized values because ",
+               gemm_fallback_reason(format, why), ". This is reported once; see backend_report().");
   }
 }
 
@@ -125,6 +168,13 @@ std::string gemm_report() {
   for (const Format& format : formats()) {
     add_lines(format, /*emulated=*/false);
     add_lines(format, /*emulated=*/true);
+  }
+  {
+    GroupedCalls& calls = grouped_calls();
+    const std::lock_guard lock(calls.mutex);
+    for (const auto& [line, count] : calls.counts) {
+      report += fmt::format("{}, {} times\n", line, count);
+    }
   }
   DequantizedCalls& calls = dequantized_calls();
   const std::lock_guard lock(calls.mutex);

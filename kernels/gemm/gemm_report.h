@@ -25,8 +25,16 @@ enum class GemmFallback : uint8_t {
   kAlignment,
   kTooLarge,
   kNoKernel,
+  kNoGroupedGemm,
 };
-constexpr int kGemmFallbacks = 11;
+constexpr int kGemmFallbacks = 12;
+
+/// How a GEMM of many experts ran (kernels/grouped).
+enum class GroupedPath : uint8_t {
+  kCodes,   // one GEMM of codes
+  kValues,  // one of dequantized codes
+  kEach,    // each expert by itself, which needs the groups' ends on the host
+};
 
 /// In words; "" for kNone. `format`: of the weight.
 std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallback);
@@ -34,8 +42,14 @@ std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallbac
 /// Counts one GEMM. The first time a CUDA tensor meets a fallback, warns with its reason.
 void record_gemm(const Format& format, GemmDirection direction, GemmFallback fallback);
 
+/// Counts one GEMM of many experts, which took this path because there is none of codes, `why`.
+/// `waits`: the host waited for the device. The first time experts on a GPU meet a reason, warns
+/// with it.
+void record_grouped_gemm(const Format& format, GemmDirection direction, GroupedPath path,
+                         GemmFallback why, bool waits);
+
 /// Counts one call of torch's operator `op` on what the codes of a tensor stand for: bmm,
-/// say, and on GPUs _grouped_mm have no GEMM of codes.
+/// say, has no GEMM of codes.
 void record_dequantized(const Format& format, const char* op);
 
 /// One line per path taken in this process.

@@ -85,7 +85,10 @@ cudaError_t grouped_gemm_sm90(const GroupedGemm& gemm, int tile_rows, cudaStream
   arguments.total = static_cast<int>(gemm.total);
   arguments.m = static_cast<int>(m);
   arguments.n = static_cast<int>(gemm.n);
+  arguments.b_rows = static_cast<int>(gemm.b_rows);
   arguments.d = gemm.d;
+  arguments.d_type = gemm.d_type;
+  arguments.adds = gemm.adds;
   // No codes: nothing is copied, and the copy engine has no map of them.
   if (gemm.groups != 0 && gemm.a.columns != 0) {
     const int columns = columns_of_tile(tile_rows);

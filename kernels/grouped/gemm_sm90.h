@@ -28,7 +28,8 @@ struct SquareScales {
 };
 
 /// Groups along rows: D (T, n) with rows [offs[e - 1], offs[e]) = those of A (T, k) @ B[e]^T, where
-/// b.rows are groups * n; rows from offs[-1] on are zero.
+/// B has b_rows rows for each group, the first n of which are multiplied; rows from offs[-1] on are
+/// zero.
 /// Groups along the contraction: D (groups, m, n), D[e] = A[:, e] @ B[:, e]^T of A (m, T') and
 /// B (n, T'), where a group's columns begin at a multiple of 128 and are zero up to the next one's.
 /// Ends are clamped: to T, and to the one before.
@@ -41,7 +42,11 @@ struct GroupedGemm {
   int64_t groups = 0;
   int64_t total = 0;  // T
   int64_t n = 0;
-  void* d = nullptr;  // bfloat16, 16-byte aligned
+  int64_t b_rows = 0;               // rows of B of each group, where groups cut rows; at least n
+  void* d = nullptr;                // 16-byte aligned
+  DType d_type = DType::kBFloat16;  // or kFloat32, kFloat16
+  bool adds = false;  // groups along the contraction: D += the product, which is rounded before. A
+                      // group without columns leaves its part of D as it is.
 };
 
 /// The height of its tiles, by rows per group, which the host knows.

@@ -9,6 +9,7 @@
 #include "kernels/device/check_launch.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/format/layout.h"
+#include "kernels/format/value_dtype.h"
 #include "kernels/grouped/gemm_sm90.h"
 #include "kernels/linear/linear_fp8.h"
 
@@ -56,8 +57,8 @@ bool has_square_scales(const at::Tensor& scales, const at::Tensor& codes) {
 }
 
 void check(const char* op, const GroupedOperands& with) {
-  const auto& [a, a_scales, b, b_scales, offs, tokens, contract_rows, square_scales, tile_rows] =
-      with;
+  const auto& [a, a_scales, b, b_scales, offs, tokens, contract_rows, square_scales, tile_rows,
+               dtype, columns, sum] = with;
   const bool cuts_rows = b.dim() == 3;
   TORCH_CHECK(a.dim() == 2 && (cuts_rows || b.dim() == 2) && has_rows_of_codes(a) &&
                   has_rows_of_codes(b) && (cuts_rows || !contract_rows) &&
@@ -81,6 +82,17 @@ void check(const char* op, const GroupedOperands& with) {
       fmt::format("{}: {} tokens do not fit codes {}", op, tokens, a.sizes()));
   TORCH_CHECK(tile_rows == 0 || tile_rows == 64 || tile_rows == 128 || tile_rows == 256,
               fmt::format("{}: tiles have 64, 128 or 256 rows, got {}", op, tile_rows));
+  TORCH_CHECK(
+      is_value_dtype(dtype) && columns >= 0 &&
+          (columns == 0 || (cuts_rows && columns <= b.size(contract_rows ? 2 : 1))),
+      fmt::format("{}: the product is float32, bfloat16 or float16, of no more columns than "
+                  "{} gives, got {} of {} columns",
+                  op, b.sizes(), c10::toString(dtype), columns));
+  TORCH_CHECK(
+      !sum.defined() || (!cuts_rows && sum.is_contiguous() && sum.scalar_type() == dtype &&
+                         sum.device() == a.device() && is_aligned(sum) &&
+                         sum.sizes() == at::IntArrayRef{offs.size(0), a.size(0), b.size(0)}),
+      fmt::format("{}: cannot add to {}", op, sum.defined() ? shown(sum) : ""));
 }
 
 /// The same with b as rows that are contracted: all matrices in one launch.
@@ -109,10 +121,12 @@ at::Tensor grouped_gemm(const char* op, const GroupedOperands& given) {
   check(op, given);
   const GroupedOperands with = given.contract_rows ? transposed(given) : given;
   const bool cuts_rows = with.b.dim() == 3;
-  const int64_t n = with.b.size(cuts_rows ? 1 : 0);
-  const auto options = with.a.options().dtype(at::kBFloat16);
-  at::Tensor out = cuts_rows ? at::empty({with.tokens, n}, options)
-                             : at::empty({with.offs.size(0), with.a.size(0), n}, options);
+  const int64_t b_rows = with.b.size(cuts_rows ? 1 : 0);
+  const int64_t n = with.columns != 0 ? with.columns : b_rows;
+  const auto options = with.a.options().dtype(with.dtype);
+  at::Tensor out = with.sum.defined() ? with.sum
+                   : cuts_rows        ? at::empty({with.tokens, n}, options)
+                                      : at::empty({with.offs.size(0), with.a.size(0), n}, options);
   const auto codes_of = [](const at::Tensor& codes, const at::Tensor& scales, bool has_scales) {
     cuda::GroupedCodes operand;
     operand.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
@@ -138,7 +152,10 @@ at::Tensor grouped_gemm(const char* op, const GroupedOperands& given) {
   gemm.groups = with.offs.size(0);
   gemm.total = with.tokens;
   gemm.n = n;
+  gemm.b_rows = b_rows;
   gemm.d = out.mutable_data_ptr();
+  gemm.d_type = value_dtype(with.dtype);
+  gemm.adds = with.sum.defined();
   const int tile_rows =
       with.tile_rows != 0 ? static_cast<int>(with.tile_rows) : cuda::tile_rows_for(gemm);
   const Stream stream = current_stream(with.a.device());

@@ -18,14 +18,18 @@ struct GroupedOperands {
   bool contract_rows = false;  // b is (groups, K, N): codes and scales of what is its transpose
   bool square_scales = true;   // b's are of 128x128 blocks
   int64_t tile_rows = 0;       // 64, 128 or 256; 0: by rows per group. All give the same bits.
+  at::ScalarType dtype = at::kBFloat16;  // of the product: or float16, float32
+  int64_t columns = 0;  // of the product, if fewer than N where groups cut rows; 0: N
+  at::Tensor sum = {};  // (groups, M, N), contiguous, of that dtype: the product is added to it
 };
 
 /// Whether this device multiplies such operands: Hopper.
 bool has_grouped_gemm(at::Device device);
 
-/// bfloat16 (T, N): rows of group e are a's @ b[e]^T, rows after the last group zero. Or, with b of
-/// two dimensions, (groups, M, N): columns of group e, which begin at a multiple of 128 and are
-/// zero up to the next one's, of a @ b^T.
+/// (T, N): rows of group e are a's @ b[e]^T, rows after the last group zero. Or, with b of two
+/// dimensions, (groups, M, N): columns of group e, which begin at a multiple of 128 and are zero up
+/// to the next one's, of a @ b^T. It is `sum`, if there is one: the product is rounded to its dtype
+/// and added, and what a group without columns has there stays unchanged.
 /// @throws c10::Error that begins with `op`, for operands that do not fit.
 at::Tensor grouped_gemm(const char* op, const GroupedOperands& operands);
 

@@ -9,6 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/device/capture.h"
+#include "kernels/format/value_dtype.h"
+#include "kernels/grouped/grouped_codes.h"
+#include "kernels/grouped/grouped_paths.h"
+#include "kernels/grouped/grouped_values.h"
+
 namespace qshard {
 namespace {
 
@@ -22,7 +28,13 @@ struct Rows {
 };
 
 /// The host waits for the device that has `offs`.
+/// @throws c10::Error while a CUDA graph is captured.
 std::vector<Rows> rows_of_experts(const RowGroups& groups, int64_t total) {
+  TORCH_CHECK(
+      !is_capturing(groups.offs.device()),
+      "qshard::grouped_linear: these experts run one after the other, and a CUDA graph cannot "
+      "capture that, because the host reads offs; backend_report() says why. Use bfloat16 "
+      "inputs on a GPU of compute capability 9.0 or 10");
   const at::Tensor offs = groups.offs.cpu();
   const auto* ends = offs.const_data_ptr<int32_t>();
   std::vector<Rows> rows;
@@ -110,17 +122,15 @@ at::Tensor empty_weight_gradient(const ExpertWeights& weights, const at::TensorO
                             : at::empty({count, out, in}, options);
 }
 
-}  // namespace
-
-LinearWeight ExpertWeights::matrix(int64_t expert) const {
-  LinearWeight weight = stack;
-  RowImage image = stack.codes.row_image();
-  image.first_row += expert * step;
-  weight.codes = matrix_of(std::move(image), rows);
-  return weight;
+/// Delayed scaling collects the amax of what would be quantized: that of all experts' rows.
+void collect_amax(const at::Tensor& x, const RowGroups& groups, const DelayedAmax& delayed) {
+  if (!delayed || x.size(0) == 0) return;
+  const at::Tensor live = x.clone();
+  zero_rows_of_none(live, groups.ends(x.size(0)));
+  PlainOperand(live).collect_amax(delayed);
 }
 
-at::Tensor grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
+at::Tensor forward_of_each(const at::Tensor& x, const ExpertWeights& weights,
                            const RowGroups& groups, bool weight_only) {
   const int64_t total = x.size(0);
   Products outputs(total, weights.out_features(), x.options());
@@ -132,7 +142,7 @@ at::Tensor grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
   return std::move(outputs).joined();
 }
 
-LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWeights& weights,
+LinearBackward backward_of_each(const GroupedBackwardTask& task, const ExpertWeights& weights,
                                 const RowGroups& groups) {
   const at::Tensor& grad = task.grad;
   const int64_t total = grad.size(0);
@@ -163,6 +173,113 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
     }
   }
   if (task.needs_input) result.grad_input = std::move(grad_inputs).joined();
+  return result;
+}
+
+/// The path of one of the GEMMs, which is recorded.
+GroupedPath path_of(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
+                    bool weight_only) {
+  // Where matrices lie as (in, out), forward reads them as dgrad does, and dgrad as forward.
+  GemmDirection as_lying = direction;
+  if (weights.transposed && direction != GemmDirection::kGradWeight) {
+    as_lying =
+        direction == GemmDirection::kForward ? GemmDirection::kGradInput : GemmDirection::kForward;
+  }
+  const GroupedChoice choice =
+      choose_grouped_path({as_lying, x.device(), x.scalar_type(), x.size(0), weight_only}, weights);
+  record_grouped_gemm(*weights.stack.codes.format, direction, choice.path, choice.why, x.is_cuda());
+  return choice.path;
+}
+
+/// The gradient of the weights, on codes; `grad` has columns.
+at::Tensor weight_gradient_of_codes(const GroupedBackwardTask& task, const GroupCodes& grad,
+                                    const Format& format, const RowGroups& groups) {
+  const GroupCodes input =
+      quantize_groups(task.input, format, PackedRole::kInput, {.columnwise = true}, groups);
+  return multiply_columns(grad, input, task.grad.size(0), groups, task.weight_grad_dtype, task.sum);
+}
+
+/// The same on values, which lies as the matrices do.
+at::Tensor weight_gradient_of_values(const GroupedBackwardTask& task, const ExpertWeights& weights,
+                                     const RowGroups& groups) {
+  const at::Tensor input = task.input.to(task.grad.scalar_type());
+  const auto dtype = task.weight_grad_dtype;
+  if (!weights.transposed) return multiply_transposed(task.grad, input, groups, dtype, task.sum);
+  const at::Tensor made = multiply_transposed(input, task.grad, groups, dtype, {}).transpose(1, 2);
+  if (!task.sum.defined()) return made;
+  at::Tensor out = task.sum;
+  return out.add_(made);
+}
+
+}  // namespace
+
+LinearWeight ExpertWeights::matrix(int64_t expert) const {
+  LinearWeight weight = stack;
+  RowImage image = stack.codes.row_image();
+  image.first_row += expert * step;
+  weight.codes = matrix_of(std::move(image), rows);
+  return weight;
+}
+
+at::Tensor grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
+                           const RowGroups& groups, bool weight_only) {
+  const Format& format = *weights.stack.codes.format;
+  switch (path_of(GemmDirection::kForward, x, weights, weight_only)) {
+    case GroupedPath::kCodes:
+      return multiply_by_codes(
+          quantize_groups(x, format, PackedRole::kInput, {.rowwise = true}, groups), weights,
+          groups, weights.transposed, x.scalar_type());
+    case GroupedPath::kValues:
+      if (!weight_only) collect_amax(x, groups, delayed_input_amax(weights.stack));
+      return multiply_by_values(x, weights, groups, weights.transposed);
+    case GroupedPath::kEach:
+      break;
+  }
+  return forward_of_each(x, weights, groups, weight_only);
+}
+
+LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWeights& weights,
+                                const RowGroups& groups) {
+  const Format& format = *weights.stack.codes.format;
+  const at::Tensor& grad = task.grad;
+  const auto path = [&](GemmDirection direction) {
+    return path_of(direction, grad, weights, task.weight_only);
+  };
+  GroupedPath for_input = GroupedPath::kEach, for_weight = GroupedPath::kEach;
+  if (task.needs_input) for_input = path(GemmDirection::kGradInput);
+  if (task.input.defined()) {
+    for_weight = path(GemmDirection::kGradWeight);
+  }
+  const Orientations codes{for_input == GroupedPath::kCodes, for_weight == GroupedPath::kCodes};
+  LinearBackward result;
+  if (codes.rowwise || codes.columnwise) {
+    const GroupCodes quantized =
+        quantize_groups(grad, format, PackedRole::kGradient, codes, groups);
+    if (codes.rowwise) {
+      result.grad_input =
+          multiply_by_codes(quantized, weights, groups, !weights.transposed, grad.scalar_type());
+    }
+    if (codes.columnwise) {
+      result.grad_weight = weight_gradient_of_codes(task, quantized, format, groups);
+    }
+  }
+  if (for_input == GroupedPath::kValues || for_weight == GroupedPath::kValues) {
+    if (!task.weight_only) collect_amax(grad, groups, delayed_gradient_amax(weights.stack));
+    if (for_input == GroupedPath::kValues) {
+      result.grad_input = multiply_by_values(grad, weights, groups, !weights.transposed);
+    }
+    if (for_weight == GroupedPath::kValues) {
+      result.grad_weight = weight_gradient_of_values(task, weights, groups);
+    }
+  }
+  GroupedBackwardTask left = task;
+  left.needs_input = task.needs_input && for_input == GroupedPath::kEach;
+  if (for_weight != GroupedPath::kEach) left.input = left.sum = at::Tensor();
+  if (left.needs_input || left.input.defined()) {
+    LinearBackward made = backward_of_each(left, weights, groups);
+    if (left.needs_input) result.grad_input = std::move(made.grad_input);
+    if (left.input.defined()) result.grad_weight = std::move(made.grad_weight);
+  }
   return result;
 }
 

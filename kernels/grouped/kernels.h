@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kernels/format/formats.h"
+
 namespace qshard::cuda {
 
 /// Which dimension groups cut: rows of A and D, or what both operands contract.
@@ -39,7 +41,10 @@ struct GroupedGemmArguments {
   int scale_group = 0;                   // distances in it: from one group to the next,
   int scale_rows = 0;                    // from 128 rows of B,
   int scale_block = 0;                   // and from 128 codes
-  void* d = nullptr;                     // kRows: (T, n), kContraction: (groups, m, n); bfloat16
+  int b_rows = 0;                        // kRows: rows of B from one group's first to the next's
+  void* d = nullptr;                     // kRows: (T, n), kContraction: (groups, m, n)
+  DType d_type = DType::kBFloat16;       // or kFloat32, kFloat16
+  bool adds = false;                     // kContraction: to what D holds
 };
 
 /// `scales` are kSquare where groups cut rows. cudaErrorInvalidValue for a tile that there is none

@@ -120,7 +120,7 @@ class TileWalk {
       const bool is_live = group < arguments_.groups;
       work.a_row = start + row;
       work.d_row = start + row;
-      work.b_row = is_live ? group * arguments_.n + column : 0;
+      work.b_row = is_live ? group * arguments_.b_rows + column : 0;
       work.k_block = 0;
       work.k_blocks = is_live ? arguments_.k_blocks : 0;
       work.scale = is_live ? group * arguments_.scale_group : 0;

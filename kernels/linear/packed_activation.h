@@ -69,6 +69,7 @@ inline ActivationTask activation_task(const QuantizedMatrix& out) {
   task.power_of_two = out.format->activations.power_of_two_scales;
   if (const auto* rows = std::get_if<PackedCodes>(&out.rowwise)) {
     task.m_padded = rows->rows;
+    task.rows_written = rows->rows;
     task.codes = codes_in(*rows);
     task.scale_inv = scales_in(*rows);
   }

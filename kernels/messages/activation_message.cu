@@ -101,7 +101,7 @@ cudaError_t launch_encode_activation(const EncodeActivationTask& task, cudaStrea
   }
   ActivationTask rows;
   rows.values = task.values;
-  rows.m = rows.m_padded = message.rows;
+  rows.m = rows.m_padded = rows.rows_written = message.rows;
   rows.k = message.cols;
   rows.k_padded = message.pitch();
   rows.codes = task.bytes;

@@ -223,10 +223,15 @@ def grouped_linear(
     hold, and enter nothing else. An expert without rows has a weight gradient of zeros, and leaves its part of
     `.grad` alone.
 
-    On the CPU `torch.nn.functional.grouped_mm(input, weight.mT, offs=offs)` and `grouped_mm(input, stack, offs=offs)`
-    run the same where `input` has the weight's dtype; on a GPU they multiply by dequantized codes.
+    `torch.nn.functional.grouped_mm(input, weight.mT, offs=offs)` and `grouped_mm(input, stack, offs=offs)` run the
+    same where `input` has the weight's dtype.
 
-    Each expert is a GEMM of its own at present: the host reads `offs`, and waits for the device that has them.
+    Three paths, which `qshard.backend_report()` names. Hopper multiplies FP8 codes in 128x128 blocks in one GEMM
+    for all experts, also of a matrix that is transposed (out features are a multiple of 16). Other formats run on
+    bfloat16 values there and on compute capability 10: `torch.nn.functional.grouped_mm` of the dequantized stack, 2
+    bytes per element at each call; the weight's gradient is rounded to bfloat16 before it is of another dtype. On
+    neither path the host waits for the device, and CUDA graphs capture both. Elsewhere, and of float32 and float16
+    values, each expert is a linear of its own, and the host reads `offs` once per call.
 
     Autocast, autograd: as `linear`. Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """

@@ -1,0 +1,124 @@
+#include "kernels/grouped/grouped_codes.h"
+
+#include <ATen/ops/empty.h>
+
+#include <limits>
+
+#include "kernels/activation/kernels.h"
+#include "kernels/device/check_launch.h"
+#include "kernels/device/current_stream.h"
+#include "kernels/format/value_dtype.h"
+#include "kernels/grouped/grouped_gemm.h"
+#include "kernels/linear/packed_activation.h"
+
+namespace qshard {
+namespace {
+
+constexpr const char* kOp = "qshard::grouped_linear";
+
+/// The scales behind packed codes, (outer, inner) as the kernels write them.
+at::Tensor scales_behind(const PackedCodes& codes, int64_t outer, int64_t inner) {
+  const int64_t bytes = codes.code_bytes();
+  const int64_t of_scales = outer * inner * static_cast<int64_t>(sizeof(float));
+  return codes.buffer.narrow(0, bytes, of_scales).view(at::kFloat).view({outer, inner});
+}
+
+/// The tiles of 128 rows that experts have, on the device: int32 (tiles, 4).
+at::Tensor row_tiles(const RowGroups& groups, int64_t total, cudaStream_t stream) {
+  const int64_t count = cuda::most_row_tiles(total, groups.count());
+  static_assert(sizeof(cuda::RowTile) == 4 * sizeof(int32_t));
+  at::Tensor tiles = at::empty({count, 4}, groups.offs.options());
+  cuda::check_launch(cuda::launch_row_tiles(
+      groups.offs.const_data_ptr<int32_t>(), groups.count(), total,
+      reinterpret_cast<cuda::RowTile*>(tiles.mutable_data_ptr<int32_t>()), count, stream));
+  return tiles;
+}
+
+}  // namespace
+
+GroupCodes quantize_groups(const at::Tensor& x, const Format& format, PackedRole role,
+                           Orientations orientations, const RowGroups& groups) {
+  const at::Tensor values = x.contiguous();
+  const int64_t total = values.size(0), k = values.size(1);
+  const int64_t tiles = cuda::most_row_tiles(total, groups.count());
+  const int64_t width = tiles * 128;
+  QuantizedMatrix codes = packed_matrix(
+      format, role, total, k,
+      orientations.rowwise ? cuda::empty_bytes(packed_rowwise_bytes(total, k), x.device())
+                           : at::Tensor(),
+      {});
+  if (orientations.columnwise) {
+    codes.columnwise =
+        packed_matrix(format, role, width, k, {},
+                      cuda::empty_bytes(packed_columnwise_bytes(width, k), x.device()))
+            .columnwise;
+  }
+  cuda::ActivationTask task = cuda::activation_task(codes);
+  task.values = values.const_data_ptr();
+  task.m_padded_t = width;
+  const auto stream = static_cast<cudaStream_t>(current_stream(x.device()).handle);
+  const DType dtype = value_dtype(values.scalar_type());
+  if (orientations.columnwise) {
+    const at::Tensor places = row_tiles(groups, total, stream);
+    cuda::check_launch(cuda::launch_quantize_groups_in_blocks(
+        task, reinterpret_cast<const cuda::RowTile*>(places.const_data_ptr<int32_t>()), tiles,
+        dtype, stream));
+  } else {  // whose scales each row has of its own
+    cuda::check_launch(cuda::launch_quantize_activation_in_blocks(task, dtype, stream));
+  }
+  GroupCodes made;
+  if (const auto* rows = std::get_if<PackedCodes>(&codes.rowwise)) {
+    made.rows = packed_codes(*rows, codes.code_dtype).narrow(0, 0, total);
+    made.row_scales = scales_behind(*rows, ceil_div(k, 128), rows->rows);
+  }
+  if (const auto* columns = std::get_if<PackedCodes>(&codes.columnwise)) {
+    made.square_columns = columns->scale_mode == ScaleMode::kBlock128x128;
+    made.columns = packed_codes(*columns, codes.code_dtype).narrow(0, 0, k);
+    made.column_scales = made.square_columns
+                             ? scales_behind(*columns, ceil_div(k, 128), round_up(tiles, 4))
+                             : scales_behind(*columns, tiles, columns->rows);
+  }
+  return made;
+}
+
+at::Tensor multiply_by_codes(const GroupCodes& x, const ExpertWeights& weights,
+                             const RowGroups& groups, bool contract, at::ScalarType dtype) {
+  const RowImage& image = weights.stack.codes.row_image();
+  const Layout& layout = image.layout;
+  const int64_t experts = weights.count, rows = weights.rows;
+  const int64_t block_rows = ceil_div(rows, layout.format->scale.block_rows);
+  GroupedOperands operands;
+  operands.a = x.rows;
+  operands.a_scale_inv = x.row_scales;
+  operands.b = image.image.operand()
+                   .narrow(0, image.first_row, experts * rows)
+                   .view({experts, rows, layout.row_bytes()});
+  operands.b_scale_inv =
+      image.grid.operand()
+          .view({layout.grid_rows(), layout.grid_cols()})
+          .narrow(0, layout.grid_row(layout.row_offset + image.first_row), experts * block_rows)
+          .view({experts, block_rows, layout.grid_cols()});
+  operands.offs = groups.offs;
+  operands.tokens = x.rows.size(0);
+  operands.contract_rows = contract;
+  operands.columns = contract ? layout.cols : rows;
+  operands.dtype = dtype;
+  return grouped_gemm(kOp, operands);
+}
+
+at::Tensor multiply_columns(const GroupCodes& gradient, const GroupCodes& input, int64_t total,
+                            const RowGroups& groups, at::ScalarType dtype, const at::Tensor& sum) {
+  GroupedOperands operands;
+  operands.a = gradient.columns;
+  operands.a_scale_inv = gradient.column_scales;
+  operands.b = input.columns;
+  operands.b_scale_inv = input.column_scales;
+  operands.offs = groups.offs;
+  operands.tokens = total;
+  operands.square_scales = input.square_columns;
+  operands.dtype = dtype;
+  operands.sum = sum;
+  return grouped_gemm(kOp, operands);
+}
+
+}  // namespace qshard

@@ -1,0 +1,37 @@
+// Experts on codes: activations quantized group by group in one pass, and one GEMM for all experts,
+// for which the host does not wait for the device. FP8 in blocks, on Hopper.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "kernels/grouped/expert_weights.h"
+#include "kernels/grouped/row_groups.h"
+
+namespace qshard {
+
+/// Codes of an activation or gradient (T, K), as the GEMM takes them.
+struct GroupCodes {
+  // Codes (T, K to 16), scales (ceil(K / 128), T to 16): a scale for 1x128 codes.
+  at::Tensor rows = {};
+  at::Tensor row_scales = {};
+  // Of the transpose, (K, T'), in which an expert begins at a multiple of 128. Scales (T' / 128, K
+  // to 16) of 1x128 codes or, where they are square, (ceil(K / 128), T' / 128 or more).
+  at::Tensor columns = {};
+  at::Tensor column_scales = {};
+  bool square_columns = false;
+};
+
+/// Quantizes each expert's rows by themselves, in the orientations asked for. `format`: of the
+/// weight.
+GroupCodes quantize_groups(const at::Tensor& x, const Format& format, PackedRole role,
+                           Orientations orientations, const RowGroups& groups);
+
+/// x's rows times each expert's matrix: by its transpose, or with `contract` as it lies.
+at::Tensor multiply_by_codes(const GroupCodes& x, const ExpertWeights& weights,
+                             const RowGroups& groups, bool contract, at::ScalarType dtype);
+
+/// (E, N, K) = gradient^T @ input of each expert's rows; `sum` as GroupedOperands has it.
+at::Tensor multiply_columns(const GroupCodes& gradient, const GroupCodes& input, int64_t total,
+                            const RowGroups& groups, at::ScalarType dtype, const at::Tensor& sum);
+
+}  // namespace qshard

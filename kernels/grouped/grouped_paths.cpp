@@ -1,0 +1,78 @@
+#include "kernels/grouped/grouped_paths.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/grouped/grouped_gemm.h"
+#include "kernels/grouped/grouped_values.h"
+#include "kernels/linear/gemm_backend.h"
+
+namespace qshard {
+namespace {
+
+/// Whether the grouped GEMM multiplies codes that are scaled so: E4M3 in blocks.
+bool has_grouped_gemm_of_codes(const Format& format, at::Device device) {
+  const ActivationCodes& activations = format.activations;
+  return !format.emulated && format.gemm.kind == GemmKind::kPacked &&
+         format.gemm.scale_mode == ScaleMode::kBlock128x128 &&
+         activations.packed_rows == ScaleMode::kBlock1x128 &&
+         activations.packed_input_dtype == DType::kFloat8E4M3 &&
+         activations.packed_gradient_dtype == DType::kFloat8E4M3 && has_grouped_gemm(device);
+}
+
+/// Whether scales lie at equal distances from one expert's matrix to the next: those of each begin
+/// where its rows do.
+bool has_regular_scales(const ExpertWeights& weights) {
+  const RowImage& image = weights.stack.codes.row_image();
+  const Layout& layout = image.layout;
+  const ScaleLevel& scale = layout.format->scale;
+  if (weights.count <= 1) return true;
+  if (weights.step != weights.rows) return false;
+  const bool is_whole = weights.rows == layout.matrix_rows &&
+                        (layout.row_offset + image.first_row) % layout.matrix_rows == 0;
+  return is_whole || (scale.begins_at(weights.rows) && scale.begins_at(layout.matrix_rows));
+}
+
+/// The kernels count rows, tiles and scales in 32 bits, and tiles of rows in 16.
+bool is_too_large(const ExpertWeights& weights, int64_t total) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMostTiles = 65535;
+  const int64_t cols = weights.stack.codes.cols;
+  return weights.count * std::max(weights.rows, cols) > kMost ||
+         total / 128 + 1 + weights.count > kMostTiles;
+}
+
+GemmFallback codes_fallback(const GroupedProblem& problem, const ExpertWeights& weights) {
+  if (problem.weight_only) return GemmFallback::kWeightOnly;
+  const Format& format = *weights.stack.codes.format;
+  const CodeGemmBackend& backend = code_gemms(format);
+  const LinearWeight ends[] = {weights.matrix(0), weights.matrix(weights.count - 1)};
+  for (const LinearWeight& matrix : ends) {
+    GemmProblem of_one{problem.direction, &format,      problem.device,          problem.dtype,
+                       problem.total,     weights.rows, weights.stack.codes.cols};
+    if (problem.direction != GemmDirection::kGradWeight) of_one.weight = &matrix.codes;
+    const GemmFallback fallback = backend.supports(of_one);
+    if (fallback != GemmFallback::kNone) return fallback;
+  }
+  if (!has_grouped_gemm_of_codes(format, problem.device)) return GemmFallback::kNoGroupedGemm;
+  if (is_too_large(weights, problem.total)) return GemmFallback::kTooLarge;
+  const bool reads_weights = problem.direction != GemmDirection::kGradWeight;
+  return reads_weights && !has_regular_scales(weights) ? GemmFallback::kWindow
+                                                       : GemmFallback::kNone;
+}
+
+}  // namespace
+
+GroupedChoice choose_grouped_path(const GroupedProblem& problem, const ExpertWeights& weights) {
+  if (weights.count == 0) return {GroupedPath::kEach, GemmFallback::kNone};
+  // The gradient of matrices that lie as (in, out) is that of a plain product, for one expert, too.
+  const bool is_plain = weights.transposed && problem.direction == GemmDirection::kGradWeight;
+  const GemmFallback why = is_plain ? GemmFallback::kNone : codes_fallback(problem, weights);
+  if (why == GemmFallback::kNone && !is_plain) return {GroupedPath::kCodes, why};
+  // What emulates a GEMM of codes does so expert by expert.
+  const bool emulates = weights.stack.codes.format->emulated && !problem.weight_only && !is_plain;
+  const bool at_once = !emulates && has_grouped_gemm_of_values(problem.device, problem.dtype);
+  return {at_once ? GroupedPath::kValues : GroupedPath::kEach, why};
+}
+
+}  // namespace qshard
