@@ -94,11 +94,21 @@ Tensor swiglu_mlp_autocast(const Tensor& input, const Tensor& gate, const Option
 }
 
 template <DeviceType kDevice>
+Tensor swiglu_experts_autocast(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                               const Tensor& down, const Tensor& offs, bool weight_only,
+                               OptionalFormat format, OptionalFormat down_format) {
+  static const auto op = typed_op<decltype(swiglu_experts)>("qshard::swiglu_experts");
+  return op.call(Autocast<kDevice>()(input), gate, up, down, offs, weight_only, format,
+                 down_format);
+}
+
+template <DeviceType kDevice>
 void register_autocast(torch::Library& m) {
   m.impl("linear", &linear_autocast<kDevice>);
   m.impl("grouped_linear", &grouped_linear_autocast<kDevice>);
   m.impl("norm_linear", &norm_linear_autocast<kDevice>);
   m.impl("swiglu_mlp", &swiglu_mlp_autocast<kDevice>);
+  m.impl("swiglu_experts", &swiglu_experts_autocast<kDevice>);
 }
 
 }  // namespace

@@ -77,16 +77,19 @@ TORCH_LIBRARY(qshard, m) {
       "Tensor? norm_bias=None, float eps=0.0, bool rms=False, bool zero_centered_gamma=False) "
       "-> Tensor");
   m.def(
+      "swiglu_experts(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor offs, *, "
+      "bool weight_only=False, str? format=None, str? down_format=None) -> Tensor");
+  m.def(
       "swiglu_linear_forward(Tensor gate, Tensor up, Tensor weight, Tensor? bias, bool "
       "keep_maxima, "
       "bool weight_only=False, str? format=None, Tensor[]? weight_state=None, "
-      "Tensor? residual=None) "
+      "Tensor? residual=None, Tensor? offs=None) "
       "-> (Tensor output, Tensor maxima)");
   m.def(
       "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor up, Tensor weight, Tensor maxima, "
       "bool needs_weight, bool rows, bool columns, bool joined, str? grad_format=None, "
       "bool weight_only=False, ScalarType? grad_dtype=None, str? format=None, "
-      "Tensor[]? weight_state=None, *, Tensor(a!)? weight_grad=None) "
+      "Tensor[]? weight_state=None, *, Tensor(a!)? weight_grad=None, Tensor? offs=None) "
       "-> (Tensor grad_weight, Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
   m.def(
       "norm_linear(Tensor input, Tensor norm_weight, Tensor? norm_bias, Tensor[] weights, "
@@ -281,6 +284,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"linear_backward", &linear_backward_op>(m);
   implement<"grouped_linear", &grouped_linear>(m);
   implement<"swiglu_mlp", &swiglu_mlp>(m);
+  implement<"swiglu_experts", &swiglu_experts>(m);
   implement<"swiglu_linear_forward", &swiglu_linear_forward>(m);
   implement<"swiglu_linear_backward", &swiglu_linear_backward>(m);
   implement<"norm_linear", &norm_linear>(m);
@@ -354,6 +358,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   implement<"linear_backward", &linear_backward_meta, Takes::kMeta>(m);
   implement<"grouped_linear", &grouped_linear_meta, Takes::kMeta>(m);
   implement<"swiglu_mlp", &swiglu_mlp_meta, Takes::kMeta>(m);
+  implement<"swiglu_experts", &swiglu_experts_meta, Takes::kMeta>(m);
   implement<"swiglu_linear_forward", &swiglu_linear_forward_meta, Takes::kMeta>(m);
   implement<"swiglu_linear_backward", &swiglu_linear_backward_meta, Takes::kMeta>(m);
   implement<"norm_linear", &norm_linear_meta, Takes::kMeta>(m);
@@ -384,6 +389,7 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   implement<"linear", &linear_autograd, Takes::kValuesOrMeta>(m);
   implement<"grouped_linear", &grouped_linear_autograd, Takes::kValuesOrMeta>(m);
   implement<"swiglu_mlp", &swiglu_mlp_autograd, Takes::kValuesOrMeta>(m);
+  implement<"swiglu_experts", &swiglu_experts_autograd, Takes::kValuesOrMeta>(m);
   implement<"norm_linear", &norm_linear_autograd, Takes::kValuesOrMeta>(m);
   implement<"rotary_embedding", &rotary_embedding_autograd, Takes::kValuesOrMeta>(m);
   implement<"split_rotary_embedding", &split_rotary_embedding_autograd, Takes::kValuesOrMeta>(m);

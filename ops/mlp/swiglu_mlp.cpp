@@ -8,6 +8,7 @@
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "kernels/linear/swiglu_operand.h"
 #include "ops/linear/autograd.h"
+#include "ops/linear/grouped_linear.h"
 #include "ops/linear/linear_operands.h"
 
 namespace qshard {
@@ -15,12 +16,12 @@ namespace {
 
 void check_swiglu(const char* op, const Tensor& gate, const Tensor& up, const Tensor& weight) {
   TORCH_CHECK(
-      gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.size(-1) == weight.size(1) &&
+      gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.size(-1) == weight.size(-1) &&
           gate.scalar_type() == up.scalar_type() && is_value_dtype(gate.scalar_type()) &&
           gate.device() == weight.device() && up.device() == weight.device(),
       fmt::format("{}: gate and up must be float32, bfloat16 or float16 tensors (..., {}) "
                   "on {}, got {} of shape {} on {} and {} of shape {} on {}",
-                  op, weight.size(1), weight.device().str(), c10::toString(gate.scalar_type()),
+                  op, weight.size(-1), weight.device().str(), c10::toString(gate.scalar_type()),
                   gate.sizes().vec(), gate.device().str(), c10::toString(up.scalar_type()),
                   up.sizes().vec(), up.device().str()));
 }
@@ -139,6 +140,25 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
   return out;
 }
 
+/// The same of experts, whose gradients pass in values.
+SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad, const Tensor& gate,
+                                             const Tensor& up, const Tensor& weight,
+                                             const Tensor& offs, const WeightGradient& wgrad,
+                                             const InnerGradients& inner, bool weight_only,
+                                             OptionalFormat format, WeightState state) {
+  TORCH_CHECK(inner.format == nullptr, op, ": offs go with gradients in values, not in codes");
+  const SavedSwiglu saved(op, gate, up, none_of(gate.options().dtype(at::kFloat)));
+  const Tensor hidden = wgrad.is_needed ? saved.product().values(gate.scalar_type()) : saved.gate;
+  const LinearBackward made =
+      grouped_linear_backward({as_matrix(grad), weight, hidden, offs, inner.any(), weight_only,
+                               format, state, /*input_sum=*/std::nullopt},
+                              wgrad.is_needed, wgrad.sum, wgrad.dtype);
+  const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
+  SwigluLinearGrads out{wgrad.result(made, grad.options()), none(), none(), none(), none()};
+  if (inner.any()) set_values(out, made.grad_input, saved, inner.joined, gate);
+  return out;
+}
+
 InnerGradients inner_gradients(const char* op, bool rows, bool columns, bool joined,
                                OptionalFormat format) {
   return {rows, columns, joined, format ? &checked_format(*format, op) : nullptr};
@@ -150,10 +170,20 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tenso
                                                  const Tensor& weight, const OptionalTensor& bias,
                                                  bool keep_maxima, bool weight_only,
                                                  OptionalFormat format, WeightState weight_state,
-                                                 const OptionalTensor& residual) {
+                                                 const OptionalTensor& residual,
+                                                 const OptionalTensor& offs) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_forward";
   c10::OptionalDeviceGuard device_guard(weight.device());
+  if (is_given(offs)) {
+    TORCH_CHECK(!is_given(bias) && !is_given(residual) && !keep_maxima && !weight_state, op,
+                ": offs go with no bias, residual, maxima or weight_state");
+    check_swiglu(op, gate, up, weight);
+    const SwigluOperand hidden(as_matrix(gate), as_matrix(up));
+    return {
+        grouped_linear_forward(hidden.values(hidden.dtype()), weight, *offs, weight_only, format),
+        none_of(gate.options().dtype(at::kFloat))};
+  }
   const auto used = checked_weight(weight, format, weight_state, WeightUse::kForward, op);
   check_swiglu(op, gate, up, weight);
   const SwigluOperand operand(as_matrix(gate), as_matrix(up));
@@ -180,10 +210,17 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
                                          OptionalFormat format, WeightState weight_state,
-                                         const OptionalTensor& weight_grad) {
+                                         const OptionalTensor& weight_grad,
+                                         const OptionalTensor& offs) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_backward";
   c10::OptionalDeviceGuard device_guard(weight.device());
+  if (is_given(offs)) {
+    check_swiglu(op, gate, up, weight);
+    return swiglu_backward_of_experts(
+        op, grad, gate, up, weight, *offs, {needs_weight, grad_dtype, weight, weight_grad, op},
+        inner_gradients(op, rows, columns, joined, grad_format), weight_only, format, weight_state);
+  }
   const auto use = backward_use(rows || columns);
   const auto used = checked_weight(weight, format, weight_state, use, op);
   check_swiglu(op, gate, up, weight);
@@ -198,9 +235,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state) {
   static const auto op =
       typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
-  auto [none, first, second, third, fourth] =
-      op.call(grad, gate, up, weight, maxima, /*needs_weight=*/true, rows, columns, joined,
-              grad_format, weight_only, std::nullopt, format, weight_state, weight_grad);
+  auto [none, first, second, third, fourth] = op.call(
+      grad, gate, up, weight, maxima, /*needs_weight=*/true, rows, columns, joined, grad_format,
+      weight_only, std::nullopt, format, weight_state, weight_grad, std::nullopt);
   return {first, second, third, fourth};
 }
 

@@ -27,13 +27,30 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
                            const OptionalTensor& norm_bias, double eps, bool rms,
                            bool zero_centered_gamma);
 
+/// The MLPs of experts (ops/mlp/swiglu_experts.cpp): input (T, columns), gate, up (experts, inner,
+/// columns), down (experts, outputs, inner), and `offs` as of grouped_linear.
+Tensor swiglu_experts(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                      const Tensor& down, const Tensor& offs, bool weight_only,
+                      OptionalFormat format, OptionalFormat down_format);
+/// ops/mlp/swiglu_mlp_autograd.cpp
+Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                               const Tensor& down, const Tensor& offs, bool weight_only,
+                               OptionalFormat format, OptionalFormat down_format);
+Tensor swiglu_experts_meta(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                           const Tensor& down, const Tensor& offs, bool weight_only,
+                           OptionalFormat format, OptionalFormat down_format);
+/// @throws c10::Error for shapes that do not go together.
+void check_swiglu_experts(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                          const Tensor& down, const Tensor& offs);
+
 /// ops/mlp/swiglu_mlp.cpp. `format`: checked against the weight's; of a plain weight that is
-/// quantized for this use, with `weight_state`.
+/// quantized for this use, with `weight_state`. `offs`: the weight is a stack of experts'.
 std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
                                                  const Tensor& weight, const OptionalTensor& bias,
                                                  bool keep_maxima, bool weight_only,
                                                  OptionalFormat format, WeightState weight_state,
-                                                 const OptionalTensor& residual = {});
+                                                 const OptionalTensor& residual = {},
+                                                 const OptionalTensor& offs = {});
 /// (grad_weight, gate, gate_columns, up, up_columns): of the gradients of gate and up the codes for
 /// linears whose weights have `grad_format`, or without one the values. (0,) what is not asked for;
 /// where they are joined, all of it is gate's. weight_grad: as of
@@ -45,7 +62,8 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
                                          OptionalFormat format, WeightState weight_state,
-                                         const OptionalTensor& weight_grad);
+                                         const OptionalTensor& weight_grad,
+                                         const OptionalTensor& offs = {});
 /// Another name of it, which calls it by the dispatcher.
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
@@ -61,16 +79,15 @@ Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTe
                        const OptionalTensor& residual, const OptionalTensor& norm_weight,
                        const OptionalTensor& norm_bias, double eps, bool rms,
                        bool zero_centered_gamma);
-std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor& up,
-                                                      const Tensor& weight,
-                                                      const OptionalTensor& bias, bool keep_maxima,
-                                                      bool weight_only, OptionalFormat format,
-                                                      WeightState weight_state,
-                                                      const OptionalTensor& residual);
+std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(
+    const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias,
+    bool keep_maxima, bool weight_only, OptionalFormat format, WeightState weight_state,
+    const OptionalTensor& residual, const OptionalTensor& offs);
 SwigluLinearGrads swiglu_linear_backward_meta(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& maxima, bool needs_weight, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, std::optional<at::ScalarType> grad_dtype,
-    OptionalFormat format, WeightState weight_state, const OptionalTensor& weight_grad);
+    OptionalFormat format, WeightState weight_state, const OptionalTensor& weight_grad,
+    const OptionalTensor& offs);
 
 }  // namespace qshard

@@ -32,6 +32,7 @@ struct SwigluUse {
   bool gives_codes = false;   // the gradients of gate and up reach their linears in codes
   bool keeps_maxima = false;  // of gate, up and their product, for backward
 
+  SwigluUse() = default;
   SwigluUse(const Tensor& input, const Tensor& gate, const Tensor& down, bool weight_only,
             const Format& format, const Format& down_format);
 };

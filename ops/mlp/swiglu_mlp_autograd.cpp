@@ -3,6 +3,7 @@
 // silu(gate) nor the product.
 #include "dispatch/parts/kernel_bridge.h"
 #include "ops/linear/autograd.h"
+#include "ops/linear/grouped_linear.h"
 #include "ops/linear/norm_linear.h"
 #include "ops/linear/normed_input.h"
 #include "ops/mlp/swiglu_mlp_arguments.h"
@@ -51,11 +52,15 @@ struct FirstLinears {
   FirstLinears(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                const OptionalTensor& gate_bias, const OptionalTensor& up_bias, bool weight_only,
                bool records_grad, const SwigluNeeds& needs, bool checks_format,
-               c10::string_view format, WeightState gate_state, WeightState up_state) {
+               c10::string_view format, WeightState gate_state, WeightState up_state,
+               const OptionalTensor& offs) {
     static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
     static const auto linear = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
-    const InputUse of_gate(input, gate, needs.gate, weight_only, format);
-    const InputUse of_up(input, is_given(up) ? *up : gate, needs.up, weight_only, format);
+    const auto use_of = [&](const Tensor& weight, const LinearNeeds& linear) {
+      return is_given(offs) ? InputUse() : InputUse(input, weight, linear, weight_only, format);
+    };
+    const InputUse of_gate = use_of(gate, needs.gate);
+    const InputUse of_up = use_of(is_given(up) ? *up : gate, needs.up);
     OptionalTensor rows;
     Tensor columns;
     const bool apart = of_gate.quantizes_apart || of_up.quantizes_apart;
@@ -72,7 +77,7 @@ struct FirstLinears {
                          const LinearNeeds& needs, WeightState state) {
       auto [output, saved] = linear.call(input, weight, bias, of.saves_codes && !apart, weight_only,
                                          rows, needs_name ? OptionalFormat(format) : std::nullopt,
-                                         state, std::nullopt, std::nullopt);
+                                         state, std::nullopt, offs);
       const Tensor& kept = !of.saves_codes ? input : apart ? columns : saved;
       return std::pair{output, needs.reads_input() ? kept : Tensor()};
     };
@@ -111,7 +116,8 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                         const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                         double eps, bool rms, bool zero_centered_gamma, bool weight_only,
                         bool records_grad, c10::string_view gate_name, c10::string_view down_name,
-                        WeightState gate_state, WeightState up_state, WeightState down_state) {
+                        WeightState gate_state, WeightState up_state, WeightState down_state,
+                        const OptionalTensor& offs) {
     at::AutoDispatchBelowAutograd guard;
     static const auto second =
         typed_op<decltype(swiglu_linear_forward)>("qshard::swiglu_linear_forward");
@@ -125,26 +131,33 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
         fmt::format("qshard::swiglu_mlp: gate is a {} weight and up a {} one; quantize both "
                     "by one recipe, or call qshard::linear for each",
                     format.name, is_joined ? "" : format_of(*up, gate_name).name));
-    const SwigluUse use(input, gate, down, weight_only, format, format_of(down, down_name));
+    const SwigluUse use = is_given(offs) ? SwigluUse()
+                                         : SwigluUse(input, gate, down, weight_only, format,
+                                                     format_of(down, down_name));
 
     const bool is_normed = is_given(norm_weight);
     const SwigluNeeds needs(records_grad, {input, norm_weight, norm_bias}, gate, up, down,
                             gate_bias, up_bias);
-    const KeptWeight kept_gate(gate, needs.gate.reads_weight(), gate_name, gate_state);
-    const KeptWeight kept_up(is_joined ? gate : *up, needs.up.reads_weight(), gate_name, up_state);
-    const KeptWeight kept_down(down, needs.down.reads_weight(), down_name, down_state);
+    // How experts lie decides how their gradient is computed.
+    const auto reads = [&](const LinearNeeds& linear, const Tensor& weight) {
+      return linear.reads_weight() || (is_given(offs) && !weight.is_contiguous());
+    };
+    const Tensor& up_or_gate = is_joined ? gate : *up;
+    const KeptWeight kept_gate(gate, reads(needs.gate, gate), gate_name, gate_state);
+    const KeptWeight kept_up(up_or_gate, reads(needs.up, up_or_gate), gate_name, up_state);
+    const KeptWeight kept_down(down, reads(needs.down, down), down_name, down_state);
     const bool checks_format = is_dynamic || kept_gate.trusts_format() || kept_up.trusts_format();
     const FirstLinears first =
         is_normed ? FirstLinears(input, {*norm_weight, norm_bias, eps, rms, zero_centered_gamma},
                                  gate, up, gate_bias, up_bias, gate_name)
                   : FirstLinears(input, gate, up, gate_bias, up_bias, weight_only, records_grad,
-                                 needs, checks_format, gate_name, gate_state, up_state);
+                                 needs, checks_format, gate_name, gate_state, up_state, offs);
     const auto halves = is_joined ? first.gate_values.chunk(2, -1)
                                   : variable_list{first.gate_values, first.up_values};
     auto [output, maxima] = second.call(
         halves[0], halves[1], down, down_bias, use.keeps_maxima, weight_only,
         needs_name || kept_down.trusts_format() ? OptionalFormat(down_name) : std::nullopt,
-        down_state, residual);
+        down_state, residual, offs);
     const bool reads_values = needs.inner || needs.down.weight;
     // up's gradient reads gate alone.
     const bool reads_up = needs.gate_values || needs.down.weight;
@@ -165,6 +178,8 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                          .gate = kept_gate.save(saved),
                          .up = kept_up.save(saved),
                          .down = kept_down.save(saved)};
+    state.has_experts = is_given(offs);
+    if (is_given(offs)) saved.push_back(*offs);
     if (is_normed) {
       variable_list weights{gate};
       if (!is_joined) weights.push_back(*up);
@@ -288,7 +303,44 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
   return SwigluMlpFunction::apply(
       x, first, quantized(down, down_format), second, gate_bias, up_bias, down_bias, residual,
       if_in_codes(norm_weight), if_in_codes(norm_bias), eps, rms, zero_centered_gamma, weight_only,
-      records, format, down_format, gate_state, up_state, down_state);
+      records, format, down_format, gate_state, up_state, down_state, std::nullopt);
+}
+
+Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                               const Tensor& down, const Tensor& offs, bool weight_only,
+                               OptionalFormat format, OptionalFormat down_format) {
+  constexpr const char* kOp = "qshard::swiglu_experts";
+  check_swiglu_experts(input, gate, up, down, offs);
+  check_format_name(gate, format, kOp);
+  if (is_given(up)) check_format_name(*up, format, kOp);
+  check_format_name(down, down_format, kOp);
+  const auto quantized = [](const Tensor& weight, OptionalFormat name) {
+    return is_quantized_on_use(weight, name)
+               ? quantize_autograd(weight, *name, false, std::nullopt, 0)
+               : weight;
+  };
+  const Tensor first = quantized(gate, format);
+  const OptionalTensor second =
+      is_given(up) ? OptionalTensor(quantized(*up, format)) : std::nullopt;
+  const bool records = at::GradMode::is_enabled();
+  const SwigluNeeds needs(records, {input}, first, second, down, {}, {});
+  if (needs.down.weight && !needs.inner) {  // autograd keeps what down multiplies, and nothing else
+    const auto values_of = [&](const Tensor& weight) {
+      return grouped_linear_autograd(input, weight, offs, weight_only, format);
+    };
+    const Tensor values = values_of(first);
+    const auto halves = second ? variable_list{values, values_of(*second)} : values.chunk(2, -1);
+    return grouped_linear_autograd(at::silu(halves[0]) * halves[1], down, offs, weight_only,
+                                   down_format);
+  }
+  const auto name = [](const Tensor& weight, OptionalFormat given) {
+    return given ? *given : c10::string_view(format_of(weight, "").name);
+  };
+  return SwigluMlpFunction::apply(
+      input, first, quantized(down, down_format), second, OptionalTensor(), OptionalTensor(),
+      OptionalTensor(), OptionalTensor(), OptionalTensor(), OptionalTensor(), 0., false, false,
+      weight_only, records, name(first, format), name(down, down_format), WeightState(),
+      WeightState(), WeightState(), OptionalTensor(offs));
 }
 
 }  // namespace qshard

@@ -77,7 +77,7 @@ void SwigluMlpBackward::backward_of_down() {
   std::tie(grad_down, gate_.rows, gate_.columns, up_.rows, up_.columns) =
       op.call(grad_, halves[0], halves[1], down.weight, saved_[kMaxima], needs_.down, needs_.input,
               needs_.inner_weights(), state_.is_joined, format, state_.weight_only, into.dtype,
-              OptionalFormat(down.format), down.state, sum);
+              OptionalFormat(down.format), down.state, sum, offs());
   if (needs_.down && !sum) result_[kDown] = grad_down;
 }
 
@@ -125,7 +125,7 @@ Tensor SwigluMlpBackward::backward_of_first(const FirstLinear& linear, const Ten
                                        : LinearGrad{linear.grad.rows};
   auto [grad_input, grad_weight] =
       linear_gradients(into, grad, weight, input, is_quantized, needs_.input, linear.needs_weight,
-                       state_.weight_only, earlier);
+                       state_.weight_only, earlier, offs());
   if (linear.needs_weight) linear.grad_weight = grad_weight;
   return grad_input;
 }

@@ -21,10 +21,11 @@ struct SwigluMlpState {
   std::optional<at::ScalarType> gate_bias = {}, up_bias = {}, down_bias = {};
   WeightFacts gate = {}, up = {}, down = {};
   std::optional<NormFacts> norm = {};
+  bool has_experts = false;  // offs are saved in the norm's place
   auto fields() {
     return std::tie(is_joined, has_residual, adds_input, gate_saves_codes, up_saves_codes,
                     weight_only, gives_codes, grad_format, gate_bias, up_bias, down_bias, gate, up,
-                    down, norm);
+                    down, norm, has_experts);
   }
 };
 
@@ -39,6 +40,7 @@ enum SwigluMlpSaved : size_t {
   kSavedUp = kSavedGate + KeptWeight::kSaved,
   kSavedDown = kSavedUp + KeptWeight::kSaved,
   kSavedNorm = kSavedDown + KeptWeight::kSaved,
+  kSavedOffs = kSavedNorm,
 };
 
 /// The arguments of forward, and so the results of backward.
@@ -53,7 +55,7 @@ enum SwigluMlpArgument : size_t {
   kResidual,
   kNormWeight,
   kNormBias,
-  kArguments = 20
+  kArguments = 21
 };
 
 /// One evaluation of the function's node. `node` is null where the engine does not evaluate it.
@@ -102,6 +104,9 @@ class SwigluMlpBackward {
   /// The gradient of the norm's input, for that of its output; sets those of its parameters.
   Tensor backward_of_norm(const Tensor& grad_normed);
   void set_inner_biases();
+  OptionalTensor offs() const {
+    return state_.has_experts ? OptionalTensor(saved_[kSavedOffs]) : std::nullopt;
+  }
 
   torch::autograd::AutogradContext* ctx_;
   torch::autograd::Node* node_;

@@ -28,9 +28,12 @@ void check_formats(const char* op, std::initializer_list<OptionalFormat> formats
   }
 }
 
-void check_features(const char* op, const Tensor& x, const Tensor& weight, int64_t dim) {
-  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2, op,
-              ": needs tensors of 1 or more dimensions and a weight of 2");
+/// `experts`: the weight is a stack of matrices.
+void check_features(const char* op, const Tensor& x, const Tensor& weight, int64_t dim,
+                    bool experts = false) {
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == (experts ? 3 : 2), op,
+              ": needs tensors of 1 or more dimensions and a weight of ", experts ? 3 : 2);
+  if (experts) ++dim;
   TORCH_SYM_CHECK(x.sym_size(-1).sym_eq(weight.sym_size(dim)), op, ": a tensor of shape ",
                   x.sym_sizes(), " does not fit a weight of shape ", weight.sym_sizes());
 }
@@ -51,28 +54,27 @@ Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTe
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor&,
                                                       const Tensor& weight, const OptionalTensor&,
                                                       bool keep_maxima, bool, OptionalFormat format,
-                                                      WeightState, const OptionalTensor&) {
+                                                      WeightState, const OptionalTensor&,
+                                                      const OptionalTensor& offs) {
   check_formats("qshard::swiglu_linear_forward", {format});
-  check_features("qshard::swiglu_linear_forward", gate, weight, 1);
+  check_features("qshard::swiglu_linear_forward", gate, weight, 1, is_given(offs));
   c10::SymInt numel = 0;
   if (keep_maxima) {
     const auto k = gate.sym_size(-1);
     numel = swiglu_maxima_numel(gate.sym_numel() / k.max(1), k);
   }
-  return {with_last(gate, weight.sym_size(0)),
+  return {with_last(gate, weight.sym_size(-2)),
           at::empty_symint({numel}, gate.options().dtype(at::kFloat))};
 }
 
-SwigluLinearGrads swiglu_linear_backward_meta(const Tensor& grad, const Tensor& gate, const Tensor&,
-                                              const Tensor& weight, const Tensor&,
-                                              bool needs_weight, bool rows, bool columns,
-                                              bool joined, OptionalFormat grad_format, bool,
-                                              std::optional<at::ScalarType> grad_dtype,
-                                              OptionalFormat format, WeightState,
-                                              const OptionalTensor& weight_grad) {
+SwigluLinearGrads swiglu_linear_backward_meta(
+    const Tensor& grad, const Tensor& gate, const Tensor&, const Tensor& weight, const Tensor&,
+    bool needs_weight, bool rows, bool columns, bool joined, OptionalFormat grad_format, bool,
+    std::optional<at::ScalarType> grad_dtype, OptionalFormat format, WeightState,
+    const OptionalTensor& weight_grad, const OptionalTensor& offs) {
   check_formats("qshard::swiglu_linear_backward", {format, grad_format});
-  check_features("qshard::swiglu_linear_backward", grad, weight, 0);
-  check_features("qshard::swiglu_linear_backward", gate, weight, 1);
+  check_features("qshard::swiglu_linear_backward", grad, weight, 0, is_given(offs));
+  check_features("qshard::swiglu_linear_backward", gate, weight, 1, is_given(offs));
   const bool is_added = is_given(weight_grad);
   const auto dtype = is_added ? std::optional(weight_grad->scalar_type()) : grad_dtype;
   const Tensor grad_weight = wgrad_of(weight, needs_weight && !is_added, dtype);

@@ -386,14 +386,20 @@ def mlp_flops(input, gate, up, down, **_):
     return 2 * input.numel() * first + 2 * tokens * down.shape[0] * down.shape[1]
 
 
+@flops_of("swiglu_experts")
+def experts_flops(input, gate, up, down, **_):
+    first = gate.shape[1] * (1 if up is None else 2)
+    return 2 * input.numel() * first + 2 * input.shape[0] * down.shape[1] * down.shape[2]
+
+
 @flops_of("swiglu_linear_forward")
 def swiglu_flops(gate, weight, **_):
-    return 2 * gate.numel() * weight.shape[0]
+    return 2 * gate.numel() * weight.shape[-2]
 
 
 @flops_of("swiglu_linear_backward")
 def swiglu_backward_flops(gate, weight, rows, columns, needs_weight, **_):
-    return 2 * gate.numel() * weight.shape[0] * (bool(needs_weight) + bool(rows or columns))
+    return 2 * gate.numel() * weight.shape[-2] * (bool(needs_weight) + bool(rows or columns))
 
 
 @flops_of("norm_linear", "_norm_linear_forward")

@@ -36,6 +36,7 @@ from qshard.ops.norms import norm_linear
 from qshard.ops.operator_calls import operator
 from qshard.ops.rotary import join_rotary_embedding, rotary_embedding, split_rotary_embedding
 from qshard.ops.swiglu import (
+    swiglu_experts,
     swiglu_linear_backward,
     swiglu_linear_backward_accumulate,
     swiglu_linear_forward,
@@ -74,6 +75,7 @@ __all__ = [
     "scale_inv",
     "split_rotary_embedding",
     "sum_gradients",
+    "swiglu_experts",
     "swiglu_linear_backward",
     "swiglu_linear_backward_accumulate",
     "swiglu_linear_forward",

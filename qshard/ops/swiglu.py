@@ -50,6 +50,34 @@ def swiglu_mlp(
 
 
 @operator
+def swiglu_experts(
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    offs: Tensor,
+    *,
+    weight_only: bool = False,
+    format: str | None = None,
+    down_format: str | None = None,
+) -> Tensor:
+    """The SwiGLU MLPs of experts: grouped_linear(silu(grouped_linear(input, gate)) * grouped_linear(input, up), down), the
+    values of these operators, one after the other. Autograd keeps `input` and the results of gate and up, and
+    nothing of what is made of them.
+
+    input: (rows, columns). gate, up: quantized (experts, inner, columns), of one format; up None: gate is (experts,
+        2 x inner, columns), each expert's rows of gate first. down: quantized (experts, outputs, inner).
+    offs: int32 (experts,), as of `grouped_linear`, which says what rows of no expert and experts without rows give.
+    format, down_format: of gate and up, and of down; compiled code needs them. A plain weight is quantized for this
+        use.
+    weight_only: as of `linear`.
+
+    Returns (rows, outputs) in the dtype of `input`. No double backward. Raises RuntimeError for shapes, devices or
+    formats that do not go together.
+    """
+
+
+@operator
 def swiglu_linear_forward(
     gate: Tensor,
     up: Tensor,
@@ -60,6 +88,7 @@ def swiglu_linear_forward(
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
     residual: Tensor | None = None,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """linear(silu(gate) * up), what `swiglu_mlp` runs below autograd: (output, maxima). Maxima, float32
     (1 + 32 x tiles,), are the amax of the product, then of each 8 rows of each tile of 128x128 of gate and up
@@ -67,6 +96,7 @@ def swiglu_linear_forward(
 
     gate, up: (..., columns), with any strides. format: of the weight, which is checked; weight_state: as
         of `linear`, for a plain weight. residual: as of `linear`.
+    offs: as of `grouped_linear`, of a stack (experts, outputs, columns), without bias, residual, maxima or state.
 
     Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """
@@ -90,6 +120,7 @@ def swiglu_linear_backward(
     weight_state: list[Tensor] | None = None,
     *,
     weight_grad: Tensor | None = None,
+    offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(grad_weight, gate, gate_columns, up, up_columns) of `swiglu_linear_forward`; (0,) what is not needed.
 
@@ -98,7 +129,7 @@ def swiglu_linear_backward(
         either no gradients are made.
     joined: as of one tensor (..., 2 x columns), which is gate's; up's are (0,).
     maxima: what forward kept. grad_dtype, format, weight_state, weight_grad: as of
-        `linear_backward`.
+        `linear_backward`. offs: as forward had them; grad_format is then None.
 
     Raises RuntimeError for shapes that do not fit, and for codes where the device has no FP8 GEMM.
     """

@@ -260,6 +260,17 @@ def experts(draw):
     return {"weight": stack, "offs": draw.place(ends), "format": draw.maybe(lambda: draw.format)}
 
 
+def experts_mlp(draw):
+    def stack(*shape):
+        return ops.quantize(torch.randn(*shape, generator=draw.generator).to(draw.dtype), draw.format)
+
+    ends = torch.tensor([1, draw.tokens], dtype=torch.int32)
+    joined = draw.maybe(lambda: True)
+    gate, up = (stack(2, 64, draw.columns), None) if joined else [stack(2, 32, draw.columns) for _ in "gu"]
+    given = {"gate": gate, "up": up, "down": stack(2, 32, 32), "offs": draw.place(ends)}
+    return given | dict.fromkeys(("format", "down_format"), draw.maybe(lambda: draw.format))
+
+
 def codes_backward(draw):
     none = torch.empty(0, dtype=torch.uint8)
     given = {"rows": none, "columns": none, "size": [draw.tokens, draw.rows], "needs_input": False}
@@ -285,6 +296,7 @@ OF_OPERATOR = {
     "quantize_input": lambda d: {"rows": False, "columns": False},
     "_quantize_kept_input": lambda d: {"weight": None, "amax": None, "columns": False},
     "swiglu_mlp": mlp,
+    "swiglu_experts": experts_mlp,
     "swiglu_linear_forward": lambda d: {
         "gate": d.plain(d.tokens, d.columns), "up": d.plain(d.tokens, d.columns), **dynamic(d),
     },

@@ -30,6 +30,10 @@ def experts(fmt, grad=False):
     return ops.quantize(weight(3, 64, 32), fmt).requires_grad_(grad)
 
 
+def stack(fmt, rows, columns):
+    return ops.quantize(weight(3, rows, columns), fmt).requires_grad_()
+
+
 def offs(*ends):
     return torch.tensor(ends, dtype=torch.int32)
 
@@ -130,6 +134,13 @@ SAMPLES = {
     + [
         (plain(4, 32, grad=True), plain(128, 32, grad=True), None, plain(32, 64, grad=True),
          dict(gate_state=[], down_state=[], **dict.fromkeys(("format", "down_format"), not_delayed(fmt))))
+    ],
+    "swiglu_experts": lambda fmt: [
+        (plain(7, 32, grad=True), *weights, offs(2, 2, 5), dict(format=fmt, down_format=fmt))
+        for weights in (
+            (*(stack(fmt, 64, 32) for _ in "gu"), stack(fmt, 32, 64)),
+            (stack(fmt, 128, 32), None, stack(fmt, 32, 64)),
+        )
     ],
     "swiglu_linear_forward": lambda fmt: [
         (plain(2, 3, 64), plain(2, 3, 64), quantized(32, 64, fmt), bias, keeps)
