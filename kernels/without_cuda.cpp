@@ -53,7 +53,7 @@ at::Tensor grouped_gemm(const char* op, const GroupedOperands& operands) {
   TORCH_CHECK(false, op, ": needs a GPU of compute capability 9.0, got ", operands.a.device());
 }
 GroupCodes quantize_groups(const at::Tensor&, const Format&, PackedRole, Orientations,
-                           const RowGroups&) {
+                           const RowGroups&, const DelayedAmax&) {
   no_cuda("quantize an activation");
 }
 at::Tensor multiply_by_codes(const GroupCodes&, const ExpertWeights&, const RowGroups&, bool,

@@ -64,6 +64,22 @@ cudaError_t launch_row_tiles(const int32_t* offs, int64_t groups, int64_t total,
 cudaError_t launch_quantize_groups_in_blocks(const ActivationTask& task, const RowTile* tiles,
                                              int64_t count, DType value_dtype, cudaStream_t stream);
 
+/// What one scale for each group is made of; device memory (groups,) each.
+struct GroupScales {
+  int64_t groups = 0;
+  float* amax = nullptr;   // left with that of each group's values
+  float* scale = nullptr;  // left with what they were multiplied by
+  // Of all groups, if they are scaled by earlier steps; codes of a first step are by the own
+  // amaxes.
+  DelayedAmax delayed = {};
+};
+
+/// The same by one scale for each group: scale_inv and, with codes_t, scale_inv_t (groups,).
+cudaError_t launch_quantize_groups_tensorwise(const ActivationTask& task, const RowTile* tiles,
+                                              int64_t count, const GroupScales& scales,
+                                              DType value_dtype, DType code_dtype,
+                                              cudaStream_t stream);
+
 /// One scale, from the device's `amax` (1): scale_inv (1), scale_inv_t (1). Codes are E4M3 or E5M2.
 cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, const float* amax,
                                                   DType value_dtype, DType code_dtype,

@@ -142,21 +142,31 @@ __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/// Starts sums (64, 128) = a (64, 32) b (128, 32)^T of E4M3, `adds` to them or not.
+#define QSHARD_START_PRODUCT(codes)                                                       \
+  asm volatile(                                                                           \
+      "{\n.reg .pred adds;\n"                                                             \
+      "setp.ne.b32 adds, %66, 0;\n"                                                       \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." codes                                \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "          \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "  \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "  \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
+      "%64, %65, adds, 1, 1;\n}"                                                          \
+      : QSHARD_ALL_SUMS                                                                   \
+      : "l"(a), "l"(b), "r"(adds))
+
+/// Starts sums (64, 128) = a (64, 32) b (128, 32)^T, `adds` to them or not. b is of E4M3, a of E5M2
+/// or E4M3.
+template <bool kWideA>
 __device__ __forceinline__ void start_product(float (&sums)[kSums], uint64_t a, uint64_t b,
                                               int adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\n"
-      "setp.ne.b32 adds, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, adds, 1, 1;\n}"
-      : QSHARD_ALL_SUMS
-      : "l"(a), "l"(b), "r"(adds));
+  if constexpr (kWideA) {
+    QSHARD_START_PRODUCT("e5m2.e4m3");
+  } else {
+    QSHARD_START_PRODUCT("e4m3.e4m3");
+  }
 }
+#undef QSHARD_START_PRODUCT
 
 /// Until all products committed are in `sums`: names them, lest the compiler read them before; and
 /// `later` two, lest it wait for those before it starts the products.

@@ -79,6 +79,7 @@ cudaError_t grouped_gemm_sm90(const GroupedGemm& gemm, int tile_rows, cudaStream
     return cudaErrorInvalidValue;
   }
   const bool has_row_scales = gemm.b.scales != nullptr;
+  const bool by_group = gemm.a.group_scales != nullptr;
   GroupedGemmArguments arguments = {};
   arguments.offs = gemm.offs;
   arguments.groups = static_cast<int>(gemm.groups);
@@ -93,16 +94,23 @@ cudaError_t grouped_gemm_sm90(const GroupedGemm& gemm, int tile_rows, cudaStream
   if (gemm.groups != 0 && gemm.a.columns != 0) {
     const int columns = columns_of_tile(tile_rows);
     if (!encode_codes(arguments.a, gemm.a, tile_rows) ||
-        !encode_scales(arguments.a_scales, gemm.a, tile_rows + kScaleMargin, /*paired=*/true) ||
+        (!by_group &&
+         !encode_scales(arguments.a_scales, gemm.a, tile_rows + kScaleMargin, /*paired=*/true)) ||
         !encode_codes(arguments.b, gemm.b, columns) ||
         (has_row_scales && !encode_scales(arguments.b_scales, gemm.b, columns, /*paired=*/false))) {
       return cudaErrorInvalidValue;
     }
     arguments.k_blocks = static_cast<int>(ceil_div(gemm.a.columns, kDepth));
+    arguments.a_group_scales = gemm.a.group_scales;
+    arguments.b_group_scales = gemm.b.group_scales;
     arguments.square_scales = gemm.square_scales.scales;
     arguments.scale_group = static_cast<int>(gemm.square_scales.group);
     arguments.scale_rows = static_cast<int>(gemm.square_scales.rows);
     arguments.scale_block = static_cast<int>(gemm.square_scales.block);
+  }
+  if (by_group) {
+    return launch_grouped_gemm_scaled_by_group(arguments, gemm.along, gemm.a.is_wide, tile_rows,
+                                               stream);
   }
   return launch_grouped_gemm(arguments, gemm.along,
                              has_row_scales ? ColumnScales::kRow : ColumnScales::kSquare, tile_rows,

@@ -1,4 +1,4 @@
-// Grouped GEMM of E4M3 codes with scales in blocks, for Hopper's tensor cores.
+// Grouped GEMM of FP8 codes, for Hopper's tensor cores: with scales in blocks or of whole groups.
 //
 // One block per multiprocessor walks over tiles of D. One warp copies tiles of the operands into a
 // ring in shared memory; two warpgroups multiply them. Each sums 128 contracted codes on the tensor
@@ -29,10 +29,11 @@ struct GroupedShape {
   static constexpr bool kSplitsColumns = kColumns == 256;  // between warpgroups; else rows
   static constexpr int kWaves = kRows == 256 ? 2 : 1;      // of 64 rows, of each warpgroup
   static constexpr bool kRowScales = kScales == ColumnScales::kRow;
+  static constexpr bool kCopiesAScales = kScales != ColumnScales::kGroup;
 
   static constexpr int kABytes = kRows * kDepth;
   static constexpr int kBBytes = kColumns * kDepth;
-  static constexpr int kAScalesCopied = (kRows + kScaleMargin) * 4;
+  static constexpr int kAScalesCopied = kCopiesAScales ? (kRows + kScaleMargin) * 4 : 0;
   static constexpr int kAScaleBytes = (kAScalesCopied + 127) / 128 * 128;  // copies are aligned so
   static constexpr int kBScaleBytes = kRowScales ? kColumns * 4 : 0;
   static constexpr int kStageBytes = kABytes + kBBytes + kAScaleBytes + kBScaleBytes;
@@ -113,8 +114,10 @@ __device__ void copy_operands(const GroupedGemmArguments& arguments, uint32_t sh
         sm90::copy_tile(shared + i * Shape::kABytes, arguments.a, k * kDepth, work.a_row, full);
         sm90::copy_tile(shared + Shape::kBAt + i * Shape::kBBytes, arguments.b, k * kDepth,
                         work.b_row, full);
-        sm90::copy_tile(shared + Shape::kAScalesAt + i * Shape::kAScaleBytes, arguments.a_scales,
-                        work.a_row / kScaleMargin * (kScaleMargin / 2), k, full);
+        if constexpr (Shape::kCopiesAScales) {
+          sm90::copy_tile(shared + Shape::kAScalesAt + i * Shape::kAScaleBytes, arguments.a_scales,
+                          work.a_row / kScaleMargin * (kScaleMargin / 2), k, full);
+        }
         if constexpr (Shape::kRowScales) {
           sm90::copy_tile(shared + Shape::kBScalesAt + i * Shape::kBScaleBytes, arguments.b_scales,
                           work.b_row, k, full);
@@ -249,7 +252,7 @@ __device__ __forceinline__ void store_floats(const float (&sums)[sm90::kSums], f
 /// little there: scales of squares are read 32 at a time, the next stage is looked at early,
 /// a whole tile is summed without branches, and addresses are in uniform registers. Making the
 /// warpgroups take turns by barriers was slower.
-template <ColumnScales kScales, typename Shape>
+template <ColumnScales kScales, bool kWideA, typename Shape>
 class Multiplier {
  public:
   __device__ Multiplier(const GroupedGemmArguments& arguments, uint32_t shared)
@@ -287,6 +290,7 @@ class Multiplier {
   static constexpr int kWaves = Shape::kWaves;
   static constexpr int kWaveRows = sm90::kProductRows;
   static constexpr bool kHasSquares = kScales == ColumnScales::kSquare;
+  static constexpr bool kHasRows = kScales == ColumnScales::kRow;
 
   __device__ void multiply_tile(const TileWork& work, int k_blocks) {
     const int column = work.column + first_column_;
@@ -306,6 +310,17 @@ class Multiplier {
       sum<false>(total, scales, k_blocks, waves);
     }
     if (arguments_.adds && k_blocks == 0) return;  // a sum of nothing would turn -0 into 0
+    if constexpr (kScales == ColumnScales::kGroup) {
+      if (k_blocks > 0) {
+        const float by =
+            arguments_.a_group_scales[work.scale] * arguments_.b_group_scales[work.scale];
+#pragma unroll
+        for (int wave = 0; wave < kWaves; ++wave) {
+#pragma unroll
+          for (int i = 0; i < sm90::kSums; ++i) total[wave][i] *= by;
+        }
+      }
+    }
     const int64_t first = static_cast<int64_t>(work.d_row + first_row_) * arguments_.n + column;
     if (arguments_.n % 8 == 0) {
       store<true>(total, first, work.rows - first_row_, columns, waves);
@@ -369,15 +384,18 @@ class Multiplier {
     for (int wave = 0; wave < kWaves; ++wave) {
       const bool is_last = wave == kWaves - 1;
       if (kWhole || wave < waves) {
-        float by[2] = {sm90::load_shared(a_scales + 4 * kWaveRows * wave),
-                       sm90::load_shared(a_scales + 4 * (kWaveRows * wave + 8))};
+        float by[2] = {};
+        if constexpr (Shape::kCopiesAScales) {
+          by[0] = sm90::load_shared(a_scales + 4 * kWaveRows * wave);
+          by[1] = sm90::load_shared(a_scales + 4 * (kWaveRows * wave + 8));
+        }
         float sums[sm90::kSums];
         sm90::begin_products();
 #pragma unroll
         for (int depth = 0; depth < kDepth; depth += sm90::kProductDepth) {
-          sm90::start_product(sums,
-                              sm90::swizzled_rows(a + (wave * kWaveRows * kDepth + depth) / 16),
-                              sm90::swizzled_rows(b + depth / 16), depth != 0);
+          sm90::start_product<kWideA>(
+              sums, sm90::swizzled_rows(a + (wave * kWaveRows * kDepth + depth) / 16),
+              sm90::swizzled_rows(b + depth / 16), depth != 0);
         }
         sm90::commit_products();
         // The scale may still be under way: the products do not wait for it.
@@ -386,7 +404,7 @@ class Multiplier {
         // Scales of B's rows are read some columns before they are used, the first ones meanwhile.
         constexpr int kAhead = 4;
         float2 columns[kAhead];
-        if constexpr (!kHasSquares) {
+        if constexpr (kHasRows) {
 #pragma unroll
           for (int i = 0; i < kAhead; ++i) columns[i] = sm90::load_shared_pair(b_scales + 32 * i);
         }
@@ -399,6 +417,10 @@ class Multiplier {
           for (int i = 0; i < sm90::kSums; ++i) {
             total[wave][i] = fmaf(by[i / 2 % 2], sums[i], total[wave][i]);
           }
+        } else if constexpr (!kHasRows) {
+          if (is_last) release(empty);
+#pragma unroll
+          for (int i = 0; i < sm90::kSums; ++i) total[wave][i] += sums[i];
         } else {
 #pragma unroll
           for (int eight = 0; eight < sm90::kSums / 4; ++eight) {
@@ -448,7 +470,7 @@ class Multiplier {
   bool is_full_ = false;  // the stage at stage_, as far as is known
 };
 
-template <GroupsAlong kAlong, ColumnScales kScales, int kRows>
+template <GroupsAlong kAlong, ColumnScales kScales, int kRows, bool kWideA>
 __global__ void __launch_bounds__(kGroupedThreads, 1)
     grouped_gemm(const __grid_constant__ GroupedGemmArguments arguments) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -474,7 +496,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     if (warp == kWorkers / 32) copy_operands<kAlong, Shape>(arguments, at);
   } else {
     sm90::take_registers<232>();
-    Multiplier<kScales, Shape>(arguments, at).run();
+    Multiplier<kScales, kWideA, Shape>(arguments, at).run();
   }
 #else
   __trap();

@@ -6,16 +6,18 @@
 
 namespace qshard::cuda {
 
-/// E4M3 codes, `rows` rows of `columns` that are contracted, `ld` bytes apart.
+/// FP8 codes, `rows` rows of `columns` that are contracted, `ld` bytes apart: E4M3, or A's E5M2.
 struct GroupedCodes {
   const uint8_t* codes = nullptr;  // 16-byte aligned
   int64_t rows = 0;
   int64_t columns = 0;
   int64_t ld = 0;  // a multiple of 16
   // One for each row and 128 codes: (ceil(columns / 128), scale_ld), 16-byte aligned. Null: B's are
-  // GroupedGemm::square_scales.
+  // GroupedGemm::square_scales, or both have group_scales.
   const float* scales = nullptr;
-  int64_t scale_ld = 0;  // a multiple of 4, at least `rows`
+  int64_t scale_ld = 0;                 // a multiple of 4, at least `rows`
+  const float* group_scales = nullptr;  // (groups,): one for each; of both operands or of none
+  bool is_wide = false;                 // E5M2
 };
 
 /// Scales of 128x128 blocks of B wherever they lie: distances from one group to the next, from 128

@@ -37,7 +37,8 @@ at::Tensor row_tiles(const RowGroups& groups, int64_t total, cudaStream_t stream
 }  // namespace
 
 GroupCodes quantize_groups(const at::Tensor& x, const Format& format, PackedRole role,
-                           Orientations orientations, const RowGroups& groups) {
+                           Orientations orientations, const RowGroups& groups,
+                           const DelayedAmax& delayed) {
   const at::Tensor values = x.contiguous();
   const int64_t total = values.size(0), k = values.size(1);
   const int64_t tiles = cuda::most_row_tiles(total, groups.count());
@@ -58,22 +59,36 @@ GroupCodes quantize_groups(const at::Tensor& x, const Format& format, PackedRole
   task.m_padded_t = width;
   const auto stream = static_cast<cudaStream_t>(current_stream(x.device()).handle);
   const DType dtype = value_dtype(values.scalar_type());
-  if (orientations.columnwise) {
-    const at::Tensor places = row_tiles(groups, total, stream);
-    cuda::check_launch(cuda::launch_quantize_groups_in_blocks(
-        task, reinterpret_cast<const cuda::RowTile*>(places.const_data_ptr<int32_t>()), tiles,
-        dtype, stream));
+  const bool by_group = cuda::has_one_scale(format);
+  GroupCodes made;
+  at::Tensor places;
+  if (by_group || orientations.columnwise) places = row_tiles(groups, total, stream);
+  const auto* of_tiles =
+      places.defined() ? reinterpret_cast<const cuda::RowTile*>(places.const_data_ptr<int32_t>())
+                       : nullptr;
+  if (by_group) {
+    const int64_t count = groups.count();
+    const at::Tensor floats = at::empty({3, count}, values.options().dtype(at::kFloat));
+    auto* first = floats.mutable_data_ptr<float>();
+    made.group_scales = floats.select(0, 2);
+    task.scale_inv = task.scale_inv_t = first + 2 * count;
+    const cuda::GroupScales scales{count, first, first + count, delayed};
+    cuda::check_launch(cuda::launch_quantize_groups_tensorwise(task, of_tiles, tiles, scales, dtype,
+                                                               codes.code_dtype, stream));
+  } else if (orientations.columnwise) {
+    cuda::check_launch(
+        cuda::launch_quantize_groups_in_blocks(task, of_tiles, tiles, dtype, stream));
   } else {  // whose scales each row has of its own
     cuda::check_launch(cuda::launch_quantize_activation_in_blocks(task, dtype, stream));
   }
-  GroupCodes made;
   if (const auto* rows = std::get_if<PackedCodes>(&codes.rowwise)) {
     made.rows = packed_codes(*rows, codes.code_dtype).narrow(0, 0, total);
-    made.row_scales = scales_behind(*rows, ceil_div(k, 128), rows->rows);
+    if (!by_group) made.row_scales = scales_behind(*rows, ceil_div(k, 128), rows->rows);
   }
   if (const auto* columns = std::get_if<PackedCodes>(&codes.columnwise)) {
     made.square_columns = columns->scale_mode == ScaleMode::kBlock128x128;
     made.columns = packed_codes(*columns, codes.code_dtype).narrow(0, 0, k);
+    if (by_group) return made;
     made.column_scales = made.square_columns
                              ? scales_behind(*columns, ceil_div(k, 128), round_up(tiles, 4))
                              : scales_behind(*columns, tiles, columns->rows);
@@ -86,18 +101,24 @@ at::Tensor multiply_by_codes(const GroupCodes& x, const ExpertWeights& weights,
   const RowImage& image = weights.stack.codes.row_image();
   const Layout& layout = image.layout;
   const int64_t experts = weights.count, rows = weights.rows;
-  const int64_t block_rows = ceil_div(rows, layout.format->scale.block_rows);
+  const int64_t of_one = layout.format->scale.block_rows;  // 0: the matrix
+  const int64_t block_rows = of_one == 0 ? 1 : ceil_div(rows, of_one);
   GroupedOperands operands;
   operands.a = x.rows;
   operands.a_scale_inv = x.row_scales;
   operands.b = image.image.operand()
                    .narrow(0, image.first_row, experts * rows)
                    .view({experts, rows, layout.row_bytes()});
-  operands.b_scale_inv =
+  const at::Tensor scales =
       image.grid.operand()
           .view({layout.grid_rows(), layout.grid_cols()})
-          .narrow(0, layout.grid_row(layout.row_offset + image.first_row), experts * block_rows)
-          .view({experts, block_rows, layout.grid_cols()});
+          .narrow(0, layout.grid_row(layout.row_offset + image.first_row), experts * block_rows);
+  if (x.group_scales.defined()) {
+    operands.a_group_scales = x.group_scales;
+    operands.b_group_scales = scales.view({experts});
+  } else {
+    operands.b_scale_inv = scales.view({experts, block_rows, layout.grid_cols()});
+  }
   operands.offs = groups.offs;
   operands.tokens = x.rows.size(0);
   operands.contract_rows = contract;
@@ -113,6 +134,8 @@ at::Tensor multiply_columns(const GroupCodes& gradient, const GroupCodes& input,
   operands.a_scale_inv = gradient.column_scales;
   operands.b = input.columns;
   operands.b_scale_inv = input.column_scales;
+  operands.a_group_scales = gradient.group_scales;
+  operands.b_group_scales = input.group_scales;
   operands.offs = groups.offs;
   operands.tokens = total;
   operands.square_scales = input.square_columns;

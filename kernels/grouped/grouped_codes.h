@@ -1,11 +1,13 @@
 // Experts on codes: activations quantized group by group in one pass, and one GEMM for all experts,
-// for which the host does not wait for the device. FP8 in blocks, on Hopper.
+// for which the host does not wait for the device. FP8 on Hopper, in blocks or with a scale for
+// each expert's rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include "kernels/grouped/expert_weights.h"
 #include "kernels/grouped/row_groups.h"
+#include "kernels/scaling/scaling_state.h"
 
 namespace qshard {
 
@@ -19,12 +21,15 @@ struct GroupCodes {
   at::Tensor columns = {};
   at::Tensor column_scales = {};
   bool square_columns = false;
+  at::Tensor group_scales = {};  // (experts,), in place of the others: one scale for each
 };
 
 /// Quantizes each expert's rows by themselves, in the orientations asked for. `format`: of the
-/// weight.
+/// weight. `delayed`: delayed scaling of all experts' rows, if it is the format's; it collects the
+/// largest amax.
 GroupCodes quantize_groups(const at::Tensor& x, const Format& format, PackedRole role,
-                           Orientations orientations, const RowGroups& groups);
+                           Orientations orientations, const RowGroups& groups,
+                           const DelayedAmax& delayed);
 
 /// x's rows times each expert's matrix: by its transpose, or with `contract` as it lies.
 at::Tensor multiply_by_codes(const GroupCodes& x, const ExpertWeights& weights,

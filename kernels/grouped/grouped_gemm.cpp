@@ -32,10 +32,11 @@ bool is_e4m3(const at::Tensor& tensor) {
 }
 
 /// Rows of codes as the copy engine takes them; matrices of them lie one after the other.
-bool has_rows_of_codes(const at::Tensor& codes) {
+bool has_rows_of_codes(const at::Tensor& codes, bool wide = false) {
   const int64_t row = codes.dim() - 2;
   const int64_t columns = codes.size(-1);
-  if (!is_e4m3(codes) || columns % 16 != 0) return false;
+  const bool fits = wide ? codes.scalar_type() == at::kFloat8_e5m2 : is_e4m3(codes);
+  if (!fits || columns % 16 != 0) return false;
   if (codes.numel() == 0) return true;
   const int64_t ld = codes.stride(row);
   const bool is_whole = row == 0 || codes.size(0) == 1 || codes.stride(0) == codes.size(1) * ld;
@@ -56,11 +57,20 @@ bool has_square_scales(const at::Tensor& scales, const at::Tensor& codes) {
          (row == 0 || scales.size(0) == codes.size(0));
 }
 
+bool has_group_scales(const at::Tensor& scales, const GroupedOperands& with) {
+  return scales.defined() && scales.scalar_type() == at::kFloat && scales.is_contiguous() &&
+         scales.sizes() == with.offs.sizes() && scales.device() == with.a.device();
+}
+
+bool is_wide(const GroupedOperands& with) {
+  return with.a_group_scales.defined() && with.a.scalar_type() == at::kFloat8_e5m2;
+}
+
 void check(const char* op, const GroupedOperands& with) {
   const auto& [a, a_scales, b, b_scales, offs, tokens, contract_rows, square_scales, tile_rows,
-               dtype, columns, sum] = with;
+               dtype, columns, sum, a_group_scales, b_group_scales] = with;
   const bool cuts_rows = b.dim() == 3;
-  TORCH_CHECK(a.dim() == 2 && (cuts_rows || b.dim() == 2) && has_rows_of_codes(a) &&
+  TORCH_CHECK(a.dim() == 2 && (cuts_rows || b.dim() == 2) && has_rows_of_codes(a, is_wide(with)) &&
                   has_rows_of_codes(b) && (cuts_rows || !contract_rows) &&
                   a.size(1) == b.size(contract_rows ? 1 : -1),
               fmt::format("{}: needs E4M3 codes (T, K) and (groups, N, K), or (M, T') and (N, T'), "
@@ -72,11 +82,19 @@ void check(const char* op, const GroupedOperands& with) {
           offs.device() == a.device() && (!cuts_rows || offs.size(0) == b.size(0)),
       fmt::format("{}: offs must be int32 ({},) on {}, got {}", op,
                   cuts_rows ? std::to_string(b.size(0)) : "groups", a.device().str(), shown(offs)));
-  TORCH_CHECK(
-      has_row_scales(a_scales, a) && (square_scales ? has_square_scales(b_scales, b)
-                                                    : !cuts_rows && has_row_scales(b_scales, b)),
-      fmt::format("{}: scales of {} and of {} do not fit codes {} and {}", op, shown(a_scales),
-                  shown(b_scales), a.sizes(), b.sizes()));
+  const bool by_group = a_group_scales.defined();
+  TORCH_CHECK(!by_group || (has_group_scales(a_group_scales, with) &&
+                            has_group_scales(b_group_scales, with) && (cuts_rows || is_wide(with))),
+              fmt::format("{}: needs a float32 scale of both operands for each of {} groups", op,
+                          offs.size(0)));
+  const auto fit = [&] {
+    return has_row_scales(a_scales, a) &&
+           (square_scales ? has_square_scales(b_scales, b)
+                          : !cuts_rows && has_row_scales(b_scales, b));
+  };
+  TORCH_CHECK(by_group || fit(),
+              fmt::format("{}: scales of {} and of {} do not fit codes {} and {}", op,
+                          shown(a_scales), shown(b_scales), a.sizes(), b.sizes()));
   TORCH_CHECK(
       cuts_rows ? tokens == a.size(0) : tokens >= 0 && a.size(1) >= round_up(tokens, kBlock),
       fmt::format("{}: {} tokens do not fit codes {}", op, tokens, a.sizes()));
@@ -100,7 +118,7 @@ GroupedOperands transposed(const GroupedOperands& with) {
   GroupedOperands other = with;
   const int64_t groups = with.b.size(0), rows = with.b.size(1), columns = with.b.size(2);
   other.b = at::empty({groups, columns, rows}, with.b.options());
-  other.b_scale_inv = with.b_scale_inv.transpose(1, 2);
+  if (!with.b_group_scales.defined()) other.b_scale_inv = with.b_scale_inv.transpose(1, 2);
   other.contract_rows = false;
   const Stream stream = current_stream(with.b.device());
   cuda::check_launch(cuda::launch_transpose_codes(
@@ -140,9 +158,14 @@ at::Tensor grouped_gemm(const char* op, const GroupedOperands& given) {
     return operand;
   };
   cuda::GroupedGemm gemm;
-  gemm.a = codes_of(with.a, with.a_scale_inv, true);
-  gemm.b = codes_of(with.b, with.b_scale_inv, !with.square_scales);
-  if (with.square_scales) {
+  const bool by_group = with.a_group_scales.defined();
+  gemm.a = codes_of(with.a, with.a_scale_inv, !by_group);
+  gemm.b = codes_of(with.b, with.b_scale_inv, !by_group && !with.square_scales);
+  if (by_group) {
+    gemm.a.group_scales = with.a_group_scales.const_data_ptr<float>();
+    gemm.b.group_scales = with.b_group_scales.const_data_ptr<float>();
+    gemm.a.is_wide = is_wide(with);
+  } else if (with.square_scales) {
     const at::Tensor& scales = with.b_scale_inv;
     gemm.square_scales = {scales.const_data_ptr<float>(), cuts_rows ? scales.stride(0) : 0,
                           scales.stride(-2), scales.stride(-1)};

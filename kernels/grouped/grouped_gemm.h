@@ -1,4 +1,4 @@
-// GEMMs of many groups in one launch, of FP8 codes with scales in blocks.
+// GEMMs of many groups in one launch, of FP8 codes with scales in blocks or of whole groups.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +21,10 @@ struct GroupedOperands {
   at::ScalarType dtype = at::kBFloat16;  // of the product: or float16, float32
   int64_t columns = 0;  // of the product, if fewer than N where groups cut rows; 0: N
   at::Tensor sum = {};  // (groups, M, N), contiguous, of that dtype: the product is added to it
+  // float32 (groups,), in place of both scale_inv: one scale of a and one of b for each group. a
+  // may be of E5M2 codes; where groups cut what is contracted, it is.
+  at::Tensor a_group_scales = {};
+  at::Tensor b_group_scales = {};
 };
 
 /// Whether this device multiplies such operands: Hopper.

@@ -10,14 +10,20 @@
 namespace qshard {
 namespace {
 
-/// Whether the grouped GEMM multiplies codes that are scaled so: E4M3 in blocks.
+/// Whether the grouped GEMM multiplies codes that are scaled so: E4M3 in blocks, or one scale and
+/// gradients in E5M2.
 bool has_grouped_gemm_of_codes(const Format& format, at::Device device) {
   const ActivationCodes& activations = format.activations;
-  return !format.emulated && format.gemm.kind == GemmKind::kPacked &&
-         format.gemm.scale_mode == ScaleMode::kBlock128x128 &&
-         activations.packed_rows == ScaleMode::kBlock1x128 &&
-         activations.packed_input_dtype == DType::kFloat8E4M3 &&
-         activations.packed_gradient_dtype == DType::kFloat8E4M3 && has_grouped_gemm(device);
+  if (format.emulated || format.gemm.kind != GemmKind::kPacked ||
+      activations.packed_input_dtype != DType::kFloat8E4M3 || !has_grouped_gemm(device)) {
+    return false;
+  }
+  const auto is_scaled = [&](ScaleMode weight, ScaleMode rows, DType gradient) {
+    return format.gemm.scale_mode == weight && activations.packed_rows == rows &&
+           activations.packed_gradient_dtype == gradient;
+  };
+  return is_scaled(ScaleMode::kBlock128x128, ScaleMode::kBlock1x128, DType::kFloat8E4M3) ||
+         is_scaled(ScaleMode::kTensor, ScaleMode::kTensor, DType::kFloat8E5M2);
 }
 
 /// Whether scales lie at equal distances from one expert's matrix to the next: those of each begin
@@ -30,7 +36,8 @@ bool has_regular_scales(const ExpertWeights& weights) {
   if (weights.step != weights.rows) return false;
   const bool is_whole = weights.rows == layout.matrix_rows &&
                         (layout.row_offset + image.first_row) % layout.matrix_rows == 0;
-  return is_whole || (scale.begins_at(weights.rows) && scale.begins_at(layout.matrix_rows));
+  return is_whole || (!layout.format->has_tensor_scale() && scale.begins_at(weights.rows) &&
+                      scale.begins_at(layout.matrix_rows));
 }
 
 /// The kernels count rows, tiles and scales in 32 bits, and tiles of rows in 16.

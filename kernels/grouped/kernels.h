@@ -14,8 +14,8 @@ namespace qshard::cuda {
 enum class GroupsAlong : uint8_t { kRows, kContraction };
 
 /// How B is scaled: one scale for 128 of its rows and 128 contracted codes, or one for each row and
-/// 128 codes, as A is.
-enum class ColumnScales : uint8_t { kSquare, kRow };
+/// 128 codes, as A is. Or each group has one scale of A and one of B.
+enum class ColumnScales : uint8_t { kSquare, kRow, kGroup };
 
 /// A tile of D has 64, 128 or 256 rows and as many columns as these. Each computes the same bits.
 constexpr int columns_of_tile(int rows) { return rows == 64 ? 256 : 128; }
@@ -37,19 +37,25 @@ struct GroupedGemmArguments {
   int m = 0;         // kContraction: rows of A, and of each D
   int n = 0;         // rows of B, of one group's where groups cut rows; columns of D
   int k_blocks = 0;  // of 128 contracted codes; kContraction: of all groups
-  const float* square_scales = nullptr;  // kSquare: of B
-  int scale_group = 0;                   // distances in it: from one group to the next,
-  int scale_rows = 0;                    // from 128 rows of B,
-  int scale_block = 0;                   // and from 128 codes
-  int b_rows = 0;                        // kRows: rows of B from one group's first to the next's
-  void* d = nullptr;                     // kRows: (T, n), kContraction: (groups, m, n)
-  DType d_type = DType::kBFloat16;       // or kFloat32, kFloat16
-  bool adds = false;                     // kContraction: to what D holds
+  const float* square_scales = nullptr;   // kSquare: of B
+  int scale_group = 0;                    // distances in it: from one group to the next,
+  int scale_rows = 0;                     // from 128 rows of B,
+  int scale_block = 0;                    // and from 128 codes
+  const float* a_group_scales = nullptr;  // kGroup: (groups,) each
+  const float* b_group_scales = nullptr;
+  int b_rows = 0;                   // kRows: rows of B from one group's first to the next's
+  void* d = nullptr;                // kRows: (T, n), kContraction: (groups, m, n)
+  DType d_type = DType::kBFloat16;  // or kFloat32, kFloat16
+  bool adds = false;                // kContraction: to what D holds
 };
 
 /// `scales` are kSquare where groups cut rows. cudaErrorInvalidValue for a tile that there is none
 /// of.
 cudaError_t launch_grouped_gemm(const GroupedGemmArguments& arguments, GroupsAlong along,
                                 ColumnScales scales, int tile_rows, cudaStream_t stream);
+/// The same of kGroup. `wide_a`: A is of E5M2; so it is where groups cut what is contracted.
+cudaError_t launch_grouped_gemm_scaled_by_group(const GroupedGemmArguments& arguments,
+                                                GroupsAlong along, bool wide_a, int tile_rows,
+                                                cudaStream_t stream);
 
 }  // namespace qshard::cuda

@@ -16,7 +16,7 @@ struct TileWork {
   int rows;      // that D has of it: no more are stored
   int k_block;   // the first contracted one
   int k_blocks;  // how many; 0: the sum is zero; below: no tile, nor any after it
-  int scale;     // index of its first scale of B in square_scales
+  int scale;     // index of its first scale of B in square_scales, or of its group's
 };
 
 /// A warp's walk over the groups, 32 at a time, one to a lane. Indices asked for must not decrease.
@@ -58,6 +58,7 @@ class TileWalk {
   __device__ int groups() const {
     return arguments_.groups + (kAlong == GroupsAlong::kRows ? 1 : 0);
   }
+  __device__ bool scales_groups() const { return arguments_.a_group_scales != nullptr; }
   __device__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
   /// The sum, or the largest, of this lane's value and those of all lanes before it.
@@ -123,7 +124,7 @@ class TileWalk {
       work.b_row = is_live ? group * arguments_.b_rows + column : 0;
       work.k_block = 0;
       work.k_blocks = is_live ? arguments_.k_blocks : 0;
-      work.scale = is_live ? group * arguments_.scale_group : 0;
+      work.scale = !is_live ? 0 : scales_groups() ? group : group * arguments_.scale_group;
     } else {
       work.a_row = row;
       work.d_row = group * arguments_.m + row;
@@ -131,7 +132,7 @@ class TileWalk {
       work.k_block = blocks_before_ + blocks;
       // Groups whose columns there are none of: no scale is read beyond the others.
       work.k_blocks = min(blocks_after - blocks, max(arguments_.k_blocks - work.k_block, 0));
-      work.scale = work.k_block * arguments_.scale_block;
+      work.scale = scales_groups() ? group : work.k_block * arguments_.scale_block;
     }
     return work;
   }

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(
     CAPABILITY[0] not in (9, 10), reason="needs a GPU of compute capability 9.0 or 10"
 )
 on_hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs a GPU of compute capability 9.0")
-# The input's columns, which wgrad reads, have scales of 128x128 or of 1x128 codes.
-IN_BLOCKS = ("float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]")
-ON_VALUES = ("float8_tensorwise", "float8_delayed", "mxfp8", "nvfp4")
+# The input's columns, which wgrad reads, have scales of 128x128 or of 1x128 codes. Per tensor each expert has a scale.
+ON_CODES = ("float8_tensorwise", "float8_delayed", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]")
+ON_VALUES = ("mxfp8", "nvfp4")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # (out, in): multiples of 128, and neither.
 SIZES = [(256, 384), (208, 400), (48, 72)]
@@ -83,7 +83,7 @@ def run(x, stack, ends, grad):
 @pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 64, 256])
-@pytest.mark.parametrize("format", IN_BLOCKS)
+@pytest.mark.parametrize("format", ON_CODES)
 def test_products_of_codes(format, count, size, empty, dtype):
     stack, values, x, grad, ends = integer_case(format, count, empty, *size, dtype)
     output, grad_x, grad_weight = by_products(x, values, ends, grad)
@@ -123,7 +123,7 @@ def test_products_of_values(format, count, size, empty, lies):
 
 
 @on_hopper
-@pytest.mark.parametrize("format", IN_BLOCKS)
+@pytest.mark.parametrize("format", ON_CODES)
 def test_stacks_that_lie_as_in_out(format):
     stack, values, x, grad, ends = integer_case(format, 5, "middle", 256, 384, torch.bfloat16)
     turned = ops.quantize(values.mT.contiguous(), format).requires_grad_()
@@ -136,7 +136,7 @@ def test_stacks_that_lie_as_in_out(format):
 
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("format", IN_BLOCKS)
+@pytest.mark.parametrize("format", ON_CODES)
 def test_codes_are_those_of_a_linear_of_each_expert(format, dtype):
     """Products with an identity are the codes' values: of rows in forward and dgrad, of columns in wgrad."""
     ends = torch.tensor([100, 100, 101, 229, 480], dtype=torch.int32)
@@ -164,7 +164,7 @@ def emulated(format):
 
 
 @on_hopper
-@pytest.mark.parametrize("format", IN_BLOCKS)
+@pytest.mark.parametrize("format", ON_CODES)
 def test_products_of_random_values_are_near_the_emulated(format):
     """Hopper's FP8 sums keep 14 bits: each element within 2^-12 of the sum of its products' sizes, and its rounding."""
     ends = ends_of(8, "middle") * 30
@@ -181,7 +181,7 @@ def test_products_of_random_values_are_near_the_emulated(format):
 
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("format", IN_BLOCKS)
+@pytest.mark.parametrize("format", ON_CODES)
 def test_an_expert_has_the_same_bits_alone(format, dtype):
     ends = torch.tensor([300, 300, 301, 814, 900], dtype=torch.int32)
     stack = stack_of(5, 256, 384, format, "cuda")[0]
@@ -200,7 +200,7 @@ def test_an_expert_has_the_same_bits_alone(format, dtype):
 @on_hopper
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("format", IN_BLOCKS)
+@pytest.mark.parametrize("format", ON_CODES)
 def test_gradients_are_added_within_the_gemm(format, size, into):
     stack, values, x, grad, ends = integer_case(format, 4, "middle", *size, torch.bfloat16)
     stack = stack.detach().to(into).requires_grad_()
@@ -218,7 +218,7 @@ def test_gradients_are_added_within_the_gemm(format, size, into):
     assert_same(stack.grad.view(view), expected.view(view))
 
 
-@pytest.mark.parametrize("format", [*IN_BLOCKS, *ON_VALUES])
+@pytest.mark.parametrize("format", [*ON_CODES, *ON_VALUES])
 def test_the_host_waits_for_nothing(format):
     ends = ends_of(8, "middle")
     stack = stack_of(8, 256, 384, format, "cuda", torch.bfloat16)[0]
@@ -231,7 +231,7 @@ def test_the_host_waits_for_nothing(format):
         F.grouped_mm(x, stack.mT, offs=offs).backward(grad)
 
 
-@pytest.mark.parametrize("format", [*IN_BLOCKS, "mxfp8"])
+@pytest.mark.parametrize("format", [*ON_CODES, "mxfp8"])
 def test_a_graph_is_replayed_with_other_ends(format):
     stack = stack_of(4, 256, 384, format, "cuda", torch.bfloat16)[0]
     x = torch.randn(500, 384, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -268,7 +268,7 @@ def test_what_runs_expert_by_expert_cannot_be_captured():
             ops.grouped_linear(x, stack, offs)
 
 
-@pytest.mark.parametrize("format", [*IN_BLOCKS, "mxfp8"])
+@pytest.mark.parametrize("format", [*ON_CODES, "mxfp8"])
 def test_grouped_mm_is_grouped_linear(format):
     ends = ends_of(5, "first") * 20
     stacks = stack_of(5, 256, 384, format, "cuda", torch.bfloat16)
@@ -283,7 +283,7 @@ def test_grouped_mm_is_grouped_linear(format):
     assert_same(stacks[1].grad, stacks[0].grad)
 
 
-@pytest.mark.parametrize("format", [*IN_BLOCKS, "mxfp8"])
+@pytest.mark.parametrize("format", [*ON_CODES, "mxfp8"])
 def test_ends_that_leave_the_input_are_clamped(format):
     stacks = stack_of(4, 64, 128, format, "cuda", torch.bfloat16)
     x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16)
