@@ -336,11 +336,12 @@ Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const Op
   const auto name = [](const Tensor& weight, OptionalFormat given) {
     return given ? *given : c10::string_view(format_of(weight, "").name);
   };
+  const std::optional<std::vector<Tensor>> state;
   return SwigluMlpFunction::apply(
       input, first, quantized(down, down_format), second, OptionalTensor(), OptionalTensor(),
       OptionalTensor(), OptionalTensor(), OptionalTensor(), OptionalTensor(), 0., false, false,
-      weight_only, records, name(first, format), name(down, down_format), WeightState(),
-      WeightState(), WeightState(), OptionalTensor(offs));
+      weight_only, records, name(first, format), name(down, down_format), state, state, state,
+      OptionalTensor(offs));
 }
 
 }  // namespace qshard
