@@ -274,9 +274,16 @@ def mlp(shape) -> Iterator[Row]:
         y = run(x, *weights)
         kept[name] = (torch.cuda.memory_allocated() - before) / 2**20
         del y
+    fused = lambda x, gate, up, down: ops.swiglu_experts(x, gate, up, down, offs)  # noqa: E731
+    times |= burst_times({"fused": backward_of(fused, x, quantized, gradient)})
+    before = torch.cuda.memory_allocated()
+    y = fused(x, *quantized)
+    kept["fused"] = (torch.cuda.memory_allocated() - before) / 2**20
+    del y
     size = f"{experts} x {rows}: {hidden}, {width}"
+    yield Row("swiglu_experts, both ways", size, times["fused"], times["bf16"], "µs", at_most(0.70))
+    yield Row("kept for its backward", size, kept["fused"], kept["bf16"], "MiB", at_most(0.55))
     yield Row("MLP of three, both ways", size, times["codes"], times["bf16"], "µs", at_most(0.75))
-    yield Row("kept for its backward", size, kept["codes"], kept["bf16"], "MiB", at_most(0.55))
 
 
 MEASURE = {

@@ -126,9 +126,8 @@ void record_grouped_gemm(const Format& format, GemmDirection direction, GroupedP
     return std::string(waits ? "one expert after the other, synchronises"
                              : "one expert after the other");
   };
-  std::string line =
-      fmt::format("{}{} {} of experts: {}", format.name, format.emulated ? "[emulate]" : "",
-                  kDirectionNames[static_cast<size_t>(direction)], words());
+  std::string line = fmt::format("{} {} of experts: {}", format.name,
+                                 kDirectionNames[static_cast<size_t>(direction)], words());
   {
     GroupedCalls& calls = grouped_calls();
     const std::lock_guard lock(calls.mutex);

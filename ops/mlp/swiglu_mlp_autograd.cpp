@@ -333,7 +333,10 @@ Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const Op
     return grouped_linear_autograd(at::silu(halves[0]) * halves[1], down, offs, weight_only,
                                    down_format);
   }
-  const auto name = [](const Tensor& weight, OptionalFormat given) {
+  const auto name = [&](const Tensor& weight, OptionalFormat given) {
+    TORCH_CHECK(given || has_key(weight), kOp, ": a weight is ", describe(weight),
+                "; name the formats of plain weights, and in compiled code of all, as format and "
+                "down_format");
     return given ? *given : c10::string_view(format_of(weight, "").name);
   };
   const std::optional<std::vector<Tensor>> state;

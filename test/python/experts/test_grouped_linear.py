@@ -57,6 +57,8 @@ def test_an_expert_is_a_linear_of_its_own(format, count, empty, dtype, device):
 
 # Matrices of mxfp8_1x32 in a stack have a multiple of 32 rows, which IN is not.
 @pytest.mark.pairwise
+# Emulated nvfp4's forward in dgrad's orientation rounds stochastically, in another order than expert by expert.
+@pytest.mark.only_where(lambda format, device: (format, device) != ("nvfp4", "cuda"))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("count", [1, 3, 64])

@@ -28,24 +28,41 @@ def integers(*shape, most, seed):
     return torch.randint(-most, most + 1, shape, generator=generator).float()
 
 
-def by_expert(x, ends, seed):
+# A scale of float32 is exact where the amax is the largest code times a power of two: 448 / 128, 57344 / 16384.
+LARGEST = 3.5
+
+
+def by_expert(x, ends):
     """x, whose experts have amaxes of their own, and NaNs behind them."""
     for e, rows in enumerate(parts(ends)):
+        x[rows.start : rows.stop, 0][:1] = LARGEST
         x[rows] *= 4.0 ** (e % 4 - 2)
     x[int(ends[-1]) :] = NAN
     return x
 
 
-def integer_case(format, count, empty, out, columns, dtype, rows=None):
+def integer_case(format, count, empty, out, columns, dtype):
     """Operands that codes hold exactly, of sums that 14 bits hold: GEMMs of any order have the same bits."""
-    ends = ends_of(count, empty) if rows is None else torch.tensor(rows).cumsum(0).int()
+    ends = ends_of(count, empty)
     total = int(ends[-1])
-    values = integers(count, out, columns, most=3, seed=count).cuda()
+    values = integers(count, out, columns, most=3, seed=count)
+    values[:, 0, 0] = LARGEST
+    values = values.cuda()
     stack = ops.quantize(values, format).requires_grad_()
     assert torch.equal(ops.dequantize(stack.detach()), values)
-    x = by_expert(integers(total + 3, columns, most=3, seed=1), ends, 1).to("cuda", dtype)
-    grad = by_expert(integers(total + 3, out, most=3, seed=2), ends, 2).to("cuda", dtype)
+    x = by_expert(integers(total + 3, columns, most=3, seed=1), ends).to("cuda", dtype)
+    grad = by_expert(integers(total + 3, out, most=3, seed=2), ends).to("cuda", dtype)
     return stack, values, x, grad, ends
+
+
+def exact_values(format, *shape):
+    """Which codes of the format hold: of NVFP4 codes times scales that are both exact."""
+    values = integers(*shape, most=1, seed=shape[0])
+    if format == "nvfp4":
+        values[..., ::16, ::16] = 6
+        values[:, :16, :16] = 0
+        values[:, 0, 0] = 10.5
+    return values.cuda()
 
 
 def by_products(x, values, ends, grad):
@@ -104,12 +121,12 @@ def test_products_of_values(format, count, size, empty, lies):
     out, columns = size
     ends = ends_of(count, empty)
     shape = (count, out, columns) if lies == "out, in" else (count, columns, out)
-    values = integers(*shape, most=3, seed=count).cuda().sign()  # which all formats hold exactly
+    values = exact_values(format, *shape)
     stack = ops.quantize(values, format)
     assert torch.equal(ops.dequantize(stack), values)
     stack = stack.bfloat16().requires_grad_()
-    x = by_expert(integers(int(ends[-1]) + 3, columns, most=3, seed=1), ends, 1).cuda().bfloat16()
-    grad = by_expert(integers(int(ends[-1]) + 3, out, most=3, seed=2), ends, 2).cuda().bfloat16()
+    x = by_expert(integers(int(ends[-1]) + 3, columns, most=3, seed=1), ends).cuda().bfloat16()
+    grad = by_expert(integers(int(ends[-1]) + 3, out, most=3, seed=2), ends).cuda().bfloat16()
     of_linear = values if lies == "out, in" else values.mT
     output, grad_x, grad_weight = by_products(x, of_linear, ends, grad)
     fill_freed_memory(grad, x, values, output.bfloat16())
