@@ -42,14 +42,18 @@ def batches(q, count, dtype=torch.float32, tokens=TOKENS):
     ]
 
 
+def place_of_weight_grad(name):
+    """Where the gradient that is added to stands among an operator's arguments."""
+    return [argument.name for argument in getattr(ops, name).default._schema.arguments].index("weight_grad")
+
+
 def added(function):
     """How many gradients function() added to a .grad by itself."""
     settings = {"acc_events": True, "record_shapes": True}
     with profile(activities=[ProfilerActivity.CPU], **settings) as profiler:
         function()
     events = profiler.key_averages(group_by_input_shape=True)
-    # where weight_grad, what is added to, stands among the arguments
-    places = {"qshard::linear_backward": -2, "qshard::swiglu_linear_backward": -1}
+    places = {f"qshard::{name}": place_of_weight_grad(name) for name in ("linear_backward", "swiglu_linear_backward")}
     return sum(e.count for e in events if e.key in places and e.input_shapes[places[e.key]])
 
 
