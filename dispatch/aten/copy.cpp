@@ -100,7 +100,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   }
   // An error of some ranks, whose rows the source does not fit, leaves them in step with the
   // others.
-  if (is_called_by_all_ranks(self)) buffer_of(self).flush_state().may_differ().in_writes = true;
+  if (is_called_by_all_ranks(self)) {
+    MayDiffer& may_differ = buffer_of(self).flush_state().may_differ();
+    may_differ.in_writes = may_differ.in_codes = true;
+  }
   copy_into_quantized(self, src, non_blocking);
   return self;
 }
