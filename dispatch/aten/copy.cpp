@@ -128,7 +128,7 @@ bool shows_whole_buffer(const at::Tensor& self) {
 bool keeps_strides(const at::Tensor& self, std::optional<at::MemoryFormat> format) {
   const auto wanted = format.value_or(at::MemoryFormat::Preserve);
   return wanted == at::MemoryFormat::Preserve ||
-         (wanted == at::MemoryFormat::Contiguous && self.is_contiguous());
+         (wanted == at::MemoryFormat::Contiguous && is_dense(self));
 }
 
 at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format) {

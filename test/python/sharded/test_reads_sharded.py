@@ -170,6 +170,7 @@ VALUE_READS = {
     "clone of columns": lambda param, shard: shard[:, :32].clone(),
     "transposed": lambda param, shard: shard.t().clone(),
     "transposed, contiguous": lambda param, shard: shard.t().clone(memory_format=torch.contiguous_format),
+    "bfloat16, contiguous": lambda param, shard: shard.t().to(torch.bfloat16, memory_format=torch.contiguous_format),
     "repr": lambda param, shard: (repr(shard), repr(param)) and None,
     "sum": lambda param, shard: shard.sum().item(),
     "norm": lambda param, shard: param.norm().full_tensor(),
