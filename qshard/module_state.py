@@ -23,7 +23,8 @@ class ModuleState:
     parallel = None  # the TensorParallel of its first linear, once a mesh or a style has cut it
     style = None  # its LinearStyle, if a style of qshard.tensor_parallel was applied
     dynamic = None  # the DynamicWeight of a weight that stays plain
-    weight_names: tuple[str, ...] = ()  # parameters that parameter_fn chose, of a module that is no linear
+    weight_names: tuple[str, ...] = ()  # parameters that quantize_ chose, of a module that is no linear
+    weight_formats: dict[str, str] | None = None  # their formats by name, for code that is traced
     is_persistent = True  # whether `buffers` are in the module's state_dict
     buffers: tuple[str, ...] = ()  # names of the buffers that are linked to states of weights
     scale_group = None  # the Membership of a weight that shares its tensor scale

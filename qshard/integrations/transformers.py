@@ -1,4 +1,5 @@
-"""For the Trainer of transformers, and trainers made of it, as TRL's."""
+"""For transformers: its experts_implementation "qshard", which an import of this module registers, and callbacks for
+the Trainer, and trainers made of it, as TRL's."""
 
 import os
 
@@ -6,12 +7,14 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from qshard.checkpoint.quantization_state import QuantizationState
+from qshard.experts import transformers as experts
 from qshard.model.choosing import is_adapter
 from qshard.model.quantize import is_quantized, quantize_
 from qshard.module_state import dynamics_of
 from transformers import TrainerCallback
 
 STATE_NAME = "quantization_state.pt"
+experts.register()
 
 
 class QuantizationStateCallback(TrainerCallback):

@@ -18,6 +18,8 @@ from qshard._runtime.placement import group_names, place, roles
 from qshard import module_state, nn, recipes
 from qshard.dynamic_weights import modules as dynamic_modules
 from qshard.dynamic_weights import weights as dynamic
+from qshard.experts import transformers as experts_of_transformers
+from qshard.experts.known import is_of_transformers
 from qshard.model import choosing, scale_groups, state
 from qshard.model.choosing import weight_names
 from qshard.modules import replace
@@ -164,6 +166,8 @@ def quantize_(
         state.unlink(module)
     for _, module, attribute in further:
         state.name_weight(module, attribute)
+        if is_of_transformers(module):
+            experts_of_transformers.register()
     for module in model.modules():
         if any(p is not None and is_quantized(p) for p in module._parameters.values()):
             state.hand_out_masters(module)
@@ -350,8 +354,9 @@ def forget_module(module):
         module.__class__ = linear_subclasses.plain_class(type(module))
     scale_groups.forget(module)
     kept = module_state.find(module)
-    kept.forget("is_persistent", "weight_names", "weight_only", "weight_format", "is_tensor_parallel")
-    kept.remove_hooks("assign", "flush", "masters")
+    kept.forget("is_persistent", "weight_names", "weight_formats", "weight_only", "weight_format")
+    kept.forget("is_tensor_parallel")
+    kept.remove_hooks("assign", "flush", "masters", "weight_only")
     module_state.remove_if_empty(module)
 
 
