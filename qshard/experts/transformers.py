@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from qshard import module_state
-from qshard._runtime.hooks import is_quantized
-from qshard.nn.parts.grouped import PickRows, ends_of, grouped_linear
+from qshard.experts import stacks
+from qshard.nn.parts.grouped import PickRows, ends_of
 
 NAME = "qshard"
 
@@ -22,10 +22,14 @@ def is_chosen(module: nn.Module) -> bool:
     return getattr(module.config, "_experts_implementation", None) == NAME
 
 
-def keep_weight_only(module: nn.Module) -> None:
-    """Has experts say so if they are to run by another implementation, which cannot leave activations as they are."""
+def prepare(module: nn.Module, weight_only: bool) -> None:
+    """Makes "qshard" known for experts whose stacks were quantized. With weight_only they say so if they are to run by
+    another implementation, which cannot leave activations as they are."""
+    register()
     state = module_state.of(module)
-    state.add_hooks("weight_only", lambda: [module.register_forward_pre_hook(_refuse_others)])
+    state.remove_hooks("weight_only")
+    if weight_only:
+        state.add_hooks("weight_only", lambda: [module.register_forward_pre_hook(_refuse_others)])
 
 
 def _refuse_others(module, *_):
@@ -47,10 +51,10 @@ def experts_forward(
     and torch.compile finds one graph. Where no stack is quantized this is transformers' "grouped_mm"."""
     has_gate = getattr(self, "has_gate", True)
     first = "gate_up_proj" if has_gate else "up_proj"
-    if not (_is_quantized(self, first) or _is_quantized(self, "down_proj")):
+    if not (stacks.is_quantized(self, first) or stacks.is_quantized(self, "down_proj")):
         return _plain_forward(self, hidden_states, top_k_index, top_k_weights)
     top_k = top_k_index.shape[-1]
-    ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    ids, order = torch.sort(top_k_index.reshape(-1))  # as transformers' own: rows in another order have other bits
     offs = ends_of(ids, self.num_experts)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
@@ -71,24 +75,6 @@ def _plain_forward(module, *args):
     return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *args)
 
 
-def _format(module, name):
-    """The format of a stack, as quantize_ noted it."""
-    return (module_state.current(module).weight_formats or {}).get(name)
-
-
-def _is_quantized(module, name):
-    return _format(module, name) is not None or is_quantized(getattr(module, name))
-
-
 def _multiply(module, x, name, offs):
-    weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if getattr(module, "has_bias", False) else None
-    return grouped_linear(
-        x,
-        weight.mT if getattr(module, "is_transposed", False) else weight,
-        offs,
-        bias,
-        is_quantized=_is_quantized(module, name),
-        weight_only=module_state.current(module).weight_only,
-        weight_format=_format(module, name),
-    )
+    return stacks.multiply(module, x, name, offs, bias, getattr(module, "is_transposed", False))

@@ -37,6 +37,11 @@ def ends_of(sorted_ids: Tensor, experts: int) -> Tensor:
     return torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
 
 
+def ends_of_counts(counts: Tensor) -> Tensor:
+    """offs of the numbers of rows that the experts have, one after the other."""
+    return counts.cumsum(0, dtype=torch.int32)
+
+
 def experts_of(rows: int, offs: Tensor) -> Tensor:
     """The expert of each row; of rows of none the number of experts."""
     numbers = torch.arange(rows, dtype=offs.dtype, device=offs.device)
