@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn as torch_nn
@@ -12,6 +12,7 @@ from qshard._runtime.hooks import is_quantized, local_of
 from qshard import module_state, nn
 from qshard.dynamic_weights.modules import weight_identities
 from qshard.dynamic_weights.weights import is_flattened
+from qshard.experts.known import stack_names, why_not_weight_only
 
 _ADAPTERS = {"lora_A", "lora_B"}
 _TABLES = (torch_nn.Embedding, torch_nn.EmbeddingBag)
@@ -47,13 +48,15 @@ class Choice:
     """What quantize_ takes of a model.
 
     linears: (name, module) of linears and their kin.
-    further: (name, module, its name there) of parameters that parameter_fn chose.
+    further: (name, module, its name there) of other parameters: the stacks of experts that are known by their class,
+        and what parameter_fn chose.
     tied: (name, name of the embedding) of linears that have the weight of an embedding. Without a filter_fn
         they are left as they are: what they would be rounded to is what the embedding looks up.
     """
 
-    def __init__(self, model, filter_fn, parameter_fn):
+    def __init__(self, model, filter_fn, parameter_fn, is_dynamic):
         self.model, self.filter_fn, self.parameter_fn = model, filter_fn, parameter_fn
+        self.is_dynamic = is_dynamic
         identity = weight_identities(model)
         self.tables = {
             identity(module): (name, module)
@@ -71,7 +74,10 @@ class Choice:
                     continue
             _refuse_lazy(module, name)
             self.linears.append((name, module))
-        self.further = list(_further(model, parameter_fn)) if parameter_fn is not None else []
+        stacks = [] if is_dynamic else list(_stacks(model, filter_fn))
+        taken = {(id(module), attribute) for _, module, attribute in stacks}
+        chosen = _further(model, parameter_fn, taken) if parameter_fn is not None else ()
+        self.further = [*stacks, *chosen]
         if self.linears or self.further:
             return
         hint = "check filter_fn"
@@ -84,11 +90,12 @@ class Choice:
         names = [name for name, _ in self.linears] + [name for name, *_ in self.further]
         _log.info("quantize_: %d modules or parameters as %s: %s", len(names), recipe, some(names, 8))
         said = [*self._of_adapters(), *self._of_tables(is_default=self.filter_fn is None)]
-        if self.filter_fn is None and self.parameter_fn is None:
-            said += left_plain(
-                self.model,
-                "parameter_fn chooses others; filter_fn=lambda module, name: True says that this is meant",
-            )
+        if self.parameter_fn is None:  # else that is who leaves them plain
+            hint = 'weights="dynamic" is of linears' if self.is_dynamic else "parameter_fn chooses others"
+            if self.filter_fn is not None and not self.is_dynamic:
+                hint = "filter_fn is asked of experts of transformers and torchtitan, and parameter_fn chooses any"
+            meant = "parameter_fn=lambda *_: False says that this is meant"
+            said += left_plain(self.model, f"{hint}; {meant}", only_stacks=self.filter_fn is not None)
         if is_rounded_to_nearest:
             said.append(
                 "weights that are trained have no master and are rounded to the nearest code, which loses "
@@ -140,11 +147,21 @@ def _refuse_lazy(module, name):
         )
 
 
-def _further(model, parameter_fn) -> Iterator[tuple[str, torch_nn.Module, str]]:
+def _stacks(model, filter_fn) -> Iterator[tuple[str, torch_nn.Module, str]]:
+    for prefix, module in model.named_modules():
+        names = [n for n in stack_names(module) if not is_flattened(module._parameters[n])]
+        if names and (filter_fn is None or filter_fn(module, prefix)):
+            for attribute in names:
+                yield f"{prefix}.{attribute}".lstrip("."), module, attribute
+
+
+def _further(model, parameter_fn, taken) -> Iterator[tuple[str, torch_nn.Module, str]]:
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             name = f"{prefix}.{attribute}".lstrip(".")
-            if parameter is None or weight_names(module) or not parameter_fn(parameter, name):
+            if parameter is None or weight_names(module) or (id(module), attribute) in taken:
+                continue
+            if not parameter_fn(parameter, name):
                 continue
             _refuse_lazy(module, prefix)
             if parameter.dim() < 2 or is_flattened(parameter):
@@ -155,7 +172,22 @@ def _further(model, parameter_fn) -> Iterator[tuple[str, torch_nn.Module, str]]:
             yield name, module, attribute
 
 
-def left_plain(model: torch_nn.Module, hint: str) -> Iterator[str]:
+def refuse_weight_only(choice: Choice, multiplies: Callable[[type], bool]) -> None:
+    """Raises TypeError where a chosen module would go on to quantize activations. `multiplies`: whether modules of a
+    class do as they are told."""
+    for name, module in choice.linears:
+        if not multiplies(type(module)):
+            raise TypeError(
+                f"qshard.quantize_: weight_only cannot change how {name}, a "
+                f"{type(module).__name__}, multiplies; it needs the forward of nn.Linear"
+            )
+    for name, module, _ in choice.further:
+        why = None if isinstance(module, _TABLES) else why_not_weight_only(module)  # tables look up
+        if why is not None:
+            raise TypeError(f"qshard.quantize_: weight_only cannot act on {name}: {why}")
+
+
+def left_plain(model: torch_nn.Module, hint: str, only_stacks: bool = False) -> Iterator[str]:
     """Names parameters like those of linears: experts of (experts, rows, columns), a matrix that a module
     of its own kind multiplies by."""
     left = []
@@ -171,14 +203,16 @@ def left_plain(model: torch_nn.Module, hint: str) -> Iterator[str]:
                 continue
             if is_quantized(local_of(parameter)):
                 continue
+            if not parameter.is_floating_point():
+                continue
             is_stack = parameter.dim() > 2 and parameter.shape[0] > 1
-            is_matrix = parameter.dim() == 2 and attribute.endswith("weight")
+            is_matrix = not only_stacks and parameter.dim() == 2 and attribute.endswith("weight")
             if (is_stack or is_matrix) and min(parameter.shape[-2:]) >= 16:
                 left.append(f"{name}.{attribute}".lstrip("."))
     if left:
         yield (
-            f"{some(left)} look like weights and were left plain: only those of nn.Linear are quantized. "
-            f"{hint}"
+            f"{some(left)} look like weights and were left plain: only those of nn.Linear, and of experts of "
+            f"transformers and torchtitan, are quantized. {hint}"
         )
 
 

@@ -18,8 +18,7 @@ from qshard._runtime.placement import group_names, place, roles
 from qshard import module_state, nn, recipes
 from qshard.dynamic_weights import modules as dynamic_modules
 from qshard.dynamic_weights import weights as dynamic
-from qshard.experts import transformers as experts_of_transformers
-from qshard.experts.known import is_of_transformers
+from qshard.experts import known
 from qshard.model import choosing, scale_groups, state
 from qshard.model.choosing import weight_names
 from qshard.modules import replace
@@ -68,7 +67,9 @@ def quantize_(
         are then exactly those of a plain parameter. Without, the codes are all there is: 1 byte per
         element, and updates smaller than their resolution are lost.
     weight_only: leave activations and gradients in their dtype, and multiply by dequantized weights:
-        less memory and fewer bytes gathered, without the error of quantized activations.
+        less memory and fewer bytes gathered, without the error of quantized activations. Modules that
+        multiply in ways of their own cannot take it, which is an error; experts of transformers can with
+        experts_implementation="qshard".
     stochastic_rounding: for keep_master=False: round what optimizer steps make up or down at random,
         to the value on average, so that small updates add up. torch.manual_seed, called with one
         seed on all ranks, reproduces it on any mesh and device; a checkpoint holds its count.
@@ -81,14 +82,16 @@ def quantize_(
     persistent_state: amax histories and that count are in the model's state_dict. False leaves it the
         names of the plain model's, for code that knows only those; save
         qshard.QuantizationState(model) beside it to resume bit for bit.
-    filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize. By default all
+    filter_fn(module, name): which nn.Linear, LayerNormLinear and LayerNormMLP to quantize, and which modules of
+        experts whose class is known: those that transformers dispatches by experts_implementation, and
+        GroupedExperts of torchtitan, stack by stack (experts, rows, columns) and matrix by matrix. By default all
         but those that share their weight with an embedding, which would look up rounded values. One
-        warning names what may surprise: these, an output layer as large as an embedding's table, and
-        matrices in modules of other kinds, which stay plain without a parameter_fn. The logger "qshard"
+        warning names what may surprise: these, an output layer as large as an embedding's table, stacks that
+        stay plain, and, without a filter_fn, matrices in modules of other kinds. The logger "qshard"
         says at level INFO what was taken. Call quantize_ again for modules that are to have another recipe.
     parameter_fn(parameter, name): which parameters of other modules to quantize, too, of two dimensions or
-        more: stacks of experts (experts, rows, columns), matrix by matrix. bmm, einsum, grouped_mm and @
-        multiply by their dequantized codes, in eager mode.
+        more. bmm, einsum, grouped_mm and @ multiply by dequantized codes of stacks, in eager mode. Given, it
+        also says that what it leaves is meant to stay plain.
     tp_mesh: the DeviceMesh that parallelize_module was given, of a tensor-parallel model: a DTensor does
         not say which of its dimensions are FSDP's; not needed where modules of qshard.nn or styles of
         qshard.tensor_parallel know it. quantize_ comes after parallelize_module, before or
@@ -129,14 +132,10 @@ def quantize_(
         "share_tensor_scale": share_tensor_scale,
     }
     is_dynamic = dynamic_modules.check_arguments(weights, group, given)
-    choice = choosing.Choice(model, filter_fn, parameter_fn)
+    choice = choosing.Choice(model, filter_fn, parameter_fn, is_dynamic)
     chosen, further = choice.linears, choice.further
-    for name, module in chosen if weight_only else ():
-        if not (type(module) in _KNOWN or runs_as_linear(type(module))):
-            raise TypeError(
-                f"qshard.quantize_: weight_only cannot change how {name}, a "
-                f"{type(module).__name__}, multiplies; it needs the forward of nn.Linear"
-            )
+    if weight_only:
+        choosing.refuse_weight_only(choice, lambda cls: cls in _KNOWN or runs_as_linear(cls))
     if is_dynamic and further:
         raise ValueError(
             f'qshard.quantize_: weights="dynamic" is of linears, which quantize at each use, and parameter_fn '
@@ -166,8 +165,7 @@ def quantize_(
         state.unlink(module)
     for _, module, attribute in further:
         state.name_weight(module, attribute)
-        if is_of_transformers(module):
-            experts_of_transformers.register()
+        known.prepare(module, weight_only)
     for module in model.modules():
         if any(p is not None and is_quantized(p) for p in module._parameters.values()):
             state.hand_out_masters(module)
@@ -348,6 +346,7 @@ def _flush_parts(module, _):
 def forget_module(module):
     """Undoes what quantize_ did to a module."""
     dynamic_modules.uninstall(module)
+    known.forget(module)
     if type(module) is nn.Embedding:
         module.__class__ = torch_nn.Embedding
     elif not nn.base.is_constructed(module):
