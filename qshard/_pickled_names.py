@@ -8,10 +8,12 @@ from types import FunctionType
 
 from qshard.dynamic_weights import modules, weights
 from qshard.model import quantize, scale_groups, state
+from qshard.nn.parts import initial
 
 NAMES = {
     "qshard.dynamic": weights,
     "qshard.dynamic_modules": modules,
+    "qshard.nn.initial": initial,
     "qshard.quantize": quantize,
     "qshard.scale_groups": scale_groups,
     "qshard.state": state,

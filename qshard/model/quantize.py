@@ -28,7 +28,7 @@ from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear
 
 ops = torch.ops.qshard
-_KNOWN = (nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP)
+_KNOWN = (nn.Linear, nn.LayerNormLinear, nn.LayerNormMLP, nn.GroupedLinear, nn.GroupedExperts)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -258,6 +258,8 @@ def _refuse_tensor_parallel(chosen, tensor_groups):
     for name, module in chosen:
         for weight in map(module.get_parameter, weight_names(module)):
             if not nn.base.is_constructed(module) or module._qshard.parallel is not None:
+                continue
+            if weight.dim() > 2:  # a stack, whose matrices each rank has whole
                 continue
             if isinstance(weight, DTensor) and any(
                 group in tensor_groups and not placement.is_replicate()

@@ -4,6 +4,7 @@ parameters have the same names and shapes."""
 
 from qshard.nn.dot_product_attention import DotProductAttention
 from qshard.nn.embedding import Embedding
+from qshard.nn.grouped import GroupedExperts, GroupedLinear
 from qshard.nn.l2_normalization import L2Normalization
 from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_linear import LayerNormLinear
@@ -17,6 +18,8 @@ from qshard.nn.transformer_layer import TransformerLayer
 __all__ = [
     "DotProductAttention",
     "Embedding",
+    "GroupedExperts",
+    "GroupedLinear",
     "L2Normalization",
     "LayerNorm",
     "LayerNormLinear",

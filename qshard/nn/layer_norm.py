@@ -7,8 +7,8 @@ import torch
 from torch.nn import init
 
 from qshard.nn.base import Initialized
-from qshard.nn.initial import gamma_init
 from qshard.nn.parts.autocast import autocast_dtype
+from qshard.nn.parts.initial import gamma_init
 from qshard.nn.parts.norms import normalize
 from qshard.nn.parts.parallel import DeviceMeshes
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import init
 
 from qshard.modules.calls import runs_as_steps
-from qshard.nn import initial
+from qshard.nn.parts import initial
 from qshard.nn.parts.arguments import NORMALIZATIONS, check_choice, refuse, refuse_arguments
 from qshard.nn.parts.fused import norm_linear
 from qshard.nn.parts.multiply import joined

@@ -8,8 +8,8 @@ from torch.distributed.tensor import Shard
 from torch.nn import init
 
 from qshard.modules.calls import runs_as_steps
-from qshard.nn import initial
 from qshard.nn.base import Initialized, returned
+from qshard.nn.parts import initial
 from qshard.nn.parts.activations import ACTIVATIONS, check_params, is_gated
 from qshard.nn.parts.arguments import (
     NORMALIZATIONS,

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from qshard.module_state import NamedState
 from qshard.modules.calls import runs_as_steps
 from qshard.modules.functional import linear_under_transforms
-from qshard.nn import initial
+from qshard.nn.parts import initial
 from qshard.nn.parts.arguments import refuse, refuse_arguments
 from qshard.nn.parts.multiply import joined
 from qshard.nn.projection import Projection

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from qshard.modules.calls import does_forward_alone, runs_as_steps
-from qshard.nn import initial
 from qshard.nn.dot_product_attention import DotProductAttention, check_heads
 from qshard.nn.l2_normalization import L2Normalization
 from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_linear import LayerNormLinear
 from qshard.nn.linear import Linear
+from qshard.nn.parts import initial
 from qshard.nn.parts.arguments import NORMALIZATIONS, check_choice, refuse, refuse_arguments
 from qshard.nn.parts.parallel import DeviceMeshes, check_ranks
 from qshard.nn.rms_norm import RMSNorm

@@ -28,6 +28,21 @@ def linear_bias(in_features: int) -> Callable:
     return functools.partial(init.uniform_, a=-bound, b=bound)
 
 
+def each_matrix(initialize: Callable) -> Callable:
+    """An initializer of stacks, by one of matrices: one after the other, as parameters of their own would be."""
+    return functools.partial(_one_by_one, initialize)
+
+
+def _one_by_one(initialize, stack):
+    for matrix in stack:
+        initialize(matrix)
+
+
+def truncated_normal(std: float) -> Callable:
+    """torchtitan's, which cuts at -2 and 2."""
+    return functools.partial(init.trunc_normal_, mean=0.0, std=std)
+
+
 def halves(initialize: Callable, fork: Callable) -> tuple[tuple, tuple]:
     """Initializers of two parameters that are one's halves by rows: the values of the whole are drawn for the first."""
     kept = []
