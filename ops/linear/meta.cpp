@@ -110,10 +110,15 @@ std::tuple<Tensor, Tensor> linear_backward_meta(
   const std::vector<c10::SymInt> none{0};
   const bool returns_input = needs_input && !is_given(input_sum);
   const bool returns_weight = needs_weight && !is_given(weight_grad);
+  // The gradient of a stack that is given transposed lies as the stack does.
+  const bool is_transposed =
+      returns_weight && is_given(offs) && !weight.is_contiguous() && weight.mT().is_contiguous();
+  const Tensor shape = is_transposed ? weight.mT() : weight;
+  const Tensor grad_weight = at::empty_symint(returns_weight ? shape.sym_sizes().vec() : none,
+                                              weight.options().dtype(wgrad_dtype));
   return {at::empty_symint(returns_input ? sizes : none,
                            grad.options().dtype(value_dtype.value_or(grad.scalar_type()))),
-          at::empty_symint(returns_weight ? weight.sym_sizes().vec() : none,
-                           weight.options().dtype(wgrad_dtype))};
+          is_transposed ? grad_weight.mT() : grad_weight};
 }
 
 }  // namespace qshard

@@ -229,6 +229,21 @@ def test_compiled(lies):
         assert_same(compiled, eager)
 
 
+@pytest.mark.parametrize("lies", ["out, in", "in, out"])
+def test_fakes_lie_as_what_they_stand_for(lies):
+    """Inductor reads and writes by the strides that it was told."""
+    stack, _ = stack_of(3, *((OUT, IN) if lies == "out, in" else (IN, OUT)), "float8_blockwise")
+    weight, x, grad = (stack if lies == "out, in" else stack.mT).detach(), torch.randn(6, IN), torch.randn(6, OUT)
+    arguments = (False, True, True, False, None, "float8_blockwise")
+    strides = []
+    for where in ("cpu", "meta"):
+        tensors = (t.to(where) for t in (grad, torch.empty_like(weight + 0) if where == "meta" else weight, x))
+        ends = ends_of(3, "none").to(where)
+        made = ops.linear_backward(*tensors, *arguments, offs=ends)
+        strides.append([gradient.stride() for gradient in made])
+    assert strides[0] == strides[1]
+
+
 def test_weight_only():
     ends = ends_of(3, "none")
     stack, _ = stack_of(3, OUT, IN, "nvfp4")

@@ -82,8 +82,8 @@ def test_experts_multiply_codes(name, format, keep_master, implementation):
 
 
 def values_and_gradients(model, ids, call=None):
-    logits = (model if call is None else call)(ids).logits
     with in_one_order():
+        logits = (model if call is None else call)(ids).logits
         logits.square().mean().backward()
     return logits.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
