@@ -122,9 +122,11 @@ def test_matrices_that_stay_plain_are_named():
         qshard.quantize_(nn.Sequential(Experts()), RECIPE)
     with pytest.warns(UserWarning, match="1.in_proj_weight"):
         qshard.quantize_(nn.Sequential(nn.Linear(32, 32), nn.MultiheadAttention(32, 2)), RECIPE)
+    with pytest.warns(UserWarning, match="quantize_: 0.w1 look like weights and were left plain"):
+        qshard.quantize_(nn.Sequential(Experts()), RECIPE, filter_fn=lambda module, name: True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        qshard.quantize_(nn.Sequential(Experts()), RECIPE, filter_fn=lambda module, name: True)
+        qshard.quantize_(nn.Sequential(Experts()), RECIPE, parameter_fn=lambda *_: False)
         plain = [nn.Conv2d(16, 16, 16), nn.Embedding(32, 32), nn.LSTM(32, 32), nn.LayerNorm([32, 32])]
         qshard.quantize_(nn.Sequential(nn.Linear(32, 32), *plain), RECIPE)
 
