@@ -7,17 +7,24 @@ torch calls the hook below for `register_parameter`, and for assignments, which 
 import sys
 import warnings
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from qshard._runtime.hooks import is_quantized, local_of
 from qshard._runtime.patches import call
+from qshard._runtime.placement import group_names, place
 from qshard.module_state import find
+from qshard.modules.moves import with_local
+
+ops = torch.ops.qshard
 
 
 def watch_registration(module, name, param):
     """Refuses what frameworks register in place of a quantized parameter: parallelize_module a DTensor, and
     others a plain tensor that is a rank's part of it. Either has values and no codes, or shows each rank's
-    window as a tensor of its own. Their users mean to go on with quantized weights.
+    window as a tensor of its own. Their users mean to go on with quantized weights. Matrices of a stack are
+    quantized apart from each other, so that one which is handed out by Shard(0) goes on with their codes: the hook
+    returns what is registered then.
 
     Code that assigns means what it assigns. FSDP2, where a module has a __setattr__ of its own, assigns the
     shards that it registers with no other."""
@@ -28,6 +35,8 @@ def watch_registration(module, name, param):
     is_distributed = isinstance(param, DTensor) and not isinstance(old, DTensor)
     if is_quantized(local_of(param)) and (is_assigned or not is_distributed):
         return
+    if is_distributed and old.dim() == 3 and param.shape == old.shape and all(map(_hands_out, param.placements)):
+        return _handed_out(old, param)
     what = f"the {name} of this {type(module).__name__}"
     if is_distributed:
         raise NotImplementedError(
@@ -47,6 +56,32 @@ def watch_registration(module, name, param):
             "as it is and gathered in full; call qshard.quantize_(model, recipe) again to quantize it",
             stacklevel=4,
         )
+
+
+def _hands_out(placement):
+    return placement.is_replicate() or placement.is_shard(0)
+
+
+def _handed_out(stack, param):
+    """The matrices of a stack that a DTensor of its values has on this rank, as a quantized tensor of their own. The
+    values are those of the DTensor, whose first rank may have sent others than this one had."""
+    mesh, placements, shape, local = param.device_mesh, param.placements, stack.shape, param._local_tensor
+    ranks = [name for name in group_names(mesh) if name]
+    placement = place(mesh, placements, shape, ranks, "a stack")
+    first, count = placement.first_element // shape[1:].numel(), placement.logical_rows // shape[1]
+    with torch.no_grad():
+        if local.is_meta:
+            values = torch.empty((count, *shape[1:]), dtype=stack.dtype, device="meta")
+            part = ops.quantize(values, ops.format(stack), keep_master=ops._keeps_master(stack))
+        else:
+            ids = torch.arange(first, first + count, device=stack.device)
+            part = stack.detach().index_select(0, ids).to(local.device)
+            if not torch.equal(part + 0, local + 0):
+                part.copy_(local)
+        for name, tensor in ops._state(part).items():
+            if name == "rounding":
+                tensor.copy_(ops._state(stack.detach())[name])
+    return torch.nn.Parameter(with_local(part, param), requires_grad=param.requires_grad)
 
 
 call("torch.nn.modules.module:register_module_parameter_registration_hook", watch_registration)

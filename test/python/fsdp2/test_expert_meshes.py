@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from dist_models import (
@@ -311,6 +312,57 @@ def test_stacks_without_fsdp():
 def test_a_world_as_large_as_the_number_of_experts():
     """Each rank of FSDP2 has one whole matrix; of two, some have none."""
     run_training((4, 1), (4, 2), ("qf", "fq"))
+
+
+def hand_out(model, mesh):
+    """As torchtitan's ExpertParallel does."""
+    for name, param in list(model.named_parameters()):
+        model.register_parameter(name, nn.Parameter(distribute_tensor(param, mesh["ep"], [Shard(0)])))
+    return model
+
+
+@pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
+@pytest.mark.parametrize("format", FORMATS)
+@on_ranks(2)
+def test_stacks_that_are_handed_out_after_quantize_keep_their_codes(format, keep_master):
+    mesh = full_mesh(1, 2, names=("efsdp", "ep"))
+    whole = build_mlps(4, format, keep_master=keep_master)
+    model = hand_out(build_mlps(4, format, keep_master=keep_master), mesh)
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    for param, full in zip(model.parameters(), whole.parameters()):
+        part = local(param).detach()
+        assert qshard.is_quantized(part) and ops._keeps_master(part) == keep_master
+        for plane in (ops.codes, ops.scale_inv, ops.dequantize):
+            assert torch.equal(plane(part).float(), plane(full.detach()[mine]).float())
+    fully_shard(model, mesh=mesh["efsdp"])
+    losses, _ = train_mlps(model, 4, mesh)
+    expected, _ = train_mlps(whole, 4)
+    if keep_master:  # else each part rounds by noise of its own
+        for loss, full in zip(losses, expected):
+            torch.testing.assert_close(loss, full[mine], rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_stacks_are_handed_out_on_meta_and_by_the_first_rank():
+    mesh = full_mesh(1, 2, names=("efsdp", "ep"))
+    with torch.device("meta"):
+        model = MLPs(4)
+    qshard.quantize_(model, "float8_blockwise", parameter_fn=lambda *_: True)
+    fully_shard(hand_out(model, mesh), mesh=mesh["efsdp"])
+    model.to_empty(device=device())
+    assert [local(p).shape[0] for p in model.parameters()] == [2, 2]
+    assert all(map(qshard.is_quantized, model.parameters()))
+    other = build_mlps(4, "float8_blockwise")
+    with torch.no_grad():
+        other.up.mul_(1 + dist.get_rank())  # rank 0 has the values that count
+    qshard.flush(other)
+    hand_out(other, mesh)
+    values = build_mlps(4, "float8_blockwise").up.detach()
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    assert torch.equal(local(other.up).detach() + 0, values[mine] + 0)
+    with pytest.raises(NotImplementedError, match="would make the up of this MLPs plain again"):
+        later = build_mlps(4, "float8_blockwise")
+        later.register_parameter("up", nn.Parameter(distribute_tensor(later.up, mesh["ep"], [Shard(1)])))
 
 
 PRODUCTS = (
