@@ -38,14 +38,17 @@ class QShard:
     """For keep_master = false: save scales beside the model, too, with which its values come back as the
     same codes; NVFP4 and weights rounded stochastically may else be quantized by others"""
 
+    experts: bool = False
+    """Stacks of experts (GroupedExperts), too"""
+
     filter_fqns: list[str] = field(default_factory=lambda: ["router.gate"])
-    """Parts of the names of nn.Linear modules that stay plain"""
+    """Parts of the names of nn.Linear modules and GroupedExperts that stay plain"""
 
 
 @dataclass
 class Quantize(stock.Quantize):
     qshard: QShard = field(default_factory=QShard)
-    """Weights of nn.Linear as quantized parameters"""
+    """Weights of nn.Linear, and of experts, as quantized parameters"""
 
 
 @dataclass
@@ -57,8 +60,8 @@ class JobConfig:
 
 class QShardConverter(QuantizationConverter):
     """Quantizes the weights of nn.Linear modules while the model is on the meta device, before
-    torchtitan shards and initializes it. Experts, which torchtitan keeps as 3-D parameters of modules
-    of its own, stay plain, and a warning names them. Amax histories and rounding counts are
+    torchtitan shards and initializes it, and with `experts = true` the stacks of GroupedExperts, which
+    ExpertParallel then hands out in whole matrices. Without, a warning names them. Amax histories and rounding counts are
     checkpointed beside the model, as "qshard", so that Hugging Face output and state-dict adapters see
     the model's own names.
 
@@ -73,7 +76,7 @@ class QShardConverter(QuantizationConverter):
             if is_enabled:
                 raise NotImplementedError(
                     f"quantize.qshard: {what} parallelism is not supported with torchtitan; use "
-                    "FSDP, HSDP or context parallelism, or another converter"
+                    "FSDP, HSDP, context or expert parallelism, or another converter"
                 )
         self.config = getattr(job_config.quantize, "qshard", None) or QShard()
         options.check(self.config)
@@ -83,11 +86,19 @@ class QShardConverter(QuantizationConverter):
         qshard.quantize_(
             model,
             options.recipe_of(config),
-            filter_fn=lambda _, name: not options.is_kept_plain(config, name),
+            filter_fn=self._is_chosen,
+            parameter_fn=lambda *_: False,  # what stays plain is said below
             **options.arguments(config),
         )
         module_state.of(model).saves_scales = config.checkpoint_scales
-        warn_of_what_is_left(model, "torchtitan's other converters may have a format for them")
+        hint = "torchtitan's other converters may have a format for them"
+        if not config.experts:
+            hint = f"quantize.qshard.experts = true takes experts; {hint}"
+        warn_of_what_is_left(model, hint)
+
+    def _is_chosen(self, module, name):
+        is_linear = isinstance(module, torch.nn.Linear)
+        return (is_linear or self.config.experts) and not options.is_kept_plain(self.config, name)
 
     def post_optimizer_hook(self, model) -> None:
         """Nothing: weights are requantized after every optimizer step by themselves."""

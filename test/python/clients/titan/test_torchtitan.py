@@ -21,6 +21,7 @@ from titan_stand_ins import (
     documented,
     histc_of_integers,
     late_stager,
+    permutations_on_cpu,
     step_is_near,
 )
 from torch.distributed.fsdp import FSDPModule
@@ -36,6 +37,14 @@ def on_cpu():
     """torchtitan is imported under this."""
     with cpu_as_accelerator():
         import qshard.integrations.torchtitan  # noqa: F401
+
+
+def with_permutations_on_cpu(function):
+    def run(*args, **kwargs):
+        with permutations_on_cpu():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class Job:
@@ -64,7 +73,7 @@ class Job:
         self.dims = dims = ParallelDims(
             dp_shard=parallelism.data_parallel_shard_degree,
             dp_replicate=parallelism.data_parallel_replicate_degree,
-            cp=1, tp=parallelism.tensor_parallel_degree, pp=1, ep=1, etp=1,
+            cp=1, tp=parallelism.tensor_parallel_degree, pp=1, ep=parallelism.expert_parallel_degree, etp=1,
             world_size=dist.get_world_size(),
         )
         args = spec.model_args["debugmodel"]
@@ -98,6 +107,7 @@ class Job:
         )
 
     @histc_of_integers()
+    @with_permutations_on_cpu
     def train(self, steps, step_all=True):
         from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -182,6 +192,41 @@ def test_asynchronous_checkpoints_resume(mode, recipe, arguments):
 def test_experts_stay_plain_and_the_rest_resumes_bit_for_bit(recipe):
     _, (said,) = resume("deepseek_v3", recipe, "disabled", ())
     assert "layers.1.moe.experts.w1, layers.1.moe.experts.w2" in said, said
+
+
+EXPERTS = "--quantize.qshard.experts"
+
+
+@pytest.mark.parametrize(
+    "recipe, ep, more",
+    [
+        ("float8_blockwise", 1, ()),
+        ("float8_blockwise", 2, ()),
+        ("float8_delayed", 2, ()),
+        ("nvfp4", 2, (*WITHOUT_MASTERS, "--quantize.qshard.checkpoint-scales")),
+        ("mxfp8", 2, ("--quantize.qshard.weight-only",)),
+    ],
+)
+@on_ranks(2, devices=("cpu",))
+def test_experts_train_in_codes_beside_a_plain_twin(recipe, ep, more):
+    parallel = f"--parallelism.expert_parallel_degree={ep}"
+    with shared_folder() as folder:
+        plain = Job(folder, parallel, model="deepseek_v3", quantized=False).train(range(2))
+        arguments = (parallel, f"--quantize.qshard.recipe={recipe}", EXPERTS, *more)
+        job = Job(folder, *arguments, model="deepseek_v3")
+        assert not job.said
+        stacks = [p for name, p in job.model.named_parameters() if ".moe.experts." in name]
+        assert stacks and all(p.dim() == 3 and qshard.is_quantized(p) for p in stacks)
+        losses = job.train(range(2))
+        tolerance = 0.05 if recipe == "nvfp4" else 0.02
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain), rtol=tolerance, atol=0)
+
+
+@on_ranks(2, devices=("cpu",))
+def test_experts_resume_bit_for_bit():
+    arguments = ("--parallelism.expert_parallel_degree=2", EXPERTS)
+    _, said = resume("deepseek_v3", "float8_blockwise", "disabled", arguments)
+    assert not said
 
 
 @on_ranks(2, devices=("cpu",))

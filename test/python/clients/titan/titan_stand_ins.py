@@ -26,6 +26,16 @@ def histc_of_integers():
     return mock.patch("torch.histc", lambda x, **kwargs: _histc(x.float(), **kwargs).long())
 
 
+@contextlib.contextmanager
+def permutations_on_cpu():
+    """torchtitan 0.2 permutes tokens of expert parallelism by a kernel of Triton, which it has for the CPU, too."""
+    from torchtitan.models.moe import utils
+
+    stock = utils.generate_permute_indices
+    with mock.patch.object(utils, "generate_permute_indices", lambda *args: stock(*args, use_cpu=True)):
+        yield
+
+
 step_is_near = threading.Event()
 
 
