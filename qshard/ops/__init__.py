@@ -228,12 +228,12 @@ def grouped_linear(
     `torch.nn.functional.grouped_mm(input, weight.mT, offs=offs)` and `grouped_mm(input, stack, offs=offs)` run the
     same where `input` has the weight's dtype.
 
-    Three paths, which `qshard.backend_report()` names. Hopper multiplies FP8 codes in 128x128 blocks in one GEMM
-    for all experts, also of a matrix that is transposed (out features are a multiple of 16). Other formats run on
-    bfloat16 values there and on compute capability 10: `torch.nn.functional.grouped_mm` of the dequantized stack, 2
-    bytes per element at each call; the weight's gradient is rounded to bfloat16 before it is of another dtype. On
-    neither path the host waits for the device, and CUDA graphs capture both. Elsewhere, and of float32 and float16
-    values, each expert is a linear of its own, and the host reads `offs` once per call.
+    There are three paths, which `qshard.backend_report()` names. Hopper multiplies FP8 codes, in 128x128 blocks or
+    with one scale for each expert, in one GEMM for all of them (out features are a multiple of 16). Other formats run
+    on bfloat16 values, there and on compute capability 10: `torch.nn.functional.grouped_mm` multiplies by the
+    dequantized stack, which takes 2 bytes per element at each call, and rounds the weight's gradient to bfloat16. The
+    host waits for the device on neither path, and CUDA graphs capture both. Elsewhere, and with float32 or float16
+    values of these formats, each expert is a linear of its own, and the host reads `offs` once per call.
 
     Autocast, autograd: as `linear`. Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """
