@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, gather_objects, on_ranks, shared_folder
 from dist_models import check_gathered, full_value, local, recipe_of
@@ -265,7 +266,8 @@ ORDERS = [list(READS), list(READS)[::-1], *([name] for name in CODE_READS)]
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, 4)
 def test_a_read_is_served_on_all_ranks_or_on_none(kind, keep_master, shape):
-    for written in WRITES:
+    half = chosen((0, 1), kind, keep_master, shape, dist.get_world_size())
+    for written in list(WRITES)[half::2]:
         names = kind, keep_master, shape, written
         before, reads = chosen(BEFORE, *names), chosen(ORDERS, *names)
         run_reads(kind, chosen(FORMATS, *names), keep_master, shape, written, before, reads)
