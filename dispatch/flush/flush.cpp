@@ -328,7 +328,7 @@ void require_shown(const BufferPtr& buffer, const char* op) {
     return state.show();
   }
   TORCH_CHECK(
-      asks_others,
+      asks_others || !layout.holds_all_rows(),
       fmt::format("{}: this rank's part of a {} tensor was written, and its scale is agreed "
                   "on with the other parts. Call qshard.flush(model) on all ranks first",
                   op, layout.format->name));

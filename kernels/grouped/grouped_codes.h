@@ -16,8 +16,8 @@ struct GroupCodes {
   // Codes (T, K to 16), scales (ceil(K / 128), T to 16): a scale for 1x128 codes.
   at::Tensor rows = {};
   at::Tensor row_scales = {};
-  // Of the transpose, (K, T'), in which an expert begins at a multiple of 128. Scales (T' / 128, K
-  // to 16) of 1x128 codes or, where they are square, (ceil(K / 128), T' / 128 or more).
+  // Codes of the transpose (K, T'), in which an expert begins at a multiple of 128. Scales (T' /
+  // 128, K to 16) of 1x128 codes or, where they are square, (ceil(K / 128), T' / 128 or more).
   at::Tensor columns = {};
   at::Tensor column_scales = {};
   bool square_columns = false;
