@@ -2,10 +2,19 @@
 to test without the package; else it is the installed package's."""
 
 import os
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
-if path := os.environ.get("QSHARD_LIBRARY"):
+path = os.environ.get("QSHARD_LIBRARY")
+# Inductor keeps compiled graphs on disk, and does not know that operators of another library may give other strides.
+folder = Path(path).parent if path else Path(find_spec("qshard").origin).parent
+stamp = max((file.stat().st_mtime_ns for file in folder.rglob("libqshard*.so")), default=0)
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/qshard-inductor-{stamp:x}")
+
+if path:
     torch.ops.load_library(path)
 else:
     import qshard  # noqa: F401
