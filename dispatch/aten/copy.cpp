@@ -100,10 +100,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   }
   // An error of some ranks, whose rows the source does not fit, leaves them in step with the
   // others.
-  if (is_called_by_all_ranks(self)) {
-    MayDiffer& may_differ = buffer_of(self).flush_state().may_differ();
-    may_differ.in_writes = may_differ.in_codes = true;
-  }
+  if (is_called_by_all_ranks(self)) buffer_of(self).flush_state().may_differ().in_writes = true;
   copy_into_quantized(self, src, non_blocking);
   return self;
 }
@@ -128,7 +125,7 @@ bool shows_whole_buffer(const at::Tensor& self) {
 bool keeps_strides(const at::Tensor& self, std::optional<at::MemoryFormat> format) {
   const auto wanted = format.value_or(at::MemoryFormat::Preserve);
   return wanted == at::MemoryFormat::Preserve ||
-         (wanted == at::MemoryFormat::Contiguous && is_dense(self));
+         (wanted == at::MemoryFormat::Contiguous && self.is_contiguous());
 }
 
 at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format) {

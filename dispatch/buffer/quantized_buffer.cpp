@@ -90,7 +90,6 @@ WritableCodes QuantizedBuffer::write_codes() {
 void QuantizedBuffer::written_nothing(const c10::TensorImpl& tensor) {
   complete();  // later, it would take over what the original knows of writes
   flush_state_.write_elsewhere();
-  flush_state_.may_differ().in_codes = true;
   if (planes_.master().defined() && !placement_.is_alone()) flush_state_.hide();
   flush_state_.watch().note_before_bump(tensor);
 }

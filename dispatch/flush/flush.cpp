@@ -309,26 +309,20 @@ void flush_alone(const BufferPtr& buffer) {
 
 void require_shown(const BufferPtr& buffer, const char* op) {
   buffer->check_is_allocated();
-  FlushState& state = buffer->flush_state();
-  if (state.is_ready()) return;
+  if (buffer->flush_state().is_ready() || buffer->layout().rows == 0) return;
   const auto turn = take_turn();
-  state.watch().settle();
-  const Placement& placement = buffer->placement();
-  const bool asks_others = placement.group() && !placement.ranks_own_their_blocks();
-  if (state.is_shown() && !(asks_others && state.may_differ().in_codes)) {
-    state.may_differ().in_codes = false;
-    return;
-  }
+  buffer->flush_state().watch().settle();
+  if (buffer->flush_state().is_shown()) return;
   buffer->complete();
-  if (placement.is_alone()) return flush_alone(buffer);
+  if (buffer->placement().is_alone()) return flush_alone(buffer);
   const Layout& layout = buffer->layout();
-  if (placement.ranks_own_their_blocks()) {
+  if (buffer->placement().owns_its_blocks()) {
     // The codes are final, the grid rows of other ranks are not.
     requantize(alone(buffer), {.pending = Pending::kKeep});
-    return state.show();
+    return buffer->flush_state().show();
   }
   TORCH_CHECK(
-      asks_others || !layout.holds_all_rows(),
+      !layout.holds_all_rows(),
       fmt::format("{}: this rank's part of a {} tensor was written, and its scale is agreed "
                   "on with the other parts. Call qshard.flush(model) on all ranks first",
                   op, layout.format->name));

@@ -10,10 +10,9 @@
 namespace qshard {
 
 /// For readers of image or grid (codes, GEMM, byte copies): makes the image show the value, or
-/// throws an error that names `op` and the way out. No collective: shards cut at block boundaries
-/// show exact codes of their own rows, a shard without a group those of a tensor of its own, and
-/// both stay written for the flush to come. All ranks of a group throw or none does, with or
-/// without rows: one that went on alone would wait for the others in its next collective.
+/// throws an error that names `op` and the way out. No collective: a shard cut at block boundaries
+/// shows exact codes of its own rows, a shard without a group those of a tensor of its own, and
+/// both stay written for the flush to come.
 void require_shown(const BufferPtr& buffer, const char* op);
 
 /// Requantizes a buffer that is not shown, without a collective.

@@ -65,7 +65,6 @@ void FlushState::requantize(FlushEvent flushed) {
 void FlushState::show(at::Tensor amax) {
   // A write that only a counter told of is forgotten by noting it: say it first.
   state_ = state_of(is_written_here(), true);
-  may_differ_.in_codes = false;
   if (amax.defined()) known_amax_ = std::move(amax);
   provisional_.reset();
   watch_.note();
@@ -73,7 +72,6 @@ void FlushState::show(at::Tensor amax) {
 
 void FlushState::agree() {
   state_ = State::kAgreed;
-  may_differ_.in_codes = false;
   forget_amax();
   watch_.note();
 }
@@ -81,7 +79,6 @@ void FlushState::agree() {
 void FlushState::replace_rows(const FlushState& from, bool same_amax) {
   if (is_written_here() || from.is_written_here()) leave_agreed();
   may_differ_.in_writes |= from.may_differ_.in_writes;
-  may_differ_.in_codes |= from.may_differ_.in_codes;
   may_differ_.kept_scaling_state = true;
   if (!same_amax) known_amax_.reset();
   provisional_.reset();
@@ -91,7 +88,6 @@ void FlushState::replace_rows(const FlushState& from, bool same_amax) {
 void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device device) {
   state_ = state_of(other.is_written_here(), other.is_shown());
   may_differ_.in_writes |= other.may_differ_.in_writes;
-  may_differ_.in_codes |= other.may_differ_.in_codes;
   may_differ_.kept_scaling_state = other.may_differ_.kept_scaling_state;
   ++writes_;
   generation_ = other.generation_;
@@ -104,8 +100,6 @@ void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device dev
 void FlushState::restore(bool written, bool shown, MayDiffer may_differ) {
   state_ = state_of(written, shown);
   may_differ_ = may_differ;
-  // What was written is not shown where there are rows that have a pending write, or a master.
-  may_differ_.in_codes |= written && shown;
   forget_amax();
   watch_.note();
 }

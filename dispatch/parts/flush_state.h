@@ -34,9 +34,6 @@ namespace qshard {
 /// all ranks know it or none.
 struct MayDiffer {
   bool in_writes = false;
-  /// Codes show the value here, and on another rank they may not: a rank that holds none of the
-  /// rows that were written cannot tell. It counts as written.
-  bool in_codes = false;
   /// Whether this rank's histories, and its key of rounding, are still those from before the copy:
   /// a copy of all rows takes over the source's. A rank without rows cannot tell all from some.
   bool kept_scaling_state = false;
@@ -69,8 +66,8 @@ class FlushState {
   const MayDiffer& may_differ() const { return may_differ_; }
   MayDiffer& may_differ() { return may_differ_; }
   bool is_shown() const { return state_ != State::kStale && !watch_.has_moved(); }
-  /// Whether it is shown, for sure, on all ranks and on any thread.
-  bool is_ready() const { return is_shown() && !may_differ_.in_codes && watch_.is_settled(); }
+  /// Whether it is shown, for sure and on any thread.
+  bool is_ready() const { return is_shown() && watch_.is_settled(); }
   bool knows_amax() const { return known_amax_.defined() && !watch_.has_moved(); }
   bool is_settled() const { return knows_amax() && is_shown(); }
   int64_t generation() const { return generation_; }

@@ -90,9 +90,10 @@ class Placement {
     return groups_of_full_tensor().empty() && !group() &&
            (layout_.holds_all_rows() || !knows_groups());
   }
-  /// Whether every block has its scale from one rank's rows alone: on all ranks or on none, with or
-  /// without rows.
-  bool ranks_own_their_blocks() const;
+  /// Whether every block that the rows touch has its scale from these rows alone.
+  bool owns_its_blocks() const {
+    return groups_of_full_tensor().empty() && layout_.owns_its_blocks();
+  }
 
   /// A share of `rows` rows, from `row` of the logical tensor on, of what this is or is a part of.
   /// `is_whole`: they may be all that this holds, which is agreed on with the same ranks.
