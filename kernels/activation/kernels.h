@@ -69,8 +69,7 @@ struct GroupScales {
   int64_t groups = 0;
   float* amax = nullptr;   // left with that of each group's values
   float* scale = nullptr;  // left with what they were multiplied by
-  // Of all groups, if they are scaled by earlier steps; codes of a first step are by the own
-  // amaxes.
+  // Delayed scaling of all groups by earlier steps; own amaxes scale the codes of a first step.
   DelayedAmax delayed = {};
 };
 

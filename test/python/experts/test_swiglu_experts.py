@@ -99,7 +99,7 @@ def test_gradients_are_added_in_place():
 
 @WAYS
 def test_it_keeps_the_input_and_two_results(joined):
-    """Of bfloat16 experts one after the other autograd keeps silu(gate) and the product, too."""
+    """Autograd keeps silu(gate) and the product, too, where bfloat16 experts run one after the other."""
     ends = ends_of(3, "none")
     weights = weights_of(3, "float8_blockwise", joined)[0]
     x = rows_of(ends, COLUMNS, 0, "cpu", torch.float32, 1).requires_grad_()
