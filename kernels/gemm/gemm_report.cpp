@@ -8,6 +8,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <tuple>
 #include <utility>
 
 namespace qshard {
@@ -31,10 +32,26 @@ struct DequantizedCalls {
   std::map<std::pair<std::string, std::string>, int64_t> counts;
 };
 
-/// How often GEMMs of experts took each path, by the words of the report.
+/// A path that GEMMs of experts took. Formats live as long as the process.
+struct GroupedCall {
+  const Format* format;
+  GemmDirection direction;
+  GroupedPath path;
+  GemmFallback why;
+  bool waits;
+
+  bool operator<(const GroupedCall& other) const {
+    const auto key = [](const GroupedCall& call) {
+      return std::tuple(call.format->name, call.direction, call.path, call.why, call.waits);
+    };
+    return key(*this) < key(other);
+  }
+};
+
+/// How often each was taken.
 struct GroupedCalls {
   std::mutex mutex;
-  std::map<std::string, int64_t> counts;
+  std::map<GroupedCall, int64_t> counts;
 };
 
 GroupedCalls& grouped_calls() {
@@ -50,6 +67,21 @@ DequantizedCalls& dequantized_calls() {
 std::string backend_of_codes(const Format& format, bool emulated) {
   if (emulated) return "emulated GEMM of dequantized codes";
   return format.gemm.kind == GemmKind::kPacked ? "cuBLASLt FP8" : "cuBLASLt block-scaled";
+}
+
+std::string words_of(const GroupedCall& call) {
+  switch (call.path) {
+    case GroupedPath::kCodes:
+      return "grouped FP8 GEMM";
+    case GroupedPath::kValues:
+      return call.why == GemmFallback::kNone
+                 ? "grouped GEMM of values"
+                 : fmt::format("grouped GEMM of dequantized codes ({})",
+                               gemm_fallback_reason(*call.format, call.why));
+    case GroupedPath::kEach:
+      break;
+  }
+  return call.waits ? "one expert after the other, synchronises" : "one expert after the other";
 }
 
 // Whether no warning gave this reason yet; formats that run on the same devices share one.
@@ -112,26 +144,10 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
 
 void record_grouped_gemm(const Format& format, GemmDirection direction, GroupedPath path,
                          GemmFallback why, bool waits) {
-  const auto words = [&] {
-    switch (path) {
-      case GroupedPath::kCodes:
-        return std::string("grouped FP8 GEMM");
-      case GroupedPath::kValues:
-        return why == GemmFallback::kNone ? std::string("grouped GEMM of values")
-                                          : fmt::format("grouped GEMM of dequantized codes ({})",
-                                                        gemm_fallback_reason(format, why));
-      case GroupedPath::kEach:
-        break;
-    }
-    return std::string(waits ? "one expert after the other, synchronises"
-                             : "one expert after the other");
-  };
-  std::string line = fmt::format("{} {} of experts: {}", format.name,
-                                 kDirectionNames[static_cast<size_t>(direction)], words());
   {
     GroupedCalls& calls = grouped_calls();
     const std::lock_guard lock(calls.mutex);
-    ++calls.counts[std::move(line)];
+    ++calls.counts[{&format, direction, path, why, waits}];
   }
   if (path == GroupedPath::kValues && why > GemmFallback::kCpu && is_new_reason(format, why)) {
     TORCH_WARN("qshard: experts with a ", format.name, " weight run on dequantized values because ",
@@ -171,8 +187,10 @@ std::string gemm_report() {
   {
     GroupedCalls& calls = grouped_calls();
     const std::lock_guard lock(calls.mutex);
-    for (const auto& [line, count] : calls.counts) {
-      report += fmt::format("{}, {} times\n", line, count);
+    for (const auto& [call, count] : calls.counts) {
+      report +=
+          fmt::format("{} {} of experts: {}, {} times\n", call.format->name,
+                      kDirectionNames[static_cast<size_t>(call.direction)], words_of(call), count);
     }
   }
   DequantizedCalls& calls = dequantized_calls();
