@@ -2,8 +2,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <limits>
-
 #include "kernels/activation/kernels.h"
 #include "kernels/device/check_launch.h"
 #include "kernels/device/current_stream.h"

@@ -18,8 +18,8 @@ struct GroupedOperands {
   bool contract_rows = false;  // b is (groups, K, N): codes and scales of what is its transpose
   bool square_scales = true;   // b's are of 128x128 blocks
   int64_t tile_rows = 0;       // 64, 128 or 256; 0: by rows per group. All give the same bits.
-  at::ScalarType dtype = at::kBFloat16;  // of the product: or float16, float32
-  int64_t columns = 0;  // of the product, if fewer than N where groups cut rows; 0: N
+  at::ScalarType dtype = at::kBFloat16;  // the product's: or float16, float32
+  int64_t columns = 0;  // the product's, where groups cut rows and it has fewer than N; 0: N
   at::Tensor sum = {};  // (groups, M, N), contiguous, of that dtype: the product is added to it
   // float32 (groups,), in place of both scale_inv: one scale of a and one of b for each group. a
   // may be of E5M2 codes; where groups cut what is contracted, it is.

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "kernels/device/capture.h"
-#include "kernels/format/value_dtype.h"
 #include "kernels/grouped/grouped_codes.h"
 #include "kernels/grouped/grouped_paths.h"
 #include "kernels/grouped/grouped_values.h"
@@ -127,7 +126,7 @@ void collect_amax(const at::Tensor& x, const RowGroups& groups, const DelayedAma
   if (!delayed || x.size(0) == 0) return;
   const at::Tensor live = x.clone();
   zero_rows_of_none(live, groups.ends(x.size(0)));
-  PlainOperand(live).collect_amax(delayed);
+  qshard::collect_amax(live, delayed);
 }
 
 at::Tensor forward_of_each(const at::Tensor& x, const ExpertWeights& weights,
@@ -248,9 +247,7 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
   };
   GroupedPath for_input = GroupedPath::kEach, for_weight = GroupedPath::kEach;
   if (task.needs_input) for_input = path(GemmDirection::kGradInput);
-  if (task.input.defined()) {
-    for_weight = path(GemmDirection::kGradWeight);
-  }
+  if (task.input.defined()) for_weight = path(GemmDirection::kGradWeight);
   const Orientations codes{for_input == GroupedPath::kCodes, for_weight == GroupedPath::kCodes};
   LinearBackward result;
   if (codes.rowwise || codes.columnwise) {

@@ -12,7 +12,7 @@ namespace qshard {
 struct GroupedProblem {
   GemmDirection direction = GemmDirection::kForward;  // as of a linear whose weight lies (out, in)
   at::Device device = at::kCPU;
-  at::ScalarType dtype = at::kBFloat16;  // of the input or gradient that is multiplied
+  at::ScalarType dtype = at::kBFloat16;  // that of the input or gradient
   int64_t total = 0;                     // rows
   bool weight_only = false;
 };

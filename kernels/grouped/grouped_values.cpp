@@ -60,16 +60,14 @@ at::Tensor multiply_transposed(const at::Tensor& left, const at::Tensor& right,
   if (total == 0 || a == 0 || b == 0 || groups.count() == 0) {
     return sum.defined() ? sum : at::zeros({groups.count(), a, b}, left.options().dtype(dtype));
   }
-  const at::Tensor ends = groups.ends(total);
-  const AlignedRows aligned(ends, total);
+  const AlignedRows aligned(groups.ends(total), total);
   const at::Tensor product = at::_grouped_mm(aligned.of(padded(left, missing(a), 0)).t(),
                                              aligned.of(padded(right, missing(b), 0)), aligned.ends,
                                              std::nullopt, left.scalar_type())
                                  .narrow(1, 0, a)
                                  .narrow(2, 0, b);
   // An expert without rows: -0 leaves any value that it is added to as it is.
-  const at::Tensor is_empty = ends == at::constant_pad_nd(ends, {1, -1});
-  product.masked_fill_(is_empty.view({-1, 1, 1}), sum.defined() ? -0.0 : 0.0);
+  product.masked_fill_((aligned.lengths == 0).view({-1, 1, 1}), sum.defined() ? -0.0 : 0.0);
   if (sum.defined()) {
     at::Tensor out = sum;
     return out.add_(product);

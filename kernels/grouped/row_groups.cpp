@@ -1,10 +1,10 @@
 #include "kernels/grouped/row_groups.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/cummax.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/searchsorted.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <tuple>
@@ -19,13 +19,7 @@ at::Tensor rows_up_to(int64_t count, const at::Tensor& beside) {
 }
 
 /// How many rows end before each: the ends, moved by one.
-at::Tensor starts(const at::Tensor& ends) {
-  at::Tensor begin = at::zeros({ends.size(0)}, ends.options());
-  if (ends.size(0) > 1) {
-    begin.narrow(0, 1, ends.size(0) - 1).copy_(ends.narrow(0, 0, ends.size(0) - 1));
-  }
-  return begin;
-}
+at::Tensor starts(const at::Tensor& ends) { return at::constant_pad_nd(ends, {1, -1}); }
 
 }  // namespace
 
@@ -46,7 +40,7 @@ void zero_rows_of_none(const at::Tensor& matrix, const at::Tensor& ends) {
 AlignedRows::AlignedRows(const at::Tensor& ends_of_experts, int64_t total) {
   const int64_t experts = ends_of_experts.size(0);
   const at::Tensor begin = starts(ends_of_experts);
-  const at::Tensor lengths = ends_of_experts - begin;
+  lengths = ends_of_experts - begin;
   const at::Tensor aligned = (lengths + (kAlignment - 1)).div(kAlignment, "floor") * kAlignment;
   ends = at::cumsum(aligned, 0, at::kInt);
   const at::Tensor row = rows_up_to(total + (kAlignment - 1) * experts, ends_of_experts);

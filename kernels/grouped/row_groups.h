@@ -22,6 +22,7 @@ void zero_rows_of_none(const at::Tensor& matrix, const at::Tensor& ends);
 
 /// `matrix` with rows of zeros between experts, so that the rows of each begin at a multiple of 8.
 struct AlignedRows {
+  at::Tensor lengths;   // int32 (experts,): the rows of each, without those of zeros
   at::Tensor ends;      // int32 (experts,), multiples of 8
   at::Tensor row_of;    // int64 (rows,): the row of the matrix, any for a row of zeros
   at::Tensor is_there;  // bool (rows, 1): whether it is none of zeros
