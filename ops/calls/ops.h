@@ -96,6 +96,9 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
               const OptionalTensor& residual = {}, bool input_is_kept = false);
 /// Whether a module that knows its weight's format was given a plain weight, which it quantizes.
 bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format);
+/// Such a weight quantized, below autograd or by it; any other weight as it is.
+Tensor quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format);
+Tensor quantized_on_use_autograd(const Tensor& weight, std::optional<c10::string_view> format);
 /// Whether a quantized weight is no matrix of whole rows (w.t() of a tied autoencoder, w[:, :n],
 /// w[::2]), whose codes linear cannot multiply: matmul takes any, by its codes where they can be
 /// multiplied, else by their values.

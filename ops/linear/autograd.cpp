@@ -87,9 +87,7 @@ struct LinearFunction : Function<LinearFunction> {
     const InputUse use = is_given(offs)
                              ? InputUse()
                              : InputUse(input, weight, needs, weight_only, format, input_is_kept);
-    // How experts lie decides how their gradient is computed.
-    const bool reads_weight = needs.reads_weight() || (is_given(offs) && !weight.is_contiguous());
-    const KeptWeight kept_weight(weight, reads_weight, format, weight_state);
+    const KeptWeight kept_weight(weight, needs.reads_weight(weight, offs), format, weight_state);
     OptionalTensor rows;
     Tensor columns, amax;
     if (kept != nullptr) {
@@ -200,6 +198,12 @@ Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_
                                  std::move(row_offset));
 }
 
+Tensor quantized_on_use_autograd(const Tensor& weight, std::optional<c10::string_view> format) {
+  return is_quantized_on_use(weight, format)
+             ? quantize_autograd(weight, *format, false, std::nullopt, 0)
+             : weight;
+}
+
 bool saves_input_codes(const Tensor& input, const Tensor& weight, bool weight_only) {
   return InputUse(input, weight, {true, input, weight}, weight_only, std::nullopt).saves_codes;
 }
@@ -254,9 +258,7 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
   if (goes_the_way_of_matmul(weight)) {
     return linear_of_view(input, weight, bias, weight_only, residual);
   }
-  const Tensor quantized = !weight_state && is_quantized_on_use(weight, format)
-                               ? quantize_autograd(weight, *format, false, std::nullopt, 0)
-                               : weight;
+  const Tensor quantized = weight_state ? weight : quantized_on_use_autograd(weight, format);
   return LinearFunction::apply(input, quantized, bias, weight_only, at::GradMode::is_enabled(),
                                format, weight_state, residual, input_is_kept, std::nullopt);
 }
@@ -264,11 +266,9 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
 Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& offs,
                                bool weight_only, std::optional<c10::string_view> format) {
   check_format_name(weight, format, "qshard::grouped_linear");
-  const Tensor quantized = is_quantized_on_use(weight, format)
-                               ? quantize_autograd(weight, *format, false, std::nullopt, 0)
-                               : weight;
-  return LinearFunction::apply(input, quantized, std::nullopt, weight_only,
-                               at::GradMode::is_enabled(), format, std::nullopt, std::nullopt,
+  return LinearFunction::apply(input, quantized_on_use_autograd(weight, format), std::nullopt,
+                               weight_only, at::GradMode::is_enabled(), format, std::nullopt,
+                               std::nullopt,
                                /*input_is_kept=*/false, offs);
 }
 

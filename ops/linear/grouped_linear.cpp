@@ -80,10 +80,7 @@ LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool n
 Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& offs,
                       bool weight_only, std::optional<c10::string_view> format) {
   check_format_name(weight, format, kOp);
-  const Tensor quantized = is_quantized_on_use(weight, format)
-                               ? quantize(weight, *format, false, std::nullopt, 0)
-                               : weight;
-  return std::get<0>(linear_forward_op(input, quantized, std::nullopt,
+  return std::get<0>(linear_forward_op(input, quantized_on_use(weight, format), std::nullopt,
                                        /*save_quantized_input=*/false, weight_only, std::nullopt,
                                        std::nullopt, std::nullopt, std::nullopt, offs));
 }

@@ -29,6 +29,11 @@ struct LinearNeeds {
       : LinearNeeds(records, input.requires_grad(), weight) {}
 
   bool reads_weight() const { return input; }
+  /// The same of experts, if `offs` are given: how these lie decides how their gradient is
+  /// computed.
+  bool reads_weight(const Tensor& weight, const OptionalTensor& offs) const {
+    return reads_weight() || (offs && offs->defined() && !weight.is_contiguous());
+  }
   bool reads_input() const { return weight; }
 };
 

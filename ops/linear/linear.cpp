@@ -240,6 +240,11 @@ bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> f
   return true;
 }
 
+Tensor quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format) {
+  return is_quantized_on_use(weight, format) ? quantize(weight, *format, false, std::nullopt, 0)
+                                             : weight;
+}
+
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               bool weight_only, std::optional<c10::string_view> format, WeightState weight_state,
               const OptionalTensor& residual, bool) {
@@ -248,9 +253,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   if (goes_the_way_of_matmul(weight)) {
     return linear_of_view(input, weight, bias, weight_only, residual);
   }
-  const Tensor quantized = !is_dynamic && is_quantized_on_use(weight, format)
-                               ? quantize(weight, *format, false, std::nullopt, 0)
-                               : weight;
+  const Tensor quantized = is_dynamic ? weight : quantized_on_use(weight, format);
   return std::get<0>(linear_forward_op(input, quantized, bias, /*save_quantized_input=*/false,
                                        weight_only, std::nullopt,
                                        is_dynamic ? format : std::nullopt, weight_state, residual));

@@ -38,8 +38,8 @@ Tensor used_weight(const Tensor& weight, std::optional<c10::string_view> format,
     TORCH_CHECK_VALUE(format,
                       "qshard::linear: weight_state is given, so format must name the weight's");
     used = QuantizeForUses::apply(weight, *format, *state);
-  } else if (is_quantized_on_use(weight, format)) {
-    used = quantize_autograd(weight, *format, false, std::nullopt, 0);
+  } else {
+    used = quantized_on_use_autograd(weight, format);
   }
   return weight_only ? dequantize_autograd(used, dtype) : used;
 }

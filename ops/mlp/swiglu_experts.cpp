@@ -31,19 +31,16 @@ Tensor swiglu_experts(const Tensor& input, const Tensor& gate, const OptionalTen
                       const Tensor& down, const Tensor& offs, bool weight_only,
                       OptionalFormat format, OptionalFormat down_format) {
   check_swiglu_experts(input, gate, up, down, offs);
+  check_format_name(down, down_format, kOp);
   const auto values_of = [&](const Tensor& weight) {
     return grouped_linear(input, weight, offs, weight_only, format);
   };
   const Tensor values = values_of(gate);
   const auto halves =
       is_given(up) ? std::vector<Tensor>{values, values_of(*up)} : values.chunk(2, -1);
-  check_format_name(down, down_format, kOp);
-  const Tensor quantized = is_quantized_on_use(down, down_format)
-                               ? quantize(down, *down_format, false, std::nullopt, 0)
-                               : down;
-  return std::get<0>(swiglu_linear_forward(halves[0], halves[1], quantized, std::nullopt,
-                                           /*keep_maxima=*/false, weight_only, std::nullopt,
-                                           std::nullopt, std::nullopt, offs));
+  return std::get<0>(swiglu_linear_forward(
+      halves[0], halves[1], quantized_on_use(down, down_format), std::nullopt,
+      /*keep_maxima=*/false, weight_only, std::nullopt, std::nullopt, std::nullopt, offs));
 }
 
 Tensor swiglu_experts_meta(const Tensor& input, const Tensor& gate, const OptionalTensor& up,

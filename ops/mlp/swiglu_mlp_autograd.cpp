@@ -138,14 +138,11 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const bool is_normed = is_given(norm_weight);
     const SwigluNeeds needs(records_grad, {input, norm_weight, norm_bias}, gate, up, down,
                             gate_bias, up_bias);
-    // How experts lie decides how their gradient is computed.
-    const auto reads = [&](const LinearNeeds& linear, const Tensor& weight) {
-      return linear.reads_weight() || (is_given(offs) && !weight.is_contiguous());
-    };
     const Tensor& up_or_gate = is_joined ? gate : *up;
-    const KeptWeight kept_gate(gate, reads(needs.gate, gate), gate_name, gate_state);
-    const KeptWeight kept_up(up_or_gate, reads(needs.up, up_or_gate), gate_name, up_state);
-    const KeptWeight kept_down(down, reads(needs.down, down), down_name, down_state);
+    const KeptWeight kept_gate(gate, needs.gate.reads_weight(gate, offs), gate_name, gate_state);
+    const KeptWeight kept_up(up_or_gate, needs.up.reads_weight(up_or_gate, offs), gate_name,
+                             up_state);
+    const KeptWeight kept_down(down, needs.down.reads_weight(down, offs), down_name, down_state);
     const bool checks_format = is_dynamic || kept_gate.trusts_format() || kept_up.trusts_format();
     const FirstLinears first =
         is_normed ? FirstLinears(input, {*norm_weight, norm_bias, eps, rms, zero_centered_gamma},
@@ -178,7 +175,6 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                          .gate = kept_gate.save(saved),
                          .up = kept_up.save(saved),
                          .down = kept_down.save(saved)};
-    state.has_experts = is_given(offs);
     if (is_given(offs)) saved.push_back(*offs);
     if (is_normed) {
       variable_list weights{gate};
@@ -229,9 +225,7 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
           ? normalized_by_torch(input, {*norm_weight, norm_bias, eps, rms, zero_centered_gamma})
           : input;
   const auto quantized = [&](const Tensor& weight, c10::string_view name) {
-    return !is_dynamic && is_quantized_on_use(weight, name)
-               ? quantize(weight, name, false, std::nullopt, 0)
-               : weight;
+    return is_dynamic ? weight : quantized_on_use(weight, name);
   };
   const auto name_of_plain = [&](c10::string_view name) {
     return is_dynamic ? OptionalFormat(name) : std::nullopt;
@@ -262,9 +256,7 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
   check_norm(input, norm_weight, norm_bias, rms);
   const bool is_dynamic = are_dynamic(up, gate_state, up_state, down_state);
   const auto quantized = [&](const Tensor& weight, c10::string_view name) {
-    return !is_dynamic && is_quantized_on_use(weight, name)
-               ? quantize_autograd(weight, name, false, std::nullopt, 0)
-               : weight;
+    return is_dynamic ? weight : quantized_on_use_autograd(weight, name);
   };
   const Tensor first = quantized(gate, format);
   const OptionalTensor second =
@@ -314,14 +306,9 @@ Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const Op
   check_format_name(gate, format, kOp);
   if (is_given(up)) check_format_name(*up, format, kOp);
   check_format_name(down, down_format, kOp);
-  const auto quantized = [](const Tensor& weight, OptionalFormat name) {
-    return is_quantized_on_use(weight, name)
-               ? quantize_autograd(weight, *name, false, std::nullopt, 0)
-               : weight;
-  };
-  const Tensor first = quantized(gate, format);
+  const Tensor first = quantized_on_use_autograd(gate, format);
   const OptionalTensor second =
-      is_given(up) ? OptionalTensor(quantized(*up, format)) : std::nullopt;
+      is_given(up) ? OptionalTensor(quantized_on_use_autograd(*up, format)) : std::nullopt;
   const bool records = at::GradMode::is_enabled();
   const SwigluNeeds needs(records, {input}, first, second, down, {}, {});
   if (needs.down.weight && !needs.inner) {  // autograd keeps what down multiplies, and nothing else
@@ -341,10 +328,10 @@ Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const Op
   };
   const std::optional<std::vector<Tensor>> state;
   return SwigluMlpFunction::apply(
-      input, first, quantized(down, down_format), second, OptionalTensor(), OptionalTensor(),
-      OptionalTensor(), OptionalTensor(), OptionalTensor(), OptionalTensor(), 0., false, false,
-      weight_only, records, name(first, format), name(down, down_format), state, state, state,
-      OptionalTensor(offs));
+      input, first, quantized_on_use_autograd(down, down_format), second, OptionalTensor(),
+      OptionalTensor(), OptionalTensor(), OptionalTensor(), OptionalTensor(), OptionalTensor(), 0.,
+      false, false, weight_only, records, name(first, format), name(down, down_format), state,
+      state, state, OptionalTensor(offs));
 }
 
 }  // namespace qshard

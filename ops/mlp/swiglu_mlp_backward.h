@@ -21,11 +21,10 @@ struct SwigluMlpState {
   std::optional<at::ScalarType> gate_bias = {}, up_bias = {}, down_bias = {};
   WeightFacts gate = {}, up = {}, down = {};
   std::optional<NormFacts> norm = {};
-  bool has_experts = false;  // offs are saved in the norm's place
   auto fields() {
     return std::tie(is_joined, has_residual, adds_input, gate_saves_codes, up_saves_codes,
                     weight_only, gives_codes, grad_format, gate_bias, up_bias, down_bias, gate, up,
-                    down, norm, has_experts);
+                    down, norm);
   }
 };
 
@@ -40,7 +39,7 @@ enum SwigluMlpSaved : size_t {
   kSavedUp = kSavedGate + KeptWeight::kSaved,
   kSavedDown = kSavedUp + KeptWeight::kSaved,
   kSavedNorm = kSavedDown + KeptWeight::kSaved,
-  kSavedOffs = kSavedNorm,
+  kSavedOffs = kSavedNorm,  // of experts, which no norm precedes
 };
 
 /// The arguments of forward, and so the results of backward.
@@ -105,7 +104,8 @@ class SwigluMlpBackward {
   Tensor backward_of_norm(const Tensor& grad_normed);
   void set_inner_biases();
   OptionalTensor offs() const {
-    return state_.has_experts ? OptionalTensor(saved_[kSavedOffs]) : std::nullopt;
+    const bool are_there = !state_.norm && saved_.size() > kSavedOffs;
+    return are_there ? OptionalTensor(saved_[kSavedOffs]) : std::nullopt;
   }
 
   torch::autograd::AutogradContext* ctx_;
