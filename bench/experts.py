@@ -262,24 +262,20 @@ def mlp(shape) -> Iterator[Row]:
 
         return run
 
-    of_codes = mlp_of(lambda x, w: ops.grouped_linear(x, w, offs))
-    of_bf16 = mlp_of(lambda x, w: F.grouped_mm(x, w.transpose(1, 2), offs=offs))
+    mlps = {
+        "codes": (mlp_of(lambda x, w: ops.grouped_linear(x, w, offs)), quantized),
+        "fused": (lambda *operands: ops.swiglu_experts(*operands, offs), quantized),
+        "bf16": (mlp_of(lambda x, w: F.grouped_mm(x, w.transpose(1, 2), offs=offs)), plain),
+    }
     times = burst_times({
-        "codes": backward_of(of_codes, x, quantized, gradient),
-        "bf16": backward_of(of_bf16, x, plain, gradient),
+        name: backward_of(run, x, weights, gradient) for name, (run, weights) in mlps.items()
     })  # fmt: skip
     kept = {}
-    for name, run, weights in (("codes", of_codes, quantized), ("bf16", of_bf16, plain)):
+    for name, (run, weights) in mlps.items():
         before = torch.cuda.memory_allocated()
         y = run(x, *weights)
         kept[name] = (torch.cuda.memory_allocated() - before) / 2**20
         del y
-    fused = lambda x, gate, up, down: ops.swiglu_experts(x, gate, up, down, offs)  # noqa: E731
-    times |= burst_times({"fused": backward_of(fused, x, quantized, gradient)})
-    before = torch.cuda.memory_allocated()
-    y = fused(x, *quantized)
-    kept["fused"] = (torch.cuda.memory_allocated() - before) / 2**20
-    del y
     size = f"{experts} x {rows}: {hidden}, {width}"
     yield Row("swiglu_experts, both ways", size, times["fused"], times["bf16"], "µs", at_most(0.70))
     yield Row("kept for its backward", size, kept["fused"], kept["bf16"], "MiB", at_most(0.55))

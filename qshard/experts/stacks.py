@@ -1,21 +1,20 @@
 """How a known module of another library multiplies by a stack, as quantize_ noted it."""
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from qshard import module_state
 from qshard._runtime.hooks import is_quantized as _is_quantized
-from qshard.nn.parts.grouped import grouped_linear
+from qshard.nn.parts.grouped import grouped_linear, local_part
 
 
 def is_quantized(module: nn.Module, name: str) -> bool:
     """Whether a stack is quantized, or stands for one that was."""
-    return _format(module, name) is not None or _is_quantized(_local(getattr(module, name)))
+    return _format(module, name) is not None or _is_quantized(local_part(getattr(module, name)))
 
 
 def multiply(module: nn.Module, x: Tensor, name: str, offs: Tensor, bias=None, is_transposed=False) -> Tensor:
     """The rows of each expert by its matrix (out, in), or (in, out)."""
-    weight = _local(getattr(module, name))
+    weight = local_part(getattr(module, name))
     return grouped_linear(
         x,
         weight.mT if is_transposed else weight,
@@ -29,7 +28,3 @@ def multiply(module: nn.Module, x: Tensor, name: str, offs: Tensor, bias=None, i
 
 def _format(module, name):
     return (module_state.current(module).weight_formats or {}).get(name)
-
-
-def _local(stack):
-    return stack.to_local() if isinstance(stack, DTensor) else stack

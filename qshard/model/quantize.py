@@ -355,8 +355,9 @@ def forget_module(module):
         module.__class__ = linear_subclasses.plain_class(type(module))
     scale_groups.forget(module)
     kept = module_state.find(module)
-    kept.forget("is_persistent", "weight_names", "weight_formats", "weight_only", "weight_format")
-    kept.forget("is_tensor_parallel")
+    kept.forget(
+        "is_persistent", "weight_names", "weight_formats", "weight_only", "weight_format", "is_tensor_parallel"
+    )
     kept.remove_hooks("assign", "flush", "masters", "weight_only")
     module_state.remove_if_empty(module)
 

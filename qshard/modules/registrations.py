@@ -78,9 +78,9 @@ def _handed_out(stack, param):
             part = stack.detach().index_select(0, ids).to(local.device)
             if not torch.equal(part + 0, local + 0):
                 part.copy_(local)
-        for name, tensor in ops._state(part).items():
-            if name == "rounding":
-                tensor.copy_(ops._state(stack.detach())[name])
+        state = ops._state(part)
+        if "rounding" in state:
+            state["rounding"].copy_(ops._state(stack.detach())["rounding"])
     return torch.nn.Parameter(with_local(part, param), requires_grad=param.requires_grad)
 
 

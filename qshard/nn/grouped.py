@@ -14,7 +14,7 @@ from qshard._runtime.hooks import is_quantized
 from qshard.nn.base import Initialized, returned
 from qshard.nn.parts import initial
 from qshard.nn.parts.arguments import PARALLEL_MODES, check_choice, refuse, refuse_arguments, rng_fork
-from qshard.nn.parts.grouped import ends_of_counts, grouped_linear
+from qshard.nn.parts.grouped import ends_of_counts, grouped_linear, local_part
 from qshard.nn.parts.multiply import Multiply
 from qshard.nn.parts.parallel import check_ranks
 
@@ -26,7 +26,7 @@ class Grouped(Initialized, torch.nn.Module):
 
     def multiply(self, x: Tensor, name: str, offs: Tensor, bias: Tensor | None = None, overwrite: bool = False) -> Tensor:
         """By the stack of this name. overwrite: wgrad replaces what main_grad holds."""
-        weight, state = _local(getattr(self, name)), self._qshard
+        weight, state = local_part(getattr(self, name)), self._qshard
         how = Multiply(state.weight_only, state.weight_format, self.fuse_wgrad_accumulation, overwrite)
 
         def run(x, weight):
@@ -37,7 +37,7 @@ class Grouped(Initialized, torch.nn.Module):
                 is_quantized=state.weight_format is not None,
                 weight_only=state.weight_only,
                 weight_format=state.weight_format,
-                bias=_local(bias),
+                bias=local_part(bias),
             )
 
         return how.run(run, x, weight)
@@ -240,11 +240,6 @@ class GroupedExperts(Grouped):
     def extra_repr(self) -> str:
         sizes = f"dim={self.dim}, hidden_dim={self.hidden_dim}, num_experts={self.num_experts}"
         return f"{sizes}{self.shown_format()}"
-
-
-def _local(tensor):
-    """With a gradient of its own placement."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _stacked(matrices, parameter):

@@ -62,8 +62,8 @@ def swiglu_experts(
     down_format: str | None = None,
 ) -> Tensor:
     """The SwiGLU MLPs of experts: grouped_linear(silu(grouped_linear(input, gate)) * grouped_linear(input, up), down), the
-    values of these operators, one after the other. Autograd keeps `input` and the results of gate and up, and
-    nothing of what is made of them.
+    values of these operators, one after the other. Autograd keeps `input` and the results of gate and up;
+    backward makes the product of both again.
 
     input: (rows, columns). gate, up: quantized (experts, inner, columns), of one format; up None: gate is (experts,
         2 x inner, columns), each expert's rows of gate first. down: quantized (experts, outputs, inner).

@@ -4,6 +4,7 @@ number: rows [offs[e - 1], offs[e]) belong to expert e, and rows from offs[-1] o
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from qshard.nn.parts.autocast import activation_dtype
 
@@ -29,6 +30,11 @@ def grouped_linear(
     else:
         y = _plain(x.to(activation_dtype(x)), weight, offs)
     return y if bias is None else _AddBias.apply(y, bias, offs)
+
+
+def local_part(tensor: Tensor | None) -> Tensor | None:
+    """What this rank has of a DTensor, with a gradient of its own placement; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def ends_of(sorted_ids: Tensor, experts: int) -> Tensor:

@@ -10,7 +10,7 @@ from helpers import assert_same, assert_unchanged, ops, state, value, weight
 
 ROWS, COLS = 8192, 2048  # a value of 64 MB: malloc gives no freed memory to what is above 32
 LEFT = 1 << 20  # bytes that may still be allocated
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # as malloc.h has it
 
 
 def quantized(fmt, keep_master):

@@ -101,7 +101,7 @@ def test_implementations_agree(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_plain_experts_are_those_of_grouped_mm(name):
-    for is_one_quantized in (False, True):  # of two: torch's grouped_mm multiplies by the other
+    for is_one_quantized in (False, True):  # torch's grouped_mm multiplies by the other of two
         model = make_model(name, "qshard")
         if is_one_quantized:
             quantize_stacks(model, "nvfp4", stacks="down_proj")
