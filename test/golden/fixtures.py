@@ -13,8 +13,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.overrides import TorchFunctionMode
 
 if path := os.environ.get("QSHARD_LIBRARY"):
     torch.ops.load_library(path)
@@ -77,10 +79,21 @@ def adamw(model):
     )
 
 
+class RoundedSquareRoots(TorchFunctionMode):
+    """Square roots are correctly rounded. torch takes those of a CPU from MKL, which on some (AMD EPYC, say) rounds to the
+    other neighbour now and then; the digests are of the nearest."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.sqrt and args[0].device.type == "cpu":
+            return torch.from_numpy(np.sqrt(args[0].numpy()))
+        return function(*args, **(kwargs or {}))
+
+
 def step(model, optimizer, seed):
     for i, parameter in enumerate(model.parameters()):
         parameter.grad = short(*parameter.shape, seed=seed + i).to(parameter.device)
-    optimizer.step()
+    with RoundedSquareRoots():
+        optimizer.step()
     optimizer.zero_grad()
 
 
