@@ -34,7 +34,7 @@ from tp_models import give_gradient, local_part
 import qshard
 from qshard.formats import info_of
 from qshard.model.quantize import quantize_like
-from qshard.modules import replace
+from qshard.modules import parameter_swap
 
 BUDGET_S = 60
 COLS = 72  # no multiple of a block
@@ -68,7 +68,7 @@ def quantize(model, format, ep_mesh=None):
         param = getattr(model, name)
         with torch.no_grad():
             value = quantize_like(param.detach(), format, True, name, groups)
-        replace.replace(param, value)
+        parameter_swap.replace(param, value)
     if "delayed" in format:
         qshard.flush(model)  # as quantize_ does: the first scale is that of the first values
 

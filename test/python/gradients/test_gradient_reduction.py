@@ -37,7 +37,7 @@ import qshard
 from qshard import tensor_parallel
 from qshard.gradients import QuantizedReduceScatter
 from qshard.model.quantize import quantize_like
-from qshard.modules import replace
+from qshard.modules import parameter_swap
 
 BUDGET_S = 60
 FORMATS = tuple(gradient_message.FORMATS)
@@ -296,7 +296,7 @@ def test_beside_an_expert_mesh(weights):
             expert, groups = model[1].weight, [mesh["expert"].get_group().group_name]
             with torch.no_grad():
                 value = quantize_like(expert.detach(), weights, True, "1.weight", groups)
-            replace.replace(expert, value)
+            parameter_swap.replace(expert, value)
         fully_shard(model[1], mesh=mesh["data"])
         models.append(fully_shard(model.to(device()), mesh=everyone))
     plain, model = models

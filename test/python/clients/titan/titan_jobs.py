@@ -19,7 +19,7 @@ from titan_stand_ins import (
 from torch.distributed.fsdp import FSDPModule
 
 from qshard.model.quantize import is_quantized
-from qshard.model.state import without_wrappers
+from qshard.model.state_buffers import without_wrappers
 
 SEQUENCE = 32
 TABLE = {"tok_embeddings.weight"}
