@@ -6,22 +6,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import (
-    RECIPES,
-    REDUCTION_ERROR as ERROR,
-    WIDTH,
-    Model,
-    batch,
-    build,
-    collectives,
-    gradients,
-    local,
-    loss_of,
-    quantize_model,
-    relative_error,
-    shard,
-)
+from models.blocks import WIDTH, Model
+from models.formats import RECIPES, quantize_model
+from models.fsdp2 import build, shard
+from models.training import REDUCTION_ERROR as ERROR, batch, gradients, loss_of, relative_error
+from models.weights import local
 from reference import gradient_message
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,

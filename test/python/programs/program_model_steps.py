@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from dist_helpers import device
-from dist_models import local
+from models.weights import local
 from program_meshes import own_part
 from program_models import Interrupted, TwinLinear, optimizers_for
 from program_steps import step

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from dist_helpers import shared_folder
-from dist_models import different, local, local_values
+from models.weights import different, local, local_values
 from safetensors.torch import load_file
 from titan_stand_ins import (
     Nothing,
