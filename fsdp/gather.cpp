@@ -13,8 +13,8 @@
 
 #include "dispatch/buffer/adoption.h"
 #include "dispatch/buffer/gathered_buffer.h"
-#include "dispatch/buffer/handed_out_masters.h"
 #include "dispatch/buffer/image_copy.h"
+#include "dispatch/buffer/master_aliases.h"
 #include "dispatch/flush/flush.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
@@ -172,7 +172,7 @@ std::vector<int64_t> logical_tensor(const Tensor& self) {
   const Layout& layout = placement.layout();
   // A file does not say where the logical tensor lies; a new shard's template did.
   const bool is_part =
-      layout.full_cols > 0 || (placement.knows_groups() && !placement.share()->is_cut);
+      layout.full_cols > 0 || (placement.knows_groups() && !placement.share()->is_slice);
   return {layout.logical_rows, is_part, placement.is_share()};
 }
 
@@ -228,7 +228,8 @@ void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::Li
     if (groups[i] != 0) adopt(buffer, registered_groups(groups[i]));
     if (has_grad[i] && !(kernels_tell && buffer.flush_state().is_written_here())) buffer.written();
   }
-  flush(buffers, is_step ? FlushKind::kStep : FlushKind::kOthers, found_inf.value_or(Tensor()));
+  flush(buffers, is_step ? FlushKind::kStep : FlushKind::kOutsideStep,
+        found_inf.value_or(Tensor()));
 }
 
 /// The plain tensors of a quantized tensor's state, by name; writes to them act.
@@ -242,7 +243,7 @@ c10::Dict<std::string, Tensor> state(const Tensor& self) {
 /// The names of the state of the weight in whose master this plain tensor lies, if it does.
 std::vector<std::string> state_names_of_master(const Tensor& self) {
   std::vector<std::string> names;
-  if (const BufferPtr owner = owner_of_master(self)) {
+  if (const BufferPtr owner = owner_of_master_alias(self)) {
     for (const auto& [name, tensor] : owner->scaling_state().tensors()) names.push_back(name);
   }
   return names;
@@ -262,7 +263,8 @@ void mark_written(const Tensor& self) { buffer_of(self).written(); }
 /// What a linear of these weights is about to ask, before it sends anything: an error where codes
 /// wait for a flush that other ranks take part in.
 void check_codes_can_be_read(at::TensorList self) {
-  for (const Tensor& weight : self) require_shown(impl_of(weight).buffer(), "qshard::linear");
+  for (const Tensor& weight : self)
+    ensure_codes_current(impl_of(weight).buffer(), "qshard::linear");
 }
 
 /// written_by_rank() of shards, and of the originals of offloaded ones. Those with a gradient count

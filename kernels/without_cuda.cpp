@@ -9,10 +9,10 @@
 #include "kernels/device/memory.h"
 #include "kernels/grouped/grouped_codes.h"
 #include "kernels/grouped/grouped_gemm.h"
+#include "kernels/linear/input_code_cache.h"
 #include "kernels/linear/linear_block_scaled.h"
 #include "kernels/linear/linear_fp8.h"
 #include "kernels/linear/norm_quantize.h"
-#include "kernels/linear/shared_activation.h"
 #include "kernels/linear/swiglu_quantize.h"
 #include "kernels/messages/activation_message_cuda.h"
 #include "kernels/messages/gradient_message_cuda.h"
@@ -52,7 +52,7 @@ bool has_grouped_gemm(at::Device) { return false; }
 at::Tensor grouped_gemm(const char* op, const GroupedOperands& operands) {
   TORCH_CHECK(false, op, ": needs a GPU of compute capability 9.0, got ", operands.a.device());
 }
-GroupCodes quantize_groups(const at::Tensor&, const Format&, PackedRole, Orientations,
+GroupCodes quantize_groups(const at::Tensor&, const Format&, OperandRole, Orientations,
                            const RowGroups&, const DelayedAmax&) {
   no_cuda("quantize an activation");
 }
@@ -104,7 +104,7 @@ bool can_quantize_swiglu_backward(const at::Tensor&, const SwigluBackwardRequest
 QuantizedMatrix quantize_activation(const at::Tensor&, const OperandRequest&, at::Tensor&) {
   no_cuda("quantize an activation");
 }
-QuantizedMatrix quantize_shared_activation(const SharedInput&, const at::Tensor&,
+QuantizedMatrix quantize_cached_activation(const SharedInput&, const at::Tensor&,
                                            const OperandRequest&) {
   no_cuda("quantize an activation");
 }

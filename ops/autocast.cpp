@@ -46,7 +46,7 @@ auto typed_op(const char* name) {
 template <DeviceType kDevice>
 Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only, std::optional<c10::string_view> format,
-                       WeightState weight_state, const OptionalTensor& residual,
+                       const WeightState& weight_state, const OptionalTensor& residual,
                        bool input_is_kept) {
   static const auto op = typed_op<decltype(linear)>("qshard::linear");
   const Autocast<kDevice> cast;
@@ -79,10 +79,10 @@ Tensor swiglu_mlp_autocast(const Tensor& input, const Tensor& gate, const Option
                            const Tensor& down, const OptionalTensor& gate_bias,
                            const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                            bool weight_only, c10::string_view format, c10::string_view down_format,
-                           WeightState gate_state, WeightState up_state, WeightState down_state,
-                           const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                           const OptionalTensor& norm_bias, double eps, bool rms,
-                           bool zero_centered_gamma) {
+                           const WeightState& gate_state, const WeightState& up_state,
+                           const WeightState& down_state, const OptionalTensor& residual,
+                           const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                           double eps, bool rms, bool zero_centered_gamma) {
   static const auto op = typed_op<decltype(swiglu_mlp)>("qshard::swiglu_mlp");
   const Autocast<kDevice> cast;
   const bool adds_input = residual && residual->is_same(input);  // which costs no pass in backward

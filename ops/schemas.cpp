@@ -316,7 +316,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_encode_activation", &encode_activation_op>(m);
   implement<"_decode_activations", &decode_activations_op>(m);
 
-  implement<"_meta_twin", &meta_twin, Takes::kValuesOrMeta>(m);
+  implement<"_meta_twin", &meta_replica, Takes::kValuesOrMeta>(m);
   implement<"_plane_copy", &plane_copy, Takes::kValuesOrMeta>(m);
 
   implement<"formats", &format_names, Takes::kAnything>(m);

@@ -7,7 +7,7 @@ import sys
 from types import FunctionType
 
 from qshard.dynamic_weights import modules, weights
-from qshard.model import quantize, scale_groups, state
+from qshard.model import quantize, scale_groups, state_buffers
 from qshard.nn.parts import initial
 
 NAMES = {
@@ -16,7 +16,7 @@ NAMES = {
     "qshard.nn.initial": initial,
     "qshard.quantize": quantize,
     "qshard.scale_groups": scale_groups,
-    "qshard.state": state,
+    "qshard.state": state_buffers,
 }
 
 for name, module in NAMES.items():

@@ -76,10 +76,10 @@ void copy_into_quantized(const at::Tensor& self, const at::Tensor& src, bool non
                           describe(self)));
   QuantizedBuffer& buffer = buffer_of(self);
   if (has_key(src)) {
-    const bool is_itself = &buffer == &buffer_of(src);  // torch refuses overlaps
+    const bool is_itself = &buffer == &buffer_of(src);  // torch reports overlaps
     if (const auto copy = is_itself ? std::nullopt : row_copy(self, src)) {
       if (buffer.copy_rows_from(buffer_of(src), copy->to, copy->from, non_blocking)) {
-        buffer.flush_state().watch().note_before_bump(*self.unsafeGetTensorImpl());
+        buffer.flush_state().watch().expect_version_bump(*self.unsafeGetTensorImpl());
         return;
       }
     }
@@ -181,7 +181,7 @@ std::vector<Piece> consecutive_rows(const at::ITensorListRef& tensors) {
     // Pieces without rows do not tell whether they would follow one another.
     const bool fits =
         rows && rows->count > 0 && same_kind(buffer, head) && buffer.dtype() == head.dtype() &&
-        buffer.device() == head.device() && buffer.flush_state().is_shown() &&
+        buffer.device() == head.device() && buffer.flush_state().codes_current() &&
         !buffer.device().is_meta() && !buffer.planes().pending().defined() &&
         buffer.generation() == head.generation() && buffer.keeps_master() == head.keeps_master() &&
         tensor.sizes().slice(1) == first.sizes().slice(1);

@@ -74,9 +74,9 @@ at::Tensor make_shard(const at::Tensor& self, at::IntArrayRef sizes, const NewAr
   int64_t row = 0;
   const bool is_beyond = c10::mul_overflows(rank, held, &row) ||
                          c10::add_overflows(row, from.layout().row_offset + rows->first, &row);
-  if (is_beyond) row = from.layout().logical_rows;  // cut() ends there
+  if (is_beyond) row = from.layout().logical_rows;  // slice() ends there
   const bool is_whole = covers_live_rows(self) && held >= from.layout().live_rows();
-  auto shard = make_buffer_of_rows(from, from.placement().cut(row, held, is_whole), args.dtype,
+  auto shard = make_buffer_of_rows(from, from.placement().slice(row, held, is_whole), args.dtype,
                                    args.device, fill);
   return make_tensor(std::move(shard), sizes);
 }

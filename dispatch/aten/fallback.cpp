@@ -29,9 +29,9 @@ void trace(const c10::OperatorHandle& op, std::map<std::string, int64_t>& counts
 }
 
 /// The plain tensors that stand for quantized arguments during one call.
-class Substitution {
+class PlainArguments {
  public:
-  Substitution(std::string name, const c10::FunctionSchema& schema)
+  PlainArguments(std::string name, const c10::FunctionSchema& schema)
       : name_(std::move(name)),
         counts_storage_(schema.argumentIndexWithName("storage_offset").has_value()) {}
 
@@ -204,7 +204,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const auto& schema = op.schema();
   const size_t first_argument = stack->size() - schema.arguments().size();
   const std::string name = op_name(op);
-  Substitution substitution(name, schema);
+  PlainArguments plain_arguments(name, schema);
   PlainGuard guard;
   refuse_what_cannot_fall_back(op, name);
   // Before any argument is prepared for a write: a list of which one tensor was freed leaves the
@@ -226,25 +226,25 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
         if (!device_guard.current_device() && has_key(tensor)) {
           device_guard.reset_device(tensor.device());
         }
-        if (is_code_read) return substitution.read_codes(tensor);
-        if (!written) return substitution.read(tensor);
-        if (argument.is_out()) return substitution.out(tensor);
+        if (is_code_read) return plain_arguments.read_codes(tensor);
+        if (!written) return plain_arguments.read(tensor);
+        if (argument.is_out()) return plain_arguments.out(tensor);
         warn_of_rounded_sum(schema.name(), tensor);
-        return substitution.write(tensor);
+        return plain_arguments.write(tensor);
       });
     }
-    if (substitution.reads()) trace(op, g_traced_reads);
+    if (plain_arguments.reads()) trace(op, g_traced_reads);
     runs = true;
     op.callBoxed(stack);
-    substitution.commit();
+    plain_arguments.commit();
   } catch (...) {
-    substitution.roll_back(runs && !checks_before_it_writes(op));
+    plain_arguments.roll_back(runs && !checks_before_it_writes(op));
     throw;
   }
   const size_t first_return = stack->size() - schema.returns().size();
   for (size_t i = first_return; i < stack->size(); ++i) {
     convert_value((*stack)[i],
-                  [&](const at::Tensor& result) { return substitution.restore(result); });
+                  [&](const at::Tensor& result) { return plain_arguments.restore(result); });
   }
 }
 

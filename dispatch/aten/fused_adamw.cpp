@@ -82,7 +82,7 @@ bool has_steppable_master(const at::Tensor& parameter) {
   if (!placement.group() && !layout.holds_all_rows()) return false;
   const auto rows = row_window(parameter);
   return rows && rows->first == 0 && rows->count == layout.live_rows() &&
-         step_quantizes(layout) != StepQuantizes::kNothing;
+         step_quantizes(layout) != StepQuantizes::kSkip;
 }
 
 bool serves(const AdamWArguments& a, size_t i) {
@@ -137,8 +137,8 @@ AdamWOptions options_of(const AdamWArguments& a, const at::IValue& lr, at::Devic
   return options;
 }
 
-int64_t provisional_numel(const AdamWTask& task) {
-  return task.quantizes == StepQuantizes::kProvisional ? task.layout.grid_numel() : 0;
+int64_t speculative_numel(const AdamWTask& task) {
+  return task.quantizes == StepQuantizes::kSpeculative ? task.layout.grid_numel() : 0;
 }
 
 /// Steps and quantizes the parameters with these indices; all of them are served.
@@ -156,7 +156,7 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
     const WritableCodes codes = buffer.write_codes();
     AdamWTask& task = tasks.emplace_back();
     task.layout = buffer.layout();
-    task.cuts = find_cuts(task.layout, ranks_of(buffer.placement().group()));
+    task.boundary = find_boundary_blocks(task.layout, ranks_of(buffer.placement().group()));
     task.value_dtype = value_dtype(buffer.dtype());
     task.parameter = WriteScope(parameter).data();
     task.values = task.parameter;
@@ -168,15 +168,15 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
     task.exp_avg_sq = a.exp_avg_sqs[i].mutable_data_ptr();
     task.step = a.steps[i].const_data_ptr<float>();
     buffers.push_back(&buffer);
-    words += amax_numel(task.layout, task.cuts) + provisional_numel(task);
+    words += amax_numel(task.layout, task.boundary) + speculative_numel(task);
   }
   const auto left = at::zeros({words}, at::TensorOptions().dtype(at::kFloat).device(device));
   float* next = left.mutable_data_ptr<float>();
   for (AdamWTask& task : tasks) {
     task.amax = next;
-    next += amax_numel(task.layout, task.cuts);
-    if (provisional_numel(task) > 0) task.provisional = next;
-    next += provisional_numel(task);
+    next += amax_numel(task.layout, task.boundary);
+    if (speculative_numel(task) > 0) task.speculative_scale_inv = next;
+    next += speculative_numel(task);
   }
   fused_adamw(tasks, options_of(a, lr, device), current_stream(device));
 
@@ -193,11 +193,12 @@ void run_fused(const AdamWArguments& a, const at::IValue& lr, const std::vector<
   };
   for (size_t t = 0; t < tasks.size(); ++t) {
     const AdamWTask& task = tasks[t];
-    at::Tensor provisional;
-    if (task.provisional) provisional = left_at(task.provisional, provisional_numel(task));
+    at::Tensor speculative_scale_inv;
+    if (task.speculative_scale_inv)
+      speculative_scale_inv = left_at(task.speculative_scale_inv, speculative_numel(task));
     buffers[t]->flush_state().write_with_amax(
-        device, left_at(task.amax, amax_numel(task.layout, task.cuts)), std::move(provisional),
-        task.quantizes == StepQuantizes::kAll);
+        device, left_at(task.amax, amax_numel(task.layout, task.boundary)),
+        std::move(speculative_scale_inv), task.quantizes == StepQuantizes::kCodes);
   }
 }
 

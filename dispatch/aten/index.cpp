@@ -41,7 +41,7 @@ std::optional<at::Tensor> pick(const at::Tensor& self, const at::Tensor& index, 
     const auto stack = stack_of(tensor);
     if (!stack) return std::nullopt;
     const BufferPtr& buffer = impl_of(tensor).buffer();
-    if (buffer->placement().is_alone()) require_shown(buffer, op);
+    if (buffer->placement().is_alone()) ensure_codes_current(buffer, op);
     auto sizes = tensor.sizes().vec();
     sizes[0] = index.numel();
     return make_tensor(copy_matrices(*buffer, stack->rows, stack->run, index), sizes);

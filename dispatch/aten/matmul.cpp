@@ -34,7 +34,7 @@ bool is_window_of_rows(const at::Tensor& tensor, int64_t dim) {
 /// The `count` rows that a window of whole rows has.
 LinearWeight weight_of_rows(const at::Tensor& window, int64_t count, const char* op) {
   const BufferPtr& buffer = impl_of(window).buffer();
-  require_shown(buffer, op);
+  ensure_codes_current(buffer, op);
   const Planes& planes = buffer->planes();
   const ScalingState& state = buffer->scaling_state();
   return {
@@ -79,7 +79,7 @@ ExpertWeights expert_weights(const at::Tensor& weight, const char* op) {
 at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
   if (!has_key(tensor)) return tensor;
   const BufferPtr& buffer = impl_of(tensor).buffer();
-  require_shown(buffer, op);
+  ensure_codes_current(buffer, op);
   record_dequantized(*buffer->layout().format, op);
   return window(dequantized_rows(*buffer, buffer->dtype()), tensor);
 }

@@ -170,7 +170,7 @@ at::Tensor detach(const at::Tensor& self) {
 at::Tensor& detach_(at::Tensor& self) { return self; }
 
 /// A meta tensor with the geometry of `self`.
-at::Tensor meta_twin(const at::Tensor& self) {
+at::Tensor meta_replica(const at::Tensor& self) {
   const Layout& layout = buffer_of(self).layout();
   return at::empty({layout.rows * layout.cols}, self.options().device(at::kMeta))
       .as_strided(self.sizes(), self.strides(), self.storage_offset());
@@ -195,7 +195,7 @@ std::pair<at::Tensor, at::Tensor> run_on_meta(const c10::OperatorHandle& op,
                           op_name(op)));
   const at::Tensor self = first.toTensor();
   PlainGuard guard;
-  const at::Tensor twin = meta_twin(self);
+  const at::Tensor twin = meta_replica(self);
   first = twin;
   try {
     op.callBoxed(stack);

@@ -17,7 +17,7 @@ void adopt(QuantizedBuffer& buffer, const Groups& groups) {
 void share_scale(QuantizedBuffer& buffer, const ScaleGroup& group) {
   if (buffer.placement().scale_group() == group) return;
   buffer.placement().share_scale(group);
-  buffer.flush_state().write_elsewhere();
+  buffer.flush_state().mark_remote_write();
 }
 
 void set_rounding_key(QuantizedBuffer& buffer, int64_t key) {

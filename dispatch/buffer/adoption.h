@@ -1,4 +1,4 @@
-// Whom a buffer's state is agreed with, where more than its placement changes.
+// Changes of a buffer's groups and keys, where more than its placement changes.
 #pragma once
 
 #include <string_view>
@@ -11,7 +11,8 @@ namespace qshard {
 void adopt(QuantizedBuffer& buffer, std::string_view group);
 /// The same with all groups.
 void adopt(QuantizedBuffer& buffer, const Groups& groups);
-/// One scale with others, from the next flush of all of them on; what is shown until then stands.
+/// Gives it one scale with the others of `group`, from the next flush that includes all of them.
+/// Its codes and scales stay until then.
 void share_scale(QuantizedBuffer& buffer, const ScaleGroup& group);
 /// Rounds by this key, whether or not others do.
 void set_rounding_key(QuantizedBuffer& buffer, int64_t key);

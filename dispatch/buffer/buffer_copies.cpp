@@ -38,7 +38,7 @@ void copy_flush_state(QuantizedBuffer& to, const QuantizedBuffer& from) {
 BufferPtr copy_buffer(QuantizedBuffer& buffer, const CopyTo& to) {
   PlainGuard guard;
   buffer.check_is_allocated();
-  buffer.complete();
+  buffer.materialize();
   buffer.flush_state().flushed().wait();
   const Layout& layout = buffer.layout();
   const Planes& from = buffer.planes();
@@ -46,7 +46,7 @@ BufferPtr copy_buffer(QuantizedBuffer& buffer, const CopyTo& to) {
   const bool keeps_master = buffer.keeps_master();
   Placement placement(layout);
   placement.adopt_groups_of(buffer.placement());
-  if (!to.keeps_adoption) placement.disown();
+  if (!to.keeps_adoption) placement.detach_from_groups();
   auto planes =
       Planes::allocate(layout, to.dtype, keeps_master, to.device, Fill::kNothing, to.pinned);
   const auto of_planes = [&] {
@@ -59,7 +59,8 @@ BufferPtr copy_buffer(QuantizedBuffer& buffer, const CopyTo& to) {
                 "is no data. Use to_empty() and initialise it");
     auto copy = of_planes();
     const FlushState& state = buffer.flush_state();
-    copy->flush_state().restore(state.is_written_here(), /*shown=*/true, state.may_differ());
+    copy->flush_state().restore(state.is_written_here(), /*codes_current=*/true,
+                                state.may_differ());
     return copy;
   }
   const bool is_bytewise =
@@ -106,7 +107,7 @@ BufferPtr concatenate(const std::vector<std::pair<BufferPtr, RowWindow>>& pieces
   int64_t next = 0;
   for (const auto& [piece, rows] : pieces) {
     piece->check_is_allocated();
-    piece->complete();
+    piece->materialize();
     copy_rows(planes.write_image(), {next, rows.count}, piece->planes().image(), rows, false);
     if (first->keeps_master()) {
       copy_rows(planes.write_master(), {next, rows.count}, piece->planes().master(), rows, false);
@@ -129,7 +130,7 @@ BufferPtr copy_matrices(QuantizedBuffer& buffer, RowWindow rows, int64_t run,
                         const at::Tensor& index) {
   PlainGuard guard;
   buffer.check_is_allocated();
-  buffer.complete();
+  buffer.materialize();
   buffer.flush_state().flushed().wait();
   const Layout& layout = buffer.layout();
   const Planes& from = buffer.planes();
@@ -171,7 +172,7 @@ BufferPtr copy_matrices(QuantizedBuffer& buffer, RowWindow rows, int64_t run,
   state.copy_of(buffer.flush_state(), /*same_amax=*/false, copy->device());
   state.replace_codes();  // the grid is another one
   // Without a master, what the codes show is the value.
-  if (!keeps_master && state.is_shown()) state.agree();
+  if (!keeps_master && state.codes_current()) state.mark_scales_synced();
   return copy;
 }
 

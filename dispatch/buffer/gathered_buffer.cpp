@@ -59,14 +59,14 @@ void GatheredBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) {
                     later.rows, later.cols));
   }
   auto [grid, generation, images] = shard.end_gather();
-  placement().hold(images);
+  placement().set_images(images);
   planes_.replace_image(bytes, Grid::snapshot(std::move(grid)), layout());
   flush_state().watch().watch(planes_.memory());
   note_codes();
   // The shard may be another tensor than in the gather before, as after Module.to().
   scaling_state() = shard.scaling_state();
   flush_state().join(generation);
-  flush_state().agree();
+  flush_state().mark_scales_synced();
 }
 
 }  // namespace qshard

@@ -33,11 +33,11 @@ ImageCopy::CopyPtr ImageCopy::of(QuantizedBuffer& original, at::Device device) {
     if (state.device() != device) state = state.copy_to(device);
     copy->scaling_state() = state;
   }
-  if (original.flush_state().is_shown()) {
+  if (original.flush_state().codes_current()) {
     copy->refresh();
   } else {
     // Nothing worth sending yet: the flush comes first.
-    copy->flush_state().restore(/*written=*/true, /*shown=*/false,
+    copy->flush_state().restore(/*written=*/true, /*codes_current=*/false,
                                 original.flush_state().may_differ());
   }
   return copy;
@@ -59,7 +59,7 @@ void ImageCopy::refresh() {
   const Ptr from = original();
   link_->writes = from->flush_state().writes();
   const FlushState& state = from->flush_state();
-  flush_state().restore(state.is_written_here(), state.is_shown(), state.may_differ());
+  flush_state().restore(state.is_written_here(), state.codes_current(), state.may_differ());
   const int64_t generation = from->generation();
   if (this->generation() == generation) return;
   from->flush_state().flushed().wait();
@@ -71,11 +71,11 @@ void ImageCopy::refresh() {
   flush_state().join(generation);
 }
 
-void ImageCopy::complete() {
-  if (link_) complete_from(*original());
+void ImageCopy::materialize() {
+  if (link_) materialize_from(*original());
 }
 
-void ImageCopy::complete_from(QuantizedBuffer& from) {
+void ImageCopy::materialize_from(QuantizedBuffer& from) {
   PlainGuard guard;
   TORCH_CHECK(
       from.flush_state().writes() == link_->writes && !from.flush_state().watch().has_moved(),
@@ -97,7 +97,7 @@ void ImageCopy::complete_from(QuantizedBuffer& from) {
   flush_state().watch().watch(planes_.memory());
   link_.reset();
   counters().bind_master();
-  placement().disown();  // as any copy
+  placement().detach_from_groups();  // as any copy
   scaling_state() = from.scaling_state().copy_to(here);
   note_codes();
   copy_flush_state(*this, from);
@@ -113,9 +113,9 @@ void QuantizedBuffer::ImageCopies::add(const ImageCopy::CopyPtr& copy) {
   copies.emplace_back(copy);
 }
 
-void QuantizedBuffer::ImageCopies::complete(QuantizedBuffer& original) {
+void QuantizedBuffer::ImageCopies::materialize(QuantizedBuffer& original) {
   for (const auto& known : std::exchange(copies, {})) {
-    if (const auto copy = known.lock(); copy && copy->is_linked()) copy->complete_from(original);
+    if (const auto copy = known.lock(); copy && copy->is_linked()) copy->materialize_from(original);
   }
 }
 

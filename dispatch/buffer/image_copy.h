@@ -13,11 +13,12 @@ namespace qshard {
 /// offloaded shard for every gather. Its axis is how much of it is its own:
 ///
 ///   state     what holds                             what may follow
-///   linked    the value stays with the original;     refresh(), before a gather; completion, at
-///             image and state are what it had at     any use as a tensor, and before the original
-///             the last refresh()                     is written or goes; an error where that was
+///   linked    the value stays with the original;     refresh(), before a gather; materialize(),
+///             image and state are what it had at     at any use as a tensor, and before the
+///             original the last refresh()                     is written or goes; an error where
+///             that was
 ///                                                    written behind qshard's back, or is gone
-///   complete  it has a value of its own, and knows   what may follow of any buffer
+///   own       it has a value of its own, and knows   what may follow of any buffer
 ///             no other ranks, as any copy
 ///
 /// Its FlushState says of a linked one what that of the original said at the last refresh().
@@ -32,9 +33,9 @@ class ImageCopy final : public QuantizedBuffer {
   bool is_linked() const { return link_.has_value(); }
   bool keeps_master() const override;
   Ptr original() override;
-  void complete() override;
-  /// The same from `original`, which is about to be written or to go.
-  void complete_from(QuantizedBuffer& original);
+  void materialize() override;
+  /// Does so before `original` is written or goes.
+  void materialize_from(QuantizedBuffer& original);
   /// Brings a linked one up to date with its flushed original.
   void refresh();
 
@@ -62,8 +63,8 @@ struct QuantizedBuffer::ImageCopies {
   std::vector<c10::weak_intrusive_ptr<ImageCopy>> copies;
 
   void add(const ImageCopy::CopyPtr& copy);
-  /// All that are linked become buffers of their own.
-  void complete(QuantizedBuffer& original);
+  /// Makes all linked copies buffers of their own.
+  void materialize(QuantizedBuffer& original);
 };
 
 }  // namespace qshard

@@ -87,7 +87,8 @@ BufferPtr make_buffer_of_rows(QuantizedBuffer& from, const Placement& placement,
     buffer->flush_state().join(from.generation());
   }
   const FlushState& state = from.flush_state();
-  buffer->flush_state().restore(state.is_written_here(), /*shown=*/true, state.may_differ());
+  buffer->flush_state().restore(state.is_written_here(), /*codes_current=*/true,
+                                state.may_differ());
   return buffer;
 }
 
@@ -99,7 +100,8 @@ BufferPtr make_buffer_without_bytes(const QuantizedBuffer& from, at::ScalarType 
                  from.scaling_state().copy_to(device));
   buffer->placement().adopt_groups_of(from.placement());
   const FlushState& state = from.flush_state();
-  buffer->flush_state().restore(state.is_written_here(), /*shown=*/true, state.may_differ());
+  buffer->flush_state().restore(state.is_written_here(), /*codes_current=*/true,
+                                state.may_differ());
   return buffer;
 }
 
@@ -111,8 +113,8 @@ BufferPtr make_buffer_over_storage(const QuantizedBuffer& from, c10::Storage sto
                              : Planes::over_codes(std::move(storage), layout);
   auto buffer = new_buffer(from.placement(), from.dtype(), std::move(planes), from.scaling_state());
   const FlushState& state = from.flush_state();
-  buffer->flush_state().restore(keeps_master || state.is_written_here(), /*shown=*/!keeps_master,
-                                state.may_differ());
+  buffer->flush_state().restore(keeps_master || state.is_written_here(),
+                                /*codes_current=*/!keeps_master, state.may_differ());
   return buffer;
 }
 
@@ -123,7 +125,7 @@ BufferPtr make_buffer_over_planes(const Placement& placement, at::ScalarType dty
   planes.set_pending(pending);
   auto buffer = new_buffer(placement, dtype, std::move(planes), std::move(state));
   const bool has_value = master.defined() || pending.defined();
-  buffer->flush_state().restore(is_written, /*shown=*/!(is_written && has_value));
+  buffer->flush_state().restore(is_written, /*codes_current=*/!(is_written && has_value));
   return buffer;
 }
 

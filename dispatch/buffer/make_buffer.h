@@ -16,8 +16,8 @@ BufferPtr make_buffer_of_values(const Placement& placement, const at::Tensor& va
 /// ranks. A master is what they stand for.
 BufferPtr make_buffer_of_codes(const Placement& placement, at::ScalarType dtype, bool keeps_master,
                                const at::Tensor& image, const at::Tensor& grid);
-/// The rows of the logical tensor of `from` that `placement` says (Placement::cut), with a snapshot
-/// of the scales of `from`.
+/// The rows of the logical tensor of `from` that `placement` says (Placement::slice), with a
+/// snapshot of the scales of `from`.
 BufferPtr make_buffer_of_rows(QuantizedBuffer& from, const Placement& placement,
                               at::ScalarType dtype, at::Device device, Fill fill);
 /// The metadata of `from` and no bytes: what set_() builds on.

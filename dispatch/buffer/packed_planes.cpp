@@ -42,7 +42,7 @@ int64_t packed_bytes(const Layout& layout, at::ScalarType dtype, bool keeps_mast
 at::Tensor pack_planes(QuantizedBuffer& buffer) {
   PlainGuard guard;
   buffer.check_is_allocated();
-  buffer.complete();
+  buffer.materialize();
   const Layout& layout = buffer.layout();
   const at::ScalarType dtype = buffer.dtype();
   const bool keeps_master = buffer.keeps_master();
@@ -75,7 +75,7 @@ BufferPtr unpack_planes(const at::Tensor& bytes, const at::Tensor& pending,
                                                      ScalingState::fresh(layout, bytes.device()));
   // Codes that a local flush made stand for their value: quantizing that again gives other bytes.
   const bool has_value = pending.defined() || keeps_master;
-  buffer->flush_state().restore(is_written, /*shown=*/!(is_written && has_value));
+  buffer->flush_state().restore(is_written, /*codes_current=*/!(is_written && has_value));
   return buffer;
 }
 

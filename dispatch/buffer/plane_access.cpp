@@ -9,7 +9,7 @@ namespace qshard {
 at::Tensor PlaneAccess::image() const { return buffer_.planes_.write_image(); }
 
 at::Tensor PlaneAccess::grid() const {
-  buffer_.complete();
+  buffer_.materialize();
   buffer_.check_is_allocated();
   return buffer_.planes_.own_grid(buffer_.layout()).shared();
 }
@@ -25,7 +25,7 @@ at::Tensor PlaneAccess::code_bytes() const {
 }
 
 at::Tensor PlaneAccess::master() const {
-  buffer_.complete();
+  buffer_.materialize();
   if (!buffer_.planes().master().defined()) return {};
   check_master_is_allocated(buffer_.planes(), buffer_.layout(), buffer_.dtype());
   return buffer_.planes_.write_master();

@@ -57,7 +57,7 @@ const ReadOnlyTensor& QuantizedBuffer::snapshot_grid() {
 void QuantizedBuffer::check_is_allocated() const { check_codes_are_allocated(planes_, layout()); }
 
 ReadOnlyTensor QuantizedBuffer::value() {
-  complete();
+  materialize();
   arrivals_.settle(*this);
   if (planes_.master().defined()) {
     check_master_is_allocated(planes_, layout(), dtype_);
@@ -70,8 +70,8 @@ ReadOnlyTensor QuantizedBuffer::value() {
 // ------------------------------------------------------------------------------------- write
 
 at::Tensor QuantizedBuffer::write_plane() {
-  complete();
-  complete_image_copies();
+  materialize();
+  materialize_image_copies();
   if (planes_.master().defined()) {
     check_master_is_allocated(planes_, layout(), dtype_);
     return planes_.write_master();
@@ -81,17 +81,17 @@ at::Tensor QuantizedBuffer::write_plane() {
 }
 
 WritableCodes QuantizedBuffer::write_codes() {
-  complete();
+  materialize();
   check_is_allocated();
   return {planes_.write_image().mutable_data_ptr<uint8_t>(),
           planes_.own_grid(layout()).mutable_data()};
 }
 
-void QuantizedBuffer::written_nothing(const c10::TensorImpl& tensor) {
-  complete();  // later, it would take over what the original knows of writes
-  flush_state_.write_elsewhere();
-  if (planes_.master().defined() && !placement_.is_alone()) flush_state_.hide();
-  flush_state_.watch().note_before_bump(tensor);
+void QuantizedBuffer::mark_empty_write(const c10::TensorImpl& tensor) {
+  materialize();  // later, it would take over what the original knows of writes
+  flush_state_.mark_remote_write();
+  if (planes_.master().defined() && !placement_.is_alone()) flush_state_.invalidate_codes();
+  flush_state_.watch().expect_version_bump(tensor);
 }
 
 void QuantizedBuffer::requantized(ReadOnlyTensor given, const FlushEvent& event, Pending keep) {
@@ -106,9 +106,9 @@ void QuantizedBuffer::requantized(ReadOnlyTensor given, const FlushEvent& event,
 
 bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows,
                                      bool non_blocking) {
-  from.complete();
+  from.materialize();
   // Codes that this rank alone has made of a pending write are not the value yet.
-  if (!from.flush_state_.is_shown() || from.planes_.pending().defined()) return false;
+  if (!from.flush_state_.codes_current() || from.planes_.pending().defined()) return false;
   // The same codes show another value in another dtype.
   if (dtype_ != from.dtype_ || (keeps_master() && !from.keeps_master())) return false;
 
@@ -118,14 +118,14 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
   const bool is_whole = live_rows == 0 || (to_rows.first == 0 && to_rows.count >= live_rows);
   // Beside codes that this rank alone made, a pending write is the value of the other rows.
   if (!is_whole &&
-      (!is_same_generation || !flush_state_.is_shown() || planes_.pending().defined())) {
+      (!is_same_generation || !flush_state_.codes_current() || planes_.pending().defined())) {
     return false;
   }
 
   from.check_is_allocated();
   check_is_allocated();
-  complete();
-  complete_image_copies();
+  materialize();
+  materialize_image_copies();
   from.flush_state_.flushed().wait();
   if (to_rows.count > 0) {
     copy_rows(planes_.write_image(), to_rows, from.planes_.image(), from_rows, non_blocking);
@@ -156,7 +156,7 @@ void QuantizedBuffer::fill_from(QuantizedBuffer& from) {
                   device() == from.device() && keeps_master() == from.keeps_master(),
               "qshard::_unpack_into: the tensor was not made of the description that it is to be "
               "filled by; give it what _unpack_later() made of the same arguments");
-  complete();
+  materialize();
   check_is_allocated();
   placement_ = from.placement_;
   planes_.write_image().copy_(from.planes_.image().operand());
@@ -175,13 +175,13 @@ QuantizedBuffer::Gather QuantizedBuffer::end_gather() {
   return *std::exchange(gather_, std::nullopt);
 }
 
-void QuantizedBuffer::complete_image_copies() {
-  if (image_copies_) image_copies_->complete(*this);
+void QuantizedBuffer::materialize_image_copies() {
+  if (image_copies_) image_copies_->materialize(*this);
 }
 
 void QuantizedBuffer::release_resources() {
   try {
-    complete_image_copies();
+    materialize_image_copies();
   } catch (const std::exception&) {
     // Out of memory, say. Such a copy names what it lacks when it is used.
   }

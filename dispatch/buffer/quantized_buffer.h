@@ -81,19 +81,19 @@ class QuantizedBuffer : public c10::intrusive_ptr_target {
   /// After a write to the value, before any early return on numel 0: whether ranks meet in a flush
   /// must not depend on how many rows each of them holds.
   void written() { flush_state_.write(device()); }
-  /// The same of a write of no elements. The image stands: without a master it may be the value,
-  /// and made anew it would be rounded twice. Beside a master it waits for the flush, as on the
+  /// Records a write of no elements. The codes are kept: without a master they may be the value,
+  /// and requantizing would round twice. Beside a master they wait for the flush, as they do on the
   /// ranks whose rows were written. The counter of `tensor`, through which the write came, moves
-  /// next; another one that moves, as that of x beside x.data, tells of another write.
-  void written_nothing(const c10::TensorImpl& tensor);
+  /// next; if another counter moves, as that of x beside x.data, that is another write.
+  void mark_empty_write(const c10::TensorImpl& tensor);
   /// Image and grid, to be written; the grid is the buffer's own from then on.
   WritableCodes write_codes();
   enum class Pending { kDrop, kKeep };
   /// Kernels made the image anew. `given`: a copy of the grid that they wrote, if they did.
   void requantized(ReadOnlyTensor given, const FlushEvent& event, Pending pending);
-  /// Rows of `from`, values and codes, into rows of this one as bytes, if that shows exactly the
-  /// source's value and leaves no block with two scales: within one generation, or all live rows
-  /// together with their grid. False: nothing was done.
+  /// Copies rows of `from`, values and codes, into rows of this one as bytes, if the codes then
+  /// have exactly the source's value and no block has two scales: within one generation, or all
+  /// live rows together with their grid. Returns false if nothing was done.
   bool copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, RowWindow from_rows,
                       bool non_blocking);
   /// Copies everything of `from` into this buffer's own memory. Both were made of one description
@@ -108,7 +108,7 @@ class QuantizedBuffer : public c10::intrusive_ptr_target {
   virtual Ptr original() { return Ptr::reclaim_copy(this); }
   /// Makes an image copy a buffer with a value of its own.
   /// @throws c10::Error if the original was written behind qshard's back since.
-  virtual void complete() {}
+  virtual void materialize() {}
 
   void release_resources() override;
 
@@ -140,7 +140,7 @@ class QuantizedBuffer : public c10::intrusive_ptr_target {
   void drop_pending() { planes_.set_pending({}); }
   void note_codes();
   void notice_written_codes();
-  void complete_image_copies();
+  void materialize_image_copies();
   Gather end_gather();
 
   friend class GatheredBuffer;

@@ -28,7 +28,7 @@
 #include "dispatch/aten/argument_tensors.h"
 #include "dispatch/aten/native_kernels.h"
 #include "dispatch/aten/registration.h"
-#include "dispatch/buffer/handed_out_masters.h"
+#include "dispatch/buffer/master_aliases.h"
 #include "dispatch/collectives/received_work.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
@@ -100,10 +100,10 @@ void call_when_done(torch::jit::Stack& stack, std::function<void()> arrived,
 }
 
 /// The plain contiguous tensors that stand for quantized arguments during one collective.
-class StandIns {
+class PlainArguments {
  public:
   /// is_async: the caller waits for the work that c10d returns.
-  StandIns(const c10::OperatorHandle& op, bool is_async) : op_(op), is_async_(is_async) {}
+  PlainArguments(const c10::OperatorHandle& op, bool is_async) : op_(op), is_async_(is_async) {}
 
   /// @throws c10::Error for what could not be received, before anything is changed.
   void check(const at::Tensor& tensor, bool received) const {
@@ -266,7 +266,7 @@ void collective_of_any(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
       if (is_quantized(tensor)) {
         any_quantized = true;
       } else if (is_received(op, arguments[i])) {
-        if (auto owner = owner_of_master(tensor)) masters.push_back(std::move(owner));
+        if (auto owner = owner_of_master_alias(tensor)) masters.push_back(std::move(owner));
       }
     });
   }
@@ -300,31 +300,33 @@ void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   PlainGuard guard;
   const auto& schema = op.schema();
   const size_t first_argument = stack->size() - schema.arguments().size();
-  StandIns stand_ins(op, is_asynchronous(op, torch::jit::last(*stack, schema.arguments().size())));
+  PlainArguments plain_arguments(
+      op, is_asynchronous(op, torch::jit::last(*stack, schema.arguments().size())));
   const auto for_each_argument = [&](const auto& visit) {
     for (size_t i = 0; i < schema.arguments().size(); ++i) {
       visit((*stack)[first_argument + i], is_received(op, schema.arguments()[i]));
     }
   };
   for_each_argument([&](const c10::IValue& value, bool received) {
-    for_each_tensor(value, [&](const at::Tensor& tensor) { stand_ins.check(tensor, received); });
+    for_each_tensor(value,
+                    [&](const at::Tensor& tensor) { plain_arguments.check(tensor, received); });
   });
   try {
     for_each_argument([&](c10::IValue& value, bool received) {
       convert_tensors(value, [&](const at::Tensor& tensor) {
-        return received ? stand_ins.receive(tensor) : stand_ins.read(tensor);
+        return received ? plain_arguments.receive(tensor) : plain_arguments.read(tensor);
       });
     });
     op.callBoxed(stack);
-    stand_ins.write_back(*stack);
+    plain_arguments.write_back(*stack);
   } catch (...) {
-    stand_ins.roll_back();
+    plain_arguments.roll_back();
     throw;
   }
-  stand_ins.mark_written(*stack);
+  plain_arguments.mark_written(*stack);
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     convert_tensors((*stack)[i],
-                    [&](const at::Tensor& result) { return stand_ins.restore(result); });
+                    [&](const at::Tensor& result) { return plain_arguments.restore(result); });
   }
 }
 

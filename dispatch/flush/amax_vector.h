@@ -18,8 +18,8 @@ namespace qshard {
 /// Float32 words of all weights of a meeting in one vector, which ranks reduce by the largest bits.
 /// Bits of numbers that are not negative order as the numbers do, with NaN on top.
 ///
-/// In front lies what ranks with other parts of the full tensors agree on, too: all of it, unless
-/// end_front() says where it ends.
+/// Its prefix are the words that ranks with other parts of the full tensors agree on, too: all of
+/// them, unless end_full_tensor_prefix() says where it ends.
 class AmaxVector {
  public:
   AmaxVector(int64_t numel, at::Device device)
@@ -42,7 +42,8 @@ class AmaxVector {
   }
   /// The words taken so far.
   at::Tensor taken() const { return words_.narrow(0, 0, taken_); }
-  void end_front() { front_ = taken(); }
+  /// The words taken so far are the prefix.
+  void end_full_tensor_prefix() { full_tensor_prefix_ = taken(); }
   /// `front` has the amaxes of a full tensor, whose own place, beside those of its blocks, is
   /// `behind`.
   void stands_for(std::span<float> front, std::span<float> behind) {
@@ -62,7 +63,8 @@ class AmaxVector {
     const at::Tensor bits = taken().view(at::kInt);
     if (bits.numel() == 0) return;
     if (groups.shard) groups.shard->all_reduce_max(bits);
-    const at::Tensor front = front_.defined() ? front_.view(at::kInt) : bits;
+    const at::Tensor front =
+        full_tensor_prefix_.defined() ? full_tensor_prefix_.view(at::kInt) : bits;
     if (front.numel() > 0 && !groups.tensor.empty()) {
       if (!in_front_.empty()) at::_foreach_copy_(in_front_, behind_);
       for (const RankGroupPtr& group : groups.tensor) group->all_reduce_max(front);
@@ -81,7 +83,7 @@ class AmaxVector {
   }
 
  private:
-  at::Tensor words_, front_;
+  at::Tensor words_, full_tensor_prefix_;
   std::vector<at::Tensor> in_front_, behind_;
   int64_t taken_ = 0;
 };

@@ -21,7 +21,7 @@ bool has_activation_amaxes(const QuantizedBuffer& buffer) {
   return buffer.layout().format->amax_history.length > 0;
 }
 
-/// Whom a flush of this buffer is agreed with.
+/// The groups whose ranks take part in a flush of this buffer.
 Groups groups_of_flush(const QuantizedBuffer& buffer) {
   const Placement& placement = buffer.placement();
   Groups groups{placement.group(), placement.groups_of_full_tensor(), {}};
@@ -71,8 +71,8 @@ void check_group_is_known(const QuantizedBuffer& buffer) {
 
 /// Whether a buffer without a group has nothing left to do in a flush.
 bool is_done_alone(const QuantizedBuffer& buffer) {
-  // Amaxes of activations, where there are any, are agreed on with replicas.
-  return buffer.flush_state().is_settled() && !has_activation_amaxes(buffer);
+  // Replicas agree on amaxes of activations, where there are any.
+  return buffer.flush_state().codes_final() && !has_activation_amaxes(buffer);
 }
 
 /// Whether other ranks take part in its flush.
@@ -190,7 +190,7 @@ class Comparison {
                  int64_t next_state) const {
     for (int64_t i = begin; i < end; ++i) {
       FlushState& flush_state = buffers_[i]->flush_state();
-      if (is_written[i]) flush_state.write_elsewhere();
+      if (is_written[i]) flush_state.mark_remote_write();
       flush_state.may_differ() = {};
       const ScalingState& state = buffers_[i]->scaling_state();
       const int64_t numel = numel_of(state);
@@ -216,7 +216,7 @@ void compare_copies(const Batch& batch) {
     for (const BufferPtr& buffer : compared.buffers) buffer->flush_state().may_differ() = {};
   } else if (is_capturing(batch.device)) {
     // No answer can be waited for while a CUDA graph is captured, which all ranks do.
-    for (const BufferPtr& buffer : compared.buffers) buffer->flush_state().write_elsewhere();
+    for (const BufferPtr& buffer : compared.buffers) buffer->flush_state().mark_remote_write();
   } else {
     Comparison(compared).run();
   }
@@ -230,7 +230,7 @@ void spread_writes(const Batch& batch) {
     };
     if (std::none_of(group.begin(), group.end(), is_written)) continue;
     for (const size_t i : group) {
-      if (!is_written(i)) batch.buffers[i]->flush_state().write_elsewhere();
+      if (!is_written(i)) batch.buffers[i]->flush_state().mark_remote_write();
     }
   }
 }
@@ -258,10 +258,11 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
                 [](const BufferPtr& b) { return !b->flush_state().is_written_here(); });
   if (batch.buffers.empty()) return;
   if (!batch.groups.shard) {
-    // Rows without a group keep provisional scales: the group that adopts them agrees on its own.
+    // Rows without a group keep scales of their own until a group adopts them and agrees on its
+    // own.
     std::erase_if(batch.buffers, [](const BufferPtr& buffer) {
       if (buffer->layout().holds_all_rows()) return false;
-      if (!buffer->flush_state().is_shown()) flush_alone(buffer);
+      if (!buffer->flush_state().codes_current()) flush_alone(buffer);
       return true;
     });
   }
@@ -270,7 +271,7 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
     RequantizeOptions own = options;
     if (own.kind != FlushKind::kStep) own.pending = Pending::kKeep;
     requantize({batch.device, batch.groups, apart}, own);
-    for (const auto& buffer : apart) buffer->flush_state().show();
+    for (const auto& buffer : apart) buffer->flush_state().mark_codes_current();
   }
   Batch left = batch;
   // No other rank needs these amaxes, so buffers whose codes are final skip the flush.
@@ -280,7 +281,7 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
     });
   }
   if (!left.buffers.empty()) requantize(left, options);
-  for (const auto& buffer : batch.buffers) buffer->flush_state().agree();
+  for (const auto& buffer : batch.buffers) buffer->flush_state().mark_scales_synced();
 }
 
 }  // namespace
@@ -290,12 +291,12 @@ void flush_alone(const BufferPtr& buffer) {
   check_group_is_known(*buffer);
   // A one-row weight looks whole on one of two ranks, and the others have its state.
   const Share* share = buffer->placement().share();
-  const bool may_be_share = share && share->is_cut && buffer->scaling_state().is_defined();
+  const bool may_be_share = share && share->is_slice && buffer->scaling_state().is_defined();
   const bool shares_scale = buffer->placement().scale_group().id != 0;
   if (!buffer->layout().holds_all_rows() || may_be_share || shares_scale) {
-    // The agreed flush still has to come, from the written values.
+    // The flush of all ranks still has to come, from the written values.
     if (!buffer->device().is_meta()) requantize(alone(buffer), {.pending = Pending::kKeep});
-    return buffer->flush_state().show();
+    return buffer->flush_state().mark_codes_current();
   }
   at::Tensor amax;
   if (!buffer->device().is_meta()) {
@@ -304,22 +305,22 @@ void flush_alone(const BufferPtr& buffer) {
     // values are rounded by then, and have other amaxes.
     if (amax.defined()) amax = amax.narrow(0, 0, buffer->layout().grid_numel());
   }
-  buffer->flush_state().show(amax);
+  buffer->flush_state().mark_codes_current(amax);
 }
 
-void require_shown(const BufferPtr& buffer, const char* op) {
+void ensure_codes_current(const BufferPtr& buffer, const char* op) {
   buffer->check_is_allocated();
   if (buffer->flush_state().is_ready() || buffer->layout().rows == 0) return;
   const auto turn = take_turn();
   buffer->flush_state().watch().settle();
-  if (buffer->flush_state().is_shown()) return;
-  buffer->complete();
+  if (buffer->flush_state().codes_current()) return;
+  buffer->materialize();
   if (buffer->placement().is_alone()) return flush_alone(buffer);
   const Layout& layout = buffer->layout();
   if (buffer->placement().owns_its_blocks()) {
     // The codes are final, the grid rows of other ranks are not.
     requantize(alone(buffer), {.pending = Pending::kKeep});
-    return buffer->flush_state().show();
+    return buffer->flush_state().mark_codes_current();
   }
   TORCH_CHECK(
       !layout.holds_all_rows(),

@@ -9,20 +9,20 @@
 
 namespace qshard {
 
-/// For readers of image or grid (codes, GEMM, byte copies): makes the image show the value, or
-/// throws an error that names `op` and the way out. No collective: a shard cut at block boundaries
-/// shows exact codes of its own rows, a shard without a group those of a tensor of its own, and
-/// both stay written for the flush to come.
-void require_shown(const BufferPtr& buffer, const char* op);
+/// Makes the codes current for readers of image or grid (codes, GEMM, byte copies), or throws an
+/// error that names `op` and the way out. It starts no collective: a shard of whole blocks gets the
+/// exact codes of its rows, a shard without a group those of a tensor of its own, and both stay
+/// written for the flush to come.
+void ensure_codes_current(const BufferPtr& buffer, const char* op);
 
-/// Requantizes a buffer that is not shown, without a collective.
+/// Makes the stale codes of a buffer current, without a collective.
 /// @throws c10::Error if it cannot be flushed alone.
 void flush_alone(const BufferPtr& buffer);
 
 /// Flushes the written buffers, in the given order; the list must be the same on all ranks of each
 /// buffer's group. `kind` and `found_inf` (undefined, or GradScaler's):
 /// kernels/scaling/scaling_state.h.
-void flush(const std::vector<BufferPtr>& buffers, FlushKind kind = FlushKind::kOthers,
+void flush(const std::vector<BufferPtr>& buffers, FlushKind kind = FlushKind::kOutsideStep,
            const at::Tensor& found_inf = {});
 
 /// As flush(), but first agrees on what is written on any rank: also right after a write that only

@@ -48,13 +48,13 @@ class FlushedState {
 /// One buffer of a flush.
 struct Entry {
   enum Needs {
-    kCodes,   // and scales: it is not settled
+    kCodes,   // and scales: its codes are not final
     kScales,  // of rows held elsewhere, in its grid; its codes are final
     kNothing  // others may need its amaxes
   };
 
   BufferPtr buffer;
-  Cuts cuts;
+  BoundaryBlocks boundary;
   Needs needs = kCodes;
   bool shares_scale = false;  // and its codes wait for those of others
   std::span<float> amax, words;
@@ -79,30 +79,30 @@ int64_t tensor_amax_numel(const Layout& layout) {
 }
 
 Entry::Needs needs_of(const QuantizedBuffer& buffer, bool shares_scale) {
-  if (!buffer.flush_state().is_settled() || shares_scale) return Entry::kCodes;
+  if (!buffer.flush_state().codes_final() || shares_scale) return Entry::kCodes;
   return lacks_scales(buffer) ? Entry::kScales : Entry::kNothing;
 }
 
-/// What the rowwise image of a task will show, in the values' dtype. Without a master that is the
-/// tensor's value from then on, and the columnwise image must be made of the same: made of the
-/// values before, no load could make it again.
-at::Tensor shown_rowwise(QuantizeTask task, const ReadOnlyTensor& values, Stream stream) {
+/// The values that a task's rowwise image will have, in the values' dtype. Without a master they
+/// are the tensor's value from then on, and the columnwise image must be made of them: a load could
+/// not make it again from the values before.
+at::Tensor rowwise_values(QuantizeTask task, const ReadOnlyTensor& values, Stream stream) {
   task.layout = task.layout.with_images(Images::kRowwise);
-  task.cuts = {};
+  task.boundary = {};
   const auto image =
       at::empty({task.layout.rows, task.layout.row_bytes()}, values.options().dtype(at::kByte));
   task.image = image.mutable_data_ptr<uint8_t>();
   quantize({&task, 1}, stream);
-  auto shown = at::empty(values.sizes(), values.options());
+  auto rounded = at::empty(values.sizes(), values.options());
   const DequantizeTask read{task.layout,
                             task.image,
                             nullptr,
                             0,
                             task.layout.rows,
                             task.value_dtype,
-                            shown.mutable_data_ptr()};
+                            rounded.mutable_data_ptr()};
   dequantize({&read, 1}, stream);
-  return shown;
+  return rounded;
 }
 
 /// The steps of one requantize().
@@ -124,7 +124,7 @@ class Requantization {
   void run() {
     agree_on_rounding();
     wait_for_writes();
-    take_words();
+    reserve_amaxes();
     for (Entry& entry : entries_) prepare(entry);
     const auto states = state_tasks();
     // If no other rank's amaxes are needed, one pass over the values may do.
@@ -163,7 +163,7 @@ class Requantization {
     std::vector<Entry> entries(batch.buffers.size());
     for (size_t i = 0; i < entries.size(); ++i) {
       entries[i].buffer = batch.buffers[i];
-      entries[i].cuts = find_cuts(batch.buffers[i]->layout(), ranks);
+      entries[i].boundary = find_boundary_blocks(batch.buffers[i]->layout(), ranks);
     }
     return entries;
   }
@@ -172,9 +172,9 @@ class Requantization {
     int64_t words = 0;
     for (const Entry& entry : entries) {
       const Layout& layout = entry.buffer->layout();
-      // Those of the full tensor perhaps twice (take_words).
-      words +=
-          amax_numel(layout, entry.cuts) + tensor_amax_numel(layout) + state_words(*layout.format);
+      // Those of the full tensor perhaps twice (reserve_amaxes).
+      words += amax_numel(layout, entry.boundary) + tensor_amax_numel(layout) +
+               state_words(*layout.format);
     }
     return words;
   }
@@ -216,22 +216,22 @@ class Requantization {
     }
   }
 
-  void take_words() {
+  void reserve_amaxes() {
     for (Entry& entry : entries_) {
       if (!is_in_front(entry)) continue;
       const Layout& layout = entry.buffer->layout();
       const int64_t of_tensor = tensor_amax_numel(layout);
       entry.words = vector_.take(state_words(*layout.format));
-      if (of_tensor == amax_numel(layout, entry.cuts)) {
+      if (of_tensor == amax_numel(layout, entry.boundary)) {
         entry.amax = vector_.take(of_tensor);
       } else {
         entry.tensor_amax = vector_.take(of_tensor);
       }
     }
-    vector_.end_front();
+    vector_.end_full_tensor_prefix();
     for (Entry& entry : entries_) {
       const Layout& layout = entry.buffer->layout();
-      if (entry.amax.empty()) entry.amax = vector_.take(amax_numel(layout, entry.cuts));
+      if (entry.amax.empty()) entry.amax = vector_.take(amax_numel(layout, entry.boundary));
       if (!is_in_front(entry)) entry.words = vector_.take(state_words(*layout.format));
       const std::span<float> front = entry.tensor_amax;
       if (!front.empty()) vector_.stands_for(front, entry.amax.first(front.size()));
@@ -263,7 +263,7 @@ class Requantization {
     entry.needs = needs_of(buffer, entry.shares_scale);
     QuantizeTask& task = entry.task;
     task.layout = layout;
-    task.cuts = entry.cuts;
+    task.boundary = entry.boundary;
     task.value_dtype = value_dtype(buffer.dtype());
     task.amax = entry.amax.data();
     task.grid = codes.grid;
@@ -285,8 +285,9 @@ class Requantization {
     entry.values = buffer.value();
     task.values = entry.values.const_data_ptr();
     task.image = image;
-    if (const at::Tensor made_by = buffer.flush_state().provisional(); made_by.defined()) {
-      task.provisional = made_by.mutable_data_ptr<float>();
+    if (const at::Tensor made_by = buffer.flush_state().speculative_scale_inv();
+        made_by.defined()) {
+      task.speculative_scale_inv = made_by.mutable_data_ptr<float>();
     }
     if (!entry.words.empty()) {
       entry.state.emplace(
@@ -300,7 +301,7 @@ class Requantization {
       QuantizeTask own = task;
       // The words in the vector are not there yet; those of this rank are the same.
       if (own.rounding) own.rounding = entry.state->task().rounding;
-      entry.values = shown_rowwise(own, entry.values, stream_);
+      entry.values = rowwise_values(own, entry.values, stream_);
       task.values = entry.values.const_data_ptr();
     }
   }

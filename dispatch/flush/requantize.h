@@ -5,7 +5,7 @@
 // state; behind it what belongs to blocks. All of it is reduced over the ranks that hold rows of
 // the same logical tensors, the front then over those that hold other parts of the full ones: a
 // block ends with its logical tensor. Weights that share a tensor scale then take the largest of
-// their amaxes: agreed on by all ranks, it is the same on all.
+// their amaxes, which is the same on all ranks because all agreed on it.
 #pragma once
 
 #include <vector>
@@ -26,17 +26,16 @@ struct Batch {
 std::vector<std::vector<size_t>> shared_scales(const std::vector<BufferPtr>& buffers);
 
 struct RequantizeOptions {
-  FlushKind kind = FlushKind::kOthers;
+  FlushKind kind = FlushKind::kOutsideStep;
   at::Tensor found_inf = {};
-  /// kKeep: another flush, that all ranks take part in, is to follow. The state stays as it was,
-  /// too.
+  /// kKeep: a flush of all ranks is to follow, so the state stays as it was, too.
   QuantizedBuffer::Pending pending = QuantizedBuffer::Pending::kDrop;
   at::Tensor* amax = nullptr;  // takes the agreed amaxes of all buffers, one after the other
 };
 
-/// Requantizes a batch's buffers, those that are settled as far as it takes. Nothing is written
-/// before the ranks have agreed, so an error leaves every buffer as it was. What it means for the
-/// buffers, shown or agreed, is the caller's to say.
+/// Requantizes a batch's buffers. Those whose codes are final only exchange amaxes. It writes
+/// nothing before the ranks have agreed, so an error leaves every buffer as it was. The caller
+/// marks the buffers: codes current, or scales synced.
 /// @throws what the group's all-reduce throws: a peer that is gone, a timeout.
 void requantize(const Batch& batch, const RequantizeOptions& options);
 

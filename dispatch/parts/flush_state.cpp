@@ -18,7 +18,7 @@ std::optional<c10::Stream> FlushState::write_stream() const {
 
 bool FlushState::notice_other_memory() {
   if (!watch_.has_other_memory()) return false;
-  state_ = State::kStale;
+  state_ = State::kCodesStale;
   start_generation();
   forget_amax();
   ++writes_;
@@ -28,28 +28,28 @@ bool FlushState::notice_other_memory() {
 
 void FlushState::write(at::Device device) {
   notice_other_memory();
-  state_ = State::kStale;
+  state_ = State::kCodesStale;
   forget_amax();
   ++writes_;
   write_stream_ = current_device_stream(device);
-  watch_.note_before_bump();
+  watch_.expect_version_bump();
 }
 
-void FlushState::write_with_amax(at::Device device, at::Tensor amax, at::Tensor provisional,
-                                 bool shown) {
+void FlushState::write_with_amax(at::Device device, at::Tensor amax,
+                                 at::Tensor speculative_scale_inv, bool codes_current) {
   write(device);
   watch_.note();
   known_amax_ = std::move(amax);
-  provisional_ = std::move(provisional);
-  if (!shown) return;
-  state_ = State::kShown;
+  speculative_scale_inv_ = std::move(speculative_scale_inv);
+  if (!codes_current) return;
+  state_ = State::kCodesCurrent;
   start_generation();
   may_be_replayed_ |= is_capturing(device);
 }
 
-void FlushState::write_elsewhere() {
+void FlushState::mark_remote_write() {
   notice_other_memory();
-  state_ = state_of(true, is_shown());
+  state_ = state_of(true, codes_current());
   watch_.note();
 }
 
@@ -57,48 +57,48 @@ void FlushState::requantize(FlushEvent flushed) {
   start_generation();
   may_be_replayed_ |= flushed.is_captured();
   flushed_ = std::move(flushed);
-  // Amaxes of a value that was not shown are those before it was rounded by scales of this rank
-  // alone: with them the flush to come would take the codes for settled.
-  if (!is_shown()) forget_amax();
+  // With stale codes the known amaxes are those before the value was rounded by this rank's scales.
+  // If they were kept, the next flush would take the codes for final.
+  if (!codes_current()) forget_amax();
 }
 
-void FlushState::show(at::Tensor amax) {
+void FlushState::mark_codes_current(at::Tensor amax) {
   // A write that only a counter told of is forgotten by noting it: say it first.
   state_ = state_of(is_written_here(), true);
   if (amax.defined()) known_amax_ = std::move(amax);
-  provisional_.reset();
+  speculative_scale_inv_.reset();
   watch_.note();
 }
 
-void FlushState::agree() {
-  state_ = State::kAgreed;
+void FlushState::mark_scales_synced() {
+  state_ = State::kScalesSynced;
   forget_amax();
   watch_.note();
 }
 
 void FlushState::replace_rows(const FlushState& from, bool same_amax) {
-  if (is_written_here() || from.is_written_here()) leave_agreed();
+  if (is_written_here() || from.is_written_here()) leave_scales_synced();
   may_differ_.in_writes |= from.may_differ_.in_writes;
   may_differ_.kept_scaling_state = true;
   if (!same_amax) known_amax_.reset();
-  provisional_.reset();
+  speculative_scale_inv_.reset();
   ++writes_;
 }
 
 void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device device) {
-  state_ = state_of(other.is_written_here(), other.is_shown());
+  state_ = state_of(other.is_written_here(), other.codes_current());
   may_differ_.in_writes |= other.may_differ_.in_writes;
   may_differ_.kept_scaling_state = other.may_differ_.kept_scaling_state;
   ++writes_;
   generation_ = other.generation_;
   known_amax_ = other.knows_amax() && same_amax ? other.known_amax_.to(device) : at::Tensor();
-  provisional_.reset();
+  speculative_scale_inv_.reset();
   write_stream_ = current_device_stream(device);
   watch_.note();
 }
 
-void FlushState::restore(bool written, bool shown, MayDiffer may_differ) {
-  state_ = state_of(written, shown);
+void FlushState::restore(bool written, bool codes_current, MayDiffer may_differ) {
+  state_ = state_of(written, codes_current);
   may_differ_ = may_differ;
   forget_amax();
   watch_.note();

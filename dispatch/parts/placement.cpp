@@ -19,13 +19,13 @@ const std::vector<RankGroupPtr>& Placement::groups_of_full_tensor() const {
   return knows_groups() && has_any ? groups().tensor : none;
 }
 
-Placement Placement::cut(int64_t row, int64_t rows, bool is_whole) const {
+Placement Placement::slice(int64_t row, int64_t rows, bool is_whole) const {
   Placement part(
       layout_.with_images(Images::kAll).holding(rows).placed(std::min(row, layout_.logical_rows)),
       Share{});
   Share& share = part.as_share();
   if (is_whole && this->share()) share = *this->share();
-  share.is_cut = true;
+  share.is_slice = true;
   share.groups.tensor = groups().tensor;  // the parts of the full tensor lie where they did
   part.scale_group_ = scale_group_;
   return part;
@@ -62,11 +62,11 @@ void Placement::adopt_groups_of(const Placement& other) {
   scale_group_ = other.scale_group_;
 }
 
-void Placement::disown() {
+void Placement::detach_from_groups() {
   forget_rounding();
-  if (share() && share()->is_cut) {
+  if (share() && share()->is_slice) {
     Share copy;
-    copy.is_cut = true;
+    copy.is_slice = true;
     whose_ = std::move(copy);
   } else if (!is_gathered()) {
     whose_ = Own{};

@@ -37,8 +37,8 @@ struct Share {
   /// flush over them, or by the share that this one was made of. Until then a read is served by
   /// scales of these rows alone.
   bool knows_groups = false;
-  /// Whether it was made of a tensor on this rank, which knew where its rows lie.
-  bool is_cut = false;
+  /// Whether it is a slice of a tensor on this rank, which knew where its rows lie.
+  bool is_slice = false;
 };
 
 /// All rows, which FSDP gathered: the scales are those of the shards, and a write ends with the
@@ -50,8 +50,8 @@ struct Gathered {};
 ///
 ///   whose      what it knows of other ranks   what may follow
 ///   Own        replicas alone                 adopt(): a share
-///   Share      the groups, once it is told    adopt(): other groups; disown(), as of a copy: Own,
-///                                             or a share that is not told
+///   Share      the groups, once it is told    adopt(): other groups; detach_from_groups(), as of a
+///                                             copy: Own, or a share that is not told
 ///   Gathered   nothing: the shards know       adopt(): a share
 ///
 /// FSDP, HSDP, tensor parallelism and DDP differ in nothing else: FSDP's ranks hold rows of one
@@ -67,8 +67,8 @@ class Placement {
   const Groups& groups() const;
   /// The group whose ranks hold the other rows; null where none is known.
   const RankGroupPtr& group() const { return groups().shard; }
-  /// The groups over which what belongs to the full tensor is agreed on: its scale, and its state.
-  /// None of formats that have neither: blocks end with the logical tensor.
+  /// The groups whose ranks agree on the scale and the state of the full tensor. Formats that have
+  /// neither have none, because blocks end with the logical tensor.
   const std::vector<RankGroupPtr>& groups_of_full_tensor() const;
 
   const ScaleGroup& scale_group() const { return scale_group_; }
@@ -81,7 +81,7 @@ class Placement {
   /// Whether other ranks may hold rows of the same tensor. A weight that quantize_ made, and that
   /// nothing has cut, is whole on each of them.
   bool may_have_peers() const {
-    return is_share() && (share()->is_cut || knows_groups() || !layout_.holds_all_rows());
+    return is_share() && (share()->is_slice || knows_groups() || !layout_.holds_all_rows());
   }
   /// Whether they do, and which they are is not known yet.
   bool awaits_groups() const { return is_share() && !knows_groups() && !layout_.holds_all_rows(); }
@@ -95,11 +95,11 @@ class Placement {
     return groups_of_full_tensor().empty() && layout_.owns_its_blocks();
   }
 
-  /// A share of `rows` rows, from `row` of the logical tensor on, of what this is or is a part of.
-  /// `is_whole`: they may be all that this holds, which is agreed on with the same ranks.
-  Placement cut(int64_t row, int64_t rows, bool is_whole) const;
+  /// The placement of `rows` rows, from `row` of the logical tensor on, of the tensor that this is
+  /// or is a part of. `is_whole`: they may be all rows of this one, whose ranks stay the same.
+  Placement slice(int64_t row, int64_t rows, bool is_whole) const;
   /// The images that are held from now on (a gather of one of two).
-  void hold(Images images) { layout_ = layout_.with_images(images); }
+  void set_images(Images images) { layout_ = layout_.with_images(images); }
   /// The ranks of the group of this name hold the other rows.
   /// @throws c10::Error if there is no such group.
   void adopt(std::string_view group);
@@ -116,8 +116,9 @@ class Placement {
   void forget_rounding() { rounding_groups_.reset(); }
   /// Belongs to whom `other` belongs, of whose parameter this is.
   void adopt_groups_of(const Placement& other);
-  /// A copy of a share agrees with no other rank until it is adopted again.
-  void disown();
+  /// Forgets the groups, as a copy of a share does: it agrees with no other rank until it is
+  /// adopted.
+  void detach_from_groups();
 
  private:
   Layout layout_;

@@ -11,14 +11,14 @@ void VersionCounters::share_with(c10::TensorImpl& tensor) const {
     if (counter.enabled()) watch_.add(counter, planes_.master_impl());
     return;
   }
-  if (watch_.is_empty()) return watch_.add_sole(tensor);
+  if (watch_.is_empty()) return watch_.watch_in_place(tensor);
   share();
   tensor.set_version_counter(watch_.counter());
 }
 
 void VersionCounters::bind_master() const {
   if (!planes_.master().defined() || watch_.is_empty()) return;
-  watch_.hold();
+  watch_.own_counter();
   planes_.set_master_counter(watch_.counter());
 }
 

@@ -20,7 +20,7 @@ class VersionCounters {
   void share_with(c10::TensorImpl& tensor) const;
   /// Before a view or an alias shares the counter of a tensor of the buffer.
   void share() const {
-    if (watch_.hold()) bind_master();
+    if (watch_.own_counter()) bind_master();
   }
   /// Watches the counter of a tensor that took this buffer over and kept its own (x.data = q).
   void watch(const c10::TensorImpl& tensor) const;

@@ -25,11 +25,11 @@ void WriteWatch::add(const c10::VariableVersion& counter, const c10::TensorImpl*
   counters_.push_back(added);
 }
 
-void WriteWatch::add_sole(const c10::TensorImpl& owner) {
+void WriteWatch::watch_in_place(const c10::TensorImpl& owner) {
   counters_.push_back({{}, &owner, owner.version_counter().current_version(), false});
 }
 
-bool WriteWatch::hold() {
+bool WriteWatch::own_counter() {
   if (is_empty() || counters_.front().counter.enabled()) return false;
   counters_.front().counter = counters_.front().owner->version_counter();
   return true;
@@ -43,7 +43,7 @@ void WriteWatch::note() {
   }
 }
 
-void WriteWatch::note_before_bump(const c10::TensorImpl& written) {
+void WriteWatch::expect_version_bump(const c10::TensorImpl& written) {
   note();
   for (Watched& watched : counters_) {
     const c10::VariableVersion& counter =
@@ -60,7 +60,7 @@ void WriteWatch::settle_bumps() {
   }
 }
 
-void WriteWatch::note_before_bump() {
+void WriteWatch::expect_version_bump() {
   note();
   for (Watched& watched : counters_) watched.bump_follows = true;
 }

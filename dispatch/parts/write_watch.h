@@ -18,14 +18,14 @@ class WriteWatch {
  public:
   /// Watches one more counter, that of `owner`, from now on; in place of another one it had.
   void add(const c10::VariableVersion& counter, const c10::TensorImpl* owner);
-  /// Watches the counter of a buffer's first tensor where it lies: torch's factories (empty_like)
-  /// go on with another tensor where something shares the counter of the one that they were given.
-  /// The tensor tells before it goes (let_go).
-  void add_sole(const c10::TensorImpl& owner);
-  /// Holds that counter from now on; others are about to. Whether it was not held before.
-  bool hold();
-  void let_go(const c10::TensorImpl& owner) {
-    if (!is_empty() && counters_.front().owner == &owner) hold();
+  /// Watches the counter of a buffer's first tensor without sharing it: torch's factories
+  /// (empty_like) continue with another tensor if something shares the counter of theirs. The
+  /// tensor calls unwatch() before it goes.
+  void watch_in_place(const c10::TensorImpl& owner);
+  /// Shares that counter from now on, because others are about to. Returns whether that is new.
+  bool own_counter();
+  void unwatch(const c10::TensorImpl& owner) {
+    if (!is_empty() && counters_.front().owner == &owner) own_counter();
   }
   bool is_empty() const { return counters_.empty(); }
   /// The counter, held, that new tensors over the buffer share; of the tensor it was made with.
@@ -49,13 +49,13 @@ class WriteWatch {
   }
   /// All moves so far are known.
   void note();
-  /// The same, and the next move of any counter: the kernel that runs now is followed by the bump
-  /// that ADInplaceOrView makes for every in-place operator. For writes that leave the image stale
-  /// only, since the move that is taken for theirs may be another write's.
-  void note_before_bump();
-  /// The same, and of the next move of `written`'s counter alone: a tensor whose counter is not
-  /// watched, as that of x.data, moves none that is.
-  void note_before_bump(const c10::TensorImpl& written);
+  /// Notes all moves so far and takes the next move of any counter for this write's:
+  /// ADInplaceOrView bumps the counter after every in-place kernel. Only writes that leave the
+  /// codes stale may call it, since that move may be another write's.
+  void expect_version_bump();
+  /// The same for `written`'s counter alone: a tensor whose counter is not watched, as that of
+  /// x.data, moves no watched one.
+  void expect_version_bump(const c10::TensorImpl& written);
   /// An operator that noted before its bump has returned since. The bump has come, or it never
   /// will: DTensor calls operators on local tensors below ADInplaceOrView.
   void settle() {

@@ -50,7 +50,7 @@ void QuantizedTensorImpl::become_quantized(BufferPtr buffer) {
 
 void QuantizedTensorImpl::set_buffer(BufferPtr buffer, at::IntArrayRef sizes,
                                      at::IntArrayRef strides, int64_t offset) {
-  let_go();
+  unwatch();
   buffer_ = std::move(buffer);
   storage_ = buffer_->planes().storage();
   data_type_ = c10::scalarTypeToTypeMeta(buffer_->dtype());
@@ -58,14 +58,14 @@ void QuantizedTensorImpl::set_buffer(BufferPtr buffer, at::IntArrayRef sizes,
   buffer_->counters().watch(*this);
 }
 
-QuantizedTensorImpl::~QuantizedTensorImpl() { let_go(); }
+QuantizedTensorImpl::~QuantizedTensorImpl() { unwatch(); }
 
-void QuantizedTensorImpl::let_go() const {
-  if (buffer_) buffer_->flush_state().watch().let_go(*this);
+void QuantizedTensorImpl::unwatch() const {
+  if (buffer_) buffer_->flush_state().watch().unwatch(*this);
 }
 
 void QuantizedTensorImpl::release_resources() {
-  let_go();
+  unwatch();
   buffer_.reset();
   c10::TensorImpl::release_resources();
 }
@@ -128,7 +128,7 @@ void QuantizedTensorImpl::shallow_copy_from(const c10::intrusive_ptr<c10::Tensor
       "or assign a new Parameter");
   auto* source = static_cast<QuantizedTensorImpl*>(other.get());
   copy_tensor_metadata(source, this, version_counter(), allow_tensor_metadata_change());
-  let_go();
+  unwatch();
   buffer_ = source->buffer_;
   is_export_ = source->is_export_;
   storage_ = buffer_->planes().storage();
@@ -305,9 +305,9 @@ void bump_and_mark_written(const at::Tensor& self) {
     return buffer.written();
   }
   const c10::TensorImpl& tensor = *self.unsafeGetTensorImpl();
-  buffer.written_nothing(tensor);
+  buffer.mark_empty_write(tensor);
   bump_version(self);
-  buffer.flush_state().watch().note_before_bump(tensor);  // this one was no news
+  buffer.flush_state().watch().expect_version_bump(tensor);  // the bump belongs to this write
 }
 
 std::string describe(const at::Tensor& self) {

@@ -65,7 +65,7 @@ class QuantizedTensorImpl final : public c10::TensorImpl {
   bool is_export_ = false;
 
   /// Leaves the buffer, whose counter may be this tensor's own.
-  void let_go() const;
+  void unwatch() const;
   template <typename Version>
   c10::intrusive_ptr<c10::TensorImpl> copy_and_detach(Version&& version_counter,
                                                       bool allow_change) const;

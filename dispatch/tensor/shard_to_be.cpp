@@ -107,8 +107,8 @@ at::Tensor become_shard(const at::Tensor& self, const at::Tensor& src) {
   if (!is_chunk) return {};
   // FSDP2 makes padded shards like this of whole ones; rows out of a window are none.
   const bool is_whole = covers_live_rows(src) && held >= layout.live_rows();
-  auto buffer = make_buffer_of_rows(from, from.placement().cut(place, held, is_whole), from.dtype(),
-                                    from.device(), Fill::kZeros);
+  auto buffer = make_buffer_of_rows(from, from.placement().slice(place, held, is_whole),
+                                    from.dtype(), from.device(), Fill::kZeros);
   auto& impl = static_cast<QuantizedTensorImpl&>(*marked.unsafeGetTensorImpl());
   impl.become_quantized(std::move(buffer));
   return make_view(marked, self.sizes(), dense_strides(self.sizes()), 0);

@@ -35,7 +35,7 @@ void WriteScope::commit() const { bump_and_mark_written(tensor_); }
 
 void WriteScope::commit_before_bump() const {
   QuantizedBuffer& buffer = buffer_of(tensor_);
-  tensor_.numel() == 0 ? buffer.written_nothing(*tensor_.unsafeGetTensorImpl()) : buffer.written();
+  tensor_.numel() == 0 ? buffer.mark_empty_write(*tensor_.unsafeGetTensorImpl()) : buffer.written();
 }
 
 void WriteScope::roll_back(bool may_have_written) const {

@@ -85,7 +85,7 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
                                                   cudaStream_t stream);
 
 /// An amax from before: by it codes are made in the pass that finds the values' own.
-struct EarlierAmax {
+struct PreviousAmax {
   const float* amax = nullptr;  // on the device; 0: there is none
   DelayedAmax delayed = {};     // whose it is: codes by it are final, and the own is collected
   float* next = nullptr;        // without `delayed` it is a guess; the next one's is left here
@@ -93,10 +93,10 @@ struct EarlierAmax {
 
 /// The same by `earlier`, in one pass; in two where there is none, or where the own amax gives
 /// another scale than the guess. `amax` (1): device memory, left with the values' own.
-cudaError_t launch_quantize_activation_by_earlier(const ActivationTask& task,
-                                                  const EarlierAmax& earlier, float* amax,
-                                                  DType value_dtype, DType code_dtype,
-                                                  cudaStream_t stream);
+cudaError_t launch_quantize_activation_by_previous(const ActivationTask& task,
+                                                   const PreviousAmax& previous, float* amax,
+                                                   DType value_dtype, DType code_dtype,
+                                                   cudaStream_t stream);
 
 /// out (cols, ld_out)[c][r] = in (rows, ld_in)[r][c]. rows, cols, ld_in, ld_out are multiples of 16
 /// and both pointers 16-byte aligned. So for each of up to 65,535 `matrices`, which follow each

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "kernels/activation/codes.cuh"
-#include "kernels/activation/earlier_amax.cuh"
+#include "kernels/activation/previous_amax.cuh"
 
 namespace qshard::cuda {
 namespace {
@@ -23,11 +23,12 @@ __global__ void __launch_bounds__(kTileThreads)
   tile.template store_both<Code>(task, tile_row, tile_col, shared, has_nan, scale);
 }
 
-/// Codes by the earlier amax, if there is one; collects the values' own.
+/// Makes codes by the previous amax, if there is one, and finds the values' own.
 template <typename Value, typename Code>
 __global__ void __launch_bounds__(kTileThreads)
-    quantize_by_earlier(const __grid_constant__ ActivationTask task,
-                        const __grid_constant__ EarlierAmax earlier, float* amax, bool vectorized) {
+    quantize_by_previous(const __grid_constant__ ActivationTask task,
+                         const __grid_constant__ PreviousAmax previous, float* amax,
+                         bool vectorized) {
   using Tile = ActivationTile<Value>;
   __shared__ typename Tile::Shared shared;
   const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
@@ -36,8 +37,8 @@ __global__ void __launch_bounds__(kTileThreads)
   Tile tile;
   tile.load(task, tile_row, tile_col, vectorized);
   const uint32_t own = largest_of<Value, Tile::kRows>(tile.values);
-  if (is_known(earlier)) {
-    const float scale = scale_from_amax(*earlier.amax, Code::kMax, task.power_of_two);
+  if (is_known(previous)) {
+    const float scale = scale_from_amax(*previous.amax, Code::kMax, task.power_of_two);
     if (is_first) store_tensor_scale(task, scale);
     tile.template store_both<Code>(task, tile_row, tile_col, shared, is_nan(own), scale);
   }
@@ -48,12 +49,12 @@ __global__ void __launch_bounds__(kTileThreads)
 
 template <typename Value, typename Code>
 __global__ void __launch_bounds__(kTileThreads)
-    finish_by_earlier(const __grid_constant__ ActivationTask task,
-                      const __grid_constant__ EarlierAmax earlier, const float* amax, dim3 tiles,
-                      bool vectorized) {
+    requantize_if_changed(const __grid_constant__ ActivationTask task,
+                          const __grid_constant__ PreviousAmax previous, const float* amax,
+                          dim3 tiles, bool vectorized) {
   using Tile = ActivationTile<Value>;
   __shared__ typename Tile::Shared shared;
-  finish_codes<Code>(task, earlier, *amax, tiles, shared, [&](int64_t tile_row, int64_t tile_col) {
+  finish_codes<Code>(task, previous, *amax, tiles, shared, [&](int64_t tile_row, int64_t tile_col) {
     Tile tile;
     tile.load(task, tile_row, tile_col, vectorized);
     return tile;
@@ -81,10 +82,10 @@ cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, co
   });
 }
 
-cudaError_t launch_quantize_activation_by_earlier(const ActivationTask& task,
-                                                  const EarlierAmax& earlier, float* amax,
-                                                  DType value_dtype, DType code_dtype,
-                                                  cudaStream_t stream) {
+cudaError_t launch_quantize_activation_by_previous(const ActivationTask& task,
+                                                   const PreviousAmax& previous, float* amax,
+                                                   DType value_dtype, DType code_dtype,
+                                                   cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;
   const bool vectorized = activation_is_vectorized(task, value_dtype);
   const dim3 tiles = activation_grid(task);
@@ -93,13 +94,13 @@ cudaError_t launch_quantize_activation_by_earlier(const ActivationTask& task,
   return with_types(value_dtype, code_dtype, [&](auto value, auto code) {
     using Value = decltype(value);
     using Code = decltype(code);
-    quantize_by_earlier<Value, Code>
-        <<<tiles, kTileThreads, 0, stream>>>(task, earlier, amax, vectorized);
+    quantize_by_previous<Value, Code>
+        <<<tiles, kTileThreads, 0, stream>>>(task, previous, amax, vectorized);
     const cudaError_t launched = cudaGetLastError();
     if (launched != cudaSuccess) return launched;
-    finish_by_earlier<Value, Code>
+    requantize_if_changed<Value, Code>
         <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kTileThreads, 0, stream>>>(
-            task, earlier, amax, tiles, vectorized);
+            task, previous, amax, tiles, vectorized);
     return cudaGetLastError();
   });
 }

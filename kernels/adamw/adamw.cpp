@@ -37,7 +37,7 @@ void fused_adamw_cpu(std::span<const AdamWTask> tasks, const AdamWOptions& optio
     exp_avg_sqs.push_back(tensor_over(task.exp_avg_sq, numel, task.value_dtype));
     steps.push_back(scalar_over(task.step));
     all.push_back(task);
-    if (task.quantizes == StepQuantizes::kAll) to_encode.push_back(task);
+    if (task.quantizes == StepQuantizes::kCodes) to_encode.push_back(task);
   }
   at::_fused_adamw_(parameters, grads, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, steps,
                     options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
@@ -51,16 +51,16 @@ void fused_adamw_cpu(std::span<const AdamWTask> tasks, const AdamWOptions& optio
 
 StepQuantizes step_quantizes(const Layout& layout) {
   const Format& format = *layout.format;
-  if (format.columnwise) return StepQuantizes::kNothing;  // no step writes two images
+  if (format.columnwise) return StepQuantizes::kSkip;  // no step writes two images
   // Stochastic rounding draws its words when ranks have agreed on their count.
   if (!format.has_tensor_scale() && !format.stochastic_rounding && layout.owns_its_blocks()) {
-    return StepQuantizes::kAll;
+    return StepQuantizes::kCodes;
   }
   const bool keeps_its_scale = format.scale.spans_matrix() && format.scale.power_of_two &&
                                !format.stochastic_rounding && format.amax_history.length == 0;
-  if (keeps_its_scale) return StepQuantizes::kProvisional;
-  // The amaxes of cut blocks alone are no pass over the values.
-  return format.has_grid() ? StepQuantizes::kAmaxes : StepQuantizes::kNothing;
+  if (keeps_its_scale) return StepQuantizes::kSpeculative;
+  // The amaxes of boundary blocks alone need no pass over the values.
+  return format.has_grid() ? StepQuantizes::kAmax : StepQuantizes::kSkip;
 }
 
 void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, Stream stream) {

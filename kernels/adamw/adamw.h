@@ -10,18 +10,18 @@ namespace qshard {
 
 /// What of quantizing its result a step can do in its own pass.
 enum class StepQuantizes : uint8_t {
-  kNothing,
-  kAmaxes,       // what ranks agree on: codes wait for it
-  kProvisional,  // the same, and on CUDA devices codes by the scales that the grid has: a weight's
+  kSkip,
+  kAmax,         // what ranks agree on: codes wait for it
+  kSpeculative,  // the same, and on CUDA devices codes by the scales that the grid has: a weight's
                  // amax seldom crosses a power of two, and then they are final
-  kAll,          // codes and their scales: no scale depends on rows of other ranks
+  kCodes,        // codes and their scales: no scale depends on rows of other ranks
 };
 StepQuantizes step_quantizes(const Layout& layout);
 
 /// One shard of one parameter. `values` are its live rows' old values, and become the new ones;
 /// gradient and moments are as many numbers of `value_dtype`, contiguous.
 struct AdamWTask : QuantizeTask {
-  StepQuantizes quantizes = StepQuantizes::kNothing;
+  StepQuantizes quantizes = StepQuantizes::kSkip;
   void* parameter = nullptr;    // `values`
   void* grad = nullptr;         // written if there is a grad_scale
   void* exp_avg = nullptr;      // read and written
@@ -44,8 +44,8 @@ struct AdamWOptions {
 
 /// Steps as torch.optim.AdamW(fused=True) does, bit for bit, then, of the new values and in the
 /// same pass, what `quantizes` says: compute_amax() and the rows' part of quantize(), whose grid
-/// entries of rows held elsewhere are left open. Every entry of `amax` and `provisional` must be 0
-/// before. No task quantizes nothing.
+/// entries of rows held elsewhere are left open. Every entry of `amax` and `speculative_scale_inv`
+/// must be 0 before. No task quantizes nothing.
 /// @throws c10::Error for device memory, as kernels/quantize/quantize.h says.
 void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, Stream stream);
 

@@ -45,13 +45,13 @@ void step(std::span<const AdamWTask> all_tasks, StepQuantizes quantizes,
                        [&](const AdamWTask& task) { return task.quantizes == quantizes; });
   const std::span<const AdamWTask> tasks = alike;
   const auto is_in_grid = [](const Layout& layout) { return layout.format->scale.is_in_grid(); };
-  launch_by_type<AdamWRowImageBatch>(
+  launch_by_type<AdamWGridScaledBatch>(
       tasks, is_in_grid,
-      [&](const AdamWRowImageBatch& batch, DType dtype) {
+      [&](const AdamWGridScaledBatch& batch, DType dtype) {
         return launch_adamw(batch, quantizes, parameters, dtype, stream);
       },
       [&](auto& batcher, const AdamWTask& task) {
-        const auto described = with_memory<AdamWRowImageTask>(describe_row_image(task), task);
+        const auto described = with_memory<AdamWGridScaledTask>(describe_grid_scaled(task), task);
         batcher.add(described, adamw_blocks(described, quantizes));
       });
   launch_by_kind<AdamWRowScaledBatch>(
@@ -60,7 +60,7 @@ void step(std::span<const AdamWTask> all_tasks, StepQuantizes quantizes,
         return launch_adamw(batch, quantizes, parameters, format, dtype, stream);
       },
       [&](auto& batcher, const AdamWTask& task) {
-        const bool to_codes = quantizes == StepQuantizes::kAll;
+        const bool to_codes = quantizes == StepQuantizes::kCodes;
         const auto described = with_memory<AdamWRowScaledTask>(
             describe_row_scaled(task, to_codes ? kCodeTileRows : kAmaxTileRows), task);
         batcher.add(described, adamw_blocks(described, quantizes));
@@ -73,7 +73,7 @@ void fused_adamw(std::span<const AdamWTask> tasks, const AdamWOptions& options, 
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const AdamWParameters parameters = parameters_of(options);
   for (const StepQuantizes quantizes :
-       {StepQuantizes::kAmaxes, StepQuantizes::kProvisional, StepQuantizes::kAll}) {
+       {StepQuantizes::kAmax, StepQuantizes::kSpeculative, StepQuantizes::kCodes}) {
     step(tasks, quantizes, parameters, cuda_stream);
   }
 }

@@ -24,15 +24,15 @@ constexpr int kSharedBytes = 48 * 1024;  // what a kernel may have without askin
 
 template <typename Value, StepQuantizes kQuantizes>
 __global__ void __launch_bounds__(kThreads)
-    fused_adamw(const __grid_constant__ AdamWRowImageBatch batch,
+    fused_adamw(const __grid_constant__ AdamWGridScaledBatch batch,
                 const __grid_constant__ AdamWParameters parameters) {
   using Rows = ThreadRows<Value>;
   extern __shared__ uint4 kept[];  // [row of the thread][thread]
   int block = static_cast<int>(blockIdx.x);
-  const AdamWRowImageTask& task = find_task(batch, block);
+  const AdamWGridScaledTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
   if (tile.grid_index < 0) {
-    if constexpr (kQuantizes == StepQuantizes::kAll) write_zeros(task, tile);
+    if constexpr (kQuantizes == StepQuantizes::kCodes) write_zeros(task, tile);
     return;
   }
   const AdamW adamw(parameters, task.memory.step);
@@ -43,10 +43,11 @@ __global__ void __launch_bounds__(kThreads)
                 encode_vector<E4M3>(x, scale));
   };
   float scale_before = 0.f;
-  if constexpr (kQuantizes == StepQuantizes::kProvisional) {
+  if constexpr (kQuantizes == StepQuantizes::kSpeculative) {
     const float scale_inv = task.grid[tile.grid_index];
     scale_before = inverse_scale(scale_inv);
-    if (thread == 0) task.provisional[tile.grid_index] = scale_inv;  // the same of all tiles
+    if (thread == 0)
+      task.speculative_scale_inv[tile.grid_index] = scale_inv;  // the same of all tiles
   }
 
   uint32_t largest = 0;
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     step_vectors(adamw, task, at, count, x);
     largest = max(largest, largest_of<Value, kInFlight>(x));
-    if constexpr (kQuantizes == StepQuantizes::kProvisional) {
+    if constexpr (kQuantizes == StepQuantizes::kSpeculative) {
       if (rows.col >= task.row_bytes) continue;
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
         if (row < tile.row_end) store_codes(row, x[i], scale_before);
       }
     }
-    if constexpr (kQuantizes == StepQuantizes::kAll) {
+    if constexpr (kQuantizes == StepQuantizes::kCodes) {
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         kept[(begin + i) * kThreads + thread] =
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   largest = max_of_block<kThreads>(largest);
-  if constexpr (kQuantizes != StepQuantizes::kAll) {
+  if constexpr (kQuantizes != StepQuantizes::kCodes) {
     if (thread == 0) raise(task.amax + tile.grid_index, largest);
     return;
   }
@@ -101,13 +102,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <StepQuantizes kQuantizes>
-cudaError_t launch(const AdamWRowImageBatch& batch, const AdamWParameters& parameters,
+cudaError_t launch(const AdamWGridScaledBatch& batch, const AdamWParameters& parameters,
                    DType value_dtype, cudaStream_t stream) {
   const int blocks = batch.first_block[batch.count];
   if (blocks == 0) return cudaSuccess;
   return with_value_type(value_dtype, [&](auto value) {
     const auto kernel = fused_adamw<decltype(value), kQuantizes>;
-    const int shared = kQuantizes == StepQuantizes::kAll ? tile_bytes<decltype(value)>() : 0;
+    const int shared = kQuantizes == StepQuantizes::kCodes ? tile_bytes<decltype(value)>() : 0;
     if (shared > kSharedBytes) {
       const cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -120,21 +121,21 @@ cudaError_t launch(const AdamWRowImageBatch& batch, const AdamWParameters& param
 
 }  // namespace
 
-int adamw_blocks(const AdamWRowImageTask& task, StepQuantizes quantizes) {
-  return quantizes == StepQuantizes::kAll ? tile_count(task) : amax_blocks(task);
+int adamw_blocks(const AdamWGridScaledTask& task, StepQuantizes quantizes) {
+  return quantizes == StepQuantizes::kCodes ? tile_count(task) : amax_blocks(task);
 }
 
-cudaError_t launch_adamw(const AdamWRowImageBatch& batch, StepQuantizes quantizes,
+cudaError_t launch_adamw(const AdamWGridScaledBatch& batch, StepQuantizes quantizes,
                          const AdamWParameters& parameters, DType value_dtype,
                          cudaStream_t stream) {
   switch (quantizes) {
-    case StepQuantizes::kAmaxes:
-      return launch<StepQuantizes::kAmaxes>(batch, parameters, value_dtype, stream);
-    case StepQuantizes::kProvisional:
-      return launch<StepQuantizes::kProvisional>(batch, parameters, value_dtype, stream);
-    case StepQuantizes::kAll:
-      return launch<StepQuantizes::kAll>(batch, parameters, value_dtype, stream);
-    case StepQuantizes::kNothing:
+    case StepQuantizes::kAmax:
+      return launch<StepQuantizes::kAmax>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kSpeculative:
+      return launch<StepQuantizes::kSpeculative>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kCodes:
+      return launch<StepQuantizes::kCodes>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kSkip:
       break;
   }
   return cudaErrorInvalidValue;

@@ -30,29 +30,29 @@ struct AdamWMemory {
 };
 
 // `vectorized` says of all four, values included, that their rows are 16-byte aligned.
-struct AdamWRowImageTask : RowImageTask {
+struct AdamWGridScaledTask : GridScaledTask {
   AdamWMemory memory;
 };
 struct AdamWRowScaledTask : RowScaledTask {
   AdamWMemory memory;
 };
 
-using AdamWRowImageBatch = TaskBatch<AdamWRowImageTask, 64>;
+using AdamWGridScaledBatch = TaskBatch<AdamWGridScaledTask, 64>;
 using AdamWRowScaledBatch = TaskBatch<AdamWRowScaledTask, 64>;
-static_assert(sizeof(AdamWRowImageBatch) + sizeof(AdamWParameters) <= kMaxParameterBytes &&
+static_assert(sizeof(AdamWGridScaledBatch) + sizeof(AdamWParameters) <= kMaxParameterBytes &&
               sizeof(AdamWRowScaledBatch) + sizeof(AdamWParameters) <= kMaxParameterBytes);
 
 // All tasks of a batch quantize as much, and have one format and one value type. Amaxes are raised;
-// those of `kAll` are set, of their blocks, and the rest of the blocks is written.
+// those of `kCodes` are set, of their blocks, and the rest of the blocks is written.
 
-int adamw_blocks(const AdamWRowImageTask& task, StepQuantizes quantizes);
-/// `kAll`: of one scale per tile.
-cudaError_t launch_adamw(const AdamWRowImageBatch& batch, StepQuantizes quantizes,
+int adamw_blocks(const AdamWGridScaledTask& task, StepQuantizes quantizes);
+/// `kCodes`: of one scale per tile.
+cudaError_t launch_adamw(const AdamWGridScaledBatch& batch, StepQuantizes quantizes,
                          const AdamWParameters& parameters, DType value_dtype, cudaStream_t stream);
 
 /// Tiles have kAmaxTileRows rows for the amax, else kCodeTileRows.
 int adamw_blocks(const AdamWRowScaledTask& task, StepQuantizes quantizes);
-/// `kAmaxes`: of formats with an fp32 scale per matrix; `kAll`: of formats without one.
+/// `kAmax`: of formats with an fp32 scale per matrix; `kCodes`: of formats without one.
 cudaError_t launch_adamw(const AdamWRowScaledBatch& batch, StepQuantizes quantizes,
                          const AdamWParameters& parameters, const Format& format, DType value_dtype,
                          cudaStream_t stream);

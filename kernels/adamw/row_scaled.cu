@@ -2,7 +2,7 @@
 //
 // As in fused_adamw.cu nothing is read twice; the floor, in bytes per element with fp32 values,
 // moments and gradient:
-//   MXFP8, no block cut    reads 16, writes 12 + 1.03: 29.03
+//   MXFP8, no boundary     reads 16, writes 12 + 1.03: 29.03
 //   NVFP4                  reads 16, writes 12: 28; the flush's quantize pass then reads 4, writes
 //                          0.56
 #include "kernels/adamw/adamw.cuh"
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kRowScaledThreads)
       of_rows = max(of_rows, largest_of<Value, kInFlight>(x));
     }
     largest = max(largest, of_rows);
-    raise_cut_amax<kBlockCols, Value>(task, first, col, of_rows);
+    raise_boundary_amax<kBlockCols, Value>(task, first, col, of_rows);
   }
   raise_matrix_amax(task, tile, largest);
 }
@@ -109,13 +109,13 @@ cudaError_t launch(Kernel kernel, const AdamWRowScaledBatch& batch,
 }  // namespace
 
 int adamw_blocks(const AdamWRowScaledTask& task, StepQuantizes quantizes) {
-  return quantizes == StepQuantizes::kAll ? quantize_blocks(task) : tile_count(task);
+  return quantizes == StepQuantizes::kCodes ? quantize_blocks(task) : tile_count(task);
 }
 
 cudaError_t launch_adamw(const AdamWRowScaledBatch& batch, StepQuantizes quantizes,
                          const AdamWParameters& parameters, const Format& format, DType value_dtype,
                          cudaStream_t stream) {
-  const bool to_codes = quantizes == StepQuantizes::kAll;
+  const bool to_codes = quantizes == StepQuantizes::kCodes;
   return with_row_scaled_types(format, value_dtype, [&](auto kind, auto value) {
     using Kind = decltype(kind);
     if constexpr (Kind::kRowScale == RowScale::kE4M3) {

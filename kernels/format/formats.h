@@ -54,8 +54,8 @@ enum class ScaleMode : uint8_t {
   kTensor,        // one float
   kBlock1x128,    // float (ceil(k / 128), rows): one per row and 128 contracted elements
   kBlock128x128,  // float (ceil(rows / 128), round_up(ceil(k / 128), 4))
-  // One per row and 32 or 16 contracted elements, in the order of kernels/gemm/scale_layout.h. Both
-  // operands are so, on compute capability 10.0 and above.
+  // One per row and 32 or 16 contracted elements, in the order of kernels/gemm/swizzle_scales.h.
+  // Both operands are so, on compute capability 10.0 and above.
   kBlock1x32,  // E8M0 (MXFP8)
   kBlock1x16,  // E4M3 (NVFP4)
 };

@@ -79,8 +79,8 @@ struct Layout {
   bool fits() const {
     return !format->columnwise || format->columnwise->scale.begins_at(matrix_rows);
   }
-  /// The image that has the blocks of most rows: its blocks are what shards cut.
-  Layout tallest() const { return has_columnwise() ? columnwise() : *this; }
+  /// The image whose blocks have the most rows: shard boundaries split the blocks of this one.
+  Layout coarsest_image() const { return has_columnwise() ? columnwise() : *this; }
 
   /// Blocks of the logical tensor: block (i, j) holds rows `[i*B, (i+1)*B)` of its matrix.
   int64_t matrices() const { return matrix_rows ? logical_rows / matrix_rows : 0; }
@@ -128,7 +128,7 @@ struct Layout {
     if (holds_all_rows()) return true;
     const int64_t live = live_rows();
     if (format->has_tensor_scale() || live == 0) return false;
-    const ScaleLevel& scale = tallest().format->scale;
+    const ScaleLevel& scale = coarsest_image().format->scale;
     const auto is_cut = [&](int64_t row) { return !scale.begins_at(row % matrix_rows); };
     return !is_cut(row_offset) && !is_cut(row_offset + live);
   }

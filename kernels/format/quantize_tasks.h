@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "kernels/format/cuts.h"
+#include "kernels/format/boundary_blocks.h"
 #include "kernels/format/layout.h"
 
 namespace qshard {
@@ -13,15 +13,16 @@ namespace qshard {
 ///
 /// `amax` is what ranks agree on between compute_amax and quantize: the amax of every grid entry,
 /// (grid_rows, grid_cols), then those of the blocks that several ranks hold rows of although their
-/// scales are row-local, (cuts.rows, block_cols). Scales of other blocks need no amax from outside.
-/// If there are two row images, only the columnwise one has cut blocks; both are written.
+/// scales are row-local, (boundary.rows, block_cols). Scales of other blocks need no amax from
+/// outside. If there are two row images, only the columnwise one has boundary blocks; both are
+/// written.
 struct QuantizeTask {
   Layout layout;
-  Cuts cuts;
+  BoundaryBlocks boundary;
   DType value_dtype = DType::kFloat32;  // float32, bfloat16 or float16
   const void* values = nullptr;         // (rows, cols), contiguous
   uint8_t* image = nullptr;             // (rows, row_bytes), 16-byte aligned
-  float* amax = nullptr;                // (amax_numel(layout, cuts),)
+  float* amax = nullptr;                // (amax_numel(layout, boundary),)
   float* grid = nullptr;                // (grid_rows, grid_cols) scale_inv; null if !has_grid()
   float* grid_copy = nullptr;           // null, or a second place for the grid
   /// Null: codes are rounded to nearest even. Else (key_low, key_high, count), none negative:
@@ -32,7 +33,7 @@ struct QuantizeTask {
   std::span<const float> known_amax = {};
   /// Null, or (grid_rows, grid_cols): scale_inv that fused_adamw() made the image's codes by, 0
   /// where it made none. On CUDA devices quantize() leaves those codes whose scale that still is.
-  float* provisional = nullptr;
+  float* speculative_scale_inv = nullptr;
 };
 
 struct DequantizeTask {

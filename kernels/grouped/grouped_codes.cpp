@@ -34,7 +34,7 @@ at::Tensor row_tiles(const RowGroups& groups, int64_t total, cudaStream_t stream
 
 }  // namespace
 
-GroupCodes quantize_groups(const at::Tensor& x, const Format& format, PackedRole role,
+GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRole role,
                            Orientations orientations, const RowGroups& groups,
                            const DelayedAmax& delayed) {
   const at::Tensor values = x.contiguous();

@@ -27,7 +27,7 @@ struct GroupCodes {
 /// Quantizes each expert's rows by themselves, in the orientations asked for. `format`: of the
 /// weight. `delayed`: delayed scaling of all experts' rows, if it is the format's; it collects the
 /// largest amax.
-GroupCodes quantize_groups(const at::Tensor& x, const Format& format, PackedRole role,
+GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRole role,
                            Orientations orientations, const RowGroups& groups,
                            const DelayedAmax& delayed);
 

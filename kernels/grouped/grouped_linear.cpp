@@ -194,7 +194,7 @@ GroupedPath path_of(GemmDirection direction, const at::Tensor& x, const ExpertWe
 at::Tensor weight_gradient_of_codes(const GroupedBackwardTask& task, const GroupCodes& grad,
                                     const LinearWeight& weight, const RowGroups& groups) {
   const GroupCodes input =
-      quantize_groups(task.input, *weight.codes.format, PackedRole::kInput, {.columnwise = true},
+      quantize_groups(task.input, *weight.codes.format, OperandRole::kInput, {.columnwise = true},
                       groups, delayed_input_amax(weight));
   return multiply_columns(grad, input, task.grad.size(0), groups, task.weight_grad_dtype, task.sum);
 }
@@ -226,7 +226,7 @@ at::Tensor grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
   const Format& format = *weights.stack.codes.format;
   switch (path_of(GemmDirection::kForward, x, weights, weight_only)) {
     case GroupedPath::kCodes:
-      return multiply_by_codes(quantize_groups(x, format, PackedRole::kInput, {.rowwise = true},
+      return multiply_by_codes(quantize_groups(x, format, OperandRole::kInput, {.rowwise = true},
                                                groups, delayed_input_amax(weights.stack)),
                                weights, groups, weights.transposed, x.scalar_type());
     case GroupedPath::kValues:
@@ -251,8 +251,8 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
   const Orientations codes{for_input == GroupedPath::kCodes, for_weight == GroupedPath::kCodes};
   LinearBackward result;
   if (codes.rowwise || codes.columnwise) {
-    const GroupCodes quantized = quantize_groups(grad, format, PackedRole::kGradient, codes, groups,
-                                                 delayed_gradient_amax(weights.stack));
+    const GroupCodes quantized = quantize_groups(grad, format, OperandRole::kGradient, codes,
+                                                 groups, delayed_gradient_amax(weights.stack));
     if (codes.rowwise) {
       result.grad_input =
           multiply_by_codes(quantized, weights, groups, !weights.transposed, grad.scalar_type());

@@ -52,7 +52,7 @@ bool is_too_large(const ExpertWeights& weights, int64_t total) {
 GemmFallback codes_fallback(const GroupedProblem& problem, const ExpertWeights& weights) {
   if (problem.weight_only) return GemmFallback::kWeightOnly;
   const Format& format = *weights.stack.codes.format;
-  const CodeGemmBackend& backend = code_gemms(format);
+  const QuantizedGemmBackend& backend = quantized_backend(format);
   const LinearWeight ends[] = {weights.matrix(0), weights.matrix(weights.count - 1)};
   for (const LinearWeight& matrix : ends) {
     GemmProblem of_one{problem.direction, &format,      problem.device,          problem.dtype,

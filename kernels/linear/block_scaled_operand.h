@@ -1,5 +1,5 @@
 // Operands of GEMMs in formats with row-local scales (MXFP8, NVFP4): row images that contract along
-// their rows. Their scales lie in the rows here; cuBLASLt's order: kernels/gemm/scale_layout.h.
+// their rows. Their scales lie in the rows here; cuBLASLt's order: kernels/gemm/swizzle_scales.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -53,12 +53,12 @@ GemmFallback device_fallback(const GemmProblem& problem) {
   return has_gemm ? codes_fallback(problem) : GemmFallback::kDevice;
 }
 
-class Fp8Gemms final : public CodeGemmBackend {
+class Fp8Gemms final : public QuantizedGemmBackend {
  public:
   GemmFallback supports(const GemmProblem& problem) const override {
     return device_fallback(problem);
   }
-  Arrangement arrangement() const override { return Arrangement::kPacked; }
+  OperandLayout operand_layout() const override { return OperandLayout::kPacked; }
   at::Tensor run(const GemmTask& task) const override {
     switch (task.direction) {
       case GemmDirection::kForward:
@@ -75,12 +75,12 @@ class Fp8Gemms final : public CodeGemmBackend {
   }
 };
 
-class BlockScaledGemms final : public CodeGemmBackend {
+class BlockScaledGemms final : public QuantizedGemmBackend {
  public:
   GemmFallback supports(const GemmProblem& problem) const override {
     return device_fallback(problem);
   }
-  Arrangement arrangement() const override { return Arrangement::kRowImage; }
+  OperandLayout operand_layout() const override { return OperandLayout::kRowImage; }
   at::Tensor run(const GemmTask& task) const override {
     switch (task.direction) {
       case GemmDirection::kForward:
@@ -96,14 +96,14 @@ class BlockScaledGemms final : public CodeGemmBackend {
 };
 
 // On every device, for what the GEMMs above take.
-class EmulatedGemms final : public CodeGemmBackend {
+class EmulatedGemms final : public QuantizedGemmBackend {
  public:
-  explicit EmulatedGemms(Arrangement arrangement) : arrangement_(arrangement) {}
+  explicit EmulatedGemms(OperandLayout operand_layout) : operand_layout_(operand_layout) {}
 
   GemmFallback supports(const GemmProblem& problem) const override {
     return codes_fallback(problem);
   }
-  Arrangement arrangement() const override { return arrangement_; }
+  OperandLayout operand_layout() const override { return operand_layout_; }
   at::Tensor run(const GemmTask& task) const override {
     const QuantizedMatrix& a = *task.a.codes;
     const QuantizedMatrix& b = *task.b.codes;
@@ -119,7 +119,7 @@ class EmulatedGemms final : public CodeGemmBackend {
   }
 
  private:
-  Arrangement arrangement_;
+  OperandLayout operand_layout_;
 };
 
 // a @ b rounded once to `dtype`, where the device can.
@@ -158,11 +158,11 @@ class DequantizedGemms final : public GemmBackend {
 
 }  // namespace
 
-const CodeGemmBackend& code_gemms(const Format& format) {
+const QuantizedGemmBackend& quantized_backend(const Format& format) {
   static const Fp8Gemms fp8;
   static const BlockScaledGemms block_scaled;
-  static const EmulatedGemms emulated_fp8(Arrangement::kPacked);
-  static const EmulatedGemms emulated_block_scaled(Arrangement::kRowImage);
+  static const EmulatedGemms emulated_fp8(OperandLayout::kPacked);
+  static const EmulatedGemms emulated_block_scaled(OperandLayout::kRowImage);
   switch (format.gemm.kind) {
     case GemmKind::kPacked:
       if (format.emulated) return emulated_fp8;

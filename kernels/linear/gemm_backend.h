@@ -51,16 +51,16 @@ class GemmBackend {
   virtual at::Tensor run(const GemmTask& task) const = 0;
 };
 
-class CodeGemmBackend : public GemmBackend {
+class QuantizedGemmBackend : public GemmBackend {
  public:
   /// That of the activations and gradients it reads. Packed codes of both orientations are made in
   /// one pass.
-  virtual Arrangement arrangement() const = 0;
+  virtual OperandLayout operand_layout() const = 0;
 };
 
 /// The one that multiplies codes of a weight's format: FP8, or block-scaled (MXFP8, NVFP4), or what
 /// emulates it.
-const CodeGemmBackend& code_gemms(const Format& format);
+const QuantizedGemmBackend& quantized_backend(const Format& format);
 /// GEMMs of dequantized weights in the activations' dtype: run whatever the others do not.
 const GemmBackend& dequantized_gemms();
 

@@ -86,19 +86,19 @@ const int32_t* words_of(const at::Tensor& rounding) {
 }
 
 /// One linear's GEMMs: what they share.
-struct Gemms {
+struct LinearCall {
   const LinearWeight& weight;
-  const CodeGemmBackend& backend;
+  const QuantizedGemmBackend& backend;
   const Format& format;
   bool weight_only;
 
-  Gemms(const LinearWeight& weight, bool weight_only)
+  LinearCall(const LinearWeight& weight, bool weight_only)
       : weight(weight),
-        backend(code_gemms(*weight.codes.format)),
+        backend(quantized_backend(*weight.codes.format)),
         format(*weight.codes.format),
         weight_only(weight_only) {}
 
-  bool reads_packed() const { return backend.arrangement() == Arrangement::kPacked; }
+  bool reads_packed() const { return backend.operand_layout() == OperandLayout::kPacked; }
   DelayedAmax input_amax() const {
     return weight_only ? DelayedAmax{} : delayed_input_amax(weight);
   }
@@ -115,25 +115,25 @@ struct Gemms {
     return backend.supports(problem);
   }
 
-  OperandRequest packed(PackedRole role, Orientations orientations,
+  OperandRequest packed(OperandRole role, Orientations orientations,
                         const DelayedAmax& delayed) const {
     return {.format = &format,
             .role = role,
             .orientations = orientations,
             .delayed = delayed,
-            .last_input = role == PackedRole::kInput ? weight.last_input : nullptr};
+            .last_input = role == OperandRole::kInput ? weight.last_input : nullptr};
   }
   OperandRequest row_image(Orientations orientations, const at::Tensor& rounding = {}) const {
     return {.format = &format,
-            .arrangement = Arrangement::kRowImage,
+            .operand_layout = OperandLayout::kRowImage,
             .orientations = orientations,
             .rounding = words_of(rounding)};
   }
 };
 
 /// Runs the GEMM on codes; where that has no kernel, says so in `fallback`.
-at::Tensor run_on_codes(const Gemms& gemms, const GemmTask& task, GemmFallback& fallback) {
-  at::Tensor out = gemms.backend.run(task);
+at::Tensor run_on_codes(const LinearCall& call, const GemmTask& task, GemmFallback& fallback) {
+  at::Tensor out = call.backend.run(task);
   if (!out.defined()) fallback = GemmFallback::kNoKernel;
   return out;
 }
@@ -144,38 +144,38 @@ void add_to(at::Tensor sum, at::Tensor& product) {
 }
 
 /// The GEMMs of linear_backward that run on codes, as far as their fallbacks are kNone.
-LinearBackward backward_on_codes(const LinearBackwardTask& task, const Gemms& gemms,
+LinearBackward backward_on_codes(const LinearBackwardTask& task, const LinearCall& call,
                                  GemmFallback& for_input, GemmFallback& for_weight) {
   LinearBackward result;
   const OperandProducer& grad = *task.grad;
-  const bool is_packed = gemms.reads_packed();
+  const bool is_packed = call.reads_packed();
   const bool input = task.needs_input && for_input == GemmFallback::kNone;
   const bool weight = task.input != nullptr && for_weight == GemmFallback::kNone;
   QuantizedMatrix both;  // packed codes are made in one pass, row images one by one
   if (is_packed && (input || weight)) {
-    both = grad.codes(gemms.packed(PackedRole::kGradient, {input, weight}, gemms.gradient_amax()));
+    both = grad.codes(call.packed(OperandRole::kGradient, {input, weight}, call.gradient_amax()));
   }
   if (input) {
-    const auto rounding = is_packed ? at::Tensor() : gradient_rounding(gemms.format, grad.device());
+    const auto rounding = is_packed ? at::Tensor() : gradient_rounding(call.format, grad.device());
     QuantizedMatrix rows;
-    if (!is_packed) rows = grad.codes(gemms.row_image({.rowwise = true}, rounding));
-    result.grad_input = run_on_codes(gemms,
+    if (!is_packed) rows = grad.codes(call.row_image({.rowwise = true}, rounding));
+    result.grad_input = run_on_codes(call,
                                      {.direction = GemmDirection::kGradInput,
                                       .a = {.codes = is_packed ? &both : &rows},
-                                      .b = {.codes = &gemms.weight.codes},
+                                      .b = {.codes = &call.weight.codes},
                                       .out = grad.options(),
                                       .sum = task.input_sum},
                                      for_input);
   }
   if (weight) {
     constexpr Orientations kColumns{.columnwise = true};
-    const auto rounding = is_packed ? at::Tensor() : gradient_rounding(gemms.format, grad.device());
+    const auto rounding = is_packed ? at::Tensor() : gradient_rounding(call.format, grad.device());
     const auto x =
-        task.input->codes(is_packed ? gemms.packed(PackedRole::kInput, kColumns, gemms.input_amax())
-                                    : gemms.row_image(kColumns));
+        task.input->codes(is_packed ? call.packed(OperandRole::kInput, kColumns, call.input_amax())
+                                    : call.row_image(kColumns));
     QuantizedMatrix columns;
-    if (!is_packed) columns = grad.codes(gemms.row_image(kColumns, rounding));
-    result.grad_weight = run_on_codes(gemms,
+    if (!is_packed) columns = grad.codes(call.row_image(kColumns, rounding));
+    result.grad_weight = run_on_codes(call,
                                       {.direction = GemmDirection::kGradWeight,
                                        .a = {.codes = is_packed ? &both : &columns},
                                        .b = {.codes = &x},
@@ -208,18 +208,18 @@ bool multiplies_input_codes(const Format& format, at::Device device, at::ScalarT
                             int64_t m, int64_t n, int64_t k) {
   const GemmProblem problem{GemmDirection::kForward, &format, device, dtype, m, n, k};
   return m > 0 && k > 0 && format.gemm.kind == GemmKind::kPacked &&
-         code_gemms(format).supports(problem) == GemmFallback::kNone;
+         quantized_backend(format).supports(problem) == GemmFallback::kNone;
 }
 
 bool gradient_quantizes_input(const Format& format, at::Device device, at::ScalarType dtype,
                               int64_t m, int64_t n, int64_t k) {
-  return code_gemms(format).supports(
+  return quantized_backend(format).supports(
              {GemmDirection::kGradWeight, &format, device, dtype, m, n, k}) == GemmFallback::kNone;
 }
 
 bool gradient_reads_plain_input(const Format& format, at::Device device, at::ScalarType dtype,
                                 int64_t m, int64_t n, int64_t k) {
-  return code_gemms(format).arrangement() == Arrangement::kRowImage &&
+  return quantized_backend(format).operand_layout() == OperandLayout::kRowImage &&
          gradient_quantizes_input(format, device, dtype, m, n, k);
 }
 
@@ -284,25 +284,25 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
     if (added.defined()) result.output.add_(added);
     return result;
   }
-  const Gemms gemms(weight, weight_only);
-  GemmFallback fallback = gemms.fallback(GemmDirection::kForward, input);
-  const DelayedAmax amax = gemms.input_amax();
+  const LinearCall call(weight, weight_only);
+  GemmFallback fallback = call.fallback(GemmDirection::kForward, input);
+  const DelayedAmax amax = call.input_amax();
   GemmTask task{
       .direction = GemmDirection::kForward, .b = {.codes = &codes}, .out = input.options()};
   task.bias = bias;
   task.added = added;
   const bool on_codes = fallback == GemmFallback::kNone;
-  const bool packed = on_codes && gemms.reads_packed();
+  const bool packed = on_codes && call.reads_packed();
   if (on_codes && !packed) {
-    const QuantizedMatrix x = input.codes(gemms.row_image({.rowwise = true}));
+    const QuantizedMatrix x = input.codes(call.row_image({.rowwise = true}));
     task.a.codes = &x;
-    result.output = run_on_codes(gemms, task, fallback);
+    result.output = run_on_codes(call, task, fallback);
   }
   if (packed || save_quantized_input) {
     const Orientations orientations{.rowwise = packed, .columnwise = save_quantized_input};
-    QuantizedMatrix x = input.codes(gemms.packed(PackedRole::kInput, orientations, amax));
+    QuantizedMatrix x = input.codes(call.packed(OperandRole::kInput, orientations, amax));
     task.a.codes = &x;
-    if (packed) result.output = run_on_codes(gemms, task, fallback);
+    if (packed) result.output = run_on_codes(call, task, fallback);
     if (save_quantized_input) {
       result.saved = std::move(x);
       result.saved.rowwise = {};
@@ -310,7 +310,7 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
   } else {
     input.collect_amax(amax);
   }
-  record_gemm(gemms.format, GemmDirection::kForward, fallback);
+  record_gemm(call.format, GemmDirection::kForward, fallback);
   if (!result.output.defined()) {
     task.a = {.values = input.values(input.dtype())};
     result.output = dequantized_gemms().run(task);
@@ -362,30 +362,30 @@ LinearBackward linear_backward(const LinearBackwardTask& task, const LinearWeigh
                 fmt::format("qshard: linear's input has {} rows, its gradient {}",
                             task.input->sizes()[0], m));
   }
-  const Gemms gemms(weight, task.weight_only);
+  const LinearCall call(weight, task.weight_only);
   GemmFallback for_input = GemmFallback::kNone;
   GemmFallback for_weight = GemmFallback::kNone;
-  if (task.needs_input) for_input = gemms.fallback(GemmDirection::kGradInput, grad);
+  if (task.needs_input) for_input = call.fallback(GemmDirection::kGradInput, grad);
   if (needs_weight) {
-    for_weight = gemms.fallback(GemmDirection::kGradWeight, grad);
+    for_weight = call.fallback(GemmDirection::kGradWeight, grad);
     if (for_weight == GemmFallback::kNone && !is_value_dtype(task.input->dtype())) {
       for_weight = GemmFallback::kDtype;
     }
   }
   const bool on_codes = (task.needs_input && for_input == GemmFallback::kNone) ||
                         (needs_weight && for_weight == GemmFallback::kNone);
-  if (on_codes) result = backward_on_codes(task, gemms, for_input, for_weight);
+  if (on_codes) result = backward_on_codes(task, call, for_input, for_weight);
   // What was saved as codes is made values of before the memory of other GEMMs is taken.
   at::Tensor input;
   if (needs_weight && !result.grad_weight.defined()) input = task.input->values(grad.dtype());
-  if (!on_codes || !gemms.reads_packed()) grad.collect_amax(gemms.gradient_amax());
+  if (!on_codes || !call.reads_packed()) grad.collect_amax(call.gradient_amax());
   at::Tensor values;
   const auto gradient = [&]() -> const at::Tensor& {
     if (!values.defined()) values = grad.values(grad.dtype());
     return values;
   };
   if (task.needs_input) {
-    record_gemm(gemms.format, GemmDirection::kGradInput, for_input);
+    record_gemm(call.format, GemmDirection::kGradInput, for_input);
     if (!result.grad_input.defined()) {
       result.grad_input = dequantized_gemms().run({.direction = GemmDirection::kGradInput,
                                                    .a = {.values = gradient()},
@@ -395,7 +395,7 @@ LinearBackward linear_backward(const LinearBackwardTask& task, const LinearWeigh
     add_to(input_sum, result.grad_input);
   }
   if (needs_weight) {
-    record_gemm(gemms.format, GemmDirection::kGradWeight, for_weight);
+    record_gemm(call.format, GemmDirection::kGradWeight, for_weight);
     if (!result.grad_weight.defined()) {
       result.grad_weight = dequantized_gemms().run({.direction = GemmDirection::kGradWeight,
                                                     .a = {.values = gradient()},
@@ -412,7 +412,7 @@ std::string backend_report() { return gemm_report(); }
 
 std::string why_dequantized(const Format& format, at::Device device) {
   const GemmProblem problem{GemmDirection::kForward, &format, device, at::kBFloat16, 128, 128, 128};
-  return std::string(gemm_fallback_reason(format, code_gemms(format).supports(problem)));
+  return std::string(gemm_fallback_reason(format, quantized_backend(format).supports(problem)));
 }
 
 }  // namespace qshard

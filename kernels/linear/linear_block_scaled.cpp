@@ -6,8 +6,8 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "kernels/device/check_launch.h"
-#include "kernels/gemm/scale_layout_kernel.h"
 #include "kernels/gemm/scaled_mm.h"
+#include "kernels/gemm/swizzle_scales_kernel.h"
 #include "kernels/linear/block_scaled_operand.h"
 
 namespace qshard::cuda {

@@ -96,11 +96,11 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
     check_launch(launch_quantize_activation_in_blocks(task, dtype, stream));
     return out;
   }
-  if (const HeldEarlierAmax earlier = earlier_amax(request, amax, x.device());
-      earlier.amax != nullptr) {
+  if (const HeldPreviousAmax previous = previous_amax(request, amax, x.device());
+      previous.amax != nullptr) {
     const at::Tensor own = at::empty({1}, values.options().dtype(at::kFloat));
-    check_launch(launch_quantize_activation_by_earlier(task, earlier, own.mutable_data_ptr<float>(),
-                                                       dtype, out.code_dtype, stream));
+    check_launch(launch_quantize_activation_by_previous(
+        task, previous, own.mutable_data_ptr<float>(), dtype, out.code_dtype, stream));
     if (!request.delayed) amax = own;
     return out;
   }

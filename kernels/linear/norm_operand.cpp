@@ -26,8 +26,8 @@ at::Tensor composed(const at::Tensor& x, const Normalization& norm) {
 }  // namespace
 
 QuantizedMatrix NormOperand::codes(const OperandRequest& request) const {
-  const bool is_fused = request.arrangement == Arrangement::kPacked &&
-                        request.role == PackedRole::kInput && has_norm_kernel(x_, norm_);
+  const bool is_fused = request.operand_layout == OperandLayout::kPacked &&
+                        request.role == OperandRole::kInput && has_norm_kernel(x_, norm_);
   if (is_fused) return cuda::quantize_norm(x_, norm_, request, statistics_, amax_);
   return PlainOperand(values(dtype())).codes(request);
 }

@@ -11,8 +11,8 @@
 #include "kernels/device/current_stream.h"
 #include "kernels/format/value_dtype.h"
 #include "kernels/linear/block_scaled_operand.h"
+#include "kernels/linear/input_code_cache.h"
 #include "kernels/linear/linear_fp8.h"
-#include "kernels/linear/shared_activation.h"
 
 namespace qshard {
 namespace {
@@ -90,7 +90,7 @@ bool is_of_format(const CodeImage& codes, const Format& format, ScaleMode scale_
 
 // The codes asked for that a GEMM cannot read the matrix's for.
 Orientations missing(const QuantizedMatrix& matrix, const OperandRequest& request) {
-  const bool is_packed = request.arrangement == Arrangement::kPacked;
+  const bool is_packed = request.operand_layout == OperandLayout::kPacked;
   const Format& format = *request.format;
   if (is_packed && matrix.code_dtype != packed_code_dtype(format, request.role)) {
     return request.orientations;
@@ -98,16 +98,16 @@ Orientations missing(const QuantizedMatrix& matrix, const OperandRequest& reques
   const auto [rowwise, columnwise] = request.orientations;
   const ScaleMode rows = packed_scale_mode(format);
   const ScaleMode columns = packed_columns_scale_mode(format, request.role);
-  return {.rowwise = rowwise && !(matrix.has({.rowwise = true}, request.arrangement) &&
+  return {.rowwise = rowwise && !(matrix.has({.rowwise = true}, request.operand_layout) &&
                                   is_of_format(matrix.rowwise, format, rows)),
-          .columnwise = columnwise && !(matrix.has({.columnwise = true}, request.arrangement) &&
+          .columnwise = columnwise && !(matrix.has({.columnwise = true}, request.operand_layout) &&
                                         is_of_format(matrix.columnwise, format, columns))};
 }
 
 }  // namespace
 
 QuantizedMatrix PlainOperand::codes(const OperandRequest& request) const {
-  if (request.arrangement == Arrangement::kPacked) {
+  if (request.operand_layout == OperandLayout::kPacked) {
     if (values_.is_cuda()) return cuda::quantize_activation(values_, request, amax_);
     const bool is_read = values_.is_cpu() && request.format->emulated;
     if (is_read) return quantize_activation_cpu(values_, request, amax_);
@@ -128,14 +128,14 @@ void PlainOperand::collect_amax(const DelayedAmax& delayed) const {
 
 QuantizedMatrix SharedOperand::codes(const OperandRequest& request) const {
   const bool is_shared = values_.is_cuda() && input_.tensor.defined() && !request.delayed &&
-                         request.arrangement == Arrangement::kPacked;
-  if (is_shared) return cuda::quantize_shared_activation(input_, values_, request);
+                         request.operand_layout == OperandLayout::kPacked;
+  if (is_shared) return cuda::quantize_cached_activation(input_, values_, request);
   return PlainOperand::codes(request);
 }
 
 QuantizedMatrix CachedOperand::codes(const OperandRequest& request) const {
-  if (request.arrangement != Arrangement::kPacked) return source_.codes(request);
-  if (!made_.has(request.orientations, Arrangement::kPacked)) {
+  if (request.operand_layout != OperandLayout::kPacked) return source_.codes(request);
+  if (!made_.has(request.orientations, OperandLayout::kPacked)) {
     OperandRequest all = request;
     all.orientations.rowwise |= asked_.rowwise;
     all.orientations.columnwise |= asked_.columnwise;

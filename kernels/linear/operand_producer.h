@@ -17,8 +17,8 @@ namespace qshard {
 /// The codes of a matrix that a GEMM reads.
 struct OperandRequest {
   const Format* format = nullptr;  // of the weight
-  Arrangement arrangement = Arrangement::kPacked;
-  PackedRole role = PackedRole::kInput;  // of packed codes; row images are the same of both
+  OperandLayout operand_layout = OperandLayout::kPacked;
+  OperandRole role = OperandRole::kInput;  // of packed codes; row images are the same of both
   Orientations orientations = {};
   const int32_t* rounding = nullptr;  // of a row image, as in QuantizeTask; null: to nearest
   DelayedAmax delayed = {};           // the linear's amaxes of earlier steps, if it scales by them
@@ -75,7 +75,7 @@ class PlainOperand : public OperandProducer {
   mutable at::Tensor amax_;
 };
 
-/// An input of several linears whose codes they may share (kernels/linear/shared_activation.h).
+/// An input of several linears whose codes they may share (kernels/linear/input_code_cache.h).
 struct SharedInput {
   at::Tensor tensor = {};   // of which the input is the matrix; undefined: nothing is shared
   GraphRecord record = {};  // what made its values: another one when they are made again

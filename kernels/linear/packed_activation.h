@@ -41,15 +41,15 @@ inline QuantizedMatrix empty_packed(int64_t m, int64_t k, const OperandRequest& 
   return packed_matrix(*request.format, request.role, m, k, rowwise, columnwise);
 }
 
-/// An earlier amax for the kernels of one use, which are launched while this lives.
-struct HeldEarlierAmax : EarlierAmax {
+/// The previous amax for the kernels of one use, which are launched while this lives.
+struct HeldPreviousAmax : PreviousAmax {
   LastInputAmax::Use use = {};
 };
 
 /// What codes asked for are made by in one pass with finding their amax; none if its `amax` is
 /// null. `known`: that of the values, or undefined; delayed scaling does not go by it.
-inline HeldEarlierAmax earlier_amax(const OperandRequest& request, const at::Tensor& known,
-                                    at::Device device) {
+inline HeldPreviousAmax previous_amax(const OperandRequest& request, const at::Tensor& known,
+                                      at::Device device) {
   const DelayedAmax& delayed = request.delayed;
   if (delayed) return {{.amax = delayed.scaling + kInUse, .delayed = delayed}};
   const Format& format = *request.format;

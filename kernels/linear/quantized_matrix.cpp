@@ -18,9 +18,9 @@ struct Overloaded : Cases... {
   using Cases::operator()...;
 };
 
-bool is_there(const CodeImage& codes, Arrangement arrangement) {
-  return arrangement == Arrangement::kRowImage ? std::holds_alternative<RowImage>(codes)
-                                               : std::holds_alternative<PackedCodes>(codes);
+bool is_there(const CodeImage& codes, OperandLayout operand_layout) {
+  return operand_layout == OperandLayout::kRowImage ? std::holds_alternative<RowImage>(codes)
+                                                    : std::holds_alternative<PackedCodes>(codes);
 }
 
 // `columnwise`: from that image, if the format has one.
@@ -57,9 +57,9 @@ at::Tensor values_of(const PackedCodes& codes, DType code_dtype) {
 
 }  // namespace
 
-bool QuantizedMatrix::has(Orientations asked, Arrangement arrangement) const {
-  return (!asked.rowwise || is_there(rowwise, arrangement)) &&
-         (!asked.columnwise || is_there(columnwise, arrangement));
+bool QuantizedMatrix::has(Orientations asked, OperandLayout operand_layout) const {
+  return (!asked.rowwise || is_there(rowwise, operand_layout)) &&
+         (!asked.columnwise || is_there(columnwise, operand_layout));
 }
 
 at::Tensor bytes_of(const CodeImage& codes) {
@@ -111,7 +111,7 @@ at::Tensor packed_block_scales(const PackedCodes& codes) {
   return scales.narrow(0, 0, blocks * codes.rows).view({blocks, codes.rows}).t();
 }
 
-QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, int64_t k,
+QuantizedMatrix packed_matrix(const Format& format, OperandRole role, int64_t m, int64_t k,
                               const at::Tensor& rowwise, const at::Tensor& columnwise) {
   const ScaleMode mode = packed_scale_mode(format);
   QuantizedMatrix matrix{&format, packed_code_dtype(format, role), m, k};

@@ -18,7 +18,7 @@ struct Orientations {
 };
 
 /// How codes and scales lie in memory.
-enum class Arrangement : uint8_t {
+enum class OperandLayout : uint8_t {
   kRowImage,  // RowImage: weights, and what block-scaled GEMMs read
   kPacked,    // PackedCodes: activations and gradients as FP8 GEMMs read them
 };
@@ -61,7 +61,7 @@ struct QuantizedMatrix {
   CodeImage columnwise = {};
 
   /// Whether all orientations asked for are there.
-  bool has(Orientations asked, Arrangement arrangement) const;
+  bool has(Orientations asked, OperandLayout operand_layout) const;
   /// A weight's.
   /// @throws std::bad_variant_access if the rowwise codes are no row image.
   const RowImage& row_image() const { return std::get<RowImage>(rowwise); }
@@ -74,22 +74,22 @@ at::Tensor bytes_of(const CodeImage& codes);
 QuantizedMatrix matrix_of(RowImage image, int64_t rows);
 
 /// What a packed matrix is to its linear.
-enum class PackedRole : uint8_t { kInput, kGradient };
+enum class OperandRole : uint8_t { kInput, kGradient };
 
 // How packed activations and gradients that meet a weight of `format` are quantized.
 
-inline DType packed_code_dtype(const Format& format, PackedRole role) {
+inline DType packed_code_dtype(const Format& format, OperandRole role) {
   const ActivationCodes& codes = format.activations;
-  return role == PackedRole::kInput ? codes.packed_input_dtype : codes.packed_gradient_dtype;
+  return role == OperandRole::kInput ? codes.packed_input_dtype : codes.packed_gradient_dtype;
 }
 
 /// By one scale or in blocks of 1x128.
 inline ScaleMode packed_scale_mode(const Format& format) { return format.activations.packed_rows; }
 
 /// The same for columnwise codes, which wgrad reads: an input's may have blocks of 128x128.
-inline ScaleMode packed_columns_scale_mode(const Format& format, PackedRole role) {
+inline ScaleMode packed_columns_scale_mode(const Format& format, OperandRole role) {
   const ActivationCodes& codes = format.activations;
-  return role == PackedRole::kInput ? codes.packed_input_columns : codes.packed_gradient_columns;
+  return role == OperandRole::kInput ? codes.packed_input_columns : codes.packed_gradient_columns;
 }
 
 /// Bytes of a packed matrix (m, k) in one orientation, for every format alike: enough for the
@@ -99,7 +99,7 @@ int64_t packed_columnwise_bytes(int64_t m, int64_t k);
 
 /// A packed matrix (m, k) to meet a weight of `format`: its codes in buffers of those bytes. An
 /// undefined one's orientation is not there.
-QuantizedMatrix packed_matrix(const Format& format, PackedRole role, int64_t m, int64_t k,
+QuantizedMatrix packed_matrix(const Format& format, OperandRole role, int64_t m, int64_t k,
                               const at::Tensor& rowwise, const at::Tensor& columnwise);
 
 // Packed codes as torch's tensors: views of their buffer.

@@ -30,8 +30,8 @@ at::Tensor swiglu_maxima(const at::Tensor& amax, int64_t m, int64_t k) {
 }
 
 QuantizedMatrix SwigluOperand::codes(const OperandRequest& request) const {
-  const bool is_fused = gate_.is_cuda() && request.arrangement == Arrangement::kPacked &&
-                        request.role == PackedRole::kInput;
+  const bool is_fused = gate_.is_cuda() && request.operand_layout == OperandLayout::kPacked &&
+                        request.role == OperandRole::kInput;
   if (is_fused) return cuda::quantize_swiglu(gate_, up_, request, maxima_);
   return PlainOperand(values(dtype())).codes(request);
 }

@@ -67,11 +67,11 @@ QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
   const DType dtype = value_dtype(gate.scalar_type());
   const QuantizedMatrix out = empty_packed(task.m, task.k, request, gate.device());
   SwigluImage image{activation_task(out)};
-  if (const HeldEarlierAmax earlier = earlier_amax(request, maxima, gate.device());
-      earlier.amax != nullptr) {
+  if (const HeldPreviousAmax previous = previous_amax(request, maxima, gate.device());
+      previous.amax != nullptr) {
     const at::Tensor own = empty_maxima(task, gate.device());
-    check_launch(launch_swiglu_quantize_by_earlier(task, image.task, earlier,
-                                                   own.mutable_data_ptr<float>(), dtype, stream));
+    check_launch(launch_swiglu_quantize_by_previous(task, image.task, previous,
+                                                    own.mutable_data_ptr<float>(), dtype, stream));
     if (!request.delayed) maxima = own;
     return out;
   }
@@ -87,8 +87,9 @@ bool can_quantize_swiglu_backward(const at::Tensor& gate, const SwigluBackwardRe
   const OperandRequest& gradients = request.gradients;
   const Format& format = *gradients.format;
   const auto expected = has_one_scale(format) ? DType::kFloat8E5M2 : DType::kFloat8E4M3;
-  return gate.is_cuda() && gradients.arrangement == Arrangement::kPacked && !gradients.delayed &&
-         gradients.role == PackedRole::kGradient && format.activations.gradient_dtype == expected &&
+  return gate.is_cuda() && gradients.operand_layout == OperandLayout::kPacked &&
+         !gradients.delayed && gradients.role == OperandRole::kGradient &&
+         format.activations.gradient_dtype == expected &&
          (!request.joined || gate.size(1) % kTileColumns == 0);
 }
 

@@ -4,7 +4,7 @@
 #include "kernels/messages/activation_message_cuda.h"
 
 namespace qshard {
-ActivationMessage::ActivationMessage(const Format& format, PackedRole role, int64_t rows,
+ActivationMessage::ActivationMessage(const Format& format, OperandRole role, int64_t rows,
                                      int64_t cols)
     : code_dtype(packed_code_dtype(format, role)),
       has_one_scale(packed_scale_mode(format) == ScaleMode::kTensor),

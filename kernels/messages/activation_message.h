@@ -20,7 +20,7 @@ struct ActivationMessage {
   int64_t cols = 0;  // K
 
   /// To meet a weight of `format`.
-  ActivationMessage(const Format& format, PackedRole role, int64_t rows, int64_t cols);
+  ActivationMessage(const Format& format, OperandRole role, int64_t rows, int64_t cols);
 
   /// Codes, and bytes, from row to row; those beyond K are zero.
   int64_t pitch() const { return round_up(cols, 16); }

@@ -29,7 +29,7 @@ bool has_two_images(const auto& task) { return task.layout.format->columnwise !=
 
 QuantizeTask rowwise_part(QuantizeTask task) {
   task.layout = task.layout.rowwise();
-  task.cuts = {};
+  task.boundary = {};
   return task;
 }
 
@@ -92,7 +92,7 @@ std::vector<QuantizeTask> copy_known_amax(std::span<const QuantizeTask> tasks) {
       unknown.push_back(task);
       continue;
     }
-    const int64_t numel = amax_numel(task.layout, task.cuts);
+    const int64_t numel = amax_numel(task.layout, task.boundary);
     const auto known = std::min(static_cast<int64_t>(task.known_amax.size()), numel);
     std::copy_n(task.known_amax.begin(), known, task.amax);
     std::fill_n(task.amax + known, numel - known, 0.f);

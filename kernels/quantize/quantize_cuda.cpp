@@ -21,8 +21,8 @@ bool rows_are_vectors(const void* values, int64_t cols, DType dtype) {
 }
 
 // Describes rows whose row 0 is logical row `row_offset`; live_rows of them belong to the tensor.
-RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, int64_t live_rows,
-                      DType value_dtype, const void* values) {
+GridScaledTask describe(const Layout& layout, int64_t row_offset, int64_t rows, int64_t live_rows,
+                        DType value_dtype, const void* values) {
   const Format& format = *layout.format;
   TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.scale.is_in_grid() &&
                   (format.scale.spans_matrix() ||
@@ -31,7 +31,7 @@ RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, in
   TORCH_CHECK(rows <= kMaxInt && layout.row_bytes() <= kMaxInt && layout.grid_numel() <= kMaxInt,
               "qshard: a quantized tensor of ", rows, " x ", layout.cols,
               " is too large for the CUDA kernels");
-  RowImageTask task = {};
+  GridScaledTask task = {};
   task.values = const_cast<void*>(values);
   task.row_offset = row_offset;
   task.matrix_rows = layout.matrix_rows;
@@ -60,11 +60,11 @@ RowImageTask describe(const Layout& layout, int64_t row_offset, int64_t rows, in
 }
 
 // A window of an image is a shard of its own, whose row 0 is the window's.
-RowImageTask describe(const DequantizeTask& task) {
+GridScaledTask describe(const DequantizeTask& task) {
   const Layout& layout = task.layout;
   const int64_t offset = layout.row_offset + task.first_row;
   const int64_t live = std::clamp<int64_t>(layout.logical_rows - offset, 0, task.rows);
-  RowImageTask out = describe(layout, offset, task.rows, live, task.value_dtype, task.values);
+  GridScaledTask out = describe(layout, offset, task.rows, live, task.value_dtype, task.values);
   out.image = const_cast<uint8_t*>(task.image) + task.first_row * layout.row_bytes();
   out.grid = const_cast<float*>(task.grid);
   return out;
@@ -77,7 +77,7 @@ void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
   auto batcher = make_batcher<AmaxBatch>(
       [&](const AmaxBatch& batch) { return launch_amax_reset(batch, stream); });
   for (const QuantizeTask& task : tasks) {
-    const int64_t numel = amax_numel(task.layout, task.cuts);
+    const int64_t numel = amax_numel(task.layout, task.boundary);
     TORCH_CHECK(numel <= kMaxInt, "qshard: too many scale blocks for the CUDA kernels");
     const auto known = std::min(static_cast<int64_t>(task.known_amax.size()), numel);
     const AmaxTask described = {task.amax, task.known_amax.data(), static_cast<int>(numel),
@@ -89,15 +89,15 @@ void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
 
 }  // namespace
 
-RowImageTask describe_row_image(const QuantizeTask& task) {
+GridScaledTask describe_grid_scaled(const QuantizeTask& task) {
   const Layout& layout = task.layout;
-  RowImageTask out = describe(layout, layout.row_offset, layout.rows, layout.live_rows(),
-                              task.value_dtype, task.values);
+  GridScaledTask out = describe(layout, layout.row_offset, layout.rows, layout.live_rows(),
+                                task.value_dtype, task.values);
   out.image = task.image;
   out.amax = task.amax;
   out.grid = task.grid;
   out.grid_copy = task.grid_copy;
-  out.provisional = task.provisional;
+  out.speculative_scale_inv = task.speculative_scale_inv;
   return out;
 }
 
@@ -109,11 +109,11 @@ void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   };
   const auto add = [](auto& batcher, const QuantizeTask& task) {
     if (!task.known_amax.empty()) return;
-    const RowImageTask described = describe_row_image(task);
+    const GridScaledTask described = describe_grid_scaled(task);
     batcher.add(described, amax_blocks(described));
   };
-  if (tasks.size() <= RowImageBatch::kCapacity) {
-    launch_by_type<RowImageBatch>(tasks, is_ours, launch, add);
+  if (tasks.size() <= GridScaledBatch::kCapacity) {
+    launch_by_type<GridScaledBatch>(tasks, is_ours, launch, add);
   } else {
     launch_by_type<RowImageFlushBatch>(tasks, is_ours, launch, add);
   }
@@ -129,7 +129,7 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
   launch_by_type<RowImageFlushBatch>(tasks, is_ours, launch,
                                      [](auto& batcher, const QuantizeTask& task) {
                                        if (task.rounding != nullptr) return;
-                                       const RowImageTask described = describe_row_image(task);
+                                       const GridScaledTask described = describe_grid_scaled(task);
                                        batcher.add(described, quantize_blocks(described));
                                      });
   if (std::ranges::any_of(tasks, &QuantizeTask::rounding)) {
@@ -137,9 +137,9 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
         tasks, is_ours, launch, [](auto& batcher, const QuantizeTask& task) {
           if (task.rounding == nullptr) return;
           const Layout& layout = task.layout;
-          const StochasticRowImageTask described = {describe_row_image(task), task.rounding,
-                                                    layout.element(layout.row_offset),
-                                                    layout.element_pitch()};
+          const StochasticGridScaledTask described = {describe_grid_scaled(task), task.rounding,
+                                                      layout.element(layout.row_offset),
+                                                      layout.element_pitch()};
           batcher.add(described, quantize_blocks(described));
         });
   }
@@ -159,7 +159,7 @@ std::vector<QuantizeTask> quantize_tiles(std::span<const QuantizeTask> tasks, vo
       },
       [&](auto& batcher, const QuantizeTask& task) {
         if (!is_taken(task)) return;
-        const RowImageTask described = describe_row_image(task);
+        const GridScaledTask described = describe_grid_scaled(task);
         batcher.add(described, quantize_tiles_blocks(described));
       });
   std::vector<QuantizeTask> others;
@@ -169,14 +169,14 @@ std::vector<QuantizeTask> quantize_tiles(std::span<const QuantizeTask> tasks, vo
 
 void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto launch = [&](const RowImageBatch& batch, DType dtype) {
+  const auto launch = [&](const GridScaledBatch& batch, DType dtype) {
     return launch_dequantize(batch, dtype, cuda_stream);
   };
-  launch_by_type<RowImageBatch>(tasks, is_ours, launch,
-                                [](auto& batcher, const DequantizeTask& task) {
-                                  const RowImageTask described = describe(task);
-                                  batcher.add(described, dequantize_blocks(described));
-                                });
+  launch_by_type<GridScaledBatch>(tasks, is_ours, launch,
+                                  [](auto& batcher, const DequantizeTask& task) {
+                                    const GridScaledTask described = describe(task);
+                                    batcher.add(described, dequantize_blocks(described));
+                                  });
   dequantize_row_scaled(tasks, cuda_stream);
   dequantize_columnwise(tasks, cuda_stream);
 }

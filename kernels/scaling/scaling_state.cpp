@@ -29,7 +29,7 @@ void apply_delayed_scaling(const StateTask& task, FlushKind kind) {
     float* history = task.amax_history + row * options.length;
     float* scaling = task.scaling_amax + row * kScalingAmaxes;
     float& amax = task.amax[row];
-    if (kind == FlushKind::kOthers) {
+    if (kind == FlushKind::kOutsideStep) {
       amax = refresh_weight(amax, scaling, format.code_max, format.scale.power_of_two,
                             options.margin, task.value_dtype);
       continue;
@@ -38,7 +38,7 @@ void apply_delayed_scaling(const StateTask& task, FlushKind kind) {
     amax = step_weight(amax, largest_of(history, options), scaling, options.margin);
     roll(history, options.length);
   }
-  if (kind == FlushKind::kOthers) return;
+  if (kind == FlushKind::kOutsideStep) return;
   for (int64_t i = 0; i < kActivationRows; ++i) {
     const int64_t row = input_row(task.layout) + i;
     float* history = task.amax_history + row * options.length;
@@ -74,7 +74,7 @@ void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* 
   if (stream.is_cuda) {
     return cuda::apply_state(tasks, kind, found_inf, stream.handle);
   }
-  if (found_inf && *found_inf != 0.f) kind = FlushKind::kOthers;
+  if (found_inf && *found_inf != 0.f) kind = FlushKind::kOutsideStep;
   for (const StateTask& task : tasks) {
     if (task.amax_history) apply_delayed_scaling(task, kind);
     if (!task.rounding) continue;

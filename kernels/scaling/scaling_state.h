@@ -56,8 +56,8 @@ struct StateTask {
 };
 
 enum class FlushKind : uint8_t {
-  kStep,    // an optimizer step made these values
-  kOthers,  // initialisation, a load, a write of the user's
+  kStep,         // an optimizer step made these values
+  kOutsideStep,  // initialisation, a load, a write of the user's
 };
 
 /// Fills `words` with this rank's.
@@ -73,7 +73,7 @@ void collect_state(std::span<const StateTask> tasks, Stream stream);
 /// and new values are scaled by their own amax.
 ///
 /// found_inf: null, or a float on the device, non-zero if GradScaler made the step change nothing;
-/// the flush is then one of kOthers.
+/// the flush is then one of kOutsideStep.
 void apply_state(std::span<const StateTask> tasks, FlushKind kind, const float* found_inf,
                  Stream stream);
 

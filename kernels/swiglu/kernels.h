@@ -37,10 +37,10 @@ struct SwigluGradients {
 cudaError_t launch_swiglu_maxima(const SwigluTask& task, float* maxima, DType value_dtype,
                                  cudaStream_t stream);
 
-/// Sets `maxima`, and makes the codes as launch_quantize_activation_by_earlier does.
-cudaError_t launch_swiglu_quantize_by_earlier(const SwigluTask& task, const ActivationTask& out,
-                                              const EarlierAmax& earlier, float* maxima,
-                                              DType value_dtype, cudaStream_t stream);
+/// Sets `maxima`, and makes the codes as launch_quantize_activation_by_previous does.
+cudaError_t launch_swiglu_quantize_by_previous(const SwigluTask& task, const ActivationTask& out,
+                                               const PreviousAmax& previous, float* maxima,
+                                               DType value_dtype, cudaStream_t stream);
 
 /// E4M3 codes of silu(gate) * up.
 cudaError_t launch_swiglu_quantize(const SwigluTask& task, const SwigluImage& out,

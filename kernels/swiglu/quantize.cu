@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "kernels/activation/codes.cuh"
-#include "kernels/activation/earlier_amax.cuh"
+#include "kernels/activation/previous_amax.cuh"
 #include "kernels/device/amax.cuh"
 #include "kernels/swiglu/swiglu.cuh"
 
@@ -48,19 +48,19 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) raise(maxima, amax);
 }
 
-/// Codes by the earlier amax, if there is one, and the maxima.
+/// Makes codes by the previous amax, if there is one, and the maxima.
 template <typename Value, bool kVectorized>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_quantize_by_earlier(const __grid_constant__ SwigluTask task,
-                               const __grid_constant__ ActivationTask out,
-                               const __grid_constant__ EarlierAmax earlier, float* maxima) {
+    swiglu_quantize_by_previous(const __grid_constant__ SwigluTask task,
+                                const __grid_constant__ ActivationTask out,
+                                const __grid_constant__ PreviousAmax previous, float* maxima) {
   __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
   const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
   const uint32_t own = tile.multiply_and_note(maxima);
-  if (is_known(earlier)) {
-    const float scale = scale_from_amax(*earlier.amax, kE4M3Max, out.power_of_two);
+  if (is_known(previous)) {
+    const float scale = scale_from_amax(*previous.amax, kE4M3Max, out.power_of_two);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out, scale);
     tile.product.template store_both<E4M3>(out, tile_row, tile_col, shared, is_nan(own), scale);
   }
@@ -71,16 +71,17 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Value, bool kVectorized>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_finish_by_earlier(const __grid_constant__ SwigluTask task,
-                             const __grid_constant__ ActivationTask out,
-                             const __grid_constant__ EarlierAmax earlier, const float* maxima,
-                             dim3 tiles) {
+    swiglu_finish_by_previous(const __grid_constant__ SwigluTask task,
+                              const __grid_constant__ ActivationTask out,
+                              const __grid_constant__ PreviousAmax previous, const float* maxima,
+                              dim3 tiles) {
   __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
-  finish_codes<E4M3>(out, earlier, *maxima, tiles, shared, [&](int64_t tile_row, int64_t tile_col) {
-    SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
-    tile.multiply();
-    return tile.product;
-  });
+  finish_codes<E4M3>(out, previous, *maxima, tiles, shared,
+                     [&](int64_t tile_row, int64_t tile_col) {
+                       SwigluTile<Value, kVectorized> tile(task, tile_row, tile_col);
+                       tile.multiply();
+                       return tile.product;
+                     });
 }
 
 template <typename Value, bool kVectorized, bool kBlocks>
@@ -116,21 +117,21 @@ cudaError_t launch_swiglu_maxima(const SwigluTask& task, float* maxima, DType va
   });
 }
 
-cudaError_t launch_swiglu_quantize_by_earlier(const SwigluTask& task, const ActivationTask& out,
-                                              const EarlierAmax& earlier, float* maxima,
-                                              DType value_dtype, cudaStream_t stream) {
+cudaError_t launch_swiglu_quantize_by_previous(const SwigluTask& task, const ActivationTask& out,
+                                               const PreviousAmax& previous, float* maxima,
+                                               DType value_dtype, cudaStream_t stream) {
   const cudaError_t zeroed = cudaMemsetAsync(maxima, 0, sizeof(float), stream);
   if (zeroed != cudaSuccess || task.m == 0 || task.k == 0) return zeroed;
   const dim3 tiles = swiglu_grid(task);
   return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
     using Value = decltype(value);
-    swiglu_quantize_by_earlier<Value, vectorized()>
-        <<<tiles, kThreads, 0, stream>>>(task, out, earlier, maxima);
+    swiglu_quantize_by_previous<Value, vectorized()>
+        <<<tiles, kThreads, 0, stream>>>(task, out, previous, maxima);
     const cudaError_t launched = cudaGetLastError();
     if (launched != cudaSuccess) return launched;
-    swiglu_finish_by_earlier<Value, vectorized()>
-        <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kThreads, 0, stream>>>(task, out, earlier,
-                                                                                 maxima, tiles);
+    swiglu_finish_by_previous<Value, vectorized()>
+        <<<std::min(tiles.x * tiles.y, kFinishingBlocks), kThreads, 0, stream>>>(
+            task, out, previous, maxima, tiles);
     return cudaGetLastError();
   });
 }

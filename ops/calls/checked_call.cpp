@@ -159,9 +159,9 @@ std::string shown(const at::Tensor& tensor) {
 std::string shown(std::string_view text) { return fmt::format("'{}'", shown_name(text)); }
 
 std::string shown(at::IntArrayRef numbers) {
-  constexpr size_t kShown = 12;
-  if (numbers.size() <= kShown) return c10::str(numbers);
-  return fmt::format("[{}, ... {} of them]", fmt::join(numbers.slice(0, kShown), ", "),
+  constexpr size_t kCodesCurrent = 12;
+  if (numbers.size() <= kCodesCurrent) return c10::str(numbers);
+  return fmt::format("[{}, ... {} of them]", fmt::join(numbers.slice(0, kCodesCurrent), ", "),
                      numbers.size());
 }
 

@@ -23,7 +23,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 inline bool is_given(const OptionalTensor& tensor) { return tensor && tensor->defined(); }
 /// Given, if a linear is to quantize its plain weight for this use: what that needs beside the
 /// weight (dynamic_weight.h).
-using WeightState = const std::optional<std::vector<Tensor>>&;
+using WeightState = std::optional<std::vector<Tensor>>;
 
 // ops/tensor/quantize.cpp
 /// @throws c10::ValueError naming `op` and the known formats.
@@ -75,12 +75,12 @@ inline int64_t leading_numel(const Tensor& tensor) {
 
 /// While one lives, a linear of this thread that gets `input` shares its codes with others that
 /// got it, if it is an activation of the graph (recorded_activation.h).
-class ShareInputCodes {
+class InputCodeScope {
  public:
-  explicit ShareInputCodes(const Tensor& input);
-  ~ShareInputCodes();
-  ShareInputCodes(const ShareInputCodes&) = delete;
-  ShareInputCodes& operator=(const ShareInputCodes&) = delete;
+  explicit InputCodeScope(const Tensor& input);
+  ~InputCodeScope();
+  InputCodeScope(const InputCodeScope&) = delete;
+  InputCodeScope& operator=(const InputCodeScope&) = delete;
 
  private:
   SharedInput input_;
@@ -92,8 +92,9 @@ class ShareInputCodes {
 /// added to the output, of its shape and dtype, within the GEMM where that can. `input_is_kept`:
 /// something else keeps the input until backward, so wgrad's codes are made again there.
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only, std::optional<c10::string_view> format, WeightState weight_state,
-              const OptionalTensor& residual = {}, bool input_is_kept = false);
+              bool weight_only, std::optional<c10::string_view> format,
+              const WeightState& weight_state, const OptionalTensor& residual = {},
+              bool input_is_kept = false);
 /// Whether a module that knows its weight's format was given a plain weight, which it quantizes.
 bool is_quantized_on_use(const Tensor& weight, std::optional<c10::string_view> format);
 /// Such a weight quantized, below autograd or by it; any other weight as it is.
@@ -113,7 +114,7 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
                                              const OptionalTensor& bias, bool save_quantized_input,
                                              bool weight_only, const OptionalTensor& input_rows,
                                              std::optional<c10::string_view> format,
-                                             WeightState weight_state,
+                                             const WeightState& weight_state,
                                              const OptionalTensor& residual = {},
                                              const OptionalTensor& offs = {});
 std::tuple<Tensor, Tensor> quantize_input_op(const Tensor& input, c10::string_view format,
@@ -134,7 +135,7 @@ std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_
 std::tuple<Tensor, Tensor> linear_backward_op(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
-    std::optional<c10::string_view> format, WeightState weight_state,
+    std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
     const OptionalTensor& weight_grad, const OptionalTensor& offs);
@@ -142,20 +143,19 @@ std::tuple<Tensor, Tensor> linear_backward_op(
 Tensor linear_backward_accumulate(const Tensor& grad, const Tensor& weight, const Tensor& input,
                                   bool input_is_quantized, bool needs_input,
                                   const Tensor& weight_grad, bool weight_only,
-                                  std::optional<c10::string_view> format, WeightState weight_state);
+                                  std::optional<c10::string_view> format,
+                                  const WeightState& weight_state);
 std::tuple<Tensor, Tensor> linear_backward_codes(
     const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
     const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
     bool needs_weight, std::optional<at::ScalarType> grad_dtype,
-    std::optional<c10::string_view> format, WeightState weight_state,
+    std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& input_sum);
-Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
-                                        at::IntArrayRef size, at::ScalarType dtype,
-                                        const Tensor& weight, const Tensor& input,
-                                        bool input_is_quantized, bool needs_input,
-                                        const Tensor& weight_grad,
-                                        std::optional<c10::string_view> format,
-                                        WeightState weight_state, const OptionalTensor& input_sum);
+Tensor linear_backward_codes_accumulate(
+    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
+    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
+    const Tensor& weight_grad, std::optional<c10::string_view> format,
+    const WeightState& weight_state, const OptionalTensor& input_sum);
 
 /// Whether it is traced, or a subclass: only its own kernels know what it is, and an operator that
 /// writes it may be given a copy.
@@ -195,7 +195,7 @@ void sum_gradients_meta(const Tensor& messages, c10::string_view format, int64_t
 
 // ops/tensor/traced.cpp
 /// A quantized tensor on the meta device with the layout of the whole buffer behind `self`.
-Tensor meta_twin(const Tensor& self);
+Tensor meta_replica(const Tensor& self);
 /// What the accessor of that name gives, strides included, in memory of its own.
 OptionalTensor plane_copy(const Tensor& self, c10::string_view plane);
 
@@ -218,11 +218,12 @@ bool keeps_master(const Tensor& self);
 Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype);
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    bool weight_only, std::optional<c10::string_view> format,
-                   WeightState weight_state, const OptionalTensor& residual, bool input_is_kept);
+                   const WeightState& weight_state, const OptionalTensor& residual,
+                   bool input_is_kept);
 std::tuple<Tensor, Tensor> linear_forward_meta(
     const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
     bool save_quantized_input, bool weight_only, const OptionalTensor& input_rows,
-    std::optional<c10::string_view> format, WeightState weight_state,
+    std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& residual, const OptionalTensor& offs);
 std::tuple<Tensor, Tensor> quantize_input_meta(const Tensor& input, c10::string_view format,
                                                bool rows, bool columns);
@@ -232,7 +233,7 @@ std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::st
 std::tuple<Tensor, Tensor> linear_backward_meta(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
-    std::optional<c10::string_view> format, WeightState weight_state,
+    std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
     const OptionalTensor& weight_grad, const OptionalTensor& offs);
@@ -249,7 +250,7 @@ Tensor columnwise_scale_inv_autograd(const Tensor& self);
 OptionalTensor master_autograd(const Tensor& self);
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only, std::optional<c10::string_view> format,
-                       WeightState weight_state, const OptionalTensor& residual = {},
+                       const WeightState& weight_state, const OptionalTensor& residual = {},
                        bool input_is_kept = false);
 Tensor aten_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias);
 

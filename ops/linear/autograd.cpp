@@ -75,7 +75,7 @@ struct LinearFunction : Function<LinearFunction> {
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, bool weight_only, bool records_grad,
-                        std::optional<c10::string_view> format, WeightState weight_state,
+                        std::optional<c10::string_view> format, const WeightState& weight_state,
                         const OptionalTensor& residual, bool input_is_kept,
                         const OptionalTensor& offs) {
     at::AutoDispatchBelowAutograd guard;
@@ -99,7 +99,7 @@ struct LinearFunction : Function<LinearFunction> {
       if (use.multiplies_codes) rows = std::get<0>(codes);
       columns = std::get<1>(codes);
     }
-    std::optional<ShareInputCodes> share;
+    std::optional<InputCodeScope> share;
     if (records_grad && input.is_cuda() && !input_is_kept) share.emplace(input);
     const bool saves_by_itself = use.saves_codes && !use.quantizes_apart;
     const bool needs_format = use.quantizes_apart || weight_state || kept_weight.trusts_format();
@@ -146,7 +146,7 @@ struct LinearFunction : Function<LinearFunction> {
       const RestoredWeight weight(state.weight, &saved[2], grad);
       const Tensor& input = restored_input(saved[0], grad);
       auto* node = needs_weight ? evaluated_node<LinearFunction>(ctx) : nullptr;
-      const WeightGrad into(node, kWeight, weight.weight, grad, input);
+      const GradSink into(node, kWeight, weight.weight, grad, input);
       std::tie(grad_input, grad_weight) =
           linear_gradients(into, {grad}, weight, input, saves_codes && needs_weight, needs_input,
                            needs_weight, state.weight_only, /*added=*/{},
@@ -171,7 +171,7 @@ struct LinearFunction : Function<LinearFunction> {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const LinearGrad& grad,
+std::tuple<Tensor, Tensor> linear_gradients(const GradSink& into, const LinearGrad& grad,
                                             const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,
@@ -250,7 +250,7 @@ OptionalTensor master_autograd(const Tensor& self) {
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only, std::optional<c10::string_view> format,
-                       WeightState weight_state, const OptionalTensor& residual,
+                       const WeightState& weight_state, const OptionalTensor& residual,
                        bool input_is_kept) {
   TORCH_CHECK_VALUE(!weight_state || format,
                     "qshard::linear: weight_state is given, so format must name the weight's");

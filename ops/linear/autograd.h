@@ -53,7 +53,7 @@ struct LinearGrad {
 /// Calls qshard::linear_backward: (grad_input, grad_weight), (0,) or undefined what is not asked
 /// for or was added to `into.leaf.sum`. `added`: an earlier grad_input, which nothing else refers
 /// to, to add this one to; it must be needed. `offs`: of experts.
-std::tuple<Tensor, Tensor> linear_gradients(const WeightGrad& into, const LinearGrad& grad,
+std::tuple<Tensor, Tensor> linear_gradients(const GradSink& into, const LinearGrad& grad,
                                             const RestoredWeight& weight, const Tensor& input,
                                             bool input_is_quantized, bool needs_input,
                                             bool needs_weight, bool weight_only,

@@ -14,7 +14,7 @@ constexpr const char* kOp = "qshard::grouped_linear";
 
 /// As weight_for_use of a linear. Matrices are quantized apart from each other, in a stack, too.
 ExpertWeights experts_for_use(const Tensor& weight, std::optional<c10::string_view> format,
-                              WeightState state, WeightUse use, const char* op) {
+                              const WeightState& state, WeightUse use, const char* op) {
   if (has_key(weight) || !format || use == WeightUse::kForward) {
     check_format_name(weight, format, op);
     ExpertWeights experts = expert_weights(weight, op);

@@ -34,7 +34,7 @@ struct GroupedLinearBackward {
   bool needs_input;
   bool weight_only;
   std::optional<c10::string_view> format;
-  WeightState weight_state;
+  const WeightState& weight_state;
   const OptionalTensor& input_sum;
 };
 

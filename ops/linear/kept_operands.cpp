@@ -82,7 +82,7 @@ Tensor over_planes(const Tensor& twin, const Tensor& image, const Tensor& grid,
 }  // namespace
 
 KeptWeight::KeptWeight(const Tensor& weight, bool is_read, std::optional<c10::string_view> format,
-                       WeightState state)
+                       const WeightState& state)
     : weight_(weight) {
   const bool tells = has_key(weight);
   if (format && !tells) format_ = std::string(*format);

@@ -68,7 +68,7 @@ class KeptWeight {
   /// `format`: the weight's, of one that does not tell. `state`: of a plain one that is quantized
   /// for each use.
   KeptWeight(const Tensor& weight, bool is_read, std::optional<c10::string_view> format,
-             WeightState state);
+             const WeightState& state);
 
   /// Whether backward trusts the format that the caller named, so that forward has to check it.
   bool trusts_format() const { return way_ == Way::kFactsByName; }

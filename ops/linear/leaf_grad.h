@@ -30,14 +30,15 @@ LeafGrad leaf_grad(torch::autograd::Node& node, size_t edge, const at::Tensor& g
 std::optional<at::ScalarType> converted_grad_dtype(torch::autograd::Node& node, size_t edge,
                                                    const at::Tensor& variable);
 
-/// Where a weight's gradient goes: added to `leaf.sum` if that is defined, else returned, in
-/// `dtype` if that is given. `node` null: the gradient is not needed, or the engine does not ask.
-struct WeightGrad {
+/// The place that autograd has for a weight's gradient: it is added to `leaf.sum` if that is
+/// defined, else returned, in `dtype` if that is given. `node` is null if the gradient is not
+/// needed or the engine does not ask.
+struct GradSink {
   LeafGrad leaf = {};
   std::optional<at::ScalarType> dtype = {};
 
-  WeightGrad(torch::autograd::Node* node, size_t edge, const at::Tensor& weight,
-             const at::Tensor& grad, const at::Tensor& input) {
+  GradSink(torch::autograd::Node* node, size_t edge, const at::Tensor& weight,
+           const at::Tensor& grad, const at::Tensor& input) {
     if (node == nullptr) return;
     leaf = leaf_grad(*node, edge, grad, input);
     if (!leaf.sum.defined()) dtype = converted_grad_dtype(*node, edge, weight);

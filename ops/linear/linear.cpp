@@ -42,7 +42,7 @@ ForwardOperand input_operand(const Tensor& input, const Tensor& matrix, const Fo
               fmt::format("qshard: linear's input_rows must be quantize_input's, uint8 of {} bytes "
                           "on {}, and nothing is saved beside them",
                           packed_rowwise_bytes(m, k), matrix.device().str()));
-  return QuantizedOperand(packed_matrix(format, PackedRole::kInput, m, k, *rows, {}), matrix);
+  return QuantizedOperand(packed_matrix(format, OperandRole::kInput, m, k, *rows, {}), matrix);
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ void check_codes_can_be_made_again(const Format& format, const char* op) {
 }
 
 LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
-                            WeightState state, WeightUse use, const char* op) {
+                            const WeightState& state, WeightUse use, const char* op) {
   const bool is_handed_back = !state && format && use != WeightUse::kForward;
   if (has_key(weight) || (!state && !is_handed_back)) {
     check_format_name(weight, format, op);
@@ -147,12 +147,12 @@ Tensor bytes_or_none(const CodeImage& codes, const Tensor& beside) {
   return bytes.defined() ? bytes : at::empty({0}, beside.options().dtype(at::kByte));
 }
 
-ShareInputCodes::ShareInputCodes(const Tensor& input) : previous_(t_shared_input) {
+InputCodeScope::InputCodeScope(const Tensor& input) : previous_(t_shared_input) {
   input_.record = record_of_activation(input);
   if (input_.record) input_.tensor = input;
   t_shared_input = &input_;
 }
-ShareInputCodes::~ShareInputCodes() { t_shared_input = previous_; }
+InputCodeScope::~InputCodeScope() { t_shared_input = previous_; }
 
 bool shares_input_codes(const Tensor& input) {
   return static_cast<bool>(record_of_activation(input));
@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
                                              const OptionalTensor& bias, bool save_quantized_input,
                                              bool weight_only, const OptionalTensor& input_rows,
                                              std::optional<c10::string_view> format,
-                                             WeightState weight_state,
+                                             const WeightState& weight_state,
                                              const OptionalTensor& residual,
                                              const OptionalTensor& offs) {
   PlainGuard guard;
@@ -246,8 +246,8 @@ Tensor quantized_on_use(const Tensor& weight, std::optional<c10::string_view> fo
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              bool weight_only, std::optional<c10::string_view> format, WeightState weight_state,
-              const OptionalTensor& residual, bool) {
+              bool weight_only, std::optional<c10::string_view> format,
+              const WeightState& weight_state, const OptionalTensor& residual, bool) {
   const bool is_dynamic = weight_state.has_value();
   check_format_name(weight, format, "qshard::linear");
   if (goes_the_way_of_matmul(weight)) {

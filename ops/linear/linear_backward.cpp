@@ -53,7 +53,7 @@ Gradient gradient_in_codes(const Tensor& rows, const Tensor& columns, at::IntArr
                           kOp, size, packed_rowwise_bytes(m, n), packed_columnwise_bytes(m, n),
                           device.str()));
   const auto options = at::TensorOptions().dtype(dtype).device(device);
-  auto codes = packed_matrix(*weight.format, PackedRole::kGradient, m, n,
+  auto codes = packed_matrix(*weight.format, OperandRole::kGradient, m, n,
                              needs_input ? rows : Tensor(), needs_weight ? columns : Tensor());
   return {QuantizedOperand(std::move(codes), options), at::DimVector(size), options};
 }
@@ -86,14 +86,14 @@ ValuesOrCodes wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
               fmt::format("qshard: linear's saved input must be uint8 of {} bytes on {}, got {} {}",
                           packed_columnwise_bytes(m, k), device.str(),
                           c10::toString(input.scalar_type()), input.sizes().vec()));
-  return QuantizedOperand(packed_matrix(*weight.format, PackedRole::kInput, m, k, {}, input),
+  return QuantizedOperand(packed_matrix(*weight.format, OperandRole::kInput, m, k, {}, input),
                           options);
 }
 
 std::tuple<Tensor, Tensor> linear_backward_op(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
-    std::optional<c10::string_view> format, WeightState weight_state,
+    std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
     const OptionalTensor& weight_grad, const OptionalTensor& offs) {
@@ -103,7 +103,7 @@ std::tuple<Tensor, Tensor> linear_backward_op(
   TORCH_CHECK_VALUE(grad_size.has_value() == in_codes && value_dtype.has_value() == in_codes, kOp,
                     ": grad_columns, grad_size and value_dtype say what the gradient in codes is; "
                     "give all of them or none");
-  const WeightGradient wgrad(needs_weight, grad_dtype, weight, weight_grad, kOp);
+  const WgradRequest wgrad(needs_weight, grad_dtype, weight, weight_grad, kOp);
   if (is_given(offs)) {
     TORCH_CHECK(!in_codes && !input_is_quantized, kOp,
                 ": offs go with a gradient and an input of values, not with codes");
@@ -154,7 +154,7 @@ Tensor linear_backward_accumulate(const Tensor& grad, const Tensor& weight, cons
                                   bool input_is_quantized, bool needs_input,
                                   const Tensor& weight_grad, bool weight_only,
                                   std::optional<c10::string_view> format,
-                                  WeightState weight_state) {
+                                  const WeightState& weight_state) {
   return std::get<0>(call_linear_backward().call(
       grad, weight, input, input_is_quantized, needs_input, /*needs_weight=*/true, weight_only,
       std::nullopt, format, weight_state, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
@@ -165,7 +165,7 @@ std::tuple<Tensor, Tensor> linear_backward_codes(
     const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
     const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
     bool needs_weight, std::optional<at::ScalarType> grad_dtype,
-    std::optional<c10::string_view> format, WeightState weight_state,
+    std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& input_sum) {
   return call_linear_backward().call(rows, weight, input, input_is_quantized, needs_input,
                                      needs_weight, /*weight_only=*/false, grad_dtype, format,
@@ -173,13 +173,11 @@ std::tuple<Tensor, Tensor> linear_backward_codes(
                                      std::nullopt);
 }
 
-Tensor linear_backward_codes_accumulate(const Tensor& rows, const Tensor& columns,
-                                        at::IntArrayRef size, at::ScalarType dtype,
-                                        const Tensor& weight, const Tensor& input,
-                                        bool input_is_quantized, bool needs_input,
-                                        const Tensor& weight_grad,
-                                        std::optional<c10::string_view> format,
-                                        WeightState weight_state, const OptionalTensor& input_sum) {
+Tensor linear_backward_codes_accumulate(
+    const Tensor& rows, const Tensor& columns, at::IntArrayRef size, at::ScalarType dtype,
+    const Tensor& weight, const Tensor& input, bool input_is_quantized, bool needs_input,
+    const Tensor& weight_grad, std::optional<c10::string_view> format,
+    const WeightState& weight_state, const OptionalTensor& input_sum) {
   return std::get<0>(call_linear_backward().call(
       rows, weight, input, input_is_quantized, needs_input, /*needs_weight=*/true,
       /*weight_only=*/false, std::nullopt, format, weight_state, columns, size, dtype, input_sum,

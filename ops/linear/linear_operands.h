@@ -17,7 +17,7 @@ namespace qshard {
 /// A quantized weight, or a plain one that is quantized for this use, as `format` and `state` say.
 /// @throws as quantize_for_use, and where there is a state without a format.
 LinearWeight weight_for_use(const Tensor& weight, std::optional<c10::string_view> format,
-                            WeightState state, WeightUse use, const char* op);
+                            const WeightState& state, WeightUse use, const char* op);
 /// @throws c10::Error naming `op` where codes of `format` do not follow from the values alone.
 void check_codes_can_be_made_again(const Format& format, const char* op);
 /// What a backward reads of a weight.
@@ -56,16 +56,16 @@ ValuesOrCodes wgrad_operand(const Tensor& input, bool is_quantized, int64_t m,
 /// What an operator returns where nothing is asked for.
 inline Tensor none_of(const at::TensorOptions& options) { return at::empty({0}, options); }
 
-/// Where a weight's gradient goes.
-struct WeightGradient {
+/// A weight's gradient as the caller of an operator asks for it.
+struct WgradRequest {
   bool is_needed = false;
   at::ScalarType dtype = at::kFloat;
   Tensor sum = {};  // it is added to this, if defined
 
   /// @throws c10::Error naming `op` for a dtype or a `weight_grad` that no GEMM writes, and for one
   /// to add to that is not needed.
-  WeightGradient(bool is_needed, std::optional<at::ScalarType> grad_dtype, const Tensor& weight,
-                 const OptionalTensor& weight_grad, const char* op)
+  WgradRequest(bool is_needed, std::optional<at::ScalarType> grad_dtype, const Tensor& weight,
+               const OptionalTensor& weight_grad, const char* op)
       : is_needed(is_needed), dtype(grad_dtype.value_or(weight.scalar_type())) {
     if (is_given(weight_grad)) {
       sum = *weight_grad;

@@ -28,8 +28,8 @@ Tensor dequantize_meta(const Tensor& self, std::optional<at::ScalarType> dtype) 
 }
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, bool,
-                   std::optional<c10::string_view> format, WeightState, const OptionalTensor&,
-                   bool) {
+                   std::optional<c10::string_view> format, const WeightState&,
+                   const OptionalTensor&, bool) {
   if (format) checked_format(*format, "qshard::linear");
   check_sizes("qshard::linear", "an input", input, weight, 1);
   if (bias && bias->defined()) check_sizes("qshard::linear", "a bias", *bias, weight, 0);
@@ -38,12 +38,10 @@ Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTens
   return at::empty_symint(sizes, input.options());
 }
 
-std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& input, const Tensor& weight,
-                                               const OptionalTensor& bias,
-                                               bool save_quantized_input, bool,
-                                               const OptionalTensor&,
-                                               std::optional<c10::string_view> format, WeightState,
-                                               const OptionalTensor&, const OptionalTensor& offs) {
+std::tuple<Tensor, Tensor> linear_forward_meta(
+    const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+    bool save_quantized_input, bool, const OptionalTensor&, std::optional<c10::string_view> format,
+    const WeightState&, const OptionalTensor&, const OptionalTensor& offs) {
   if (is_given(offs)) {
     return {grouped_linear_meta(input, weight, *offs, false, format),
             at::empty_symint({0}, input.options().dtype(at::kByte))};
@@ -87,7 +85,7 @@ std::tuple<Tensor, Tensor> quantize_kept_input_meta(const Tensor& input, c10::st
 std::tuple<Tensor, Tensor> linear_backward_meta(
     const Tensor& grad, const Tensor& weight, const Tensor&, bool, bool needs_input,
     bool needs_weight, bool, std::optional<at::ScalarType> grad_dtype,
-    std::optional<c10::string_view> format, WeightState, const OptionalTensor&,
+    std::optional<c10::string_view> format, const WeightState&, const OptionalTensor&,
     at::OptionalIntArrayRef grad_size, std::optional<at::ScalarType> value_dtype,
     const OptionalTensor& input_sum, const OptionalTensor& weight_grad,
     const OptionalTensor& offs) {

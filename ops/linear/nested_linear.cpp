@@ -31,8 +31,8 @@ struct QuantizeForUses : Function<QuantizeForUses> {
   }
 };
 
-Tensor used_weight(const Tensor& weight, std::optional<c10::string_view> format, WeightState state,
-                   bool weight_only, at::ScalarType dtype) {
+Tensor used_weight(const Tensor& weight, std::optional<c10::string_view> format,
+                   const WeightState& state, bool weight_only, at::ScalarType dtype) {
   Tensor used = weight;
   if (state) {
     TORCH_CHECK_VALUE(format,
@@ -86,7 +86,8 @@ std::optional<Tensor> by_rows(const Tensor& input, int64_t cols, const Linear& l
 
 Tensor linear_nested(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                      bool weight_only, std::optional<c10::string_view> format,
-                     WeightState weight_state, const OptionalTensor& residual, bool input_is_kept) {
+                     const WeightState& weight_state, const OptionalTensor& residual,
+                     bool input_is_kept) {
   TORCH_CHECK_TYPE(input.is_nested() && !weight.is_nested(),
                    fmt::format("qshard::linear: the weight must be a strided tensor, and nested is "
                                "what the input alone may be; got an input that is {} and a weight "

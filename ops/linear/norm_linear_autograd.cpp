@@ -89,8 +89,8 @@ struct NormLinearFunction : Function<NormLinearFunction> {
         const RestoredWeight weight(state.weights[i],
                                     &saved[kSavedWeights + i * KeptWeight::kSaved], grad);
         const Tensor& operand = restored_input(columns, grad);
-        const WeightGrad into(needs_weight(i) ? node : nullptr, first_weight + i, weight.weight,
-                              grad, operand);
+        const GradSink into(needs_weight(i) ? node : nullptr, first_weight + i, weight.weight, grad,
+                            operand);
         auto [part, grad_weight] =
             linear_gradients(into, {grad}, weight, operand, /*input_is_quantized=*/needs_weight(i),
                              needs_normed, needs_weight(i), /*weight_only=*/false, grad_normed);

@@ -26,7 +26,7 @@ void check_swiglu(const char* op, const Tensor& gate, const Tensor& up, const Te
                   up.sizes().vec(), up.device().str()));
 }
 
-LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, WeightState state,
+LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, const WeightState& state,
                             WeightUse use, const char* op) {
   LinearWeight used = weight_for_use(weight, format, state, use, op);
   check_expected_format(used, format);
@@ -81,7 +81,7 @@ void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& s
 
 SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const Tensor& gate,
                                      const Tensor& up, const LinearWeight& weight,
-                                     const Tensor& maxima, const WeightGradient& wgrad,
+                                     const Tensor& maxima, const WgradRequest& wgrad,
                                      const InnerGradients& inner, bool weight_only) {
   const QuantizedMatrix& codes = weight.codes;
   TORCH_CHECK(grad.dim() == gate.dim() && grad.size(-1) == codes.rows &&
@@ -108,7 +108,7 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
     } else {
       SwigluBackwardRequest request{
           .gradients = {.format = inner.format,
-                        .role = PackedRole::kGradient,
+                        .role = OperandRole::kGradient,
                         .orientations = {.rowwise = inner.rows, .columnwise = inner.columns}},
           .joined = inner.joined,
           .maxima = saved.maxima};
@@ -143,9 +143,9 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
 /// The same of experts, whose gradients pass in values.
 SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad, const Tensor& gate,
                                              const Tensor& up, const Tensor& weight,
-                                             const Tensor& offs, const WeightGradient& wgrad,
+                                             const Tensor& offs, const WgradRequest& wgrad,
                                              const InnerGradients& inner, bool weight_only,
-                                             OptionalFormat format, WeightState state) {
+                                             OptionalFormat format, const WeightState& state) {
   TORCH_CHECK(inner.format == nullptr, op, ": offs go with gradients in values, not in codes");
   const SavedSwiglu saved(op, gate, up, none_of(gate.options().dtype(at::kFloat)));
   const Tensor hidden = wgrad.is_needed ? saved.product().values(gate.scalar_type()) : saved.gate;
@@ -166,12 +166,10 @@ InnerGradients inner_gradients(const char* op, bool rows, bool columns, bool joi
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
-                                                 const Tensor& weight, const OptionalTensor& bias,
-                                                 bool keep_maxima, bool weight_only,
-                                                 OptionalFormat format, WeightState weight_state,
-                                                 const OptionalTensor& residual,
-                                                 const OptionalTensor& offs) {
+std::tuple<Tensor, Tensor> swiglu_linear_forward(
+    const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias,
+    bool keep_maxima, bool weight_only, OptionalFormat format, const WeightState& weight_state,
+    const OptionalTensor& residual, const OptionalTensor& offs) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_forward";
   c10::OptionalDeviceGuard device_guard(weight.device());
@@ -209,7 +207,7 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
                                          bool needs_weight, bool rows, bool columns, bool joined,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
-                                         OptionalFormat format, WeightState weight_state,
+                                         OptionalFormat format, const WeightState& weight_state,
                                          const OptionalTensor& weight_grad,
                                          const OptionalTensor& offs) {
   PlainGuard guard;
@@ -232,7 +230,8 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
-    OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state) {
+    OptionalFormat grad_format, bool weight_only, OptionalFormat format,
+    const WeightState& weight_state) {
   static const auto op =
       typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
   auto [none, first, second, third, fourth] = op.call(

@@ -14,18 +14,19 @@ using OptionalFormat = std::optional<c10::string_view>;
 Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                   const Tensor& down, const OptionalTensor& gate_bias,
                   const OptionalTensor& up_bias, const OptionalTensor& down_bias, bool weight_only,
-                  c10::string_view format, c10::string_view down_format, WeightState gate_state,
-                  WeightState up_state, WeightState down_state, const OptionalTensor& residual,
+                  c10::string_view format, c10::string_view down_format,
+                  const WeightState& gate_state, const WeightState& up_state,
+                  const WeightState& down_state, const OptionalTensor& residual,
                   const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
                   bool rms, bool zero_centered_gamma);
 Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                            const Tensor& down, const OptionalTensor& gate_bias,
                            const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                            bool weight_only, c10::string_view format, c10::string_view down_format,
-                           WeightState gate_state, WeightState up_state, WeightState down_state,
-                           const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                           const OptionalTensor& norm_bias, double eps, bool rms,
-                           bool zero_centered_gamma);
+                           const WeightState& gate_state, const WeightState& up_state,
+                           const WeightState& down_state, const OptionalTensor& residual,
+                           const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                           double eps, bool rms, bool zero_centered_gamma);
 
 /// The MLPs of experts (ops/mlp/swiglu_experts.cpp): input (T, columns), gate, up (experts, inner,
 /// columns), down (experts, outputs, inner), and `offs` as of grouped_linear.
@@ -45,12 +46,10 @@ void check_swiglu_experts(const Tensor& input, const Tensor& gate, const Optiona
 
 /// ops/mlp/swiglu_mlp.cpp. `format`: checked against the weight's; of a plain weight that is
 /// quantized for this use, with `weight_state`. `offs`: the weight is a stack of experts'.
-std::tuple<Tensor, Tensor> swiglu_linear_forward(const Tensor& gate, const Tensor& up,
-                                                 const Tensor& weight, const OptionalTensor& bias,
-                                                 bool keep_maxima, bool weight_only,
-                                                 OptionalFormat format, WeightState weight_state,
-                                                 const OptionalTensor& residual = {},
-                                                 const OptionalTensor& offs = {});
+std::tuple<Tensor, Tensor> swiglu_linear_forward(
+    const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias,
+    bool keep_maxima, bool weight_only, OptionalFormat format, const WeightState& weight_state,
+    const OptionalTensor& residual = {}, const OptionalTensor& offs = {});
 /// (grad_weight, gate, gate_columns, up, up_columns): of the gradients of gate and up the codes for
 /// linears whose weights have `grad_format`, or without one the values. (0,) what is not asked for;
 /// where they are joined, all of it is gate's. weight_grad: as of
@@ -61,33 +60,34 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
                                          bool needs_weight, bool rows, bool columns, bool joined,
                                          OptionalFormat grad_format, bool weight_only,
                                          std::optional<at::ScalarType> grad_dtype,
-                                         OptionalFormat format, WeightState weight_state,
+                                         OptionalFormat format, const WeightState& weight_state,
                                          const OptionalTensor& weight_grad,
                                          const OptionalTensor& offs = {});
 /// Another name of it, which calls it by the dispatcher.
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
-    OptionalFormat grad_format, bool weight_only, OptionalFormat format, WeightState weight_state);
+    OptionalFormat grad_format, bool weight_only, OptionalFormat format,
+    const WeightState& weight_state);
 
 /// ops/mlp/swiglu_mlp_meta.cpp
 Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                        const Tensor& down, const OptionalTensor& gate_bias,
                        const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                        bool weight_only, c10::string_view format, c10::string_view down_format,
-                       WeightState gate_state, WeightState up_state, WeightState down_state,
-                       const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                       const OptionalTensor& norm_bias, double eps, bool rms,
-                       bool zero_centered_gamma);
+                       const WeightState& gate_state, const WeightState& up_state,
+                       const WeightState& down_state, const OptionalTensor& residual,
+                       const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                       double eps, bool rms, bool zero_centered_gamma);
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(
     const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias,
-    bool keep_maxima, bool weight_only, OptionalFormat format, WeightState weight_state,
+    bool keep_maxima, bool weight_only, OptionalFormat format, const WeightState& weight_state,
     const OptionalTensor& residual, const OptionalTensor& offs);
 SwigluLinearGrads swiglu_linear_backward_meta(
     const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
     const Tensor& maxima, bool needs_weight, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, std::optional<at::ScalarType> grad_dtype,
-    OptionalFormat format, WeightState weight_state, const OptionalTensor& weight_grad,
+    OptionalFormat format, const WeightState& weight_state, const OptionalTensor& weight_grad,
     const OptionalTensor& offs);
 
 }  // namespace qshard

@@ -69,8 +69,8 @@ void check_norm(const Tensor& input, const OptionalTensor& norm_weight,
               ",), norm_bias only beside norm_weight and not of an RMSNorm");
 }
 
-bool are_dynamic(const OptionalTensor& up, WeightState gate_state, WeightState up_state,
-                 WeightState down_state) {
+bool are_dynamic(const OptionalTensor& up, const WeightState& gate_state,
+                 const WeightState& up_state, const WeightState& down_state) {
   const bool is_dynamic = gate_state.has_value();
   TORCH_CHECK_VALUE(
       down_state.has_value() == is_dynamic && up_state.has_value() == (is_dynamic && is_given(up)),

@@ -17,8 +17,8 @@ void check_norm(const Tensor& input, const OptionalTensor& norm_weight,
                 const OptionalTensor& norm_bias, bool rms);
 /// Whether weights are plain ones that are quantized for each use.
 /// @throws c10::ValueError for states of some weights.
-bool are_dynamic(const OptionalTensor& up, WeightState gate_state, WeightState up_state,
-                 WeightState down_state);
+bool are_dynamic(const OptionalTensor& up, const WeightState& gate_state,
+                 const WeightState& up_state, const WeightState& down_state);
 /// Whether gate and up multiply codes that are made of the input as it is normalized.
 bool reads_normed_codes(const Tensor& input, const OptionalTensor& norm_weight,
                         const OptionalTensor& norm_bias, const Tensor& gate,

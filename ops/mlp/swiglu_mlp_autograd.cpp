@@ -52,7 +52,7 @@ struct FirstLinears {
   FirstLinears(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                const OptionalTensor& gate_bias, const OptionalTensor& up_bias, bool weight_only,
                bool records_grad, const SwigluNeeds& needs, bool checks_format,
-               c10::string_view format, WeightState gate_state, WeightState up_state,
+               c10::string_view format, const WeightState& gate_state, const WeightState& up_state,
                const OptionalTensor& offs) {
     static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
     static const auto linear = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
@@ -70,11 +70,11 @@ struct FirstLinears {
       if (of_gate.multiplies_codes) rows = std::get<0>(codes);
       columns = std::get<1>(codes);
     }
-    std::optional<ShareInputCodes> share;
+    std::optional<InputCodeScope> share;
     if (records_grad && input.is_cuda()) share.emplace(input);
     const bool needs_name = apart || checks_format;
     const auto run = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of,
-                         const LinearNeeds& needs, WeightState state) {
+                         const LinearNeeds& needs, const WeightState& state) {
       auto [output, saved] = linear.call(input, weight, bias, of.saves_codes && !apart, weight_only,
                                          rows, needs_name ? OptionalFormat(format) : std::nullopt,
                                          state, std::nullopt, offs);
@@ -116,8 +116,8 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                         const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                         double eps, bool rms, bool zero_centered_gamma, bool weight_only,
                         bool records_grad, c10::string_view gate_name, c10::string_view down_name,
-                        WeightState gate_state, WeightState up_state, WeightState down_state,
-                        const OptionalTensor& offs) {
+                        const WeightState& gate_state, const WeightState& up_state,
+                        const WeightState& down_state, const OptionalTensor& offs) {
     at::AutoDispatchBelowAutograd guard;
     static const auto second =
         typed_op<decltype(swiglu_linear_forward)>("qshard::swiglu_linear_forward");
@@ -199,7 +199,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
 /// nothing of gate and up. Their linears record nothing.
 Tensor down_of_product(const variable_list& values, const Tensor& down,
                        const OptionalTensor& down_bias, bool weight_only,
-                       c10::string_view down_format, WeightState down_state,
+                       c10::string_view down_format, const WeightState& down_state,
                        const OptionalTensor& residual) {
   const auto halves = values.size() == 1 ? values[0].chunk(2, -1) : values;
   const Tensor product = at::silu(halves[0]) * halves[1];
@@ -211,8 +211,9 @@ Tensor down_of_product(const variable_list& values, const Tensor& down,
 Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                   const Tensor& down, const OptionalTensor& gate_bias,
                   const OptionalTensor& up_bias, const OptionalTensor& down_bias, bool weight_only,
-                  c10::string_view format, c10::string_view down_format, WeightState gate_state,
-                  WeightState up_state, WeightState down_state, const OptionalTensor& residual,
+                  c10::string_view format, c10::string_view down_format,
+                  const WeightState& gate_state, const WeightState& up_state,
+                  const WeightState& down_state, const OptionalTensor& residual,
                   const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
                   bool rms, bool zero_centered_gamma) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
@@ -230,7 +231,8 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
   const auto name_of_plain = [&](c10::string_view name) {
     return is_dynamic ? OptionalFormat(name) : std::nullopt;
   };
-  const auto first = [&](const Tensor& weight, const OptionalTensor& bias, WeightState state) {
+  const auto first = [&](const Tensor& weight, const OptionalTensor& bias,
+                         const WeightState& state) {
     return std::get<0>(linear_forward_op(x, quantized(weight, format), bias, false, weight_only,
                                          std::nullopt, name_of_plain(format), state));
   };
@@ -246,10 +248,10 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
                            const Tensor& down, const OptionalTensor& gate_bias,
                            const OptionalTensor& up_bias, const OptionalTensor& down_bias,
                            bool weight_only, c10::string_view format, c10::string_view down_format,
-                           WeightState gate_state, WeightState up_state, WeightState down_state,
-                           const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                           const OptionalTensor& norm_bias, double eps, bool rms,
-                           bool zero_centered_gamma) {
+                           const WeightState& gate_state, const WeightState& up_state,
+                           const WeightState& down_state, const OptionalTensor& residual,
+                           const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                           double eps, bool rms, bool zero_centered_gamma) {
   check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
   check_format_name(gate, format, "qshard::swiglu_mlp");
   check_format_name(down, down_format, "qshard::swiglu_mlp");

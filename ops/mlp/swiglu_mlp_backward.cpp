@@ -68,7 +68,7 @@ void SwigluMlpBackward::backward_of_down() {
       state_.is_joined ? gate_values.chunk(2, -1)
                        : variable_list{gate_values, up_values.defined() ? up_values : gate_values};
   const RestoredWeight down(state_.down, &saved_[kSavedDown], grad_);
-  const WeightGrad into(needs_.down ? node_ : nullptr, edge_.down, down.weight, grad_, gate_values);
+  const GradSink into(needs_.down ? node_ : nullptr, edge_.down, down.weight, grad_, gate_values);
   const auto format = gives_codes_ ? OptionalFormat(state_.grad_format) : std::nullopt;
   static const auto op =
       typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
@@ -118,8 +118,8 @@ Tensor SwigluMlpBackward::backward_of_first(const FirstLinear& linear, const Ten
   const Tensor& input =
       restored_input(normed_ ? columns_ : saved_[linear.saved_input], gate_values);
   const bool is_quantized = linear.saves_codes && linear.needs_weight;
-  const WeightGrad into(linear.needs_weight ? node_ : nullptr, linear.edge, weight.weight,
-                        linear.grad.rows, input);
+  const GradSink into(linear.needs_weight ? node_ : nullptr, linear.edge, weight.weight,
+                      linear.grad.rows, input);
   const LinearGrad grad = gives_codes_ ? LinearGrad{linear.grad.rows, linear.grad.columns,
                                                     gate_values.sizes(), gate_values.scalar_type()}
                                        : LinearGrad{linear.grad.rows};

@@ -43,9 +43,9 @@ void check_features(const char* op, const Tensor& x, const Tensor& weight, int64
 Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTensor&,
                        const Tensor& down, const OptionalTensor&, const OptionalTensor&,
                        const OptionalTensor&, bool, c10::string_view format,
-                       c10::string_view down_format, WeightState, WeightState, WeightState,
-                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
-                       bool, bool) {
+                       c10::string_view down_format, const WeightState&, const WeightState&,
+                       const WeightState&, const OptionalTensor&, const OptionalTensor&,
+                       const OptionalTensor&, double, bool, bool) {
   check_formats("qshard::swiglu_mlp", {format, down_format});
   check_features("qshard::swiglu_mlp", input, gate, 1);
   return with_last(input, down.sym_size(0));
@@ -54,7 +54,7 @@ Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTe
 std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor&,
                                                       const Tensor& weight, const OptionalTensor&,
                                                       bool keep_maxima, bool, OptionalFormat format,
-                                                      WeightState, const OptionalTensor&,
+                                                      const WeightState&, const OptionalTensor&,
                                                       const OptionalTensor& offs) {
   check_formats("qshard::swiglu_linear_forward", {format});
   check_features("qshard::swiglu_linear_forward", gate, weight, 1, is_given(offs));
@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const 
 SwigluLinearGrads swiglu_linear_backward_meta(
     const Tensor& grad, const Tensor& gate, const Tensor&, const Tensor& weight, const Tensor&,
     bool needs_weight, bool rows, bool columns, bool joined, OptionalFormat grad_format, bool,
-    std::optional<at::ScalarType> grad_dtype, OptionalFormat format, WeightState,
+    std::optional<at::ScalarType> grad_dtype, OptionalFormat format, const WeightState&,
     const OptionalTensor& weight_grad, const OptionalTensor& offs) {
   check_formats("qshard::swiglu_linear_backward", {format, grad_format});
   check_features("qshard::swiglu_linear_backward", grad, weight, 0, is_given(offs));

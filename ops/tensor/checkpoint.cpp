@@ -27,7 +27,7 @@ bool is_export(const Tensor& self) { return is_quantized(self) && impl_of(self).
 /// Whether the packed storage alone would lose a write: one that only a collective can flush.
 bool has_pending_update(const Tensor& self) {
   const QuantizedBuffer& buffer = buffer_of(self);
-  return !buffer.flush_state().is_shown() && !buffer.keeps_master() &&
+  return !buffer.flush_state().codes_current() && !buffer.keeps_master() &&
          !buffer.placement().is_alone();
 }
 

@@ -164,12 +164,13 @@ Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_vie
   if (needs_tensor_scale) {
     check_plane(*tensor_scale_inv, "tensor_scale_inv", at::kFloat, grid_sizes, codes, format);
   }
-  if (layout.has_columnwise() && (layout.row_offset % layout.tallest().format->scale.block_rows ||
-                                  layout.rows % layout.tallest().format->scale.block_rows)) {
+  if (layout.has_columnwise() &&
+      (layout.row_offset % layout.coarsest_image().format->scale.block_rows ||
+       layout.rows % layout.coarsest_image().format->scale.block_rows)) {
     refuse(
         "{} has blocks of {} rows, which rows [{}, {}) cut; give whole blocks, and take a window "
         "of the result",
-        format.name, layout.tallest().format->scale.block_rows, row_offset,
+        format.name, layout.coarsest_image().format->scale.block_rows, row_offset,
         row_offset + layout.rows);
   }
 

@@ -5,8 +5,8 @@
 #include <stdexcept>
 
 #include "dispatch/aten/registration.h"
-#include "dispatch/buffer/handed_out_masters.h"
 #include "dispatch/buffer/make_buffer.h"
+#include "dispatch/buffer/master_aliases.h"
 #include "dispatch/buffer/plane_access.h"
 #include "dispatch/buffer/read_codes.h"
 #include "dispatch/flush/flush.h"
@@ -52,7 +52,7 @@ Tensor quantize_rows(const Tensor& self, const Layout& layout, bool keep_master,
   if (groups) placement.adopt(*groups);
   auto buffer = make_buffer_of_values(placement, rows, keep_master);
   if (buffer->placement().is_alone()) flush_alone(buffer);
-  if (!groups) buffer->flush_state().agree();
+  if (!groups) buffer->flush_state().mark_scales_synced();
   return make_tensor(std::move(buffer), self.sizes());
 }
 
@@ -147,7 +147,7 @@ const QuantizedBuffer& columnwise_buffer(const Tensor& self, const char* op) {
       fmt::format("{}: this {} was gathered in forward, without its columnwise image; use a "
                   "recipe with gather=\"both\"",
                   op, describe(self)));
-  require_shown(impl_of(self).buffer(), op);
+  ensure_codes_current(impl_of(self).buffer(), op);
   return buffer;
 }
 
@@ -220,7 +220,7 @@ Tensor dequantize(const Tensor& self, std::optional<at::ScalarType> dtype_arg) {
   TORCH_CHECK_TYPE(at::isFloatingType(dtype),
                    fmt::format("qshard::dequantize: expected a floating point dtype, got {}",
                                c10::toString(dtype)));
-  require_shown(buffer, "qshard::dequantize");
+  ensure_codes_current(buffer, "qshard::dequantize");
   PlainGuard guard;
   const auto kernel_dtype = is_value_dtype(dtype) ? dtype : at::kFloat;
   Tensor result;
@@ -241,7 +241,7 @@ std::string format(const Tensor& self) {
 
 Tensor codes(const Tensor& self) {
   check_has_rowwise_image(quantized_buffer(self, "qshard::codes").layout(), "qshard::codes");
-  require_shown(impl_of(self).buffer(), "qshard::codes");
+  ensure_codes_current(impl_of(self).buffer(), "qshard::codes");
   return watched(codes_in_image(self, 0, "qshard::codes"), self);
 }
 
@@ -281,7 +281,7 @@ Tensor columnwise_scale_inv(const Tensor& self) {
 Tensor scale_inv(const Tensor& self) {
   QuantizedBuffer& buffer = quantized_buffer(self, "qshard::scale_inv");
   check_has_rowwise_image(buffer.layout(), "qshard::scale_inv");
-  require_shown(impl_of(self).buffer(), "qshard::scale_inv");
+  ensure_codes_current(impl_of(self).buffer(), "qshard::scale_inv");
   const Layout& layout = buffer.layout();
   const auto rows = row_window(self);
   TORCH_CHECK_VALUE(rows,
@@ -307,7 +307,7 @@ Tensor tensor_scale_inv(const Tensor& self) {
                     fmt::format("qshard::tensor_scale_inv: {} has no scale above those that "
                                 "qshard::scale_inv gives",
                                 describe(self)));
-  require_shown(impl_of(self).buffer(), "qshard::tensor_scale_inv");
+  ensure_codes_current(impl_of(self).buffer(), "qshard::tensor_scale_inv");
   const auto rows = row_window(self);
   TORCH_CHECK_VALUE(rows, fmt::format("qshard::tensor_scale_inv: {} with strides {} is not a "
                                       "window of whole rows",
@@ -325,7 +325,7 @@ OptionalTensor master(const Tensor& self) {
   auto alias = window(access.master(), self);
   // One counter for the plane and its aliases: in-place loads through an alias mark it written.
   alias.unsafeGetTensorImpl()->set_version_counter(buffer.counters().of_codes());
-  hand_out_master(impl_of(self).buffer());
+  note_master_alias(impl_of(self).buffer());
   return alias;
 }
 

@@ -11,7 +11,7 @@
 
 namespace qshard {
 
-Tensor meta_twin(const Tensor& self) {
+Tensor meta_replica(const Tensor& self) {
   PlainGuard guard;
   const QuantizedBuffer& buffer = buffer_of(self);
   const Layout& layout = buffer.layout();

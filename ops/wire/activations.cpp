@@ -35,7 +35,7 @@ struct Tokens {
   /// Whether they travel as rows that hold their scales; else as ActivationMessage.
   bool has_row_scales() const { return format.activations.row_format != nullptr; }
   ActivationMessage message(bool is_gradient) const {
-    return {format, is_gradient ? PackedRole::kGradient : PackedRole::kInput, rows, cols};
+    return {format, is_gradient ? OperandRole::kGradient : OperandRole::kInput, rows, cols};
   }
   /// The layout of `ranks` ranks' activations, one after the other.
   Layout layout(int64_t ranks) const {

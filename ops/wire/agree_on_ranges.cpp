@@ -137,7 +137,7 @@ class Agreement {
   void reduce() {
     Groups groups = meeting_.groups;
     if (delayed_.empty()) groups.replicas.clear();  // they have the same values
-    vector_.reduce(groups, meeting_.is_step ? FlushKind::kStep : FlushKind::kOthers);
+    vector_.reduce(groups, meeting_.is_step ? FlushKind::kStep : FlushKind::kOutsideStep);
   }
 
   /// What other ranks know of the step. Where this one knows that it was of all weights, it does
@@ -163,7 +163,7 @@ class Agreement {
       (entry->step == kOfIt ? steps : others).push_back(task_of(*entry));
     }
     vector_.apply(steps, FlushKind::kStep, found_inf.value_or(Tensor()));
-    vector_.apply(others, FlushKind::kOthers, Tensor());
+    vector_.apply(others, FlushKind::kOutsideStep, Tensor());
   }
 };
 

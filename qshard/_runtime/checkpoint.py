@@ -14,9 +14,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from qshard._runtime.hooks import (
-    is_quantized,
+    holds_codes,
     local_of,
-    made_up_steps,
+    synthetic_steps,
     tensor_property,
     with_groups,
 )
@@ -48,7 +48,7 @@ def see_loads(stock):
 
     def __create_chunk_list__(self):
         chunks = stock(self)
-        if is_quantized(self._local_tensor):
+        if holds_codes(self._local_tensor):
             ops._mark_written(self._local_tensor)
         return chunks
 
@@ -61,7 +61,7 @@ def stage_as_plain_values(stock):
     """Async saves copy tensors through data_ptr(), which there is none of without a master."""
 
     def _offload_tensor(self, x, memo, non_blocking=False):
-        if not is_quantized(x) or ops._keeps_master(x):
+        if not holds_codes(x) or ops._keeps_master(x):
             return stock(self, x, memo, non_blocking=non_blocking)
         staged = plain_values(x).to("cpu", copy=True)
         memo[id(x)] = staged
@@ -81,8 +81,8 @@ gradient_states = []
 
 def state_names(state_dict):
     """Names of what qshard adds to the state_dict of a model: <weight>_<state> beside quantized weights
-    that have such state (qshard/model/state.py), and gradient_states. No other library's, whatever they are
-    called."""
+    that have such state (qshard/model/state_buffers.py), and gradient_states. It names no other library's
+    entries, whatever they are called."""
     states = [state for reference in gradient_states if (state := reference()) is not None]
     storages = {state.untyped_storage()._cdata for state in states}
     names = set()
@@ -90,12 +90,12 @@ def state_names(state_dict):
         if not isinstance(value, torch.Tensor):
             continue
         local = local_of(value)
-        is_gradient_state = local.dtype == torch.int32 and not is_quantized(local)
+        is_gradient_state = local.dtype == torch.int32 and not holds_codes(local)
         if is_gradient_state and local.untyped_storage()._cdata in storages:
             names.add(name)
             continue
         # In a state_dict a weight's master stands for it.
-        state = ops._state(local) if is_quantized(local) else ops._state_names_of_master(local)
+        state = ops._state(local) if holds_codes(local) else ops._state_names_of_master(local)
         names.update(f"{name}_{part}" for part in state)
     return names
 
@@ -138,7 +138,7 @@ def flush_parts(tensors):
         (tensor, local)
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
-        and is_quantized(local := local_of(tensor))
+        and holds_codes(local := local_of(tensor))
         and local is not tensor
     ]
     if not shards:
@@ -160,11 +160,11 @@ def mark_made_up_steps(stock):
     step moves no history and no count."""
 
     def _init_optim_state(*args, **kwargs):
-        made_up_steps.append(True)
+        synthetic_steps.append(True)
         try:
             return stock(*args, **kwargs)
         finally:
-            made_up_steps.pop()
+            synthetic_steps.pop()
 
     return _init_optim_state
 
@@ -187,7 +187,7 @@ def refuse_quantized_parameters(stock):
                 is_module = isinstance(thing, torch.nn.Module)
                 ignored.update(map(id, thing.parameters() if is_module else (thing,)))
         for name, parameter in module.named_parameters():
-            if id(parameter) not in ignored and is_quantized(local_of(parameter)):
+            if id(parameter) not in ignored and holds_codes(local_of(parameter)):
                 raise TypeError(
                     f"qshard: {name} is a quantized parameter, and FullyShardedDataParallel flattens "
                     'parameters; call qshard.quantize_(model, recipe, weights="dynamic") instead and, '
@@ -216,7 +216,7 @@ def count_codes(stock):
 def bytes_beside_values(parameter):
     """What a quantized parameter occupies, whole, beyond its values' bytes; below 0 without a master."""
     local = local_of(parameter)
-    if not is_quantized(local):
+    if not holds_codes(local):
         return 0
     whole = torch.empty(parameter.shape, dtype=local.dtype, device="meta")
     twin = ops.quantize(whole, ops.format(local), keep_master=ops._keeps_master(local))
@@ -247,7 +247,7 @@ def wrap_method(name):
 
     def make(wrapped, stock):
         def method(self, *args, **kwargs):
-            if is_quantized(self):
+            if holds_codes(self):
                 return wrapped(stock, self, *args, **kwargs)
             return stock(self, *args, **kwargs)
 
@@ -294,7 +294,7 @@ def __deepcopy__(stock, self, memo):
 
 def __copy__(self):
     """copy.copy shares the memory, as of a plain tensor: the stock way, pickling, would copy it."""
-    if not is_quantized(self):
+    if not holds_codes(self):
         reduce = copyreg.dispatch_table.get(type(self))
         return copy._reconstruct(self, None, *(reduce(self) if reduce else self.__reduce_ex__(4)))
     result = self.detach()
@@ -357,7 +357,7 @@ def register_forking_reducers():
     from torch.multiprocessing.reductions import reduce_tensor as reduce_plain_tensor
 
     def reduce_shared(tensor):
-        if not is_quantized(tensor):
+        if not holds_codes(tensor):
             return reduce_plain_tensor(tensor)
         detached = tensor.detach()
         return rebuild_shared, (

@@ -30,8 +30,9 @@ def has_tensor_type(tensor):
     )
 
 
-def is_quantized(tensor):
-    """Whether a tensor is quantized; False for a type that has_tensor_type() does not take."""
+def holds_codes(tensor):
+    """Whether a tensor itself is quantized: False for a type that has_tensor_type() does not take. The public
+    is_quantized asks a DTensor's local tensor and fake tensors, too."""
     if not has_tensor_type(tensor):
         return False
     if torch.compiler.is_compiling():  # Dynamo traces torch's functions, and none of ours
@@ -49,7 +50,7 @@ def tensor_property(name):
 
     def install(make):
         def get(self):
-            if not is_quantized(self):
+            if not holds_codes(self):
                 raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
             return make(self)
 
@@ -234,7 +235,7 @@ def _tell_shard(fsdp_param):
     and no word of whether replicate() made the parameter."""
     shard = local_of(fsdp_param.sharded_param)
     fsdp_param.__dict__.pop("init_unsharded_param", None)
-    if not is_quantized(shard):
+    if not holds_codes(shard):
         return
     group = mesh_group(fsdp_param.shard_mesh_from_root)
     ops._set_mesh_of_gathers(shard, group, is_replicated(fsdp_param))
@@ -261,7 +262,7 @@ def compare_writes(enabled):
 def _comparing_first(stock):
     def all_gather_inputs(self):
         shard = local_of(self.sharded_param)
-        if is_quantized(shard):
+        if holds_codes(shard):
             group = mesh_group(self.shard_mesh_from_root)
             ops._set_reduction_group(shard, "" if is_replicated(self) else group)
             debug.check_written([shard], [debug.name_of_gathered(self, shard)], [False])
@@ -289,7 +290,7 @@ def is_replicated(fsdp_param):
 # ------------------------------------------------------------------------------ optimizer.step()
 
 
-made_up_steps = []  # not empty during one (fsdp/checkpoint.py)
+synthetic_steps = []  # not empty while DCP makes a step up (checkpoint.py)
 
 
 class StepUnderWay:
@@ -428,7 +429,7 @@ def flush_after_step(optimizer, taken):
         found_inf = getattr(optimizer, "found_inf", None)
         has_grad = [param.grad is not None for param, _ in first]
         told = writes_by_operators_alone(optimizer)
-        ops._flush_after_step(*with_groups(first), has_grad, found_inf, not made_up_steps, told)
+        ops._flush_after_step(*with_groups(first), has_grad, found_inf, not synthetic_steps, told)
     if again:
         ops._flush_after_step(*with_groups(again), [False] * len(again), None, False)
 
@@ -448,7 +449,7 @@ def check_written_in_step(optimizer):
         named = debug.names_in_optimizer(param_group, number)
         for param, name in zip(param_group["params"], named):
             local = local_of(param)
-            if is_quantized(local):
+            if holds_codes(local):
                 params.append((param, local))
                 names.append(name)
     shards, groups = with_groups(params)

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from qshard._runtime.hooks import is_quantized
+from qshard._runtime.hooks import holds_codes
 from qshard._runtime.patches import wrap
 
 ops = torch.ops.qshard
@@ -15,7 +15,7 @@ ops = torch.ops.qshard
 def _states(module):
     """(name as of a buffer, tensor) of what the formats of quantized parameters remember."""
     for name, parameter in module.named_parameters():
-        if is_quantized(parameter):
+        if holds_codes(parameter):
             for state, tensor in ops._state(parameter).items():
                 yield f"{name}_{state}", tensor
 
@@ -66,7 +66,7 @@ def remember_replicas(stock):
 def _set_replicas(ddp):
     group = ddp.process_group
     for parameter in ddp.module.parameters():
-        if is_quantized(parameter):
+        if holds_codes(parameter):
             ops._set_replicas(parameter, group.group_name if group.size() > 1 else "")
     histories = [name for name, _ in _states(ddp.module) if name.endswith("_amax_history")]
     if histories:  # then the object has a hook of its own, which Join asks for

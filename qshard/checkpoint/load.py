@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from qshard.checkpoint import files, layouts
-from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import entries_of
 from qshard.checkpoint.ranks import Ranks
+from qshard.checkpoint.shard_regions import boxes_of, in_blocks
 from qshard.formats import info_of
 from qshard.model.choosing import some
 from qshard.model.quantize import flush
-from qshard.model.state import copy_values
+from qshard.model.state_buffers import copy_values
 
 ops = torch.ops.qshard
 _FUNCTION = "qshard.checkpoint.load_quantized"

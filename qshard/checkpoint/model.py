@@ -13,7 +13,7 @@ from qshard._runtime.checkpoint import state_names
 from qshard._runtime.hooks import local_of
 from qshard.model.choosing import weight_names
 from qshard.model.quantize import is_quantized
-from qshard.model.state import without_wrappers
+from qshard.model.state_buffers import without_wrappers
 
 
 @dataclass(frozen=True)

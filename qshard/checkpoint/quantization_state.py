@@ -4,10 +4,10 @@ import contextlib
 
 import torch
 
-from qshard._runtime.hooks import is_quantized, local_of
-from qshard.checkpoint import scales
+from qshard._runtime.hooks import holds_codes, local_of
+from qshard.checkpoint import saved_scales
 from qshard.model.quantize import flush
-from qshard.model.state import has_buffers, link, tensors_of, weights, without_wrappers
+from qshard.model.state_buffers import has_buffers, link, tensors_of, weights, without_wrappers
 
 ops = torch.ops.qshard
 
@@ -48,27 +48,27 @@ class QuantizationState:
             for model in self.models
             for prefix, module in model.named_modules()
             for name, weight in weights(module)
-            if isinstance(weight, torch.Tensor) and scales.has_own_scales(weight)
+            if isinstance(weight, torch.Tensor) and saved_scales.has_own_scales(weight)
         }
 
     def _scale_planes(self):
         if not self.scales:
             return {}
-        own, ranks = self._scaled_weights(), scales.ranks_of(self.models)
-        boxes = scales.places_of(own, ranks)
+        own, ranks = self._scaled_weights(), saved_scales.ranks_of(self.models)
+        boxes = saved_scales.places_of(own, ranks)
         for model in self.models:
             flush(model)
-        return scales.planes(own, ranks, boxes)
+        return saved_scales.planes(own, ranks, boxes)
 
     def _restores(self, own, state_dict, ranks):
         """What brings back the codes of the weights `own`, checked on all ranks before anything is changed."""
-        boxes = scales.places_of(own, ranks)
+        boxes = saved_scales.places_of(own, ranks)
         parts = "scale_inv", "tensor_scale_inv"
         restores = []
         with ranks.agreeing():
             for name, weight in own.items():
                 given = {p: state_dict[f"{name}_{p}"] for p in parts if f"{name}_{p}" in state_dict}
-                restores.append(scales.Restore(name, weight, given, boxes[name], ranks.rank))
+                restores.append(saved_scales.Restore(name, weight, given, boxes[name], ranks.rank))
             finite = [restore.is_finite() for restore in restores]
         everywhere = [all(of_ranks) for of_ranks in zip(*ranks.all(finite))]
         restores = [restore for restore, take in zip(restores, everywhere) if take]
@@ -96,7 +96,7 @@ class QuantizationState:
         weights, and on all ranks. Raises ValueError, before anything is changed, for missing and
         unexpected names and for other shapes; with `scales` on all ranks, whichever it is on."""
         states, scaled = self._state_tensors(), self._scaled_weights()
-        ranks = scales.ranks_of(self.models) if self.scales else None
+        ranks = saved_scales.ranks_of(self.models) if self.scales else None
         with ranks.agreeing() if ranks else contextlib.nullcontext():
             self._check(state_dict, states, scaled)
         with torch.no_grad():
@@ -107,7 +107,7 @@ class QuantizationState:
             # Codes may have been made of the loaded weights since, by a scale of the state before.
             for _, module in self._modules():
                 for _, weight in weights(module):
-                    if is_quantized(local_of(weight)):
+                    if holds_codes(local_of(weight)):
                         ops._mark_written(local_of(weight))
             for restore in restores:
                 restore()
@@ -116,7 +116,7 @@ class QuantizationState:
     def _check(state_dict, states, scaled):
         own = {name: tensor.shape for name, tensor in states.items()}
         for name, weight in scaled.items():
-            own |= {f"{name}_{part}": shape for part, shape in scales.shapes(weight).items()}
+            own |= {f"{name}_{part}": shape for part, shape in saved_scales.shapes(weight).items()}
         wrong = sorted(own.keys() ^ state_dict.keys())
         if wrong:
             raise ValueError(

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from qshard.checkpoint import files, layouts
-from qshard.checkpoint.boxes import boxes_of, in_blocks
 from qshard.checkpoint.model import Entry, entries_of, own_class, plain_linears, unwrapped
 from qshard.checkpoint.ranks import Ranks
+from qshard.checkpoint.shard_regions import boxes_of, in_blocks
 from qshard.formats import info_of
 from qshard.model.quantize import flush
 from qshard.model.scale_groups import siblings

@@ -10,7 +10,7 @@ import weakref
 
 from torch import nn
 
-from qshard._runtime.hooks import made_up_steps, of_package
+from qshard._runtime.hooks import of_package, synthetic_steps
 from qshard import module_state
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.companies import Occasion
@@ -255,7 +255,7 @@ def _after_step(optimizer, taken):
             units = [u for u in preparation.units if u.has_pieces or u in units]
         if units:
             found_inf = getattr(optimizer, "found_inf", None)
-            agree(units, Occasion.VALUES if made_up_steps else Occasion.STEP, held, found_inf)
+            agree(units, Occasion.VALUES if synthetic_steps else Occasion.STEP, held, found_inf)
 
 
 of_package.agree_in_units = _after_step

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard import module_state
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.weights import DynamicWeight, Installed, delayed_weights, is_flattened
@@ -75,7 +75,7 @@ def quantize_at_each_use(model, chosen, format, weight_only, group) -> None:
                 f"{type(module).__name__}, multiplies; it needs the forward of nn.Linear, made by torch"
             )
         weight = module.weight
-        if is_quantized(local_of(weight)):
+        if holds_codes(local_of(weight)):
             raise TypeError(
                 f"qshard.quantize_: the weight of {name} is quantized already; call "
                 'qshard.dequantize_(model) before weights="dynamic"'

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from qshard._runtime.hooks import is_replicated, made_up_steps, of_package
+from qshard._runtime.hooks import is_replicated, of_package, synthetic_steps
 from qshard import module_state
 from qshard.dynamic_weights import companies
 from qshard.dynamic_weights.companies import Occasion, ranks_meet
@@ -373,7 +373,7 @@ def _after_step(optimizer, taken):
             holds_any = dynamic._steps_told.is_told = True
             is_first = id(param) not in taken
             is_written = (is_first and param.grad is not None) or dynamic._seen != _seen(param)
-            if is_first and not made_up_steps:
+            if is_first and not synthetic_steps:
                 if is_written or dynamic.company is not None:
                     step = OF_IT if is_written else STEP | HELD
                     stepped[id(dynamic)] = dynamic, param.detach(), step
@@ -382,7 +382,7 @@ def _after_step(optimizer, taken):
     found_inf = getattr(optimizer, "found_inf", None)
     _bring_up_to_date(list(stepped.values()), Occasion.STEP, found_inf)
     _bring_up_to_date(list(written.values()), Occasion.VALUES)
-    if not holds_any and not made_up_steps:
+    if not holds_any and not synthetic_steps:
         _Steps.of_others, _Steps.found_inf = _Steps.of_others + 1, found_inf
         companies.meet_after_step(found_inf)
 

@@ -2,14 +2,14 @@
 
 from torch import Tensor, nn
 
+from qshard._runtime.hooks import holds_codes
 from qshard import module_state
-from qshard._runtime.hooks import is_quantized as _is_quantized
 from qshard.nn.parts.grouped import grouped_linear, local_part
 
 
-def is_quantized(module: nn.Module, name: str) -> bool:
+def is_quantized_stack(module: nn.Module, name: str) -> bool:
     """Whether a stack is quantized, or stands for one that was."""
-    return _format(module, name) is not None or _is_quantized(local_part(getattr(module, name)))
+    return _format(module, name) is not None or holds_codes(local_part(getattr(module, name)))
 
 
 def multiply(module: nn.Module, x: Tensor, name: str, offs: Tensor, bias=None, is_transposed=False) -> Tensor:
@@ -20,7 +20,7 @@ def multiply(module: nn.Module, x: Tensor, name: str, offs: Tensor, bias=None, i
         weight.mT if is_transposed else weight,
         offs,
         bias,
-        is_quantized=is_quantized(module, name),
+        is_quantized=is_quantized_stack(module, name),
         weight_only=module_state.current(module).weight_only,
         weight_format=_format(module, name),
     )

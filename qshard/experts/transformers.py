@@ -51,7 +51,7 @@ def experts_forward(
     and torch.compile finds one graph. Where no stack is quantized this is transformers' "grouped_mm"."""
     has_gate = getattr(self, "has_gate", True)
     first = "gate_up_proj" if has_gate else "up_proj"
-    if not (stacks.is_quantized(self, first) or stacks.is_quantized(self, "down_proj")):
+    if not (stacks.is_quantized_stack(self, first) or stacks.is_quantized_stack(self, "down_proj")):
         return _plain_forward(self, hidden_states, top_k_index, top_k_weights)
     top_k = top_k_index.shape[-1]
     ids, order = torch.sort(top_k_index.reshape(-1))  # as transformers' own: rows in another order have other bits

@@ -8,7 +8,7 @@ import torch
 from torch import nn as torch_nn
 from torch.nn.parameter import is_lazy
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard import module_state, nn
 from qshard.dynamic_weights.modules import weight_identities
 from qshard.dynamic_weights.weights import is_flattened
@@ -76,7 +76,7 @@ class Choice:
             self.linears.append((name, module))
         stacks = [] if is_dynamic else list(_stacks(model, filter_fn))
         taken = {(id(module), attribute) for _, module, attribute in stacks}
-        chosen = _further(model, parameter_fn, taken) if parameter_fn is not None else ()
+        chosen = _extra_parameters(model, parameter_fn, taken) if parameter_fn is not None else ()
         self.further = [*stacks, *chosen]
         if self.linears or self.further:
             return
@@ -155,7 +155,7 @@ def _stacks(model, filter_fn) -> Iterator[tuple[str, torch_nn.Module, str]]:
                 yield f"{prefix}.{attribute}".lstrip("."), module, attribute
 
 
-def _further(model, parameter_fn, taken) -> Iterator[tuple[str, torch_nn.Module, str]]:
+def _extra_parameters(model, parameter_fn, taken) -> Iterator[tuple[str, torch_nn.Module, str]]:
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             name = f"{prefix}.{attribute}".lstrip(".")
@@ -201,7 +201,7 @@ def left_plain(model: torch_nn.Module, hint: str, only_stacks: bool = False) -> 
         for attribute, parameter in module._parameters.items():
             if parameter is None or is_lazy(parameter) or id(parameter) in tables:
                 continue
-            if is_quantized(local_of(parameter)):
+            if holds_codes(local_of(parameter)):
                 continue
             if not parameter.is_floating_point():
                 continue

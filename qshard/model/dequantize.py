@@ -6,16 +6,16 @@ from torch.distributed.tensor import DTensor
 
 from qshard._runtime.hooks import local_of
 from qshard import nn
-from qshard.model import state
+from qshard.model import state_buffers
 from qshard.model.quantize import forget_module, is_quantized
 from qshard.module_state import dynamics_of
-from qshard.modules import replace
-from qshard.modules.moves import with_local
+from qshard.modules import parameter_swap
+from qshard.modules.module_apply import with_local
 
 ops = torch.ops.qshard
 
 
-@replace.outside_inference_mode
+@parameter_swap.outside_inference_mode
 def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
     """Makes every quantized parameter of a model a plain one again, in place, and returns the model.
 
@@ -28,16 +28,16 @@ def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
         `fully_shard` before its first forward, before DistributedDataParallel(model), no weight in
         use by a graph that is alive.
     """
-    replace.check_model(model, "qshard.dequantize_")
+    parameter_swap.check_model(model, "qshard.dequantize_")
     weights = [(name, p) for name, p in model.named_parameters() if is_quantized(p)]
     for name, parameter in weights:
-        replace.check(parameter, name, "qshard.dequantize_")
+        parameter_swap.check(parameter, name, "qshard.dequantize_")
     modules = [m for m in model.modules() if any(is_quantized(p) for p in _own(m))]
     dynamic = [m for m, _ in dynamics_of(model)]
     for _, parameter in weights:
-        replace.replace(parameter, _plain(parameter))
+        parameter_swap.replace(parameter, _plain(parameter))
     for module in modules:
-        state.unlink(module)
+        state_buffers.unlink(module)
     for module in modules + dynamic:
         forget_module(module)
     return model

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from qshard._runtime.hooks import (
     dtensor_groups,
     has_tensor_type,
-    is_quantized as _is_quantized_local,
+    holds_codes,
     local_of,
 )
 from qshard._runtime.placement import group_names, place, roles
@@ -19,10 +19,10 @@ from qshard import module_state, nn, recipes
 from qshard.dynamic_weights import modules as dynamic_modules
 from qshard.dynamic_weights import weights as dynamic
 from qshard.experts import known
-from qshard.model import choosing, scale_groups, state
+from qshard.model import choosing, scale_groups, state_buffers
 from qshard.model.choosing import weight_names
-from qshard.modules import replace
-from qshard.modules.moves import with_local
+from qshard.modules import parameter_swap
+from qshard.modules.module_apply import with_local
 from qshard.modules.outside_graphs import outside_graphs
 from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear
@@ -39,7 +39,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return (has_tensor_type(local) or type(local) is FakeTensor) and ops.is_quantized(local)
 
 
-@replace.outside_inference_mode
+@parameter_swap.outside_inference_mode
 def quantize_(
     model: torch_nn.Module,
     recipe,
@@ -146,7 +146,7 @@ def quantize_(
         choice.say(f"{format} at each use", False)
         return model
     sharing = scale_groups.find(chosen, share_tensor_scale, format) if share_tensor_scale else []
-    replace.check_model(model, "qshard.quantize_")
+    parameter_swap.check_model(model, "qshard.quantize_")
     dynamic_modules.refuse_fsdp1(chosen)
 
     tensor_groups = _tensor_groups(model, tp_mesh)
@@ -159,17 +159,17 @@ def quantize_(
     for name, parameter in weights:
         module = in_group.get(id(parameter))
         quantized = _quantized(parameter, format, keep_master, name, tensor_groups, module)
-        replace.replace(parameter, quantized)
-    stateful = state.linked_to(model, (parameter for _, parameter in weights))
+        parameter_swap.replace(parameter, quantized)
+    stateful = state_buffers.linked_to(model, (parameter for _, parameter in weights))
     for module in stateful:  # of the recipe before, tied ones too
-        state.unlink(module)
+        state_buffers.unlink(module)
     for _, module, attribute in further:
-        state.name_weight(module, attribute)
+        state_buffers.name_weight(module, attribute)
         known.prepare(module, weight_only)
     for module in model.modules():
         if any(p is not None and is_quantized(p) for p in module._parameters.values()):
-            state.hand_out_masters(module)
-            if any(is_quantized(weight) for _, weight in state.weights(module)):
+            state_buffers.hand_out_masters(module)
+            if any(is_quantized(weight) for _, weight in state_buffers.weights(module)):
                 _follow_loads(module)
             if type(module) is torch_nn.Embedding:
                 module.__class__ = nn.Embedding
@@ -177,7 +177,7 @@ def quantize_(
         _prepare_module(module, weight_only, bool(tensor_groups) or tp_mesh is not None)
     for module in (*(m for _, m in chosen), *(m for _, m, _ in further), *stateful):
         module_state.of(module).is_persistent = persistent_state
-        state.link(module)
+        state_buffers.link(module)
         _pad_now(module)
     flush(model)
     is_trained = any(weight.requires_grad for _, weight in weights)
@@ -196,7 +196,7 @@ def flush(model: torch_nn.Module) -> None:
     shards = []
     for param in model.parameters():
         local = local_of(param)
-        if _is_quantized_local(local) and not local.is_meta:
+        if holds_codes(local) and not local.is_meta:
             groups = dtensor_groups([param])[0] if local is not param else 0
             if groups:  # without, it keeps what it knows
                 ops._set_groups(local, groups)
@@ -212,7 +212,7 @@ def mark_written(tensor: torch.Tensor) -> None:
     be marked on all ranks. Optimizers need not: what has a gradient counts as written by their
     step."""
     local = local_of(tensor)
-    if not _is_quantized_local(local):
+    if not holds_codes(local):
         raise TypeError(f"qshard.mark_written: expected a quantized tensor, got {type(tensor).__name__}")
     ops._mark_written(local)
 
@@ -237,7 +237,7 @@ def _named_weights(model, chosen, further):
 
 def _check(parameter, format, keep_master, name, tensor_groups):
     """Raises what quantizing a weight of this shape, dtype and placement would raise, on any rank."""
-    replace.check(parameter, name, "qshard.quantize_")
+    parameter_swap.check(parameter, name, "qshard.quantize_")
     if isinstance(parameter, DTensor):
         placement = _placement_of(parameter, name, tensor_groups)
         placement.check(format, keep_master, parameter.dtype)
@@ -275,7 +275,7 @@ def _quantized(param, format, keep_master, name, tensor_groups, module=None):
     """`module`: one that shares its weight's scale."""
     with torch.no_grad():
         value = quantize_like(param.detach(), format, keep_master, name, tensor_groups, module)
-    state.set_rounding_key(local_of(value), name)
+    state_buffers.set_rounding_key(local_of(value), name)
     return value
 
 
@@ -337,7 +337,7 @@ def _follow_loads(module):
 def _flush_parts(module, _):
     """Under FSDP2 all-gathers flush; where tensor parallelism alone cuts, the load has to: the ranks are
     all there."""
-    for _, weight in state.weights(module):
+    for _, weight in state_buffers.weights(module):
         if isinstance(weight, DTensor) and is_quantized(weight):
             groups = ops._tensor_groups(local_of(weight))
             rows, tensor, _ = roles(weight.device_mesh, weight.placements, groups, "a weight")
@@ -375,12 +375,12 @@ def _pad_now(module):
 def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
     """load_state_dict(assign=True) would put plain parameters where quantized ones are; DCP's
     set_model_state_dict does that to meta models."""
-    if state.has_buffers(module):  # not those that are tied to a linear
-        state.link(module)
-        state.fill_missing(module, state_dict, prefix)
+    if state_buffers.has_buffers(module):  # not those that are tied to a linear
+        state_buffers.link(module)
+        state_buffers.fill_missing(module, state_dict, prefix)
     if not local_metadata.get("assign_to_params_buffers", False):
         return
-    for name, old in state.weights(module):
+    for name, old in state_buffers.weights(module):
         new = state_dict.get(prefix + name)
         if new is None or not is_quantized(old) or new.shape != old.shape:
             continue
@@ -399,14 +399,14 @@ def _quantized_to_assign(module, old, new, state_dict, key):
     format, keep_master = ops.format(local), ops._keeps_master(local)
     with torch.no_grad():
         if isinstance(new, DTensor):  # shards wait for their flush
-            groups = state.tensor_groups(old)
+            groups = state_buffers.tensor_groups(old)
             value = quantize_like(new.detach(), format, keep_master, key, groups, module)
         else:
             value = _empty_like(new, format, keep_master)
             scale_groups.link(module, value)
-        state.set_rounding_key(local_of(value), key)
+        state_buffers.set_rounding_key(local_of(value), key)
         # Before the values are quantized: by what it says.
-        state.load(value, state_dict, key)
+        state_buffers.load(value, state_dict, key)
         if not isinstance(new, DTensor) and not new.is_meta:
             value.copy_(new)
     return value

@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import nn as torch_nn
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard import module_state
 from qshard.formats import info_of
 
@@ -65,7 +65,7 @@ class Membership:
         """Tells the weight, or the one that is about to be it."""
         weight = self.parameters.get("weight") if weight is None else weight
         local = local_of(weight)
-        if isinstance(local, torch.Tensor) and is_quantized(local):
+        if isinstance(local, torch.Tensor) and holds_codes(local):
             ops._share_tensor_scale(local, self.group.id, self.group.members)
 
     def leave(self) -> None:
@@ -127,7 +127,7 @@ def regroup(chosen, groups: list[list[torch_nn.Module]], format: str) -> None:
         if membership is None:
             continue
         local = local_of(module.weight)
-        is_same = is_quantized(local) and ops.format(local) == format
+        is_same = holds_codes(local) and ops.format(local) == format
         if membership.group in whole or not is_same or id(module) in anew:
             forget(module)
     for members in groups:

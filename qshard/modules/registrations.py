@@ -10,11 +10,11 @@ import warnings
 import torch
 from torch.distributed.tensor import DTensor
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.patches import call
 from qshard._runtime.placement import group_names, place
 from qshard.module_state import find
-from qshard.modules.moves import with_local
+from qshard.modules.module_apply import with_local
 
 ops = torch.ops.qshard
 
@@ -29,14 +29,14 @@ def watch_registration(module, name, param):
     Code that assigns means what it assigns. FSDP2, where a module has a __setattr__ of its own, assigns the
     shards that it registers with no other."""
     old = module._parameters.get(name)
-    if old is None or param is None or param is old or not is_quantized(local_of(old)):
+    if old is None or param is None or param is old or not holds_codes(local_of(old)):
         return
     is_assigned = sys._getframe(2).f_code.co_name == "__setattr__"
     is_distributed = isinstance(param, DTensor) and not isinstance(old, DTensor)
-    if is_quantized(local_of(param)) and (is_assigned or not is_distributed):
+    if holds_codes(local_of(param)) and (is_assigned or not is_distributed):
         return
     if is_distributed and old.dim() == 3 and param.shape == old.shape and all(map(_hands_out, param.placements)):
-        return _handed_out(old, param)
+        return _replaced_stack(old, param)
     what = f"the {name} of this {type(module).__name__}"
     if is_distributed:
         raise NotImplementedError(
@@ -62,7 +62,7 @@ def _hands_out(placement):
     return placement.is_replicate() or placement.is_shard(0)
 
 
-def _handed_out(stack, param):
+def _replaced_stack(stack, param):
     """The matrices of a stack that a DTensor of its values has on this rank, as a quantized tensor of their own. The
     values are those of the DTensor, whose first rank may have sent others than this one had."""
     mesh, placements, shape, local = param.device_mesh, param.placements, stack.shape, param._local_tensor

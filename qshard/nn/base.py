@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard import module_state
 
 # Called with each module of this package whose constructor is done, where quantized_model_init set it.
@@ -96,7 +96,7 @@ def fill(parameter: torch.Tensor, initialize: Callable[[torch.Tensor], object]) 
     if local.is_meta:
         return
     with torch.no_grad():
-        if local is parameter and not is_quantized(local):
+        if local is parameter and not holds_codes(local):
             initialize(parameter)
             return
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)

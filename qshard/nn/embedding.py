@@ -2,7 +2,7 @@
 
 import torch
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard import module_state
 
 
@@ -16,7 +16,7 @@ class Embedding(torch.nn.Embedding):
         dynamic, local = self._qshard.dynamic, local_of(self.weight)
         if dynamic is not None:
             return f"{super().extra_repr()}, format={dynamic.format} at each use"
-        if is_quantized(local):
+        if holds_codes(local):
             return f"{super().extra_repr()}, format={torch.ops.qshard.format(local)}"
         return super().extra_repr()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import init
 
-from qshard._runtime.hooks import is_quantized
+from qshard._runtime.hooks import holds_codes
 from qshard.nn.base import Initialized, returned
 from qshard.nn.parts import initial
 from qshard.nn.parts.arguments import PARALLEL_MODES, check_choice, refuse, refuse_arguments, rng_fork
@@ -244,9 +244,9 @@ class GroupedExperts(Grouped):
 
 def _stacked(matrices, parameter):
     """Matrices of a state_dict as one. Quantized ones, of a layer without masters, keep their codes in one like it."""
-    if not any(map(is_quantized, matrices)):
+    if not any(map(holds_codes, matrices)):
         return torch.stack(matrices)
-    like = parameter.detach() if is_quantized(parameter) else matrices[0].new_empty(parameter.shape)
+    like = parameter.detach() if holds_codes(parameter) else matrices[0].new_empty(parameter.shape)
     stack = torch.empty_like(like)
     for place, matrix in zip(stack, matrices):
         place.copy_(matrix)

@@ -12,15 +12,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from qshard._runtime.hooks import compare_writes, is_quantized, local_of
+from qshard._runtime.hooks import compare_writes, holds_codes, local_of
 from qshard._runtime.placement import group_names, in_groups, is_strided
 from qshard import recipes
 from qshard.checkpoint.layouts import block_of
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of
-from qshard.report import clients, traffic
-from qshard.report.traffic import Traffic, name_of, split
+from qshard.report import bytes_sent, compatibility
+from qshard.report.bytes_sent import Traffic, name_of, split
 
 ops = torch.ops.qshard
 
@@ -106,23 +106,23 @@ def report(
     `param_dtype`, `reduce_dtype`: instead of those of FSDP2's MixedPrecisionPolicy. Says, too, whether the
     wrapper, the `optimizer` and the kind of checkpoint are ones that qshard is tested with."""
     result = Report()
-    result.clients = tuple(clients.lines(model, optimizer))
+    result.clients = tuple(compatibility.lines(model, optimizer))
     flattened, prepared = set(), prepared_units(model)
-    inner = traffic.inner_modules(model, FullyShardedDataParallel)
+    inner = bytes_sent.inner_modules(model, FullyShardedDataParallel)
     for prefix, module in flat_parameters.units(model):
         handle, flat = module._handle, module._handle.flat_param
         flattened.update(map(id, (flat, *(getattr(flat, "_params", None) or ()))))
         rows = list(_flat_rows(prefix, handle, prepared.get(id(handle))))
         gathered, reduced = (sum(getattr(row, f) for row in rows) for f in ("gathered", "reduced"))
         is_inner = id(module) in inner
-        result += _with_sent(rows, *traffic.of_unit(module, is_inner, gathered, reduced))
-    sent_of = {**traffic.of_ddp(model), **traffic.of_fsdp2(model, param_dtype, reduce_dtype)}
+        result += _with_sent(rows, *bytes_sent.of_unit(module, is_inner, gathered, reduced))
+    sent_of = {**bytes_sent.of_ddp(model), **bytes_sent.of_fsdp2(model, param_dtype, reduce_dtype)}
     dynamics = {id(m._parameters.get("weight")): dynamic.format for m, dynamic in dynamics_of(model)}
     for name, param in model.named_parameters():
         if id(param) in flattened:
             continue
         local = local_of(param)
-        if is_quantized(local):
+        if holds_codes(local):
             planes = ops._storage_bytes(local)
             image, master, grid, pending = (
                 planes[plane] for plane in ("image", "master", "grid", "pending")
@@ -196,7 +196,7 @@ def _flat_rows(prefix: str, handle, unit) -> Iterator[ParameterReport]:
 def _cut_blocks(param) -> str:
     """Where tensor parallelism cuts inside of scale blocks, which begin where its ranks' parts do."""
     local = local_of(param)
-    if not is_quantized(local) or not isinstance(param, DTensor) or param.dim() != 2:
+    if not holds_codes(local) or not isinstance(param, DTensor) or param.dim() != 2:
         return ""  # stacks are cut into whole matrices
     cuts = zip(("rows", "columns"), param.shape, _largest_part(param), block_of(ops.format(local)))
     return ", ".join(

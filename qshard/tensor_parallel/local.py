@@ -11,10 +11,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.library import mark_local_part
 from qshard._runtime.placement import group_names
-from qshard.modules.moves import distributed
+from qshard.modules.module_apply import distributed
 from qshard.tensor_parallel import collectives
 from qshard.tensor_parallel.shared import current_slot, shared
 
@@ -157,7 +157,7 @@ def check_can_be_read(weights):
     if torch.compiler.is_compiling():
         return
     parts = [local_of(weight) for weight in weights]
-    ops._check_codes_can_be_read([part for part in parts if is_quantized(part)])
+    ops._check_codes_can_be_read([part for part in parts if holds_codes(part)])
 
 
 def local_part(parameter: torch.Tensor, is_summed: bool = False) -> torch.Tensor:

@@ -11,8 +11,10 @@ import torch.distributed.fsdp
 
 HERE = Path(__file__).parent
 # test/reference, the oracle, and the rooms: the processes of a world are started once and import
-# what the tests of all rooms send them.
-rooms = sorted({str(file.parent) for file in HERE.rglob("*.py")})
+# what the tests of all rooms send them. A package (harness/models) is imported by its own name.
+rooms = sorted(
+    {str(file.parent) for file in HERE.rglob("*.py") if not (file.parent / "__init__.py").exists()}
+)
 sys.path[:0] = [str(HERE.parent), *(room for room in rooms if room != str(HERE))]
 
 import budgets  # noqa: E402

@@ -1,4 +1,4 @@
-"""Where the bytes of a shard lie; mirrors kernels/format/layout.h and kernels/format/cuts.h."""
+"""Where the bytes of a shard lie; mirrors kernels/format/layout.h and kernels/format/boundary_blocks.h."""
 
 from dataclasses import dataclass, replace
 

@@ -75,7 +75,7 @@ __device__ __forceinline__ void find_column_scales(const RowScaledTask& task,
     largest = Value::max(
         largest, reinterpret_cast<const uint32_t*>(shared.column_amax)[warp * kWords + thread]);
   }
-  const int entry = cut_entry(task, tile.row_begin);
+  const int entry = boundary_entry(task, tile.row_begin);
   const int in_tile = thread * Value::kPerWord;
   int col = tile.tile_col * TileRow<Value, kBlockSize>::kCols + in_tile;
   // A row holds as many scales of columns as of its own blocks, a slice. The scales past the last

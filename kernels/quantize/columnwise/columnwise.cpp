@@ -37,14 +37,14 @@ ColumnwiseTask describe(const Layout& layout, int64_t row_offset, int64_t rows, 
   task.block_rows =
       live_rows == 0 ? 0 : static_cast<int>(ceil_div(task.first_in_block + live_rows, kColumnRows));
   task.tile_cols = static_cast<int>(ceil_div(layout.cols, kColumnwiseThreads));
-  task.first_cut = task.last_cut = -1;
+  task.first_boundary = task.last_boundary = -1;
   return task;
 }
 
 // What amaxes are found of. The image is not described.
 ColumnwiseTask describe_values(const QuantizeTask& task) {
   const Layout layout = task.layout.columnwise();
-  TORCH_CHECK(amax_numel(layout, task.cuts) <= kMaxInt,
+  TORCH_CHECK(amax_numel(layout, task.boundary) <= kMaxInt,
               "qshard: too many scale blocks for the CUDA kernels");
   ColumnwiseTask out =
       describe(layout, layout.row_offset, layout.rows, layout.live_rows(), task.values);
@@ -52,8 +52,8 @@ ColumnwiseTask describe_values(const QuantizeTask& task) {
   const auto entry = [&](int64_t cut) {
     return cut < 0 ? -1 : static_cast<int>(cut * layout.block_cols());
   };
-  out.first_cut = entry(task.cuts.first);
-  out.last_cut = entry(task.cuts.last);
+  out.first_boundary = entry(task.boundary.first);
+  out.last_boundary = entry(task.boundary.last);
   return out;
 }
 

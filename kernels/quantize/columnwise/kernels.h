@@ -20,7 +20,7 @@ constexpr int kColumnRows = 32;          // of a scale block
 struct ColumnwiseTask {
   void* values;    // (rows, cols) contiguous
   uint8_t* image;  // row 0; the next one is row_bytes further
-  float* amax;     // of cut blocks
+  float* amax;     // of boundary blocks
   int rows;
   int live_rows;  // rows [0, live_rows) belong to the logical tensor
   int cols;
@@ -32,8 +32,8 @@ struct ColumnwiseTask {
   int tile_cols;
   // The amax entry of column 0 of the first and of the last block row, -1 where no other rank holds
   // rows of it.
-  int first_cut;
-  int last_cut;
+  int first_boundary;
+  int last_boundary;
 };
 
 using ColumnwiseBatch = TaskBatch<ColumnwiseTask, 40>;        // of what a linear needs
@@ -46,7 +46,7 @@ int columnwise_dequantize_blocks(const ColumnwiseTask& task);
 
 // All tasks of a batch have one value type.
 
-/// Writes the amax entries of cut blocks.
+/// Writes the amax entries of boundary blocks.
 cudaError_t launch_columnwise_amax(const ColumnwiseFlushBatch& batch, DType value_dtype,
                                    cudaStream_t stream);
 /// Writes the columnwise image from values and amax, and the rowwise one where rows hold both: of

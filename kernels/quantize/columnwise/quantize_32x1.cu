@@ -1,4 +1,4 @@
-// Columnwise row images: amaxes of cut blocks, values from codes and scales.
+// Columnwise row images: amaxes of boundary blocks, values from codes and scales.
 //
 // A CUDA block works on one tile: a block row, and a column for each thread, which keeps its 32
 // values in registers. A warp reads and writes neighbouring columns of a row at once. The CUDA
@@ -35,9 +35,9 @@ __device__ __forceinline__ ColumnwiseTile tile_of(const ColumnwiseTask& task, in
 }
 
 /// Amax entry, at column 0, of a block row; -1 where no other rank holds rows of it.
-__device__ __forceinline__ int cut_entry(const ColumnwiseTask& task, int block_row) {
-  if (block_row == 0) return task.first_cut;
-  return block_row == task.block_rows - 1 ? task.last_cut : -1;
+__device__ __forceinline__ int boundary_entry(const ColumnwiseTask& task, int block_row) {
+  if (block_row == 0) return task.first_boundary;
+  return block_row == task.block_rows - 1 ? task.last_boundary : -1;
 }
 
 /// This thread's values, zeros where there is none.
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kColumnwiseThreads)
   int block = static_cast<int>(blockIdx.x);
   const ColumnwiseTask& task = find_task(batch, block);
   const int block_row = block < task.tile_cols ? 0 : task.block_rows - 1;
-  const int entry = cut_entry(task, block_row);
+  const int entry = boundary_entry(task, block_row);
   const ColumnwiseTile tile = tile_of(task, block_row, block % task.tile_cols);
   if (entry < 0 || tile.col >= task.cols) return;
   typename Value::Raw x[kColumnRows];
@@ -127,7 +127,7 @@ int zero_blocks(int64_t count) {
 }  // namespace
 
 int columnwise_amax_blocks(const ColumnwiseTask& task) {
-  const bool none = task.block_rows == 0 || (task.first_cut < 0 && task.last_cut < 0);
+  const bool none = task.block_rows == 0 || (task.first_boundary < 0 && task.last_boundary < 0);
   return none ? 0 : min(task.block_rows, 2) * task.tile_cols;
 }
 

@@ -31,7 +31,7 @@ RowWork reset_amax(std::span<const QuantizeTask> tasks) {
   RowWork work;
   for (size_t t = 0; t < tasks.size(); ++t) {
     const Layout& layout = tasks[t].layout;
-    const int64_t numel = amax_numel(layout, tasks[t].cuts);
+    const int64_t numel = amax_numel(layout, tasks[t].boundary);
     if (numel == 0) continue;
     std::memset(tasks[t].amax, 0, numel * sizeof(float));
     const int64_t live = layout.live_rows();

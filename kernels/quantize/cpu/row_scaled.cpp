@@ -19,16 +19,17 @@ int64_t end_of_block_row(const Layout& layout, const RowRange& range, int64_t be
   return std::min(range.end, begin + block - in_matrix % block);
 }
 
-// The agreed amaxes of the block row of local row `row`, or null if it is not cut.
-float* cut_amax(const QuantizeTask& task, int64_t row) {
+// The amaxes that ranks agreed on for the block row of local row `row`; null if this rank holds all
+// of it.
+float* boundary_amax(const QuantizeTask& task, int64_t row) {
   const Layout& layout = task.layout;
   const int64_t block_row = layout.block_row(layout.row_offset + row);
   const int64_t last = layout.row_offset + layout.live_rows() - 1;
   int64_t index = -1;
   if (block_row == layout.block_row(layout.row_offset)) {
-    index = task.cuts.first;
+    index = task.boundary.first;
   } else if (block_row == layout.block_row(last)) {
-    index = task.cuts.last;
+    index = task.boundary.last;
   }
   return index < 0 ? nullptr : task.amax + layout.grid_numel() + index * layout.block_cols();
 }
@@ -95,7 +96,7 @@ void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode
   std::vector<float> scaled(kByColumn ? layout.cols : 0);
   for (int64_t row = range.begin; row < range.end;) {
     const int64_t next = end_of_block_row(layout, range, row);
-    if (const float* agreed = cut_amax(task, row)) {
+    if (const float* agreed = boundary_amax(task, row)) {
       std::memcpy(blocks.data(), agreed, blocks.size() * sizeof(float));
     } else {
       block_amax(task, row, next, columns, blocks);
@@ -178,7 +179,7 @@ void compute_amax_row_scaled(std::span<const QuantizeTask> tasks) {
     std::vector<uint32_t> columns(layout.cols), blocks(layout.block_cols());
     for (int64_t row = range.begin; row < range.end;) {
       const int64_t next = end_of_block_row(layout, range, row);
-      if (float* out = cut_amax(task, row)) {
+      if (float* out = boundary_amax(task, row)) {
         block_amax(task, row, next, columns, blocks);
         for (size_t j = 0; j < blocks.size(); ++j) atomic_max(out + j, blocks[j]);
       }

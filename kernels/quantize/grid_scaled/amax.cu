@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) amax_reset(const __grid_constant__ A
 template <typename Value, typename Batch>
 __global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ Batch batch) {
   int block = static_cast<int>(blockIdx.x);
-  const RowImageTask& task = find_task(batch, block);
+  const GridScaledTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
 
   const ThreadRows<Value> rows(tile);
@@ -36,13 +36,13 @@ cudaError_t launch(const Batch& batch, DType value_dtype, cudaStream_t stream) {
 
 int amax_reset_blocks(const AmaxTask& task) { return (task.numel + kThreads - 1) / kThreads; }
 
-int amax_blocks(const RowImageTask& task) { return task.live_tile_rows * task.tile_cols; }
+int amax_blocks(const GridScaledTask& task) { return task.live_tile_rows * task.tile_cols; }
 
 cudaError_t launch_amax_reset(const AmaxBatch& batch, cudaStream_t stream) {
   return launch_batch<kThreads>(amax_reset, batch, stream);
 }
 
-cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
+cudaError_t launch_amax(const GridScaledBatch& batch, DType value_dtype, cudaStream_t stream) {
   return launch(batch, value_dtype, stream);
 }
 

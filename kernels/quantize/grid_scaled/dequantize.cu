@@ -7,12 +7,12 @@ namespace {
 
 template <typename Value>
 __global__ void __launch_bounds__(kThreads)
-    dequantize(const __grid_constant__ RowImageBatch batch) {
+    dequantize(const __grid_constant__ GridScaledBatch batch) {
   using Raw = typename Value::Raw;
   using Codes = VectorBytes<E4M3, Value>;
   using Rows = ThreadRows<Value>;
   int block = static_cast<int>(blockIdx.x);
-  const RowImageTask& task = find_task(batch, block);
+  const GridScaledTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
   const Rows rows(tile);
   const bool vectorized = task.vectorized;
@@ -57,9 +57,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-int dequantize_blocks(const RowImageTask& task) { return tile_count(task); }
+int dequantize_blocks(const GridScaledTask& task) { return tile_count(task); }
 
-cudaError_t launch_dequantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream) {
+cudaError_t launch_dequantize(const GridScaledBatch& batch, DType value_dtype,
+                              cudaStream_t stream) {
   return with_value_type(value_dtype, [&](auto value) {
     return launch_batch<kThreads>(dequantize<decltype(value)>, batch, stream);
   });

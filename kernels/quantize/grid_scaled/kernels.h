@@ -16,16 +16,16 @@ constexpr int kThreads = 256;
 
 /// One shard as the kernels see it. Its rows are covered by tile rows anchored, like the scale
 /// blocks, at row 0 of each matrix; then come the rows outside the logical tensor.
-struct RowImageTask {
-  void* values;            // (rows, cols) contiguous
-  uint8_t* image;          // (rows, row_bytes)
-  float* amax;             // (grid_rows, grid_cols)
-  float* grid;             // (grid_rows, grid_cols)
-  float* grid_copy;        // null, or a second place for them
-  float* provisional;      // QuantizeTask::provisional
-  int64_t row_offset;      // logical row of row 0
-  int64_t matrix_rows;     // rows per matrix, > 0 where live_rows > 0
-  int64_t first_tile_row;  // tile row of row 0
+struct GridScaledTask {
+  void* values;                  // (rows, cols) contiguous
+  uint8_t* image;                // (rows, row_bytes)
+  float* amax;                   // (grid_rows, grid_cols)
+  float* grid;                   // (grid_rows, grid_cols)
+  float* grid_copy;              // null, or a second place for them
+  float* speculative_scale_inv;  // QuantizeTask::speculative_scale_inv
+  int64_t row_offset;            // logical row of row 0
+  int64_t matrix_rows;           // rows per matrix, > 0 where live_rows > 0
+  int64_t first_tile_row;        // tile row of row 0
   int rows;
   int live_rows;  // rows [0, live_rows) belong to the logical tensor
   int cols;
@@ -42,15 +42,15 @@ struct RowImageTask {
 };
 
 /// One that is quantized with stochastic rounding.
-struct StochasticRowImageTask : RowImageTask {
+struct StochasticGridScaledTask : GridScaledTask {
   const int32_t* rounding;  // QuantizeTask::rounding
   int64_t element;          // of the full tensor, that (0, 0) is (Layout::element)
   int64_t element_pitch;    // from row to row
 };
 
-using RowImageBatch = TaskBatch<RowImageTask, 30>;        // of what a linear needs
-using RowImageFlushBatch = TaskBatch<RowImageTask, 256>;  // of the shards of a model
-using StochasticRowImageBatch = TaskBatch<StochasticRowImageTask, 216>;
+using GridScaledBatch = TaskBatch<GridScaledTask, 30>;      // of what a linear needs
+using RowImageFlushBatch = TaskBatch<GridScaledTask, 256>;  // of the shards of a model
+using StochasticRowImageBatch = TaskBatch<StochasticGridScaledTask, 216>;
 static_assert(sizeof(RowImageFlushBatch) <= kMaxParameterBytes &&
               sizeof(StochasticRowImageBatch) <= kMaxParameterBytes);
 
@@ -65,15 +65,15 @@ struct AmaxTask {
 using AmaxBatch = TaskBatch<AmaxTask, 256>;
 
 int amax_reset_blocks(const AmaxTask& task);
-int amax_blocks(const RowImageTask& task);
-int quantize_blocks(const RowImageTask& task);
-int quantize_tiles_blocks(const RowImageTask& task);
-int dequantize_blocks(const RowImageTask& task);
+int amax_blocks(const GridScaledTask& task);
+int quantize_blocks(const GridScaledTask& task);
+int quantize_tiles_blocks(const GridScaledTask& task);
+int dequantize_blocks(const GridScaledTask& task);
 
 /// Sets every amax entry to the known one, or 0.
 cudaError_t launch_amax_reset(const AmaxBatch& batch, cudaStream_t stream);
 /// Raises the amax entries to those of the values. All values of a batch have one type.
-cudaError_t launch_amax(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
+cudaError_t launch_amax(const GridScaledBatch& batch, DType value_dtype, cudaStream_t stream);
 cudaError_t launch_amax(const RowImageFlushBatch& batch, DType value_dtype, cudaStream_t stream);
 /// Writes image and grid from values and amax.
 cudaError_t launch_quantize(const RowImageFlushBatch& batch, DType value_dtype,
@@ -84,6 +84,6 @@ cudaError_t launch_quantize(const StochasticRowImageBatch& batch, DType value_dt
 cudaError_t launch_quantize_tiles(const RowImageFlushBatch& batch, DType value_dtype,
                                   cudaStream_t stream);
 /// Writes values from image and grid.
-cudaError_t launch_dequantize(const RowImageBatch& batch, DType value_dtype, cudaStream_t stream);
+cudaError_t launch_dequantize(const GridScaledBatch& batch, DType value_dtype, cudaStream_t stream);
 
 }  // namespace qshard::cuda

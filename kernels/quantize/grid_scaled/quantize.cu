@@ -10,7 +10,7 @@ namespace qshard::cuda {
 namespace {
 
 template <typename Value>
-__device__ __forceinline__ void encode_tile_stochastic(const StochasticRowImageTask& task,
+__device__ __forceinline__ void encode_tile_stochastic(const StochasticGridScaledTask& task,
                                                        const Tile& tile, float scale) {
   constexpr int kSize = Vector<Value>::kSize;
   const auto* values = static_cast<const typename Value::Raw*>(task.values);
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Bat
   const auto find_scale = [&] {
     return scale_from_amax(task.amax[tile.grid_index], task.code_max, task.power_of_two);
   };
-  if (task.provisional != nullptr &&
-      inverse_scale(find_scale()) == task.provisional[tile.grid_index]) {
+  if (task.speculative_scale_inv != nullptr &&
+      inverse_scale(find_scale()) == task.speculative_scale_inv[tile.grid_index]) {
     return;
   }
   if constexpr (std::is_same_v<Batch, StochasticRowImageBatch>) {
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     quantize_tiles(const __grid_constant__ RowImageFlushBatch batch) {
   using Rows = ThreadRows<Value>;
   int block = static_cast<int>(blockIdx.x);
-  const RowImageTask& task = find_task(batch, block);
+  const GridScaledTask& task = find_task(batch, block);
   const Tile tile = find_tile(task, block);
   if (tile.grid_index < 0) {
     write_zeros(task, tile);
@@ -122,11 +122,11 @@ cudaError_t launch(const Batch& batch, DType value_dtype, cudaStream_t stream) {
 
 }  // namespace
 
-int quantize_blocks(const RowImageTask& task) {
+int quantize_blocks(const GridScaledTask& task) {
   return tile_count(task) + (task.grid_numel + kThreads - 1) / kThreads;
 }
 
-int quantize_tiles_blocks(const RowImageTask& task) { return tile_count(task); }
+int quantize_tiles_blocks(const GridScaledTask& task) { return tile_count(task); }
 
 cudaError_t launch_quantize_tiles(const RowImageFlushBatch& batch, DType value_dtype,
                                   cudaStream_t stream) {

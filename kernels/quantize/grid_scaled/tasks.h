@@ -7,6 +7,6 @@
 namespace qshard::cuda {
 
 /// A task as the kernels see it.
-RowImageTask describe_row_image(const QuantizeTask& task);
+GridScaledTask describe_grid_scaled(const QuantizeTask& task);
 
 }  // namespace qshard::cuda

@@ -17,12 +17,12 @@ struct Tile {
   int grid_index;  // entry of amax and grid; -1: rows outside the logical tensor
 };
 
-__host__ __device__ __forceinline__ int tile_count(const RowImageTask& task) {
+__host__ __device__ __forceinline__ int tile_count(const GridScaledTask& task) {
   const int other_rows = task.rows - task.live_rows;
   return (task.live_tile_rows + (other_rows + kTileRows - 1) / kTileRows) * task.tile_cols;
 }
 
-__device__ __forceinline__ Tile find_tile(const RowImageTask& task, int block) {
+__device__ __forceinline__ Tile find_tile(const GridScaledTask& task, int block) {
   const int tile_row = block / task.tile_cols;
   const int tile_col = block % task.tile_cols;
   Tile tile;
@@ -81,7 +81,7 @@ struct ThreadRows {
 /// Reads the thread's vectors [begin, begin + kCount), zeros where the tile has no value: all loads
 /// before anything waits for one.
 template <typename Value, int kCount>
-__device__ __forceinline__ void load_vectors(const RowImageTask& task, const Tile& tile,
+__device__ __forceinline__ void load_vectors(const GridScaledTask& task, const Tile& tile,
                                              const ThreadRows<Value>& rows, int begin,
                                              Vector<Value> (&x)[kCount]) {
   const auto* values = static_cast<const typename Value::Raw*>(task.values) + rows.col;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_vectors(const RowImageTask& task, const Til
 }
 
 /// Zeros the image where the tile is, one of rows outside the logical tensor.
-__device__ __forceinline__ void write_zeros(const RowImageTask& task, const Tile& tile) {
+__device__ __forceinline__ void write_zeros(const GridScaledTask& task, const Tile& tile) {
   for_each_group<16>(tile, task.row_bytes, [&](int row, int col) {
     *reinterpret_cast<uint4*>(task.image + static_cast<int64_t>(row) * task.row_bytes + col) =
         make_uint4(0, 0, 0, 0);

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRowScaledThreads)
     load_rows(task, tile, first, col, x);
     const uint32_t of_rows = largest_of<Value, kRowsPerWarp>(x);
     largest = max(largest, of_rows);
-    raise_cut_amax<kBlockCols, Value>(task, first, col, of_rows);
+    raise_boundary_amax<kBlockCols, Value>(task, first, col, of_rows);
   }
   if (task.grid_numel > 0) raise_matrix_amax(task, tile, largest);
 }

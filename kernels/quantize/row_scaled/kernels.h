@@ -22,7 +22,7 @@ constexpr int kTileRowBytes = 512;
 struct RowScaledTask {
   void* values;      // (rows, cols) contiguous
   uint8_t* image;    // row 0; the next one is row_bytes further
-  float* amax;       // what ranks agree on: of matrices (NVFP4), then of cut block rows
+  float* amax;       // what ranks agree on: of matrices (NVFP4), then of boundary block rows
   float* grid;       // scale_inv of matrices (NVFP4)
   float* grid_copy;  // null, or a second place for them
   int rows;
@@ -40,12 +40,12 @@ struct RowScaledTask {
   int live_tile_rows;
   int tile_cols;
   int grid_numel;
-  // Rows [0, first_cut_end) and [last_cut_begin, live_rows) are of blocks that other ranks hold
-  // rows of too; first_cut, last_cut: the amax entry of column 0.
-  int first_cut_end;
-  int first_cut;
-  int last_cut_begin;
-  int last_cut;
+  // Rows [0, first_boundary_end) and [last_boundary_begin, live_rows) are of blocks that other
+  // ranks hold rows of too; first_boundary, last_boundary: the amax entry of column 0.
+  int first_boundary_end;
+  int first_boundary;
+  int last_boundary_begin;
+  int last_boundary;
   bool vectorized;  // rows of `values` are 16-byte aligned
 };
 

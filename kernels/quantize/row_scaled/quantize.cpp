@@ -43,7 +43,7 @@ RowScaledTask describe(const Layout& layout, const Window& window, DType value_d
   task.matrix_rows = static_cast<int>(layout.matrix_rows);
   task.tile_cols = static_cast<int>(ceil_div(layout.cols * size, kTileRowBytes));
   task.grid_numel = static_cast<int>(layout.grid_numel());
-  task.last_cut_begin = task.live_rows;
+  task.last_boundary_begin = task.live_rows;
   task.vectorized = reinterpret_cast<uintptr_t>(values) % 16 == 0 && layout.cols * size % 16 == 0;
   if (live > 0) {
     const int64_t matrix = begin / layout.matrix_rows;
@@ -87,15 +87,15 @@ RowScaledTask describe(const DequantizeTask& task) {
 
 // What a task adds to amaxes from rows [begin, end) alone, all of them in the block row whose amax
 // entries begin at `entry`.
-RowScaledTask describe_cut(const QuantizeTask& task, int64_t begin, int64_t end, int entry) {
+RowScaledTask describe_boundary(const QuantizeTask& task, int64_t begin, int64_t end, int entry) {
   const Layout& layout = task.layout;
   const auto* values =
       static_cast<const uint8_t*>(task.values) + begin * layout.cols * value_size(task.value_dtype);
   RowScaledTask out = describe(layout, {layout.row_offset, begin, end - begin}, task.value_dtype,
                                values, kAmaxTileRows);
   out.amax = task.amax;
-  out.first_cut_end = out.live_rows;
-  out.first_cut = entry;
+  out.first_boundary_end = out.live_rows;
+  out.first_boundary = entry;
   return out;
 }
 
@@ -103,10 +103,10 @@ RowScaledTask describe_cut(const QuantizeTask& task, int64_t begin, int64_t end,
 
 RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
   const Layout& layout = task.layout;
-  const Layout cut = layout.tallest();
+  const Layout cut = layout.coarsest_image();
   const Window window = {layout.row_offset, 0, layout.rows};
   RowScaledTask out = describe(layout, window, task.value_dtype, task.values, tile_rows);
-  TORCH_CHECK(amax_numel(layout, task.cuts) <= std::numeric_limits<int>::max(),
+  TORCH_CHECK(amax_numel(layout, task.boundary) <= std::numeric_limits<int>::max(),
               "qshard: too many scale blocks for the CUDA kernels");
   out.image = task.image;
   out.amax = task.amax;
@@ -117,13 +117,13 @@ RowScaledTask describe_row_scaled(const QuantizeTask& task, int64_t tile_rows) {
   const auto entry = [&](int64_t index) {
     return static_cast<int>(layout.grid_numel() + index * cut.block_cols());
   };
-  if (task.cuts.first >= 0) {
-    out.first_cut_end = static_cast<int>(edges.first_end);
-    out.first_cut = entry(task.cuts.first);
+  if (task.boundary.first >= 0) {
+    out.first_boundary_end = static_cast<int>(edges.first_end);
+    out.first_boundary = entry(task.boundary.first);
   }
-  if (task.cuts.last >= 0) {
-    out.last_cut_begin = static_cast<int>(edges.last_begin);
-    out.last_cut = entry(task.cuts.last);
+  if (task.boundary.last >= 0) {
+    out.last_boundary_begin = static_cast<int>(edges.last_begin);
+    out.last_boundary = entry(task.boundary.last);
   }
   return out;
 }
@@ -140,13 +140,14 @@ void compute_amax_row_scaled(std::span<const QuantizeTask> tasks, cudaStream_t s
       return;
     }
     // Other rows are not read.
-    const auto add_cut = [&](int begin, int end, int entry) {
+    const auto add_boundary = [&](int begin, int end, int entry) {
       if (begin >= end) return;
-      const RowScaledTask cut = describe_cut(task, begin, end, entry);
+      const RowScaledTask cut = describe_boundary(task, begin, end, entry);
       batcher.add(cut, amax_blocks(cut));
     };
-    add_cut(0, whole.first_cut_end, whole.first_cut);
-    add_cut(std::max(whole.last_cut_begin, whole.first_cut_end), whole.live_rows, whole.last_cut);
+    add_boundary(0, whole.first_boundary_end, whole.first_boundary);
+    add_boundary(std::max(whole.last_boundary_begin, whole.first_boundary_end), whole.live_rows,
+                 whole.last_boundary);
   });
 }
 

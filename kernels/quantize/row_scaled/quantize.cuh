@@ -112,7 +112,7 @@ __device__ __forceinline__ void quantize_tile(const Task& task, const RowScaledT
     float amax = __uint_as_float(largest);
     const int row = max(tile.origin + block_row * Kind::kBlockRows, 0);
     if (row < tile.row_end && block_col < task.block_cols) {
-      const int entry = cut_entry(task, row);
+      const int entry = boundary_entry(task, row);
       if (entry >= 0) amax = __ldg(task.amax + entry + block_col);
     }
     const BlockScale scale = block_scale(Kind::kRowScale, amax, tensor_scale);

@@ -56,9 +56,9 @@ __host__ __device__ __forceinline__ RowScaledTile find_tile(const RowScaledTask&
 
 /// Amax entry, at column 0, of the block whose first row here is `row`; -1 where no other rank
 /// holds rows of it.
-__device__ __forceinline__ int cut_entry(const RowScaledTask& task, int row) {
-  if (row < task.first_cut_end) return task.first_cut;
-  return row >= task.last_cut_begin ? task.last_cut : -1;
+__device__ __forceinline__ int boundary_entry(const RowScaledTask& task, int row) {
+  if (row < task.first_boundary_end) return task.first_boundary;
+  return row >= task.last_boundary_begin ? task.last_boundary : -1;
 }
 
 /// Reads this lane's vectors of the rows [first_row, first_row + kRows), zeros where the tile has
@@ -99,14 +99,15 @@ __device__ __forceinline__ uint32_t max_over_lanes(uint32_t bits) {
   return bits;
 }
 
-/// Raises the amaxes of cut blocks by `bits`, the largest of this lane's vectors of the rows
-/// [first_row, first_row + kRowsPerWarp). They lie in one block row: cut ones have 16 or 32 rows.
+/// Raises the amaxes of boundary blocks by `bits`, the largest of this lane's vectors of the rows
+/// [first_row, first_row + kRowsPerWarp). They lie in one block row: a boundary block has 16 or 32
+/// rows.
 template <int kBlockCols, typename Value>
-__device__ __forceinline__ void raise_cut_amax(const RowScaledTask& task, int first_row, int col,
-                                               uint32_t bits) {
+__device__ __forceinline__ void raise_boundary_amax(const RowScaledTask& task, int first_row,
+                                                    int col, uint32_t bits) {
   constexpr int kLanes = TileRow<Value, kBlockCols>::kLanes;
   const int row = max(first_row, 0);
-  const int entry = row < first_row + kRowsPerWarp ? cut_entry(task, row) : -1;
+  const int entry = row < first_row + kRowsPerWarp ? boundary_entry(task, row) : -1;
   if (entry < 0) return;
   const uint32_t of_block = max_over_lanes<kLanes>(bits);
   if (threadIdx.x % kLanes == 0 && col < task.cols) {

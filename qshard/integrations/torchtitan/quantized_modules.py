@@ -6,7 +6,7 @@ import qshard
 import torch
 from qshard import module_state
 from qshard.integrations.torchtitan import options
-from qshard.model.state import without_wrappers
+from qshard.model.state_buffers import without_wrappers
 from qshard.nn.linear_subclasses import quantized_class, runs_as_linear
 from torch import nn
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard import module_state
 from qshard.nn.parts.arguments import refuse_context_parallelism
 from qshard.tensor_parallel.local import TensorParallel
@@ -122,7 +122,7 @@ class DeviceMeshes:
                     f"{module}: {name} is a DTensor on {parameter.device_mesh} already; call it once, "
                     "before fully_shard"
                 )
-            if is_quantized(local_of(parameter)):
+            if holds_codes(local_of(parameter)):
                 raise RuntimeError(f"{module}: {name} is quantized already; call it before quantize_")
         for name, placement in placements.items():
             shape = self._parameters[name].shape

@@ -75,18 +75,18 @@ struct Quantized {
 
 /// Outputs full of garbage, on the device of `values`.
 inline Quantized outputs_for(const at::Tensor& values, const Layout& layout,
-                             const Cuts& cuts = {}) {
+                             const BoundaryBlocks& boundary = {}) {
   const auto floats = values.options().dtype(at::kFloat);
-  return {at::full({amax_numel(layout, cuts)}, -1.f, floats),
+  return {at::full({amax_numel(layout, boundary)}, -1.f, floats),
           at::full({layout.grid_rows(), layout.grid_cols()}, -1.f, floats),
           at::full({layout.rows, layout.row_bytes()}, 255, values.options().dtype(at::kByte))};
 }
 
-inline QuantizeTask task_of(const at::Tensor& values, const Layout& layout, const Cuts& cuts,
-                            const Quantized& out) {
+inline QuantizeTask task_of(const at::Tensor& values, const Layout& layout,
+                            const BoundaryBlocks& boundary, const Quantized& out) {
   QuantizeTask task;
   task.layout = layout;
-  task.cuts = cuts;
+  task.boundary = boundary;
   task.value_dtype = value_dtype(values.scalar_type());
   task.values = values.const_data_ptr();
   task.image = static_cast<uint8_t*>(out.image.mutable_data_ptr());
@@ -96,18 +96,19 @@ inline QuantizeTask task_of(const at::Tensor& values, const Layout& layout, cons
 }
 
 /// Runs the library on `values` (rows, cols), on their device.
-inline at::Tensor amax_of(const at::Tensor& values, const Layout& layout, const Cuts& cuts = {}) {
-  const Quantized out = outputs_for(values, layout, cuts);
-  const QuantizeTask task = task_of(values, layout, cuts, out);
+inline at::Tensor amax_of(const at::Tensor& values, const Layout& layout,
+                          const BoundaryBlocks& boundary = {}) {
+  const Quantized out = outputs_for(values, layout, boundary);
+  const QuantizeTask task = task_of(values, layout, boundary, out);
   compute_amax({&task, 1}, stream_of(values.device()));
   return out.amax;
 }
 
 inline Quantized quantized(const at::Tensor& values, const Layout& layout, const at::Tensor& amax,
-                           const Cuts& cuts = {}) {
-  Quantized out = outputs_for(values, layout, cuts);
+                           const BoundaryBlocks& boundary = {}) {
+  Quantized out = outputs_for(values, layout, boundary);
   out.amax = amax;
-  const QuantizeTask task = task_of(values, layout, cuts, out);
+  const QuantizeTask task = task_of(values, layout, boundary, out);
   quantize({&task, 1}, stream_of(values.device()));
   return out;
 }
@@ -148,9 +149,9 @@ inline std::vector<Quantized> quantized_shards(const at::Tensor& values, const L
     const int64_t live = std::min(chunk, whole.rows - first);
     shard.narrow(0, 0, live).copy_(values.narrow(0, first, live));
     shards.push_back(shard.to(device));
-    const Cuts cuts = find_cuts(layout, ranks);
-    results.push_back(outputs_for(shards.back(), layout, cuts));
-    tasks.push_back(task_of(shards.back(), layout, cuts, results.back()));
+    const BoundaryBlocks boundary = find_boundary_blocks(layout, ranks);
+    results.push_back(outputs_for(shards.back(), layout, boundary));
+    tasks.push_back(task_of(shards.back(), layout, boundary, results.back()));
     amaxes.push_back(results.back().amax);
   }
   compute_amax(tasks, stream_of(device));

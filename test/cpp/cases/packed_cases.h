@@ -85,7 +85,7 @@ inline DelayedCodes delayed_codes(const OperandProducer& operand, float earlier)
 inline void expect_row_images_of(const OperandProducer& operand, const at::Tensor& values,
                                  const char* format) {
   const OperandRequest request{.format = &find_format(format),
-                               .arrangement = Arrangement::kRowImage,
+                               .operand_layout = OperandLayout::kRowImage,
                                .orientations = {true, true}};
   const QuantizedMatrix got = operand.codes(request);
   const QuantizedMatrix expected = PlainOperand(values).codes(request);

@@ -11,7 +11,7 @@ namespace {
 #ifdef QSHARD_WITH_CUDA
 struct Case {
   const char* format;
-  PackedRole role;
+  OperandRole role;
   at::ScalarType dtype;
   int64_t rows, cols;
   float earlier;  // amax in use; 0: none
@@ -64,7 +64,7 @@ TEST(DelayedActivation, OnePassMakesTheCodesOfTwo) {
   const float inf = std::numeric_limits<float>::infinity();
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const char* format : {"float8_delayed", "float8_delayed[margin=2,history=4,e4m3]"}) {
-    for (const PackedRole role : {PackedRole::kInput, PackedRole::kGradient}) {
+    for (const OperandRole role : {OperandRole::kInput, OperandRole::kGradient}) {
       for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
         for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{1, 1},
                                          {129, 100},

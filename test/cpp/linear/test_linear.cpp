@@ -295,13 +295,13 @@ TEST_P(Linear, OneGemmAddsItsProduct) {
   at::manual_seed(4);
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   for (const auto& [m, n, k] : {Sizes{128, 64, 48}, Sizes{2048, 1536, 2048}}) {
-    const auto operand = [&](int64_t cols, PackedRole role) {
+    const auto operand = [&](int64_t cols, OperandRole role) {
       return cuda::quantize_activation(
           at::randn({m, cols}, options),
           {.format = &format, .role = role, .orientations = {.columnwise = true}});
     };
-    const QuantizedMatrix dy = operand(n, PackedRole::kGradient);
-    const QuantizedMatrix x = operand(k, PackedRole::kInput);
+    const QuantizedMatrix dy = operand(n, OperandRole::kGradient);
+    const QuantizedMatrix x = operand(k, OperandRole::kInput);
     const at::Tensor product = cuda::fp8_grad_weight(dy, x, options);
     at::Tensor sum = at::zeros({n, k}, options);
     for (int times = 1; times <= 3; ++times) {
@@ -322,7 +322,7 @@ TEST_P(Linear, OneGemmAddsItsProduct) {
     const LinearWeight weight = linear_weight(at::randn({n, k}).to(device), whole(name, n, k));
     const QuantizedMatrix rows = cuda::quantize_activation(
         at::randn({m, n}, options),
-        {.format = &format, .role = PackedRole::kGradient, .orientations = {.rowwise = true}});
+        {.format = &format, .role = OperandRole::kGradient, .orientations = {.rowwise = true}});
     const at::Tensor grad_input = cuda::fp8_grad_input(rows, weight.codes, options);
     sum = at::zeros({m, k}, options);
     for (int times = 1; times <= 3; ++times) {
@@ -349,8 +349,8 @@ TEST_P(Linear, ActivationOperands) {
   for (const auto& [m, n, k] : kSizes) {
     SCOPED_TRACE(::testing::Message() << m << "x" << k);
     const at::Tensor x = random_values(m, k, dtype);
-    for (const PackedRole role : {PackedRole::kInput, PackedRole::kGradient}) {
-      const bool is_input = role == PackedRole::kInput;
+    for (const OperandRole role : {OperandRole::kInput, OperandRole::kGradient}) {
+      const bool is_input = role == OperandRole::kInput;
       const at::ScalarType type = is_input ? at::kFloat8_e4m3fn : grad_code(format);
       const QuantizedMatrix got = cuda::quantize_activation(
           x.to(device), {.format = &format, .role = role, .orientations = {true, true}});

@@ -110,7 +110,7 @@ TEST(BlockScaledGemm, RunsOrIsRefused) {
     const at::Tensor dy = at::randn({128, 256}, values);
     const auto codes = [&](const at::Tensor& plain) {
       return PlainOperand(plain).codes({.format = weight.codes.format,
-                                        .arrangement = Arrangement::kRowImage,
+                                        .operand_layout = OperandLayout::kRowImage,
                                         .orientations = {true, true}});
     };
     const std::pair<const char*, at::Tensor> results[] = {

@@ -36,7 +36,7 @@ struct Packed {
 };
 
 // A matrix of random codes and scales, other ones in each orientation.
-Packed random_packed(const Format& format, PackedRole role, int64_t m, int64_t k) {
+Packed random_packed(const Format& format, OperandRole role, int64_t m, int64_t k) {
   const auto code =
       packed_code_dtype(format, role) == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
   const auto draw = [&](int64_t rows, int64_t cols, int64_t held, int64_t ld, int64_t bytes,
@@ -69,16 +69,16 @@ TEST(QuantizedMatrix, PackedCodesStandForTheirValues) {
   at::manual_seed(0);
   for (const char* name :
        {"float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]"}) {
-    for (const PackedRole role : {PackedRole::kInput, PackedRole::kGradient}) {
+    for (const OperandRole role : {OperandRole::kInput, OperandRole::kGradient}) {
       for (const auto& [m, k] : kShapes) {
         SCOPED_TRACE(::testing::Message() << name << " " << m << "x" << k);
         const Packed packed = random_packed(find_format(name), role, m, k);
         EXPECT_TRUE(at::equal(qshard::dequantized(packed.matrix, at::kFloat), packed.rowwise));
         QuantizedMatrix columns = packed.matrix;
         columns.rowwise = {};
-        EXPECT_TRUE(columns.has({.columnwise = true}, Arrangement::kPacked));
-        EXPECT_FALSE(columns.has({.rowwise = true}, Arrangement::kPacked));
-        EXPECT_FALSE(columns.has({.columnwise = true}, Arrangement::kRowImage));
+        EXPECT_TRUE(columns.has({.columnwise = true}, OperandLayout::kPacked));
+        EXPECT_FALSE(columns.has({.rowwise = true}, OperandLayout::kPacked));
+        EXPECT_FALSE(columns.has({.columnwise = true}, OperandLayout::kRowImage));
         EXPECT_TRUE(at::equal(qshard::dequantized(columns, at::kFloat), packed.columnwise));
       }
     }
@@ -92,7 +92,7 @@ TEST(QuantizedMatrix, RowImagesStandForTheirValues) {
     for (const auto& [m, k] : kShapes) {
       SCOPED_TRACE(::testing::Message() << name << " " << m << "x" << k);
       const at::Tensor x = at::randn({m, k});
-      OperandRequest request{.format = &format, .arrangement = Arrangement::kRowImage};
+      OperandRequest request{.format = &format, .operand_layout = OperandLayout::kRowImage};
       request.orientations = {true, true};
       const QuantizedMatrix both = PlainOperand(x).codes(request);
       const auto read = [](const RowImage& rows, int64_t count) {
@@ -149,8 +149,8 @@ TEST(QuantizedMatrix, GradientsMayArriveAsPackedCodes) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const int64_t m : {1, 33, 129}) {
         SCOPED_TRACE(::testing::Message() << name << " " << m << " " << dtype);
-        const Packed dy = random_packed(format, PackedRole::kGradient, m, 48);
-        Packed x = random_packed(format, PackedRole::kInput, m, 100);
+        const Packed dy = random_packed(format, OperandRole::kGradient, m, 48);
+        Packed x = random_packed(format, OperandRole::kInput, m, 100);
         expect_as_of_values(dy.matrix, dy.rowwise, x.matrix, x.rowwise, name, dtype);
         x.matrix.rowwise = {};  // as linears save it
         expect_as_of_values(dy.matrix, dy.rowwise, x.matrix, x.columnwise, name, dtype);
@@ -164,7 +164,7 @@ TEST(QuantizedMatrix, GradientsMayArriveAsRowImages) {
   for (const char* name : {"mxfp8", "nvfp4"}) {
     const Format& format = find_format(name);
     const OperandRequest request{.format = &format,
-                                 .arrangement = Arrangement::kRowImage,
+                                 .operand_layout = OperandLayout::kRowImage,
                                  .orientations = {.rowwise = true}};
     for (const int64_t m : {1, 33, 129}) {
       SCOPED_TRACE(::testing::Message() << name << " " << m);
@@ -180,7 +180,7 @@ TEST(QuantizedMatrix, GradientsMayArriveAsRowImages) {
 TEST(QuantizedMatrix, CodesThatAreMissingAreMade) {
   at::manual_seed(4);
   const Format& format = find_format("mxfp8");
-  OperandRequest request{.format = &format, .arrangement = Arrangement::kRowImage};
+  OperandRequest request{.format = &format, .operand_layout = OperandLayout::kRowImage};
   request.orientations = {.rowwise = true};
   const QuantizedOperand operand(PlainOperand(at::randn({40, 60})).codes(request),
                                  at::TensorOptions().dtype(at::kFloat));

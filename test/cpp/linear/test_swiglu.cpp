@@ -182,7 +182,7 @@ TEST_P(SwigluCodes, OfGradientsAreTheSameWithMaxima) {
     at::Tensor grad = x.grad.clone();
     if (m > 200) grad.narrow(0, m / 2, 1).mul_(300);
     SwigluBackwardRequest request{.gradients = {.format = &format(),
-                                                .role = PackedRole::kGradient,
+                                                .role = OperandRole::kGradient,
                                                 .orientations = {true, true}},
                                   .joined = joined,
                                   .input = &format()};
@@ -209,7 +209,7 @@ TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {
          {"", "float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]"}) {
       for (const Orientations asked : {Orientations{true, true}, Orientations{false, true}}) {
         SwigluBackwardRequest request{.gradients = {.format = &format(),
-                                                    .role = PackedRole::kGradient,
+                                                    .role = OperandRole::kGradient,
                                                     .orientations = asked},
                                       .joined = joined};
         if (*input != 0) request.input = &find_format(input);
@@ -280,7 +280,7 @@ TEST(CachedOperand, MakesBothOrientationsAtOnce) {
   OperandRequest request{.format = &find_format("float8_tensorwise"),
                          .orientations = {.rowwise = true}};
   const QuantizedMatrix rows = cached.codes(request);
-  EXPECT_TRUE(rows.has({true, true}, Arrangement::kPacked));
+  EXPECT_TRUE(rows.has({true, true}, OperandLayout::kPacked));
   request.orientations = {.columnwise = true};
   EXPECT_TRUE(bytes_of(cached.codes(request).columnwise).is_same(bytes_of(rows.columnwise)));
 }

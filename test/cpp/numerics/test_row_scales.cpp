@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "kernels/format/cuts.h"
+#include "kernels/format/boundary_blocks.h"
 #include "test/cpp/cases/row_scale_reference.h"
 
 namespace qshard::testing {
@@ -178,7 +178,7 @@ TEST(RowScaledLayout, PlacesScalesAfterTheCodes) {
   }
 }
 
-// ------------------------------------------------------------------------------------- cuts
+// ------------------------------------------------------------------------------------- boundary
 
 std::vector<int64_t> cut_block_rows(const Layout& layout, int64_t chunk) {
   std::map<int64_t, std::set<int64_t>> holders;
@@ -192,7 +192,7 @@ std::vector<int64_t> cut_block_rows(const Layout& layout, int64_t chunk) {
   return out;
 }
 
-TEST(Cuts, AreTheBlockRowsThatSeveralRanksHold) {
+TEST(BoundaryBlocks, AreTheBlockRowsThatSeveralRanksHold) {
   for (const char* format : {"mxfp8", "nvfp4"}) {
     for (int64_t rows = 0; rows < 140; ++rows) {
       for (int64_t ranks = 1; ranks < 20; ++ranks) {
@@ -206,51 +206,51 @@ TEST(Cuts, AreTheBlockRowsThatSeveralRanksHold) {
         };
         for (int64_t rank = 0; rank < ranks; ++rank) {
           layout.row_offset = rank * chunk;
-          const Cuts cuts = find_cuts(layout, ranks);
-          ASSERT_EQ(cuts.rows, static_cast<int64_t>(expected.size()));
+          const BoundaryBlocks boundary = find_boundary_blocks(layout, ranks);
+          ASSERT_EQ(boundary.rows, static_cast<int64_t>(expected.size()));
           const int64_t live = layout.live_rows();
-          ASSERT_EQ(cuts.first, live ? index_of(layout.row_offset) : -1);
-          ASSERT_EQ(cuts.last, live ? index_of(layout.row_offset + live - 1) : -1);
-          ASSERT_EQ(amax_numel(layout, cuts),
-                    layout.grid_numel() + cuts.rows * layout.block_cols());
+          ASSERT_EQ(boundary.first, live ? index_of(layout.row_offset) : -1);
+          ASSERT_EQ(boundary.last, live ? index_of(layout.row_offset + live - 1) : -1);
+          ASSERT_EQ(amax_numel(layout, boundary),
+                    layout.grid_numel() + boundary.rows * layout.block_cols());
         }
       }
     }
   }
 }
 
-TEST(Cuts, OfTwoImagesAreThoseOfTheColumnwiseOne) {
+TEST(BoundaryBlocks, OfTwoImagesAreThoseOfTheColumnwiseOne) {
   const Format& format = find_format("mxfp8_1x32");
   for (const int64_t ranks : {1, 2, 3, 7, 40}) {
     for (int64_t rank = 0; rank < ranks; ++rank) {
       const int64_t chunk = ceil_div(320, ranks);
       const Layout layout{&format, chunk, 40, 320, 320, rank * chunk};
-      const Cuts cuts = find_cuts(layout, ranks);
-      const Cuts square =
-          find_cuts({&find_format("mxfp8"), chunk, 40, 320, 320, rank * chunk}, ranks);
-      EXPECT_EQ(cuts.rows, square.rows);
-      EXPECT_EQ(cuts.first, square.first);
-      EXPECT_EQ(cuts.last, square.last);
-      EXPECT_EQ(amax_numel(layout, cuts), cuts.rows * 40);
+      const BoundaryBlocks boundary = find_boundary_blocks(layout, ranks);
+      const BoundaryBlocks square =
+          find_boundary_blocks({&find_format("mxfp8"), chunk, 40, 320, 320, rank * chunk}, ranks);
+      EXPECT_EQ(boundary.rows, square.rows);
+      EXPECT_EQ(boundary.first, square.first);
+      EXPECT_EQ(boundary.last, square.last);
+      EXPECT_EQ(amax_numel(layout, boundary), boundary.rows * 40);
       Layout gathered = layout;
       gathered.images = Images::kRowwise;
-      EXPECT_EQ(find_cuts(gathered, ranks).rows, 0);
+      EXPECT_EQ(find_boundary_blocks(gathered, ranks).rows, 0);
     }
   }
 }
 
-TEST(Cuts, RanksWithoutRowsKnowHowManyThereAre) {
+TEST(BoundaryBlocks, RanksWithoutRowsKnowHowManyThereAre) {
   const Layout layout{&find_format("mxfp8"), 10, 40, 100, 100, 100};
-  const Cuts cuts = find_cuts(layout, 10);
-  EXPECT_EQ(cuts.rows, 3);  // rows 96 to 99 are of one rank
-  EXPECT_EQ(cuts.first, -1);
-  EXPECT_EQ(cuts.last, -1);
+  const BoundaryBlocks boundary = find_boundary_blocks(layout, 10);
+  EXPECT_EQ(boundary.rows, 3);  // rows 96 to 99 are of one rank
+  EXPECT_EQ(boundary.first, -1);
+  EXPECT_EQ(boundary.last, -1);
 }
 
-TEST(Cuts, NoneWhereNothingIsAgreedOnOrCut) {
+TEST(BoundaryBlocks, NoneWhereNothingIsAgreedOnOrCut) {
   const auto none = [](const Layout& layout, int64_t ranks) {
-    const Cuts cuts = find_cuts(layout, ranks);
-    return cuts.rows == 0 && cuts.first == -1 && cuts.last == -1;
+    const BoundaryBlocks boundary = find_boundary_blocks(layout, ranks);
+    return boundary.rows == 0 && boundary.first == -1 && boundary.last == -1;
   };
   EXPECT_TRUE(none({&find_format("float8_blockwise"), 10, 40, 100, 100, 10}, 10));
   EXPECT_TRUE(none({&find_format("float8_tensorwise"), 10, 40, 100, 100, 10}, 10));
@@ -260,10 +260,10 @@ TEST(Cuts, NoneWhereNothingIsAgreedOnOrCut) {
   EXPECT_TRUE(none({&find_format("nvfp4"), 60, 40, 100, 20, 60}, 2));  // three and two
 }
 
-TEST(Cuts, AShardThatIsNoChunkIsAnError) {
+TEST(BoundaryBlocks, AShardThatIsNoChunkIsAnError) {
   for (const int64_t offset : {5, 20, 40}) {
     const Layout layout{&find_format("mxfp8"), 7, 40, 128, 128, offset};
-    EXPECT_THROW(find_cuts(layout, 4), std::invalid_argument) << offset;
+    EXPECT_THROW(find_boundary_blocks(layout, 4), std::invalid_argument) << offset;
   }
 }
 

@@ -9,10 +9,10 @@ namespace {
 /// Everything one step reads and writes, on one device.
 struct Parameter {
   Layout layout = {};
-  Cuts cuts = {};
+  BoundaryBlocks boundary = {};
   at::Tensor values = {}, grad = {}, exp_avg = {}, exp_avg_sq = {}, step = {};
   Quantized out = {};
-  at::Tensor provisional = {};
+  at::Tensor speculative_scale_inv = {};
 
   int64_t live() const { return layout.live_rows(); }
 };
@@ -25,23 +25,23 @@ at::Tensor shifted_copy(const at::Tensor& x, int64_t shift) {
 }
 
 /// A parameter after some steps; its gradient's memory is `shift` elements off alignment.
-Parameter make_parameter(const Layout& layout, const Cuts& cuts, at::ScalarType dtype,
+Parameter make_parameter(const Layout& layout, const BoundaryBlocks& boundary, at::ScalarType dtype,
                          at::Device device, int64_t shift = 0) {
-  Parameter p{layout, cuts};
+  Parameter p{layout, boundary};
   const int64_t live = layout.live_rows();
   p.values = random_values(layout.rows, layout.cols, dtype).to(device);
   p.grad = shifted_copy(random_values(live, layout.cols, dtype).to(device), shift);
   p.exp_avg = (at::randn({live, layout.cols}) * 0.1).to(dtype).to(device);
   p.exp_avg_sq = (at::rand({live, layout.cols}) * 0.01).to(dtype).to(device);
   p.step = at::full({}, 3.f).to(device);
-  p.out = outputs_for(p.values, layout, cuts);
+  p.out = outputs_for(p.values, layout, boundary);
   // The scale of codes is that of the values before.
   if (layout.grid_numel() == 1) p.out.grid.copy_(quantized(p.values, layout).grid);
   return p;
 }
 
 Parameter copy_of(const Parameter& p) {
-  return {p.layout,          p.cuts,
+  return {p.layout,          p.boundary,
           p.values.clone(),  p.grad.clone(),
           p.exp_avg.clone(), p.exp_avg_sq.clone(),
           p.step.clone(),    {p.out.amax.clone(), p.out.grid.clone(), p.out.image.clone()}};
@@ -99,10 +99,10 @@ void step_by_library(std::vector<Parameter>& all, const Options& options, at::De
   for (Parameter& p : all) {
     p.out.amax.zero_();
     AdamWTask& task = tasks.emplace_back();
-    static_cast<QuantizeTask&>(task) = task_of(p.values, p.layout, p.cuts, p.out);
+    static_cast<QuantizeTask&>(task) = task_of(p.values, p.layout, p.boundary, p.out);
     task.quantizes = step_quantizes(p.layout);
-    p.provisional = at::zeros_like(p.out.grid);
-    task.provisional = p.provisional.mutable_data_ptr<float>();
+    p.speculative_scale_inv = at::zeros_like(p.out.grid);
+    task.speculative_scale_inv = p.speculative_scale_inv.mutable_data_ptr<float>();
     task.parameter = p.values.mutable_data_ptr();
     task.grad = p.grad.mutable_data_ptr();
     task.exp_avg = p.exp_avg.mutable_data_ptr();
@@ -133,19 +133,19 @@ at::Tensor own_entries(const Parameter& p, const at::Tensor& grid) {
 }
 
 /// Codes of the live rows by the scales before, and after the flush by those of the amaxes.
-void check_provisional(Parameter& p, at::Device device) {
+void check_speculative(Parameter& p, at::Device device) {
   const auto live = [&](const at::Tensor& image) { return image.narrow(0, 0, p.live()); };
-  const Quantized expected = quantized(p.values, p.layout, p.out.amax, p.cuts);
-  const bool are_final = same_bits(p.provisional, expected.grid);
+  const Quantized expected = quantized(p.values, p.layout, p.out.amax, p.boundary);
+  const bool are_final = same_bits(p.speculative_scale_inv, expected.grid);
   if (device.is_cpu()) {
     ASSERT_TRUE(at::all(p.out.image == 255).item<bool>());
-    ASSERT_TRUE(at::all(p.provisional == 0).item<bool>());
+    ASSERT_TRUE(at::all(p.speculative_scale_inv == 0).item<bool>());
   } else if (are_final) {
     ASSERT_TRUE(same_bits(live(p.out.image), live(expected.image)));
     live(p.out.image).fill_(17);
   }
-  QuantizeTask task = task_of(p.values, p.layout, p.cuts, p.out);
-  task.provisional = p.provisional.mutable_data_ptr<float>();
+  QuantizeTask task = task_of(p.values, p.layout, p.boundary, p.out);
+  task.speculative_scale_inv = p.speculative_scale_inv.mutable_data_ptr<float>();
   quantize({&task, 1}, stream_of(device));
   if (device.is_cuda() && are_final) {
     ASSERT_TRUE(at::all(live(p.out.image) == 17).item<bool>());  // not made again
@@ -171,16 +171,16 @@ void check(std::vector<Parameter>& ours, const Options& options, at::Device devi
     ASSERT_TRUE(same_bits(p.grad, want.grad));
     ASSERT_TRUE(same_bits(p.exp_avg, want.exp_avg));
     ASSERT_TRUE(same_bits(p.exp_avg_sq, want.exp_avg_sq));
-    ASSERT_TRUE(same_bits(p.out.amax, amax_of(want.values, p.layout, p.cuts)));
-    if (step_quantizes(p.layout) == StepQuantizes::kProvisional) {
-      check_provisional(p, device);
+    ASSERT_TRUE(same_bits(p.out.amax, amax_of(want.values, p.layout, p.boundary)));
+    if (step_quantizes(p.layout) == StepQuantizes::kSpeculative) {
+      check_speculative(p, device);
       continue;
     }
-    if (step_quantizes(p.layout) != StepQuantizes::kAll) {
+    if (step_quantizes(p.layout) != StepQuantizes::kCodes) {
       ASSERT_TRUE(at::all(p.out.image == 255).item<bool>());  // untouched
       continue;
     }
-    const Quantized expected = quantized(want.values, p.layout, p.out.amax, p.cuts);
+    const Quantized expected = quantized(want.values, p.layout, p.out.amax, p.boundary);
     ASSERT_TRUE(same_bits(p.out.image, expected.image));
     if (p.layout.grid_numel() > 0) {
       ASSERT_TRUE(same_bits(own_entries(p, p.out.grid), own_entries(p, expected.grid)));
@@ -196,7 +196,7 @@ class FusedAdamW : public ::testing::TestWithParam<std::tuple<const char*, at::S
     return {&format(), s.rows, s.cols, s.logical_rows, s.matrix_rows, s.row_offset};
   }
   static bool is_served(const Layout& layout) {
-    return layout.live_rows() > 0 && step_quantizes(layout) != StepQuantizes::kNothing;
+    return layout.live_rows() > 0 && step_quantizes(layout) != StepQuantizes::kSkip;
   }
 };
 
@@ -242,7 +242,8 @@ TEST_P(FusedAdamW, Shards) {
         for (int64_t rank = 0; rank < ranks; ++rank) {
           const Layout layout = layout_of({chunk, 150, rows, rows, rank * chunk});
           if (!is_served(layout)) continue;
-          all.push_back(make_parameter(layout, find_cuts(layout, ranks), dtype(), device));
+          all.push_back(
+              make_parameter(layout, find_boundary_blocks(layout, ranks), dtype(), device));
         }
         if (!all.empty()) check(all, {}, device);
       }
@@ -293,19 +294,19 @@ TEST(StepQuantizes, WhatNoOtherRankHasAPartIn) {
   const auto of = [](const char* format, int64_t rows, int64_t logical_rows, int64_t row_offset) {
     return step_quantizes({&find_format(format), rows, 64, logical_rows, logical_rows, row_offset});
   };
-  EXPECT_EQ(of("float8_blockwise", 300, 300, 0), StepQuantizes::kAll);
-  EXPECT_EQ(of("float8_blockwise", 128, 300, 128), StepQuantizes::kAll);
-  EXPECT_EQ(of("float8_blockwise", 100, 300, 100), StepQuantizes::kAmaxes);
-  EXPECT_EQ(of("float8_blockwise", 0, 300, 300), StepQuantizes::kAmaxes);
-  EXPECT_EQ(of("float8_blockwise[stochastic]", 300, 300, 0), StepQuantizes::kAmaxes);
-  EXPECT_EQ(of("mxfp8", 32, 300, 32), StepQuantizes::kAll);
-  EXPECT_EQ(of("mxfp8", 30, 300, 30), StepQuantizes::kNothing);
-  EXPECT_EQ(of("mxfp8_1x32", 64, 64, 0), StepQuantizes::kNothing);
-  EXPECT_EQ(of("float8_tensorwise", 300, 300, 0), StepQuantizes::kProvisional);
-  EXPECT_EQ(of("float8_tensorwise[stochastic]", 300, 300, 0), StepQuantizes::kAmaxes);
-  EXPECT_EQ(of("float8_tensorwise_fp32_scale", 300, 300, 0), StepQuantizes::kAmaxes);
+  EXPECT_EQ(of("float8_blockwise", 300, 300, 0), StepQuantizes::kCodes);
+  EXPECT_EQ(of("float8_blockwise", 128, 300, 128), StepQuantizes::kCodes);
+  EXPECT_EQ(of("float8_blockwise", 100, 300, 100), StepQuantizes::kAmax);
+  EXPECT_EQ(of("float8_blockwise", 0, 300, 300), StepQuantizes::kAmax);
+  EXPECT_EQ(of("float8_blockwise[stochastic]", 300, 300, 0), StepQuantizes::kAmax);
+  EXPECT_EQ(of("mxfp8", 32, 300, 32), StepQuantizes::kCodes);
+  EXPECT_EQ(of("mxfp8", 30, 300, 30), StepQuantizes::kSkip);
+  EXPECT_EQ(of("mxfp8_1x32", 64, 64, 0), StepQuantizes::kSkip);
+  EXPECT_EQ(of("float8_tensorwise", 300, 300, 0), StepQuantizes::kSpeculative);
+  EXPECT_EQ(of("float8_tensorwise[stochastic]", 300, 300, 0), StepQuantizes::kAmax);
+  EXPECT_EQ(of("float8_tensorwise_fp32_scale", 300, 300, 0), StepQuantizes::kAmax);
   for (const char* format : {"float8_delayed", "nvfp4", "nvfp4_1x16"}) {
-    EXPECT_EQ(of(format, 300, 300, 0), StepQuantizes::kAmaxes) << format;
+    EXPECT_EQ(of(format, 300, 300, 0), StepQuantizes::kAmax) << format;
   }
 }
 

@@ -84,15 +84,15 @@ TEST_P(Quantize, ShardsEqualTheWhole) {
     const int64_t rows = ceil_div(total, ranks);
     std::vector<at::Tensor> padded, amaxes;
     std::vector<Layout> layouts;
-    std::vector<Cuts> cuts;
+    std::vector<BoundaryBlocks> boundaries;
     for (int64_t rank = 0; rank < ranks; ++rank) {
       at::Tensor shard = at::full({rows, 150}, 1e6).to(dtype());  // padding must not count
       const int64_t live = std::min(rows, total - rank * rows);
       shard.narrow(0, 0, live).copy_(values.narrow(0, rank * rows, live));
       padded.push_back(shard);
       layouts.push_back(layout_of({rows, 150, total, matrix_rows, rank * rows}));
-      cuts.push_back(find_cuts(layouts.back(), ranks));
-      amaxes.push_back(amax_of(shard, layouts.back(), cuts.back()));
+      boundaries.push_back(find_boundary_blocks(layouts.back(), ranks));
+      amaxes.push_back(amax_of(shard, layouts.back(), boundaries.back()));
     }
     const at::Tensor agreed = agree(amaxes);
     ASSERT_TRUE(at::equal(agreed.narrow(0, 0, whole.grid_numel()), expected.amax));
@@ -100,7 +100,7 @@ TEST_P(Quantize, ShardsEqualTheWhole) {
       std::vector<at::Tensor> images;
       for (int64_t rank = 0; rank < ranks; ++rank) {
         const Quantized q =
-            quantized(padded[rank].to(device), layouts[rank], agreed.to(device), cuts[rank]);
+            quantized(padded[rank].to(device), layouts[rank], agreed.to(device), boundaries[rank]);
         ASSERT_TRUE(at::equal(q.grid.cpu(), expected.grid));
         images.push_back(q.image.cpu());
       }

@@ -199,11 +199,11 @@ TEST_P(StochasticRows, ShardsEqualTheWhole) {
       std::vector<at::Tensor> shards, amaxes;
       std::vector<Quantized> results;
       std::vector<QuantizeTask> tasks;
-      const auto add = [&](const at::Tensor& shard, const Layout& layout, const Cuts& cuts,
-                           const int32_t* rounding) {
+      const auto add = [&](const at::Tensor& shard, const Layout& layout,
+                           const BoundaryBlocks& boundary, const int32_t* rounding) {
         shards.push_back(shard.to(device));
-        results.push_back(outputs_for(shards.back(), layout, cuts));
-        tasks.push_back(task_of(shards.back(), layout, cuts, results.back()));
+        results.push_back(outputs_for(shards.back(), layout, boundary));
+        tasks.push_back(task_of(shards.back(), layout, boundary, results.back()));
         tasks.back().rounding = rounding;
       };
       for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -212,7 +212,7 @@ TEST_P(StochasticRows, ShardsEqualTheWhole) {
         const int64_t live = std::min(chunk, rows - first);
         shard.narrow(0, 0, live).copy_(values.narrow(0, first, live));
         const Layout layout{&format(), chunk, 150, rows, rows, rank * chunk};
-        add(shard, layout, find_cuts(layout, ranks), key.const_data_ptr<int32_t>());
+        add(shard, layout, find_boundary_blocks(layout, ranks), key.const_data_ptr<int32_t>());
         amaxes.push_back(results.back().amax);
       }
       add(more, whole(40, 33), {}, nullptr);

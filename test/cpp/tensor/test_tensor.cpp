@@ -80,7 +80,7 @@ TEST_P(TensorTest, FlushEqualsQuantizingTheValue) {
   const Tensor expected = quantize(value(q), format(), false, std::nullopt, 0);
   EXPECT_TRUE(at::equal(codes(q).view(at::kByte), codes(expected).view(at::kByte)));
   EXPECT_TRUE(at::equal(scale_inv(q), scale_inv(expected)));
-  EXPECT_TRUE(buffer_of(q).flush_state().is_shown());
+  EXPECT_TRUE(buffer_of(q).flush_state().codes_current());
 }
 
 TEST_P(TensorTest, CloneIsIndependentAndRebuildFromStorageIsExact) {
@@ -140,7 +140,7 @@ TEST_P(TensorTest, MasterAliasMarksTheTensorWritten) {
   EXPECT_EQ(alias.has_value(), keeps_master());
   if (!alias) return;
   alias->mul_(2);
-  EXPECT_FALSE(buffer_of(q).flush_state().is_shown());
+  EXPECT_FALSE(buffer_of(q).flush_state().codes_current());
   EXPECT_TRUE(at::equal(dequantize(q, std::nullopt),
                         dequantize(quantize(*alias, format(), false, std::nullopt, 0), {})));
 }

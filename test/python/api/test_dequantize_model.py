@@ -6,8 +6,11 @@ import warnings
 import pytest
 import torch
 from dist_helpers import full_mesh, on_ranks
-from dist_models import RECIPES, Model, adamw, different, local_values, train
 from helpers import ops, value
+from models.blocks import Model
+from models.formats import RECIPES
+from models.training import adamw, train
+from models.weights import different, local_values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -4,9 +4,12 @@ says."""
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import noted, single_or
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import DELAYED, MIXES, Model, adamw, batch, loss_of, noted, single_or
-from fsdp1_models import BF16, build_fsdp1, gathered_bytes, make_dynamic, wrap
+from models.blocks import Model
+from models.formats import DELAYED, MIXES
+from models.fsdp1 import BF16, build_fsdp1, gathered_bytes, make_dynamic, wrap
+from models.training import adamw, batch, loss_of
 from torch.distributed.fsdp import fully_shard
 
 import qshard

@@ -3,20 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import bytes_sent, sent_by
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import (
-    Model,
-    adamw,
-    batch,
-    build,
-    bytes_sent,
-    loss_of,
-    quantize_model,
-    sent_by,
-    shard,
-    train,
-)
-from fsdp1_models import BF16, build_fsdp1
+from models.blocks import Model
+from models.formats import quantize_model
+from models.fsdp1 import BF16, build_fsdp1
+from models.fsdp2 import build, shard
+from models.training import adamw, batch, loss_of, train
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard

@@ -12,25 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import World, device, on_ranks, on_worlds, shared_folder
-from dist_models import (
-    MIXES,
-    Model,
-    adamw,
-    batch,
-    build,
-    build_oracle,
+from helpers import ops
+from models.blocks import Model
+from models.formats import MIXES, quantize_model
+from models.fsdp2 import build, build_oracle, shard
+from models.training import adamw, batch, loss_of, train
+from models.weights import (
     check_gathered,
     different,
     full_value,
     is_dirty,
     local,
     local_values,
-    loss_of,
-    ops,
-    quantize_model,
     quantized_parameters,
-    shard,
-    train,
     unsharded,
 )
 from torch.distributed.checkpoint.state_dict import (

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import full_mesh, on_ranks, on_worlds, shared_folder
-from dist_models import train_by_sgd
+from models.training import train_by_sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

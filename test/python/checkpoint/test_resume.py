@@ -6,7 +6,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, on_worlds, shared_folder
-from dist_models import RECIPES, Model, adamw, different, local_values, ops, shard, train
+from helpers import ops
+from models.blocks import Model
+from models.formats import RECIPES
+from models.fsdp2 import shard
+from models.training import adamw, train
+from models.weights import different, local_values
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,

@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import full_mesh, on_ranks, on_worlds, shared_folder
-from dist_models import local, train_by_sgd
+from models.tensor_parallel import build as build_tensor_parallel
+from models.training import train_by_sgd
+from models.weights import local
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from tp_models import build as build_tensor_parallel
 
 import qshard
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from client_models import RECIPES, assert_near, batch, compiling, llama
 from dist_helpers import on_ranks, shared_folder
-from dist_models import different, local_values
 from lightning.fabric.plugins.environments import LightningEnvironment
+from models.weights import different, local_values
 from torch.distributed.fsdp import fully_shard
 
 import qshard

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, on_ranks
-from dist_models import FORMATS, RECIPES, adamw, ops
-from fsdp1_models import BF16, SENT_AS_CODES, full_values
-from helpers import fit
+from helpers import fit, ops
+from models.formats import FORMATS, RECIPES
+from models.fsdp1 import BF16, SENT_AS_CODES, full_values
+from models.training import adamw
 from test_dynamic_weights import DEVICES, EXTRA, inputs, same, saved_bytes, steps
 from test_tensor_parallel_fused import Counted
 from torch import nn

@@ -6,9 +6,11 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives, count
 from dist_helpers import device, on_ranks
-from dist_models import DELAYED, Model, adamw, batch, collectives, count, loss_of, quantize_model, train
-from fsdp1_models import Branches
+from models.blocks import Branches, Model
+from models.formats import DELAYED, quantize_model
+from models.training import adamw, batch, loss_of, train
 from test_dynamic_optimizers import Partitions, agree_over_ranks, delayed_states
 from torch import nn
 

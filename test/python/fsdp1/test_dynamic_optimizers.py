@@ -7,23 +7,14 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives, count
 from dist_helpers import device, on_ranks
-from dist_models import (
-    DELAYED,
-    FORMATS,
-    Model,
-    adamw,
-    batch,
-    collectives,
-    count,
-    different,
-    local_values,
-    loss_of,
-    quantize_model,
-    train,
-)
 from helpers import pickled
-from fsdp1_models import BF16, Branches, build_fsdp1, different_values, train_fsdp1
+from models.blocks import Branches, Model
+from models.formats import DELAYED, FORMATS, quantize_model
+from models.fsdp1 import BF16, build_fsdp1, different_values, train_fsdp1
+from models.training import adamw, batch, loss_of, train
+from models.weights import different, local_values
 from test_delayed_scaling import Container
 from test_dynamic_weights import (
     EXTRA,

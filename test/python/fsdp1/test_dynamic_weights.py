@@ -9,23 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_ranks
-from dist_models import (
-    DELAYED,
-    FORMATS,
-    MIXES,
-    RECIPES,
-    Model,
-    adamw,
-    batch,
-    different,
-    local_values,
-    ops,
-    quantize_model,
-    shard,
-    train,
-)
 from flat_ranges import own_amaxes
-from helpers import fit
+from helpers import fit, ops
+from models.blocks import Model
+from models.formats import DELAYED, FORMATS, MIXES, RECIPES, quantize_model
+from models.fsdp2 import shard
+from models.training import adamw, batch, train
+from models.weights import different, local_values
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F

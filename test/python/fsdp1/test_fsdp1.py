@@ -4,8 +4,9 @@ arithmetic, bit for bit. On GPUs, where GEMMs multiply codes, as FSDP2 trains qu
 import pytest
 import torch
 from dist_helpers import device, on_ranks, on_worlds
-from dist_models import MIXES, Model, make_plain, train
-from fsdp1_models import (
+from models.blocks import Model
+from models.formats import MIXES
+from models.fsdp1 import (
     BF16,
     BF16_POLICY,
     SENT_AS_CODES,
@@ -18,6 +19,8 @@ from fsdp1_models import (
     train_fsdp1,
     wrap,
 )
+from models.plain_twins import make_plain
+from models.training import train
 
 BUDGET_S = 60
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_ranks, on_worlds
-from dist_models import Model, adamw, batch, loss_of, make_plain, shard, train
-from fsdp1_models import (
+from models.blocks import Model
+from models.fsdp1 import (
     BF16,
     BF16_POLICY,
     SENT_AS_CODES,
@@ -25,6 +25,9 @@ from fsdp1_models import (
     train_fsdp1,
     wrap,
 )
+from models.fsdp2 import shard
+from models.plain_twins import make_plain
+from models.training import adamw, batch, loss_of, train
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from qshard import module_state

@@ -4,24 +4,13 @@ parameters, bit for bit."""
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives, count
 from dist_helpers import device, on_ranks, on_worlds
-from dist_models import (
-    DELAYED,
-    Block,
-    Model,
-    adamw,
-    batch,
-    collectives,
-    count,
-    loss_of,
-    quantize_model,
-    shard,
-    train,
-)
-from fsdp1_models import (
+from models.blocks import Block, Model
+from models.formats import DELAYED, quantize_model
+from models.fsdp1 import (
     BF16,
     BF16_POLICY,
-    FSDP,
     SENT_AS_CODES,
     build_fsdp1,
     build_fsdp2,
@@ -33,8 +22,10 @@ from fsdp1_models import (
     train_fsdp1,
     wrap,
 )
+from models.fsdp2 import shard
+from models.training import adamw, batch, loss_of, train
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, StateDictType
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP, StateDictType
 
 import qshard
 from qshard import module_state

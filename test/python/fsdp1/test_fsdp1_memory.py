@@ -11,8 +11,11 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from dist_models import FORMATS, Model, adamw, batch, loss_of, ops
-from fsdp1_models import BF16, build_fsdp1, wrap
+from helpers import ops
+from models.blocks import Model
+from models.formats import FORMATS
+from models.fsdp1 import BF16, build_fsdp1, wrap
+from models.training import adamw, batch, loss_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ROWS = 1024  # weights outweigh activations

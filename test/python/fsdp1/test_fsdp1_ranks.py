@@ -4,9 +4,13 @@ itself lets it."""
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives, count
 from dist_helpers import device, on_ranks, on_worlds
-from dist_models import DELAYED, adamw, batch, collectives, count, loss_of
-from fsdp1_models import BF16, FSDP, Branches, build_fsdp1, check_gathers, make_dynamic, train_fsdp1, wrap
+from models.blocks import Branches
+from models.formats import DELAYED
+from models.fsdp1 import BF16, build_fsdp1, check_gathers, make_dynamic, train_fsdp1, wrap
+from models.training import adamw, batch, loss_of
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import qshard
 from qshard import module_state

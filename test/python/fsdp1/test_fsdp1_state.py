@@ -6,11 +6,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from collective_calls import collectives, count
 from dist_helpers import device, error_of, on_ranks, shared_folder
-from dist_models import DELAYED, RECIPES, Model, adamw, batch, collectives, count, loss_of
-from fsdp1_models import (
+from models.blocks import Model
+from models.formats import DELAYED, RECIPES
+from models.fsdp1 import (
     BF16,
-    FSDP,
     SENT_AS_CODES,
     build_fsdp1,
     check_gathers,
@@ -21,10 +22,12 @@ from fsdp1_models import (
     train_step,
     wrap,
 )
+from models.training import adamw, batch, loss_of
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    FullyShardedDataParallel as FSDP,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,

@@ -8,23 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_ranks, on_worlds
-from dist_models import (
-    DELAYED,
-    MIXES,
-    Model,
-    adamw,
-    batch,
-    loss_of,
-    make_plain,
-    quantize_model,
-    shard,
-)
-from fsdp1_models import (
+from models.blocks import Branches, Model
+from models.formats import DELAYED, MIXES, quantize_model
+from models.fsdp1 import (
     BF16,
     BF16_POLICY,
-    FSDP,
     SENT_AS_CODES,
-    Branches,
     build_fsdp1,
     build_fsdp2,
     check_as,
@@ -37,11 +26,15 @@ from fsdp1_models import (
     train_step,
     wrap,
 )
+from models.fsdp2 import shard
+from models.plain_twins import make_plain
+from models.training import adamw, batch, loss_of
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    FullyShardedDataParallel as FSDP,
     MixedPrecision,
     StateDictType,
 )

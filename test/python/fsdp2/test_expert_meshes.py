@@ -13,28 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import (
-    DELAYED,
-    FORMATS,
-    RECIPES,
-    flush_step,
-    grid,
-    image_bytes,
-    local,
-    mismatching_bytes,
-    ops,
-    unsharded,
-)
-from helpers import fit, has_two_images
+from helpers import fit, has_two_images, ops
+from models.formats import DELAYED, FORMATS, RECIPES
+from models.plain_twins import flush_step
+from models.tensor_parallel import give_gradient, local_part
+from models.weights import grid, image_bytes, local, mismatching_bytes, unsharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from tp_models import give_gradient, local_part
 
 import qshard
 from qshard.formats import info_of
 from qshard.model.quantize import quantize_like
-from qshard.modules import replace
+from qshard.modules import parameter_swap
 
 BUDGET_S = 60
 COLS = 72  # no multiple of a block
@@ -68,7 +59,7 @@ def quantize(model, format, ep_mesh=None):
         param = getattr(model, name)
         with torch.no_grad():
             value = quantize_like(param.detach(), format, True, name, groups)
-        replace.replace(param, value)
+        parameter_swap.replace(param, value)
     if "delayed" in format:
         qshard.flush(model)  # as quantize_ does: the first scale is that of the first values
 

@@ -3,23 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import gathers
 from dist_helpers import on_ranks, on_worlds
-from dist_models import (
-    adamw,
-    batch,
-    build,
-    build_oracle,
-    check_gathered,
-    different,
-    gathers,
-    local,
-    local_values,
-    loss_of,
-    ops,
-    train,
-    unsharded,
-)
-from helpers import ceil_div, has_two_images, row_bytes
+from helpers import ceil_div, has_two_images, ops, row_bytes
+from models.fsdp2 import build, build_oracle
+from models.training import adamw, batch, loss_of, train
+from models.weights import check_gathered, different, local, local_values, unsharded
 from test_fsdp_modes import error_of
 
 BOTH, PHASE = "mxfp8_1x32", "mxfp8_1x32[phase]"

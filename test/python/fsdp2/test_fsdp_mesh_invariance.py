@@ -12,18 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import World, device, full_mesh, on_ranks, on_worlds
-from dist_models import (
-    FORMATS,
-    RECIPES,
-    flush_step,
-    grid,
-    image_bytes,
-    local,
-    mismatching_bytes,
-    ops,
-    unsharded,
-)
-from helpers import has_two_images
+from helpers import has_two_images, ops
+from models.formats import FORMATS, RECIPES
+from models.plain_twins import flush_step
+from models.weights import grid, image_bytes, local, mismatching_bytes, unsharded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor

@@ -10,34 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, error_of, full_mesh, on_ranks, on_worlds
-from dist_models import (
-    FORMATS,
-    MIXES,
-    RECIPES,
-    WIDTH,
-    Block,
-    LinearOfTwoValues,
-    Model,
-    Shadow,
-    adamw,
-    batch,
-    build,
-    build_oracle,
-    check_gathered,
-    different,
-    format_of,
-    local,
-    local_values,
-    loss_of,
-    make_plain,
-    ops,
-    plain_linear,
-    quantize_model,
-    quantized_parameters,
-    shard,
-    train,
-)
-from helpers import has_two_images, quantized_alike, shown_to_dgrad
+from helpers import has_two_images, ops, quantized_alike, shown_to_dgrad
+from models.blocks import WIDTH, Block, Model
+from models.formats import FORMATS, MIXES, RECIPES, format_of, quantize_model
+from models.fsdp2 import build, build_oracle, shard
+from models.plain_twins import LinearOfTwoValues, Shadow, make_plain, plain_linear
+from models.training import adamw, batch, loss_of, train
+from models.weights import check_gathered, different, local, local_values, quantized_parameters
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel

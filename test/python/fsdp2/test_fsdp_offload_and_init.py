@@ -7,25 +7,21 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives, count
 from dist_helpers import device, gather_objects, on_ranks, on_worlds
-from dist_models import (
-    MIXES,
-    WIDTH,
-    Model,
-    build,
+from helpers import ops
+from models.blocks import WIDTH, Model
+from models.formats import MIXES, quantize_model
+from models.fsdp2 import build, shard
+from models.plain_twins import make_plain
+from models.training import train
+from models.weights import (
     check_gathered,
-    collectives,
-    count,
     different,
     is_dirty,
     local,
     local_values,
-    make_plain,
-    ops,
-    quantize_model,
     quantized_parameters,
-    shard,
-    train,
     unsharded,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy

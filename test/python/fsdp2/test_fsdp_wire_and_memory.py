@@ -11,25 +11,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives, count, gathers
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import (
-    FORMATS,
-    MIXES,
-    adamw,
-    batch,
-    build,
-    build_oracle,
-    collectives,
-    count,
-    gathers,
-    local,
-    loss_of,
-    ops,
-    quantized_parameters,
-    train,
-    unsharded,
-)
-from helpers import ceil_div, grid_bytes, round_up, row_bytes
+from helpers import ceil_div, grid_bytes, ops, round_up, row_bytes
+from models.formats import FORMATS, MIXES
+from models.fsdp2 import build, build_oracle
+from models.training import adamw, batch, loss_of, train
+from models.weights import local, quantized_parameters, unsharded
 from torch.distributed.tensor import DTensor
 
 BUDGET_S = 60

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import local
 from helpers import assert_same
+from models.weights import local
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

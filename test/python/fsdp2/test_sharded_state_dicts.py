@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 from dist_helpers import device, full_mesh, on_ranks, shared_folder
-from dist_models import check_gathered, full_value, local, train
 from helpers import assert_same, is_quantized, ops
+from models.training import train
+from models.weights import check_gathered, full_value, local
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import check_gathered, local
 from helpers import saved_and_loaded
+from models.weights import check_gathered, local
 from nn_helpers import RECIPES, assert_bits, randomize
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_ranks
-from dist_models import REDUCTION_ERROR, Model, batch, gradients, loss_of, relative_error
+from models.blocks import Model
+from models.training import REDUCTION_ERROR, batch, gradients, loss_of, relative_error
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard

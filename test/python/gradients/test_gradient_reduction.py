@@ -2,26 +2,18 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import (
-    RECIPES,
-    REDUCTION_ERROR as ERROR,
-    WIDTH,
-    Model,
-    batch,
-    build,
-    collectives,
-    gradients,
-    local,
-    loss_of,
-    quantize_model,
-    relative_error,
-    shard,
-)
+from models.blocks import WIDTH, Model
+from models.formats import RECIPES, quantize_model
+from models.fsdp2 import build, shard
+from models.training import REDUCTION_ERROR as ERROR, batch, gradients, loss_of, relative_error
+from models.weights import local
 from reference import gradient_message
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -37,7 +29,7 @@ import qshard
 from qshard import tensor_parallel
 from qshard.gradients import QuantizedReduceScatter
 from qshard.model.quantize import quantize_like
-from qshard.modules import replace
+from qshard.modules import parameter_swap
 
 BUDGET_S = 60
 FORMATS = tuple(gradient_message.FORMATS)
@@ -91,36 +83,51 @@ def test_bits_of_the_oracle(fmt, dtype, n, op):
     run_bits(fmt, dtype, n, op)
 
 
-@on_ranks(2)
-def test_refusals_come_before_anything_is_sent():
-    reduce = QuantizedReduceScatter("float8")
+def scatter(dtype=torch.float32, op=SUM):
     world = dist.get_world_size()
-    x, out = torch.ones(world * 8, device=device()), torch.empty(8, device=device())
-    with collectives() as calls:
-        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-            with pytest.raises(ValueError, match="are summed, not reduced by"):
-                reduce(out, x, dist.group.WORLD, op)
-        with pytest.raises(ValueError, match="gradients of torch.float64 cannot travel in few bits"):
-            reduce(out.double(), x.double(), dist.group.WORLD, SUM)
-        model = plain_model()
-        for format in ("fp8", "float8_tensorwise"):
-            with pytest.raises(ValueError, match="known are float8, mxfp8, nvfp4"):
-                qshard.reduce_gradients_(model, format)
-        with pytest.raises(ValueError, match="rounding is 'nearest' or 'stochastic', got 'up'"):
-            qshard.reduce_gradients_(model, "float8", rounding="up")
-        with pytest.raises(ValueError, match="call it after fully_shard"):
-            qshard.reduce_gradients_(Model(), "float8")
-        with pytest.raises(ValueError, match="call it after fully_shard, and check filter_fn"):
-            qshard.reduce_gradients_(model, "float8", filter_fn=lambda *_: False)
-        with pytest.raises(ValueError, match="known are float8, mxfp8, nvfp4"):
-            qshard.ddp_comm_hook("int8")
+    x, out = torch.ones(world * 8, device=device(), dtype=dtype), torch.empty(8, device=device(), dtype=dtype)
+    QuantizedReduceScatter("float8")(out, x, dist.group.WORLD, op)
+
+
+def reduce_model(*args, make=None, **kwargs):
+    qshard.reduce_gradients_(plain_model() if make is None else make(), *args, **kwargs)
+
+
+# By name: a call, and what its ValueError says. No rank has sent anything by then.
+REFUSED = {
+    "min": (partial(scatter, op=dist.ReduceOp.MIN), "are summed, not reduced by"),
+    "max": (partial(scatter, op=dist.ReduceOp.MAX), "are summed, not reduced by"),
+    "float64": (partial(scatter, torch.float64), "gradients of torch.float64 cannot travel in few bits"),
+    "a format": (partial(reduce_model, "fp8"), "known are float8, mxfp8, nvfp4"),
+    "a format of weights": (partial(reduce_model, "float8_tensorwise"), "known are float8, mxfp8, nvfp4"),
+    "rounding": (partial(reduce_model, "float8", rounding="up"), "rounding is 'nearest' or 'stochastic', got 'up'"),
+    "not sharded": (partial(reduce_model, "float8", make=Model), "call it after fully_shard"),
+    "nothing chosen": (
+        partial(reduce_model, "float8", filter_fn=lambda *_: False), "call it after fully_shard, and check filter_fn",
+    ),
+    "a hook": (partial(qshard.ddp_comm_hook, "int8"), "known are float8, mxfp8, nvfp4"),
+    "DDP": (
+        partial(reduce_model, "float8", make=lambda: DistributedDataParallel(Model().to(device()))),
+        "register_comm_hook",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
+def test_a_refusal_comes_before_anything_is_sent(name):
+    call, error = REFUSED[name]
+    with collectives() as calls, pytest.raises(ValueError, match=error):
+        call()
     assert not [name for name, _ in calls if name.startswith("alltoall")]
+
+
+@on_ranks(2)
+def test_a_hook_refuses_gradients_of_float64():
     ddp = DistributedDataParallel(Model().to(device(), torch.float64))
     ddp.register_comm_hook(None, qshard.ddp_comm_hook("float8"))
     with pytest.raises(ValueError, match="gradients of torch.float64 cannot travel in few bits"):
         backward(ddp, dtype=torch.float64)
-    with pytest.raises(ValueError, match="register_comm_hook"):
-        qshard.reduce_gradients_(DistributedDataParallel(Model().to(device())), "float8")
 
 
 # ------------------------------------------------------------------------------------------ FSDP2
@@ -296,7 +303,7 @@ def test_beside_an_expert_mesh(weights):
             expert, groups = model[1].weight, [mesh["expert"].get_group().group_name]
             with torch.no_grad():
                 value = quantize_like(expert.detach(), weights, True, "1.weight", groups)
-            replace.replace(expert, value)
+            parameter_swap.replace(expert, value)
         fully_shard(model[1], mesh=mesh["data"])
         models.append(fully_shard(model.to(device()), mesh=everyone))
     plain, model = models

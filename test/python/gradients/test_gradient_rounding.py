@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, gather_objects, on_ranks, shared_folder
-from dist_models import adamw, train
+from models.training import adamw, train
 from reference import gradient_message, stochastic
 from test_gradient_reduction import SUM, backward, plain_model
 from torch.distributed.fsdp import fully_shard

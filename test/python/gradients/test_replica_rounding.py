@@ -5,8 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, full_mesh, gather_objects, on_ranks
-from dist_models import FORMATS, RECIPES, batch, local, quantized_parameters
 from helpers import bits, has_two_images, value
+from models.formats import FORMATS, RECIPES
+from models.training import batch
+from models.weights import local, quantized_parameters
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard

@@ -8,27 +8,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import collectives
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import (
-    DELAYED,
-    FORMATS,
-    RECIPES,
-    Model,
-    adamw,
-    batch,
+from helpers import ops
+from models.blocks import Model
+from models.formats import DELAYED, FORMATS, RECIPES, quantize_model
+from models.fsdp2 import shard
+from models.plain_twins import make_plain
+from models.training import adamw, batch, loss_of, train
+from models.weights import (
     check_gathered,
-    collectives,
     different,
     image_bytes,
     local,
     local_values,
-    loss_of,
-    make_plain,
-    ops,
-    quantize_model,
     quantized_parameters,
-    shard,
-    train,
 )
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate

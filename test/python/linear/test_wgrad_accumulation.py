@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import on_worlds
-from dist_models import batch, build, loss_of, quantized_parameters
 from helpers import FORMATS
+from models.fsdp2 import build
+from models.training import batch, loss_of
+from models.weights import quantized_parameters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 

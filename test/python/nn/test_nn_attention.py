@@ -321,42 +321,59 @@ def test_scores_beyond_fp16(softcap, softmax_type, autocast):
     assert all(t.grad.isfinite().all() for t in given)
 
 
-def test_attention_refuses_by_name():
-    tensors = inputs("sbhd", 5, 5)
+FORWARD_ARGUMENTS = {
+    "inference_params": object(), "pad_between_seqs": True, "cu_seqlens_q_padded": torch.zeros(2), "fp8_output": True,
+    "score_mod": print, "thd_attention_policies": [], "qkv_format": "thd",
+}  # fmt: skip
+ARGUMENTS = {"return_max_logit": True, "tp_size": 2, "qkv_format": "thd"}
+
+
+@pytest.mark.parametrize("argument", FORWARD_ARGUMENTS)
+def test_attention_names_the_argument_of_a_forward_that_it_does_not_take(argument):
     module = nn.DotProductAttention(HEADS, CHANNELS)
-    for argument, value in (("inference_params", object()), ("pad_between_seqs", True),
-                            ("cu_seqlens_q_padded", torch.zeros(2)), ("fp8_output", True),
-                            ("score_mod", print), ("thd_attention_policies", [])):
-        with pytest.raises(NotImplementedError, match=f"DotProductAttention: {argument}="):
-            module(*tensors, **{argument: value})
-    for argument, value in (("return_max_logit", True), ("tp_size", 2)):
-        with pytest.raises(NotImplementedError, match=f"DotProductAttention: {argument}="):
-            nn.DotProductAttention(HEADS, CHANNELS, **{argument: value})
-    with pytest.raises(NotImplementedError, match="qkv_format='thd'"):
-        nn.DotProductAttention(HEADS, CHANNELS, qkv_format="thd")
-    with pytest.raises(NotImplementedError, match="qkv_format='thd'"):
-        module(*tensors, qkv_format="thd")
-    for arguments, error in (
-        ({"attn_mask_type": "diagonal"}, "attn_mask_type='diagonal' is none of"),
-        ({"attn_mask_type": "arbitrary"}, "needs a bool attention_mask"),
-        ({"attn_mask_type": "padding"}, "needs attention_mask, or cu_seqlens_q"),
-        ({"attn_mask_type": "padding", "attention_mask": torch.zeros(5, 5)}, "got torch.float32"),
-        ({"attn_mask_type": "padding", "attention_mask": (padding(5), padding(5))}, "got 2"),
-        ({"window_size": (-2, 0)}, "should be"),
-        ({"softcap": -1.0}, "softcap=-1.0"),
-        ({"core_attention_bias_type": "post_scale_bias"}, "needs core_attention_bias"),
-        ({"core_attention_bias": torch.zeros(1)}, "takes no core_attention_bias"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            module(*tensors, **arguments)
-    with pytest.warns(UserWarning, match=r"\(3, 0\) is used"):
-        module(*tensors, window_size=(3, 3))
-    with pytest.raises(ValueError, match="key_layer of shape"):
-        module(tensors[0], tensors[1][:, :, :1], tensors[2])
-    with pytest.raises(ValueError, match="all one dtype"):
-        module(tensors[0], tensors[1], tensors[2].double())
+    with pytest.raises(NotImplementedError, match=f"DotProductAttention: {argument}="):
+        module(*inputs("sbhd", 5, 5), **{argument: FORWARD_ARGUMENTS[argument]})
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_attention_names_the_argument_that_it_does_not_take(argument):
+    with pytest.raises(NotImplementedError, match=f"DotProductAttention: {argument}="):
+        nn.DotProductAttention(HEADS, CHANNELS, **{argument: ARGUMENTS[argument]})
+
+
+@pytest.mark.parametrize("arguments, error", [
+    ({"attn_mask_type": "diagonal"}, "attn_mask_type='diagonal' is none of"),
+    ({"attn_mask_type": "arbitrary"}, "needs a bool attention_mask"),
+    ({"attn_mask_type": "padding"}, "needs attention_mask, or cu_seqlens_q"),
+    ({"attn_mask_type": "padding", "attention_mask": torch.zeros(5, 5)}, "got torch.float32"),
+    ({"attn_mask_type": "padding", "attention_mask": (padding(5), padding(5))}, "got 2"),
+    ({"window_size": (-2, 0)}, "should be"),
+    ({"softcap": -1.0}, "softcap=-1.0"),
+    ({"core_attention_bias_type": "post_scale_bias"}, "needs core_attention_bias"),
+    ({"core_attention_bias": torch.zeros(1)}, "takes no core_attention_bias"),
+])
+def test_attention_names_what_does_not_go_together(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        nn.DotProductAttention(HEADS, CHANNELS)(*inputs("sbhd", 5, 5), **arguments)
+
+
+@pytest.mark.parametrize("change, error", [
+    (lambda q, k, v: (q, k[:, :, :1], v), "key_layer of shape"),
+    (lambda q, k, v: (q, k, v.double()), "all one dtype"),
+], ids=["heads", "dtypes"])
+def test_attention_names_tensors_that_do_not_go_together(change, error):
+    with pytest.raises(ValueError, match=error):
+        nn.DotProductAttention(HEADS, CHANNELS)(*change(*inputs("sbhd", 5, 5)))
+
+
+def test_groups_that_do_not_divide_the_heads_are_refused():
     with pytest.raises(ValueError, match="no multiple of"):
         nn.DotProductAttention(HEADS, CHANNELS, num_gqa_groups=3)
+
+
+def test_a_window_after_the_token_is_cut_with_a_warning():
+    with pytest.warns(UserWarning, match=r"\(3, 0\) is used"):
+        nn.DotProductAttention(HEADS, CHANNELS)(*inputs("sbhd", 5, 5), window_size=(3, 3))
 
 
 # --------------------------------------------------------------------------------- rotary

@@ -429,31 +429,48 @@ def test_on_the_meta_device(quantized):
     assert y.is_meta and (y.shape, y.dtype) == (x.shape, x.dtype)
 
 
-def test_layers_refuse_by_name():
-    x = input_of()
-    for argument, value in (("ub_tp_comm_overlap", True), ("ub_overlap_rs_dgrad", True),
-                            ("tp_size", 2)):
-        with pytest.raises(NotImplementedError, match=f"TransformerLayer: {argument}="):
-            layer(**{argument: value})
+NOT_IMPLEMENTED = {"ub_tp_comm_overlap": True, "ub_overlap_rs_dgrad": True, "tp_size": 2}
+
+
+@pytest.mark.parametrize("argument", NOT_IMPLEMENTED)
+def test_a_layer_names_the_argument_that_it_does_not_take(argument):
+    with pytest.raises(NotImplementedError, match=f"TransformerLayer: {argument}="):
+        layer(**{argument: NOT_IMPLEMENTED[argument]})
+
+
+def test_a_layer_takes_arguments_that_change_nothing():
     layer(ub_overlap_ag=False, set_parallel_mode=True, seq_length=8, micro_batch_size=2)
-    with pytest.raises(NotImplementedError, match="inference_params"):
-        layer()(x, inference_params=object())
-    for module in (layer(), layer(parallel_attention_mlp=True).self_attention):
-        module(x, thd_attention_policy_dispatch="auto")
-        with pytest.raises(NotImplementedError, match="thd_attention_policy_dispatch='fused'"):
-            module(x, thd_attention_policy_dispatch="fused")
+
+
+@pytest.mark.parametrize("arguments, error", [
+    ({"layer_type": "both"}, "layer_type='both' is none of"),
+    ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "does not go with layer_type"),
+    ({"parallel_attention_mlp": True, "output_layernorm": True}, "does not go with output"),
+    ({"fuse_wgrad_accumulation": True}, "needs fuse_qkv_params"),
+    ({"self_attn_mask_type": "some"}, "attn_mask_type='some'"),
+    ({"qk_norm_type": "Group"}, "qk_norm_type='Group'"),
+])
+def test_a_layer_names_the_choice_that_there_is_not(arguments, error):
+    with pytest.raises(ValueError, match=error):
+        layer(**arguments)
+
+
+def test_a_layer_names_the_format_of_inputs_that_it_does_not_take():
     with pytest.raises(NotImplementedError, match="qkv_format='thd'"):
         layer(attn_input_format="thd")
-    for arguments, error in (
-        ({"layer_type": "both"}, "layer_type='both' is none of"),
-        ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "does not go with layer_type"),
-        ({"parallel_attention_mlp": True, "output_layernorm": True}, "does not go with output"),
-        ({"fuse_wgrad_accumulation": True}, "needs fuse_qkv_params"),
-        ({"self_attn_mask_type": "some"}, "attn_mask_type='some'"),
-        ({"qk_norm_type": "Group"}, "qk_norm_type='Group'"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            layer(**arguments)
+
+
+def test_a_forward_refuses_inference_params():
+    with pytest.raises(NotImplementedError, match="inference_params"):
+        layer()(input_of(), inference_params=object())
+
+
+@pytest.mark.parametrize("is_attention", [False, True], ids=["layer", "attention"])
+def test_a_forward_refuses_fused_dispatch(is_attention):
+    module = layer(parallel_attention_mlp=True).self_attention if is_attention else layer()
+    module(input_of(), thd_attention_policy_dispatch="auto")
+    with pytest.raises(NotImplementedError, match="thd_attention_policy_dispatch='fused'"):
+        module(input_of(), thd_attention_policy_dispatch="fused")
 
 
 def test_main_grads_of_a_layer():

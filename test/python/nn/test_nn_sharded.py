@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, on_ranks, on_worlds, shared_folder
-from dist_models import adamw, check_gathered, different, full_value, local, quantized_parameters
 from helpers import fit
+from models.training import adamw
+from models.weights import check_gathered, different, full_value, local, quantized_parameters
 from nn_helpers import RECIPES
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -9,7 +9,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from dist_helpers import device, on_ranks
-from dist_models import shard
+from models.fsdp2 import shard
 from torch import nn
 
 import qshard

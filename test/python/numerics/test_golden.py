@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_helpers import device, on_worlds
-from dist_models import full_mesh
+from dist_helpers import device, full_mesh, on_worlds
 from torch.distributed.fsdp import fully_shard
 
 import qshard

@@ -5,7 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, full_mesh, gather_objects, on_ranks
-from dist_models import Model, batch, gradients, local, loss_of, shard
+from models.blocks import Model
+from models.fsdp2 import shard
+from models.training import batch, gradients, loss_of
+from models.weights import local
 from reference import gradient_message
 from torch.nn.parallel import DistributedDataParallel
 

@@ -8,18 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_ranks
-from dist_models import (
-    RECIPES as KINDS,
-    WIDTH,
-    adamw,
-    batch,
-    build,
-    local,
-    loss_of,
-    quantized_parameters,
-    shard,
-)
 from helpers import ops
+from models.blocks import WIDTH
+from models.formats import RECIPES as KINDS
+from models.fsdp2 import build, shard
+from models.training import adamw, batch, loss_of
+from models.weights import local, quantized_parameters
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 

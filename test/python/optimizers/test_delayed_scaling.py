@@ -5,8 +5,8 @@ import io
 
 import pytest
 import torch
-from dist_models import adamw
 from helpers import bits, ops, pickled, value, weight
+from models.training import adamw
 from reference.delayed_scaling import DelayedScaling
 from reference.formats import FORMATS
 from reference.layout import Layout

@@ -6,14 +6,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from collective_calls import collectives
 from dist_helpers import device, full_mesh, on_ranks, shared_folder
-from dist_models import RECIPES, batch, check_gathered, collectives, full_value, local
 from forked import outcome
 from helpers import FORMATS, assert_same, fit, ops, quantized_alike, value, weight
+from models.formats import RECIPES
+from models.tensor_parallel import build, replicated
+from models.training import batch
+from models.weights import check_gathered, full_value, local
 from test_adoption_sharded import sharded
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from tp_models import build, replicated
 
 import qshard
 from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel

@@ -12,8 +12,6 @@ import pytest
 import torch
 from dist_helpers import device as rank_device, on_ranks
 from dist_helpers import full_mesh, on_ranks
-from dist_models import FORMATS as SHARDED_FORMATS
-from dist_models import RECIPES, flush_step, is_dirty, local, mismatching_bytes, unsharded
 from helpers import (
     FORMATS,
     all_fallbacks,
@@ -27,6 +25,9 @@ from helpers import (
     value,
     weight,
 )
+from models.formats import FORMATS as SHARDED_FORMATS, RECIPES
+from models.plain_twins import flush_step
+from models.weights import is_dirty, local, mismatching_bytes, unsharded
 from test_fsdp_mesh_invariance import Weights
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter

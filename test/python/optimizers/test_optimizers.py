@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 from dist_helpers import full_mesh, on_ranks
-from dist_models import train_by_sgd
 from helpers import (
     FORMATS,
     assert_same,
@@ -24,6 +23,7 @@ from helpers import (
     value,
     weight,
 )
+from models.training import train_by_sgd
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter

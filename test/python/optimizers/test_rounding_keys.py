@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dist_helpers import World, device, full_mesh, on_worlds
-from shared_scale_models import step
+from models.shared_scales import step
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

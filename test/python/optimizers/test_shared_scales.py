@@ -6,13 +6,14 @@ import io
 from types import SimpleNamespace
 
 import pytest
-import shared_scale_models as models
 import torch
 from dist_helpers import World, on_worlds
+from models import shared_scales
+from models.blocks import FusableBlock as Block
+from models.shared_scales import GROUPS, RECIPES, build, looks, step
 from reference.formats import FORMATS
 from reference.layout import Layout
 from reference.quantize import quantize
-from shared_scale_models import GROUPS, RECIPES, Block, build, looks, step
 from torch import nn
 
 import qshard
@@ -78,18 +79,18 @@ def test_codes_are_those_of_the_largest_amax(format):
     ("float8_tensorwise", "before", False),
 ])
 def test_sharded_is_unsharded(world, format, sharded, keep_master):
-    want = World(world.device, 1).run(models.train, format, keep_master=keep_master)[0]
+    want = World(world.device, 1).run(shared_scales.train, format, keep_master=keep_master)[0]
     for seen in want:
         assert_shared(seen)
-    for got in world.run(models.train, format, sharded, keep_master=keep_master):
+    for got in world.run(shared_scales.train, format, sharded, keep_master=keep_master):
         for a, b in zip(got, want, strict=True):
             assert_same(a, b)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "float8_tensorwise"])
 def test_tensor_parallel_weights_share_over_all_parts(format):
-    want = World("cpu", 1).run(models.train, format, steps=2, foreach=False)[0]
-    for got in World("cpu", 2).run(models.train_tensor_parallel, format):
+    want = World("cpu", 1).run(shared_scales.train, format, steps=2, foreach=False)[0]
+    for got in World("cpu", 2).run(shared_scales.train_tensor_parallel, format):
         for a, b in zip(got, want, strict=True):
             assert_shared(a)
             for name in b:  # blocks begin anew in each part
@@ -98,10 +99,10 @@ def test_tensor_parallel_weights_share_over_all_parts(format):
 
 @pytest.mark.parametrize("keep_master", [True, False])
 def test_dcp_round_trip(tmp_path, keep_master):
-    saved = World("cpu", 2).run(models.save, "nvfp4", tmp_path, keep_master=keep_master)[0]
+    saved = World("cpu", 2).run(shared_scales.save, "nvfp4", tmp_path, keep_master=keep_master)[0]
     assert_shared(saved)
     for first, flushed in World("cpu", 3).run(
-        models.load, "nvfp4", tmp_path, keep_master=keep_master
+        shared_scales.load, "nvfp4", tmp_path, keep_master=keep_master
     ):
         assert {n: s[0].shape for n, s in first.items()} == {n: s[0].shape for n, s in saved.items()}
         assert_same(flushed, saved)
@@ -110,12 +111,12 @@ def test_dcp_round_trip(tmp_path, keep_master):
 def test_flushed_apart_they_meet_later():
     """A step of one weight, a forward, a load: scales of their own, the same on any mesh, until all of
     a group are in one flush."""
-    alone, together = models.apart()
+    alone, together = shared_scales.apart()
     names = groups_of(alone)[0]
     assert len({alone[name][2] for name in names}) == 2
     assert_shared(together)
     for sharded in ("before", "after"):
-        for got in World("cpu", 2).run(models.apart, sharded):
+        for got in World("cpu", 2).run(shared_scales.apart, sharded):
             assert_same(got[0], alone)
             assert_same(got[1], together)
 

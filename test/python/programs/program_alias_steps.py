@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 import torch.nn.functional as F
-from dist_models import local
 from helpers import is_quantized, ops
+from models.weights import local
 from program_steps import step
 from program_tensor_steps import (
     MAKERS,

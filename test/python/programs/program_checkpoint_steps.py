@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device
-from dist_models import local
 from helpers import is_quantized, ops
+from models.weights import local
 from program_alias_steps import draw_layer
 from program_steps import step
 from program_values import difference, plain_value, rounded_like, state_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from dist_helpers import device
-from dist_models import local
+from models.weights import local
 from program_meshes import own_part
 from program_models import Interrupted, TwinLinear, optimizers_for
 from program_steps import step
@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 import qshard
-from qshard.report.traffic import groups_of_state
+from qshard.report.bytes_sent import groups_of_state
 
 
 def output_of(subject, seed):

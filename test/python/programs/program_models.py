@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device
-from dist_models import FORMATS, RECIPES, local
 from helpers import fit, has_two_images, ops, shown_to_dgrad, weight
+from models.formats import FORMATS, RECIPES
+from models.weights import local
 from program_meshes import lay_out, mesh_of
 from program_values import difference, quantized_with, state_of
 from torch import nn

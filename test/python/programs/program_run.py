@@ -17,8 +17,8 @@ import program_whole_steps  # noqa: F401: the same
 import torch
 import torch.distributed as dist
 from dist_helpers import device, gather_objects
-from dist_models import local
 from helpers import is_quantized, ops
+from models.weights import local
 from program_isolation import before_step
 from program_meshes import own_part, part_count
 from program_models import TwinLinear, link, make_pair

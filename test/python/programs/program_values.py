@@ -1,8 +1,8 @@
 """What random programs look at: values of plain and quantized tensors, and how they differ."""
 
 from dist_helpers import device
-from dist_models import local, mismatching_bytes
 from helpers import has_two_images, is_quantized, ops, value
+from models.weights import local, mismatching_bytes
 from program_meshes import own_part, part_count
 from torch.distributed.tensor import DTensor
 

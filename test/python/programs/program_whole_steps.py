@@ -3,8 +3,8 @@ make. See program_steps.py."""
 
 import torch
 from dist_helpers import device
-from dist_models import local
 from helpers import is_quantized
+from models.weights import local
 from program_alias_steps import draw_layer
 from program_steps import step
 from program_tensor_steps import random_like

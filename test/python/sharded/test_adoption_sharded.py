@@ -6,8 +6,10 @@ import copy
 import pytest
 import torch
 from dist_helpers import device, full_mesh, on_ranks, on_worlds, same_on_all_ranks
-from dist_models import check_gathered, full_value, is_dirty, local, recipe_of, train
 from helpers import FORMATS, assert_same, fit, is_quantized, ops, value, weight
+from models.formats import recipe_of
+from models.training import train
+from models.weights import check_gathered, full_value, is_dirty, local
 from test_shard_windows import chosen
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from dist_helpers import device, on_ranks
-from dist_models import is_dirty
 from helpers import assert_same, assert_unchanged, is_quantized, rounded, state, value, weight
+from models.weights import is_dirty
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 ops = torch.ops.qshard

@@ -5,20 +5,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import (
-    Model,
-    build,
+from helpers import assert_same, value, weight
+from models.blocks import Model
+from models.formats import quantize_model
+from models.fsdp2 import build, shard
+from models.weights import (
     check_gathered,
     different,
     full_value,
     is_dirty,
     local,
-    quantize_model,
     quantized_parameters,
-    shard,
     unsharded,
 )
-from helpers import assert_same, value, weight
 from test_collectives import KINDS
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

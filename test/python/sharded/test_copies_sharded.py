@@ -6,9 +6,10 @@ import io
 
 import pytest
 import torch
+from collective_calls import collectives
 from dist_helpers import device, full_mesh, gather_objects, on_ranks
-from dist_models import check_gathered, collectives, full_value, local
 from helpers import FORMATS, assert_same, ops, value
+from models.weights import check_gathered, full_value, local
 from test_shard_windows import Holder, chosen, step
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard

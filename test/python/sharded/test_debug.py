@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import full_mesh, on_ranks
-from dist_models import adamw, batch, build, check_gathered, local, loss_of, train
+from models.fsdp2 import build
+from models.training import adamw, batch, loss_of, train
+from models.weights import check_gathered, local
 
 import qshard
 

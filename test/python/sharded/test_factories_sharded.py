@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, full_mesh, gather_objects, on_ranks, on_worlds
-from dist_models import check_gathered, full_value, local
 from helpers import FORMATS, assert_same, is_quantized, ops, weight
+from models.weights import check_gathered, full_value, local
 from test_shard_windows import Holder, chosen, step
 from torch import nn
 from torch.distributed.fsdp import fully_shard

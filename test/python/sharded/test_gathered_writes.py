@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import RECIPES, batch, check_gathered, local, local_values, train
 from helpers import (
     FORMATS,
     assert_same,
@@ -17,13 +16,16 @@ from helpers import (
     value,
     weight,
 )
+from models.formats import RECIPES
+from models.training import batch, train
+from models.weights import check_gathered, local, local_values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qshard
 
 BUDGET_S = 75
-COLS = 100  # WIDTH of dist_models, whose batches are multiplied
+COLS = 100  # WIDTH of models.blocks, whose batches are multiplied
 
 
 def low_rank(w, rank=4):

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 from dist_helpers import on_ranks
-from dist_models import local
 from helpers import assert_same, ops
+from models.weights import local
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from collective_calls import collectives, count
 from dist_helpers import (
     COLLECTIVE_TIMEOUT_S,
     device,
@@ -21,27 +22,19 @@ from dist_helpers import (
     on_worlds,
     shared_folder,
 )
-from dist_models import (
-    FORMATS,
-    MIXES,
-    RECIPES,
-    Model,
-    adamw,
-    batch,
-    build,
+from helpers import ops
+from models.blocks import Model
+from models.formats import FORMATS, MIXES, RECIPES
+from models.fsdp2 import build, shard
+from models.training import adamw, batch, loss_of, train
+from models.weights import (
     check_gathered,
-    collectives,
-    count,
     different,
     full_value,
     is_dirty,
     local,
     local_values,
-    loss_of,
-    ops,
     quantized_parameters,
-    shard,
-    train,
 )
 
 import qshard

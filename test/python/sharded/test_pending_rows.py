@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 from dist_helpers import full_mesh, on_ranks
-from dist_models import check_gathered, full_value, local
 from helpers import FORMATS, assert_same, ops, value, weight
+from models.weights import check_gathered, full_value, local
 from test_shard_windows import Holder, chosen, step
 from torch.distributed.fsdp import fully_shard
 

@@ -8,8 +8,10 @@ it: on CUDA a linear must not take its codes of the step before (`ops/linear/rec
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import FORMATS, RECIPES, adamw, local
 from helpers import value
+from models.formats import FORMATS, RECIPES
+from models.training import adamw
+from models.weights import local
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (

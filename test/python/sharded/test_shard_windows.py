@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, gather_objects, on_ranks, on_worlds, same_on_all_ranks
-from dist_models import check_gathered, full_value, is_dirty, local
 from helpers import FORMATS, assert_same, fit, is_quantized, ops, value, weight
+from models.weights import check_gathered, full_value, is_dirty, local
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -8,8 +8,8 @@ import gc
 
 import pytest
 import torch
-from dist_models import is_dirty
 from helpers import FORMATS, assert_same, bits, fit, is_quantized, ops, quantized_alike, value, weight
+from models.weights import is_dirty
 from torch.nn import Parameter
 
 formats = pytest.mark.parametrize("fmt", FORMATS)

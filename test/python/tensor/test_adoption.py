@@ -6,8 +6,11 @@ import weakref
 import pytest
 import torch
 from dist_helpers import full_mesh, on_ranks
-from dist_models import FORMATS, RECIPES, Model, adamw, different, local_values, train
 from helpers import value
+from models.blocks import Model
+from models.formats import FORMATS, RECIPES
+from models.training import adamw, train
+from models.weights import different, local_values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import check_gathered, full_value, local, recipe_of
 from helpers import FORMATS, assert_same, fit, ops, quantized_alike, value, weight
+from models.formats import recipe_of
+from models.weights import check_gathered, full_value, local
 from nn_helpers import no_gpu
 from program_alias_steps import memory_of
 from torch import nn

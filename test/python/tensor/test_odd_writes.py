@@ -3,8 +3,8 @@ Found by random programs (random_programs.py)."""
 
 import pytest
 import torch
-from dist_models import is_dirty
 from helpers import assert_same, assert_unchanged, is_quantized, ops, state, value, weight
+from models.weights import is_dirty
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])

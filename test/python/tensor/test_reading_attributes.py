@@ -10,22 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from collective_calls import collectives, count
 from dist_helpers import full_mesh, gather_objects, on_ranks, shared_folder
-from dist_models import (
-    MIXES,
-    adamw,
-    batch,
-    build,
-    check_gathered,
-    collectives,
-    count,
-    is_dirty,
-    local,
-    loss_of,
-    quantized_parameters,
-    train,
-)
 from helpers import ops, weight
+from models.formats import MIXES
+from models.fsdp2 import build
+from models.training import adamw, batch, loss_of, train
+from models.weights import check_gathered, is_dirty, local, quantized_parameters
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from dist_models import is_dirty
 from helpers import (
     BLOCK,
     FORMATS,
@@ -27,6 +26,7 @@ from helpers import (
     value,
     weight,
 )
+from models.weights import is_dirty
 
 from qshard._runtime import hooks
 

@@ -7,11 +7,12 @@ full tensor's.
 
 import pytest
 import torch
+from collective_calls import collectives, count
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import DELAYED, FORMATS, collectives, count
+from models.formats import DELAYED, FORMATS
+from models.tensor_parallel import Definition, build, fitted, full_value, give_gradient
 from test_optimizers import OPTIMIZERS
 from torch import nn
-from tp_models import Definition, build, fitted, full_value, give_gradient
 
 BUDGET_S = 120
 SHAPES = [(256, 512), (192, 320), (200, 328), (100, 257), (64, 96), (100, 5), (5, 100), (100, 2)]

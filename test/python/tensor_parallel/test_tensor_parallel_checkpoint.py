@@ -5,12 +5,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, on_ranks, on_worlds, shared_folder
-from dist_models import DELAYED, FORMATS, RECIPES, ops
+from helpers import ops
+from models.formats import DELAYED, FORMATS, RECIPES
+from models.tensor_parallel import (
+    Definition,
+    build,
+    full_value,
+    give_gradient,
+    initialise,
+    local,
+    mlp,
+)
 from test_tensor_parallel_training import batch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from tp_models import Definition, build, full_value, give_gradient, initialise, local, mlp
 
 import qshard
 

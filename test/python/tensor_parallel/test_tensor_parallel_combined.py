@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import RECIPES, grid, ops, unsharded
-from test_tensor_parallel_training import batch, full_grad
-from tp_models import (
+from helpers import ops
+from models.formats import RECIPES
+from models.tensor_parallel import (
     build,
     full_value,
     initialise,
@@ -21,6 +21,8 @@ from tp_models import (
     replicated,
     sequence_parallel,
 )
+from models.weights import grid, unsharded
+from test_tensor_parallel_training import batch, full_grad
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from dist_helpers import full_mesh, on_worlds
+from models.tensor_parallel import initialise, mlp
 from test_tensor_parallel_styles import replicated, sequence_parallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from tp_models import initialise, mlp
 
 import qshard
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import DELAYED, RECIPES
+from models.formats import DELAYED, RECIPES
+from models.tensor_parallel import varied, write
 from test_tensor_parallel_gather import Sent
 from test_tensor_parallel_modules import TOLERANCE
 from test_tensor_parallel_training import batch, full_grad
@@ -17,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module, style
-from tp_models import varied, write
 
 import qshard
 from qshard import tensor_parallel as styles

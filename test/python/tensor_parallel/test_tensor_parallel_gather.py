@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import device, on_ranks
-from dist_models import DELAYED
+from models.formats import DELAYED
 from reference import activations, row_scales
 from reference import formats as reference
 from torch.utils._python_dispatch import TorchDispatchMode

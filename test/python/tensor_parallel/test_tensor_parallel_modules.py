@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import DELAYED, RECIPES
+from models.formats import DELAYED, RECIPES
+from models.tensor_parallel import varied, write
 from test_wgrad_accumulation import added
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from tp_models import varied, write
 
 import qshard
 from qshard.tensor_parallel import codes, collectives, shared

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import DELAYED, RECIPES
+from models.blocks import MLP
+from models.formats import DELAYED, RECIPES
+from models.tensor_parallel import initialise, mlp
 from test_tensor_parallel_gather import Sent
 from test_tensor_parallel_modules import TOLERANCE, Quantized
 from test_tensor_parallel_training import batch, full_grad
@@ -16,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module, style
-from tp_models import MLP, initialise, mlp
 
 import qshard
 from qshard.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, stock
@@ -26,7 +27,7 @@ DIM, HIDDEN, STEPS = 256, 512, 2
 FORMATS = ("float8_tensorwise", DELAYED, "float8_blockwise", "mxfp8", "nvfp4")
 
 
-# by styles of qshard's own; those of tp_models have the same names, and are torch's
+# by styles of qshard's own; those of models.tensor_parallel have the same names, and are torch's
 def replicated():
     return {"up": ColwiseParallel(), "down": RowwiseParallel()}
 

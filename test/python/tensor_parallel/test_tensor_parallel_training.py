@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from dist_models import FORMATS, RECIPES
-from tp_models import (
+from models.formats import FORMATS, RECIPES
+from models.tensor_parallel import (
     Definition,
     build,
     fitted,

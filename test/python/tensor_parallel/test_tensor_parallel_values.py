@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks
-from dist_models import RECIPES
+from models.formats import RECIPES
 from test_tensor_parallel_modules import TOLERANCE, ops
 from torch import nn
 from torch.distributed.fsdp import fully_shard

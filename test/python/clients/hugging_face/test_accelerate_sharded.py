@@ -9,7 +9,7 @@ import torch.distributed as dist
 from client_models import RECIPES, assert_near, batch, compiling, llama
 from client_worlds import accelerator
 from dist_helpers import on_ranks, on_worlds, shared_folder
-from dist_models import different, local_values
+from models.weights import different, local_values
 from safetensors.torch import load_file
 
 import qshard

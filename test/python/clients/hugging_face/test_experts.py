@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from collective_calls import gathers
 from dist_helpers import on_ranks
-from dist_models import gathers
 from helpers import assert_same, is_quantized, ops, row_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from client_models import RECIPES, batch, llama
+from collective_calls import gathers
 from dist_helpers import on_ranks
-from dist_models import gathers
 from helpers import ceil_div, row_bytes
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard

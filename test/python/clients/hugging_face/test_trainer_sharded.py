@@ -7,7 +7,7 @@ import torch.distributed as dist
 from client_models import RECIPES, Text, assert_near, compiling, llama, losses_logged
 from client_worlds import trainers
 from dist_helpers import on_ranks, shared_folder
-from dist_models import different, local_values
+from models.weights import different, local_values
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import qshard

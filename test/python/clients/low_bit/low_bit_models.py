@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_helpers import World, full_mesh
-from dist_models import full_tensor
+from models.weights import full_tensor
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

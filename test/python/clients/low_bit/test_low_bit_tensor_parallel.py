@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import tp_models
 from dist_helpers import World, full_mesh
-from dist_models import RECIPES
 from low_bit_models import assert_equal_tensors, code_values
+from models import tensor_parallel
+from models.formats import RECIPES
 from safetensors.torch import load_file
 
 import qshard
@@ -54,9 +54,9 @@ def model_of(format, dim, hidden, shape, keep_master=True):
     if shape is not None:
         mesh = full_mesh(*shape, names=("dp", "tp"))
         fsdp = shape[0] > 1
-        model = tp_models.build(format, mesh, dim, hidden, fsdp=fsdp, keep_master=keep_master)
+        model = tensor_parallel.build(format, mesh, dim, hidden, fsdp=fsdp, keep_master=keep_master)
     else:
-        model = tp_models.initialise(tp_models.mlp(dim, hidden, "cpu"))
+        model = tensor_parallel.initialise(tensor_parallel.mlp(dim, hidden, "cpu"))
         qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
     qshard.flush(model)
     return model
@@ -159,7 +159,7 @@ def quantized_values(format, dim, hidden, shape, values):
     model = model_of(format, dim, hidden, shape)
     with torch.no_grad():
         for name in ("up", "down"):
-            tp_models.write(getattr(model, name).weight, values[f"{name}.weight"])
+            tensor_parallel.write(getattr(model, name).weight, values[f"{name}.weight"])
     qshard.flush(model)
     return code_values(model)
 

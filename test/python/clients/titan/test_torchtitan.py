@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from dist_helpers import on_ranks, shared_folder
-from dist_models import different, local_values
+from models.weights import different, local_values
 from nn_helpers import assert_bits
 from safetensors.torch import load_file
 from titan_stand_ins import (

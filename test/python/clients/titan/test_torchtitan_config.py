@@ -4,7 +4,7 @@ checkpoints, on two ranks, with quantized weights and beside plain twins."""
 import pytest
 import torch
 from dist_helpers import on_ranks, on_worlds, shared_folder
-from dist_models import different, local_values
+from models.weights import different, local_values
 from titan_jobs import (
     TABLE,
     Job,

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from dist_helpers import shared_folder
-from dist_models import different, local, local_values
+from models.weights import different, local, local_values
 from safetensors.torch import load_file
 from titan_stand_ins import (
     Nothing,
@@ -19,7 +19,7 @@ from titan_stand_ins import (
 from torch.distributed.fsdp import FSDPModule
 
 from qshard.model.quantize import is_quantized
-from qshard.model.state import without_wrappers
+from qshard.model.state_buffers import without_wrappers
 
 SEQUENCE = 32
 TABLE = {"tok_embeddings.weight"}

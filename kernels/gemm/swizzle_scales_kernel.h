@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/gemm/scale_layout.h"
+#include "kernels/gemm/swizzle_scales.h"
 
 namespace qshard::cuda {
 

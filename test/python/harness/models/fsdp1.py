@@ -1,24 +1,16 @@
-"""Models under FSDP1 whose weights are quantized at each use, for the tests of it."""
+"""Models under FSDP1 whose weights are quantized at each use."""
 
 import contextlib
 
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import noted
 from dist_helpers import device, full_mesh
-from dist_models import (
-    DELAYED,
-    WIDTH,
-    Block,
-    Model,
-    adamw,
-    batch,
-    loss_of,
-    noted,
-    quantize_model,
-    shard,
-)
-from torch import nn
+from models.blocks import Block, Model
+from models.formats import DELAYED, quantize_model
+from models.fsdp2 import shard
+from models.training import adamw, batch, loss_of
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel as FSDP,
@@ -36,21 +28,6 @@ from qshard import module_state
 SENT_AS_CODES = ("float8_tensorwise", "float8_blockwise", DELAYED)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Branches(Model):
-    """A block, and a linear in the root's unit, that not every step uses."""
-
-    def __init__(self, parts):
-        super().__init__(33)
-        self.other_head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.parts = parts
-
-    def forward(self, x):
-        part = self.parts.pop()
-        x = self.blocks[0](x)
-        x = self.blocks[1](x) if part > 0 else x
-        return (self.other_head if part > 1 else self.head)(x)
 
 
 def make_dynamic(model, format, **kwargs):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard.dynamic_weights.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of, find
 
@@ -42,7 +42,7 @@ def _wrapper(model):
 
 
 def _quantized_locals(model):
-    return [local for p in model.parameters() if is_quantized(local := local_of(p))]
+    return [local for p in model.parameters() if holds_codes(local := local_of(p))]
 
 
 def _fsdp1(model):
@@ -66,7 +66,7 @@ def _optimizer(model, optimizer):
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     known = kind.startswith(_OPTIMIZERS)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    quantized = [p for p in model.parameters() if is_quantized(local_of(p)) and p.requires_grad]
+    quantized = [p for p in model.parameters() if holds_codes(local_of(p)) and p.requires_grad]
     missing = sum(id(p) not in held for p in quantized)
     text = f"{kind}: " + (
         "known" if known else "not known; a weight that has a gradient counts as written by its step"
@@ -77,7 +77,7 @@ def _optimizer(model, optimizer):
 
 
 def _checkpoint(model):
-    weights = [p for p in model.parameters() if is_quantized(local_of(p))]
+    weights = [p for p in model.parameters() if holds_codes(local_of(p))]
     dynamics = _dynamic_weights(model)
     if not weights and dynamics:
         text = "plain tensors in state_dict(), which the weights are: as of the model without qshard"

@@ -11,10 +11,10 @@ import hashlib
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.placement import group_names, place, roles
 from qshard import module_state
-from qshard.modules.moves import with_local
+from qshard.modules.module_apply import with_local
 from qshard.nn.base import Initialized
 
 ops = torch.ops.qshard
@@ -66,7 +66,7 @@ def _put_masters(module, state_dict, prefix, local_metadata):
         if value is None or value is parameter:
             continue  # keep_vars=True asks for the parameters themselves
         local = local_of(value)
-        if not is_quantized(local) or local.is_meta:
+        if not holds_codes(local) or local.is_meta:
             continue
         if local is not value:
             state_dict[prefix + name] = with_local(ops._export_view(local), value)
@@ -106,7 +106,7 @@ def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{name}_{part}": tensor
         for name, weight in weights(module)
-        if is_quantized(local_of(weight))
+        if holds_codes(local_of(weight))
         for part, tensor in _saved_state(weight).items()
     }
 

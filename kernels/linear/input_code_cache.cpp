@@ -1,4 +1,4 @@
-#include "kernels/linear/shared_activation.h"
+#include "kernels/linear/input_code_cache.h"
 
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
@@ -12,22 +12,22 @@
 namespace qshard::cuda {
 namespace {
 
-// What decides the codes of a tensor, beside its values.
-struct Circumstances {
+// The facts, beside the values, that decide a tensor's codes.
+struct CacheKey {
   ScaleMode scale_mode = ScaleMode::kTensor;
   ScaleMode columns_scale_mode = ScaleMode::kTensor;
   bool power_of_two = false;
   cudaStream_t stream = nullptr;
-  unsigned long long capture = 0;  // 0: none. What a graph replays must have been captured with it
+  unsigned long long capture = 0;  // 0: none. A graph must have captured the codes that it replays
 
-  bool operator==(const Circumstances&) const = default;
+  bool operator==(const CacheKey&) const = default;
 };
 
-// Which values the tensor had. Weak, so that an address is not another one's while this lives, and
-// the codes keep neither the graph nor its memory.
-class Contents {
+// Identifies the values that were quantized. The references are weak: the codes keep neither the
+// graph nor its memory, and no other object takes an address while this compares it.
+class ValueIdentity {
  public:
-  explicit Contents(const SharedInput& input)
+  explicit ValueIdentity(const SharedInput& input)
       : record_(weak_record(input.record)), storage_(input.tensor.storage().getWeakStorageImpl()) {}
 
   bool is_of(const SharedInput& input) const {
@@ -40,13 +40,12 @@ class Contents {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
 };
 
-struct SharedActivation final : c10::intrusive_ptr_target {
-  SharedActivation(Circumstances circumstances, const SharedInput& input,
-                   QuantizedMatrix activation)
-      : circumstances(circumstances), contents(input), activation(std::move(activation)) {}
+struct InputCodeCache final : c10::intrusive_ptr_target {
+  InputCodeCache(CacheKey key, const SharedInput& input, QuantizedMatrix activation)
+      : key(key), contents(input), activation(std::move(activation)) {}
 
-  Circumstances circumstances;
-  Contents contents;
+  CacheKey key;
+  ValueIdentity contents;
   QuantizedMatrix activation;
 };
 
@@ -59,7 +58,7 @@ unsigned long long capture_id(cudaStream_t stream) {
 
 }  // namespace
 
-QuantizedMatrix quantize_shared_activation(const SharedInput& input, const at::Tensor& x,
+QuantizedMatrix quantize_cached_activation(const SharedInput& input, const at::Tensor& x,
                                            const OperandRequest& request) {
   c10::TensorImpl& owner = *input.tensor.unsafeGetTensorImpl();
   const auto quantize = [&] { return quantize_activation(x, request); };
@@ -68,18 +67,16 @@ QuantizedMatrix quantize_shared_activation(const SharedInput& input, const at::T
   const bool may_be_replayed = stream != nullptr && capture == 0;
   if (may_be_replayed) return quantize();
   const Format& format = *request.format;
-  const Circumstances now{packed_scale_mode(format),
-                          packed_columns_scale_mode(format, request.role),
-                          format.activations.power_of_two_scales, stream, capture};
+  const CacheKey now{packed_scale_mode(format), packed_columns_scale_mode(format, request.role),
+                     format.activations.power_of_two_scales, stream, capture};
   const KeptThing kept = kept_with(owner, Kept::kInputCodes);
-  const auto* known = static_cast<const SharedActivation*>(kept.get());
-  if (known != nullptr && known->circumstances == now && known->contents.is_of(input)) {
+  const auto* known = static_cast<const InputCodeCache*>(kept.get());
+  if (known != nullptr && known->key == now && known->contents.is_of(input)) {
     const QuantizedMatrix& activation = known->activation;
-    if (activation.has(request.orientations, Arrangement::kPacked)) return activation;
+    if (activation.has(request.orientations, OperandLayout::kPacked)) return activation;
   }
   QuantizedMatrix activation = quantize();
-  keep_with(owner, Kept::kInputCodes,
-            c10::make_intrusive<SharedActivation>(now, input, activation));
+  keep_with(owner, Kept::kInputCodes, c10::make_intrusive<InputCodeCache>(now, input, activation));
   return activation;
 }
 

@@ -1,4 +1,4 @@
-#include "dispatch/buffer/handed_out_masters.h"
+#include "dispatch/buffer/master_aliases.h"
 
 #include <algorithm>
 #include <atomic>
@@ -10,8 +10,8 @@ namespace {
 
 using WeakBuffer = c10::weak_intrusive_ptr<QuantizedBuffer>;
 
-/// By storage. Weak: a buffer may go while its alias stays; such entries go when there are twice as
-/// many as were alive when last looked through.
+/// Buffers by the storage of their master. The references are weak, because a buffer may go while
+/// its alias stays. add() drops dead entries when the map has doubled since it last did so.
 class Registry {
  public:
   void add(const BufferPtr& buffer) {
@@ -54,9 +54,9 @@ Registry& registry() {
 
 }  // namespace
 
-void hand_out_master(const BufferPtr& buffer) { registry().add(buffer); }
+void note_master_alias(const BufferPtr& buffer) { registry().add(buffer); }
 
-BufferPtr owner_of_master(const at::Tensor& plain) {
+BufferPtr owner_of_master_alias(const at::Tensor& plain) {
   return plain.has_storage() ? registry().find(plain.storage().unsafeGetStorageImpl())
                              : BufferPtr();
 }

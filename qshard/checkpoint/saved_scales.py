@@ -8,13 +8,13 @@ are coarse, and its tensor scale is rounded. In the scales that they came from, 
 import torch
 from torch.distributed.tensor import DTensor
 
-from qshard._runtime.hooks import is_quantized, local_of
-from qshard.checkpoint.boxes import Boxes, boxes_of, in_blocks
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard.checkpoint.layouts import block_of
 from qshard.checkpoint.model import Entry
 from qshard.checkpoint.ranks import Ranks
+from qshard.checkpoint.shard_regions import Boxes, boxes_of, in_blocks
 from qshard.formats import info_of
-from qshard.model.state import copy_values
+from qshard.model.state_buffers import copy_values
 
 ops = torch.ops.qshard
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the values of codes 0 to 7
@@ -26,7 +26,7 @@ def has_own_scales(weight: torch.Tensor) -> bool:
     scales span rows, does without: powers of two bring its values back."""
     local = local_of(weight)
     return (
-        is_quantized(local)
+        holds_codes(local)
         and not local.is_meta
         and not ops._keeps_master(local)
         and info_of(ops.format(local)).columnwise is None

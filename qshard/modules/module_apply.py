@@ -11,7 +11,7 @@ import functools
 import torch
 from torch.distributed.tensor import DTensor
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.patches import wrap
 
 ops = torch.ops.qshard
@@ -27,7 +27,7 @@ class _KeepQuantized:
 
     def __call__(self, tensor):
         local = local_of(tensor)
-        if not is_quantized(local):
+        if not holds_codes(local):
             return self.fn(tensor)
         ops._make_shards(_SAME_ROWS)  # by empty_like, for to_empty()
         try:
@@ -37,7 +37,7 @@ class _KeepQuantized:
         result_local = local_of(result)
         if result is tensor:
             return result
-        if not is_quantized(result_local):
+        if not holds_codes(result_local):
             _check_dtype("a parameter", result.dtype)
             result_local = ops._copy_to(local.detach(), result.dtype, result.device)
             result = result_local if local is tensor else with_local(result_local, tensor)
@@ -65,7 +65,7 @@ def _quantized_of(module, recurse):
     found = {}
     for name, parameter in module.named_parameters(recurse=recurse):
         local = local_of(parameter)
-        if is_quantized(local):
+        if holds_codes(local):
             found.setdefault((local.dtype, local.device), name)
     return found
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from qshard._runtime.hooks import is_quantized, local_of
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard.gradients import DDPHook, QuantizedReduceScatter, ddp_message_bytes
 
 ops = torch.ops.qshard
@@ -60,7 +60,7 @@ def _count_weights(rows, params, shards, ranks_again, dtype):
     """`ranks_again`: over which backward gathers them once more, if it does."""
     for row, param in zip(rows, params):
         local = local_of(param.sharded_param)
-        if is_quantized(local):
+        if holds_codes(local):
             row.gathered = shards * ops._storage_bytes(local)["sent"]
             row.gathered_as = "codes"
         else:

@@ -1,9 +1,10 @@
-"""A block whose linears engines fuse, trained with shared tensor scales, for tests on any mesh."""
+"""Models whose weights share tensor scales, trained on any mesh."""
 
 import torch
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, gather_objects
-from dist_models import full_tensor
+from models.blocks import FusableBlock
+from models.weights import full_tensor, local as local_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -19,28 +20,10 @@ RECIPES = {
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-class Block(nn.Module):
-    """Rows that ranks share unevenly, and one of which most ranks have nothing."""
-
-    def __init__(self, dim=48):
-        super().__init__()
-        self.q_proj = nn.Linear(dim, 100, bias=False)
-        self.k_proj = nn.Linear(dim, 33)
-        self.v_proj = nn.Linear(dim, 1, bias=False)
-        self.gate_proj = nn.Linear(dim, 70)
-        self.up_proj = nn.Linear(dim, 70)
-        self.down_proj = nn.Linear(70, dim)
-
-    def forward(self, x):
-        y = self.q_proj(x).mean(-1, keepdim=True) * self.k_proj(x).mean(-1, keepdim=True)
-        x = x + y * self.v_proj(x)
-        return x + self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x))
-
-
 def plain(seed=0):
     """The largest of a group is now in this weight, now in that."""
     torch.manual_seed(seed)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(FusableBlock(), FusableBlock())
     with torch.no_grad():
         for i, block in enumerate(model):
             for j, names in enumerate(GROUPS):
@@ -73,10 +56,6 @@ def step(model, optimizer, seed):
             grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
         parameter.grad = grad
     optimizer.step()
-
-
-def local_of(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def looks(model):

@@ -1,5 +1,5 @@
 // Row-local scales of a row image in cuBLASLt's order: a warp copies 128 rows x 16 scales.
-#include "kernels/gemm/scale_layout_kernel.h"
+#include "kernels/gemm/swizzle_scales_kernel.h"
 
 namespace qshard::cuda {
 namespace {

@@ -1,11 +1,12 @@
-"""Tensor-parallel models and what their weights should be, for the tests of meshes."""
+"""Tensor-parallel models, and what their weights must be."""
 
 import torch
-import torch.nn.functional as F
 from dist_helpers import device
-from dist_models import RECIPES, flush_step, full_tensor, grid, image_bytes, ops, unsharded
 from helpers import fit, has_two_images, row_bytes
-from torch import nn
+from models.blocks import MLP
+from models.formats import RECIPES
+from models.plain_twins import flush_step
+from models.weights import full_tensor, grid, image_bytes, unsharded
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,18 +21,7 @@ from torch.distributed.tensor.parallel import (
 import qshard
 from qshard.formats import info_of
 
-
-class MLP(nn.Module):
-    """`up` is cut by rows and `down` by columns, of `hidden` features."""
-
-    def __init__(self, dim, hidden):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(self.norm(x))))
+ops = torch.ops.qshard
 
 
 def replicated():

@@ -1,7 +1,7 @@
-// The swizzled order of block scales that cuBLASLt takes (kernels/gemm/scale_layout.h).
-#include "kernels/gemm/scale_layout.h"
+// The swizzled order of block scales that cuBLASLt takes (kernels/gemm/swizzle_scales.h).
+#include "kernels/gemm/swizzle_scales.h"
 #ifdef QSHARD_WITH_CUDA
-#include "kernels/gemm/scale_layout_kernel.h"
+#include "kernels/gemm/swizzle_scales_kernel.h"
 #endif
 #include "test/cpp/cases/kernel_cases.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/format/cuts.h"
+#include "kernels/format/boundary_blocks.h"
 
 #include <fmt/format.h>
 
@@ -10,31 +10,31 @@ namespace qshard {
 namespace {
 
 /// Whether a boundary before this logical row lies inside a block.
-bool cuts_a_block(const Layout& layout, int64_t row) {
+bool splits_a_block(const Layout& layout, int64_t row) {
   return row > 0 && row < layout.logical_rows &&
          !layout.format->scale.begins_at(row % layout.matrix_rows);
 }
 
 }  // namespace
 
-Cuts find_cuts(const Layout& all_images, int64_t ranks) {
-  const Layout layout = all_images.tallest();
-  Cuts cuts;
-  if (layout.format->scale.is_in_grid() || ranks <= 1 || layout.cols == 0) return cuts;
-  // Dimension 0 is cut: rows of one matrix, or whole matrices. Taking a single matrix of a 3-D
-  // tensor for a 2-D one lists cuts that no rank has, which does no harm.
+BoundaryBlocks find_boundary_blocks(const Layout& all_images, int64_t ranks) {
+  const Layout layout = all_images.coarsest_image();
+  BoundaryBlocks boundary;
+  if (layout.format->scale.is_in_grid() || ranks <= 1 || layout.cols == 0) return boundary;
+  // Dimension 0 is chunked: rows of one matrix, or whole matrices. A single matrix of a 3-D tensor
+  // looks like a 2-D one and lists boundaries that no rank has, which does no harm.
   std::vector<int64_t> rows;
   if (layout.matrices() == 1) {
     const int64_t chunk = ceil_div(layout.logical_rows, ranks);
     for (int64_t row = chunk; row < layout.logical_rows; row += chunk) {
-      if (!cuts_a_block(layout, row)) continue;
+      if (!splits_a_block(layout, row)) continue;
       const int64_t block_row = layout.block_row(row);
       if (rows.empty() || rows.back() != block_row) rows.push_back(block_row);
     }
   }
-  cuts.rows = static_cast<int64_t>(rows.size());
+  boundary.rows = static_cast<int64_t>(rows.size());
   const int64_t live = layout.live_rows();
-  if (live == 0) return cuts;
+  if (live == 0) return boundary;
   const int64_t begin = layout.row_offset;
   const int64_t end = begin + live;
   const auto index_of = [&](int64_t block_row, bool is_cut) {
@@ -48,9 +48,9 @@ Cuts find_cuts(const Layout& all_images, int64_t ranks) {
     }
     return int64_t{-1};
   };
-  cuts.first = index_of(layout.block_row(begin), cuts_a_block(layout, begin));
-  cuts.last = index_of(layout.block_row(end - 1), cuts_a_block(layout, end));
-  return cuts;
+  boundary.first = index_of(layout.block_row(begin), splits_a_block(layout, begin));
+  boundary.last = index_of(layout.block_row(end - 1), splits_a_block(layout, end));
+  return boundary;
 }
 
 }  // namespace qshard

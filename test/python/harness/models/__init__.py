@@ -1,0 +1,1 @@
+"""The models that tests quantize, shard and train, and ways to look at them."""
