@@ -108,8 +108,13 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     thinning.leave_out(config, items)
-    if not config.getoption("--full"):
-        thinning.keep_pairs(config, items)
+    if config.getoption("--full"):
+        return
+    thinning.keep_pairs(config, items)
+    if not config.getoption("--all-clients"):
+        for item in items:
+            if item.get_closest_marker("takes_a_minute"):
+                item.add_marker(pytest.mark.skip(reason="Inductor takes a minute: --all-clients or --full runs it"))
 
 
 @pytest.hookimpl(trylast=True)

@@ -19,7 +19,7 @@ from program_values import difference
 from random_programs import call, run_on
 
 BUDGET_S = 210
-PROGRAMS = {1: 140, 2: 70, 3: 25, 4: 10}  # by ranks
+PROGRAMS = {1: 100, 2: 40, 3: 15, 4: 8}  # by ranks
 
 
 @on_worlds(*PROGRAMS)

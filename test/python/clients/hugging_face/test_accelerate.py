@@ -56,6 +56,7 @@ def test_load_state_goes_on_where_save_state_was(recipe, safe, tmp_path):
     assert not different(first[1], second[1])
 
 
+@pytest.mark.takes_a_minute
 def test_a_compiled_model_trains_as_the_eager_one():
     accelerator, model, *rest = prepared("float8_delayed")
     with compiling():

@@ -175,6 +175,7 @@ def test_replicas_of_accelerate_stay_the_same(world, recipe):
     assert not different(first, second)
 
 
+@pytest.mark.takes_a_minute
 @pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
 @on_ranks(2, devices=("cpu",))
 def test_compiled_models_train_as_eager_ones(mode):

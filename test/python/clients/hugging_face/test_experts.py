@@ -224,6 +224,7 @@ def test_models_compile_as_one_graph(name, weights):
     torch.testing.assert_close(found[1], expected[1])
 
 
+@pytest.mark.takes_a_minute
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_experts_compile_by_inductor(name):
     torch._dynamo.reset()

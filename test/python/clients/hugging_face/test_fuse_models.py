@@ -153,6 +153,7 @@ def test_positions_of_each_sequence(kind, monkeypatch):
     assert_near(got, expected, 1e-4)
 
 
+@pytest.mark.takes_a_minute
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_checkpointed_and_compiled(kind):
     model, plain, tokens = make(kind), make(kind), tokens_of(2, 9)

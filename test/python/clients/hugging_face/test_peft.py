@@ -141,6 +141,7 @@ def test_saved_adapters_go_on_where_they_were(keep_master, use_dora, tmp_path):
     assert train(model, clip=0.01) == train(other, clip=0.01)
 
 
+@pytest.mark.takes_a_minute
 def test_a_compiled_model_trains_as_the_eager_one():
     def run(compiled):
         model = with_adapters(qshard.quantize_(llama(), RECIPES["float8_blockwise"], keep_master=False))

@@ -48,6 +48,7 @@ def trainer(folder, recipe, mode, tied, seed=0, arguments=(), **kwargs):
     return Trainer(model, arguments, train_dataset=Text(), callbacks=callbacks)
 
 
+@pytest.mark.takes_a_minute
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2-sharded"])
 @on_ranks(2, devices=("cpu",))
 def test_compiled_models_train_as_eager_ones(mode):

@@ -89,6 +89,7 @@ def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(recipe, tied, tmp_pa
     assert not different(first.model, second.model)
 
 
+@pytest.mark.takes_a_minute
 def test_the_trainer_compiles(tmp_path):
     runs = []
     for options in ({}, dict(torch_compile_backend="inductor")):
