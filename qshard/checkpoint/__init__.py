@@ -3,5 +3,6 @@ from are `state_dict`s and DCP's, of plain values.)"""
 
 from qshard.checkpoint.load import load_quantized
 from qshard.checkpoint.save import save_quantized
+from qshard.checkpoint.stream import quantized_tensors
 
-__all__ = ["load_quantized", "save_quantized"]
+__all__ = ["load_quantized", "quantized_tensors", "save_quantized"]
