@@ -18,7 +18,8 @@ _FUNCTION = "qshard.checkpoint.ignored_modules"
 
 def ignored_modules(model: nn.Module, *, layout: str, names=None, fused=None) -> list[str]:
     """The linears of a model that stay plain, as the reader of a layout wants to be told: for its
-    `modules_to_not_convert`, `ignore` or `exclude_modules`. No collective.
+    `modules_to_not_convert`, `ignore` or `exclude_modules`. No collective; but under `fully_shard` call it on all ranks:
+    it asks for a state_dict, before which FSDP2 reshards what a forward has left gathered.
 
     layout, names, fused: as for `quantized_tensors`.
 
