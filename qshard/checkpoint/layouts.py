@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from qshard.checkpoint.engines import ENGINES
 from qshard.formats import info_of
 
 LAYOUTS = ("deepseek-fp8", "compressed-tensors", "modelopt")
@@ -190,14 +191,15 @@ _SCHEMES = [
 ]
 
 
-def check(layout: str, scale_fmt: str = "float") -> None:
+def check(layout: str, scale_fmt: str = "float", known=LAYOUTS + ENGINES) -> None:
     """Raises ValueError naming what there is."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
+    if layout not in known:
+        raise ValueError(f"layout must be one of {', '.join(known)}, not {layout!r}")
     if scale_fmt not in SCALE_FORMATS:
         raise ValueError(f"scale_fmt must be one of {', '.join(SCALE_FORMATS)}, not {scale_fmt!r}")
-    if scale_fmt == "ue8m0" and layout != "deepseek-fp8":
-        raise ValueError(f"layout {layout!r} has no scale_fmt {scale_fmt!r}; 'deepseek-fp8' has")
+    if scale_fmt == "ue8m0" and layout not in ("deepseek-fp8", "sglang"):
+        have = "'deepseek-fp8' has" if "sglang" not in known else "'deepseek-fp8' and 'sglang' have"
+        raise ValueError(f"layout {layout!r} has no scale_fmt {scale_fmt!r}; {have}")
 
 
 def scheme_for(layout: str, format: str, scale_fmt: str = "float") -> Scheme:
@@ -206,10 +208,12 @@ def scheme_for(layout: str, format: str, scale_fmt: str = "float") -> Scheme:
     is_ue8m0 = scale_fmt == "ue8m0"
     info = info_of(format)
     family, scale = _FAMILIES[info.gemm.scale_mode], info.scale
+    of_files = "deepseek-fp8" if layout in ENGINES else layout
     for scheme in _SCHEMES:
-        if (scheme.layout, scheme.family) == (layout, family):
+        if (scheme.layout, scheme.family) == (of_files, family):
             return replace(
                 scheme,
+                layout=layout,
                 config={**scheme.config, "scale_fmt": scale_fmt} if is_ue8m0 else scheme.config,
                 is_ue8m0=is_ue8m0,
                 block=(scale.block_rows if scale.place == "grid" else 1, scale.block_cols),
@@ -217,6 +221,7 @@ def scheme_for(layout: str, format: str, scale_fmt: str = "float") -> Scheme:
                 codes_per_byte=8 // info.code_bits,
             )
     known = [s.layout for s in _SCHEMES if s.family == family]
+    known += ENGINES if layout in ENGINES and "deepseek-fp8" in known else ()
     raise ValueError(
         f"layout {layout!r} has no weights of {family} scaling; those that have are {', '.join(known)}"
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qshard._runtime.hooks import local_of
 from qshard.checkpoint import files, layouts
 from qshard.checkpoint.model import entries_of
 from qshard.checkpoint.ranks import Ranks
@@ -66,13 +67,18 @@ def _checked_loads(entries, boxes, directory, ranks):
     scale_fmt = config["quantization_config"].get("scale_fmt", "float")
     reader = files.Reader(directory)
     loads, used = [], set()
+    stacks = {}
     for entry in entries:
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.key} is on the meta device; call model.to_empty(device=...) first")
         kind = _QuantizedLoad if entry.is_quantized else _PlainLoad
         load = kind(entry, boxes[entry.key], reader, (layout, scale_fmt), ranks)
         used.update(load.names)
-        loads.append(load)
+        if entry.part is None:
+            loads.append(load)
+        else:
+            stacks.setdefault(entry.part.key, []).append(load)
+    loads += [_StackLoad(parts) for parts in stacks.values()]
     unused = sorted(set(reader.names) - used)
     if unused:
         raise ValueError(f"the files hold {some(unused)}, which this model has no place for")
@@ -116,7 +122,7 @@ class _PlainLoad:
                 f"{entry.key} is plain, and {entry.name} is quantized in the files; quantize the model "
                 "by qshard.quantize_ first"
             )
-        _check(reader, entry.name, entry.key, [tuple(entry.tensor.shape)], dtypes)
+        _check(reader, entry.name, entry.key, [entry.shape], dtypes)
         self.box = boxes.held[ranks.rank]
 
     def check_numbers(self):
@@ -131,12 +137,12 @@ class _PlainLoad:
 class _QuantizedLoad:
     def __init__(self, entry, boxes, reader, layout, ranks):
         self.entry, self.reader = entry, reader
-        self.format = ops.format(entry.local)
+        self.format = entry.format
         layout, scale_fmt = layout
         scheme = layouts.scheme_for(layout, self.format, scale_fmt)
-        scheme.check(entry.key, *entry.tensor.shape)
+        scheme.check(entry.key, *entry.shape)
         self.scheme = scheme
-        specs = scheme.tensors(*entry.tensor.shape)
+        specs = scheme.tensors(*entry.shape)
         self.names = [f"{entry.module}.{suffix}" for suffix in specs]
         for name, (dtype, shape) in zip(self.names, specs.values()):
             shapes = [shape, (), (1,)] if torch.Size(shape).numel() == 1 else [shape]
@@ -146,12 +152,19 @@ class _QuantizedLoad:
             dtypes += ["U8", "F32"] if dtype is torch.float8_e8m0fnu else []  # DeepSeek-V3.1 has fp32
             _check(reader, name, entry.key, shapes, dtypes)
         self.box, self.matrix = boxes.held[ranks.rank], boxes.matrices[ranks.rank]
+        if entry.part:  # whole, where another rank has it, too: its scales may be this rank's
+            self.box = self.matrix = tuple((0, size) for size in entry.shape)
         self.is_aligned = boxes.is_aligned
+        if entry.part and not self.is_aligned:
+            raise NotImplementedError(
+                f"{entry.key} begins inside a scale block of gate and up as one, and the files have blocks of its own; load it "
+                "into a model whose experts' hidden size is a multiple of the blocks' rows"
+            )
         columnwise = info_of(self.format).columnwise
         block = columnwise.block_rows if columnwise else 1, 1
         if not self.is_aligned:
             # Blocks are those of the whole matrix, from which values are taken.
-            self.matrix = tuple((0, size) for size in entry.tensor.shape)
+            self.matrix = tuple((0, size) for size in entry.shape)
             block = tuple(map(max, block, layouts.block_of(self.format)))
         # Whole blocks are read, where a window of them is no tensor.
         self.read = tuple(_blocks_around(*pair) for pair in zip(self.box, self.matrix, block))
@@ -165,8 +178,7 @@ class _QuantizedLoad:
 
     def __call__(self):
         local = self.entry.local
-        codes = self.reader.box(self.names[0], in_blocks(self.read, self._per_code))
-        read = self._tensor(codes)
+        read = self._tensor(self.codes())
         window = tuple(
             slice(first - start, first - start + count)
             for (first, count), (start, _) in zip(self.box, self.read)
@@ -176,16 +188,34 @@ class _QuantizedLoad:
             return
         copy_values(local, read.narrow(0, window[0].start, self.box[0][1]))
 
+    def codes(self):
+        return self.reader.box(self.names[0], in_blocks(self.read, self._per_code))
+
     @property
     def _per_code(self):
         return 1, self.scheme.codes_per_byte
 
     def _tensor(self, codes):
-        local, scheme, tensor_scale = self.entry.local, self.scheme, None
+        local, rows = self.entry.local, self.matrix[0]
         if codes is None:
-            code_dtype, _ = scheme.tensors(*self.entry.tensor.shape)[scheme.codes]
+            code_dtype, _ = self.scheme.tensors(*self.entry.shape)[self.scheme.codes]
             sizes = [count for _, count in in_blocks(self.read, self._per_code)]
             codes = torch.zeros(sizes, dtype=torch.uint8).view(code_dtype)
+        scale, tensor_scale = self.scales()
+        return ops.from_planes(
+            codes.to(local.device),
+            scale.to(local.device),
+            self.format,
+            tensor_scale_inv=None if tensor_scale is None else tensor_scale.to(local.device),
+            dtype=local.dtype,
+            keep_master=self.is_aligned and ops._keeps_master(local),
+            logical_rows=rows[1],
+            row_offset=self.read[0][0] - rows[0],
+        )
+
+    def scales(self):
+        """(scale_inv, tensor_scale_inv or None), on the CPU."""
+        scheme = self.scheme
         # from_planes takes a grid of fp32 scales of all rows of the matrix.
         rows, columns = self.matrix[0], self.read[1]
         if scheme.block == (None, None):
@@ -197,18 +227,7 @@ class _QuantizedLoad:
                 scale = scale.view(torch.float8_e8m0fnu)
             elif scheme.scale_dtype is torch.float32 and scale.dtype.itemsize == 1:
                 scale = scale.view(torch.float8_e8m0fnu).float()
-        if scheme.tensor_scale:
-            tensor_scale = self._tensor_scale().to(local.device)
-        return ops.from_planes(
-            codes.to(local.device),
-            scale.to(local.device),
-            self.format,
-            tensor_scale_inv=tensor_scale,
-            dtype=local.dtype,
-            keep_master=self.is_aligned and ops._keeps_master(local),
-            logical_rows=rows[1],
-            row_offset=self.read[0][0] - rows[0],
-        )
+        return scale, self._tensor_scale() if scheme.tensor_scale else None
 
     def _tensor_scale(self):
         """A file's scale that divides was rounded; the index tells which one it was made of."""
@@ -222,3 +241,78 @@ class _QuantizedLoad:
         if not torch.equal(scale.reciprocal(), read):
             raise ValueError(f"{files.INDEX} and {self.names[2]} tell of different scales")
         return scale
+
+
+class _StackLoad:
+    """The experts of a stack that this rank has, put together from the matrices of the files: a write of each by itself would
+    count as one of the stack, whose codes a flush would make anew."""
+
+    def __init__(self, parts):
+        entry = parts[0].entry
+        self.stack, self.format, self.key = local_of(entry.tensor), entry.format, entry.part.key
+        (self.first, self.count), logical = (box[0] for box in entry.box)
+        # The logical tensor was settled when the stack was quantized, be it before an expert mesh handed it out or after.
+        logical_rows, *_ = ops._logical_tensor(self.stack)
+        wholes = (0, entry.tensor.shape[0]), logical, (self.first, self.count)
+        of_all = logical_rows // max(entry.tensor.shape[1], 1)
+        self.begin, self.of_all = next((whole for whole in wholes if whole[1] == of_all), wholes[-1])
+        self.is_share = self.count < self.of_all
+        self.experts = {}  # of the logical tensor, in order
+        for load in sorted(parts, key=lambda load: (load.entry.part.expert, load.entry.part.first)):
+            if self.begin <= load.entry.part.expert < self.begin + self.of_all:
+                self.experts.setdefault(load.entry.part.expert, []).append(load)
+
+    def check_numbers(self):
+        for loads in self.experts.values():
+            for load in loads:
+                load.check_numbers()
+            self._scales(loads)
+
+    def __call__(self):
+        stack = self.stack
+        held = range(self.first, self.first + self.count)
+        codes = [torch.cat([load.codes() for load in self.experts[expert]]) for expert in held]
+        codes = torch.stack(codes) if codes else ops.codes(stack)
+        planes, share = [], {}
+        if self.is_share:
+            rows = stack.shape[1]
+            share = dict(logical_rows=self.of_all * rows, row_offset=(self.first - self.begin) * rows)
+        for i, own in enumerate((ops.scale_inv(stack), self._tensor_scale())):
+            # Scales of rows are this rank's; those that span rows are of all the ranks' experts.
+            if own is None:
+                planes.append(None)
+                continue
+            spans_rows = own.dtype == torch.float32
+            chosen = self.experts if spans_rows else held
+            found = [self._scales(self.experts[expert])[i] for expert in chosen]
+            plane = (torch.cat if spans_rows and self.is_share else torch.stack)(found) if found else own
+            planes.append(plane.to(stack.device))
+        scale, tensor_scale = planes
+        read = ops.from_planes(
+            codes.to(stack.device),
+            scale,
+            self.format,
+            tensor_scale_inv=tensor_scale,
+            dtype=stack.dtype,
+            keep_master=ops._keeps_master(stack),
+            **share,
+        )
+        copy_values(stack, read)
+
+    def _tensor_scale(self):
+        has_outer = info_of(self.format).outer_scale is not None
+        return ops.tensor_scale_inv(self.stack) if has_outer else None
+
+    def _scales(self, loads):
+        """Those of one expert's matrix."""
+        scales, tensor_scales = zip(*(load.scales() for load in loads))
+        one_for_all = [scales] if loads[0].scheme.block == (None, None) else []
+        one_for_all += [tensor_scales] if loads[0].scheme.tensor_scale else []
+        for values in one_for_all:
+            if any(not torch.equal(value, values[0]) for value in values):
+                raise ValueError(
+                    f"{self.key}: expert {loads[0].entry.part.expert} has gate and up of other tensor scales in the files, and "
+                    "one in this model; use a recipe whose blocks are smaller"
+                )
+        scale = scales[0] if loads[0].scheme.block == (None, None) else torch.cat(scales)
+        return scale, tensor_scales[0]

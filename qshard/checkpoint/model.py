@@ -11,9 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qshard._runtime.checkpoint import state_names
 from qshard._runtime.hooks import local_of
+from qshard.checkpoint.experts import Part, parts_of
 from qshard.model.choosing import weight_names
 from qshard.model.quantize import is_quantized
 from qshard.model.state_buffers import without_wrappers
+
+
+ops = torch.ops.qshard
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,16 @@ class Entry:
     key: str  # in the model's state_dict
     name: str  # in files
     tensor: torch.Tensor
+    part: Part | None = None  # of a stack of experts
+    box: list | None = None  # of a part, once boxes_of has found them: the rank's boxes of the stack, held and logical
 
     @property
     def is_quantized(self):
         return is_quantized(self.tensor)
+
+    @property
+    def is_parameter(self):
+        return isinstance(self.tensor, nn.Parameter)
 
     @property
     def module(self):
@@ -32,8 +42,30 @@ class Entry:
         return self.name.removesuffix(".weight")
 
     @property
+    def shape(self):
+        return tuple(self.tensor.shape) if self.part is None else (self.part.rows, self.tensor.shape[-1])
+
+    @property
+    def format(self):
+        return ops.format(local_of(self.tensor))
+
+    @property
+    def matrix(self):
+        """This rank's part of the matrix that has the tensor scale."""
+        local = local_of(self.tensor)
+        return local if self.part is None else self.part.matrix(local, self.box[0])
+
+    @property
     def local(self):
-        return local_of(self.tensor)
+        """This rank's part. Without rows, it may have a dimension more."""
+        return self.matrix if self.part is None else self.part.rows_of(self.matrix)
+
+    @property
+    def value(self):
+        """This rank's part, plain: of the master if there is one."""
+        kept = ops.master(self.matrix)
+        value = kept if kept is not None else ops.dequantize(self.matrix, dtype=torch.float32)
+        return value if self.part is None else self.part.rows_of(value)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -79,17 +111,28 @@ def entries_of(model: nn.Module, names) -> list[Entry]:
                 )
             continue
         seen[id(tensor)] = key
-        name = rename(key)
-        if name in keys:
-            raise ValueError(f"names gives {name!r} for {key} and for {keys[name]}")
-        keys[name] = key
-        if is_quantized(tensor) and (tensor.dim() != 2 or not name.endswith(".weight")):
-            raise NotImplementedError(
-                f"{key}, {name!r} in files, is a quantized tensor of shape {tuple(tensor.shape)}; "
-                "layouts hold matrices named <module>.weight"
-            )
-        entries.append(Entry(key, name, tensor))
+        for entry in _of_key(model, key, tensor, rename):
+            if entry.name in keys:
+                raise ValueError(f"names gives {entry.name!r} for {entry.key} and for {keys[entry.name]}")
+            keys[entry.name] = entry.key
+            if entry.is_quantized and (len(entry.shape) != 2 or not entry.name.endswith(".weight")):
+                raise NotImplementedError(
+                    f"{entry.key}, {entry.name!r} in files, is a quantized tensor of shape {entry.shape}; "
+                    "layouts hold matrices named <module>.weight"
+                )
+            entries.append(entry)
     return entries
+
+
+def _of_key(model, key, tensor, rename):
+    if not is_quantized(tensor) or tensor.dim() != 3:
+        return [Entry(key, rename(key), tensor)]
+    prefix, _, attribute = key.rpartition(".")
+    box = []
+    return [
+        Entry(f"{key}[{part.expert}].{part.projection}", rename(part.name), tensor, part, box)
+        for part in parts_of(model.get_submodule(prefix), attribute, key, tensor)
+    ]
 
 
 def plain_linears(model: nn.Module, names) -> list[str]:

@@ -1,4 +1,5 @@
-"""The ranks that write or read one checkpoint together."""
+"""The ranks that write, read or send together: what they agree on, and how their parts of planes come together, on one rank or
+on all of them. Making an exchange is local work, which may find no memory; run() communicates."""
 
 import contextlib
 
@@ -31,10 +32,14 @@ def _ranks_of(meshes):
     return tuple(sorted({rank for root in roots for rank in root.mesh.flatten().tolist()}))
 
 
-def _group_of(ranks):
-    """A process group of these ranks, which alone make it; None stands for the world's."""
+def _group_of(ranks, meshes):
+    """A process group of these ranks, which alone make it; None stands for the world's. A mesh that has one lends it: torch
+    names a new group after the number of groups that a rank knows, and ranks that know others would wait for ever."""
     if len(ranks) == dist.get_world_size():
         return None
+    for mesh in meshes:
+        if mesh.ndim == 1 and tuple(sorted(mesh.mesh.tolist())) == ranks == tuple(mesh.mesh.tolist()):
+            return mesh.get_group()
     key = dist.group.WORLD, ranks
     if key not in _groups:
         for old in [known for known in _groups if known[0] is not dist.group.WORLD]:
@@ -58,7 +63,7 @@ class Ranks:
             raise ValueError(f"{function}: the model is on a mesh of other ranks than this one, {own}")
         self.rank = self.in_world.index(own)
         self.size = len(self.in_world)
-        self.group = _group_of(self.in_world) if meshes else None
+        self.group = _group_of(self.in_world, meshes) if meshes else None
         self.device = torch.device("cpu")
         if meshes and meshes[0].device_type != "cpu":
             self.device = torch.device(meshes[0].device_type, torch.accelerator.current_device_index())
@@ -71,10 +76,17 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def sum(self, values):
+        """Sums over the ranks of int64 numbers, which wrap around."""
+        total = torch.tensor(values, dtype=torch.int64, device=self.device)
+        if not self.is_alone:
+            dist.all_reduce(total, group=self.group)
+        return total.tolist()
+
     @contextlib.contextmanager
     def agreeing(self):
         """What one rank meets inside is raised on all. All come here, and communicate nothing inside but
-        by `gather`, which begins with agreeing: there the others meet a rank that has left by an error."""
+        after an inner one: there the others meet a rank that has left by an error."""
         error = None
         try:
             yield
@@ -92,33 +104,175 @@ class Ranks:
             self._raised = kind(f"{self.function}: {text}{where}")
             raise self._raised from error
 
-    def gather(self, piece, sources, writer):
-        """The pieces of `sources`, {rank: bytes}, on `writer`: flat uint8, in their order; None
-        elsewhere. All ranks call it; those that are no sources give any piece."""
-        if list(sources) == [writer]:
-            return [_bytes(piece)] if self.rank == writer else None
-        received, operations = {}, []
-        with self.agreeing():  # before anybody waits for a piece
-            flat = _bytes(piece) if self.rank == writer or self.rank in sources else None
-            for rank, count in sources.items():
-                if count == 0 or rank == writer:
-                    continue
-                if self.rank == writer:
-                    received[rank] = torch.empty(count, dtype=torch.uint8, device=self.device)
-                    operations.append(self._message(dist.irecv, received[rank], rank))
-                elif self.rank == rank:
-                    operations.append(self._message(dist.isend, flat.to(self.device), writer))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        if self.rank != writer:
-            return None
-        received[writer] = flat.to(self.device)
-        empty = flat.new_empty(0).to(self.device)
-        return [received[rank] if count else empty for rank, count in sources.items()]
+    def check_same(self, **arguments):
+        """Raises ValueError, on all ranks, for an argument that is another one on some rank."""
+        everywhere = self.all(arguments)
+        with self.agreeing():
+            for name, value in everywhere[0].items():
+                other = next((rank for rank in everywhere if rank[name] != value), None)
+                if other is not None:
+                    raise ValueError(
+                        f"{name} is {value!r} on one rank and {other[name]!r} on another; all ranks give the same"
+                    )
 
-    def _message(self, operation, tensor, rank):
+    def message(self, operation, tensor, rank):
+        """For dist.batch_isend_irecv."""
         return dist.P2POp(operation, tensor, self.in_world[rank], group=self.group)
 
 
-def _bytes(piece):
-    return piece.detach().contiguous().reshape(-1).view(torch.uint8)
+class ToOne:
+    """Pieces come to one rank, in one message from each other rank that has what it lacks."""
+
+    def __init__(self, planes, ranks, to):
+        self.planes, self.ranks, self.to = planes, ranks, to
+        self.sources = [_sources(plane, to) for plane in planes]
+        self.counts = {}  # bytes by sender
+        for plane, sources in zip(planes, self.sources):
+            for box, rank in sources.items():
+                if rank != to:
+                    self.counts[rank] = self.counts.get(rank, 0) + plane.nbytes(box)
+        self.counts = {rank: count for rank, count in sorted(self.counts.items()) if count}
+        self.own = {}  # bytes by number of the plane
+        if ranks.rank == to or ranks.rank in self.counts:
+            for i, (plane, sources) in enumerate(zip(planes, self.sources)):
+                if ranks.rank in sources.values():
+                    self.own[i] = _bytes(plane.local, ranks)
+        self.message = _joined(self.own.values()) if ranks.rank in self.counts else None
+
+    @property
+    def communicates(self):
+        return bool(self.counts)
+
+    @property
+    def sent(self):
+        """Bytes that this rank sends, by plane."""
+        is_sender = self.ranks.rank in self.counts
+        return [len(self.own[i]) if is_sender and i in self.own else 0 for i in range(len(self.planes))]
+
+    def run(self):
+        """Each plane's {box: flat bytes} on the rank; None elsewhere."""
+        ranks, received, operations = self.ranks, {}, []
+        for rank, count in self.counts.items():
+            if ranks.rank == self.to:
+                received[rank] = torch.empty(count, dtype=torch.uint8, device=ranks.device)
+                operations.append(ranks.message(dist.irecv, received[rank], rank))
+            elif ranks.rank == rank:
+                operations.append(ranks.message(dist.isend, self.message, self.to))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        if ranks.rank != self.to:
+            return None
+        pieces, read = [], dict.fromkeys(received, 0)
+        for i, (plane, sources) in enumerate(zip(self.planes, self.sources)):
+            of_boxes = {}
+            for box, rank in sources.items():
+                count = plane.nbytes(box)
+                if rank == self.to:
+                    of_boxes[box] = self.own[i]
+                elif not count:
+                    of_boxes[box] = torch.empty(0, dtype=torch.uint8, device=ranks.device)
+                else:
+                    of_boxes[box] = received[rank][read[rank] : read[rank] + count]
+                    read[rank] += count
+            pieces.append(of_boxes)
+        return pieces
+
+
+class ToAll:
+    """Pieces come to all ranks by one all-gather. Ranks that hold the same send an equal part of it each; what all ranks
+    hold is not sent."""
+
+    def __init__(self, planes, ranks):
+        self.planes, self.ranks = planes, ranks
+        self.holders = [_holders(plane) for plane in planes]
+        lengths, self.places = [0] * ranks.size, []  # places: {box: [(rank, first byte, count)]}
+        for plane, holders in zip(planes, self.holders):
+            places = {}
+            for box, of_box in holders.items():
+                if len(of_box) < ranks.size:
+                    nbytes, places[box] = plane.nbytes(box), []
+                    ends = [nbytes * (i + 1) // len(of_box) for i in range(len(of_box))]
+                    for rank, begin, end in zip(of_box, [0, *ends], ends):
+                        places[box].append((rank, lengths[rank], end - begin))
+                        lengths[rank] += end - begin
+            self.places.append(places)
+        self.length = max(lengths)
+        self.own = []
+        for plane, places, holders in zip(planes, self.places, self.holders):
+            box = plane.boxes[ranks.rank]
+            begin = sum(count for rank, _, count in places.get(box, ()) if rank < ranks.rank)
+            count = sum(count for rank, _, count in places.get(box, ()) if rank == ranks.rank)
+            is_local = box in holders and box not in places
+            flat = _bytes(plane.local, ranks) if is_local or count else None
+            self.own.append(flat if is_local or flat is None else flat[begin : begin + count])
+        self.message = None
+        if self.length:
+            self.message = torch.empty(self.length, dtype=torch.uint8, device=ranks.device)
+            sent = [
+                flat
+                for flat, plane, places in zip(self.own, planes, self.places)
+                if flat is not None and plane.boxes[ranks.rank] in places
+            ]
+            if sent:
+                torch.cat(sent, out=self.message[: sum(map(len, sent))])
+
+    @property
+    def communicates(self):
+        return bool(self.length)
+
+    @property
+    def sent(self):
+        """Bytes that this rank's part of a ring sends, by plane; padding belongs to the largest."""
+        others, counts = self.ranks.size - 1, []
+        for places in self.places:
+            of_rank = [n for parts in places.values() for rank, _, n in parts if rank == self.ranks.rank]
+            counts.append(others * sum(of_rank))
+        counts[counts.index(max(counts))] += others * self.length - sum(counts)
+        return counts
+
+    def run(self):
+        """Each plane's {box: flat bytes}."""
+        gathered = None
+        if self.length:
+            size = self.length * self.ranks.size
+            gathered = torch.empty(size, dtype=torch.uint8, device=self.ranks.device)
+            dist.all_gather_into_tensor(gathered, self.message, group=self.ranks.group)
+        pieces = []
+        for flat, places, holders in zip(self.own, self.places, self.holders):
+            pieces.append({box: self._piece(box, flat, places, gathered) for box in holders})
+        return pieces
+
+    def _piece(self, box, own, places, gathered):
+        if box not in places:
+            return own
+        begins = [(rank * self.length + first, count) for rank, first, count in places[box]]
+        return _joined([gathered[begin : begin + count] for begin, count in begins])
+
+
+def _holders(plane):
+    """{box: the ranks that hold it}; boxes without elements only where there are no others."""
+    holders = {}
+    for rank, box in sorted(plane.boxes.items()):
+        holders.setdefault(box, []).append(rank)
+    full = {box: ranks for box, ranks in holders.items() if plane.nbytes(box)}
+    if full:
+        return full
+    return {next(iter(holders)): sorted(plane.boxes)}
+
+
+def _sources(plane, to):
+    """{box: the rank that it comes from}: the receiver or the nearest that holds it."""
+    return {
+        box: min(ranks, key=lambda rank: (abs(rank - to), rank)) for box, ranks in _holders(plane).items()
+    }
+
+
+def _joined(pieces):
+    pieces = list(pieces)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _bytes(tensor, ranks):
+    """Flat, on the device of the ranks' messages."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat if ranks.is_alone else flat.to(ranks.device)

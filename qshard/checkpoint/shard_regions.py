@@ -1,5 +1,7 @@
 """Which ranks hold which part of a tensor: boxes of rows and columns, whatever the meshes are."""
 
+from dataclasses import replace
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -26,8 +28,16 @@ class Boxes:
             self.is_aligned = all(
                 first % size == 0
                 for box in matrices.values()
-                for (first, _), size in zip(box, block)
+                for (first, _), size in zip(box[-2:], block)
             )
+
+    def of_part(self, part, tensor):
+        """Those of a matrix in a stack, which one rank has as a whole, or several."""
+        held = {rank: part.box(box) for rank, box in self.held.items()}
+        boxes = Boxes(tensor, held, held)
+        boxes.shape = part.rows, self.shape[-1]
+        boxes.is_aligned = part.first % block_of(ops.format(local_of(tensor)))[0] == 0
+        return boxes
 
     def holders(self, writer):
         """{rank: box} of ranks whose boxes make the tensor: of replicas the writer, or the first."""
@@ -42,11 +52,20 @@ class Boxes:
 
 def boxes_of(entries, ranks):
     """{key: Boxes}. A collective. Raises, on all ranks, NotImplementedError by name."""
+    stacks = {entry.part.key: entry for entry in entries if entry.part}  # once, and not for each matrix
+    sources = [entry for entry in entries if not entry.part]
+    sources += [replace(entry, key=key, part=None) for key, entry in stacks.items()]
     with ranks.agreeing():
-        own = {entry.key: _own(entry) for entry in entries}
+        own = {entry.key: _own(entry) for entry in sources}
     everywhere = ranks.all(own)
     with ranks.agreeing():
-        return _together(entries, everywhere, ranks)
+        result = _together(sources, everywhere, ranks)
+    for entry in entries:
+        if entry.part:
+            of_stack = result[entry.part.key]
+            entry.box[:] = of_stack.held[ranks.rank], of_stack.matrices[ranks.rank]
+            result[entry.key] = of_stack.of_part(entry.part, entry.tensor)
+    return result
 
 
 def _together(entries, everywhere, ranks):

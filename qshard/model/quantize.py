@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn as torch_nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -191,6 +192,26 @@ def flush(model: torch_nn.Module) -> None:
     per reduction group. Collective: call it on all ranks. Optimizer steps and FSDP2's all-gathers do
     it by themselves; this is for writes of your own, and coalesces what they would do one by one. With
     `weights="dynamic"` and DelayedScaling it rolls the histories that uses would roll."""
+    ops.flush(_shards_of(model))
+    dynamic.flush(model)
+
+
+def flush_any_written(model: torch_nn.Module) -> None:
+    """As flush, also of what some ranks only have written: they tell the others, in one all-reduce per reduction group,
+    first."""
+    shards, is_distributed = _shards_of(model), dist.is_available() and dist.is_initialized()
+    if is_distributed and shards:
+        rank = dist.get_rank()
+        states = ops._written_by_rank(shards, [False] * len(shards), rank, dist.get_world_size())
+        for shard, by_rank in zip(shards, states.tolist()):
+            if by_rank[rank] == 1 and 2 in by_rank:
+                ops._mark_written(shard)
+    ops.flush(shards)
+    dynamic.flush(model)
+
+
+def _shards_of(model):
+    """The local quantized tensors, which know their groups."""
     for module in model.modules():
         scale_groups.link(module)
     shards = []
@@ -201,8 +222,7 @@ def flush(model: torch_nn.Module) -> None:
             if groups:  # without, it keeps what it knows
                 ops._set_groups(local, groups)
             shards.append(local)
-    ops.flush(shards)
-    dynamic.flush(model)
+    return shards
 
 
 @outside_graphs

@@ -392,7 +392,7 @@ def test_a_full_disk_leaves_no_files(tmp_path):
 FAILURES = {
     "opening": ("files.FileWriter.__init__", OSError(13, "Permission denied")),
     "gathering": ("ranks._bytes", torch.OutOfMemoryError("no memory")),
-    "putting together": ("save._whole", RuntimeError("no memory")),
+    "putting together": ("planes.Plane.whole", RuntimeError("no memory")),
     "writing": ("files.FileWriter.write", OSError(28, "No space left")),
     "naming": ("files.FileWriter.finish", OSError(18, "another device")),
 }

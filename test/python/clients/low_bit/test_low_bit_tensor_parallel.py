@@ -71,16 +71,16 @@ def said(function, *args, **kwargs):
 
 def save(format, dim, hidden, shape, directory, **kwargs):
     """What was said, the codes' values, and the most that a gather has brought together here."""
-    from qshard.checkpoint import save as module
+    from qshard.checkpoint.planes import Plane
 
-    model, most, gather = model_of(format, dim, hidden, shape, **kwargs), [0], module._gather
+    model, most, whole = model_of(format, dim, hidden, shape, **kwargs), [0], Plane.whole
 
     def noted(*args):
-        result = gather(*args)
-        most.append(0 if result is None else result.numel())
+        result = whole(*args)
+        most.append(result.numel())
         return result
 
-    with mock.patch.object(module, "_gather", noted):
+    with mock.patch.object(Plane, "whole", noted):
         texts = said(save_quantized, model, directory, layout=LAYOUTS[format])
     return texts, code_values(model), max(most)
 

@@ -1,0 +1,143 @@
+"""The planes of a unit: which part of them a rank holds, and the tensors that readers get of the whole ones."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from qshard.checkpoint.engines import packed_exponents
+from qshard.checkpoint.shard_regions import in_blocks
+from qshard.formats import info_of
+
+ops = torch.ops.qshard
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Codes, scales or values of one matrix, or a plain tensor. local: this rank's part. boxes: {rank: its part of
+    `shape`}; those that overlap, as of scales of blocks of several ranks, hold the same. block: the matrix's rows and
+    columns for each element."""
+
+    local: torch.Tensor
+    boxes: dict
+    shape: tuple[int, ...]
+    block: tuple[int, int] = (1, 1)
+
+    def nbytes(self, box):
+        return torch.Size(count for _, count in box).numel() * self.local.dtype.itemsize
+
+    def whole(self, pieces):
+        """The tensor of `pieces`, {box: flat bytes}."""
+        dtype = self.local.dtype
+        if len(pieces) == 1:
+            (piece,) = pieces.values()
+            return _typed(piece, dtype).reshape(self.shape)
+        tensor = torch.empty(self.shape, dtype=dtype, device=next(iter(pieces.values())).device)
+        for box, piece in pieces.items():
+            sizes = torch.Size(count for _, count in box)
+            if sizes.numel():
+                at = tuple(slice(first, first + count) for first, count in box)
+                tensor[at] = _typed(piece, dtype).reshape(sizes)
+        return tensor
+
+
+def _typed(flat, dtype):
+    """Bytes as a dtype, which wants them at a multiple of its size."""
+    return (flat.clone() if flat.storage_offset() % dtype.itemsize else flat).view(dtype)
+
+
+@torch.no_grad()
+def planes_of(unit, plan) -> list[Plane]:
+    """What ranks send each other of a unit, in an order that is equal on all."""
+    result = []
+    for entry in unit.entries:
+        boxes, shape = plan.boxes[entry.key].held, entry.shape
+        if not entry.is_quantized:
+            result.append(Plane(entry.local.detach().to(plan.plain_dtype(entry)), boxes, shape))
+        elif unit.is_requantized:
+            result.append(Plane(entry.value, boxes, shape))
+        else:
+            result += _quantized(entry.local, boxes, shape, plan.scheme)
+    return result
+
+
+def _quantized(local, boxes, shape, scheme):
+    def plane(part, block):
+        """One element per block."""
+        of_blocks = {rank: in_blocks(box, block) for rank, box in boxes.items()}
+        # Rows that no rank has matter to no box.
+        of_blocks = {
+            rank: box if all(n for _, n in box) else ((0, 0), (0, 0)) for rank, box in of_blocks.items()
+        }
+        counts = tuple(-(-size // of_one) for size, of_one in zip(shape, block))
+        return Plane(part, of_blocks, counts, tuple(block))
+
+    planes = [
+        plane(ops.codes(local), (1, scheme.codes_per_byte)),
+        plane(ops.scale_inv(local), scheme.block_within(*shape)),
+    ]
+    if info_of(ops.format(local)).outer_scale is not None:
+        planes.append(plane(ops.tensor_scale_inv(local), shape))
+    return planes
+
+
+@torch.no_grad()
+def tensors_of(unit, plan, wholes, exact=None) -> dict[str, torch.Tensor]:
+    """{name: tensor} as readers get them, of the whole tensors of `planes_of`. `exact` gets the tensor scales of which
+    readers get rounded reciprocals, by the weights' names."""
+    if unit.is_plain:
+        (name,) = unit.tensors
+        return {name: wholes[0] if len(wholes) == 1 else torch.cat(wholes)}
+    if unit.is_requantized:
+        matrices = _quantized_together(unit, plan, wholes)
+    else:
+        per_entry = len(wholes) // len(unit.entries)
+        matrices = [wholes[i * per_entry : (i + 1) * per_entry] for i in range(len(unit.entries))]
+    if unit.fused:
+        planes = [torch.cat(parts) for parts in zip(*matrices)]
+        if unit.experts:
+            return {
+                name: plane.view(dtype).reshape(shape)
+                for (name, (dtype, shape)), plane in zip(unit.tensors.items(), planes)
+            }
+        return _of_matrix(unit.fused, None, planes, plan, exact)
+    result = {}
+    for entry, planes in zip(unit.entries, matrices):
+        result |= _of_matrix(entry.module, entry, planes, plan, exact)
+    return result
+
+
+def _of_matrix(module, entry, planes, plan, exact):
+    (codes, scale, *outer), scheme, result = planes, plan.scheme, {}
+    rows, columns = codes.shape[0], codes.shape[1] * scheme.codes_per_byte
+    scale = scale.to(torch.float8_e8m0fnu) if scheme.is_ue8m0 else scale
+    tensors = {scheme.codes: codes, scheme.scale: scale}
+    if scheme.tensor_scale:
+        (tensor_scale,) = outer
+        if scheme.divides and exact is not None:
+            exact[entry.name] = tensor_scale.item().hex()
+        tensors[scheme.tensor_scale] = tensor_scale.reciprocal() if scheme.divides else tensor_scale
+    for suffix, (dtype, shape) in scheme.tensors(rows, columns).items():
+        tensor = tensors[suffix].contiguous()
+        tensor = tensor.view(dtype) if tensor.dtype.itemsize == dtype.itemsize else tensor
+        result[f"{module}.{suffix}"] = tensor.reshape(shape)
+    if plan.packs_exponents:
+        result[f"{module}.{scheme.scale}"] = packed_exponents(result[f"{module}.{scheme.scale}"], rows)
+    return result
+
+
+def _quantized_together(unit, plan, values):
+    """Planes of weights as one matrix, which has one tensor scale. Blocks end where a weight does."""
+    padded, windows, end = [], [], 0
+    for value in values:
+        padding = -value.shape[0] % 16 if len(values) > 1 else 0
+        padded.append(nn.functional.pad(value.float(), (0, 0, 0, padding)))
+        windows.append((end, end + value.shape[0]))
+        end += value.shape[0] + padding
+    format = unit.entries[0].format.partition("[")[0]
+    whole = ops.quantize(torch.cat(padded), format)
+    planes = [ops.codes(whole), ops.scale_inv(whole)]
+    outer = [ops.tensor_scale_inv(whole)] if plan.scheme.tensor_scale else []
+    if len(windows) == 1:
+        return [planes + outer]
+    return [[plane[a:b] for plane in planes] + outer for a, b in windows]

@@ -1,0 +1,166 @@
+"""Stacks of experts in streams and in low-bit files: a matrix for each expert and projection, and what engines hold."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from decoding import assert_same_bits, decoded
+from dist_helpers import device, full_mesh, on_ranks, shared_folder
+from moe_models import TINY
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import qshard
+import qshard.integrations.transformers  # makes experts_implementation="qshard" known
+from qshard.checkpoint import digests, load_quantized, quantized_tensors, save_quantized, verify
+
+ops = torch.ops.qshard
+EXPERTS = 4
+
+
+def build(format="float8_blockwise", width=128, seed=0, keep_master=True, ep=None):
+    config = transformers.Qwen3MoeConfig(
+        **{**TINY, "intermediate_size": 128},
+        num_experts=EXPERTS,
+        moe_intermediate_size=width,
+        head_dim=16,
+        mlp_only_layers=[0],
+    )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="qshard").to(device())
+    if ep is not None:
+        experts = model.model.layers[1].mlp.experts
+        for name in ("gate_up_proj", "down_proj"):
+            whole = getattr(experts, name)
+            setattr(experts, name, torch.nn.Parameter(distribute_tensor(whole.data, ep, [Shard(0)])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        qshard.quantize_(model, format, keep_master=keep_master, filter_fn=lambda m, name: "mlp" in name and "gate" != name[-4:])
+    return model
+
+
+def of_experts(model):
+    """fp32 of the codes of whole stacks, of a model on one device."""
+    experts = model.model.layers[1].mlp.experts
+    return {name: ops.dequantize(getattr(experts, name).detach(), dtype=torch.float32) for name in ("gate_up_proj", "down_proj")}
+
+
+def assert_are(tensors, stacks, format):
+    width = stacks["gate_up_proj"].shape[1] // 2
+    want = {"gate_proj": stacks["gate_up_proj"][:, :width], "up_proj": stacks["gate_up_proj"][:, width:],
+            "down_proj": stacks["down_proj"]}
+    for projection, of_all in want.items():
+        for expert in range(EXPERTS):
+            module = f"model.layers.1.mlp.experts.{expert}.{projection}."
+            planes = {k.removeprefix(module): t for k, t in tensors.items() if k.startswith(module)}
+            assert_same_bits(decoded(planes, format), of_all[expert], module)
+
+
+def sharded(format, **kwargs):
+    """By FSDP2; on four ranks by an expert mesh of two under it."""
+    if dist.get_world_size() == 4:
+        mesh = full_mesh(2, 2, names=("fsdp", "ep"))
+        model = build(format, ep=mesh["ep"], **kwargs)
+        fully_shard(model.model.layers[1].mlp.experts, mesh=mesh["fsdp"])
+        return model, [model.model.layers[1].mlp.experts]
+    model = build(format, **kwargs)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, [model]
+
+
+LAYOUTS = {"float8_blockwise": "deepseek-fp8", "mxfp8": "modelopt", "nvfp4": "modelopt"}
+
+
+@on_ranks(1, 2, 4)
+def test_streams_files_and_digests_of_experts():
+    for format, layout in LAYOUTS.items():
+        one = build(format)
+        stacks, known = of_experts(one), digests(one, layout=layout)
+        model, _ = sharded(format)
+        tensors = dict(quantized_tensors(model, layout=layout, bucket_bytes=100_000))
+        assert not any(name.endswith(("gate_up_proj", "down_proj")) for name in tensors)
+        assert_are(tensors, stacks, format)
+        verify(tensors.items(), known)
+        assert digests(model, layout=layout) == known
+        if format == "nvfp4" and dist.get_world_size() == 1:
+            continue
+        with shared_folder() as folder:
+            save_quantized(model, folder / "files", layout=layout)
+            other, _ = sharded(format, seed=1, keep_master=format != "mxfp8")
+            load_quantized(other, folder / "files")
+            assert digests(other, layout=layout) == known
+            qshard.flush(other)
+            assert digests(other, layout=layout) == known
+            for name in ("gate_up_proj", "down_proj"):
+                local = getattr(other.model.layers[1].mlp.experts, name)
+                local = getattr(local, "_local_tensor", local).detach()
+                assert torch.equal(local + 0, ops.dequantize(local)), name  # masters are the codes' values
+
+
+@on_ranks(1, 2)
+def test_stacks_as_engines_hold_them():
+    one = build()
+    stacks = of_experts(one)
+    model, _ = sharded("float8_blockwise")
+    for layout in ("vllm", "sglang"):
+        known = digests(one, layout=layout)
+        tensors = dict(quantized_tensors(model, layout=layout))
+        verify(tensors.items(), known)
+        for name, of_all in (("w13", stacks["gate_up_proj"]), ("w2", stacks["down_proj"])):
+            codes, scales = (tensors[f"model.layers.1.mlp.experts.{name}_{s}"] for s in ("weight", "weight_scale_inv"))
+            assert codes.shape == of_all.shape
+            assert scales.shape == (EXPERTS, *(-(-size // 128) for size in of_all.shape[1:]))
+            for expert in range(EXPERTS):
+                planes = {"weight": codes[expert], "weight_scale_inv": scales[expert]}
+                assert_same_bits(decoded(planes, "float8_blockwise"), of_all[expert])
+
+
+def test_gate_and_up_that_share_scale_blocks():
+    """up is quantized as a whole, and is named."""
+    model = build(width=96)
+    with pytest.warns(UserWarning, match=r"gate_up_proj\[0\].up_proj and 3 more: begins inside a scale block of gate and up"):
+        stream = quantized_tensors(model, layout="deepseek-fp8")
+    assert [key[-8:] for key in stream.requantized] == [".up_proj"] * EXPERTS
+    tensors = dict(stream)
+    experts = model.model.layers[1].mlp.experts
+    master = ops.master(experts.gate_up_proj.detach())[1]
+    for first, projection in ((0, "gate_proj"), (96, "up_proj")):
+        name = f"model.layers.1.mlp.experts.1.{projection}"
+        got = decoded({s: tensors[f"{name}.{s}"] for s in ("weight", "weight_scale_inv")}, "float8_blockwise")
+        alone = ops.dequantize(ops.quantize(master[first : first + 96].contiguous(), "float8_blockwise"))
+        want = alone if first else of_experts(model)["gate_up_proj"][1, :96]
+        assert_same_bits(got, want, projection)
+    with pytest.raises(ValueError, match="gate_proj has 96 rows, and vllm runs it as a part of model.layers.1.mlp.experts.w13"):
+        quantized_tensors(model, layout="vllm")
+    with pytest.raises(NotImplementedError, match="holds no experts; give scale_fmt='float'"):
+        quantized_tensors(build(), layout="sglang", scale_fmt="ue8m0")
+
+
+def test_transformers_reads_experts(tmp_path):
+    """Its own loader puts the files' matrices together to stacks of codes, and dequantizes what is multiplied so here."""
+    model = build()
+    save_quantized(model, tmp_path, layout="deepseek-fp8")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "fp8"
+    quantization = transformers.FineGrainedFP8Config(
+        dequantize=True, modules_to_not_convert=config["quantization_config"]["modules_to_not_convert"]
+    )
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    stacks = of_experts(model)
+    for name, want in stacks.items():
+        assert torch.equal(getattr(read.model.layers[1].mlp.experts, name), want), name
+
+
+def test_stacks_of_unknown_modules_are_refused():
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = torch.nn.Parameter(ops.quantize(torch.randn(2, 128, 128), "float8_blockwise"))
+
+    with pytest.raises(NotImplementedError, match=r"stack is a quantized stack of shape \(2, 128, 128\) in a Own, whose"):
+        quantized_tensors(Own(), layout="deepseek-fp8")
