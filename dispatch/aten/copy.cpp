@@ -85,7 +85,9 @@ void copy_into_quantized(const at::Tensor& self, const at::Tensor& src, bool non
     }
   }
   write_values(self, src, non_blocking);
-  buffer.flush_state().may_differ().kept_scaling_state = true;
+  MayDiffer& may_differ = buffer.flush_state().may_differ();
+  may_differ.kept_scaling_state = true;
+  may_differ.in_codes |= is_called_by_all_ranks(self);
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
@@ -125,7 +127,7 @@ bool shows_whole_buffer(const at::Tensor& self) {
 bool keeps_strides(const at::Tensor& self, std::optional<at::MemoryFormat> format) {
   const auto wanted = format.value_or(at::MemoryFormat::Preserve);
   return wanted == at::MemoryFormat::Preserve ||
-         (wanted == at::MemoryFormat::Contiguous && self.is_contiguous());
+         (wanted == at::MemoryFormat::Contiguous && is_dense(self));
 }
 
 at::Tensor clone(const at::Tensor& self, std::optional<at::MemoryFormat> format) {

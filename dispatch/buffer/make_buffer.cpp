@@ -118,14 +118,22 @@ BufferPtr make_buffer_over_storage(const QuantizedBuffer& from, c10::Storage sto
   return buffer;
 }
 
+void restore_flush_state(QuantizedBuffer& loaded, bool is_written) {
+  const Planes& planes = loaded.planes();
+  const bool has_value = planes.master().defined() || planes.pending().defined();
+  MayDiffer may_differ;
+  may_differ.in_codes = is_written && !has_value && loaded.layout().rows == 0;
+  loaded.flush_state().restore(is_written, /*codes_current=*/!(is_written && has_value),
+                               may_differ);
+}
+
 BufferPtr make_buffer_over_planes(const Placement& placement, at::ScalarType dtype,
                                   const at::Tensor& master, const at::Tensor& codes,
                                   const at::Tensor& pending, ScalingState state, bool is_written) {
   auto planes = Planes::over(master, codes, placement.layout(), dtype);
   planes.set_pending(pending);
   auto buffer = new_buffer(placement, dtype, std::move(planes), std::move(state));
-  const bool has_value = master.defined() || pending.defined();
-  buffer->flush_state().restore(is_written, /*codes_current=*/!(is_written && has_value));
+  restore_flush_state(*buffer, is_written);
   return buffer;
 }
 

@@ -30,5 +30,9 @@ BufferPtr make_buffer_over_storage(const QuantizedBuffer& from, c10::Storage sto
 BufferPtr make_buffer_over_planes(const Placement& placement, at::ScalarType dtype,
                                   const at::Tensor& master, const at::Tensor& codes,
                                   const at::Tensor& pending, ScalingState state, bool is_written);
+/// The state of a buffer whose planes were loaded. Codes of a written buffer stand for its value if
+/// there is neither master nor pending write: quantizing them again would give other bytes. A rank
+/// without rows cannot tell whether the others have a pending write.
+void restore_flush_state(QuantizedBuffer& loaded, bool is_written);
 
 }  // namespace qshard

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "dispatch/buffer/make_buffer.h"
 #include "dispatch/buffer/read_codes.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/parts/storage.h"
@@ -73,9 +74,7 @@ BufferPtr unpack_planes(const at::Tensor& bytes, const at::Tensor& pending,
   if (pending.defined()) planes.set_pending(pending.clone(at::MemoryFormat::Contiguous));
   auto buffer = c10::make_intrusive<QuantizedBuffer>(placement, dtype, std::move(planes),
                                                      ScalingState::fresh(layout, bytes.device()));
-  // Codes that a local flush made stand for their value: quantizing that again gives other bytes.
-  const bool has_value = pending.defined() || keeps_master;
-  buffer->flush_state().restore(is_written, /*codes_current=*/!(is_written && has_value));
+  restore_flush_state(*buffer, is_written);
   return buffer;
 }
 

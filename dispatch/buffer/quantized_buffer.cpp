@@ -90,6 +90,7 @@ WritableCodes QuantizedBuffer::write_codes() {
 void QuantizedBuffer::mark_empty_write(const c10::TensorImpl& tensor) {
   materialize();  // later, it would take over what the original knows of writes
   flush_state_.mark_remote_write();
+  flush_state_.may_differ().in_codes = true;
   if (planes_.master().defined() && !placement_.is_alone()) flush_state_.invalidate_codes();
   flush_state_.watch().expect_version_bump(tensor);
 }

@@ -310,20 +310,26 @@ void flush_alone(const BufferPtr& buffer) {
 
 void ensure_codes_current(const BufferPtr& buffer, const char* op) {
   buffer->check_is_allocated();
-  if (buffer->flush_state().is_ready() || buffer->layout().rows == 0) return;
+  FlushState& state = buffer->flush_state();
+  if (state.is_ready()) return;
   const auto turn = take_turn();
-  buffer->flush_state().watch().settle();
-  if (buffer->flush_state().codes_current()) return;
+  state.watch().settle();
+  const Placement& placement = buffer->placement();
+  const bool asks_others = placement.group() && !placement.ranks_own_their_blocks();
+  if (state.codes_current() && !(asks_others && state.may_differ().in_codes)) {
+    state.may_differ().in_codes = false;
+    return;
+  }
   buffer->materialize();
-  if (buffer->placement().is_alone()) return flush_alone(buffer);
+  if (placement.is_alone()) return flush_alone(buffer);
   const Layout& layout = buffer->layout();
-  if (buffer->placement().owns_its_blocks()) {
+  if (placement.ranks_own_their_blocks()) {
     // The codes are final, the grid rows of other ranks are not.
     requantize(alone(buffer), {.pending = Pending::kKeep});
-    return buffer->flush_state().mark_codes_current();
+    return state.mark_codes_current();
   }
   TORCH_CHECK(
-      !layout.holds_all_rows(),
+      asks_others || !layout.holds_all_rows(),
       fmt::format("{}: this rank's part of a {} tensor was written, and its scale is agreed "
                   "on with the other parts. Call qshard.flush(model) on all ranks first",
                   op, layout.format->name));

@@ -10,9 +10,10 @@
 namespace qshard {
 
 /// Makes the codes current for readers of image or grid (codes, GEMM, byte copies), or throws an
-/// error that names `op` and the way out. It starts no collective: a shard of whole blocks gets the
-/// exact codes of its rows, a shard without a group those of a tensor of its own, and both stay
-/// written for the flush to come.
+/// error that names `op` and the way out. It starts no collective: shards of whole blocks get the
+/// exact codes of their rows, a shard without a group those of a tensor of its own, and both stay
+/// written for the flush to come. All ranks of a group throw or none does, with or without rows: a
+/// rank that went on alone would wait for the others in its next collective.
 void ensure_codes_current(const BufferPtr& buffer, const char* op);
 
 /// Makes the stale codes of a buffer current, without a collective.

@@ -65,6 +65,7 @@ void FlushState::requantize(FlushEvent flushed) {
 void FlushState::mark_codes_current(at::Tensor amax) {
   // A write that only a counter told of is forgotten by noting it: say it first.
   state_ = state_of(is_written_here(), true);
+  may_differ_.in_codes = false;
   if (amax.defined()) known_amax_ = std::move(amax);
   speculative_scale_inv_.reset();
   watch_.note();
@@ -72,6 +73,7 @@ void FlushState::mark_codes_current(at::Tensor amax) {
 
 void FlushState::mark_scales_synced() {
   state_ = State::kScalesSynced;
+  may_differ_.in_codes = false;
   forget_amax();
   watch_.note();
 }
@@ -79,6 +81,7 @@ void FlushState::mark_scales_synced() {
 void FlushState::replace_rows(const FlushState& from, bool same_amax) {
   if (is_written_here() || from.is_written_here()) leave_scales_synced();
   may_differ_.in_writes |= from.may_differ_.in_writes;
+  may_differ_.in_codes |= from.may_differ_.in_codes;
   may_differ_.kept_scaling_state = true;
   if (!same_amax) known_amax_.reset();
   speculative_scale_inv_.reset();
@@ -88,6 +91,7 @@ void FlushState::replace_rows(const FlushState& from, bool same_amax) {
 void FlushState::copy_of(const FlushState& other, bool same_amax, at::Device device) {
   state_ = state_of(other.is_written_here(), other.codes_current());
   may_differ_.in_writes |= other.may_differ_.in_writes;
+  may_differ_.in_codes = other.may_differ_.in_codes;
   may_differ_.kept_scaling_state = other.may_differ_.kept_scaling_state;
   ++writes_;
   generation_ = other.generation_;

@@ -33,6 +33,9 @@ namespace qshard {
 /// ranks know it or none.
 struct MayDiffer {
   bool in_writes = false;
+  /// The codes are current here and may be stale on another rank: a rank that holds none of the
+  /// rows that were written cannot tell. Such a share counts as written.
+  bool in_codes = false;
   /// Whether this rank's histories, and its key of rounding, are still those from before the copy:
   /// a copy of all rows takes over the source's. A rank without rows cannot tell all from some.
   bool kept_scaling_state = false;
@@ -66,8 +69,8 @@ class FlushState {
   const MayDiffer& may_differ() const { return may_differ_; }
   MayDiffer& may_differ() { return may_differ_; }
   bool codes_current() const { return state_ != State::kCodesStale && !watch_.has_moved(); }
-  /// Whether codes are current for certain, on any thread.
-  bool is_ready() const { return codes_current() && watch_.is_settled(); }
+  /// Whether codes are current for certain, on all ranks and on any thread.
+  bool is_ready() const { return codes_current() && !may_differ_.in_codes && watch_.is_settled(); }
   bool knows_amax() const { return known_amax_.defined() && !watch_.has_moved(); }
   bool codes_final() const { return knows_amax() && codes_current(); }
   int64_t generation() const { return generation_; }

@@ -19,6 +19,20 @@ const std::vector<RankGroupPtr>& Placement::groups_of_full_tensor() const {
   return knows_groups() && has_any ? groups().tensor : none;
 }
 
+bool Placement::ranks_own_their_blocks() const {
+  if (!groups_of_full_tensor().empty()) return false;
+  const int64_t ranks = ranks_of(group());
+  if (ranks <= 1) return layout_.owns_its_blocks();
+  if (layout_.logical_rows <= 1 || layout_.cols == 0) return true;
+  if (layout_.format->has_tensor_scale()) return false;
+  // Rows that torch.chunk does not cut, as someone may have them who sharded by hand.
+  if (layout_.live_rows() > 0 && !layout_.owns_its_blocks()) return false;
+  // It cuts stacks into whole matrices. A single matrix of one is taken for a tensor of two
+  // dimensions: a rank without rows knows no more.
+  const int64_t chunk = ceil_div(layout_.logical_rows, ranks);
+  return layout_.matrices() > 1 || layout_.coarsest_image().format->scale.begins_at(chunk);
+}
+
 Placement Placement::slice(int64_t row, int64_t rows, bool is_whole) const {
   Placement part(
       layout_.with_images(Images::kAll).holding(rows).placed(std::min(row, layout_.logical_rows)),

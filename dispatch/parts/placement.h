@@ -90,10 +90,9 @@ class Placement {
     return groups_of_full_tensor().empty() && !group() &&
            (layout_.holds_all_rows() || !knows_groups());
   }
-  /// Whether every block that the rows touch has its scale from these rows alone.
-  bool owns_its_blocks() const {
-    return groups_of_full_tensor().empty() && layout_.owns_its_blocks();
-  }
+  /// Whether every block has its scale from one rank's rows alone: on all ranks or on none, with or
+  /// without rows.
+  bool ranks_own_their_blocks() const;
 
   /// The placement of `rows` rows, from `row` of the logical tensor on, of the tensor that this is
   /// or is a part of. `is_whole`: they may be all rows of this one, whose ranks stay the same.

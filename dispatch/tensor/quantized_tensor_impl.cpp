@@ -244,11 +244,6 @@ at::Tensor window(const at::Tensor& plane, const at::Tensor& self) {
                           plane.storage_offset() + self.storage_offset());
 }
 
-namespace {
-
-/// Whether each dimension's step is what the ones after it span. A dimension of one element or none
-/// is asked for its stride, too: shards of one tensor differ in how many rows they have, and what
-/// is a window of whole rows on one rank must be one on all.
 bool is_dense(const at::Tensor& self) {
   int64_t span = 1, elements = 1;
   for (int64_t i = self.dim() - 1; i >= 0; --i) {
@@ -259,8 +254,6 @@ bool is_dense(const at::Tensor& self) {
   }
   return true;
 }
-
-}  // namespace
 
 std::optional<RowWindow> row_window(const at::Tensor& self) {
   const int64_t cols = buffer_of(self).layout().cols;

@@ -96,6 +96,10 @@ at::Tensor make_export_view(const at::Tensor& self);
 /// The elements of `plane` (rows, cols) that `self` is a window of; aliases `plane`.
 at::Tensor window(const at::Tensor& plane, const at::Tensor& self);
 
+/// Whether each dimension's step is what the ones after it span. A dimension of one element or none
+/// is asked for its stride, too: shards of one tensor differ in how many rows they have, and what
+/// is a window of whole rows on one rank must be one on all. So is_contiguous() does not do.
+bool is_dense(const at::Tensor& self);
 /// Rows of the buffer, if the tensor is a dense window of whole rows: on all ranks or on none,
 /// where it is a window of a shard that shows the same columns on each.
 std::optional<RowWindow> row_window(const at::Tensor& self);

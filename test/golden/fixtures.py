@@ -23,7 +23,7 @@ if path := os.environ.get("QSHARD_LIBRARY"):
 
 from canonical import digest
 from inputs import largest_of, short
-from measure import fit, keeps_master_too, packed, quantized
+from measure import keeps_master_too, packed, quantized
 
 import qshard
 

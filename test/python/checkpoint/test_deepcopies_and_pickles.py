@@ -12,7 +12,6 @@ from helpers import (
     loaded_as_weights,
     ops,
     rounded,
-    state,
     value,
     weight,
 )
