@@ -13,6 +13,7 @@ from dist_helpers import on_ranks
 
 import qshard
 
+pytest.importorskip("transformers", reason="needs transformers; `make test-clients` installs it")
 BUDGET_S = 60
 CHECKOUT = Path(__file__).parents[3]
 EXAMPLES = str(CHECKOUT / "examples" / "rollout")

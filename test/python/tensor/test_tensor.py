@@ -359,7 +359,7 @@ def test_linear_without_rows_or_columns():
 
 def test_our_python_asks_for_the_key_alone():
     """torch's function for it makes a set of keys, in 25 times as long."""
-    asked = hooks.is_quantized
+    asked = hooks.holds_codes
     q, plain = ops.quantize(weight(20, 32), "float8_blockwise"), torch.ones(2)
     called = []
     sys.setprofile(lambda _, event, arg: event == "c_call" and called.append(arg.__name__))
