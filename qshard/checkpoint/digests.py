@@ -6,6 +6,7 @@ plane 1, or 2 for the scale of a whole tensor; the word of any other element is 
 add up, so that no tensor is gathered for them.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch import nn
 from qshard.checkpoint.engines import ROWS
 from qshard.checkpoint.planes import planes_of, tensors_of
 from qshard.checkpoint.ranks import ToOne
-from qshard.checkpoint.stream import planned
+from qshard.checkpoint.stream import planned, quantized_tensors
 
 _FUNCTION = "qshard.checkpoint.digests"
 _PLANES = {"codes": 0, "packed codes": 0, "plain": 0, "scales": 1, "packed scales": 1, "tensor scale": 2}
@@ -37,9 +38,8 @@ def digests(model: nn.Module, *, layout: str, **options) -> dict[str, Digest]:
     collective, which sends one number of each tensor. They are equal on all meshes, but for weights that are
     quantized as a whole, as `quantized_tensors` says: those are gathered on one rank, and the digest is of what is sent.
     """
-    arguments = dict(
-        layout=layout, scale_fmt="float", plain_dtype=torch.bfloat16, dst=None, bucket_bytes=1, fused=None, names=None
-    )
+    parameters = list(inspect.signature(quantized_tensors).parameters.values())[1:]  # without the model
+    arguments = {parameter.name: parameter.default for parameter in parameters} | {"layout": layout}
     unknown = sorted(options.keys() - arguments.keys())
     if unknown:
         raise TypeError(f"{_FUNCTION} got an unknown argument {unknown[0]!r}; it takes those of quantized_tensors")
@@ -61,7 +61,7 @@ def verify(named_tensors: Iterable[tuple[str, torch.Tensor]], digests: Mapping[s
     """Raises ValueError that names tensors which are not those of `digests`, missing or unexpected. `digests` may come
     from JSON."""
     wrong, seen = [], set()
-    columns = {}  # of weights, by their modules
+    columns = {}  # by the weights' modules
     for name, tensor in named_tensors:
         module = name.rpartition(".")[0]
         seen.add(name)
@@ -99,7 +99,7 @@ def _digest(kind, tensor, columns=None):
         kind, tensor = "scales", exponents.view(torch.float8_e8m0fnu)
     if kind == "scales" and tensor.dtype == torch.uint8:
         tensor = tensor.view(torch.float8_e8m0fnu)
-    if kind in ("codes", "scales"):  # of a stack, too
+    if kind in ("codes", "scales"):  # stacks of them, too
         matrix = tensor.reshape(-1, tensor.shape[-1])
     else:
         matrix = tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
@@ -153,7 +153,7 @@ def _add_own(sums, kinds, unit, plan, rank):
     """This rank's part: of replicas the first counts."""
     names, planes = list(unit.tensors), planes_of(unit, plan)
     per_entry = len(planes) // len(unit.entries)
-    rows_before = [0] * per_entry  # of what is fused
+    rows_before = [0] * per_entry  # rows of the entries that are fused before
     for i, plane in enumerate(planes):
         number, boxes = i % per_entry, plan.boxes[unit.entries[i // per_entry].key].held
         if rank == min(other for other, box in boxes.items() if box == boxes[rank]):

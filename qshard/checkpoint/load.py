@@ -36,8 +36,7 @@ def load_quantized(model: nn.Module, directory, *, names=None) -> None:
     Every parameter and persistent buffer must be there with its shape, and nothing else. What is wrong
     is raised by name, on all ranks, before the model is changed.
     """
-    tensors = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, torch.Tensor)]
-    ranks = Ranks(tensors, _FUNCTION)
+    ranks = Ranks.of_model(model, _FUNCTION)
     with ranks.agreeing():
         entries = entries_of(model, names)
     boxes = boxes_of(entries, ranks)
@@ -257,7 +256,7 @@ class _StackLoad:
         of_all = logical_rows // max(entry.tensor.shape[1], 1)
         self.begin, self.of_all = next((whole for whole in wholes if whole[1] == of_all), wholes[-1])
         self.is_share = self.count < self.of_all
-        self.experts = {}  # of the logical tensor, in order
+        self.experts = {}  # in the order of the logical tensor
         for load in sorted(parts, key=lambda load: (load.entry.part.expert, load.entry.part.first)):
             if self.begin <= load.entry.part.expert < self.begin + self.of_all:
                 self.experts.setdefault(load.entry.part.expert, []).append(load)

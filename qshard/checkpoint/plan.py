@@ -108,9 +108,9 @@ class Plan:
 
     def group(self, ranks):
         """Makes the units. A collective, where a layout has tensor scales."""
-        cut = {e.key for e in self.entries if not self.boxes[e.key].is_aligned}
-        apart = [e.key for e in self.entries if e.part and not self.boxes[e.key].is_aligned]
-        by_tensor_parallelism = [e.key for e in self.entries if not e.part and not self.boxes[e.key].is_aligned]
+        cut = {e.key: e for e in self.entries if not self.boxes[e.key].is_aligned}
+        apart = [key for key, entry in cut.items() if entry.part]
+        by_tensor_parallelism = [key for key, entry in cut.items() if not entry.part]
         if by_tensor_parallelism:
             self.warnings.append(
                 f"{', '.join(by_tensor_parallelism)}: tensor parallelism has cut scale blocks of "

@@ -68,6 +68,12 @@ class Ranks:
         if meshes and meshes[0].device_type != "cpu":
             self.device = torch.device(meshes[0].device_type, torch.accelerator.current_device_index())
 
+    @classmethod
+    def of_model(cls, model, function):
+        """By all tensors of a model's state_dict."""
+        tensors = model.state_dict(keep_vars=True).values()
+        return cls([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)], function)
+
     def all(self, value):
         """`value` of every rank, in their order."""
         if self.is_alone:
@@ -138,10 +144,6 @@ class ToOne:
                 if ranks.rank in sources.values():
                     self.own[i] = _bytes(plane.local, ranks)
         self.message = _joined(self.own.values()) if ranks.rank in self.counts else None
-
-    @property
-    def communicates(self):
-        return bool(self.counts)
 
     @property
     def sent(self):
@@ -215,10 +217,6 @@ class ToAll:
             ]
             if sent:
                 torch.cat(sent, out=self.message[: sum(map(len, sent))])
-
-    @property
-    def communicates(self):
-        return bool(self.length)
 
     @property
     def sent(self):

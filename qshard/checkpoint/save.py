@@ -5,7 +5,6 @@ import json
 import warnings
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from qshard.checkpoint import files, layouts
@@ -51,8 +50,7 @@ def save_quantized(
     A stack of experts is a matrix for each expert and projection, <experts>.<number>.gate_proj.weight.
     Under DistributedDataParallel call it on one rank. Raises by name before anything is written.
     """
-    tensors = list(model.state_dict(keep_vars=True).values())
-    ranks = Ranks([t for t in tensors if isinstance(t, torch.Tensor)], _FUNCTION)
+    ranks = Ranks.of_model(model, _FUNCTION)
     directory = Path(directory)
     with ranks.agreeing():
         entries = entries_of(model, names)

@@ -39,16 +39,6 @@ class Boxes:
         boxes.is_aligned = part.first % block_of(ops.format(local_of(tensor)))[0] == 0
         return boxes
 
-    def holders(self, writer):
-        """{rank: box} of ranks whose boxes make the tensor: of replicas the writer, or the first."""
-        result, known = {}, set()
-        for rank in [writer, *sorted(self.held)]:
-            box = self.held[rank]
-            if box not in known:
-                known.add(box)
-                result[rank] = box
-        return dict(sorted(result.items()))
-
 
 def boxes_of(entries, ranks):
     """{key: Boxes}. A collective. Raises, on all ranks, NotImplementedError by name."""

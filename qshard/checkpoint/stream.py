@@ -78,8 +78,7 @@ def quantized_tensors(
 
 def planned(model, names, function, product, arguments):
     """(plan, ranks) of a flushed model. A collective that sends a few numbers; what it refuses it raises on all ranks."""
-    tensors = list(model.state_dict(keep_vars=True).values())
-    ranks = Ranks([t for t in tensors if isinstance(t, torch.Tensor)], function)
+    ranks = Ranks.of_model(model, function)
     ranks.check_same(**arguments)
     with ranks.agreeing():
         _check(arguments, ranks)
