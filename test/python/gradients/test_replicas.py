@@ -15,7 +15,7 @@ from models.blocks import Model
 from models.formats import DELAYED, FORMATS, RECIPES, quantize_model
 from models.fsdp2 import shard
 from models.plain_twins import make_plain
-from models.training import adamw, batch, loss_of, train
+from models.training import adamw, batch, loss_of, train, train_within
 from models.weights import (
     check_gathered,
     different,
@@ -84,18 +84,12 @@ OPTIONS = {
 
 def train_ddp(model, microbatches, optimizer=None):
     """As train(), gradients of all but the last microbatch under no_sync."""
-    optimizer, losses = optimizer or adamw(model), []
-    for step in range(3):
-        for microbatch in range(microbatches):
-            # A static graph is that of a backward that reduces.
-            is_synced = model.static_graph or microbatch == microbatches - 1
-            with contextlib.nullcontext() if is_synced else model.no_sync():
-                loss = loss_of(model, batch(step, microbatch)) / microbatches
-                loss.backward()
-                losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+
+    def synced_if_last(last):
+        # A static graph is that of a backward that reduces.
+        return contextlib.nullcontext() if model.static_graph or last else model.no_sync()
+
+    return train_within(synced_if_last, model, optimizer, range(3), microbatches)
 
 
 @pytest.mark.parametrize("microbatches", (1, 2))

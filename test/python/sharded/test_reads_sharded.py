@@ -2,7 +2,6 @@
 rows each of them holds. A rank that went on alone would wait for the others in its next collective."""
 
 import copy
-import io
 import pickle
 import re
 
@@ -11,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dist_helpers import device, full_mesh, gather_objects, on_ranks, shared_folder
-from helpers import FORMATS, assert_same, fit, is_quantized, ops, value, weight
+from helpers import FORMATS, fit, is_quantized, loaded_as_weights, ops, value, weight
 from models.formats import recipe_of
 from models.weights import check_gathered, full_value, local
-from test_shard_windows import chosen, step
+from test_shard_windows import chosen
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
@@ -143,13 +142,6 @@ def linear_of_dtensor(param):
     return F.linear(x, param).full_tensor()
 
 
-def save_and_load(tensor):
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def save_dcp(param):
     with shared_folder() as folder:
         dcp.save({"weight": param.detach()}, checkpoint_id=folder)
@@ -185,7 +177,7 @@ VALUE_READS = {
     "bfloat16": lambda param, shard: shard.to(torch.bfloat16),
     "plus": lambda param, shard: shard + 1,
     "pickle": lambda param, shard: pickle.loads(pickle.dumps(shard)),
-    "save": lambda param, shard: save_and_load(shard),
+    "save": lambda param, shard: loaded_as_weights(shard),
     "deepcopy": lambda param, shard: copy.deepcopy(shard),
     "full_tensor": lambda param, shard: full_value(param),
     "state_dict": lambda param, shard: nn.ParameterList([param]).state_dict()["0"],

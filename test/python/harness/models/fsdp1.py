@@ -10,7 +10,7 @@ from dist_helpers import device, full_mesh
 from models.blocks import Block, Model
 from models.formats import DELAYED, quantize_model
 from models.fsdp2 import shard
-from models.training import adamw, batch, loss_of
+from models.training import adamw, batch, loss_of, train_within
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel as FSDP,
@@ -110,17 +110,11 @@ def check_as(seen, others, model, twin, exact=True):
 
 def train_fsdp1(model, *, optimizer=None, steps=3, microbatches=1, synced=True):
     """This rank's losses."""
-    optimizer, losses = optimizer or adamw(model), []
-    for step in range(steps):
-        for microbatch in range(microbatches):
-            last = microbatch == microbatches - 1
-            with contextlib.nullcontext() if synced or last else model.no_sync():
-                loss = loss_of(model, batch(step, microbatch)) / microbatches
-                loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+
+    def synced_or_last(last):
+        return contextlib.nullcontext() if synced or last else model.no_sync()
+
+    return train_within(synced_or_last, model, optimizer, range(steps), microbatches)
 
 
 def load_then_step(model, format):

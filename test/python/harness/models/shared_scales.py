@@ -80,12 +80,23 @@ def looks(model):
 def train(format, sharded=None, steps=3, foreach=True, **kwargs):
     """What weights look like at first and after each step."""
     model = build(format, sharded, **kwargs)
+    return looks_while_training(model, steps, foreach)
+
+
+def looks_while_training(model, steps, foreach):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=foreach)
     seen = [looks(model)]
     for i in range(steps):
         step(model, optimizer, i)
         seen.append(looks(model))
     return seen
+
+
+def forward_and_reshard(model, x):
+    model(x).sum()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def save(format, folder, **kwargs):
@@ -100,10 +111,7 @@ def load(format, folder, **kwargs):
     """Into another model; what it looks like once its groups have met, and after a first forward."""
     model = build(format, "after", seed=1, **kwargs)
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
-    model(torch.randn(2, 48, device=device())).sum()
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+    forward_and_reshard(model, torch.randn(2, 48, device=device()))
     first = looks(model)
     qshard.flush(model)
     return first, looks(model)
@@ -116,10 +124,7 @@ def apart(sharded=None):
     optimizer = torch.optim.SGD([q], lr=10.0)
     step(model, optimizer, 0)
     alone = looks(model)
-    model(torch.ones(2, 48, device=device())).sum()
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+    forward_and_reshard(model, torch.ones(2, 48, device=device()))
     qshard.flush(model)
     return alone, looks(model)
 
@@ -137,9 +142,4 @@ def train_tensor_parallel(format, steps=2):
     for block in model:
         parallelize_module(block, mesh, {**columnwise, "down_proj": RowwiseParallel()})
     qshard.quantize_(model, RECIPES[format], share_tensor_scale=True, tp_mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-    seen = [looks(model)]
-    for i in range(steps):
-        step(model, optimizer, i)
-        seen.append(looks(model))
-    return seen
+    return looks_while_training(model, steps, foreach=False)

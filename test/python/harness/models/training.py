@@ -1,5 +1,7 @@
 """Batches, optimizers and training runs, and how far gradients are apart."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from dist_helpers import device
@@ -27,17 +29,25 @@ def loss_of(model, x):
 def train(model, optimizer=None, *, steps=3, first_step=0, microbatches=1, synced=True, resharded=True):
     """This rank's losses. `synced`: reduce every microbatch's gradients; `resharded`: free the
     gathered weights after every microbatch's backward."""
-    optimizer = optimizer or adamw(model)
-    losses = []
-    for step in range(first_step, first_step + steps):
+
+    def prepare(last):
+        if not resharded:
+            model.set_reshard_after_backward(last)
+        if not synced:
+            model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+    return train_within(prepare, model, optimizer, range(first_step, first_step + steps), microbatches)
+
+
+def train_within(context_of, model, optimizer, steps, microbatches):
+    """Losses of steps whose forward and backward run in context_of(whether the microbatch is the step's last)."""
+    optimizer, losses = optimizer or adamw(model), []
+    for step in steps:
         for microbatch in range(microbatches):
-            last = microbatch == microbatches - 1
-            if not resharded:
-                model.set_reshard_after_backward(last)
-            if not synced:
-                model.set_requires_gradient_sync(last)
-            loss = loss_of(model, batch(step, microbatch)) / microbatches
-            loss.backward()
+            with context_of(microbatch == microbatches - 1):
+                loss = loss_of(model, batch(step, microbatch)) / microbatches
+                loss.backward()
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
