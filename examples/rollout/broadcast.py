@@ -5,12 +5,10 @@ torchrun --nproc-per-node 3 examples/rollout/broadcast.py
 
 import torch
 import torch.distributed as dist
-from rollout import Receiver, Trainer, arguments, group_of_trainers, show
+from rollout import OPTIONS, Receiver, Trainer, arguments, group_of_trainers, show
 from tqdm import trange
 
 from qshard.checkpoint import digests, quantized_tensors, verify
-
-OPTIONS = {"layout": "deepseek-fp8", "plain_dtype": torch.float32}
 
 
 def send(trainer, group):

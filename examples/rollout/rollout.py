@@ -15,6 +15,7 @@ import qshard
 from qshard.checkpoint import ignored_modules
 
 BLOCK = 128
+OPTIONS = {"layout": "deepseek-fp8", "plain_dtype": torch.float32}  # what the receivers read
 
 
 def arguments(description, argv=None):

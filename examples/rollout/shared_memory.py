@@ -7,12 +7,10 @@ torchrun --nproc-per-node 2 examples/rollout/shared_memory.py
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rollout import Receiver, Trainer, arguments, group_of_trainers, show
+from rollout import OPTIONS, Receiver, Trainer, arguments, group_of_trainers, show
 from tqdm import trange
 
 from qshard.checkpoint import digests, quantized_tensors, verify
-
-OPTIONS = {"layout": "deepseek-fp8", "plain_dtype": torch.float32}
 
 
 def receive(args, ignored, pipe):
