@@ -18,7 +18,7 @@ namespace qshard {
 struct OperandRequest {
   const Format* format = nullptr;  // of the weight
   OperandLayout operand_layout = OperandLayout::kPacked;
-  OperandRole role = OperandRole::kInput;  // of packed codes; row images are the same of both
+  OperandRole role = OperandRole::kInput;  // packed codes depend on it, row images do not
   Orientations orientations = {};
   const int32_t* rounding = nullptr;  // of a row image, as in QuantizeTask; null: to nearest
   DelayedAmax delayed = {};           // the linear's amaxes of earlier steps, if it scales by them

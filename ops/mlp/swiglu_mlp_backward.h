@@ -39,7 +39,7 @@ enum SwigluMlpSaved : size_t {
   kSavedUp = kSavedGate + KeptWeight::kSaved,
   kSavedDown = kSavedUp + KeptWeight::kSaved,
   kSavedNorm = kSavedDown + KeptWeight::kSaved,
-  kSavedOffs = kSavedNorm,  // of experts, which no norm precedes
+  kSavedOffs = kSavedNorm,  // experts have no norm, and keep offs in its place
 };
 
 /// The arguments of forward, and so the results of backward.

@@ -20,7 +20,7 @@ constexpr int kColumnRows = 32;          // of a scale block
 struct ColumnwiseTask {
   void* values;    // (rows, cols) contiguous
   uint8_t* image;  // row 0; the next one is row_bytes further
-  float* amax;     // of boundary blocks
+  float* amax;     // entries for boundary blocks
   int rows;
   int live_rows;  // rows [0, live_rows) belong to the logical tensor
   int cols;

@@ -48,8 +48,8 @@ struct StochasticGridScaledTask : GridScaledTask {
   int64_t element_pitch;    // from row to row
 };
 
-using GridScaledBatch = TaskBatch<GridScaledTask, 30>;      // of what a linear needs
-using RowImageFlushBatch = TaskBatch<GridScaledTask, 256>;  // of the shards of a model
+using GridScaledBatch = TaskBatch<GridScaledTask, 30>;      // for what a linear needs
+using RowImageFlushBatch = TaskBatch<GridScaledTask, 256>;  // for the shards of a model
 using StochasticRowImageBatch = TaskBatch<StochasticGridScaledTask, 216>;
 static_assert(sizeof(RowImageFlushBatch) <= kMaxParameterBytes &&
               sizeof(StochasticRowImageBatch) <= kMaxParameterBytes);
