@@ -406,4 +406,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse3, m) {
   if (key_is_ours()) m.impl("linear", &aten_linear);
 }
 
+// transformers defines both when it is imported, before or after this library is loaded. Boxed,
+// because the dispatcher compares the signature of an unboxed kernel with the schema, and another
+// schema in a later transformers would then be an error of `import transformers`.
+TORCH_LIBRARY_IMPL(transformers, PrivateUse3, m) {
+  if (!key_is_ours()) return;
+  m.impl("grouped_mm_fallback",
+         torch::CppFunction::makeFromBoxedFunction<&transformers_grouped_mm>());
+  m.impl("grouped_mm_fallback_backward",
+         torch::CppFunction::makeFromBoxedFunction<&transformers_grouped_mm_backward>());
+}
+
 }  // namespace qshard

@@ -34,6 +34,30 @@ ExpertWeights experts_for_use(const Tensor& weight, std::optional<c10::string_vi
   return expert_weights(quantize(weight, *format, false, std::nullopt, 0), op);
 }
 
+/// The first `count` arguments of a call of transformers' operators, input (T, in), weight
+/// (experts, in, out) and offs first; none where the experts do not multiply as linears.
+std::optional<std::vector<Tensor>> expert_operands(const torch::jit::Stack& stack, size_t count) {
+  const auto arguments = torch::jit::last(stack, count);
+  std::vector<Tensor> tensors;
+  for (const c10::IValue& argument : arguments) {
+    if (!argument.isTensor()) return std::nullopt;
+    tensors.push_back(argument.toTensor());
+  }
+  const auto& [input, weight, offs] = std::tie(tensors[0], tensors[1], tensors[2]);
+  const bool fits = multiplies_experts(input, weight, offs, std::nullopt, std::nullopt) &&
+                    input.scalar_type() == weight.scalar_type() &&
+                    std::none_of(tensors.begin() + 3, tensors.end(), has_key);
+  if (!fits) return std::nullopt;
+  tensors[1] = weight.transpose(1, 2);
+  tensors[2] = offs.to(at::kInt).contiguous();  // the operator takes int64, too
+  return tensors;
+}
+
+/// Calls the kernel that transformers registered for all devices.
+void call_transformers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+}
+
 }  // namespace
 
 Tensor grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
@@ -83,6 +107,48 @@ Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& o
   return std::get<0>(linear_forward_op(input, quantized_on_use(weight, format), std::nullopt,
                                        /*save_quantized_input=*/false, weight_only, std::nullopt,
                                        std::nullopt, std::nullopt, std::nullopt, offs));
+}
+
+void transformers_grouped_mm(const c10::OperatorHandle& op, c10::DispatchKeySet,
+                             torch::jit::Stack* stack) {
+  constexpr size_t kArguments = 3;
+  if (op.schema().arguments().size() != kArguments) return call_transformers(op, stack);
+  Tensor product;
+  {
+    PlainGuard guard;
+    const auto operands = expert_operands(*stack, kArguments);
+    if (operands) {
+      const auto& [input, weight, offs] = std::tie((*operands)[0], (*operands)[1], (*operands)[2]);
+      c10::OptionalDeviceGuard device_guard(input.device());
+      product = grouped_linear_forward(input, weight, offs, /*weight_only=*/false, std::nullopt);
+    }
+  }
+  if (!product.defined()) return call_transformers(op, stack);
+  torch::jit::drop(*stack, kArguments);
+  torch::jit::push(*stack, std::move(product));
+}
+
+void transformers_grouped_mm_backward(const c10::OperatorHandle& op, c10::DispatchKeySet,
+                                      torch::jit::Stack* stack) {
+  constexpr size_t kArguments = 4;
+  if (op.schema().arguments().size() != kArguments) return call_transformers(op, stack);
+  LinearBackward gradients;
+  {
+    PlainGuard guard;
+    const auto operands = expert_operands(*stack, kArguments);
+    if (operands) {
+      const auto& [input, weight, offs] = std::tie((*operands)[0], (*operands)[1], (*operands)[2]);
+      const Tensor& grad = (*operands)[3];
+      c10::OptionalDeviceGuard device_guard(input.device());
+      gradients = grouped_linear_backward(
+          {grad, weight, input, offs, /*needs_input=*/true, /*weight_only=*/false, std::nullopt,
+           /*weight_state=*/std::nullopt, /*input_sum=*/std::nullopt},
+          /*needs_weight=*/true, Tensor(), weight.scalar_type());
+    }
+  }
+  if (!gradients.grad_input.defined()) return call_transformers(op, stack);
+  torch::jit::drop(*stack, kArguments);
+  torch::jit::push(*stack, std::move(gradients.grad_input), gradients.grad_weight.transpose(1, 2));
 }
 
 void check_grouped_sizes(const char* op, const Tensor& x, const Tensor& weight, int64_t weight_dim,

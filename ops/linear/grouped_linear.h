@@ -1,6 +1,9 @@
 // The linears of experts: what the operators of linears run where `offs` says which rows are whose.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
 #include "dispatch/aten/matmul.h"
 #include "ops/calls/ops.h"
 #include "ops/linear/dynamic_weight.h"
@@ -20,6 +23,15 @@ Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tens
 Tensor aten_grouped_mm_autograd(const Tensor& input, const Tensor& weight,
                                 const OptionalTensor& offs, const OptionalTensor& bias,
                                 std::optional<at::ScalarType> out_dtype);
+
+/// `transformers::grouped_mm_fallback(input, weight, offs)` and its backward, by which transformers
+/// multiplies experts where torch.compile traces weights that are not bf16 (its
+/// integrations/moe.py): as _grouped_mm. Other operands, and other arguments than the three of
+/// transformers 5.23, are left to transformers' own kernel.
+void transformers_grouped_mm(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                             torch::jit::Stack* stack);
+void transformers_grouped_mm_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                                      torch::jit::Stack* stack);
 
 /// linear_forward with `offs`.
 Tensor grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,

@@ -16,10 +16,8 @@ _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Whether transformers' use_experts_implementation has given the module's class its forward, which calls what
-    experts_implementation names."""
-    moe = sys.modules.get("transformers.integrations.moe")
-    return moe is not None and getattr(type(module).forward, "__globals__", None) is vars(moe)
+    """Whether transformers' use_experts_implementation has given the module's class its forward."""
+    return transformers.runs_as_experts(type(module))
 
 
 def is_of_torchtitan(module: nn.Module) -> bool:

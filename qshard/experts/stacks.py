@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from qshard._runtime.hooks import holds_codes
 from qshard import module_state
-from qshard.nn.parts.grouped import grouped_linear, local_part
+from qshard.nn.parts.grouped import grouped_linear, local_part, swiglu_experts
 
 
 def is_quantized_stack(module: nn.Module, name: str) -> bool:
@@ -24,6 +24,17 @@ def multiply(module: nn.Module, x: Tensor, name: str, offs: Tensor, bias=None, i
         weight_only=module_state.current(module).weight_only,
         weight_format=_format(module, name),
     )
+
+
+def swiglu(module: nn.Module, x: Tensor, gate: str, up: str | None, down: str, offs: Tensor) -> Tensor | None:
+    """down(silu(gate(x)) * up(x)) of the rows of each expert by one operator, which gives the bits of `multiply`, or None
+    where a stack is plain, or gate and up have two formats. up None: gate is both, gate's rows first."""
+    formats = [_format(module, name) for name in (gate, up or gate, down)]
+    if None in formats or formats[0] != formats[1]:
+        return None
+    stacks = [None if name is None else local_part(getattr(module, name)) for name in (gate, up, down)]
+    weight_only = module_state.current(module).weight_only
+    return swiglu_experts(x, *stacks, offs, weight_only=weight_only, format=formats[0], down_format=formats[2])
 
 
 def _format(module, name):

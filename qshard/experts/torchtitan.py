@@ -14,6 +14,9 @@ from qshard.nn.parts.grouped import ends_of_counts
 
 def _forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
     offs = ends_of_counts(num_tokens_per_expert)
+    y = stacks.swiglu(self, x, "w1", "w3", "w2", offs)
+    if y is not None:
+        return y
     h = F.silu(stacks.multiply(self, x, "w1", offs)) * stacks.multiply(self, x, "w3", offs)
     return stacks.multiply(self, h, "w2", offs)
 

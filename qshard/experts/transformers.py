@@ -1,11 +1,15 @@
 """experts_implementation="qshard" of transformers: experts by `grouped_linear`."""
 
+import sys
+
 import torch
 from torch import nn
 
 from qshard import module_state
 from qshard.experts import stacks
+from qshard.modules.made_classes import plain_forward
 from qshard.nn.parts.grouped import PickRows, ends_of
+from qshard.nn.parts.known_activations import know_activations, name_now
 
 NAME = "qshard"
 
@@ -15,11 +19,48 @@ def register() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    know_activations()
+
+
+def runs_as_experts(cls: type) -> bool:
+    """Whether transformers' use_experts_implementation has given a class its forward, which calls what
+    experts_implementation names."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    return moe is not None and getattr(plain_forward(cls), "__globals__", None) is vars(moe)
+
+
+def has_halves(cls: type) -> bool:
+    """Whether a class that runs_as_experts multiplies `act_fn` of one half of each row by the other half."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    return getattr(cls, "_apply_gate", None) is _default_apply_gate
+
+
+def is_swiglu(module: nn.Module) -> bool:
+    """Whether experts compute down(silu(gate(x)) * up(x)) and nothing else, with gate and up in one stack (experts,
+    out, in)."""
+    options = ("has_bias", "is_transposed", "has_post_expert_norm")
+    is_usual = getattr(module, "has_gate", True) and not any(getattr(module, name, False) for name in options)
+    return is_usual and has_halves(type(module)) and name_now(module.act_fn) == "swiglu"
+
+
+def is_one_operator(module: nn.Module) -> bool:
+    """Whether `experts_forward` runs the experts by one operator."""
+    return is_swiglu(module) and all(stacks.is_quantized_stack(module, name) for name in ("gate_up_proj", "down_proj"))
 
 
 def is_chosen(module: nn.Module) -> bool:
-    """Whether experts of transformers run by the function below."""
+    """Whether experts of transformers run by the function below: experts_implementation names it, or fuse_ made their
+    class."""
+    return _is_named(module) or _is_fused(module)
+
+
+def _is_named(module):
     return getattr(module.config, "_experts_implementation", None) == NAME
+
+
+def _is_fused(module):
+    return type(module).forward is not plain_forward(type(module))
 
 
 def prepare(module: nn.Module, weight_only: bool) -> None:
@@ -33,7 +74,7 @@ def prepare(module: nn.Module, weight_only: bool) -> None:
 
 
 def _refuse_others(module, *_):
-    if not is_chosen(module):
+    if not (_is_named(module) or (_is_fused(module) and is_one_operator(module))):
         raise RuntimeError(
             f"qshard: {type(module).__name__} was quantized with weight_only=True, which experts_implementation="
             f'"{module.config._experts_implementation}" would ignore; call model.set_experts_implementation("{NAME}")'
@@ -60,13 +101,18 @@ def experts_forward(
     places[order] = torch.arange(len(order), device=order.device)
 
     x = PickRows.apply(hidden_states, order // top_k, places, top_k)
-    x = _multiply(self, x, first, offs)
-    x = self._apply_gate(x) if has_gate else self.act_fn(x)
-    x = _multiply(self, x, "down_proj", offs)
+    y = stacks.swiglu(self, x, first, None, "down_proj", offs) if is_swiglu(self) else None
+    x = _by_steps(self, x, first, offs) if y is None else y
     if getattr(self, "has_post_expert_norm", False):
         x = self.post_expert_norm(x)
     x = PickRows.apply(x, places, order, 1).unflatten(0, (-1, top_k))
     return (x * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def _by_steps(module, x, first, offs):
+    x = _multiply(module, x, first, offs)
+    x = module._apply_gate(x) if getattr(module, "has_gate", True) else module.act_fn(x)
+    return _multiply(module, x, "down_proj", offs)
 
 
 def _plain_forward(module, *args):

@@ -3,13 +3,13 @@
 from torch import nn as torch_nn
 
 from qshard.fuse.classes import fused_class, is_fused
-from qshard.fuse.families import know_activations
 from qshard.fuse.mlps import GatedMLP, PackedMLP
 from qshard.fuse.norms import Norm
 from qshard.fuse.part import Reason
 from qshard.fuse.registry import find, known_base, register
 from qshard.fuse.report import Fused, FusedReport, Left, known_in_files_of, warn_of
 from qshard.fuse.rotary import Rotary
+from qshard.nn.parts.known_activations import know_activations
 
 __all__ = [
     "Fused",
@@ -31,8 +31,9 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
 
     A module is known by its class, exactly, and never by its name or by what it computes: torch's
     RMSNorm and LayerNorm; norms, MLPs and attentions of transformers' Llama, Mistral, Qwen2,
-    Qwen3, Gemma and Phi, gated MLPs of torchtitan, both in the versions that docs/clients.md has;
-    and what `qshard.fuse.register` was told. Activations are known by their class or function.
+    Qwen3, Gemma and Phi, its experts in whatever model, gated MLPs of torchtitan, both in the
+    versions that docs/clients.md has; and what `qshard.fuse.register` was told. Activations are
+    known by their class or function.
 
     - Norms are computed in fp32 and rounded once, where modules in Python often round twice;
       backward keeps the input alone.
@@ -40,6 +41,8 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
       same bits; backward keeps gate(x) and up(x), and not f(gate(x)). For SiLU, where all three
       linears are quantized by one recipe and none has hooks, they are one operator
       (`qshard.ops.swiglu_mlp`).
+    - Experts of transformers whose gate is SiLU are one operator (`qshard.ops.swiglu_experts`) where
+      their stacks are quantized, whatever experts_implementation says; else they are as they were.
     - Attentions of transformers turn queries and keys by one pass each, in fp32 and rounded once;
       in compiled code they are as they were.
     - Rotary embeddings that are modules are one such pass.

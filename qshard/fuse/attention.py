@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn as torch_nn
 
-from qshard.fuse.part import Part, Reason, has_more
+from qshard.fuse.part import Part, Reason
+from qshard.nn.parts.known_activations import has_more
 from qshard.nn.rotary import rotate
 
 _FUNCTION = "apply_rotary_pos_emb"

@@ -2,9 +2,9 @@
 
 import functools
 
-from qshard.fuse.families import know_activations
 from qshard.fuse.registry import find
 from qshard.modules.made_classes import made_class
+from qshard.nn.parts.known_activations import know_activations
 
 
 @functools.cache

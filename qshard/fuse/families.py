@@ -1,62 +1,16 @@
 """Classes of other packages that fuse_ knows: by file and name, for the versions whose code was
 compared. Nothing here imports these packages."""
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 
 from qshard.fuse import attention
-from qshard.fuse.activations import add_class, add_holder
 from qshard.fuse.attention import Attention
 from qshard.fuse.mlps import GatedMLP, PackedMLP
 from qshard.fuse.norms import Norm, TorchNorm
 from qshard.fuse.part import Part, Reason
+from qshard.modules.packages import TORCHTITAN, TRANSFORMERS, Package
 
 Files = dict[str, dict[str, Part]]
-
-
-@dataclass(frozen=True)
-class Package:
-    """versions: the files of a minor version. decorators: files whose functions the package puts
-    around its own forwards."""
-
-    name: str
-    versions: dict[tuple[int, int], Files]
-    decorators: tuple[str, ...] = ()
-
-    def version(self) -> tuple[int, int] | None:
-        try:
-            first, second = sys.modules[self.name].__version__.split(".")[:2]
-            return int(first), int(second)
-        except (AttributeError, KeyError, ValueError):
-            return None
-
-    def files(self) -> Files:
-        """Those of the version that is loaded; of the newest, where that version is not known."""
-        return self.versions.get(self.version(), self.versions[max(self.versions)])
-
-    def unknown_version(self) -> Reason | None:
-        if self.version() in self.versions:
-            return None
-        known = ", ".join(f"{a}.{b}" for a, b in self.versions)
-        version = getattr(sys.modules.get(self.name), "__version__", "of no version")
-        return Reason(
-            f"{self.name} {version} is not among the versions whose code is known ({known}); "
-            "qshard.fuse.register names a class whose code you know",
-            warns=True,
-        )
-
-    def defines(self, function: Callable, file: dict) -> bool:
-        """Whether a function is the one that a file defines, within the package's own
-        decorators."""
-        for name in self.decorators:
-            decorator = sys.modules.get(name)
-            if decorator is not None and function.__globals__ is vars(decorator):
-                function = function.__wrapped__
-        return getattr(function, "__globals__", None) is file
-
 
 # ------------------------------------------------------------------------------------ transformers
 
@@ -99,25 +53,29 @@ _TORCHTITAN = {
     "torchtitan.models.moe.moe": _FEED_FORWARD,
 }
 
+# The files of each minor version of a package.
 PACKAGES = {
-    "transformers": Package(
-        "transformers",
-        {(5, 23): _transformers("past_key_values"), (5, 24): _transformers("cache")},
-        ("transformers.utils.deprecation",),
-    ),
-    "torchtitan": Package("torchtitan", {(0, 2): _TORCHTITAN}),
+    TRANSFORMERS: {(5, 23): _transformers("past_key_values"), (5, 24): _transformers("cache")},
+    TORCHTITAN: {(0, 2): _TORCHTITAN},
 }
 TORCH_PARTS = {"RMSNorm": TorchNorm("RMSNorm"), "LayerNorm": TorchNorm("LayerNorm")}
 
 
-def know_activations() -> None:
-    """Makes those of transformers known, if a known version of it is loaded."""
-    package, module = PACKAGES["transformers"], sys.modules.get("transformers.activations")
-    if module is None or package.unknown_version():
-        return
-    file = vars(module)
-    activations = (("SiLUActivation", add_class, "swiglu"), ("GELUTanh", add_holder, "act"))
-    for name, add, known in activations:
-        cls = file.get(name)
-        if cls is not None and package.defines(cls.forward, file):
-            add(cls, known)
+def package_of(cls: type) -> Package | None:
+    """The package that defines a class, if fuse_ knows classes of it."""
+    name = cls.__module__.partition(".")[0]
+    return next((package for package in PACKAGES if package.name == name), None)
+
+
+def files_of(package: Package) -> Files:
+    """Those of the version that is loaded; of the newest, where that version is not known."""
+    versions = PACKAGES[package]
+    return versions.get(package.version(), versions[max(versions)])
+
+
+def unknown_version(package: Package) -> Reason | None:
+    """Why classes of a package are left, where its version was not compared."""
+    if package.is_known():
+        return None
+    text = f"{package.why_unknown()}; qshard.fuse.register names a class whose code you know"
+    return Reason(text, warns=True)

@@ -4,11 +4,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from qshard.fuse.activations import gated_name
-from qshard.fuse.part import Part, Reason, are_calls_watched, has_more, operands_of
+from qshard.fuse.part import Part, Reason, operands_of
 from qshard.nn.parts.activations import activate, gate
+from qshard.nn.parts.known_activations import gated_name, has_more, name_now
 from qshard.nn.swiglu import swiglu_of_linears
 
 
@@ -36,10 +34,7 @@ class _Gated(Part):
 
     def _gated_name(self, module):
         """Or None where the activation has to be called, or is another."""
-        held = self._held(module)
-        if has_more(held) or (not torch.compiler.is_compiling() and are_calls_watched()):
-            return None
-        return gated_name(held)
+        return name_now(self._held(module))
 
 
 def _said(activation):

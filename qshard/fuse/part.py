@@ -5,9 +5,6 @@ import inspect
 from typing import ClassVar, NamedTuple
 
 from torch import nn as torch_nn
-from torch.nn.modules import module as torch_module
-
-from qshard.modules.calls import runs
 
 
 class Reason(NamedTuple):
@@ -60,13 +57,3 @@ def operands_of(names, args, kwargs):
         return args
     rest = names[len(args) :]
     return (*args, *(kwargs[n] for n in rest)) if all(n in kwargs for n in rest) else None
-
-
-def has_more(function) -> bool:
-    """Whether a call of a module does more than its class's forward; of other functions False."""
-    return isinstance(function, torch_nn.Module) and not runs(function, type(function).forward)
-
-
-def are_calls_watched() -> bool:
-    """Whether hooks see the calls of all modules."""
-    return bool(torch_module._has_any_global_hook())

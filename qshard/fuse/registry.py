@@ -5,8 +5,10 @@ import weakref
 
 from torch import nn as torch_nn
 
-from qshard.fuse.families import PACKAGES, TORCH_PARTS, Package
+from qshard.fuse.experts import experts_part
+from qshard.fuse.families import TORCH_PARTS, files_of, package_of, unknown_version
 from qshard.fuse.part import Part, Reason
+from qshard.modules.packages import Package
 
 _registered = weakref.WeakKeyDictionary(
     {getattr(torch_nn, name): part for name, part in TORCH_PARTS.items()}
@@ -42,13 +44,16 @@ def find(cls: type) -> tuple[Part | None, Reason | None]:
     one."""
     if cls in _registered:
         return _registered[cls], None
+    experts = experts_part(cls)
+    if experts != (None, None):
+        return experts
     package, parts = family_of(cls)
     if cls.__name__ not in parts:
         return None, None
     part, file = parts[cls.__name__], vars(sys.modules[cls.__module__])
     if file.get(cls.__name__) is not cls:
         return None, None
-    reason = package.unknown_version()
+    reason = unknown_version(package)
     if reason is None and not package.defines(cls.forward, file):
         text = f"{cls.__name__}.forward is not the one that {cls.__module__} defines"
         reason = Reason(text, warns=True)
@@ -57,8 +62,8 @@ def find(cls: type) -> tuple[Part | None, Reason | None]:
 
 def family_of(cls: type) -> tuple[Package | None, dict[str, Part]]:
     """The package of a class, if fuse_ knows classes of its file, and these."""
-    package = PACKAGES.get(cls.__module__.partition(".")[0])
-    parts = {} if package is None else package.files().get(cls.__module__, {})
+    package = package_of(cls)
+    parts = {} if package is None else files_of(package).get(cls.__module__, {})
     is_loaded = bool(parts) and cls.__module__ in sys.modules
     return (package, parts) if is_loaded else (None, {})
 

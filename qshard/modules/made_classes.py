@@ -2,6 +2,7 @@
 
 import copyreg
 import functools
+from collections.abc import Callable
 
 
 class MadeType(type):
@@ -26,6 +27,12 @@ def _type_of_made(kind):
     made = type(f"Made{kind.__name__}", (MadeType, kind), {})
     copyreg.pickle(made, _reduce)
     return made
+
+
+def plain_forward(cls: type) -> Callable | None:
+    """The forward that a class had before classes were made of it, also where FSDP2 made another of those."""
+    members = (vars(c) for c in cls.__mro__ if "_qshard_made_by" not in vars(c))
+    return next((found["forward"] for found in members if "forward" in found), None)
 
 
 def made_class(cls: type, made_by, **members) -> type:

@@ -14,7 +14,7 @@ from qshard._runtime.hooks import holds_codes
 from qshard.nn.base import Initialized, returned
 from qshard.nn.parts import initial
 from qshard.nn.parts.arguments import PARALLEL_MODES, check_choice, refuse, refuse_arguments, rng_fork
-from qshard.nn.parts.grouped import ends_of_counts, grouped_linear, local_part
+from qshard.nn.parts.grouped import ends_of_counts, grouped_linear, local_part, swiglu_experts
 from qshard.nn.parts.multiply import Multiply
 from qshard.nn.parts.parallel import check_ranks
 
@@ -233,7 +233,17 @@ class GroupedExperts(Grouped):
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """x: (rows, dim); num_tokens_per_expert: (num_experts,), how many rows each expert gets, one after the other.
         (rows, dim) in the dtype of x."""
-        offs = ends_of_counts(num_tokens_per_expert)
+        offs, state = ends_of_counts(num_tokens_per_expert), self._qshard
+        if state.weight_format is not None:  # the same bits, of one operator
+            stacks = (local_part(stack) for stack in (self.w1, self.w3, self.w2))
+            return swiglu_experts(
+                x,
+                *stacks,
+                offs,
+                weight_only=state.weight_only,
+                format=state.weight_format,
+                down_format=state.weight_format,
+            )
         h = F.silu(self.multiply(x, "w1", offs)) * self.multiply(x, "w3", offs)
         return self.multiply(h, "w2", offs)
 

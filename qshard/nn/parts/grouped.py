@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from qshard.nn.parts.autocast import activation_dtype
 
 _grouped_linear = torch.ops.qshard.grouped_linear.default
+swiglu_experts = torch.ops.qshard.swiglu_experts.default
 
 
 def grouped_linear(

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import qshard
 from qshard.fuse import attention
-from qshard.fuse.families import PACKAGES
+from qshard.fuse.families import files_of
+from qshard.modules.packages import TRANSFORMERS
 
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -29,8 +30,7 @@ KINDS = {
     "gemma": (2, True), "gemma2": (4, True), "gemma3_text": (6, True), "phi": (1, False),
     "phi3": (2, True),
 }
-PACKAGE = PACKAGES["transformers"]
-KNOWN = {name for parts in PACKAGE.files().values() for name in parts}
+KNOWN = {name for parts in files_of(TRANSFORMERS).values() for name in parts}
 
 
 def make(kind, **options):

@@ -27,7 +27,8 @@ from titan_stand_ins import (
 from torch.distributed.fsdp import FSDPModule
 
 import qshard
-from qshard.fuse.families import PACKAGES
+from qshard.fuse.families import files_of
+from qshard.modules.packages import TORCHTITAN
 
 BUDGET_S = 240  # two processes write each asynchronous checkpoint
 RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
@@ -287,7 +288,7 @@ def test_wrong_options_are_refused():
             Job(folder, "--quantize.qshard.recipe=int8")
 
 
-FEED_FORWARDS = [(file, name) for file, parts in PACKAGES["torchtitan"].files().items() for name in parts]
+FEED_FORWARDS = [(file, name) for file, parts in files_of(TORCHTITAN).items() for name in parts]
 
 
 @pytest.mark.parametrize("file, name", FEED_FORWARDS)

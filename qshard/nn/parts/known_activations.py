@@ -1,10 +1,15 @@
 """Activations of gated MLPs: functions, and modules of known classes."""
 
 import functools
+import sys
 
 import torch
 import torch.nn.functional as F
 from torch import nn as torch_nn
+from torch.nn.modules import module as torch_module
+
+from qshard.modules.calls import runs
+from qshard.modules.packages import TRANSFORMERS
 
 # By their objects. The values are names of qshard.nn's gated activations.
 _FUNCTIONS = {
@@ -44,3 +49,33 @@ def gated_name(activation) -> str | None:
         return _FUNCTIONS.get(activation)
     except TypeError:  # not hashable: an object with __call__
         return None
+
+
+def know_activations() -> None:
+    """Makes those of transformers known, if a known version of it is loaded."""
+    module = sys.modules.get("transformers.activations")
+    if module is None or not TRANSFORMERS.is_known():
+        return
+    file = vars(module)
+    activations = (("SiLUActivation", add_class, "swiglu"), ("GELUTanh", add_holder, "act"))
+    for name, add, known in activations:
+        cls = file.get(name)
+        if cls is not None and TRANSFORMERS.defines(cls.forward, file):
+            add(cls, known)
+
+
+def name_now(activation) -> str | None:
+    """gated_name, or None where a call of the activation does more, or hooks see it."""
+    if has_more(activation) or (not torch.compiler.is_compiling() and are_calls_watched()):
+        return None
+    return gated_name(activation)
+
+
+def has_more(function) -> bool:
+    """Whether a call of a module does more than its class's forward; of other functions False."""
+    return isinstance(function, torch_nn.Module) and not runs(function, type(function).forward)
+
+
+def are_calls_watched() -> bool:
+    """Whether hooks see the calls of all modules."""
+    return bool(torch_module._has_any_global_hook())
