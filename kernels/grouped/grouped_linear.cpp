@@ -69,13 +69,17 @@ class Products {
 };
 
 at::Tensor forward_of_one(const at::Tensor& x, const ExpertWeights& weights, int64_t expert,
-                          bool weight_only) {
+                          bool weight_only, GradientRounding& rounding) {
   const PlainOperand operand(x);
   const LinearWeight weight = weights.matrix(expert);
   if (!weights.transposed) {
     return linear_forward(operand, weight, std::nullopt, false, weight_only).output;
   }
-  return linear_backward({.grad = &operand, .needs_input = true, .weight_only = weight_only},
+  return linear_backward({.grad = &operand,
+                          .needs_input = true,
+                          .weight_only = weight_only,
+                          .rounding = &rounding,
+                          .group = expert},
                          weight)
       .grad_input;
 }
@@ -101,7 +105,8 @@ LinearBackward backward_of_transposed(const GroupedBackwardTask& task, const at:
 
 LinearBackward backward_of_one(const GroupedBackwardTask& task, const at::Tensor& grad,
                                const at::Tensor& input, const at::Tensor& sum,
-                               const ExpertWeights& weights, int64_t expert) {
+                               const ExpertWeights& weights, int64_t expert,
+                               GradientRounding& rounding) {
   if (weights.transposed) return backward_of_transposed(task, grad, input, weights, expert);
   const PlainOperand gradient(grad);
   const PlainOperand operand(input.defined() ? input : grad);
@@ -110,7 +115,9 @@ LinearBackward backward_of_one(const GroupedBackwardTask& task, const at::Tensor
                           .input = input.defined() ? &operand : nullptr,
                           .weight_grad_dtype = task.weight_grad_dtype,
                           .sum = sum,
-                          .weight_only = task.weight_only},
+                          .weight_only = task.weight_only,
+                          .rounding = &rounding,
+                          .group = expert},
                          weights.matrix(expert));
 }
 
@@ -133,9 +140,10 @@ at::Tensor forward_of_each(const at::Tensor& x, const ExpertWeights& weights,
                            const RowGroups& groups, bool weight_only) {
   const int64_t total = x.size(0);
   Products outputs(total, weights.out_features(), x.options());
+  GradientRounding rounding;
   for (const Rows& rows : rows_of_experts(groups, total)) {
     if (rows.count > 0) {
-      outputs.add(forward_of_one(rows.of(x), weights, rows.expert, weight_only));
+      outputs.add(forward_of_one(rows.of(x), weights, rows.expert, weight_only, rounding));
     }
   }
   return std::move(outputs).joined();
@@ -153,6 +161,7 @@ LinearBackward backward_of_each(const GroupedBackwardTask& task, const ExpertWei
             : empty_weight_gradient(weights, grad.options().dtype(task.weight_grad_dtype));
   }
   Products grad_inputs(total, weights.in_features(), grad.options());
+  GradientRounding rounding;
   for (const Rows& rows : rows_of_experts(groups, total)) {
     at::Tensor own;
     if (result.grad_weight.defined()) own = result.grad_weight.select(0, rows.expert);
@@ -162,7 +171,8 @@ LinearBackward backward_of_each(const GroupedBackwardTask& task, const ExpertWei
     }
     const at::Tensor input = task.input.defined() ? rows.of(task.input) : at::Tensor();
     const at::Tensor sum = task.sum.defined() ? own : at::Tensor();
-    LinearBackward made = backward_of_one(task, rows.of(grad), input, sum, weights, rows.expert);
+    LinearBackward made =
+        backward_of_one(task, rows.of(grad), input, sum, weights, rows.expert, rounding);
     if (task.needs_input) grad_inputs.add(std::move(made.grad_input));
     if (!own.defined()) continue;
     if (!sum.defined()) {

@@ -74,11 +74,22 @@ void check_activation(const OperandProducer& x, const QuantizedMatrix& weight, i
 }
 
 // The words of QuantizeTask::rounding for one gradient operand of a block-scaled GEMM; undefined
-// rounds to nearest. Stochastic rounding goes by torch's own generator.
-at::Tensor gradient_rounding(const Format& format, at::Device device) {
+// rounds to nearest. Stochastic rounding goes by torch's own generator. `shared` are words that
+// were drawn for several linears, or are to be: each counts from its group on, so that its elements
+// round in a way that no other group's rows change.
+at::Tensor gradient_rounding(const Format& format, at::Device device, at::Tensor* shared,
+                             int64_t group) {
   if (!format.activations.stochastic_gradients) return {};
-  return at::randint(std::numeric_limits<int32_t>::max(), {kRoundingWords},
-                     at::TensorOptions().dtype(at::kInt).device(device));
+  at::Tensor words = shared == nullptr ? at::Tensor() : *shared;
+  if (!words.defined()) {
+    words = at::randint(std::numeric_limits<int32_t>::max(), {kRoundingWords},
+                        at::TensorOptions().dtype(at::kInt).device(device));
+    if (shared != nullptr) *shared = words;
+  }
+  if (group == 0) return words;
+  words = words.clone();
+  words[kRoundingWords - 1].add_(group).bitwise_and_(std::numeric_limits<int32_t>::max());
+  return words;
 }
 
 const int32_t* words_of(const at::Tensor& rounding) {
@@ -151,12 +162,16 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const LinearCal
   const bool is_packed = call.reads_packed();
   const bool input = task.needs_input && for_input == GemmFallback::kNone;
   const bool weight = task.input != nullptr && for_weight == GemmFallback::kNone;
+  const auto drawn = [&](at::Tensor GradientRounding::*words) {
+    at::Tensor* shared = task.rounding == nullptr ? nullptr : &(task.rounding->*words);
+    return gradient_rounding(call.format, grad.device(), shared, task.group);
+  };
   QuantizedMatrix both;  // packed codes are made in one pass, row images one by one
   if (is_packed && (input || weight)) {
     both = grad.codes(call.packed(OperandRole::kGradient, {input, weight}, call.gradient_amax()));
   }
   if (input) {
-    const auto rounding = is_packed ? at::Tensor() : gradient_rounding(call.format, grad.device());
+    const auto rounding = is_packed ? at::Tensor() : drawn(&GradientRounding::rows);
     QuantizedMatrix rows;
     if (!is_packed) rows = grad.codes(call.row_image({.rowwise = true}, rounding));
     result.grad_input = run_on_codes(call,
@@ -169,7 +184,7 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const LinearCal
   }
   if (weight) {
     constexpr Orientations kColumns{.columnwise = true};
-    const auto rounding = is_packed ? at::Tensor() : gradient_rounding(call.format, grad.device());
+    const auto rounding = is_packed ? at::Tensor() : drawn(&GradientRounding::columns);
     const auto x =
         task.input->codes(is_packed ? call.packed(OperandRole::kInput, kColumns, call.input_amax())
                                     : call.row_image(kColumns));

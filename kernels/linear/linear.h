@@ -63,6 +63,13 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
                              bool weight_only = false, const at::Tensor& added = {});
 
 /// What linear_backward is to make, and of what.
+/// The random words by which gradients are rounded where the format rounds them stochastically, of
+/// one backward for several weights. Each linear draws words of its own without.
+struct GradientRounding {
+  at::Tensor rows = {};     // int32 (kRoundingWords,), drawn when the first linear asks for it
+  at::Tensor columns = {};  // of the gradient's columns, which wgrad reads
+};
+
 struct LinearBackwardTask {
   const OperandProducer* grad = nullptr;   // (M, N)
   bool needs_input = false;                // grad_input is asked for
@@ -71,6 +78,8 @@ struct LinearBackwardTask {
   at::ScalarType weight_grad_dtype = at::kFloat;
   at::Tensor sum = {};  // (N, K), contiguous, of that dtype: grad_weight is added to it and is it
   bool weight_only = false;
+  GradientRounding* rounding = nullptr;  // null: none is shared
+  int64_t group = 0;  // which of the weights this is: equal ones round in the same way
 };
 
 struct LinearBackward {

@@ -8,6 +8,7 @@ from helpers import FORMATS, assert_same, ops
 from torch.utils.flop_counter import FlopCounterMode
 
 import qshard
+from qshard.formats import info_of
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 OUT, IN = 64, 48
@@ -45,7 +46,14 @@ def check(format, count, empty, dtype, device, tail=3, transposed=False):
         assert_same(ops._state(ours)["amax_history"], ops._state(theirs)["amax_history"])
 
 
+def rounds_stochastically(format, count, device):
+    """Whether emulated experts draw other words than linears one after the other do."""
+    info = info_of(of_device(format, device))
+    return info.emulated and info.activations.stochastic_gradients and count > 1
+
+
 @pytest.mark.pairwise
+@pytest.mark.only_where(lambda format, count, device: not rounds_stochastically(format, count, device))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("empty", EMPTY)
@@ -57,8 +65,7 @@ def test_an_expert_is_a_linear_of_its_own(format, count, empty, dtype, device):
 
 # Matrices of mxfp8_1x32 in a stack have a multiple of 32 rows, which IN is not.
 @pytest.mark.pairwise
-# Emulated nvfp4's forward in dgrad's orientation rounds stochastically, in another order than expert by expert.
-@pytest.mark.only_where(lambda format, device: (format, device) != ("nvfp4", "cuda"))
+@pytest.mark.only_where(lambda format, count, device: not rounds_stochastically(format, count, device))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("count", [1, 3, 64])
@@ -69,10 +76,46 @@ def test_experts_in_out(format, count, empty, device):
 
 @pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("lies", ["out, in", "in, out"])
-# nvfp4's forward in dgrad's orientation rounds stochastically, in another order than expert by expert
+# nvfp4's forward in dgrad's orientation rounds stochastically, before `check` seeds the generator.
 @pytest.mark.only_where(lambda format, lies: (format, lies) != ("nvfp4", "in, out"))
 def test_emulated_experts_on_cpu(format, lies):
-    check(f"{format}[emulate]", 5, "middle", torch.float32, "cpu", transposed=lies == "in, out")
+    format = f"{format}[emulate]"
+    count = 1 if rounds_stochastically(format, 5, "cpu") else 5
+    check(format, count, "none" if count == 1 else "middle", torch.float32, "cpu", transposed=lies == "in, out")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lies", ["out, in", "in, out"])
+def test_stochastic_rounding_of_an_expert_is_its_own(lies, device):
+    """The words that round a gradient are drawn once a call; where it lies in its expert says which it takes."""
+    shape = (OUT, IN) if lies == "out, in" else (IN, OUT)
+    stack = stack_of(4, *shape, "nvfp4[emulate]", device)[0]
+    ends = torch.tensor([70, 70, 83, 200], dtype=torch.int32)
+    x = rows_of(ends, IN, 3, device, torch.float32, 1)
+    grad = rows_of(ends, OUT, 3, device, torch.float32, 2)
+
+    def run(x, grad, ends):
+        stack.grad, x = None, x.detach().requires_grad_()
+        torch.manual_seed(7)
+        y = ops.grouped_linear(x, stack if lies == "out, in" else stack.mT, ends.to(device))
+        y.backward(grad)
+        return y.detach(), x.grad, stack.grad
+
+    y, x_grad, weight_grad = run(x, grad, ends)
+    for e, rows in enumerate(parts(ends)):
+        alone = torch.zeros(4, dtype=torch.int32)
+        alone[e:] = rows.stop - rows.start
+        own = run(x[rows], grad[rows], alone)
+        for found, expected in zip(own, (y[rows], x_grad[rows], weight_grad), strict=True):
+            assert_same(found if found.dim() == 2 else found[e], expected if expected.dim() == 2 else expected[e])
+
+
+def test_calls_and_experts_round_by_words_of_their_own():
+    stack = ops.quantize(torch.randn(1, OUT, IN).expand(2, OUT, IN).contiguous(), "nvfp4[emulate]")
+    x = torch.randn(70, IN).repeat(2, 1).requires_grad_()
+    grad, offs = torch.randn(70, OUT).repeat(2, 1), torch.tensor([70, 140], dtype=torch.int32)
+    found = [torch.autograd.grad(ops.grouped_linear(x, stack, offs), x, grad)[0] for _ in range(2)]
+    assert (found[0][:70] != found[0][70:]).any() and (found[0] != found[1]).any()
 
 
 @pytest.mark.parametrize("format", ["float8_tensorwise", "mxfp8"])
