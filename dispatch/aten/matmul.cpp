@@ -186,7 +186,8 @@ at::Tensor grouped_mm(const at::Tensor& a, const at::Tensor& b,
   check_groups(a, weight, *offs, kOp);
   c10::OptionalDeviceGuard device_guard(b.device());
   return grouped_forward(a, expert_weights(weight, kOp), {offs->contiguous()},
-                         /*weight_only=*/false);
+                         /*weight_only=*/false)
+      .output;
 }
 
 at::Tensor bmm(const at::Tensor& a, const at::Tensor& b) {

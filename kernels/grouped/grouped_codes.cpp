@@ -1,6 +1,8 @@
 #include "kernels/grouped/grouped_codes.h"
 
 #include <ATen/ops/empty.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "kernels/activation/kernels.h"
 #include "kernels/device/check_launch.h"
@@ -32,25 +34,83 @@ at::Tensor row_tiles(const RowGroups& groups, int64_t total, cudaStream_t stream
   return tiles;
 }
 
+/// Columns of `total` rows: those of each expert begin at a multiple of 128.
+int64_t columns_width(int64_t total, int64_t count) {
+  return cuda::most_row_tiles(total, count) * 128;
+}
+
+/// Of the columns' codes and scales; those of groups lie behind them.
+int64_t columns_bytes(int64_t width, int64_t k) {
+  return round_up(packed_columnwise_bytes(width, k), 16);
+}
+
+/// The columns in `saved`, of saved_columns_bytes.
+CodeImage columns_in(const at::Tensor& saved, const Format& format, OperandRole role, int64_t width,
+                     int64_t k) {
+  const at::Tensor bytes = saved.narrow(0, 0, packed_columnwise_bytes(width, k));
+  return packed_matrix(format, role, width, k, {}, bytes).columnwise;
+}
+
+at::Tensor group_scales_in(const at::Tensor& saved, int64_t width, int64_t k) {
+  const int64_t begin = columns_bytes(width, k);
+  return saved.narrow(0, begin, saved.size(0) - begin).view(at::kFloat);
+}
+
+/// Fills in the columns of `made` from codes.
+void take_columns(GroupCodes& made, const PackedCodes& columns, DType code_dtype, int64_t k,
+                  int64_t width) {
+  const int64_t tiles = width / 128;
+  made.square_columns = columns.scale_mode == ScaleMode::kBlock128x128;
+  made.columns = packed_codes(columns, code_dtype).narrow(0, 0, k);
+  if (made.group_scales.defined()) return;
+  made.column_scales = made.square_columns
+                           ? scales_behind(columns, ceil_div(k, 128), round_up(tiles, 4))
+                           : scales_behind(columns, tiles, columns.rows);
+}
+
 }  // namespace
+
+int64_t saved_columns_bytes(const Format& format, int64_t total, int64_t k, int64_t count) {
+  const int64_t of_groups = cuda::has_one_scale(format) ? count * sizeof(float) : 0;
+  return columns_bytes(columns_width(total, count), k) + of_groups;
+}
+
+GroupCodes restored_columns(const at::Tensor& saved, const Format& format, int64_t total, int64_t k,
+                            const RowGroups& groups) {
+  const int64_t bytes = saved_columns_bytes(format, total, k, groups.count());
+  TORCH_CHECK(saved.scalar_type() == at::kByte && saved.is_contiguous() && saved.numel() == bytes &&
+                  saved.device() == groups.offs.device(),
+              fmt::format("{}: the codes of an input ({}, {}) of {} experts must be uint8 of {} "
+                          "bytes on {}, got {} of {} on {}",
+                          kOp, total, k, groups.count(), bytes, groups.offs.device().str(),
+                          c10::toString(saved.scalar_type()), saved.sizes(), saved.device().str()));
+  const int64_t width = columns_width(total, groups.count());
+  GroupCodes made;
+  if (cuda::has_one_scale(format)) made.group_scales = group_scales_in(saved, width, k);
+  const CodeImage columns = columns_in(saved, format, OperandRole::kInput, width, k);
+  const DType code_dtype = format.activations.packed_input_dtype;
+  take_columns(made, std::get<PackedCodes>(columns), code_dtype, k, width);
+  made.saved = saved;
+  return made;
+}
 
 GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRole role,
                            Orientations orientations, const RowGroups& groups,
                            const DelayedAmax& delayed) {
   const at::Tensor values = x.contiguous();
   const int64_t total = values.size(0), k = values.size(1);
-  const int64_t tiles = cuda::most_row_tiles(total, groups.count());
-  const int64_t width = tiles * 128;
+  const int64_t width = columns_width(total, groups.count());
+  const int64_t tiles = width / 128;
   QuantizedMatrix codes = packed_matrix(
       format, role, total, k,
       orientations.rowwise ? cuda::empty_bytes(packed_rowwise_bytes(total, k), x.device())
                            : at::Tensor(),
       {});
+  GroupCodes made;
   if (orientations.columnwise) {
-    codes.columnwise =
-        packed_matrix(format, role, width, k, {},
-                      cuda::empty_bytes(packed_columnwise_bytes(width, k), x.device()))
-            .columnwise;
+    made.saved =
+        cuda::empty_bytes(saved_columns_bytes(format, total, k, groups.count()), x.device());
+    codes.columnwise = columns_in(made.saved, format, role, width, k);
   }
   cuda::ActivationTask task = cuda::activation_task(codes);
   task.values = values.const_data_ptr();
@@ -58,7 +118,6 @@ GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRol
   const auto stream = static_cast<cudaStream_t>(current_stream(x.device()).handle);
   const DType dtype = value_dtype(values.scalar_type());
   const bool by_group = cuda::has_one_scale(format);
-  GroupCodes made;
   at::Tensor places;
   if (by_group || orientations.columnwise) places = row_tiles(groups, total, stream);
   const auto* of_tiles =
@@ -68,8 +127,9 @@ GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRol
     const int64_t count = groups.count();
     const at::Tensor floats = at::empty({3, count}, values.options().dtype(at::kFloat));
     auto* first = floats.mutable_data_ptr<float>();
-    made.group_scales = floats.select(0, 2);
-    task.scale_inv = task.scale_inv_t = first + 2 * count;
+    made.group_scales =
+        orientations.columnwise ? group_scales_in(made.saved, width, k) : floats.select(0, 2);
+    task.scale_inv = task.scale_inv_t = made.group_scales.mutable_data_ptr<float>();
     const cuda::GroupScales scales{count, first, first + count, delayed};
     cuda::check_launch(cuda::launch_quantize_groups_tensorwise(task, of_tiles, tiles, scales, dtype,
                                                                codes.code_dtype, stream));
@@ -84,12 +144,7 @@ GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRol
     if (!by_group) made.row_scales = scales_behind(*rows, ceil_div(k, 128), rows->rows);
   }
   if (const auto* columns = std::get_if<PackedCodes>(&codes.columnwise)) {
-    made.square_columns = columns->scale_mode == ScaleMode::kBlock128x128;
-    made.columns = packed_codes(*columns, codes.code_dtype).narrow(0, 0, k);
-    if (by_group) return made;
-    made.column_scales = made.square_columns
-                             ? scales_behind(*columns, ceil_div(k, 128), round_up(tiles, 4))
-                             : scales_behind(*columns, tiles, columns->rows);
+    take_columns(made, *columns, codes.code_dtype, k, width);
   }
   return made;
 }

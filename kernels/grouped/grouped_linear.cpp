@@ -203,9 +203,12 @@ GroupedPath path_of(GemmDirection direction, const at::Tensor& x, const ExpertWe
 /// The gradient of the weights, on codes; `grad` has columns.
 at::Tensor weight_gradient_of_codes(const GroupedBackwardTask& task, const GroupCodes& grad,
                                     const LinearWeight& weight, const RowGroups& groups) {
+  const Format& format = *weight.codes.format;
   const GroupCodes input =
-      quantize_groups(task.input, *weight.codes.format, OperandRole::kInput, {.columnwise = true},
-                      groups, delayed_input_amax(weight));
+      task.input_is_codes
+          ? restored_columns(task.input, format, task.grad.size(0), weight.codes.cols, groups)
+          : quantize_groups(task.input, format, OperandRole::kInput, {.columnwise = true}, groups,
+                            delayed_input_amax(weight));
   return multiply_columns(grad, input, task.grad.size(0), groups, task.weight_grad_dtype, task.sum);
 }
 
@@ -231,21 +234,40 @@ LinearWeight ExpertWeights::matrix(int64_t expert) const {
   return weight;
 }
 
-at::Tensor grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
-                           const RowGroups& groups, bool weight_only) {
+bool can_save_expert_codes(const at::Tensor& x, const ExpertWeights& weights, bool weight_only) {
+  if (weights.transposed || x.numel() == 0) return false;
+  const auto runs_on_codes = [&](GemmDirection direction) {
+    const GroupedProblem problem{direction, x.device(), x.scalar_type(), x.size(0), weight_only};
+    return choose_grouped_path(problem, weights).path == GroupedPath::kCodes;
+  };
   const Format& format = *weights.stack.codes.format;
-  switch (path_of(GemmDirection::kForward, x, weights, weight_only)) {
-    case GroupedPath::kCodes:
-      return multiply_by_codes(quantize_groups(x, format, OperandRole::kInput, {.rowwise = true},
-                                               groups, delayed_input_amax(weights.stack)),
-                               weights, groups, weights.transposed, x.scalar_type());
+  return runs_on_codes(GemmDirection::kForward) && runs_on_codes(GemmDirection::kGradWeight) &&
+         saved_columns_bytes(format, x.size(0), x.size(1), weights.count) <=
+             static_cast<int64_t>(x.nbytes()) * 3 / 4;
+}
+
+GroupedForward grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
+                               const RowGroups& groups, bool weight_only, bool saves_input) {
+  const Format& format = *weights.stack.codes.format;
+  const GroupedPath path = path_of(GemmDirection::kForward, x, weights, weight_only);
+  TORCH_CHECK(!saves_input || path == GroupedPath::kCodes,
+              "qshard::linear_forward: save_quantized_input, where the experts' input is not "
+              "multiplied in codes");
+  switch (path) {
+    case GroupedPath::kCodes: {
+      const Orientations made{.rowwise = true, .columnwise = saves_input};
+      const GroupCodes codes = quantize_groups(x, format, OperandRole::kInput, made, groups,
+                                               delayed_input_amax(weights.stack));
+      return {multiply_by_codes(codes, weights, groups, weights.transposed, x.scalar_type()),
+              codes.saved};
+    }
     case GroupedPath::kValues:
       if (!weight_only) collect_amax(x, groups, delayed_input_amax(weights.stack));
-      return multiply_by_values(x, weights, groups, weights.transposed);
+      return {multiply_by_values(x, weights, groups, weights.transposed), {}};
     case GroupedPath::kEach:
       break;
   }
-  return forward_of_each(x, weights, groups, weight_only);
+  return {forward_of_each(x, weights, groups, weight_only), {}};
 }
 
 LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWeights& weights,
@@ -258,6 +280,9 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
   GroupedPath for_input = GroupedPath::kEach, for_weight = GroupedPath::kEach;
   if (task.needs_input) for_input = path(GemmDirection::kGradInput);
   if (task.input.defined()) for_weight = path(GemmDirection::kGradWeight);
+  TORCH_CHECK(!task.input_is_codes || for_weight == GroupedPath::kCodes,
+              "qshard::linear_backward: the experts' input was saved in codes, and their gradient "
+              "is not multiplied in codes");
   const Orientations codes{for_input == GroupedPath::kCodes, for_weight == GroupedPath::kCodes};
   LinearBackward result;
   if (codes.rowwise || codes.columnwise) {

@@ -85,7 +85,7 @@ struct LinearFunction : Function<LinearFunction> {
                              : nullptr;
     const LinearNeeds needs(records_grad, input, weight);
     const InputUse use = is_given(offs)
-                             ? InputUse()
+                             ? input_use_of_experts(input, weight, needs, weight_only)
                              : InputUse(input, weight, needs, weight_only, format, input_is_kept);
     const KeptWeight kept_weight(weight, needs.reads_weight(weight, offs), format, weight_state);
     OptionalTensor rows;

@@ -60,23 +60,38 @@ void call_transformers(const c10::OperatorHandle& op, torch::jit::Stack* stack) 
 
 }  // namespace
 
-Tensor grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
-                              bool weight_only, std::optional<c10::string_view> format) {
+GroupedForward grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                                      bool weight_only, std::optional<c10::string_view> format,
+                                      bool saves_input) {
   check_groups(input, weight, offs, kOp);
   const ExpertWeights experts =
       experts_for_use(weight, format, std::nullopt, WeightUse::kForward, kOp);
   check_expected_format(experts.stack, format);
-  return grouped_forward(as_matrix(input), experts, {offs.contiguous()}, weight_only);
+  return grouped_forward(as_matrix(input), experts, {offs.contiguous()}, weight_only, saves_input);
+}
+
+InputUse input_use_of_experts(const Tensor& input, const Tensor& weight, const LinearNeeds& needs,
+                              bool weight_only) {
+  InputUse use;
+  // As of a linear's input: one without a gradient is kept as it is, since other linears may keep
+  // it.
+  if (weight_only || !needs.input || !needs.reads_input() || !input.is_cuda() || input.dim() != 2 ||
+      has_key(input) || !has_key(weight) || is_traced_or_subclass(input) ||
+      is_traced_or_subclass(weight) || !is_stack(weight) || input.size(1) != weight.size(2)) {
+    return use;
+  }
+  use.saves_codes = can_save_expert_codes(input, expert_weights(weight, kOp), weight_only);
+  return use;
 }
 
 LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool needs_weight,
                                        const Tensor& sum, at::ScalarType dtype) {
-  const auto& [grad, weight, input, offs, needs_input, weight_only, format, weight_state,
-               input_sum] = call;
+  const auto& [grad, weight, input, input_is_codes, offs, needs_input, weight_only, format,
+               weight_state, input_sum] = call;
   constexpr const char* kBackward = "qshard::linear_backward";
   check_groups(grad, weight.transpose(-1, -2), offs, kBackward);
   TORCH_CHECK(
-      !needs_weight ||
+      !needs_weight || input_is_codes ||
           (input.dim() == 2 && input.size(0) == grad.size(0) && input.size(1) == weight.size(2) &&
            is_value_dtype(input.scalar_type()) && input.device() == grad.device()),
       fmt::format("{}: an input of shape {} does not fit a gradient of shape {} and a "
@@ -94,7 +109,10 @@ LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool n
       experts_for_use(weight, format, weight_state, backward_use(needs_input), kBackward);
   return grouped_backward({.grad = as_matrix(grad),
                            .needs_input = needs_input,
-                           .input = needs_weight ? as_matrix(input) : Tensor(),
+                           .input = !needs_weight    ? Tensor()
+                                    : input_is_codes ? input
+                                                     : as_matrix(input),
+                           .input_is_codes = input_is_codes && needs_weight,
                            .weight_grad_dtype = dtype,
                            .sum = sum,
                            .weight_only = weight_only},
@@ -120,7 +138,8 @@ void transformers_grouped_mm(const c10::OperatorHandle& op, c10::DispatchKeySet,
     if (operands) {
       const auto& [input, weight, offs] = std::tie((*operands)[0], (*operands)[1], (*operands)[2]);
       c10::OptionalDeviceGuard device_guard(input.device());
-      product = grouped_linear_forward(input, weight, offs, /*weight_only=*/false, std::nullopt);
+      product =
+          grouped_linear_forward(input, weight, offs, /*weight_only=*/false, std::nullopt).output;
     }
   }
   if (!product.defined()) return call_transformers(op, stack);
@@ -140,10 +159,11 @@ void transformers_grouped_mm_backward(const c10::OperatorHandle& op, c10::Dispat
       const auto& [input, weight, offs] = std::tie((*operands)[0], (*operands)[1], (*operands)[2]);
       const Tensor& grad = (*operands)[3];
       c10::OptionalDeviceGuard device_guard(input.device());
-      gradients = grouped_linear_backward(
-          {grad, weight, input, offs, /*needs_input=*/true, /*weight_only=*/false, std::nullopt,
-           /*weight_state=*/std::nullopt, /*input_sum=*/std::nullopt},
-          /*needs_weight=*/true, Tensor(), weight.scalar_type());
+      gradients =
+          grouped_linear_backward({grad, weight, input, /*input_is_codes=*/false, offs,
+                                   /*needs_input=*/true, /*weight_only=*/false, std::nullopt,
+                                   /*weight_state=*/std::nullopt, /*input_sum=*/std::nullopt},
+                                  /*needs_weight=*/true, Tensor(), weight.scalar_type());
     }
   }
   if (!gradients.grad_input.defined()) return call_transformers(op, stack);

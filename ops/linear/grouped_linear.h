@@ -5,7 +5,9 @@
 #include <ATen/core/stack.h>
 
 #include "dispatch/aten/matmul.h"
+#include "kernels/grouped/grouped_linear.h"
 #include "ops/calls/ops.h"
+#include "ops/linear/autograd.h"
 #include "ops/linear/dynamic_weight.h"
 
 namespace qshard {
@@ -34,14 +36,20 @@ void transformers_grouped_mm_backward(const c10::OperatorHandle& op, c10::Dispat
                                       torch::jit::Stack* stack);
 
 /// linear_forward with `offs`.
-Tensor grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
-                              bool weight_only, std::optional<c10::string_view> format);
+GroupedForward grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
+                                      bool weight_only, std::optional<c10::string_view> format,
+                                      bool saves_input = false);
+
+/// What autograd keeps of experts' input: its codes, or itself.
+InputUse input_use_of_experts(const Tensor& input, const Tensor& weight, const LinearNeeds& needs,
+                              bool weight_only);
 
 /// The arguments of linear_backward that a call with `offs` uses.
 struct GroupedLinearBackward {
   const Tensor& grad;
   const Tensor& weight;
   const Tensor& input;
+  bool input_is_codes;  // GroupedForward::saved
   const Tensor& offs;
   bool needs_input;
   bool weight_only;

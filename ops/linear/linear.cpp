@@ -168,12 +168,12 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(weight.device());
   if (is_given(offs)) {
-    TORCH_CHECK(!is_given(bias) && !is_given(residual) && !is_given(input_rows) && !weight_state &&
-                    !save_quantized_input,
+    TORCH_CHECK(!is_given(bias) && !is_given(residual) && !is_given(input_rows) && !weight_state,
                 "qshard::linear_forward: offs go with an input of values and a quantized weight "
-                "alone: no bias, residual, input_rows, weight_state or saved codes");
-    return {grouped_linear_forward(input, weight, *offs, weight_only, format),
-            bytes_or_none({}, input)};
+                "alone: no bias, residual, input_rows or weight_state");
+    auto made =
+        grouped_linear_forward(input, weight, *offs, weight_only, format, save_quantized_input);
+    return {made.output, made.saved.defined() ? made.saved : bytes_or_none({}, input)};
   }
   const auto used =
       weight_for_use(weight, format, weight_state, WeightUse::kForward, "qshard::linear");

@@ -105,11 +105,11 @@ std::tuple<Tensor, Tensor> linear_backward_op(
                     "give all of them or none");
   const WgradRequest wgrad(needs_weight, grad_dtype, weight, weight_grad, kOp);
   if (is_given(offs)) {
-    TORCH_CHECK(!in_codes && !input_is_quantized, kOp,
-                ": offs go with a gradient and an input of values, not with codes");
-    const auto made = grouped_linear_backward(
-        {grad, weight, input, *offs, needs_input, weight_only, format, weight_state, input_sum},
-        needs_weight, wgrad.sum, wgrad.dtype);
+    TORCH_CHECK(!in_codes, kOp, ": offs go with a gradient in values, not in codes");
+    const auto made =
+        grouped_linear_backward({grad, weight, input, input_is_quantized, *offs, needs_input,
+                                 weight_only, format, weight_state, input_sum},
+                                needs_weight, wgrad.sum, wgrad.dtype);
     return {needs_input ? made.grad_input : none_of(grad.options()),
             wgrad.result(made, grad.options())};
   }

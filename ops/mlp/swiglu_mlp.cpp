@@ -150,8 +150,8 @@ SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad,
   const SavedSwiglu saved(op, gate, up, none_of(gate.options().dtype(at::kFloat)));
   const Tensor hidden = wgrad.is_needed ? saved.product().values(gate.scalar_type()) : saved.gate;
   const LinearBackward made =
-      grouped_linear_backward({as_matrix(grad), weight, hidden, offs, inner.any(), weight_only,
-                               format, state, /*input_sum=*/std::nullopt},
+      grouped_linear_backward({as_matrix(grad), weight, hidden, /*input_is_codes=*/false, offs,
+                               inner.any(), weight_only, format, state, /*input_sum=*/std::nullopt},
                               wgrad.is_needed, wgrad.sum, wgrad.dtype);
   const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
   SwigluLinearGrads out{wgrad.result(made, grad.options()), none(), none(), none(), none()};
@@ -179,7 +179,8 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(
     check_swiglu(op, gate, up, weight);
     const SwigluOperand hidden(as_matrix(gate), as_matrix(up));
     return {
-        grouped_linear_forward(hidden.values(hidden.dtype()), weight, *offs, weight_only, format),
+        grouped_linear_forward(hidden.values(hidden.dtype()), weight, *offs, weight_only, format)
+            .output,
         none_of(gate.options().dtype(at::kFloat))};
   }
   const auto used = checked_weight(weight, format, weight_state, WeightUse::kForward, op);

@@ -57,7 +57,8 @@ struct FirstLinears {
     static const auto quantize = typed_op<decltype(quantize_input_op)>("qshard::quantize_input");
     static const auto linear = typed_op<decltype(linear_forward_op)>("qshard::linear_forward");
     const auto use_of = [&](const Tensor& weight, const LinearNeeds& linear) {
-      return is_given(offs) ? InputUse() : InputUse(input, weight, linear, weight_only, format);
+      return is_given(offs) ? input_use_of_experts(input, weight, linear, weight_only)
+                            : InputUse(input, weight, linear, weight_only, format);
     };
     const InputUse of_gate = use_of(gate, needs.gate);
     const InputUse of_up = use_of(is_given(up) ? *up : gate, needs.up);
@@ -82,9 +83,16 @@ struct FirstLinears {
       return std::pair{output, needs.reads_input() ? kept : Tensor()};
     };
     std::tie(gate_values, gate_input) = run(gate, gate_bias, of_gate, needs.gate, gate_state);
-    if (is_given(up)) std::tie(up_values, up_input) = run(*up, up_bias, of_up, needs.up, up_state);
     gate_saves_codes = of_gate.saves_codes;
     up_saves_codes = of_up.saves_codes;
+    if (!is_given(up)) return;
+    // Experts' gate and up read equal codes, unless each scales its input by its own history.
+    const bool shares_codes = is_given(offs) && gate_saves_codes && up_saves_codes &&
+                              format_of(gate, format).amax_history.length == 0;
+    InputUse use_of_up = of_up;
+    if (shares_codes) use_of_up.saves_codes = false;
+    std::tie(up_values, up_input) = run(*up, up_bias, use_of_up, needs.up, up_state);
+    if (shares_codes) up_input = gate_input;
   }
 
   /// For norm(input), whose codes the weights read.
