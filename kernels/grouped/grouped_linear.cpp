@@ -256,8 +256,8 @@ GroupedForward grouped_forward(const at::Tensor& x, const ExpertWeights& weights
   switch (path) {
     case GroupedPath::kCodes: {
       const Orientations made{.rowwise = true, .columnwise = saves_input};
-      const GroupCodes codes = quantize_groups(x, format, OperandRole::kInput, made, groups,
-                                               delayed_input_amax(weights.stack));
+      const GroupCodes codes =
+          SharedGroupCodes::of_input(x, format, made, groups, delayed_input_amax(weights.stack));
       return {multiply_by_codes(codes, weights, groups, weights.transposed, x.scalar_type()),
               codes.saved};
     }

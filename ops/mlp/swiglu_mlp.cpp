@@ -143,15 +143,19 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
 /// The same of experts, whose gradients pass in values.
 SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad, const Tensor& gate,
                                              const Tensor& up, const Tensor& weight,
-                                             const Tensor& offs, const WgradRequest& wgrad,
-                                             const InnerGradients& inner, bool weight_only,
-                                             OptionalFormat format, const WeightState& state) {
+                                             const Tensor& product_codes, const Tensor& offs,
+                                             const WgradRequest& wgrad, const InnerGradients& inner,
+                                             bool weight_only, OptionalFormat format,
+                                             const WeightState& state) {
   TORCH_CHECK(inner.format == nullptr, op, ": offs go with gradients in values, not in codes");
   const SavedSwiglu saved(op, gate, up, none_of(gate.options().dtype(at::kFloat)));
-  const Tensor hidden = wgrad.is_needed ? saved.product().values(gate.scalar_type()) : saved.gate;
+  const bool has_codes = wgrad.is_needed && product_codes.numel() > 0;
+  const Tensor hidden = has_codes         ? product_codes
+                        : wgrad.is_needed ? saved.product().values(gate.scalar_type())
+                                          : saved.gate;
   const LinearBackward made =
-      grouped_linear_backward({as_matrix(grad), weight, hidden, /*input_is_codes=*/false, offs,
-                               inner.any(), weight_only, format, state, /*input_sum=*/std::nullopt},
+      grouped_linear_backward({as_matrix(grad), weight, hidden, has_codes, offs, inner.any(),
+                               weight_only, format, state, /*input_sum=*/std::nullopt},
                               wgrad.is_needed, wgrad.sum, wgrad.dtype);
   const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
   SwigluLinearGrads out{wgrad.result(made, grad.options()), none(), none(), none(), none()};
@@ -174,14 +178,14 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(
   const char* op = "qshard::swiglu_linear_forward";
   c10::OptionalDeviceGuard device_guard(weight.device());
   if (is_given(offs)) {
-    TORCH_CHECK(!is_given(bias) && !is_given(residual) && !keep_maxima && !weight_state, op,
-                ": offs go with no bias, residual, maxima or weight_state");
+    TORCH_CHECK(!is_given(bias) && !is_given(residual) && !weight_state, op,
+                ": offs go with no bias, residual or weight_state");
     check_swiglu(op, gate, up, weight);
     const SwigluOperand hidden(as_matrix(gate), as_matrix(up));
-    return {
-        grouped_linear_forward(hidden.values(hidden.dtype()), weight, *offs, weight_only, format)
-            .output,
-        none_of(gate.options().dtype(at::kFloat))};
+    auto made = grouped_linear_forward(hidden.values(hidden.dtype()), weight, *offs, weight_only,
+                                       format, /*saves_input=*/keep_maxima);
+    return {made.output,
+            made.saved.defined() ? made.saved : none_of(gate.options().dtype(at::kFloat))};
   }
   const auto used = checked_weight(weight, format, weight_state, WeightUse::kForward, op);
   check_swiglu(op, gate, up, weight);
@@ -216,9 +220,10 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
   c10::OptionalDeviceGuard device_guard(weight.device());
   if (is_given(offs)) {
     check_swiglu(op, gate, up, weight);
-    return swiglu_backward_of_experts(
-        op, grad, gate, up, weight, *offs, {needs_weight, grad_dtype, weight, weight_grad, op},
-        inner_gradients(op, rows, columns, joined, grad_format), weight_only, format, weight_state);
+    return swiglu_backward_of_experts(op, grad, gate, up, weight, maxima, *offs,
+                                      {needs_weight, grad_dtype, weight, weight_grad, op},
+                                      inner_gradients(op, rows, columns, joined, grad_format),
+                                      weight_only, format, weight_state);
   }
   const auto use = backward_use(rows || columns);
   const auto used = checked_weight(weight, format, weight_state, use, op);

@@ -2,6 +2,7 @@
 // codes. Where GEMMs read none it is the composition of linear, silu and mul, which saves neither
 // silu(gate) nor the product.
 #include "dispatch/parts/kernel_bridge.h"
+#include "kernels/grouped/grouped_codes.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/grouped_linear.h"
 #include "ops/linear/norm_linear.h"
@@ -73,6 +74,8 @@ struct FirstLinears {
     }
     std::optional<InputCodeScope> share;
     if (records_grad && input.is_cuda()) share.emplace(input);
+    std::optional<SharedGroupCodes> share_groups;
+    if (is_given(offs)) share_groups.emplace();
     const bool needs_name = apart || checks_format;
     const auto run = [&](const Tensor& weight, const OptionalTensor& bias, const InputUse& of,
                          const LinearNeeds& needs, const WeightState& state) {
@@ -86,13 +89,7 @@ struct FirstLinears {
     gate_saves_codes = of_gate.saves_codes;
     up_saves_codes = of_up.saves_codes;
     if (!is_given(up)) return;
-    // Experts' gate and up read equal codes, unless each scales its input by its own history.
-    const bool shares_codes = is_given(offs) && gate_saves_codes && up_saves_codes &&
-                              format_of(gate, format).amax_history.length == 0;
-    InputUse use_of_up = of_up;
-    if (shares_codes) use_of_up.saves_codes = false;
-    std::tie(up_values, up_input) = run(*up, up_bias, use_of_up, needs.up, up_state);
-    if (shares_codes) up_input = gate_input;
+    std::tie(up_values, up_input) = run(*up, up_bias, of_up, needs.up, up_state);
   }
 
   /// For norm(input), whose codes the weights read.
@@ -114,6 +111,16 @@ struct FirstLinears {
 
 std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor) {
   return is_given(tensor) ? std::optional(tensor->scalar_type()) : std::nullopt;
+}
+
+/// Whether the codes of experts' silu(gate) * up that wgrad of down reads are kept, in the place of
+/// maxima. Without them backward makes the product again.
+bool keeps_product_codes(const Tensor& input, const Tensor& gate_values, const Tensor& down,
+                         const SwigluNeeds& needs, bool weight_only) {
+  LinearNeeds of_down = needs.down;
+  of_down.input = needs.inner;
+  return !is_traced_or_subclass(input) &&
+         input_use_of_experts(gate_values, down, of_down, weight_only).saves_codes;
 }
 
 struct SwigluMlpFunction : Function<SwigluMlpFunction> {
@@ -159,8 +166,11 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                                  needs, checks_format, gate_name, gate_state, up_state, offs);
     const auto halves = is_joined ? first.gate_values.chunk(2, -1)
                                   : variable_list{first.gate_values, first.up_values};
+    const bool keeps = is_given(offs)
+                           ? keeps_product_codes(input, halves[0], down, needs, weight_only)
+                           : use.keeps_maxima;
     auto [output, maxima] = second.call(
-        halves[0], halves[1], down, down_bias, use.keeps_maxima, weight_only,
+        halves[0], halves[1], down, down_bias, keeps, weight_only,
         needs_name || kept_down.trusts_format() ? OptionalFormat(down_name) : std::nullopt,
         down_state, residual, offs);
     const bool reads_values = needs.inner || needs.down.weight;

@@ -96,7 +96,8 @@ def swiglu_linear_forward(
 
     gate, up: (..., columns), with any strides. format: of the weight, which is checked; weight_state: as
         of `linear`, for a plain weight. residual: as of `linear`.
-    offs: as of `grouped_linear`, of a stack (experts, outputs, columns), without bias, residual, maxima or state.
+    offs: as of `grouped_linear`, of a stack (experts, outputs, columns), without bias, residual or state; keep_maxima then
+        keeps the codes of the product that wgrad reads, uint8, in the place of maxima.
 
     Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """

@@ -65,7 +65,8 @@ def test_an_expert_is_a_linear_of_its_own(format, count, empty, dtype, device):
 
 # Matrices of mxfp8_1x32 in a stack have a multiple of 32 rows, which IN is not.
 @pytest.mark.pairwise
-@pytest.mark.only_where(lambda format, count, device: not rounds_stochastically(format, count, device))
+# Forward rounds stochastically, as dgrad of a linear does, before `check` seeds the generator.
+@pytest.mark.only_where(lambda format, device: not rounds_stochastically(format, 2, device))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("count", [1, 3, 64])

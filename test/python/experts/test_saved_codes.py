@@ -3,7 +3,7 @@
 import pytest
 import torch
 from expert_cases import rows_of, stack_of
-from helpers import assert_same, ops
+from helpers import are_codes_of, assert_same, ops
 from test_grouped_linear_cuda import ON_CODES, on_hopper
 
 pytestmark = on_hopper
@@ -13,12 +13,12 @@ FEW = torch.tensor([40, 90, 100, 130], dtype=torch.int32)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def kept_by(call):
-    """The result, and each tensor that autograd keeps of it, but for quantized weights."""
+def kept_by(call, *weights):
+    """The result, and each tensor that autograd keeps of it, but for what it keeps of weights."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         result = call()
-    return result, [t for t in kept if not ops.is_quantized(t)]
+    return result, [t for t in kept if not ops.is_quantized(t) and not are_codes_of(t, *weights)]
 
 
 def gradients(stack, x, grad, ends):
@@ -48,12 +48,13 @@ def test_codes_are_kept_where_they_take_less_memory(format):
     stack = stack_of(4, OUT, IN, format, "cuda")[0]
     for ends, requires_grad, saves in ((MANY, True, True), (MANY, False, False), (FEW, True, False)):
         x = rows_of(ends, IN, 0, "cuda", torch.bfloat16, 1).requires_grad_(requires_grad)
-        _, kept = kept_by(lambda x=x, ends=ends: ops.grouped_linear(x, stack, ends.cuda()))
+        _, kept = kept_by(lambda x=x, ends=ends: ops.grouped_linear(x, stack, ends.cuda()), stack)
         codes = [t for t in kept if t.dtype == torch.uint8]
         assert bool(codes) == saves and any(t is x for t in kept) != saves
         assert all(t.nbytes <= x.nbytes * 3 / 4 for t in codes)
     frozen = stack.detach()
-    assert not [t for t in kept_by(lambda: ops.grouped_linear(x, frozen, FEW.cuda()))[1] if t.dtype == torch.uint8]
+    _, kept = kept_by(lambda: ops.grouped_linear(x, frozen, FEW.cuda()), frozen)
+    assert not [t for t in kept if t.dtype == torch.uint8]
 
 
 @pytest.mark.parametrize("format", ON_CODES)
@@ -61,9 +62,9 @@ def test_gate_and_up_keep_the_codes_of_their_input_once(format):
     gate, up = (stack_of(4, 256, IN, format, "cuda")[0] for _ in "ab")
     down = stack_of(4, IN, 256, format, "cuda")[0]
     x = rows_of(MANY, IN, 5, "cuda", torch.bfloat16, 1).requires_grad_()
-    y, kept = kept_by(lambda: ops.swiglu_experts(x, gate, up, down, MANY.cuda()))
-    codes = {t.data_ptr() for t in kept if t.dtype == torch.uint8 and t.numel() > 1000 * IN}
-    assert len(codes) == (2 if "delayed" in format else 1) and not any(t is x for t in kept)
+    y, kept = kept_by(lambda: ops.swiglu_experts(x, gate, up, down, MANY.cuda()), gate, up, down)
+    codes = {t.data_ptr() for t in kept if t.dtype == torch.uint8}  # of the product, too
+    assert len(codes) == (3 if "delayed" in format else 2) and not any(t is x for t in kept)
     grad = rows_of(MANY, IN, 5, "cuda", torch.bfloat16, 2)
     grad[-5:] = 0
     y.backward(grad)
