@@ -56,6 +56,12 @@ GroupCodes quantize_groups(const at::Tensor&, const Format&, OperandRole, Orient
                            const RowGroups&, const DelayedAmax&) {
   no_cuda("quantize an activation");
 }
+int64_t saved_columns_bytes(const Format&, int64_t, int64_t, int64_t) {
+  no_cuda("quantize an activation");
+}
+GroupCodes restored_columns(const at::Tensor&, const Format&, int64_t, int64_t, const RowGroups&) {
+  no_cuda("quantize an activation");
+}
 at::Tensor multiply_by_codes(const GroupCodes&, const ExpertWeights&, const RowGroups&, bool,
                              at::ScalarType) {
   no_cuda("multiply codes");

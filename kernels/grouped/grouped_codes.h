@@ -32,28 +32,6 @@ GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRol
                            Orientations orientations, const RowGroups& groups,
                            const DelayedAmax& delayed);
 
-/// While one lives, experts' linears of this thread that read one input of one format quantize it
-/// once: the gate and up of an MLP. Nothing may write to the input meanwhile.
-class SharedGroupCodes {
- public:
-  SharedGroupCodes();
-  ~SharedGroupCodes();
-  SharedGroupCodes(const SharedGroupCodes&) = delete;
-  SharedGroupCodes& operator=(const SharedGroupCodes&) = delete;
-
-  /// The codes of the innermost one that lives, if they are of these operands, or new ones.
-  static GroupCodes of_input(const at::Tensor& x, const Format& format, Orientations orientations,
-                             const RowGroups& groups, const DelayedAmax& delayed);
-
- private:
-  SharedGroupCodes* previous_;
-  at::Tensor x_;
-  at::Tensor offs_;
-  const Format* format_ = nullptr;
-  Orientations orientations_ = {};
-  GroupCodes codes_ = {};
-};
-
 /// The bytes of GroupCodes::saved of x (total, k) and `count` experts: uint8 (bytes,).
 int64_t saved_columns_bytes(const Format& format, int64_t total, int64_t k, int64_t count);
 /// The columns that quantize_groups made of an input (total, k) with these groups.

@@ -13,6 +13,7 @@
 #include "kernels/grouped/grouped_codes.h"
 #include "kernels/grouped/grouped_paths.h"
 #include "kernels/grouped/grouped_values.h"
+#include "kernels/grouped/shared_codes.h"
 
 namespace qshard {
 namespace {

@@ -2,7 +2,7 @@
 // codes. Where GEMMs read none it is the composition of linear, silu and mul, which saves neither
 // silu(gate) nor the product.
 #include "dispatch/parts/kernel_bridge.h"
-#include "kernels/grouped/grouped_codes.h"
+#include "kernels/grouped/shared_codes.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/grouped_linear.h"
 #include "ops/linear/norm_linear.h"
