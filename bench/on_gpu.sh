@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go:
-#   bench/on_gpu.sh [all|tests|programs|sanitizer|demo|overhead|kernels|linear|train|gradients|losses|clients …]
+#   bench/on_gpu.sh [all|tests|programs|sanitizer|demo|overhead|kernels|linear|train|sync|gradients|losses|clients …]
 #
 # Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so
 # with its libqshard_impl.so beside it; without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
@@ -93,6 +93,20 @@ train() {
     --breakdown --json "$out/train.json" ${TRAIN_ARGS:-}
 }
 
+sync_weights() {
+  local gpus status=0 vocabulary
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  if ((gpus < 2)); then
+    echo "sync needs two GPUs or more: not run"
+    return
+  fi
+  for vocabulary in 0 32000; do
+    "$python" -m torch.distributed.run --standalone --nproc-per-node=2 bench/sync.py \
+      --vocabulary $vocabulary --json "$out/sync-$vocabulary.json" || status=1
+  done
+  return $status
+}
+
 gradients() {
   local gpus status=0
   "$python" bench/gradients.py kernels --json "$out/gradient-kernels.json" || status=1
@@ -151,6 +165,7 @@ if wants overhead; then step overhead overhead; fi
 if wants kernels; then step kernels kernels; fi
 if wants linear; then step linear linear; fi
 if wants train; then step train train; fi
+if wants sync; then step sync sync_weights; fi
 if wants gradients; then step gradients gradients; fi
 if wants losses; then step losses losses; fi
 if [[ $wanted == *" clients "* ]]; then step clients clients; fi # needs packages that not all have
@@ -168,9 +183,10 @@ for log in kernels linear; do
   [ -e "$out/$log.log" ] && sed -n '/worst shapes/,$p' "$out/$log.log"
 done
 [ -e "$out/train.log" ] && sed -n '/^qshard training/,$p' "$out/train.log"
+[ -e "$out/sync.log" ] && grep -E '  (ms|MiB)  ' "$out/sync.log"
 [ -e "$out/gradients.log" ] && sed -n '/worst shapes/,$p' "$out/gradients.log" | grep -v 'it/s'
 [ -e "$out/clients.log" ] && sed -n '/^clients, /,$p' "$out/clients.log"
-grep -hE '^(FAILED|SKIPPED) ' "$out"/{kernels,linear,train,gradients,clients}.log 2>/dev/null
+grep -hE '^(FAILED|SKIPPED) ' "$out"/{kernels,linear,train,sync,gradients,clients}.log 2>/dev/null
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1
