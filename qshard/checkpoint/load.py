@@ -10,7 +10,7 @@ from qshard._runtime.hooks import local_of
 from qshard.checkpoint import files, layouts
 from qshard.checkpoint.model import entries_of
 from qshard.checkpoint.ranks import Ranks
-from qshard.checkpoint.shard_regions import boxes_of, in_blocks
+from qshard.checkpoint.shard_regions import boxes_of, in_blocks, own_boxes
 from qshard.formats import info_of
 from qshard.model.choosing import some
 from qshard.model.quantize import flush
@@ -37,10 +37,11 @@ def load_quantized(model: nn.Module, directory, *, names=None) -> None:
     is raised by name, on all ranks, before the model is changed.
     """
     ranks = Ranks.of_model(model, _FUNCTION)
-    with ranks.agreeing():
+    with ranks.agreeing() as models:
         entries = entries_of(model, names)
-    boxes = boxes_of(entries, ranks)
+        models.tell(own_boxes(entries))
     with ranks.agreeing():
+        boxes = boxes_of(entries, models.everywhere, ranks)
         loads = _checked_loads(entries, boxes, Path(directory), ranks)
     with torch.no_grad():
         for load in loads:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ class Entry:
     part: Part | None = None  # of a stack of experts
     box: list | None = None  # of a part, once boxes_of has found them: the rank's boxes of the stack, held and logical
 
-    @property
+    # What is cached stays as it is while the entry is used: a checkpoint or a stream makes its own.
+    @cached_property
     def is_quantized(self):
         return is_quantized(self.tensor)
 
@@ -36,16 +38,16 @@ class Entry:
     def is_parameter(self):
         return isinstance(self.tensor, nn.Parameter)
 
-    @property
+    @cached_property
     def module(self):
         """In files, of a parameter `module.weight`."""
         return self.name.removesuffix(".weight")
 
-    @property
+    @cached_property
     def shape(self):
         return tuple(self.tensor.shape) if self.part is None else (self.part.rows, self.tensor.shape[-1])
 
-    @property
+    @cached_property
     def format(self):
         return ops.format(local_of(self.tensor))
 

@@ -1,5 +1,6 @@
 """What of a model is written or sent, under which names: equal on all ranks, and made before anything is sent."""
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -59,17 +60,25 @@ class Plan:
             raise NotImplementedError(
                 "layout 'sglang' with scale_fmt 'ue8m0' holds no experts; give scale_fmt='float', which SGLang packs itself"
             )
+        self.groups = self.fusion.groups(self.entries)
         self._check_names()
 
     def _check_names(self):
-        seen = set()
-        for fused, members in self.fusion.groups(self.entries):
-            for name in self._specs(fused, members):
+        seen, self._order = set(), []
+        for fused, members in self.groups:
+            specs = self._specs(fused, members)
+            self._order.append((specs, members[0].format if members[0].is_quantized else None))
+            for name in specs:
                 if name in seen:
                     raise ValueError(f"names gives two tensors of a file the name {name!r}")
                 seen.add(name)
 
-    def check_scales(self):
+    @property
+    def order(self) -> str:
+        """Equal on ranks that have the same tensors in the same order."""
+        return hashlib.sha256(repr(self._order).encode()).hexdigest()
+
+    def _check_scales(self):
         """Raises ValueError for scales that are to be written as exponents, and are none."""
         for entry in self.entries if self.scheme.is_ue8m0 else ():
             if not entry.is_quantized:
@@ -107,7 +116,7 @@ class Plan:
         return {f"{name}.{suffix}": spec for suffix, spec in specs.items()}
 
     def group(self, ranks):
-        """Makes the units. A collective, where a layout has tensor scales."""
+        """Makes the units. A collective, where a layout has tensor scales or exponents."""
         cut = {e.key: e for e in self.entries if not self.boxes[e.key].is_aligned}
         apart = [key for key, entry in cut.items() if entry.part]
         by_tensor_parallelism = [key for key, entry in cut.items() if not entry.part]
@@ -123,9 +132,9 @@ class Plan:
                 f"{apart[0]}{more}: begins inside a scale block of gate and up as one: each is quantized as a whole, and "
                 f"{self.product} are not those of the model's codes"
             )
-        together = self._to_requantize(cut, ranks)
+        together = self._to_requantize(cut, self._tensor_scales(ranks))
         in_group = {e.key: group for group in together for e in group}
-        for name, members in self.fusion.groups(self.entries):
+        for name, members in self.groups:
             experts = engines.experts_of(name, members)
             if len(members) > 1 or experts:
                 is_requantized = any(entry.key in cut for entry in members)
@@ -139,14 +148,22 @@ class Plan:
                 else:
                     self.units.append(Unit(group, self._specs(name, group)))
 
-    def _to_requantize(self, cut, ranks):
+    def _tensor_scales(self, ranks):
+        """{key: scale} of all ranks' weights, for layouts that have them. Checks scales."""
+        if self.scheme.tensor_scale is None and not self.scheme.is_ue8m0:
+            return {}
+        with ranks.agreeing() as agreement:
+            self._check_scales()
+            scales = {}
+            for entry in self.entries if self.scheme.tensor_scale else ():
+                if entry.is_quantized and entry.matrix.shape[0]:
+                    scales[entry.key] = ops.tensor_scale_inv(entry.matrix).item()
+            agreement.tell(scales)
+        return {key: scale for known in reversed(agreement.everywhere) for key, scale in known.items()}
+
+    def _to_requantize(self, cut, scales):
         if self.scheme.tensor_scale is None:
             return []
-        scales = {}
-        for entry in self.entries:
-            if entry.is_quantized and entry.matrix.shape[0]:
-                scales[entry.key] = ops.tensor_scale_inv(entry.matrix).item()
-        scales = {key: scale for known in reversed(ranks.all(scales)) for key, scale in known.items()}
         by_name = {e.module: e for e in self.entries if e.is_quantized}
         apart, cut_ones = [], []
         for members in siblings(by_name):

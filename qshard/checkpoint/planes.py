@@ -1,12 +1,13 @@
 """The planes of a unit: which part of them a rank holds, and the tensors that readers get of the whole ones."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from qshard.checkpoint.engines import packed_exponents
-from qshard.checkpoint.shard_regions import in_blocks
+from qshard.checkpoint.shard_regions import Held
 from qshard.formats import info_of
 
 ops = torch.ops.qshard
@@ -14,12 +15,12 @@ ops = torch.ops.qshard
 
 @dataclass(frozen=True)
 class Plane:
-    """Codes, scales or values of one matrix, or a plain tensor. local: this rank's part. boxes: {rank: its part of
-    `shape`}; those that overlap, as of scales of blocks of several ranks, hold the same. block: the matrix's rows and
+    """Codes, scales or values of one matrix, or a plain tensor. local: this rank's part. boxes: ranks' parts of `shape`;
+    those that overlap, as of scales of blocks of several ranks, hold the same. block: the matrix's rows and
     columns for each element."""
 
     local: torch.Tensor
-    boxes: dict
+    boxes: Held
     shape: tuple[int, ...]
     block: tuple[int, int] = (1, 1)
 
@@ -64,20 +65,15 @@ def planes_of(unit, plan) -> list[Plane]:
 def _quantized(local, boxes, shape, scheme):
     def plane(part, block):
         """One element per block."""
-        of_blocks = {rank: in_blocks(box, block) for rank, box in boxes.items()}
-        # Rows that no rank has matter to no box.
-        of_blocks = {
-            rank: box if all(n for _, n in box) else ((0, 0), (0, 0)) for rank, box in of_blocks.items()
-        }
         counts = tuple(-(-size // of_one) for size, of_one in zip(shape, block))
-        return Plane(part, of_blocks, counts, tuple(block))
+        return Plane(part, boxes.in_blocks(block), counts, block)
 
     planes = [
         plane(ops.codes(local), (1, scheme.codes_per_byte)),
         plane(ops.scale_inv(local), scheme.block_within(*shape)),
     ]
     if info_of(ops.format(local)).outer_scale is not None:
-        planes.append(plane(ops.tensor_scale_inv(local), shape))
+        planes.append(plane(ops.tensor_scale_inv(local), tuple(shape)))
     return planes
 
 
@@ -100,29 +96,29 @@ def tensors_of(unit, plan, wholes, exact=None) -> dict[str, torch.Tensor]:
                 name: plane.view(dtype).reshape(shape)
                 for (name, (dtype, shape)), plane in zip(unit.tensors.items(), planes)
             }
-        return _of_matrix(unit.fused, None, planes, plan, exact)
-    result = {}
+        return _of_matrix(unit.tensors, planes, plan)
+    result, specs = {}, iter(unit.tensors.items())
     for entry, planes in zip(unit.entries, matrices):
-        result |= _of_matrix(entry.module, entry, planes, plan, exact)
+        result |= _of_matrix(dict(itertools.islice(specs, len(planes))), planes, plan, exact, entry.name)
     return result
 
 
-def _of_matrix(module, entry, planes, plan, exact):
-    (codes, scale, *outer), scheme, result = planes, plan.scheme, {}
-    rows, columns = codes.shape[0], codes.shape[1] * scheme.codes_per_byte
-    scale = scale.to(torch.float8_e8m0fnu) if scheme.is_ue8m0 else scale
-    tensors = {scheme.codes: codes, scheme.scale: scale}
-    if scheme.tensor_scale:
-        (tensor_scale,) = outer
-        if scheme.divides and exact is not None:
-            exact[entry.name] = tensor_scale.item().hex()
-        tensors[scheme.tensor_scale] = tensor_scale.reciprocal() if scheme.divides else tensor_scale
-    for suffix, (dtype, shape) in scheme.tensors(rows, columns).items():
-        tensor = tensors[suffix].contiguous()
-        tensor = tensor.view(dtype) if tensor.dtype.itemsize == dtype.itemsize else tensor
-        result[f"{module}.{suffix}"] = tensor.reshape(shape)
-    if plan.packs_exponents:
-        result[f"{module}.{scheme.scale}"] = packed_exponents(result[f"{module}.{scheme.scale}"], rows)
+def _of_matrix(specs, planes, plan, exact=None, weight=None):
+    """specs: {name: (dtype, shape)} of the codes, scales and maybe a tensor scale that the planes are."""
+    scheme, result = plan.scheme, {}
+    for i, ((name, (dtype, shape)), plane) in enumerate(zip(specs.items(), planes)):
+        if i == 1 and scheme.is_ue8m0:
+            plane = plane.to(torch.float8_e8m0fnu)
+        if i == 1 and plan.packs_exponents:
+            result[name] = packed_exponents(plane, shape[0])
+            continue
+        if i == 2 and scheme.divides:
+            if exact is not None:
+                exact[weight] = plane.item().hex()
+            plane = plane.reciprocal()
+        plane = plane.contiguous()
+        plane = plane.view(dtype) if plane.dtype.itemsize == dtype.itemsize else plane
+        result[name] = plane.reshape(shape)
     return result
 
 

@@ -2,6 +2,7 @@
 on all of them. Making an exchange is local work, which may find no memory; run() communicates."""
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,17 @@ def _group_of(ranks, meshes):
     return _groups[key]
 
 
+@dataclass
+class Agreement:
+    """own: what this rank tells the others. everywhere: what every rank told, in their order, once they have agreed."""
+
+    own: object = None
+    everywhere: tuple = ()
+
+    def tell(self, value):
+        self.own = value
+
+
 class Ranks:
     """The ranks of the meshes of DTensors among the tensors, which may be a part of the world; without
     a DTensor, this process alone. `rank` and `size` count among them."""
@@ -91,16 +103,17 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreeing(self):
-        """What one rank meets inside is raised on all. All come here, and communicate nothing inside but
-        after an inner one: there the others meet a rank that has left by an error."""
-        error = None
+        """What one rank meets inside is raised on all; what each tells is known to all afterwards. All come here, and
+        communicate nothing inside but after an inner one: there the others meet a rank that has left by an error."""
+        agreement, error = Agreement(), None
         try:
-            yield
+            yield agreement
         except Exception as met:
             if met is self._raised:  # by an inner one
                 raise
             error = met
-        errors = self.all(error and (type(error).__name__, str(error)))
+        told = None if error else agreement.own
+        errors, agreement.everywhere = zip(*self.all((error and (type(error).__name__, str(error)), told)))
         for rank, met in enumerate(errors):
             if met is None:
                 continue
@@ -110,20 +123,17 @@ class Ranks:
             self._raised = kind(f"{self.function}: {text}{where}")
             raise self._raised from error
 
-    def check_same(self, **arguments):
-        """Raises ValueError, on all ranks, for an argument that is another one on some rank."""
-        everywhere = self.all(arguments)
-        with self.agreeing():
-            for name, value in everywhere[0].items():
-                other = next((rank for rank in everywhere if rank[name] != value), None)
-                if other is not None:
-                    raise ValueError(
-                        f"{name} is {value!r} on one rank and {other[name]!r} on another; all ranks give the same"
-                    )
-
     def message(self, operation, tensor, rank):
         """For dist.batch_isend_irecv."""
         return dist.P2POp(operation, tensor, self.in_world[rank], group=self.group)
+
+
+def check_same(everywhere) -> None:
+    """Raises ValueError for an argument that is another one on some rank. everywhere: {name: value} of each."""
+    for name, value in everywhere[0].items():
+        other = next((rank for rank in everywhere if rank[name] != value), None)
+        if other is not None:
+            raise ValueError(f"{name} is {value!r} on one rank and {other[name]!r} on another; all ranks give the same")
 
 
 class ToOne:
@@ -186,7 +196,7 @@ class ToAll:
 
     def __init__(self, planes, ranks):
         self.planes, self.ranks = planes, ranks
-        self.holders = [_holders(plane) for plane in planes]
+        self.holders = [plane.boxes.holders for plane in planes]
         lengths, self.places = [0] * ranks.size, []  # places: {box: [(rank, first byte, count)]}
         for plane, holders in zip(planes, self.holders):
             places = {}
@@ -247,21 +257,10 @@ class ToAll:
         return _joined([gathered[begin : begin + count] for begin, count in begins])
 
 
-def _holders(plane):
-    """{box: the ranks that hold it}; boxes without elements only where there are no others."""
-    holders = {}
-    for rank, box in sorted(plane.boxes.items()):
-        holders.setdefault(box, []).append(rank)
-    full = {box: ranks for box, ranks in holders.items() if plane.nbytes(box)}
-    if full:
-        return full
-    return {next(iter(holders)): sorted(plane.boxes)}
-
-
 def _sources(plane, to):
     """{box: the rank that it comes from}: the receiver or the nearest that holds it."""
     return {
-        box: min(ranks, key=lambda rank: (abs(rank - to), rank)) for box, ranks in _holders(plane).items()
+        box: min(ranks, key=lambda rank: (abs(rank - to), rank)) for box, ranks in plane.boxes.holders.items()
     }
 
 

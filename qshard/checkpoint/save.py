@@ -11,7 +11,7 @@ from qshard.checkpoint import files, layouts
 from qshard.checkpoint.model import entries_of, own_class, plain_linears, unwrapped
 from qshard.checkpoint.plan import Plan
 from qshard.checkpoint.ranks import Ranks
-from qshard.checkpoint.shard_regions import boxes_of
+from qshard.checkpoint.shard_regions import boxes_of, own_boxes
 from qshard.checkpoint.stream import TensorStream, settle
 
 _FUNCTION = "qshard.checkpoint.save_quantized"
@@ -52,10 +52,12 @@ def save_quantized(
     """
     ranks = Ranks.of_model(model, _FUNCTION)
     directory = Path(directory)
-    with ranks.agreeing():
+    with ranks.agreeing() as models:
         entries = entries_of(model, names)
-    boxes = boxes_of(entries, ranks)
+        models.tell(own_boxes(entries))
     with ranks.agreeing():
+        boxes = boxes_of(entries, models.everywhere, ranks)
+    with ranks.agreeing() as plans:
         ignore = plain_linears(model, names)
         layouts.check(layout, scale_fmt, layouts.LAYOUTS)
         plan = Plan(entries, boxes, layout, scale_fmt, "the files' values")
@@ -66,7 +68,8 @@ def save_quantized(
         if any(directory.glob("*.safetensors")):
             raise FileExistsError(f"{directory} holds safetensors files; give an empty directory")
         config = _model_config(model, directory)
-    settle(plan, model, ranks)
+        plans.tell(plan.order)
+    settle(plan, model, ranks, plans.everywhere)
     file_names = _assign_files(plan, ranks, max_file_bytes)
     _write(plan, file_names, directory, config, ignore, ranks)
     for said in plan.warnings if ranks.rank == 0 else []:

@@ -12,7 +12,7 @@ from qshard._runtime.hooks import holds_codes, local_of
 from qshard.checkpoint.layouts import block_of
 from qshard.checkpoint.model import Entry
 from qshard.checkpoint.ranks import Ranks
-from qshard.checkpoint.shard_regions import Boxes, boxes_of, in_blocks
+from qshard.checkpoint.shard_regions import Boxes, boxes_of, in_blocks, own_boxes
 from qshard.formats import info_of
 from qshard.model.state_buffers import copy_values
 
@@ -42,14 +42,16 @@ def ranks_of(models) -> Ranks:
 def places_of(weights: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, Boxes]:
     """Which ranks have which part of the weights. A collective; raises NotImplementedError, on all ranks,
     for what is no matrix or not in the model of every rank, and for parts with scale blocks of their own."""
-    with ranks.agreeing():
+    entries = [Entry(name, name, weight) for name, weight in weights.items()]
+    with ranks.agreeing() as models:
         for name, weight in weights.items():
             if weight.dim() != 2:
                 raise NotImplementedError(
                     f"{name} has shape {tuple(weight.shape)}; scales=True takes matrices"
                 )
-    boxes = boxes_of([Entry(name, name, weight) for name, weight in weights.items()], ranks)
+        models.tell(own_boxes(entries))
     with ranks.agreeing():
+        boxes = boxes_of(entries, models.everywhere, ranks)
         for name, of_weight in boxes.items():
             if not of_weight.is_aligned:
                 raise NotImplementedError(

@@ -1,88 +1,123 @@
 """Which ranks hold which part of a tensor: boxes of rows and columns, whatever the meshes are."""
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from qshard._runtime.hooks import local_of
 from qshard._runtime.placement import chunk, is_strided, roles
 from qshard.checkpoint.layouts import block_of
-from qshard.model.quantize import is_quantized
 
 ops = torch.ops.qshard
+
+
+class Held(dict):
+    """{rank: its box} of one tensor."""
+
+    def __init__(self, boxes):
+        super().__init__(boxes)
+        self._in_blocks = {}
+
+    @cached_property
+    def holders(self):
+        """{box: the ranks that hold it}; boxes without elements only where there are no others."""
+        holders = {}
+        for rank, box in sorted(self.items()):
+            holders.setdefault(box, []).append(rank)
+        full = {box: ranks for box, ranks in holders.items() if all(count for _, count in box)}
+        return full or {next(iter(holders)): sorted(self)}
+
+    def in_blocks(self, block):
+        """Those of the blocks that they touch. Rows that no rank has matter to no box."""
+        if block not in self._in_blocks:
+            touched = {rank: in_blocks(box, block) for rank, box in self.items()}
+            self._in_blocks[block] = Held(
+                {rank: box if all(n for _, n in box) else ((0, 0), (0, 0)) for rank, box in touched.items()}
+            )
+        return self._in_blocks[block]
 
 
 class Boxes:
     """The boxes of one tensor, equal on all ranks. A box is ((first, count), ...), one pair per dimension.
 
     held: {rank: box}. matrices: {rank: the box of the logical matrix that the rank's rows are of},
-    in whose first element scale blocks begin: the whole, or what tensor parallelism left of it."""
+    in whose first element scale blocks begin: the whole, or what tensor parallelism left of it. block: of the
+    format of a quantized tensor."""
 
-    def __init__(self, tensor, held, matrices):
-        self.shape = tuple(tensor.shape)
-        self.held, self.matrices = held, matrices
-        self.is_aligned = True
-        if is_quantized(tensor):
-            block = block_of(ops.format(local_of(tensor)))
-            self.is_aligned = all(
-                first % size == 0
-                for box in matrices.values()
-                for (first, _), size in zip(box[-2:], block)
-            )
+    def __init__(self, shape, held, matrices, block=None):
+        self.shape, self.block = tuple(shape), block
+        self.held, self.matrices = Held(held), matrices
+        self.is_aligned = block is None or all(
+            first % size == 0
+            for box in set(matrices.values())
+            for (first, _), size in zip(box[-2:], block)
+        )
 
-    def of_part(self, part, tensor):
+    def of_part(self, part):
         """Those of a matrix in a stack, which one rank has as a whole, or several."""
         held = {rank: part.box(box) for rank, box in self.held.items()}
-        boxes = Boxes(tensor, held, held)
-        boxes.shape = part.rows, self.shape[-1]
-        boxes.is_aligned = part.first % block_of(ops.format(local_of(tensor)))[0] == 0
+        boxes = Boxes((part.rows, self.shape[-1]), held, held, self.block)
+        boxes.is_aligned = part.first % self.block[0] == 0
         return boxes
 
 
-def boxes_of(entries, ranks):
-    """{key: Boxes}. A collective. Raises, on all ranks, NotImplementedError by name."""
-    stacks = {entry.part.key: entry for entry in entries if entry.part}  # once, and not for each matrix
-    sources = [entry for entry in entries if not entry.part]
-    sources += [replace(entry, key=key, part=None) for key, entry in stacks.items()]
-    with ranks.agreeing():
-        own = {entry.key: _own(entry) for entry in sources}
-    everywhere = ranks.all(own)
-    with ranks.agreeing():
-        result = _together(sources, everywhere, ranks)
+def own_boxes(entries):
+    """{key: (box, that of the logical matrix)} of this rank, of tensors; those of a stack of experts once. Raises
+    NotImplementedError by name."""
+    result, known = {}, {}
     for entry in entries:
-        if entry.part:
-            of_stack = result[entry.part.key]
-            entry.box[:] = of_stack.held[ranks.rank], of_stack.matrices[ranks.rank]
-            result[entry.key] = of_stack.of_part(entry.part, entry.tensor)
+        key = entry.part.key if entry.part else entry.key
+        if key not in result:
+            entry = replace(entry, key=key, part=None) if entry.part else entry
+            result[key] = _own(entry, known)
     return result
 
 
-def _together(entries, everywhere, ranks):
-    result = {}
+def boxes_of(entries, everywhere, ranks):
+    """{key: Boxes} of all ranks' `own_boxes`. Raises NotImplementedError by name, maybe on some ranks only."""
+    result, stacks, known = {}, {}, {}
     for entry in entries:
-        if any(entry.key not in of_rank for of_rank in everywhere):
-            raise NotImplementedError(f"{entry.key} is not in the model of every rank")
-        found = [of_rank[entry.key] for of_rank in everywhere]
-        boxes = Boxes(entry.tensor, *(dict(enumerate(part)) for part in zip(*found)))
+        part = entry.part
+        key = part.key if part else entry.key
+        of_tensor = stacks.get(key)
+        if of_tensor is None:
+            of_tensor = stacks[key] = _together(entry, key, everywhere, known)
+        if part:
+            entry.box[:] = of_tensor.held[ranks.rank], of_tensor.matrices[ranks.rank]
+            of_tensor = of_tensor.of_part(part)
+        result[entry.key] = of_tensor
+    return result
+
+
+def _together(entry, key, everywhere, known):
+    """known: Boxes of tensors before; layers have them in common."""
+    if any(key not in of_rank for of_rank in everywhere):
+        raise NotImplementedError(f"{key} is not in the model of every rank")
+    shape, found = tuple(entry.tensor.shape), tuple(of_rank[key] for of_rank in everywhere)
+    block = block_of(entry.format) if entry.is_quantized else None
+    boxes = known.get((shape, block, found))
+    if boxes is None:
+        boxes = known[shape, block, found] = Boxes(shape, *(dict(enumerate(part)) for part in zip(*found)), block)
         sizes = [torch.Size(n for _, n in box).numel() for box in set(boxes.held.values())]
         if sum(sizes) != entry.tensor.numel():
-            raise NotImplementedError(
-                f"{entry.key} of shape {boxes.shape} is not whole on these {ranks.size} ranks"
-            )
-        result[entry.key] = boxes
-    return result
+            raise NotImplementedError(f"{key} of shape {shape} is not whole on these {len(everywhere)} ranks")
+    return boxes
 
 
-def _own(entry):
-    """(box, that of the logical matrix) of this rank."""
+def _own(entry, known):
+    """(box, that of the logical matrix) of this rank. known: those of tensors before."""
     tensor, local = entry.tensor, entry.local
     whole = tuple((0, size) for size in tensor.shape)
     if not isinstance(tensor, DTensor):
         return whole, whole
     mesh, placements = tensor.device_mesh, tensor.placements
+    groups = tuple(ops._tensor_groups(local)) if entry.is_quantized else None
+    like = id(mesh), placements, whole, tuple(local.shape), groups
+    if like in known:
+        return known[like]
     if entry.is_quantized:
-        rows_dim, first_dims, _ = roles(mesh, placements, ops._tensor_groups(local), entry.key)
+        rows_dim, first_dims, _ = roles(mesh, placements, groups, entry.key)
         later = [] if rows_dim is None else [rows_dim]
     else:
         cuts = [i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1]
@@ -97,6 +132,7 @@ def _own(entry):
         raise NotImplementedError(
             f"{entry.key} is placed as {placements}, and this rank holds {tuple(local.shape)} of it"
         )
+    known[like] = box, matrix
     return box, matrix
 
 

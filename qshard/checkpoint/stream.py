@@ -1,7 +1,6 @@
 """quantized_tensors."""
 
 import contextlib
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from qshard.checkpoint import engines, layouts
 from qshard.checkpoint.model import entries_of
 from qshard.checkpoint.plan import Plan
 from qshard.checkpoint.planes import planes_of, tensors_of
-from qshard.checkpoint.ranks import Ranks, ToAll, ToOne
-from qshard.checkpoint.shard_regions import boxes_of
+from qshard.checkpoint.ranks import Ranks, ToAll, ToOne, check_same
+from qshard.checkpoint.shard_regions import boxes_of, own_boxes
 from qshard.model.quantize import flush_any_written
 
 _FUNCTION = "qshard.checkpoint.quantized_tensors"
@@ -79,12 +78,14 @@ def quantized_tensors(
 def planned(model, names, function, product, arguments):
     """(plan, ranks) of a flushed model. A collective that sends a few numbers; what it refuses it raises on all ranks."""
     ranks = Ranks.of_model(model, function)
-    ranks.check_same(**arguments)
-    with ranks.agreeing():
+    with ranks.agreeing() as models:
         _check(arguments, ranks)
         entries = entries_of(model, names)
-    boxes = boxes_of(entries, ranks)
-    with ranks.agreeing():
+        models.tell((arguments, own_boxes(entries)))
+    of_ranks, boxes_of_ranks = zip(*models.everywhere)
+    with ranks.agreeing() as plans:
+        check_same(of_ranks)
+        boxes = boxes_of(entries, boxes_of_ranks, ranks)
         plain_dtype = arguments["plain_dtype"]
 
         def dtype_of(entry):
@@ -94,22 +95,21 @@ def planned(model, names, function, product, arguments):
         layout, scale_fmt = arguments["layout"], arguments["scale_fmt"]
         fusion = engines.Fusion(layout, _mapping(layout, arguments["fused"]))
         plan = Plan(entries, boxes, layout, scale_fmt, product, dtype_of, fusion)
-    settle(plan, model, ranks)
+        plans.tell(plan.order)
+    settle(plan, model, ranks, plans.everywhere)
     return plan, ranks
 
 
-def settle(plan, model, ranks) -> None:
-    """Makes the codes of all that any rank has written, and fixes what is sent in which order. A collective."""
+def settle(plan, model, ranks, orders) -> None:
+    """Makes the codes of all that any rank has written, and fixes what is sent in which order. A collective. orders: all
+    ranks' `plan.order`; those of other tensors are an error on all ranks."""
+    if len(set(orders)) > 1:
+        raise ValueError(
+            f"{ranks.function}: ranks have other tensors, or in another order; `names` has to be the same on all of them"
+        )
     with torch.no_grad():
         flush_any_written(model)
-        with ranks.agreeing():
-            plan.check_scales()
         plan.group(ranks)
-    order = hashlib.sha256(repr([list(unit.tensors) for unit in plan.units]).encode()).hexdigest()
-    everywhere = ranks.all(order)
-    with ranks.agreeing():
-        if everywhere != [order] * ranks.size:
-            raise ValueError("ranks have other tensors, or in another order; `names` has to be the same on all of them")
 
 
 def _check(arguments, ranks):
