@@ -23,6 +23,7 @@ _ERRORS = {
 }
 
 
+GATHERED_IN_PLACE = 2**16  # bytes of a rank's part: smaller ones cost more as collectives than as copies
 _groups: dict[tuple, dist.ProcessGroup] = {}  # by the world's group and the ranks
 
 
@@ -191,16 +192,19 @@ class ToOne:
 
 
 class ToAll:
-    """Pieces come to all ranks by one all-gather. Ranks that hold the same send an equal part of it each; what all ranks
-    hold is not sent."""
+    """Pieces come to all ranks. Equal parts that are large are gathered where they stay; the others travel in one
+    message. Ranks that hold the same send an equal part of it each; what all ranks hold is not sent."""
 
     def __init__(self, planes, ranks):
         self.planes, self.ranks = planes, ranks
-        self.holders = [plane.boxes.holders for plane in planes]
+        self.wholes = {}  # of what is gathered where it stays, by number of the plane
         lengths, self.places = [0] * ranks.size, []  # places: {box: [(rank, first byte, count)]}
-        for plane, holders in zip(planes, self.holders):
+        for i, plane in enumerate(planes):
             places = {}
-            for box, of_box in holders.items():
+            if self._stays(plane):
+                nbytes = plane.nbytes(plane.boxes[0]) * ranks.size
+                self.wholes[i] = torch.empty(nbytes, dtype=torch.uint8, device=ranks.device)
+            for box, of_box in plane.boxes.holders.items() if i not in self.wholes else ():
                 if len(of_box) < ranks.size:
                     nbytes, places[box] = plane.nbytes(box), []
                     ends = [nbytes * (i + 1) // len(of_box) for i in range(len(of_box))]
@@ -210,13 +214,13 @@ class ToAll:
             self.places.append(places)
         self.length = max(lengths)
         self.own = []
-        for plane, places, holders in zip(planes, self.places, self.holders):
+        for i, (plane, places) in enumerate(zip(planes, self.places)):
             box = plane.boxes[ranks.rank]
             begin = sum(count for rank, _, count in places.get(box, ()) if rank < ranks.rank)
             count = sum(count for rank, _, count in places.get(box, ()) if rank == ranks.rank)
-            is_local = box in holders and box not in places
-            flat = _bytes(plane.local, ranks) if is_local or count else None
-            self.own.append(flat if is_local or flat is None else flat[begin : begin + count])
+            is_whole = i in self.wholes or box in plane.boxes.holders and box not in places
+            flat = _bytes(plane.local, ranks) if is_whole or count else None
+            self.own.append(flat if is_whole or flat is None else flat[begin : begin + count])
         self.message = None
         if self.length:
             self.message = torch.empty(self.length, dtype=torch.uint8, device=ranks.device)
@@ -228,26 +232,37 @@ class ToAll:
             if sent:
                 torch.cat(sent, out=self.message[: sum(map(len, sent))])
 
+    def _stays(self, plane):
+        return self.ranks.size > 1 and plane.boxes.is_even and plane.nbytes(plane.boxes[0]) >= GATHERED_IN_PLACE
+
     @property
     def sent(self):
-        """Bytes that this rank's part of a ring sends, by plane; padding belongs to the largest."""
+        """Bytes that this rank's part of a ring sends, by plane; padding belongs to the largest of a message."""
         others, counts = self.ranks.size - 1, []
         for places in self.places:
             of_rank = [n for parts in places.values() for rank, _, n in parts if rank == self.ranks.rank]
             counts.append(others * sum(of_rank))
         counts[counts.index(max(counts))] += others * self.length - sum(counts)
+        for i in self.wholes:
+            counts[i] += others * len(self.own[i])
         return counts
 
     def run(self):
         """Each plane's {box: flat bytes}."""
-        gathered = None
+        ranks, gathered = self.ranks, None
+        if self.wholes:
+            with dist._coalescing_manager(group=ranks.group):
+                for i, whole in self.wholes.items():
+                    dist.all_gather_into_tensor(whole, self.own[i], group=ranks.group)
         if self.length:
-            size = self.length * self.ranks.size
-            gathered = torch.empty(size, dtype=torch.uint8, device=self.ranks.device)
-            dist.all_gather_into_tensor(gathered, self.message, group=self.ranks.group)
+            gathered = torch.empty(self.length * ranks.size, dtype=torch.uint8, device=ranks.device)
+            dist.all_gather_into_tensor(gathered, self.message, group=ranks.group)
         pieces = []
-        for flat, places, holders in zip(self.own, self.places, self.holders):
-            pieces.append({box: self._piece(box, flat, places, gathered) for box in holders})
+        for i, (flat, places, plane) in enumerate(zip(self.own, self.places, self.planes)):
+            if i in self.wholes:
+                pieces.append({tuple((0, size) for size in plane.shape): self.wholes[i]})
+            else:
+                pieces.append({box: self._piece(box, flat, places, gathered) for box in plane.boxes.holders})
         return pieces
 
     def _piece(self, box, own, places, gathered):

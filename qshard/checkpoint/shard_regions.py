@@ -28,6 +28,13 @@ class Held(dict):
         full = {box: ranks for box, ranks in holders.items() if all(count for _, count in box)}
         return full or {next(iter(holders)): sorted(self)}
 
+    @cached_property
+    def is_even(self):
+        """Whether ranks hold equal numbers of whole rows, in the order of ranks: their bytes, one after the other, are those
+        of the whole."""
+        (first, count), *columns = self[0] or ((0, 0),)
+        return first == 0 and all(box == ((rank * count, count), *columns) for rank, box in self.items())
+
     def in_blocks(self, block):
         """Those of the blocks that they touch. Rows that no rank has matter to no box."""
         if block not in self._in_blocks:

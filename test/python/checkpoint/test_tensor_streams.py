@@ -196,35 +196,58 @@ def messages():
     return mock.patch.multiple(dist, **patches), sent
 
 
+# Rows that ranks divide, which are gathered where they stay, and rows that they do not.
+SHAPES = {"even": {"a": (1024, 512), "b": (1536, 256)}, "padded": {"a": (1024, 501), "b": (1536, 333)}}
+
+
 @pytest.mark.parametrize("format", ["float8_blockwise", "mxfp8", "nvfp4"])
 @on_ranks(2, 4)
 def test_bytes_on_the_wire(format):
     """At most a hundredth more than codes and scales, rows that pad shards included."""
-    shapes = {"a": (1024, 500), "b": (1536, 333)}
-    torch.manual_seed(0)
-    model = nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()}).to(device())
-    qshard.quantize_(model, format)
-    for module in model.values():
-        fully_shard(module)
     layout = "deepseek-fp8" if format == "float8_blockwise" else "modelopt"
     size, rank = dist.get_world_size(), dist.get_rank()
-    for dst in (None, 0):
-        patched, sent = messages()
-        with patched:
-            stream = quantized_tensors(model, layout=layout, dst=dst, plain_dtype=torch.float16)
-            assert not sent  # the schedule alone is agreed
-            tensors = dict(stream)
-        counted = stream.sent()
-        assert counted.quantized + counted.plain == sum(sent)
-        quantized = -(-sum(shape[1] * shape[0] for shape in shapes.values()) // size)
-        quantized *= 0.5625 if format == "nvfp4" else 1 + (1 / 32 if format == "mxfp8" else 4 / 16384)
-        plain = 2 * sum(-(-rows // size) for _, rows in shapes.values())
-        messages_to = size - 1 if dst is None else int(rank != 0)
-        # Ranks' rows are rounded up to those of the first.
-        rounding = sum(-(-rows // size) * size / rows for _, rows in shapes.values()) / 2
-        assert counted.quantized <= 1.01 * rounding * quantized * messages_to + 16
-        assert counted.plain <= plain * messages_to
-        assert bool(tensors) == (dst is None or rank == 0)
+    for shapes in SHAPES.values():
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()}).to(device())
+        qshard.quantize_(model, format)
+        for module in model.values():
+            fully_shard(module)
+        quantized = plain = 0  # of a rank with padded rows
+        for columns, rows in shapes.values():
+            per_rank = -(-rows // size)
+            quantized += per_rank * columns * {"float8_blockwise": 1, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}[format]
+            quantized += 4 * -(-rows // 128) * columns / 128 / size if format == "float8_blockwise" else 0
+            plain += 2 * per_rank
+        for dst in (None, 0):
+            patched, sent = messages()
+            with patched:
+                stream = quantized_tensors(model, layout=layout, dst=dst, plain_dtype=torch.float16)
+                assert not sent  # the schedule alone is agreed
+                tensors = dict(stream)
+            counted = stream.sent()
+            assert counted.quantized + counted.plain == sum(sent)
+            receivers = size - 1 if dst is None else int(rank != 0)
+            assert counted.quantized <= 1.01 * quantized * receivers, (counted, quantized)
+            assert counted.plain <= plain * receivers
+            assert bool(tensors) == (dst is None or rank == 0)
+
+
+@on_ranks(1, 2, 4, devices=("cpu",))
+def test_parts_that_are_gathered_where_they_stay_have_the_bits_of_messages():
+    for row in ("fp8, ue8m0", "tensor", "mxfp8 1x32", "nvfp4"):
+        model = shard(build(ROWS[row][1], odd=True))
+        layout, _, options = ROWS[row]
+        got = []
+        for at_least in (1, 2**40):
+            with mock.patch.object(ranks_module, "GATHERED_IN_PLACE", at_least):
+                got.append(dict(quantized_tensors(model, layout=layout, **options)))
+        in_place, in_messages = got
+        assert list(in_place) == list(in_messages)
+        for name, tensor in in_place.items():
+            assert tensor.dtype == in_messages[name].dtype
+            a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, in_messages[name]))
+            assert torch.equal(a, b), name
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 @on_ranks(2)
