@@ -61,19 +61,19 @@ def verify(named_tensors: Iterable[tuple[str, torch.Tensor]], digests: Mapping[s
     """Raises ValueError that names tensors which are not those of `digests`, missing or unexpected. `digests` may come
     from JSON."""
     wrong, seen = [], set()
-    columns = {}  # by the weights' modules
+    columns = {}  # by names of codes
     for name, tensor in named_tensors:
-        module = name.rpartition(".")[0]
+        of_codes = name.removesuffix("_scale_inv")
         seen.add(name)
         if name not in digests:
             wrong.append(f"{name} is unexpected")
             continue
         kind, value = digests[name]
         if kind == "codes":
-            columns[module] = tensor.shape[-1]
-        if kind == "packed scales" and module not in columns:
+            columns[name] = tensor.shape[-1]
+        if kind == "packed scales" and of_codes not in columns:
             raise ValueError(f"qshard.checkpoint.verify: {name} comes before the codes that it belongs to")
-        if _digest(kind, tensor.detach(), columns.get(module)) != value:
+        if _digest(kind, tensor.detach(), columns.get(of_codes)) != value:
             wrong.append(f"{name} has other bytes")
     wrong += [f"{name} is missing" for name in digests if name not in seen]
     if wrong:
@@ -95,7 +95,9 @@ def _kind(unit, name, plan):
 
 def _digest(kind, tensor, columns=None):
     if kind == "packed scales":
-        exponents = tensor[::ROWS].contiguous().view(torch.uint8)[:, : -(-columns // ROWS)]
+        # A clone has a last stride of 1; what is contiguous may have another one where a dimension has one element.
+        words = tensor[..., ::ROWS, :].clone(memory_format=torch.contiguous_format)
+        exponents = words.view(torch.uint8)[..., : -(-columns // ROWS)]
         kind, tensor = "scales", exponents.view(torch.float8_e8m0fnu)
     if kind == "scales" and tensor.dtype == torch.uint8:
         tensor = tensor.view(torch.float8_e8m0fnu)

@@ -1,8 +1,9 @@
 """Weights as inference engines hold them in memory: linears of one input as one, and scales as their GEMMs read them.
 
 Sources: vLLM, model_executor/layers/quantization/fp8.py at 1436674b and utils/quant_utils.py at 01693a61; SGLang,
-srt/layers/quantization/fp8_utils.py at 002ed7e4 (transform_scale_ue8m0) and srt/layers/deep_gemm_wrapper/configurer.py, which
-asks for packed exponents on Blackwell alone.
+srt/layers/quantization/fp8_utils.py at 002ed7e4 (transform_scale_ue8m0, of linears and, in
+requant_block_scale_ue8m0_for_deepgemm, of experts) and srt/layers/deep_gemm_wrapper/configurer.py, which asks for packed
+exponents on Blackwell alone.
 """
 
 from dataclasses import dataclass, field
@@ -100,13 +101,13 @@ def packed_shape(rows: int, columns: int) -> tuple[int, int]:
 
 
 def packed_exponents(scale: torch.Tensor, rows: int) -> torch.Tensor:
-    """E8M0 (row blocks, column blocks) as DeepGEMM reads them on Blackwell: int32 (rows, ceil(column blocks / 4)), four
-    exponents in each, the first in the lowest byte, every row with its block's; stored by columns, whose stride is a multiple
-    of 4 elements (16 bytes, for TMA)."""
+    """E8M0 (row blocks, column blocks), or a stack of such, as DeepGEMM reads them on Blackwell: int32 (rows,
+    ceil(column blocks / 4)), four exponents in each, the first in the lowest byte, every row with its block's; each matrix
+    stored by columns, whose stride is a multiple of 4 elements (16 bytes, for TMA)."""
     exponents = scale.view(torch.uint8)
-    exponents = torch.nn.functional.pad(exponents, (0, -exponents.shape[1] % 4))
+    exponents = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4))
     words = exponents.contiguous().view(torch.int32)
-    by_row = words.repeat_interleave(ROWS, 0)[:rows]
-    stored = by_row.new_zeros(words.shape[1], rows + -rows % 4)
-    stored[:, :rows] = by_row.t()
-    return stored.t()[:rows]
+    by_row = words.repeat_interleave(ROWS, -2)[..., :rows, :]
+    stored = by_row.new_zeros(*words.shape[:-2], words.shape[-1], rows + -rows % 4)
+    stored[..., :rows] = by_row.mT
+    return stored.mT[..., :rows, :]

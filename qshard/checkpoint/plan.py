@@ -56,10 +56,6 @@ class Plan:
                 scheme.check(entry.key, *entry.shape)
         if self.scheme is None:
             raise ValueError("no weight of this model is quantized; qshard.quantize_ does that")
-        if self.packs_exponents and any(entry.part for entry in entries):
-            raise NotImplementedError(
-                "layout 'sglang' with scale_fmt 'ue8m0' holds no experts; give scale_fmt='float', which SGLang packs itself"
-            )
         self.groups = self.fusion.groups(self.entries)
         self._check_names()
 
@@ -108,12 +104,15 @@ class Plan:
             return {name: (self.plain_dtype(entry), shape)}
         experts = engines.experts_of(name, members)
         if experts:
-            specs = self.scheme.tensors(shape[0] // experts, shape[1])
+            specs = self._matrix_specs(shape[0] // experts, shape[1])
             return {f"{name}_{suffix}": (dtype, (experts, *sizes)) for suffix, (dtype, sizes) in specs.items()}
-        specs = self.scheme.tensors(*shape)
+        return {f"{name}.{suffix}": spec for suffix, spec in self._matrix_specs(*shape).items()}
+
+    def _matrix_specs(self, rows, columns):
+        specs = self.scheme.tensors(rows, columns)
         if self.packs_exponents:
-            specs[self.scheme.scale] = torch.int32, engines.packed_shape(*shape)
-        return {f"{name}.{suffix}": spec for suffix, spec in specs.items()}
+            specs[self.scheme.scale] = torch.int32, engines.packed_shape(rows, columns)
+        return specs
 
     def group(self, ranks):
         """Makes the units. A collective, where a layout has tensor scales or exponents."""

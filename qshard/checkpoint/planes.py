@@ -92,10 +92,7 @@ def tensors_of(unit, plan, wholes, exact=None) -> dict[str, torch.Tensor]:
     if unit.fused:
         planes = [torch.cat(parts) for parts in zip(*matrices)]
         if unit.experts:
-            return {
-                name: plane.view(dtype).reshape(shape)
-                for (name, (dtype, shape)), plane in zip(unit.tensors.items(), planes)
-            }
+            planes = [plane.unflatten(0, (unit.experts, -1)) for plane in planes]
         return _of_matrix(unit.tensors, planes, plan)
     result, specs = {}, iter(unit.tensors.items())
     for entry, planes in zip(unit.entries, matrices):
@@ -104,13 +101,14 @@ def tensors_of(unit, plan, wholes, exact=None) -> dict[str, torch.Tensor]:
 
 
 def _of_matrix(specs, planes, plan, exact=None, weight=None):
-    """specs: {name: (dtype, shape)} of the codes, scales and maybe a tensor scale that the planes are."""
+    """specs: {name: (dtype, shape)} of the codes, scales and maybe a tensor scale that the planes are, of a matrix or of a
+    stack."""
     scheme, result = plan.scheme, {}
     for i, ((name, (dtype, shape)), plane) in enumerate(zip(specs.items(), planes)):
         if i == 1 and scheme.is_ue8m0:
             plane = plane.to(torch.float8_e8m0fnu)
         if i == 1 and plan.packs_exponents:
-            result[name] = packed_exponents(plane, shape[0])
+            result[name] = packed_exponents(plane, shape[-2])
             continue
         if i == 2 and scheme.divides:
             if exact is not None:

@@ -180,6 +180,12 @@ def test_linears_of_one_input_are_one(row):
     assert "q_proj.weight" in own and "qkv_proj.weight" not in own
 
 
+def test_packed_exponents_of_one_block_of_rows():
+    model = qshard.quantize_(nn.ModuleDict({"few": nn.Linear(160, 96, bias=False)}), ROWS["sglang, ue8m0"][0])
+    options = ROWS["sglang, ue8m0"][1]
+    verify(quantized_tensors(model, **options), digests(model, **options))
+
+
 def test_what_engines_cannot_run_as_one_is_refused():
     model = build(qshard.Float8BlockScaling())
     with pytest.raises(ValueError, match="layout 'deepseek-fp8' fuses nothing; `fused` is for vllm, sglang"):

@@ -17,11 +17,12 @@ import qshard
 import qshard.integrations.transformers  # makes experts_implementation="qshard" known
 from qshard.checkpoint import digests, load_quantized, quantized_tensors, save_quantized, verify
 
+BUDGET_S = 60
 ops = torch.ops.qshard
 EXPERTS = 4
 
 
-def build(format="float8_blockwise", width=128, seed=0, keep_master=True, ep=None):
+def build(format="float8_blockwise", width=128, seed=0, keep_master=True, ep=None, **options):
     config = transformers.Qwen3MoeConfig(
         **{**TINY, "intermediate_size": 128},
         num_experts=EXPERTS,
@@ -38,7 +39,8 @@ def build(format="float8_blockwise", width=128, seed=0, keep_master=True, ep=Non
             setattr(experts, name, torch.nn.Parameter(distribute_tensor(whole.data, ep, [Shard(0)])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        qshard.quantize_(model, format, keep_master=keep_master, filter_fn=lambda m, name: "mlp" in name and "gate" != name[-4:])
+        options = {"filter_fn": lambda m, name: "mlp" in name and "gate" != name[-4:], **options}
+        qshard.quantize_(model, format, keep_master=keep_master, **options)
     return model
 
 
@@ -120,6 +122,33 @@ def test_stacks_as_engines_hold_them():
                 assert_same_bits(decoded(planes, "float8_blockwise"), of_all[expert])
 
 
+@on_ranks(1, 2)
+def test_packed_exponents_of_stacks():
+    """Every row of an expert has its blocks' exponents, four to a word, stored by columns: as DeepGEMM reads them."""
+    options = {"layout": "sglang", "scale_fmt": "ue8m0"}
+    known = digests(build(width=640), **options)
+    model, _ = sharded("float8_blockwise", width=640)
+    tensors, plain = dict(quantized_tensors(model, **options)), dict(quantized_tensors(model, layout="sglang"))
+    verify(tensors.items(), known)
+    for part, rows, words in (("w13", 1280, 1), ("w2", 64, 2)):
+        codes, packed = (tensors[f"model.layers.1.mlp.experts.{part}_weight{suffix}"] for suffix in ("", "_scale_inv"))
+        scales = plain[f"model.layers.1.mlp.experts.{part}_weight_scale_inv"]
+        assert torch.equal(codes.view(torch.uint8), plain[f"model.layers.1.mlp.experts.{part}_weight"].view(torch.uint8))
+        assert packed.dtype == torch.int32 and packed.shape == (EXPERTS, rows, words)
+        assert packed.stride() == (rows * words, 1, rows)
+        for block in range(4 * words):
+            exponents = packed[:, :, block // 4] >> 8 * (block % 4) & 255
+            if block >= scales.shape[2]:
+                assert not exponents.any()
+                continue
+            for row in range(0, rows, 64):
+                want = scales[:, row // 128, block, None].expand(-1, 64)
+                assert torch.equal(2.0 ** (exponents[:, row : row + 64].float() - 127), want)
+    bad = [(name, t + 1 if name.endswith("w13_weight_scale_inv") else t) for name, t in tensors.items()]
+    with pytest.raises(ValueError, match="w13_weight_scale_inv has other bytes"):
+        verify(bad, known)
+
+
 def test_gate_and_up_that_share_scale_blocks():
     """up is quantized as a whole, and is named."""
     model = build(width=96)
@@ -137,8 +166,6 @@ def test_gate_and_up_that_share_scale_blocks():
         assert_same_bits(got, want, projection)
     with pytest.raises(ValueError, match="gate_proj has 96 rows, and vllm runs it as a part of model.layers.1.mlp.experts.w13"):
         quantized_tensors(model, layout="vllm")
-    with pytest.raises(NotImplementedError, match="holds no experts; give scale_fmt='float'"):
-        quantized_tensors(build(), layout="sglang", scale_fmt="ue8m0")
 
 
 def test_transformers_reads_experts(tmp_path):
