@@ -122,6 +122,30 @@ def test_stacks_as_engines_hold_them():
                 assert_same_bits(decoded(planes, "float8_blockwise"), of_all[expert])
 
 
+@on_ranks(2, 4)
+def test_stacks_that_are_handed_out_after_quantize():
+    """By an expert mesh, alone and under FSDP2: all of them, and those alone that parameter_fn takes."""
+    gate_up = {
+        "filter_fn": lambda module, name: name.endswith(".0.mlp.up_proj"),
+        "parameter_fn": lambda parameter, name: name.endswith("gate_up_proj"),
+    }
+    shards = dist.get_world_size() // 2
+    mesh = full_mesh(shards, 2, names=("fsdp", "ep"))
+    for format, layout in LAYOUTS.items():
+        for options in ({}, gate_up):
+            known = digests(build(format, **options), layout=layout)
+            model = build(format, **options)
+            experts = model.model.layers[1].mlp.experts
+            for name, parameter in list(experts.named_parameters()):
+                part = distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)])
+                experts.register_parameter(name, torch.nn.Parameter(part))
+            if shards > 1:
+                fully_shard(experts, mesh=mesh["fsdp"])
+            tensors = dict(quantized_tensors(model, layout=layout))
+            verify(tensors.items(), known)
+            assert ("model.layers.1.mlp.experts.down_proj" in tensors) == bool(options)
+
+
 @on_ranks(1, 2)
 def test_packed_exponents_of_stacks():
     """Every row of an expert has its blocks' exponents, four to a word, stored by columns: as DeepGEMM reads them."""
