@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 _ERRORS = {
@@ -35,8 +36,7 @@ def _ranks_of(meshes):
 
 
 def _group_of(ranks, meshes):
-    """A process group of these ranks, which alone make it; None stands for the world's. A mesh that has one lends it: torch
-    names a new group after the number of groups that a rank knows, and ranks that know others would wait for ever."""
+    """A process group of these ranks, which alone make it; None stands for the world's. A mesh that has one lends it."""
     if len(ranks) == dist.get_world_size():
         return None
     for mesh in meshes:
@@ -46,8 +46,20 @@ def _group_of(ranks, meshes):
     if key not in _groups:
         for old in [known for known in _groups if known[0] is not dist.group.WORLD]:
             del _groups[old]
-        _groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        _groups[key] = _new_group(ranks)
     return _groups[key]
+
+
+def _new_group(ranks):
+    """torch names a group that its ranks alone make after the number of groups that a rank knows, and ranks that know other
+    numbers would wait for ever. This one is named after its ranks, of which a world makes it once."""
+    torch_names = distributed_c10d._process_group_name
+    name = distributed_c10d.GroupName(f"qshard.checkpoint {'_'.join(map(str, ranks))}")
+    distributed_c10d._process_group_name = lambda *_, **__: name
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        distributed_c10d._process_group_name = torch_names
 
 
 @dataclass

@@ -59,6 +59,18 @@ def run_on_a_part(program, ranks):
         dist.barrier()
 
 
+def know_other_groups(model, other, folder):
+    if dist.get_rank() == 4:
+        dist.new_group([4], use_local_synchronization=True)
+    keep_scales(model, other, folder)
+
+
+@on_worlds(5)
+def test_ranks_of_a_square_know_other_numbers_of_groups(world):
+    """torch's names of groups count them; a world has made none of these ranks before."""
+    world.run(run_on_a_part, know_other_groups, [[4, 2], [1, 3]])
+
+
 @pytest.mark.parametrize("program", [save_and_load, keep_scales])
 @pytest.mark.parametrize("kind", MESHES)
 @on_worlds(5)
