@@ -133,7 +133,7 @@ def test_modules_of_transformers(kind, layout, tmp_path):
             ),
             pre_quantized=True,
         )
-        in_memory.load_state_dict(tensors, assign=True)  # over modules on meta; strict
+        in_memory.load_state_dict(tensors, assign=True)
         modules = {type(module).__name__ for module in in_memory.modules()}
         assert {"FP8Linear", *(["FP8Experts"] if kind == "experts" else [])} <= modules
         assert torch.equal(logits(in_memory), logits(of_files))
