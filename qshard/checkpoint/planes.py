@@ -33,6 +33,8 @@ class Plane:
         if len(pieces) == 1:
             (piece,) = pieces.values()
             return _typed(piece, dtype).reshape(self.shape)
+        if self.boxes.is_even:
+            return torch.cat(list(pieces.values())).view(dtype).reshape(self.shape)
         tensor = torch.empty(self.shape, dtype=dtype, device=next(iter(pieces.values())).device)
         for box, piece in pieces.items():
             sizes = torch.Size(count for _, count in box)
