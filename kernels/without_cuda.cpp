@@ -9,6 +9,7 @@
 #include "kernels/device/memory.h"
 #include "kernels/grouped/grouped_codes.h"
 #include "kernels/grouped/grouped_gemm.h"
+#include "kernels/grouped/grouped_swiglu.h"
 #include "kernels/linear/input_code_cache.h"
 #include "kernels/linear/linear_block_scaled.h"
 #include "kernels/linear/linear_fp8.h"
@@ -59,8 +60,19 @@ GroupCodes quantize_groups(const at::Tensor&, const Format&, OperandRole, Orient
 int64_t saved_columns_bytes(const Format&, int64_t, int64_t, int64_t) {
   no_cuda("quantize an activation");
 }
-GroupCodes restored_columns(const at::Tensor&, const Format&, int64_t, int64_t, const RowGroups&) {
+GroupCodes restored_codes(const at::Tensor&, const at::Tensor&, const Format&, OperandRole, int64_t,
+                          int64_t, const RowGroups&) {
   no_cuda("quantize an activation");
+}
+bool has_group_swiglu(const Format&) { return false; }
+GroupCodes quantize_swiglu_groups(const at::Tensor&, const at::Tensor&, const Format&, Orientations,
+                                  const RowGroups&) {
+  no_cuda("quantize an activation");
+}
+GroupSwigluBackward quantize_swiglu_backward_groups(const at::Tensor&, const at::Tensor&,
+                                                    const at::Tensor&, const GroupSwigluRequest&,
+                                                    const RowGroups&) {
+  no_cuda("quantize a gradient");
 }
 at::Tensor multiply_by_codes(const GroupCodes&, const ExpertWeights&, const RowGroups&, bool,
                              at::ScalarType) {

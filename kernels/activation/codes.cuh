@@ -79,26 +79,33 @@ __device__ __forceinline__ void store_columns_1x128(const Tile& tile, const Acti
                                     [&](int j) { return shared.column_scale[tile.col + j]; });
 }
 
+/// Where a tile lies: its first row, and its first column in the transposed codes, which is another
+/// one where groups of rows begin at multiples of 128 there.
+struct TilePlace {
+  int64_t row;
+  int64_t column;
+};
+
 /// E4M3 codes in the orientations that the task has, and their scales along each one's rows.
 template <typename Tile>
 __device__ __forceinline__ void store_1x128(const Tile& tile, const ActivationTask& task,
-                                            int64_t tile_row, int64_t tile_col,
+                                            TilePlace place, int64_t tile_col,
                                             typename Tile::Shared& shared) {
-  if (task.codes != nullptr) store_rows_1x128(tile, task, tile_row, tile_col);
-  if (task.codes_t != nullptr) store_columns_1x128(tile, task, tile_row, tile_col, shared);
+  if (task.codes != nullptr) store_rows_1x128(tile, task, place.row, tile_col);
+  if (task.codes_t != nullptr) store_columns_1x128(tile, task, place.column, tile_col, shared);
 }
 
 /// E4M3 codes in the orientations and blocks that the task has.
 template <typename Tile>
 __device__ __forceinline__ void store_in_blocks(const Tile& tile, const ActivationTask& task,
-                                                int64_t tile_row, int64_t tile_col,
+                                                TilePlace place, int64_t tile_col,
                                                 typename Tile::Shared& shared) {
   if (!task.square_columns) {
-    store_1x128(tile, task, tile_row, tile_col, shared);
+    store_1x128(tile, task, place, tile_col, shared);
     return;
   }
-  if (task.codes != nullptr) store_rows_1x128(tile, task, tile_row, tile_col);
-  if (task.codes_t != nullptr) store_square_columns(tile, task, tile_row, tile_col, shared);
+  if (task.codes != nullptr) store_rows_1x128(tile, task, place.row, tile_col);
+  if (task.codes_t != nullptr) store_square_columns(tile, task, place.column, tile_col, shared);
 }
 
 }  // namespace qshard::cuda

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   Tile tile;
   tile.load(task, tile_row, tile_col, vectorized);
-  store_in_blocks(tile, task, tile_row, tile_col, shared);
+  store_in_blocks(tile, task, {tile_row, tile_row}, tile_col, shared);
 }
 
 template <typename Value>
@@ -29,13 +29,7 @@ __global__ void __launch_bounds__(kTileThreads)
   group.rows_written = place.end;
   Tile tile;
   tile.load(group, place.row, tile_col, vectorized);
-  if (task.codes != nullptr) store_rows_1x128(tile, group, place.row, tile_col);
-  if (task.codes_t == nullptr) return;
-  if (task.square_columns) {
-    store_square_columns(tile, group, place.column, tile_col, shared);
-  } else {
-    store_columns_1x128(tile, group, place.column, tile_col, shared);
-  }
+  store_in_blocks(tile, group, {place.row, place.column}, tile_col, shared);
 }
 
 }  // namespace

@@ -8,8 +8,8 @@
 #include "kernels/device/check_launch.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/format/value_dtype.h"
+#include "kernels/grouped/group_image.h"
 #include "kernels/grouped/grouped_gemm.h"
-#include "kernels/linear/packed_activation.h"
 
 namespace qshard {
 namespace {
@@ -23,17 +23,6 @@ at::Tensor scales_behind(const PackedCodes& codes, int64_t outer, int64_t inner)
   return codes.buffer.narrow(0, bytes, of_scales).view(at::kFloat).view({outer, inner});
 }
 
-/// The tiles of 128 rows that experts have, on the device: int32 (tiles, 4).
-at::Tensor row_tiles(const RowGroups& groups, int64_t total, cudaStream_t stream) {
-  const int64_t count = cuda::most_row_tiles(total, groups.count());
-  static_assert(sizeof(cuda::RowTile) == 4 * sizeof(int32_t));
-  at::Tensor tiles = at::empty({count, 4}, groups.offs.options());
-  cuda::check_launch(cuda::launch_row_tiles(
-      groups.offs.const_data_ptr<int32_t>(), groups.count(), total,
-      reinterpret_cast<cuda::RowTile*>(tiles.mutable_data_ptr<int32_t>()), count, stream));
-  return tiles;
-}
-
 /// Columns of `total` rows: those of each expert begin at a multiple of 128.
 int64_t columns_width(int64_t total, int64_t count) {
   return cuda::most_row_tiles(total, count) * 128;
@@ -44,53 +33,96 @@ int64_t columns_bytes(int64_t width, int64_t k) {
   return round_up(packed_columnwise_bytes(width, k), 16);
 }
 
-/// The columns in `saved`, of saved_columns_bytes.
-CodeImage columns_in(const at::Tensor& saved, const Format& format, OperandRole role, int64_t width,
-                     int64_t k) {
-  const at::Tensor bytes = saved.narrow(0, 0, packed_columnwise_bytes(width, k));
-  return packed_matrix(format, role, width, k, {}, bytes).columnwise;
-}
-
-at::Tensor group_scales_in(const at::Tensor& saved, int64_t width, int64_t k) {
-  const int64_t begin = columns_bytes(width, k);
-  return saved.narrow(0, begin, saved.size(0) - begin).view(at::kFloat);
-}
-
-/// Fills in the columns of `made` from codes.
-void take_columns(GroupCodes& made, const PackedCodes& columns, DType code_dtype, int64_t k,
-                  int64_t width) {
-  const int64_t tiles = width / 128;
-  made.square_columns = columns.scale_mode == ScaleMode::kBlock128x128;
-  made.columns = packed_codes(columns, code_dtype).narrow(0, 0, k);
-  if (made.group_scales.defined()) return;
-  made.column_scales = made.square_columns
-                           ? scales_behind(columns, ceil_div(k, 128), round_up(tiles, 4))
-                           : scales_behind(columns, tiles, columns.rows);
+void check_bytes(const at::Tensor& bytes, int64_t numel, const RowGroups& groups) {
+  TORCH_CHECK(bytes.scalar_type() == at::kByte && bytes.is_contiguous() && bytes.numel() == numel &&
+                  bytes.device() == groups.offs.device(),
+              fmt::format("{}: codes of {} experts must be uint8 of {} bytes on {}, got {} of {} "
+                          "on {}",
+                          kOp, groups.count(), numel, groups.offs.device().str(),
+                          c10::toString(bytes.scalar_type()), bytes.sizes(), bytes.device().str()));
 }
 
 }  // namespace
+
+at::Tensor row_tiles(const RowGroups& groups, int64_t total, cudaStream_t stream) {
+  const int64_t count = cuda::most_row_tiles(total, groups.count());
+  static_assert(sizeof(cuda::RowTile) == 4 * sizeof(int32_t));
+  at::Tensor tiles = at::empty({count, 4}, groups.offs.options());
+  cuda::check_launch(cuda::launch_row_tiles(
+      groups.offs.const_data_ptr<int32_t>(), groups.count(), total,
+      reinterpret_cast<cuda::RowTile*>(tiles.mutable_data_ptr<int32_t>()), count, stream));
+  return tiles;
+}
+
+GroupImage::GroupImage(const Format& format, OperandRole role, int64_t total, int64_t k,
+                       Orientations orientations, const RowGroups& groups, at::Device device)
+    : GroupImage(
+          format, role, total, k, groups,
+          orientations.rowwise ? cuda::empty_bytes(packed_rowwise_bytes(total, k), device)
+                               : at::Tensor(),
+          orientations.columnwise
+              ? cuda::empty_bytes(saved_columns_bytes(format, total, k, groups.count()), device)
+              : at::Tensor()) {}
+
+GroupImage::GroupImage(const Format& format, OperandRole role, int64_t total, int64_t k,
+                       const RowGroups& groups, const at::Tensor& rows, const at::Tensor& columns)
+    : total_(total),
+      k_(k),
+      width_(columns_width(total, groups.count())),
+      rows_(rows),
+      columns_(columns) {
+  if (rows.defined()) check_bytes(rows, packed_rowwise_bytes(total, k), groups);
+  matrix_ = packed_matrix(format, role, total, k, rows, {});
+  if (!columns.defined()) return;
+  check_bytes(columns, saved_columns_bytes(format, total, k, groups.count()), groups);
+  const at::Tensor bytes = columns.narrow(0, 0, packed_columnwise_bytes(width_, k));
+  matrix_.columnwise = packed_matrix(format, role, width_, k, {}, bytes).columnwise;
+}
+
+cuda::ActivationTask GroupImage::task() const {
+  cuda::ActivationTask task = cuda::activation_task(matrix_);
+  task.m_padded_t = width_;
+  return task;
+}
+
+at::Tensor GroupImage::group_scales() const {
+  const int64_t begin = columns_bytes(width_, k_);
+  return columns_.narrow(0, begin, columns_.size(0) - begin).view(at::kFloat);
+}
+
+GroupCodes GroupImage::codes() const {
+  GroupCodes made;
+  made.saved_rows = rows_;
+  made.saved = columns_;
+  const bool by_group = cuda::has_one_scale(*matrix_.format);
+  if (const auto* rows = std::get_if<PackedCodes>(&matrix_.rowwise)) {
+    made.rows = packed_codes(*rows, matrix_.code_dtype).narrow(0, 0, total_);
+    if (!by_group) made.row_scales = scales_behind(*rows, ceil_div(k_, 128), rows->rows);
+  }
+  if (const auto* columns = std::get_if<PackedCodes>(&matrix_.columnwise)) {
+    made.square_columns = columns->scale_mode == ScaleMode::kBlock128x128;
+    made.columns = packed_codes(*columns, matrix_.code_dtype).narrow(0, 0, k_);
+    if (by_group) return made;
+    made.column_scales = made.square_columns
+                             ? scales_behind(*columns, ceil_div(k_, 128), round_up(tiles(), 4))
+                             : scales_behind(*columns, tiles(), columns->rows);
+  }
+  return made;
+}
 
 int64_t saved_columns_bytes(const Format& format, int64_t total, int64_t k, int64_t count) {
   const int64_t of_groups = cuda::has_one_scale(format) ? count * sizeof(float) : 0;
   return columns_bytes(columns_width(total, count), k) + of_groups;
 }
 
-GroupCodes restored_columns(const at::Tensor& saved, const Format& format, int64_t total, int64_t k,
-                            const RowGroups& groups) {
-  const int64_t bytes = saved_columns_bytes(format, total, k, groups.count());
-  TORCH_CHECK(saved.scalar_type() == at::kByte && saved.is_contiguous() && saved.numel() == bytes &&
-                  saved.device() == groups.offs.device(),
-              fmt::format("{}: the codes of an input ({}, {}) of {} experts must be uint8 of {} "
-                          "bytes on {}, got {} of {} on {}",
-                          kOp, total, k, groups.count(), bytes, groups.offs.device().str(),
-                          c10::toString(saved.scalar_type()), saved.sizes(), saved.device().str()));
-  const int64_t width = columns_width(total, groups.count());
-  GroupCodes made;
-  if (cuda::has_one_scale(format)) made.group_scales = group_scales_in(saved, width, k);
-  const CodeImage columns = columns_in(saved, format, OperandRole::kInput, width, k);
-  const DType code_dtype = format.activations.packed_input_dtype;
-  take_columns(made, std::get<PackedCodes>(columns), code_dtype, k, width);
-  made.saved = saved;
+GroupCodes restored_codes(const at::Tensor& rows, const at::Tensor& columns, const Format& format,
+                          OperandRole role, int64_t total, int64_t k, const RowGroups& groups) {
+  const bool by_group = cuda::has_one_scale(format);
+  TORCH_CHECK(!rows.defined() || !by_group, kOp, ": rows of ", format.name,
+              " are made where they are multiplied");
+  const GroupImage image(format, role, total, k, groups, rows, columns);
+  GroupCodes made = image.codes();
+  if (by_group && columns.defined()) made.group_scales = image.group_scales();
   return made;
 }
 
@@ -99,22 +131,10 @@ GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRol
                            const DelayedAmax& delayed) {
   const at::Tensor values = x.contiguous();
   const int64_t total = values.size(0), k = values.size(1);
-  const int64_t width = columns_width(total, groups.count());
-  const int64_t tiles = width / 128;
-  QuantizedMatrix codes = packed_matrix(
-      format, role, total, k,
-      orientations.rowwise ? cuda::empty_bytes(packed_rowwise_bytes(total, k), x.device())
-                           : at::Tensor(),
-      {});
-  GroupCodes made;
-  if (orientations.columnwise) {
-    made.saved =
-        cuda::empty_bytes(saved_columns_bytes(format, total, k, groups.count()), x.device());
-    codes.columnwise = columns_in(made.saved, format, role, width, k);
-  }
-  cuda::ActivationTask task = cuda::activation_task(codes);
+  const GroupImage image(format, role, total, k, orientations, groups, x.device());
+  GroupCodes made = image.codes();
+  cuda::ActivationTask task = image.task();
   task.values = values.const_data_ptr();
-  task.m_padded_t = width;
   const auto stream = static_cast<cudaStream_t>(current_stream(x.device()).handle);
   const DType dtype = value_dtype(values.scalar_type());
   const bool by_group = cuda::has_one_scale(format);
@@ -127,24 +147,16 @@ GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRol
     const int64_t count = groups.count();
     const at::Tensor floats = at::empty({3, count}, values.options().dtype(at::kFloat));
     auto* first = floats.mutable_data_ptr<float>();
-    made.group_scales =
-        orientations.columnwise ? group_scales_in(made.saved, width, k) : floats.select(0, 2);
+    made.group_scales = orientations.columnwise ? image.group_scales() : floats.select(0, 2);
     task.scale_inv = task.scale_inv_t = made.group_scales.mutable_data_ptr<float>();
     const cuda::GroupScales scales{count, first, first + count, delayed};
-    cuda::check_launch(cuda::launch_quantize_groups_tensorwise(task, of_tiles, tiles, scales, dtype,
-                                                               codes.code_dtype, stream));
+    cuda::check_launch(cuda::launch_quantize_groups_tensorwise(
+        task, of_tiles, image.tiles(), scales, dtype, packed_code_dtype(format, role), stream));
   } else if (orientations.columnwise) {
     cuda::check_launch(
-        cuda::launch_quantize_groups_in_blocks(task, of_tiles, tiles, dtype, stream));
+        cuda::launch_quantize_groups_in_blocks(task, of_tiles, image.tiles(), dtype, stream));
   } else {  // whose scales each row has of its own
     cuda::check_launch(cuda::launch_quantize_activation_in_blocks(task, dtype, stream));
-  }
-  if (const auto* rows = std::get_if<PackedCodes>(&codes.rowwise)) {
-    made.rows = packed_codes(*rows, codes.code_dtype).narrow(0, 0, total);
-    if (!by_group) made.row_scales = scales_behind(*rows, ceil_div(k, 128), rows->rows);
-  }
-  if (const auto* columns = std::get_if<PackedCodes>(&codes.columnwise)) {
-    take_columns(made, *columns, codes.code_dtype, k, width);
   }
   return made;
 }

@@ -22,7 +22,8 @@ struct GroupCodes {
   at::Tensor column_scales = {};
   bool square_columns = false;
   at::Tensor group_scales = {};  // (experts,), in place of the others: one scale for each
-  at::Tensor saved = {};         // the bytes of the columns and their scales, for restored_columns
+  at::Tensor saved_rows = {};    // the bytes of the rows and their scales,
+  at::Tensor saved = {};         // and of the columns: restored_codes takes both
 };
 
 /// Quantizes each expert's rows by themselves, in the orientations asked for. `format`: of the
@@ -34,10 +35,11 @@ GroupCodes quantize_groups(const at::Tensor& x, const Format& format, OperandRol
 
 /// The bytes of GroupCodes::saved of x (total, k) and `count` experts: uint8 (bytes,).
 int64_t saved_columns_bytes(const Format& format, int64_t total, int64_t k, int64_t count);
-/// The columns that quantize_groups made of an input (total, k) with these groups.
-/// @throws c10::Error unless `saved` has saved_columns_bytes.
-GroupCodes restored_columns(const at::Tensor& saved, const Format& format, int64_t total, int64_t k,
-                            const RowGroups& groups);
+/// The codes that quantize_groups made of x (total, k) with these groups, from their bytes, each
+/// undefined if it is not there.
+/// @throws c10::Error for other bytes, and for rows with a scale for each expert.
+GroupCodes restored_codes(const at::Tensor& rows, const at::Tensor& columns, const Format& format,
+                          OperandRole role, int64_t total, int64_t k, const RowGroups& groups);
 
 /// x's rows times each expert's matrix: by its transpose, or with `contract` as it lies.
 at::Tensor multiply_by_codes(const GroupCodes& x, const ExpertWeights& weights,

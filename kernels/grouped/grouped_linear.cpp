@@ -186,28 +186,14 @@ LinearBackward backward_of_each(const GroupedBackwardTask& task, const ExpertWei
   return result;
 }
 
-/// The path of one of the GEMMs, which is recorded.
-GroupedPath path_of(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
-                    bool weight_only) {
-  // Where matrices lie as (in, out), forward reads them as dgrad does, and dgrad as forward.
-  GemmDirection as_lying = direction;
-  if (weights.transposed && direction != GemmDirection::kGradWeight) {
-    as_lying =
-        direction == GemmDirection::kForward ? GemmDirection::kGradInput : GemmDirection::kForward;
-  }
-  const GroupedChoice choice =
-      choose_grouped_path({as_lying, x.device(), x.scalar_type(), x.size(0), weight_only}, weights);
-  record_grouped_gemm(*weights.stack.codes.format, direction, choice.path, choice.why, x.is_cuda());
-  return choice.path;
-}
-
 /// The gradient of the weights, on codes; `grad` has columns.
 at::Tensor weight_gradient_of_codes(const GroupedBackwardTask& task, const GroupCodes& grad,
                                     const LinearWeight& weight, const RowGroups& groups) {
   const Format& format = *weight.codes.format;
   const GroupCodes input =
       task.input_is_codes
-          ? restored_columns(task.input, format, task.grad.size(0), weight.codes.cols, groups)
+          ? restored_codes({}, task.input, format, OperandRole::kInput, task.grad.size(0),
+                           weight.codes.cols, groups)
           : quantize_groups(task.input, format, OperandRole::kInput, {.columnwise = true}, groups,
                             delayed_input_amax(weight));
   return multiply_columns(grad, input, task.grad.size(0), groups, task.weight_grad_dtype, task.sum);
@@ -250,7 +236,7 @@ bool can_save_expert_codes(const at::Tensor& x, const ExpertWeights& weights, bo
 GroupedForward grouped_forward(const at::Tensor& x, const ExpertWeights& weights,
                                const RowGroups& groups, bool weight_only, bool saves_input) {
   const Format& format = *weights.stack.codes.format;
-  const GroupedPath path = path_of(GemmDirection::kForward, x, weights, weight_only);
+  const GroupedPath path = record_path(GemmDirection::kForward, x, weights, weight_only);
   TORCH_CHECK(!saves_input || path == GroupedPath::kCodes,
               "qshard::linear_forward: save_quantized_input, where the experts' input is not "
               "multiplied in codes");
@@ -276,7 +262,7 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
   const Format& format = *weights.stack.codes.format;
   const at::Tensor& grad = task.grad;
   const auto path = [&](GemmDirection direction) {
-    return path_of(direction, grad, weights, task.weight_only);
+    return record_path(direction, grad, weights, task.weight_only);
   };
   GroupedPath for_input = GroupedPath::kEach, for_weight = GroupedPath::kEach;
   if (task.needs_input) for_input = path(GemmDirection::kGradInput);
@@ -285,10 +271,17 @@ LinearBackward grouped_backward(const GroupedBackwardTask& task, const ExpertWei
               "qshard::linear_backward: the experts' input was saved in codes, and their gradient "
               "is not multiplied in codes");
   const Orientations codes{for_input == GroupedPath::kCodes, for_weight == GroupedPath::kCodes};
+  TORCH_CHECK(
+      !task.grad_codes ||
+          (codes.rowwise == task.needs_input && codes.columnwise == task.input.defined()),
+      "qshard::linear_backward: the experts' gradient is in codes, and is not multiplied in "
+      "codes");
   LinearBackward result;
   if (codes.rowwise || codes.columnwise) {
-    const GroupCodes quantized = quantize_groups(grad, format, OperandRole::kGradient, codes,
-                                                 groups, delayed_gradient_amax(weights.stack));
+    const GroupCodes quantized =
+        task.grad_codes ? *task.grad_codes
+                        : quantize_groups(grad, format, OperandRole::kGradient, codes, groups,
+                                          delayed_gradient_amax(weights.stack));
     if (codes.rowwise) {
       result.grad_input =
           multiply_by_codes(quantized, weights, groups, !weights.transposed, grad.scalar_type());

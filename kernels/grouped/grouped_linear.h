@@ -9,7 +9,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "kernels/grouped/expert_weights.h"
+#include "kernels/grouped/grouped_codes.h"
 #include "kernels/grouped/row_groups.h"
 #include "kernels/linear/linear.h"
 
@@ -33,6 +36,9 @@ bool can_save_expert_codes(const at::Tensor& x, const ExpertWeights& weights, bo
 /// The operands of grouped_backward, and which gradients it computes.
 struct GroupedBackwardTask {
   at::Tensor grad;  // (T, out)
+  // Its codes, in the orientations that are read: then of `grad` size, dtype and device alone
+  // count.
+  std::optional<GroupCodes> grad_codes = {};
   bool needs_input = false;
   at::Tensor input = {};        // (T, in); undefined: grad_weight is not asked for
   bool input_is_codes = false;  // `input` is GroupedForward::saved

@@ -82,4 +82,18 @@ GroupedChoice choose_grouped_path(const GroupedProblem& problem, const ExpertWei
   return {at_once ? GroupedPath::kValues : GroupedPath::kEach, why};
 }
 
+GroupedPath record_path(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
+                        bool weight_only) {
+  // Where matrices lie as (in, out), forward reads them as dgrad does, and dgrad as forward.
+  GemmDirection as_lying = direction;
+  if (weights.transposed && direction != GemmDirection::kGradWeight) {
+    as_lying =
+        direction == GemmDirection::kForward ? GemmDirection::kGradInput : GemmDirection::kForward;
+  }
+  const GroupedChoice choice =
+      choose_grouped_path({as_lying, x.device(), x.scalar_type(), x.size(0), weight_only}, weights);
+  record_grouped_gemm(*weights.stack.codes.format, direction, choice.path, choice.why, x.is_cuda());
+  return choice.path;
+}
+
 }  // namespace qshard

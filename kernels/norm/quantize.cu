@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kTilesAtOnce<Value>)
   tile.load(task.x, out.m, out.k, out.k, tile_row, tile_col, /*vectorized=*/true);
   normalize<kRms>(tile, task, tile_row, tile_col);
   if constexpr (kBlocks) {
-    store_in_blocks(tile, out, tile_row, tile_col, shared);
+    store_in_blocks(tile, out, {tile_row, tile_row}, tile_col, shared);
   } else {
     const float scale = scale_from_amax(*amax, kE4M3Max, out.power_of_two);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out, scale);

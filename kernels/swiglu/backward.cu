@@ -104,19 +104,35 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksAtOnce<Value>)
   if (up > raised[1]) raise(up_amax, up);
 }
 
-template <typename Value, bool kVectorized, bool kBlocks>
+/// `tiles`: of groups of rows, in blocks; null: the tiles of all rows.
+template <typename Value, bool kVectorized, bool kBlocks, bool kGroups = false>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
     swiglu_backward_quantize(const __grid_constant__ SwigluTask task,
-                             const __grid_constant__ SwigluGradients out) {
+                             const __grid_constant__ SwigluGradients out,
+                             const RowTile* tiles_of_groups) {
   __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
+  RowTile group;
+  if constexpr (kGroups) {
+    group = tiles_of_groups[blockIdx.y];
+    if (group.row < 0) return;
+  }
   // From the end: that is what the amax pass has left in the L2 cache.
-  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
+  const int64_t tile_row =
+      kGroups ? group.row : static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * kTile;
+  const TilePlace place = {tile_row, kGroups ? group.column : tile_row};
+  const auto own = [&](const auto& whole) {
+    if constexpr (kGroups) {
+      return of_group(whole, group);
+    } else {
+      return whole;
+    }
+  };
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
   const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
   constexpr int kWaiting = kRowsWaiting<Value>;
   __shared__ Vector<Value> waiting[kWaiting > 0 ? kWaiting : 1][kWaiting > 0 ? kThreads : 1];
   BackwardTiles<Value> tiles;
-  tiles.template load_by_rows<kVectorized>(task, tile_row, tile_col, [&](int i) {
+  tiles.template load_by_rows<kVectorized>(own(task), tile_row, tile_col, [&](int i) {
     if (i < kWaiting) waiting[i][threadIdx.x] = tiles.product.values[i];
   });
   const auto store = [&](const auto& tile, const SwigluImage& image, auto code) {
@@ -128,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
   };
   const auto store_gradient = [&](const auto& tile, const SwigluImage& image) {
     if constexpr (kBlocks) {
-      store_1x128(tile, image.task, tile_row, tile_col, shared);
+      store_1x128(tile, own(image.task), place, tile_col, shared);
     } else {
       store(tile, image, E5M2{});
     }
@@ -141,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
 #pragma unroll
   for (int i = 0; i < kWaiting; ++i) tiles.product.values[i] = waiting[i][threadIdx.x];
   if constexpr (kBlocks) {
-    store_in_blocks(tiles.product, out.input.task, tile_row, tile_col, shared);
+    store_in_blocks(tiles.product, own(out.input.task), place, tile_col, shared);
   } else {
     store(tiles.product, out.input, E4M3{});
   }
@@ -167,11 +183,25 @@ cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const Swiglu
     using Value = decltype(value);
     const dim3 grid = swiglu_grid(task);
     if (out.gate.amax == nullptr) {
-      swiglu_backward_quantize<Value, vectorized(), true><<<grid, kThreads, 0, stream>>>(task, out);
+      swiglu_backward_quantize<Value, vectorized(), true>
+          <<<grid, kThreads, 0, stream>>>(task, out, nullptr);
     } else {
       swiglu_backward_quantize<Value, vectorized(), false>
-          <<<grid, kThreads, 0, stream>>>(task, out);
+          <<<grid, kThreads, 0, stream>>>(task, out, nullptr);
     }
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_swiglu_backward_quantize_groups(const SwigluTask& task,
+                                                   const SwigluGradients& out, const RowTile* tiles,
+                                                   int64_t count, DType value_dtype,
+                                                   cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0 || count == 0) return cudaSuccess;
+  const dim3 grid(swiglu_grid(task).x, static_cast<unsigned>(count));
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    swiglu_backward_quantize<decltype(value), vectorized(), true, true>
+        <<<grid, kThreads, 0, stream>>>(task, out, tiles);
     return cudaGetLastError();
   });
 }

@@ -53,6 +53,17 @@ cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* max
                                         float* gate_amax, float* up_amax, bool power_of_two,
                                         DType value_dtype, cudaStream_t stream);
 
+/// As launch_swiglu_quantize in blocks, for each group of rows by itself: launch_row_tiles made
+/// `tiles`, and codes lie as launch_quantize_groups_in_blocks leaves them.
+cudaError_t launch_swiglu_quantize_groups(const SwigluTask& task, const ActivationTask& out,
+                                          const RowTile* tiles, int64_t count, DType value_dtype,
+                                          cudaStream_t stream);
+/// The same of launch_swiglu_backward_quantize in blocks.
+cudaError_t launch_swiglu_backward_quantize_groups(const SwigluTask& task,
+                                                   const SwigluGradients& out, const RowTile* tiles,
+                                                   int64_t count, DType value_dtype,
+                                                   cudaStream_t stream);
+
 cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
                                             DType value_dtype, cudaStream_t stream);
 

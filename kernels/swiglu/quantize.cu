@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
   values.multiply();
   const auto& tile = values.product;
   if constexpr (kBlocks) {
-    store_in_blocks(tile, out.task, tile_row, tile_col, shared);
+    store_in_blocks(tile, out.task, {tile_row, tile_row}, tile_col, shared);
   } else {
     const float scale = scale_from_amax(*out.amax, kE4M3Max, out.task.power_of_two);
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) store_tensor_scale(out.task, scale);
@@ -104,7 +104,33 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <typename Value, bool kVectorized>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_quantize_groups(const __grid_constant__ SwigluTask task,
+                           const __grid_constant__ ActivationTask out, const RowTile* tiles) {
+  __shared__ typename ActivationTile<Value, kThreads>::Shared shared;
+  const RowTile place = tiles[blockIdx.y];
+  if (place.row < 0) return;
+  const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  SwigluTile<Value, kVectorized> values(of_group(task, place), place.row, tile_col);
+  values.multiply();
+  store_in_blocks(values.product, of_group(out, place), {place.row, place.column}, tile_col,
+                  shared);
+}
+
 }  // namespace
+
+cudaError_t launch_swiglu_quantize_groups(const SwigluTask& task, const ActivationTask& out,
+                                          const RowTile* tiles, int64_t count, DType value_dtype,
+                                          cudaStream_t stream) {
+  if (task.m == 0 || task.k == 0 || count == 0) return cudaSuccess;
+  const dim3 grid(swiglu_grid(task).x, static_cast<unsigned>(count));
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+    swiglu_quantize_groups<decltype(value), vectorized()>
+        <<<grid, kThreads, 0, stream>>>(task, out, tiles);
+    return cudaGetLastError();
+  });
+}
 
 cudaError_t launch_swiglu_maxima(const SwigluTask& task, float* maxima, DType value_dtype,
                                  cudaStream_t stream) {

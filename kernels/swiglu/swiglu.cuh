@@ -181,6 +181,17 @@ struct StripMaxima {
   }
 };
 
+/// The task of one tile of a group: nothing behind the group's end is read or written.
+__device__ __forceinline__ SwigluTask of_group(SwigluTask task, const RowTile& tile) {
+  task.m = tile.end;
+  return task;
+}
+__device__ __forceinline__ ActivationTask of_group(ActivationTask task, const RowTile& tile) {
+  task.m = tile.end;
+  task.rows_written = tile.end;
+  return task;
+}
+
 inline dim3 swiglu_grid(const SwigluTask& task) {
   return dim3(static_cast<unsigned>((task.k + kTile - 1) / kTile),
               static_cast<unsigned>((task.m + kTile - 1) / kTile));

@@ -1,5 +1,6 @@
 #include "ops/linear/grouped_linear.h"
 
+#include <ATen/ops/empty.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -11,28 +12,6 @@ namespace qshard {
 namespace {
 
 constexpr const char* kOp = "qshard::grouped_linear";
-
-/// As weight_for_use of a linear. Matrices are quantized apart from each other, in a stack, too.
-ExpertWeights experts_for_use(const Tensor& weight, std::optional<c10::string_view> format,
-                              const WeightState& state, WeightUse use, const char* op) {
-  if (has_key(weight) || !format || use == WeightUse::kForward) {
-    check_format_name(weight, format, op);
-    ExpertWeights experts = expert_weights(weight, op);
-    if (state && state->size() == 2) {  // delayed scaling's, of a tensor over saved planes
-      experts.stack.amax_history = (*state)[0];
-      experts.stack.scaling_amax = (*state)[1];
-    }
-    return experts;
-  }
-  const int64_t count = weight.size(0), rows = weight.size(1);
-  if (use == WeightUse::kWgradOnly) {  // which reads no codes of the weight: one stands for all
-    const Tensor one = weight.new_empty({1, 1}).expand({rows, weight.size(2)});
-    return {weight_for_use(one, format, state, use, op), count, rows, /*step=*/0};
-  }
-  // A hook on saved tensors made plain values of it.
-  check_codes_can_be_made_again(checked_format(*format, op), op);
-  return expert_weights(quantize(weight, *format, false, std::nullopt, 0), op);
-}
 
 /// The first `count` arguments of a call of transformers' operators, input (T, in), weight
 /// (experts, in, out) and offs first; none where the experts do not multiply as linears.
@@ -60,6 +39,27 @@ void call_transformers(const c10::OperatorHandle& op, torch::jit::Stack* stack) 
 
 }  // namespace
 
+ExpertWeights experts_for_use(const Tensor& weight, std::optional<c10::string_view> format,
+                              const WeightState& state, WeightUse use, const char* op) {
+  if (has_key(weight) || !format || use == WeightUse::kForward) {
+    check_format_name(weight, format, op);
+    ExpertWeights experts = expert_weights(weight, op);
+    if (state && state->size() == 2) {  // delayed scaling's, of a tensor over saved planes
+      experts.stack.amax_history = (*state)[0];
+      experts.stack.scaling_amax = (*state)[1];
+    }
+    return experts;
+  }
+  const int64_t count = weight.size(0), rows = weight.size(1);
+  if (use == WeightUse::kWgradOnly) {  // which reads no codes of the weight: one stands for all
+    const Tensor one = weight.new_empty({1, 1}).expand({rows, weight.size(2)});
+    return {weight_for_use(one, format, state, use, op), count, rows, /*step=*/0};
+  }
+  // A hook on saved tensors made plain values of it.
+  check_codes_can_be_made_again(checked_format(*format, op), op);
+  return expert_weights(quantize(weight, *format, false, std::nullopt, 0), op);
+}
+
 GroupedForward grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
                                       bool weight_only, std::optional<c10::string_view> format,
                                       bool saves_input) {
@@ -86,8 +86,12 @@ InputUse input_use_of_experts(const Tensor& input, const Tensor& weight, const L
 
 LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool needs_weight,
                                        const Tensor& sum, at::ScalarType dtype) {
-  const auto& [grad, weight, input, input_is_codes, offs, needs_input, weight_only, format,
-               weight_state, input_sum] = call;
+  const auto& [given, weight, input, input_is_codes, offs, needs_input, weight_only, format,
+               weight_state, input_sum, codes] = call;
+  // Of a gradient in codes nothing but its size is read.
+  const Tensor grad = codes ? at::empty({1, 1}, given.options().dtype(codes->dtype))
+                                  .expand({codes->total, weight.size(1)})
+                            : given;
   constexpr const char* kBackward = "qshard::linear_backward";
   check_groups(grad, weight.transpose(-1, -2), offs, kBackward);
   TORCH_CHECK(
@@ -107,7 +111,15 @@ LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool n
                           kBackward));
   const ExpertWeights experts =
       experts_for_use(weight, format, weight_state, backward_use(needs_input), kBackward);
-  return grouped_backward({.grad = as_matrix(grad),
+  const RowGroups groups{offs.contiguous()};
+  std::optional<GroupCodes> grad_codes;
+  if (codes) {
+    grad_codes = restored_codes(
+        needs_input ? given : Tensor(), needs_weight ? codes->columns : Tensor(),
+        *experts.stack.codes.format, OperandRole::kGradient, codes->total, weight.size(1), groups);
+  }
+  return grouped_backward({.grad = codes ? grad : as_matrix(grad),
+                           .grad_codes = std::move(grad_codes),
                            .needs_input = needs_input,
                            .input = !needs_weight    ? Tensor()
                                     : input_is_codes ? input
@@ -116,7 +128,7 @@ LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool n
                            .weight_grad_dtype = dtype,
                            .sum = sum,
                            .weight_only = weight_only},
-                          experts, {offs.contiguous()});
+                          experts, groups);
 }
 
 Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& offs,

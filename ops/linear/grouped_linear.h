@@ -35,6 +35,10 @@ void transformers_grouped_mm(const c10::OperatorHandle& op, c10::DispatchKeySet 
 void transformers_grouped_mm_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                                       torch::jit::Stack* stack);
 
+/// As weight_for_use of a linear. Matrices are quantized apart from each other, in a stack, too.
+ExpertWeights experts_for_use(const Tensor& weight, std::optional<c10::string_view> format,
+                              const WeightState& state, WeightUse use, const char* op);
+
 /// linear_forward with `offs`.
 GroupedForward grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
                                       bool weight_only, std::optional<c10::string_view> format,
@@ -43,6 +47,13 @@ GroupedForward grouped_linear_forward(const Tensor& input, const Tensor& weight,
 /// What autograd keeps of experts' input: its codes, or itself.
 InputUse input_use_of_experts(const Tensor& input, const Tensor& weight, const LinearNeeds& needs,
                               bool weight_only);
+
+/// What linear_backward is told of a gradient in codes, GroupCodes::saved_rows.
+struct GradientInCodes {
+  const Tensor& columns;  // GroupCodes::saved
+  int64_t total;          // rows
+  at::ScalarType dtype;   // of its values
+};
 
 /// The arguments of linear_backward that a call with `offs` uses.
 struct GroupedLinearBackward {
@@ -56,6 +67,7 @@ struct GroupedLinearBackward {
   std::optional<c10::string_view> format;
   const WeightState& weight_state;
   const OptionalTensor& input_sum;
+  std::optional<GradientInCodes> codes = {};  // of `grad`
 };
 
 /// linear_backward with `offs`; `sum` and `dtype` of the weight's gradient, if it is needed.

@@ -105,13 +105,18 @@ std::tuple<Tensor, Tensor> linear_backward_op(
                     "give all of them or none");
   const WgradRequest wgrad(needs_weight, grad_dtype, weight, weight_grad, kOp);
   if (is_given(offs)) {
-    TORCH_CHECK(!in_codes, kOp, ": offs go with a gradient in values, not in codes");
+    std::optional<GradientInCodes> codes;
+    if (in_codes) {
+      TORCH_CHECK(grad_size->size() == 2, kOp, ": a gradient of experts is (rows, out), got ",
+                  *grad_size);
+      codes.emplace(GradientInCodes{*grad_columns, (*grad_size)[0], *value_dtype});
+    }
     const auto made =
         grouped_linear_backward({grad, weight, input, input_is_quantized, *offs, needs_input,
-                                 weight_only, format, weight_state, input_sum},
+                                 weight_only, format, weight_state, input_sum, codes},
                                 needs_weight, wgrad.sum, wgrad.dtype);
-    return {needs_input ? made.grad_input : none_of(grad.options()),
-            wgrad.result(made, grad.options())};
+    const auto values = in_codes ? grad.options().dtype(*value_dtype) : grad.options();
+    return {needs_input ? made.grad_input : none_of(values), wgrad.result(made, values)};
   }
   const auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input), kOp);
   if (in_codes) check_expected_format(used, format);

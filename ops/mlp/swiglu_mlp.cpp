@@ -6,6 +6,7 @@
 #include "dispatch/aten/matmul.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/grouped/grouped_mlp.h"
 #include "kernels/linear/swiglu_operand.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/grouped_linear.h"
@@ -140,6 +141,34 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
   return out;
 }
 
+/// The same of experts whose gradients pass in codes.
+SwigluLinearGrads swiglu_codes_of_experts(const char* op, const Tensor& grad, const Tensor& gate,
+                                          const Tensor& up, const Tensor& weight,
+                                          const Tensor& offs, const WgradRequest& wgrad,
+                                          const InnerGradients& inner, OptionalFormat format,
+                                          const WeightState& state) {
+  check_groups(as_matrix(grad), weight.transpose(-1, -2), offs, op);
+  const ExpertWeights down = experts_for_use(weight, format, state, backward_use(true), op);
+  const GroupedMlpBackward made = grouped_mlp_backward(
+      {.grad = as_matrix(grad),
+       .gate = gate,
+       .up = up,
+       .inner = {.gradients = inner.format,
+                 .orientations = {.rowwise = inner.rows, .columnwise = inner.columns},
+                 .joined = inner.joined},
+       .needs_weight = wgrad.is_needed,
+       .weight_grad_dtype = wgrad.dtype,
+       .sum = wgrad.sum},
+      down, {offs.contiguous()});
+  const auto bytes = [&](const Tensor& saved) {
+    return saved.defined() ? saved : none_of(gate.options().dtype(at::kByte));
+  };
+  LinearBackward result;
+  result.grad_weight = made.grad_weight;
+  return {wgrad.result(result, grad.options()), bytes(made.gate.saved_rows), bytes(made.gate.saved),
+          bytes(made.up.saved_rows), bytes(made.up.saved)};
+}
+
 /// The same of experts, whose gradients pass in values.
 SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad, const Tensor& gate,
                                              const Tensor& up, const Tensor& weight,
@@ -147,7 +176,9 @@ SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad,
                                              const WgradRequest& wgrad, const InnerGradients& inner,
                                              bool weight_only, OptionalFormat format,
                                              const WeightState& state) {
-  TORCH_CHECK(inner.format == nullptr, op, ": offs go with gradients in values, not in codes");
+  if (inner.format != nullptr && inner.any()) {
+    return swiglu_codes_of_experts(op, grad, gate, up, weight, offs, wgrad, inner, format, state);
+  }
   const SavedSwiglu saved(op, gate, up, none_of(gate.options().dtype(at::kFloat)));
   const bool has_codes = wgrad.is_needed && product_codes.numel() > 0;
   const Tensor hidden = has_codes         ? product_codes
@@ -181,6 +212,13 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(
     TORCH_CHECK(!is_given(bias) && !is_given(residual) && !weight_state, op,
                 ": offs go with no bias, residual or weight_state");
     check_swiglu(op, gate, up, weight);
+    check_groups(gate, weight, *offs, op);
+    const ExpertWeights down =
+        experts_for_use(weight, format, std::nullopt, WeightUse::kForward, op);
+    if (!keep_maxima && has_grouped_mlp(gate, down, weight_only)) {
+      return {grouped_mlp_forward(gate, up, down, {offs->contiguous()}),
+              none_of(gate.options().dtype(at::kFloat))};
+    }
     const SwigluOperand hidden(as_matrix(gate), as_matrix(up));
     auto made = grouped_linear_forward(hidden.values(hidden.dtype()), weight, *offs, weight_only,
                                        format, /*saves_input=*/keep_maxima);

@@ -2,6 +2,7 @@
 // codes. Where GEMMs read none it is the composition of linear, silu and mul, which saves neither
 // silu(gate) nor the product.
 #include "dispatch/parts/kernel_bridge.h"
+#include "kernels/grouped/grouped_mlp.h"
 #include "kernels/grouped/shared_codes.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/grouped_linear.h"
@@ -113,6 +114,23 @@ std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor) {
   return is_given(tensor) ? std::optional(tensor->scalar_type()) : std::nullopt;
 }
 
+/// Whether the gradients of experts' gate and up pass in codes.
+SwigluUse swiglu_use_of_experts(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                                const Tensor& down, bool weight_only) {
+  SwigluUse use;
+  const auto is_weight = [](const Tensor& weight) {
+    return has_key(weight) && !is_traced_or_subclass(weight) && is_stack(weight);
+  };
+  if (!input.is_cuda() || has_key(input) || is_traced_or_subclass(input) || !is_weight(gate) ||
+      !is_weight(down) || (is_given(up) && !is_weight(*up))) {
+    return use;
+  }
+  constexpr const char* kOp = "qshard::swiglu_experts";
+  use.gives_codes = has_grouped_mlp_backward(input, expert_weights(gate, kOp),
+                                             expert_weights(down, kOp), !is_given(up), weight_only);
+  return use;
+}
+
 /// Whether the codes of experts' silu(gate) * up that wgrad of down reads are kept, in the place of
 /// maxima. Without them backward makes the product again.
 bool keeps_product_codes(const Tensor& input, const Tensor& gate_values, const Tensor& down,
@@ -146,7 +164,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
         fmt::format("qshard::swiglu_mlp: gate is a {} weight and up a {} one; quantize both "
                     "by one recipe, or call qshard::linear for each",
                     format.name, is_joined ? "" : format_of(*up, gate_name).name));
-    const SwigluUse use = is_given(offs) ? SwigluUse()
+    const SwigluUse use = is_given(offs) ? swiglu_use_of_experts(input, gate, up, down, weight_only)
                                          : SwigluUse(input, gate, down, weight_only, format,
                                                      format_of(down, down_name));
 
@@ -166,9 +184,10 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                                  needs, checks_format, gate_name, gate_state, up_state, offs);
     const auto halves = is_joined ? first.gate_values.chunk(2, -1)
                                   : variable_list{first.gate_values, first.up_values};
-    const bool keeps = is_given(offs)
-                           ? keeps_product_codes(input, halves[0], down, needs, weight_only)
-                           : use.keeps_maxima;
+    const bool keeps =
+        is_given(offs)
+            ? !use.gives_codes && keeps_product_codes(input, halves[0], down, needs, weight_only)
+            : use.keeps_maxima;
     auto [output, maxima] = second.call(
         halves[0], halves[1], down, down_bias, keeps, weight_only,
         needs_name || kept_down.trusts_format() ? OptionalFormat(down_name) : std::nullopt,

@@ -95,7 +95,7 @@ Tensor SwigluMlpBackward::backward_of_gate_and_up() {
   if (!state_.is_joined) {
     // A GEMM adds to the first one, which nothing else refers to yet; gradients in values are
     // rounded before they are added, as autograd does it.
-    const bool is_added = needs_.input && gives_codes_;
+    const bool is_added = needs_.input && gives_codes_ && !offs();  // which no GEMM of experts does
     const Tensor other = backward_of_first({.grad = up_,
                                             .facts = state_.up,
                                             .saved_input = kUpInput,
