@@ -86,9 +86,10 @@ def load_dcp(model, make):
 
 
 def by_rows(param, other):
-    """A rank without rows sees no difference between this and a copy of all, which brings codes along where this
-    may not: such reads are its own matter."""
-    if len(param) <= -(-len(param) // dist.get_world_size()) * (dist.get_world_size() - 1):
+    """A rank without rows, or with one that is copied, sees no difference between this and a copy of all, which brings
+    codes along where this may not: such reads are its own matter."""
+    others = dist.get_world_size() - 1
+    if len(param) <= -(-len(param) // (others + 1)) * others + 1:
         return param.mul_(2)
     for part in ((0, 1), (2, 3)):
         rows_of_rank(param, *part).copy_(rows_of_rank(other, *part))
