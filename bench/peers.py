@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 PEERS = {"torchao_tensorwise": "tensorwise", "torchao_rowwise": "rowwise"}  # torchao's recipes
-COUNTERPARTS = {"float8_tensorwise": "torchao_tensorwise"}  # of ours, what does the same
+COUNTERPARTS = {  # of ours, what does the same
+    "float8_tensorwise": "torchao_tensorwise",
+    "float8_rowwise": "torchao_rowwise",
+}
 
 
 def convert(model: nn.Module, name: str, filter_fn=None) -> nn.Module:

@@ -18,6 +18,7 @@ RECIPES = {
     for recipe in (
         qshard.Float8CurrentScaling(),
         qshard.DelayedScaling(),
+        qshard.Float8RowwiseScaling(),
         qshard.Float8BlockScaling(),
         qshard.Float8BlockScaling(x_block_scaling_dim=1),
         qshard.MXFP8BlockScaling(),

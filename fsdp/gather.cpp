@@ -119,8 +119,8 @@ void refresh_gathered(const Tensor& self, const Tensor& image, const Tensor& uns
 
 /// The number of these groups, by which _set_groups and others know them.
 int64_t groups(c10::string_view shard, const std::vector<std::string>& tensor,
-               const std::vector<std::string>& replicas) {
-  return register_groups({shard.data(), shard.size()}, tensor, replicas);
+               const std::vector<std::string>& replicas, const std::vector<std::string>& columns) {
+  return register_groups({shard.data(), shard.size()}, tensor, replicas, columns);
 }
 
 /// What _keep_groups_of_spec said of these tensors for these DTensor specs, -1 where it did not.

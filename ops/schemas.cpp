@@ -213,7 +213,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("_set_mesh_of_gathers(Tensor self, str mesh, bool is_replicated) -> ()");
   m.def("_post_all_gather(Tensor self, Tensor image, ScalarType dtype) -> Tensor");
   m.def("_refresh_gathered(Tensor self, Tensor image, Tensor unsharded) -> ()");
-  m.def("_groups(str shard, str[] tensor, str[] replicas) -> int");
+  m.def("_groups(str shard, str[] tensor, str[] replicas, str[] columns) -> int");
   m.def("_groups_of_specs(Tensor[] self, int[] specs) -> int[]");
   m.def("_keep_groups_of_spec(Tensor self, int spec, int groups) -> ()");
   m.def("_set_groups(Tensor self, int groups) -> ()");

@@ -18,6 +18,7 @@ from qshard.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "QuantizationState",

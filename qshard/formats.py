@@ -44,8 +44,9 @@ class GemmPairing:
     """Which GEMMs multiply the codes, and where."""
 
     kind: str  # "packed": FP8, of packed activations; "row_images": block-scaled
-    scale_mode: str  # "tensor", "128x128", "1x32" or "1x16"
+    scale_mode: str  # "tensor", "row", "128x128", "1x32" or "1x16"
     transposes_weight: bool  # dgrad reads the weight's codes transposed
+    folds_row_scales: bool  # dgrad multiplies the gradient by the scales of the weight's rows
     first_capability: int  # compute capability, 90 for 9.0
     last_capability: int | None
 

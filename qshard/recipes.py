@@ -80,6 +80,28 @@ class DelayedScaling:
 
 
 @dataclass(frozen=True)
+class Float8RowwiseScaling:
+    """One scale per row of a weight, one per token of activations and gradients, and one per feature of what
+    the weight's gradient is computed from, all E4M3: torchao's recipe "rowwise", and what vLLM and
+    compressed-tensors call FP8 per channel.
+
+    use_f32_scales: keep the scale's mantissa instead of rounding it down to a power of two. The input's
+        gradient is computed of the output's times the scales of the weight's rows, which is exact for powers
+        of two. With others each product is rounded once, to fp32, before it is quantized.
+    emulate: compute on any device what GEMMs of codes compute; see Recipes, "Emulation", in the docs.
+    """
+
+    use_f32_scales: bool = False
+    emulate: bool = False
+
+    @property
+    def format(self) -> str:
+        """Name of the weights' format."""
+        base = "float8_rowwise_fp32_scale" if self.use_f32_scales else "float8_rowwise"
+        return _with_options(base, "emulate" * self.emulate)
+
+
+@dataclass(frozen=True)
 class Float8BlockScaling:
     """One scale per 128x128 block of a weight and per 1x128 block of activations and gradients, all
     E4M3 (DeepSeek-V3, arXiv:2412.19437, section 3.3).
@@ -182,6 +204,7 @@ class NVFP4BlockScaling:
 RECIPES = (
     Float8CurrentScaling,
     DelayedScaling,
+    Float8RowwiseScaling,
     Float8BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -191,6 +214,7 @@ _BY_NAME = {
     for recipe in (
         *(recipe() for recipe in RECIPES),
         Float8CurrentScaling(use_power_2_scales=False),
+        Float8RowwiseScaling(use_f32_scales=True),
         Float8BlockScaling(use_f32_scales=True),
         MXFP8BlockScaling(weight_block=(1, 32)),
         NVFP4BlockScaling(disable_2d_quantization=True),

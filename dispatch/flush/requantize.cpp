@@ -73,11 +73,6 @@ bool lacks_scales(const QuantizedBuffer& buffer) {
          !layout.holds_all_rows();
 }
 
-/// How many of a buffer's amaxes are of matrices, not of blocks.
-int64_t tensor_amax_numel(const Layout& layout) {
-  return layout.format->has_tensor_scale() ? layout.grid_numel() : 0;
-}
-
 Entry::Needs needs_of(const QuantizedBuffer& buffer, bool shares_scale) {
   if (!buffer.flush_state().codes_final() || shares_scale) return Entry::kCodes;
   return lacks_scales(buffer) ? Entry::kScales : Entry::kNothing;
@@ -168,13 +163,17 @@ class Requantization {
     return entries;
   }
 
+  static int64_t of_full_tensor(const Entry& entry) {
+    return entry.buffer->placement().amaxes_of_full_tensor();
+  }
+
   static int64_t words_of(const std::vector<Entry>& entries) {
     int64_t words = 0;
     for (const Entry& entry : entries) {
       const Layout& layout = entry.buffer->layout();
       // Those of the full tensor perhaps twice (reserve_amaxes).
-      words += amax_numel(layout, entry.boundary) + tensor_amax_numel(layout) +
-               state_words(*layout.format);
+      words +=
+          amax_numel(layout, entry.boundary) + of_full_tensor(entry) + state_words(*layout.format);
     }
     return words;
   }
@@ -220,7 +219,7 @@ class Requantization {
     for (Entry& entry : entries_) {
       if (!is_in_front(entry)) continue;
       const Layout& layout = entry.buffer->layout();
-      const int64_t of_tensor = tensor_amax_numel(layout);
+      const int64_t of_tensor = of_full_tensor(entry);
       entry.words = vector_.take(state_words(*layout.format));
       if (of_tensor == amax_numel(layout, entry.boundary)) {
         entry.amax = vector_.take(of_tensor);
@@ -330,7 +329,7 @@ class Requantization {
     std::vector<at::Tensor> largest, copies, sources;
     const auto amax_of = [&](size_t i) {
       const Entry& entry = entries_[i];
-      const auto numel = static_cast<size_t>(tensor_amax_numel(entry.buffer->layout()));
+      const auto numel = static_cast<size_t>(of_full_tensor(entry));
       return vector_.tensor_of(entry.amax.first(numel)).view(at::kInt);
     };
     for (const auto& group : sharing_) largest.push_back(amax_of(group.front()));

@@ -14,9 +14,20 @@ const Groups& Placement::groups() const {
 
 const std::vector<RankGroupPtr>& Placement::groups_of_full_tensor() const {
   static const std::vector<RankGroupPtr> none;
+  if (!knows_groups()) return none;
+  if (cuts_scaled_rows()) return groups().columns;
   const Format& format = *layout_.format;
   const bool has_any = format.has_tensor_scale() || state_words(format) > 0;
-  return knows_groups() && has_any ? groups().tensor : none;
+  return has_any ? groups().tensor : none;
+}
+
+int64_t Placement::amaxes_of_full_tensor() const {
+  return layout_.format->has_tensor_scale() || cuts_scaled_rows() ? layout_.grid_numel() : 0;
+}
+
+/// Whether other ranks hold columns of rows that have one scale.
+bool Placement::cuts_scaled_rows() const {
+  return layout_.format->scale.is_of_row() && knows_groups() && !groups().columns.empty();
 }
 
 bool Placement::ranks_own_their_blocks() const {
@@ -41,6 +52,7 @@ Placement Placement::slice(int64_t row, int64_t rows, bool is_whole) const {
   if (is_whole && this->share()) share = *this->share();
   share.is_slice = true;
   share.groups.tensor = groups().tensor;  // the parts of the full tensor lie where they did
+  share.groups.columns = groups().columns;
   part.scale_group_ = scale_group_;
   return part;
 }

@@ -68,8 +68,11 @@ class Placement {
   /// The group whose ranks hold the other rows; null where none is known.
   const RankGroupPtr& group() const { return groups().shard; }
   /// The groups whose ranks agree on the scale and the state of the full tensor. Formats that have
-  /// neither have none, because blocks end with the logical tensor.
+  /// neither have none, because blocks end with the logical tensor; but ranks that hold columns of
+  /// rows with one scale each agree on those.
   const std::vector<RankGroupPtr>& groups_of_full_tensor() const;
+  /// How many amaxes those groups agree on, all of the grid or none; the others are of blocks.
+  int64_t amaxes_of_full_tensor() const;
 
   const ScaleGroup& scale_group() const { return scale_group_; }
 
@@ -125,6 +128,7 @@ class Placement {
   ScaleGroup scale_group_;
   std::optional<Groups> rounding_groups_;  // that agreed on the key of stochastic rounding
 
+  bool cuts_scaled_rows() const;
   Share& as_share();
 };
 

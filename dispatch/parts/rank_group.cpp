@@ -43,8 +43,10 @@ RankGroupPtr find_group(std::string_view name) {
 }
 
 int64_t register_groups(std::string_view shard, const std::vector<std::string>& tensor,
-                        const std::vector<std::string>& replicas) {
-  Groups groups{find_group(shard), find_groups(tensor), find_groups(replicas)};
+                        const std::vector<std::string>& replicas,
+                        const std::vector<std::string>& columns) {
+  Groups groups{find_group(shard), find_groups(tensor), find_groups(replicas),
+                find_groups(columns)};
   Registry& all = registry();
   const std::lock_guard lock(all.mutex);
   auto known = std::find(all.groups.begin(), all.groups.end(), groups);

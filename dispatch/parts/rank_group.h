@@ -44,6 +44,7 @@ struct Groups {
   RankGroupPtr shard;                  // hold the other rows; null: none
   std::vector<RankGroupPtr> tensor;    // hold the other parts of the full tensor (tensor parallel)
   std::vector<RankGroupPtr> replicas;  // hold the same rows, and see other activations
+  std::vector<RankGroupPtr> columns = {};  // of `tensor`: hold other columns of the same rows
 
   bool operator==(const Groups&) const = default;
 
@@ -59,7 +60,8 @@ struct Groups {
 /// A number for these groups, by c10d names, to be handed to operators; 0 for none at all. Asked
 /// again for the same groups it gives the same.
 int64_t register_groups(std::string_view shard, const std::vector<std::string>& tensor,
-                        const std::vector<std::string>& replicas);
+                        const std::vector<std::string>& replicas,
+                        const std::vector<std::string>& columns);
 /// The groups of such a number.
 const Groups& registered_groups(int64_t number);
 

@@ -30,6 +30,10 @@ struct ActivationTask {
 
   bool power_of_two = true;
   bool has_own_amax = true;  // NaN where one of the values is; not so of an amax that callers give
+
+  /// (k,), or null: `codes`, not codes_t, are of values times the factors of their columns. Codes
+  /// with one scale per row alone take them.
+  const float* column_factors = nullptr;
 };
 
 /// One scale per 1x128 block along each orientation's rows, outer dimension fastest, as cuBLASLt's
@@ -78,6 +82,11 @@ cudaError_t launch_quantize_groups_tensorwise(const ActivationTask& task, const 
                                               int64_t count, const GroupScales& scales,
                                               DType value_dtype, DType code_dtype,
                                               cudaStream_t stream);
+
+/// One scale per row of each orientation: scale_inv (m_padded), scale_inv_t (k_padded). Codes are
+/// E4M3.
+cudaError_t launch_quantize_activation_in_rows(const ActivationTask& task, DType value_dtype,
+                                               cudaStream_t stream);
 
 /// One scale, from the device's `amax` (1): scale_inv (1), scale_inv_t (1). Codes are E4M3 or E5M2.
 cudaError_t launch_quantize_activation_tensorwise(const ActivationTask& task, const float* amax,

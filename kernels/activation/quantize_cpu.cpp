@@ -57,6 +57,23 @@ void for_each(int64_t count, int64_t per_thread, const Run& run) {
   });
 }
 
+/// In blocks of one row and `width` columns: scale_inv (ceil(cols / width), padded_rows).
+void quantize_in_rows(const PackedRowsTask& task, int64_t width) {
+  const Rows rows(task);
+  for_each(task.padded_rows, kRowsPerThread, [&](int64_t row) {
+    for (int64_t begin = 0; begin < task.cols; begin += width) {
+      const int64_t end = std::min(begin + width, task.cols);
+      float scale = 1.f;
+      if (row < task.rows) {
+        scale = rows.scale(rows.amax_bits(row, begin, end));
+        rows.encode(row, begin, end, scale);
+      }
+      task.scale_inv[begin / width * task.padded_rows + row] = inverse_scale(scale);
+    }
+    rows.clear_rest(row);
+  });
+}
+
 }  // namespace
 
 void quantize_packed_rows(const PackedRowsTask& task, float amax) {
@@ -69,21 +86,9 @@ void quantize_packed_rows(const PackedRowsTask& task, float amax) {
   });
 }
 
-void quantize_packed_rows_1x128(const PackedRowsTask& task) {
-  const Rows rows(task);
-  for_each(task.padded_rows, kRowsPerThread, [&](int64_t row) {
-    for (int64_t begin = 0; begin < task.cols; begin += kBlock) {
-      const int64_t end = std::min(begin + kBlock, task.cols);
-      float scale = 1.f;
-      if (row < task.rows) {
-        scale = rows.scale(rows.amax_bits(row, begin, end));
-        rows.encode(row, begin, end, scale);
-      }
-      task.scale_inv[begin / kBlock * task.padded_rows + row] = inverse_scale(scale);
-    }
-    rows.clear_rest(row);
-  });
-}
+void quantize_packed_rows_1xk(const PackedRowsTask& task) { quantize_in_rows(task, task.cols); }
+
+void quantize_packed_rows_1x128(const PackedRowsTask& task) { quantize_in_rows(task, kBlock); }
 
 void quantize_packed_rows_128x128(const PackedRowsTask& task) {
   const Rows rows(task);

@@ -25,6 +25,8 @@ struct PackedRowsTask {
 
 /// By one scale, of an amax that is given.
 void quantize_packed_rows(const PackedRowsTask& task, float amax);
+/// By one scale per row: scale_inv (padded_rows,).
+void quantize_packed_rows_1xk(const PackedRowsTask& task);
 /// In blocks of 1x128: scale_inv (ceil(cols / 128), padded_rows).
 void quantize_packed_rows_1x128(const PackedRowsTask& task);
 /// In blocks of 128x128: scale_inv (ceil(rows / 128), round_up(ceil(cols / 128), 4)), the last ones

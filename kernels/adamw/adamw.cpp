@@ -52,11 +52,13 @@ void fused_adamw_cpu(std::span<const AdamWTask> tasks, const AdamWOptions& optio
 StepQuantizes step_quantizes(const Layout& layout) {
   const Format& format = *layout.format;
   if (format.columnwise) return StepQuantizes::kSkip;  // no step writes two images
+  // A scale of whole rows or of the matrix spans tiles: no pass over one has seen its amax.
+  const bool is_wide = format.has_tensor_scale() || format.scale.is_of_row();
   // Stochastic rounding draws its words when ranks have agreed on their count.
-  if (!format.has_tensor_scale() && !format.stochastic_rounding && layout.owns_its_blocks()) {
+  if (!is_wide && !format.stochastic_rounding && layout.owns_its_blocks()) {
     return StepQuantizes::kCodes;
   }
-  const bool keeps_its_scale = format.scale.spans_matrix() && format.scale.power_of_two &&
+  const bool keeps_its_scale = is_wide && format.scale.is_in_grid() && format.scale.power_of_two &&
                                !format.stochastic_rounding && format.amax_history.length == 0;
   if (keeps_its_scale) return StepQuantizes::kSpeculative;
   // The amaxes of boundary blocks alone need no pass over the values.

@@ -44,16 +44,22 @@ void step(std::span<const AdamWTask> all_tasks, StepQuantizes quantizes,
   std::ranges::copy_if(all_tasks, std::back_inserter(alike),
                        [&](const AdamWTask& task) { return task.quantizes == quantizes; });
   const std::span<const AdamWTask> tasks = alike;
-  const auto is_in_grid = [](const Layout& layout) { return layout.format->scale.is_in_grid(); };
-  launch_by_type<AdamWGridScaledBatch>(
-      tasks, is_in_grid,
-      [&](const AdamWGridScaledBatch& batch, DType dtype) {
-        return launch_adamw(batch, quantizes, parameters, dtype, stream);
-      },
-      [&](auto& batcher, const AdamWTask& task) {
-        const auto described = with_memory<AdamWGridScaledTask>(describe_grid_scaled(task), task);
-        batcher.add(described, adamw_blocks(described, quantizes));
-      });
+  for (const bool in_rows : {false, true}) {
+    launch_by_type<AdamWGridScaledBatch>(
+        tasks,
+        [&](const Layout& layout) {
+          const ScaleLevel& scale = layout.format->scale;
+          return scale.is_in_grid() && scale.is_of_row() == in_rows;
+        },
+        [&](const AdamWGridScaledBatch& batch, DType dtype) {
+          return in_rows ? launch_adamw_in_rows(batch, quantizes, parameters, dtype, stream)
+                         : launch_adamw(batch, quantizes, parameters, dtype, stream);
+        },
+        [&](auto& batcher, const AdamWTask& task) {
+          const auto described = with_memory<AdamWGridScaledTask>(describe_grid_scaled(task), task);
+          batcher.add(described, adamw_blocks(described, quantizes));
+        });
+  }
   launch_by_kind<AdamWRowScaledBatch>(
       tasks,
       [&](const AdamWRowScaledBatch& batch, const Format& format, DType dtype) {

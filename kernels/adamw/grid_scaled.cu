@@ -22,7 +22,8 @@ constexpr int tile_bytes() {
 
 constexpr int kSharedBytes = 48 * 1024;  // what a kernel may have without asking
 
-template <typename Value, StepQuantizes kQuantizes>
+/// kInRows: each row has a scale of its own, which spans tiles.
+template <typename Value, StepQuantizes kQuantizes, bool kInRows>
 __global__ void __launch_bounds__(kThreads)
     fused_adamw(const __grid_constant__ AdamWGridScaledBatch batch,
                 const __grid_constant__ AdamWParameters parameters) {
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
                 encode_vector<E4M3>(x, scale));
   };
   float scale_before = 0.f;
-  if constexpr (kQuantizes == StepQuantizes::kSpeculative) {
+  if constexpr (kQuantizes == StepQuantizes::kSpeculative && !kInRows) {
     const float scale_inv = task.grid[tile.grid_index];
     scale_before = inverse_scale(scale_inv);
     if (thread == 0)
@@ -63,13 +64,31 @@ __global__ void __launch_bounds__(kThreads)
       count[i] = row < tile.row_end ? min(Vector<Value>::kSize, task.cols - rows.col) : 0;
     }
     step_vectors(adamw, task, at, count, x);
-    largest = max(largest, largest_of<Value, kInFlight>(x));
+    if constexpr (kInRows) {
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const uint32_t of_row = Rows::max_of_row(largest_of<Value, 1>(x + i));
+        const int row = rows.row(begin + i);
+        if (Rows::is_first() && row < tile.row_end) {
+          raise(task.amax + entry_of_row(task, row), of_row);
+        }
+      }
+    } else {
+      largest = max(largest, largest_of<Value, kInFlight>(x));
+    }
     if constexpr (kQuantizes == StepQuantizes::kSpeculative) {
       if (rows.col >= task.row_bytes) continue;
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         const int row = rows.row(begin + i);
-        if (row < tile.row_end) store_codes(row, x[i], scale_before);
+        if (row >= tile.row_end) continue;
+        if constexpr (kInRows) {
+          const float scale_inv = task.grid[entry_of_row(task, row)];
+          scale_before = inverse_scale(scale_inv);
+          // The same of all tiles.
+          if (Rows::is_first()) task.speculative_scale_inv[entry_of_row(task, row)] = scale_inv;
+        }
+        store_codes(row, x[i], scale_before);
       }
     }
     if constexpr (kQuantizes == StepQuantizes::kCodes) {
@@ -80,6 +99,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
+  if constexpr (kInRows) return;
   largest = max_of_block<kThreads>(largest);
   if constexpr (kQuantizes != StepQuantizes::kCodes) {
     if (thread == 0) raise(task.amax + tile.grid_index, largest);
@@ -101,13 +121,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <StepQuantizes kQuantizes>
+template <StepQuantizes kQuantizes, bool kInRows = false>
 cudaError_t launch(const AdamWGridScaledBatch& batch, const AdamWParameters& parameters,
                    DType value_dtype, cudaStream_t stream) {
   const int blocks = batch.first_block[batch.count];
   if (blocks == 0) return cudaSuccess;
   return with_value_type(value_dtype, [&](auto value) {
-    const auto kernel = fused_adamw<decltype(value), kQuantizes>;
+    const auto kernel = fused_adamw<decltype(value), kQuantizes, kInRows>;
     const int shared = kQuantizes == StepQuantizes::kCodes ? tile_bytes<decltype(value)>() : 0;
     if (shared > kSharedBytes) {
       const cudaError_t error =
@@ -135,6 +155,21 @@ cudaError_t launch_adamw(const AdamWGridScaledBatch& batch, StepQuantizes quanti
       return launch<StepQuantizes::kSpeculative>(batch, parameters, value_dtype, stream);
     case StepQuantizes::kCodes:
       return launch<StepQuantizes::kCodes>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kSkip:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t launch_adamw_in_rows(const AdamWGridScaledBatch& batch, StepQuantizes quantizes,
+                                 const AdamWParameters& parameters, DType value_dtype,
+                                 cudaStream_t stream) {
+  switch (quantizes) {
+    case StepQuantizes::kAmax:
+      return launch<StepQuantizes::kAmax, true>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kSpeculative:
+      return launch<StepQuantizes::kSpeculative, true>(batch, parameters, value_dtype, stream);
+    case StepQuantizes::kCodes:
     case StepQuantizes::kSkip:
       break;
   }

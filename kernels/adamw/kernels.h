@@ -50,6 +50,11 @@ int adamw_blocks(const AdamWGridScaledTask& task, StepQuantizes quantizes);
 cudaError_t launch_adamw(const AdamWGridScaledBatch& batch, StepQuantizes quantizes,
                          const AdamWParameters& parameters, DType value_dtype, cudaStream_t stream);
 
+/// The same of tasks with one scale per row, but for `kCodes`.
+cudaError_t launch_adamw_in_rows(const AdamWGridScaledBatch& batch, StepQuantizes quantizes,
+                                 const AdamWParameters& parameters, DType value_dtype,
+                                 cudaStream_t stream);
+
 /// Tiles have kAmaxTileRows rows for the amax, else kCodeTileRows.
 int adamw_blocks(const AdamWRowScaledTask& task, StepQuantizes quantizes);
 /// `kAmax`: of formats with an fp32 scale per matrix; `kCodes`: of formats without one.

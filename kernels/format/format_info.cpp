@@ -41,6 +41,8 @@ std::string_view name_of(ScaleMode mode) {
   switch (mode) {
     case ScaleMode::kTensor:
       return "tensor";
+    case ScaleMode::kRow:
+      return "row";
     case ScaleMode::kBlock1x128:
       return "1x128";
     case ScaleMode::kBlock128x128:
@@ -97,10 +99,10 @@ std::string json(const ActivationCodes& codes) {
 
 std::string json(const GemmPairing& gemm) {
   return fmt::format(
-      R"({{"kind": {}, "scale_mode": {}, "transposes_weight": {}, "first_capability": {}, )"
-      R"("last_capability": {}}})",
+      R"({{"kind": {}, "scale_mode": {}, "transposes_weight": {}, "folds_row_scales": {}, )"
+      R"("first_capability": {}, "last_capability": {}}})",
       quoted_name(gemm.kind), quoted_name(gemm.scale_mode), gemm.transposes_weight,
-      gemm.first_capability,
+      gemm.folds_row_scales, gemm.first_capability,
       number_or_null(gemm.last_capability, gemm.last_capability != kAnyLaterCapability));
 }
 

@@ -87,6 +87,27 @@ constexpr Format of_blocks(std::string_view name, bool power_of_two) {
                    activations, gemm);
 }
 
+// An fp32 scale for a row of a weight, for a token and for a feature of what meets it.
+constexpr Format of_rows(std::string_view name, bool power_of_two) {
+  const ActivationCodes activations{.input_dtype = kE4M3,
+                                    .gradient_dtype = kE4M3,
+                                    .power_of_two_scales = power_of_two,
+                                    .packed_input_dtype = kE4M3,
+                                    .packed_gradient_dtype = kE4M3,
+                                    .packed_rows = ScaleMode::kRow,
+                                    .packed_input_columns = ScaleMode::kRow,
+                                    .packed_gradient_columns = ScaleMode::kRow};
+  const GemmPairing gemm{
+      .kind = GemmKind::kPacked,
+      .scale_mode = ScaleMode::kRow,
+      .transposes_weight = true,
+      .folds_row_scales = true,
+      .first_capability = 90,
+      .last_capability = 90,
+      .devices = "FP8 GEMMs with a scale per row run on compute capability 9.0 (Hopper) only"};
+  return of_float8(name, {.block_rows = 1, .power_of_two = power_of_two}, activations, gemm);
+}
+
 constexpr GemmPairing of_row_images(ScaleMode scale_mode, bool transposes_weight) {
   return {.kind = GemmKind::kRowImages,
           .scale_mode = scale_mode,
@@ -134,6 +155,8 @@ constexpr std::array kFormats = [] {
       of_one_scale("float8_tensorwise", /*power_of_two=*/true),
       of_one_scale("float8_tensorwise_fp32_scale", /*power_of_two=*/false),
       of_delayed_scale("float8_delayed"),
+      of_rows("float8_rowwise", /*power_of_two=*/true),
+      of_rows("float8_rowwise_fp32_scale", /*power_of_two=*/false),
       of_blocks("float8_blockwise", /*power_of_two=*/true),
       of_blocks("float8_blockwise_fp32_scale", /*power_of_two=*/false),
       of_mxfp8("mxfp8", 32, 32, ScalePlace::kRows, &kMxfp8Rows),

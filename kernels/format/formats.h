@@ -43,6 +43,8 @@ struct ScaleLevel {
   bool power_of_two = false;  // every scale is a power of two
 
   constexpr bool spans_matrix() const { return block_rows == 0 && block_cols == 0; }
+  /// Whether each row has one scale, which columns on other ranks share.
+  constexpr bool is_of_row() const { return block_rows == 1 && block_cols == 0; }
   constexpr bool is_in_grid() const { return place == ScalePlace::kGrid; }
   /// Whether a block begins at this row of a matrix.
   constexpr bool begins_at(int64_t row) const { return block_rows == 0 || row % block_rows == 0; }
@@ -58,6 +60,7 @@ enum class ScaleMode : uint8_t {
   // Both operands are so, on compute capability 10.0 and above.
   kBlock1x32,  // E8M0 (MXFP8)
   kBlock1x16,  // E4M3 (NVFP4)
+  kRow,        // float (rows): one per row. Both operands are so
 };
 
 struct Format;
@@ -94,6 +97,9 @@ struct GemmPairing {
   ScaleMode scale_mode;  // how a GEMM reads the scales of a weight
   /// Whether dgrad reads the weight's codes transposed: their scales are those of the transpose.
   bool transposes_weight;
+  /// Whether a weight has one scale per row and its transpose none: dgrad multiplies the gradient's
+  /// columns by them before it quantizes its rows.
+  bool folds_row_scales = false;
   // The compute capabilities that have these GEMMs, 90 for 9.0.
   int first_capability;
   int last_capability;       // or kAnyLaterCapability

@@ -65,6 +65,8 @@ cudaDataType_t cuda_type(DType dtype) {
 
 cublasLtMatmulMatrixScale_t cublas_scale_mode(ScaleMode mode) {
   switch (mode) {
+    case ScaleMode::kRow:
+      return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
     case ScaleMode::kBlock1x128:
       return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
     case ScaleMode::kBlock128x128:

@@ -22,14 +22,15 @@ struct Factor {
   at::Tensor values;        // float32, bfloat16 or float8 (rows, contracted)
   at::Tensor block_scales;  // float32 (rows, ceil(contracted / 128)), or undefined
   at::Tensor tensor_scale;  // float32 (1,), or undefined
+  at::Tensor row_scales;    // float32 (rows,), or undefined
 };
 
 /// FP8 codes with scales of blocks, in either of the two ways.
 Factor scaled_in_blocks(const at::Tensor& codes, const at::Tensor& block_scales,
                         bool power_of_two) {
-  if (!power_of_two) return {codes, block_scales, {}};
+  if (!power_of_two) return {codes, block_scales, {}, {}};
   const at::Tensor scales = block_scales.repeat_interleave(kBlock, 1).narrow(1, 0, codes.size(1));
-  return {codes.to(at::kFloat).mul_(scales), {}, {}};
+  return {codes.to(at::kFloat).mul_(scales), {}, {}, {}};
 }
 
 /// The codes of (rows, contracted), without what pads them.
@@ -37,7 +38,10 @@ Factor factor_of(const PackedCodes& packed, const QuantizedMatrix& matrix, int64
                  int64_t contracted) {
   const at::Tensor codes =
       packed_codes(packed, matrix.code_dtype).narrow(0, 0, rows).narrow(1, 0, contracted);
-  if (packed.scale_mode == ScaleMode::kTensor) return {codes, {}, packed_tensor_scale(packed)};
+  if (packed.scale_mode == ScaleMode::kTensor) return {codes, {}, packed_tensor_scale(packed), {}};
+  if (packed.scale_mode == ScaleMode::kRow) {
+    return {codes, {}, {}, packed_row_scales(packed).narrow(0, 0, rows)};
+  }
   return scaled_in_blocks(codes, packed_block_scales(packed).narrow(0, 0, rows),
                           matrix.format->activations.power_of_two_scales);
 }
@@ -46,12 +50,12 @@ Factor factor_of(const PackedCodes& packed, const QuantizedMatrix& matrix, int64
 Factor factor_of(const RowImage& image, int64_t rows) {
   const Layout& layout = image.layout;
   if (!layout.format->outer_scale) {
-    return {dequantized(matrix_of(image, rows), at::kFloat), {}, {}};
+    return {dequantized(matrix_of(image, rows), at::kFloat), {}, {}, {}};
   }
   // E2M1 code times E4M3 scale has six bits, which bfloat16 holds.
   RowImage unscaled = image;
   unscaled.grid = at::ones_like(image.grid.operand());
-  return {dequantized(matrix_of(unscaled, rows), at::kBFloat16), {}, image.grid.operand()};
+  return {dequantized(matrix_of(unscaled, rows), at::kBFloat16), {}, image.grid.operand(), {}};
 }
 
 /// An activation or gradient, along its rows or, transposed, along its columns.
@@ -79,7 +83,14 @@ Factor grid_scaled_weight(const QuantizedMatrix& weight, bool transposed) {
   const int64_t first = layout.grid_row(layout.row_offset + window.first_row);
   const at::Tensor grid = window.grid.operand().view({layout.grid_rows(), layout.grid_cols()});
   if (format.gemm.scale_mode == ScaleMode::kTensor) {
-    return {transposed ? codes.t() : codes, {}, grid.narrow(0, first, 1).view({1})};
+    return {transposed ? codes.t() : codes, {}, grid.narrow(0, first, 1).view({1}), {}};
+  }
+  if (format.gemm.scale_mode == ScaleMode::kRow) {
+    // Transposed it meets a gradient that has been multiplied by its scales.
+    return {transposed ? codes.t() : codes,
+            {},
+            {},
+            transposed ? at::Tensor() : weight_row_scales(weight)};
   }
   at::Tensor scales = grid.narrow(0, first, ceil_div(n, format.scale.block_rows));
   if (transposed) {
@@ -141,7 +152,10 @@ at::Tensor product_in_blocks(const Factor& a, const Factor& b) {
 at::Tensor scaled_product(const Factor& a, const Factor& b) {
   at::Tensor out = a.block_scales.defined() ? product_in_blocks(a, b) : product(a.values, b.values);
   // The factor of a sum is the product of the two scales, as cuBLASLt's alpha is of NVFP4.
-  return a.tensor_scale.defined() ? out.mul_(a.tensor_scale.mul(b.tensor_scale)) : out;
+  if (a.tensor_scale.defined()) out.mul_(a.tensor_scale.mul(b.tensor_scale));
+  if (a.row_scales.defined()) out.mul_(a.row_scales.unsqueeze(1));
+  if (b.row_scales.defined()) out.mul_(b.row_scales);
+  return out;
 }
 
 at::ScalarType dtype_of(const at::TensorOptions& options) {

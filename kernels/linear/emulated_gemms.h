@@ -1,11 +1,12 @@
 // GEMMs of codes by torch's own GEMMs: the product of what the codes stand for, on every device.
 // They tell what FP8 and block-scaled GEMMs compute where no such GEMM runs.
 //
-// Codes are multiplied without the scales of tensors, which scale the sum in fp32. The scales of
-// blocks are multiplied in first where that is exact: powers of two, and the E4M3 scales of E2M1
-// codes. In blocks of 128 with fp32 scales there is one product for each block of the contraction,
-// and the scaled products are added in fp32, as GEMMs of such codes do. Products of codes are exact
-// in fp32, so what differs from a GEMM of codes is the order, and the width, in which it adds them.
+// Codes are multiplied without the scales of tensors and rows, which scale the sum in fp32. The
+// scales of blocks are multiplied in first where that is exact: powers of two, and the E4M3 scales
+// of E2M1 codes. In blocks of 128 with fp32 scales there is one product for each block of the
+// contraction, and the scaled products are added in fp32, as GEMMs of such codes do. Products of
+// codes are exact in fp32, so what differs from a GEMM of codes is the order, and the width, in
+// which it adds them.
 #pragma once
 
 #include <ATen/core/Tensor.h>

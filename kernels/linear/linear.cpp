@@ -168,7 +168,11 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const LinearCal
   };
   QuantizedMatrix both;  // packed codes are made in one pass, row images one by one
   if (is_packed && (input || weight)) {
-    both = grad.codes(call.packed(OperandRole::kGradient, {input, weight}, call.gradient_amax()));
+    auto request = call.packed(OperandRole::kGradient, {input, weight}, call.gradient_amax());
+    if (input && call.format.gemm.folds_row_scales) {
+      request.column_factors = weight_row_scales(call.weight.codes);
+    }
+    both = grad.codes(request);
   }
   if (input) {
     const auto rounding = is_packed ? at::Tensor() : drawn(&GradientRounding::rows);

@@ -1,6 +1,7 @@
 #include "kernels/linear/linear_fp8.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -40,12 +41,20 @@ WeightScales weight_scales(const QuantizedMatrix& weight, bool contract_rows) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   WeightScales scales;
   scales.scale_inv = grid;
-  if (layout.format->gemm.scale_mode == ScaleMode::kTensor) {
+  const ScaleMode mode = layout.format->gemm.scale_mode;
+  if (mode == ScaleMode::kRow && contract_rows) {
+    // The gradient has been multiplied by them.
+    scales.buffer = at::ones({round_up(layout.cols, 16)}, rows.grid.options());
+    scales.scale_inv = scales.buffer.const_data_ptr<float>();
+    return scales;
+  }
+  if (mode == ScaleMode::kTensor || mode == ScaleMode::kRow) {
     if (aligned) return scales;
     // cuBLASLt takes scales at multiples of 16 bytes only; a later matrix's scale is at one of 4.
-    scales.buffer = at::empty({1}, rows.grid.options());
+    const int64_t count = mode == ScaleMode::kRow ? weight.rows : 1;
+    scales.buffer = at::empty({count}, rows.grid.options());
     scales.scale_inv = scales.buffer.const_data_ptr<float>();
-    C10_CUDA_CHECK(cudaMemcpyAsync(scales.buffer.mutable_data_ptr(), grid, sizeof(float),
+    C10_CUDA_CHECK(cudaMemcpyAsync(scales.buffer.mutable_data_ptr(), grid, count * sizeof(float),
                                    cudaMemcpyDeviceToDevice, stream));
     return scales;
   }
@@ -94,6 +103,13 @@ QuantizedMatrix quantize_activation(const at::Tensor& x, const OperandRequest& r
   const DType dtype = value_dtype(x.scalar_type());
   if (packed_scale_mode(*request.format) == ScaleMode::kBlock1x128) {
     check_launch(launch_quantize_activation_in_blocks(task, dtype, stream));
+    return out;
+  }
+  if (has_scale_per_row(*request.format)) {
+    if (request.column_factors.defined()) {
+      task.column_factors = request.column_factors.const_data_ptr<float>();
+    }
+    check_launch(launch_quantize_activation_in_rows(task, dtype, stream));
     return out;
   }
   if (const HeldPreviousAmax previous = previous_amax(request, amax, x.device());

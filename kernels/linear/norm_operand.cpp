@@ -27,7 +27,8 @@ at::Tensor composed(const at::Tensor& x, const Normalization& norm) {
 
 QuantizedMatrix NormOperand::codes(const OperandRequest& request) const {
   const bool is_fused = request.operand_layout == OperandLayout::kPacked &&
-                        request.role == OperandRole::kInput && has_norm_kernel(x_, norm_);
+                        request.role == OperandRole::kInput &&
+                        !has_scale_per_row(*request.format) && has_norm_kernel(x_, norm_);
   if (is_fused) return cuda::quantize_norm(x_, norm_, request, statistics_, amax_);
   return PlainOperand(values(dtype())).codes(request);
 }

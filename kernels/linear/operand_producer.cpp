@@ -37,6 +37,11 @@ float amax_in_use(const at::Tensor& x, const OperandRequest& request, at::Tensor
   return *amax.const_data_ptr<float>();
 }
 
+// x as its rows are quantized.
+at::Tensor values_of_rows(const at::Tensor& x, const OperandRequest& request) {
+  return request.column_factors.defined() ? x.to(at::kFloat).mul(request.column_factors) : x;
+}
+
 // `values`: x for its rows, its transpose for its columns.
 void fill(const PackedCodes& packed, const at::Tensor& values, const QuantizedMatrix& of,
           float amax) {
@@ -55,6 +60,8 @@ void fill(const PackedCodes& packed, const at::Tensor& values, const QuantizedMa
   switch (packed.scale_mode) {
     case ScaleMode::kTensor:
       return cpu::quantize_packed_rows(task, amax);
+    case ScaleMode::kRow:
+      return cpu::quantize_packed_rows_1xk(task);
     case ScaleMode::kBlock128x128:
       return cpu::quantize_packed_rows_128x128(task);
     default:
@@ -75,7 +82,9 @@ QuantizedMatrix quantize_activation_cpu(const at::Tensor& x, const OperandReques
                     columns ? zero_bytes(packed_columnwise_bytes(m, k)) : at::Tensor());
   const bool has_one_scale = packed_scale_mode(*request.format) == ScaleMode::kTensor;
   const float known = has_one_scale ? amax_in_use(values, request, amax) : 0.f;
-  if (rows) fill(std::get<PackedCodes>(out.rowwise), values, out, known);
+  if (rows) {
+    fill(std::get<PackedCodes>(out.rowwise), values_of_rows(values, request), out, known);
+  }
   if (columns) fill(std::get<PackedCodes>(out.columnwise), values.t().contiguous(), out, known);
   return out;
 }
@@ -98,8 +107,10 @@ Orientations missing(const QuantizedMatrix& matrix, const OperandRequest& reques
   const auto [rowwise, columnwise] = request.orientations;
   const ScaleMode rows = packed_scale_mode(format);
   const ScaleMode columns = packed_columns_scale_mode(format, request.role);
-  return {.rowwise = rowwise && !(matrix.has({.rowwise = true}, request.operand_layout) &&
-                                  is_of_format(matrix.rowwise, format, rows)),
+  const bool has_factors = request.column_factors.defined();  // which no matrix has met yet
+  return {.rowwise =
+              rowwise && (has_factors || !(matrix.has({.rowwise = true}, request.operand_layout) &&
+                                           is_of_format(matrix.rowwise, format, rows))),
           .columnwise = columnwise && !(matrix.has({.columnwise = true}, request.operand_layout) &&
                                         is_of_format(matrix.columnwise, format, columns))};
 }
@@ -135,7 +146,8 @@ QuantizedMatrix SharedOperand::codes(const OperandRequest& request) const {
 
 QuantizedMatrix CachedOperand::codes(const OperandRequest& request) const {
   if (request.operand_layout != OperandLayout::kPacked) return source_.codes(request);
-  if (!made_.has(request.orientations, OperandLayout::kPacked)) {
+  const bool has_factors = request.orientations.rowwise && request.column_factors.defined();
+  if (has_factors || !made_.has(request.orientations, OperandLayout::kPacked)) {
     OperandRequest all = request;
     all.orientations.rowwise |= asked_.rowwise;
     all.orientations.columnwise |= asked_.columnwise;

@@ -23,6 +23,10 @@ struct OperandRequest {
   const int32_t* rounding = nullptr;  // of a row image, as in QuantizeTask; null: to nearest
   DelayedAmax delayed = {};           // the linear's amaxes of earlier steps, if it scales by them
   LastInputAmax* last_input = nullptr;  // of the linear, to guess the scale by; or null
+  /// float32 (K,), or undefined: packed rowwise codes are of the values whose columns have been
+  /// multiplied by these, in fp32. Those are the scales of a weight's rows, where dgrad meets its
+  /// codes without them (GemmPairing::folds_row_scales).
+  at::Tensor column_factors = {};
 };
 
 /// An activation or gradient (M, K): its values, its codes, or what makes them.
@@ -95,7 +99,7 @@ class SharedOperand final : public PlainOperand {
 };
 
 /// One whose packed codes are made once, for several GEMMs of one linear: at the first of them in
-/// all orientations `asked` for.
+/// all orientations `asked` for. Rowwise codes of columns that were multiplied are of one weight.
 class CachedOperand final : public OperandProducer {
  public:
   CachedOperand(const OperandProducer& source, Orientations asked)

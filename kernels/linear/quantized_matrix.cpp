@@ -45,6 +45,7 @@ at::Tensor values_of(const RowImage& rows, int64_t count, at::ScalarType dtype, 
 at::Tensor values_of(const PackedCodes& codes, DType code_dtype) {
   const at::Tensor values = packed_codes(codes, code_dtype).to(at::kFloat);
   if (codes.scale_mode == ScaleMode::kTensor) return values.mul(packed_tensor_scale(codes));
+  if (codes.scale_mode == ScaleMode::kRow) return values.mul(packed_row_scales(codes).unsqueeze(1));
   const int64_t blocks = ceil_div(codes.ld, 128);
   const at::Tensor by_row = packed_block_scales(codes);
   if (codes.ld % 128 != 0) {
@@ -97,6 +98,11 @@ at::Tensor packed_tensor_scale(const PackedCodes& codes) {
   return codes.buffer.narrow(0, codes.code_bytes(), sizeof(float)).view(at::kFloat);
 }
 
+at::Tensor packed_row_scales(const PackedCodes& codes) {
+  const auto bytes = codes.rows * static_cast<int64_t>(sizeof(float));
+  return codes.buffer.narrow(0, codes.code_bytes(), bytes).view(at::kFloat);
+}
+
 at::Tensor packed_block_scales(const PackedCodes& codes) {
   const int64_t bytes = codes.code_bytes();
   const at::Tensor scales =
@@ -116,8 +122,8 @@ QuantizedMatrix packed_matrix(const Format& format, OperandRole role, int64_t m,
   const ScaleMode mode = packed_scale_mode(format);
   QuantizedMatrix matrix{&format, packed_code_dtype(format, role), m, k};
   if (rowwise.defined()) {
-    // cuBLASLt takes any number of tokens with one scale; 1x128 scales come in aligned columns.
-    const int64_t rows = mode == ScaleMode::kTensor ? m : round_up(m, 16);
+    // cuBLASLt takes any number of tokens; 1x128 scales come in aligned columns.
+    const int64_t rows = mode == ScaleMode::kBlock1x128 ? round_up(m, 16) : m;
     matrix.rowwise = PackedCodes{rowwise, rows, round_up(k, 16), mode};
   }
   if (columnwise.defined()) {
@@ -125,6 +131,13 @@ QuantizedMatrix packed_matrix(const Format& format, OperandRole role, int64_t m,
                                     packed_columns_scale_mode(format, role)};
   }
   return matrix;
+}
+
+at::Tensor weight_row_scales(const QuantizedMatrix& weight) {
+  const RowImage& window = weight.row_image();
+  const Layout& layout = window.layout;
+  const int64_t first = layout.grid_row(layout.row_offset + window.first_row);
+  return window.grid.operand().view({-1}).narrow(0, first, weight.rows);
 }
 
 at::Tensor dequantized(const QuantizedMatrix& matrix, at::ScalarType dtype) {

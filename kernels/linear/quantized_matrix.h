@@ -40,7 +40,7 @@ struct PackedCodes {
   at::Tensor buffer;  // uint8, contiguous: packed_rowwise_bytes or packed_columnwise_bytes
   int64_t rows = 0;   // padding included
   int64_t ld = 0;     // codes, and bytes, from row to row; a multiple of 16
-  ScaleMode scale_mode = ScaleMode::kTensor;  // or kBlock1x128, kBlock128x128
+  ScaleMode scale_mode = ScaleMode::kTensor;  // or kRow, kBlock1x128, kBlock128x128
 
   int64_t code_bytes() const { return rows * ld; }
 };
@@ -83,8 +83,12 @@ inline DType packed_code_dtype(const Format& format, OperandRole role) {
   return role == OperandRole::kInput ? codes.packed_input_dtype : codes.packed_gradient_dtype;
 }
 
-/// By one scale or in blocks of 1x128.
+/// By one scale, by one per row, or in blocks of 1x128.
 inline ScaleMode packed_scale_mode(const Format& format) { return format.activations.packed_rows; }
+/// Whether it is one per row: no kernel that computes values finds such scales in its pass.
+inline bool has_scale_per_row(const Format& format) {
+  return packed_scale_mode(format) == ScaleMode::kRow;
+}
 
 /// The same for columnwise codes, which wgrad reads: an input's may have blocks of 128x128.
 inline ScaleMode packed_columns_scale_mode(const Format& format, OperandRole role) {
@@ -108,8 +112,13 @@ QuantizedMatrix packed_matrix(const Format& format, OperandRole role, int64_t m,
 at::Tensor packed_codes(const PackedCodes& codes, DType code_dtype);
 /// The scale of codes with one scale: float32 (1,).
 at::Tensor packed_tensor_scale(const PackedCodes& codes);
+/// The scales of codes with one per row: float32 (rows,).
+at::Tensor packed_row_scales(const PackedCodes& codes);
 /// The scales of codes in blocks: float32 (rows, ceil(ld / 128)), that of each 128 codes of a row.
 at::Tensor packed_block_scales(const PackedCodes& codes);
+
+/// The scales of a weight (N, K) whose format has one per row: float32 (N,), a view.
+at::Tensor weight_row_scales(const QuantizedMatrix& weight);
 
 /// Values (M, K) of a matrix in `dtype`: code * scale_inv, from the rowwise codes if there are any.
 /// @throws c10::Error for no codes, and for columnwise ones after the random Hadamard transform.

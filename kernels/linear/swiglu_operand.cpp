@@ -31,7 +31,7 @@ at::Tensor swiglu_maxima(const at::Tensor& amax, int64_t m, int64_t k) {
 
 QuantizedMatrix SwigluOperand::codes(const OperandRequest& request) const {
   const bool is_fused = gate_.is_cuda() && request.operand_layout == OperandLayout::kPacked &&
-                        request.role == OperandRole::kInput;
+                        request.role == OperandRole::kInput && !has_scale_per_row(*request.format);
   if (is_fused) return cuda::quantize_swiglu(gate_, up_, request, maxima_);
   return PlainOperand(values(dtype())).codes(request);
 }

@@ -86,6 +86,8 @@ QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
 bool can_quantize_swiglu_backward(const at::Tensor& gate, const SwigluBackwardRequest& request) {
   const OperandRequest& gradients = request.gradients;
   const Format& format = *gradients.format;
+  if (has_scale_per_row(format)) return false;
+  if (request.input != nullptr && has_scale_per_row(*request.input)) return false;
   const auto expected = has_one_scale(format) ? DType::kFloat8E5M2 : DType::kFloat8E4M3;
   return gate.is_cuda() && gradients.operand_layout == OperandLayout::kPacked &&
          !gradients.delayed && gradients.role == OperandRole::kGradient &&

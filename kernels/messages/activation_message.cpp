@@ -1,5 +1,7 @@
 #include "kernels/messages/activation_message.h"
 
+#include <algorithm>
+
 #include "kernels/messages/activation_message_cpu.h"
 #include "kernels/messages/activation_message_cuda.h"
 
@@ -8,6 +10,7 @@ ActivationMessage::ActivationMessage(const Format& format, OperandRole role, int
                                      int64_t cols)
     : code_dtype(packed_code_dtype(format, role)),
       has_one_scale(packed_scale_mode(format) == ScaleMode::kTensor),
+      block_cols(has_scale_per_row(format) ? std::max<int64_t>(cols, 1) : kTokenBlock),
       power_of_two_scales(format.activations.power_of_two_scales),
       rows(rows),
       cols(cols) {}

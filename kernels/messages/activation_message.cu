@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kRows = 4;  // of a thread: as many loads are under way at once
-constexpr int kBlock = 128;
 
 /// What the kernel knows of a task.
 struct Messages {
@@ -22,6 +21,7 @@ struct Messages {
   uint32_t ranks;
   uint32_t inner;
   bool has_one_scale;
+  uint32_t block_cols;
 };
 
 /// Value of a code times scale_inv; NaN keeps its sign.
@@ -67,12 +67,13 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t c = begin + threadIdx.x * kSize;
     Codes codes[kRows] = {};
     float scale_inv[kRows] = {};
+    const int64_t block = static_cast<uint32_t>(c) / task.block_cols;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (message[i] == nullptr || c >= task.cols) continue;
       codes[i] = __ldg(reinterpret_cast<const Codes*>(message[i] + row[i] * task.pitch + c));
       const auto* scales = reinterpret_cast<const float*>(message[i] + task.code_bytes);
-      scale_inv[i] = __ldg(scales + (task.has_one_scale ? 0 : c / kBlock * task.rows + row[i]));
+      scale_inv[i] = __ldg(scales + (task.has_one_scale ? 0 : block * task.rows + row[i]));
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -112,6 +113,9 @@ cudaError_t launch_encode_activation(const EncodeActivationTask& task, cudaStrea
     return launch_quantize_activation_tensorwise(rows, task.amax, task.value_dtype,
                                                  message.code_dtype, stream);
   }
+  if (message.block_cols != kTokenBlock) {
+    return launch_quantize_activation_in_rows(rows, task.value_dtype, stream);
+  }
   return launch_quantize_activation_in_blocks(rows, task.value_dtype, stream);
 }
 
@@ -127,7 +131,8 @@ cudaError_t launch_decode_activations(const DecodeActivationsTask& task, cudaStr
                           static_cast<uint32_t>(message.rows),
                           static_cast<uint32_t>(task.ranks),
                           static_cast<uint32_t>(task.inner),
-                          message.has_one_scale};
+                          message.has_one_scale,
+                          static_cast<uint32_t>(message.block_cols)};
   return with_value_type(task.value_dtype, [&](auto value) {
     using Value = decltype(value);
     constexpr int kSize = Vector<Value>::kSize;

@@ -9,12 +9,15 @@
 
 namespace qshard {
 
+constexpr int64_t kTokenBlock = 128;
+
 /// One rank's tokens (M, K): M rows of codes, then fp32 scale_inv, then zeros.
 /// They are quantized as to meet a weight with scales in the grid: by one scale, or in blocks of
-/// 1x128, whose scales lie as (ceil(K / 128), M).
+/// one token, whose scales lie as (ceil(K / block_cols), M).
 struct ActivationMessage {
   DType code_dtype = DType::kFloat8E4M3;  // E4M3 or E5M2
   bool has_one_scale = false;
+  int64_t block_cols = kTokenBlock;  // of a token that share a scale: K where all do
   bool power_of_two_scales = true;
   int64_t rows = 0;  // M
   int64_t cols = 0;  // K
@@ -25,7 +28,7 @@ struct ActivationMessage {
   /// Codes, and bytes, from row to row; those beyond K are zero.
   int64_t pitch() const { return round_up(cols, 16); }
   int64_t code_bytes() const { return rows * pitch(); }
-  int64_t scales() const { return has_one_scale ? 1 : rows * ceil_div(cols, 128); }
+  int64_t scales() const { return has_one_scale ? 1 : rows * ceil_div(cols, block_cols); }
   int64_t used_bytes() const { return code_bytes() + 4 * scales(); }
   /// A multiple of 16, so that of messages in a row each begins at one.
   int64_t bytes() const { return code_bytes() + round_up(4 * scales(), 16); }

@@ -9,20 +9,19 @@
 namespace qshard::cpu {
 namespace {
 
-constexpr int64_t kBlock = 128;
 constexpr int64_t kRowsPerThread = 16;
 
 // run(begin, end) of each run of a row's columns that shares a scale.
 template <typename Run>
 void for_each_block(const ActivationMessage& message, const Run& run) {
-  const int64_t step = message.has_one_scale ? message.cols : kBlock;
+  const int64_t step = message.has_one_scale ? message.cols : message.block_cols;
   for (int64_t begin = 0; begin < message.cols; begin += step) {
     run(begin, std::min(begin + step, message.cols));
   }
 }
 
 int64_t scale_index(const ActivationMessage& message, int64_t row, int64_t column) {
-  return message.has_one_scale ? 0 : column / kBlock * message.rows + row;
+  return message.has_one_scale ? 0 : column / message.block_cols * message.rows + row;
 }
 
 template <typename Run>

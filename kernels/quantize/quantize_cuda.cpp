@@ -25,7 +25,7 @@ GridScaledTask describe(const Layout& layout, int64_t row_offset, int64_t rows, 
                         DType value_dtype, const void* values) {
   const Format& format = *layout.format;
   TORCH_CHECK(format.code_dtype == DType::kFloat8E4M3 && format.scale.is_in_grid() &&
-                  (format.scale.spans_matrix() ||
+                  (format.scale.spans_matrix() || format.scale.is_of_row() ||
                    (format.scale.block_rows == kTileRows && format.scale.block_cols == kTileCols)),
               "qshard: no CUDA kernel for format ", format.name);
   TORCH_CHECK(rows <= kMaxInt && layout.row_bytes() <= kMaxInt && layout.grid_numel() <= kMaxInt,
@@ -43,7 +43,7 @@ GridScaledTask describe(const Layout& layout, int64_t row_offset, int64_t rows, 
   task.grid_numel = static_cast<int>(layout.grid_numel());
   task.grid_cols = static_cast<int>(layout.grid_cols());
   task.code_max = format.code_max;
-  task.blockwise = !format.scale.spans_matrix();
+  task.blockwise = format.scale.block_rows == kTileRows;
   task.power_of_two = format.scale.power_of_two;
   task.vectorized = rows_are_vectors(values, layout.cols, value_dtype);
   if (live_rows > 0) {
@@ -72,6 +72,20 @@ GridScaledTask describe(const DequantizeTask& task) {
 
 // Formats with row-local scales are left to others.
 bool is_ours(const Layout& layout) { return layout.format->scale.is_in_grid(); }
+
+// Launches what has a scale per tile or matrix, and what has one per row: launch(batch, type,
+// in_rows).
+template <typename Batch, typename Task, typename Launch, typename Add>
+void launch_grid_scaled(std::span<const Task> tasks, const Launch& launch, const Add& add) {
+  for (const bool in_rows : {false, true}) {
+    launch_by_type<Batch>(
+        tasks,
+        [&](const Layout& layout) {
+          return is_ours(layout) && layout.format->scale.is_of_row() == in_rows;
+        },
+        [&](const Batch& batch, DType dtype) { return launch(batch, dtype, in_rows); }, add);
+  }
+}
 
 void reset_amax(std::span<const QuantizeTask> tasks, cudaStream_t stream) {
   auto batcher = make_batcher<AmaxBatch>(
@@ -104,8 +118,9 @@ GridScaledTask describe_grid_scaled(const QuantizeTask& task) {
 void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   reset_amax(tasks, cuda_stream);
-  const auto launch = [&](const auto& batch, DType dtype) {
-    return launch_amax(batch, dtype, cuda_stream);
+  const auto launch = [&](const auto& batch, DType dtype, bool in_rows) {
+    return in_rows ? launch_amax_in_rows(batch, dtype, cuda_stream)
+                   : launch_amax(batch, dtype, cuda_stream);
   };
   const auto add = [](auto& batcher, const QuantizeTask& task) {
     if (!task.known_amax.empty()) return;
@@ -113,9 +128,9 @@ void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
     batcher.add(described, amax_blocks(described));
   };
   if (tasks.size() <= GridScaledBatch::kCapacity) {
-    launch_by_type<GridScaledBatch>(tasks, is_ours, launch, add);
+    launch_grid_scaled<GridScaledBatch>(tasks, launch, add);
   } else {
-    launch_by_type<RowImageFlushBatch>(tasks, is_ours, launch, add);
+    launch_grid_scaled<RowImageFlushBatch>(tasks, launch, add);
   }
   compute_amax_row_scaled(tasks, cuda_stream);
   compute_amax_columnwise(tasks, cuda_stream);
@@ -123,18 +138,19 @@ void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
 
 void quantize(std::span<const QuantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto launch = [&](const auto& batch, DType dtype) {
-    return launch_quantize(batch, dtype, cuda_stream);
+  const auto launch = [&](const auto& batch, DType dtype, bool in_rows) {
+    return in_rows ? launch_quantize_in_rows(batch, dtype, cuda_stream)
+                   : launch_quantize(batch, dtype, cuda_stream);
   };
-  launch_by_type<RowImageFlushBatch>(tasks, is_ours, launch,
-                                     [](auto& batcher, const QuantizeTask& task) {
-                                       if (task.rounding != nullptr) return;
-                                       const GridScaledTask described = describe_grid_scaled(task);
-                                       batcher.add(described, quantize_blocks(described));
-                                     });
+  launch_grid_scaled<RowImageFlushBatch>(
+      tasks, launch, [](auto& batcher, const QuantizeTask& task) {
+        if (task.rounding != nullptr) return;
+        const GridScaledTask described = describe_grid_scaled(task);
+        batcher.add(described, quantize_blocks(described));
+      });
   if (std::ranges::any_of(tasks, &QuantizeTask::rounding)) {
-    launch_by_type<StochasticRowImageBatch>(
-        tasks, is_ours, launch, [](auto& batcher, const QuantizeTask& task) {
+    launch_grid_scaled<StochasticRowImageBatch>(
+        tasks, launch, [](auto& batcher, const QuantizeTask& task) {
           if (task.rounding == nullptr) return;
           const Layout& layout = task.layout;
           const StochasticGridScaledTask described = {describe_grid_scaled(task), task.rounding,
@@ -169,14 +185,14 @@ std::vector<QuantizeTask> quantize_tiles(std::span<const QuantizeTask> tasks, vo
 
 void dequantize(std::span<const DequantizeTask> tasks, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto launch = [&](const GridScaledBatch& batch, DType dtype) {
-    return launch_dequantize(batch, dtype, cuda_stream);
+  const auto launch = [&](const GridScaledBatch& batch, DType dtype, bool in_rows) {
+    return in_rows ? launch_dequantize_in_rows(batch, dtype, cuda_stream)
+                   : launch_dequantize(batch, dtype, cuda_stream);
   };
-  launch_by_type<GridScaledBatch>(tasks, is_ours, launch,
-                                  [](auto& batcher, const DequantizeTask& task) {
-                                    const GridScaledTask described = describe(task);
-                                    batcher.add(described, dequantize_blocks(described));
-                                  });
+  launch_grid_scaled<GridScaledBatch>(tasks, launch, [](auto& batcher, const DequantizeTask& task) {
+    const GridScaledTask described = describe(task);
+    batcher.add(described, dequantize_blocks(described));
+  });
   dequantize_row_scaled(tasks, cuda_stream);
   dequantize_columnwise(tasks, cuda_stream);
 }

@@ -12,6 +12,11 @@ bool scales_by_itself(const Format& format) {
   return format.gemm.kind == GemmKind::kPacked && format.amax_history.length == 0;
 }
 
+/// Whether gradients can be quantized where the weight that they meet is not at hand.
+bool gives_gradients_in_codes(const Format& format) {
+  return scales_by_itself(format) && !format.gemm.folds_row_scales;
+}
+
 }  // namespace
 
 const Format& format_of(const Tensor& weight, c10::string_view name) {
@@ -26,7 +31,7 @@ SwigluUse::SwigluUse(const Tensor& input, const Tensor& gate, const Tensor& down
     if (!is_known(size)) return;
   }
   const int64_t k = input.size(-1);
-  if (k == 0 || !scales_by_itself(format) || !scales_by_itself(down_format)) return;
+  if (k == 0 || !gives_gradients_in_codes(format) || !scales_by_itself(down_format)) return;
   const int64_t m = leading_numel(input);
   const auto device = input.device();
   const auto runs_on_codes = [&](const Format& of, const Tensor& weight) {

@@ -19,8 +19,8 @@ class Placement:
     """Rows [row_offset, ...) of a logical tensor of logical_rows, whose element (0, 0) is first_element of
     a full tensor with full_cols columns. parts: shapes of the logical tensors there are, the same on all
     ranks. has_rows_elsewhere: of a logical tensor's ranks more than one has any. The groups are names: of
-    the ranks that hold the other rows ('' if none), those with other parts of the full tensor, and those
-    with the same rows."""
+    the ranks that hold the other rows ('' if none), those with other parts of the full tensor, those
+    with the same rows, and, of the parts, those with other columns of the same rows."""
 
     logical_rows: int
     row_offset: int
@@ -31,11 +31,12 @@ class Placement:
     shard_group: str
     part_groups: tuple[str, ...]
     replica_groups: tuple[str, ...]
+    column_groups: tuple[str, ...]
 
     @property
     def groups(self):
         """A number for qshard's operators, 0 for none."""
-        return ops._groups(self.shard_group, self.part_groups, self.replica_groups)
+        return ops._groups(self.shard_group, self.part_groups, self.replica_groups, self.column_groups)
 
     def quantize(self, local, format, keep_master):
         """The local tensor as the share that it is; it waits for its flush."""
@@ -140,6 +141,7 @@ def groups_of(mesh, placements, shape, local):
         placement.shard_group if is_cut else "",
         placement.part_groups if is_part else (),
         placement.replica_groups,
+        placement.column_groups if is_part else (),
     )
 
 
@@ -188,4 +190,5 @@ def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter
         shard_group=names[rows_dim] if rows_dim is not None else "",
         part_groups=tuple(names[i] for i in of_full),
         replica_groups=tuple(names[i] for i in replica_dims),
+        column_groups=tuple(names[i] for i in of_full if placements[i].dim == len(shape) - 1),
     )

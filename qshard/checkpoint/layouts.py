@@ -16,11 +16,12 @@ LAYOUTS = ("deepseek-fp8", "compressed-tensors", "modelopt")
 SCALE_FORMATS = ("float", "ue8m0")
 _IN_FILES = {torch.float8_e8m0fnu: torch.uint8}  # files of MXFP8 weights have bytes for their scales
 # What errors call weights by how a GEMM reads their scales: what formats have in common for a file.
-_FAMILIES = {"tensor": "tensor", "128x128": "block", "1x32": "mxfp8", "1x16": "nvfp4"}
+_FAMILIES = {"tensor": "tensor", "row": "channel", "128x128": "block", "1x32": "mxfp8", "1x16": "nvfp4"}
 
 
 def block_of(format: str) -> tuple[int, int]:
-    """Rows and columns with one scale; (1, 1) where the one scale of a tensor is all there is."""
+    """Rows and columns with one scale, as far as parts of a tensor have scales of their own: (1, 1) where
+    the one scale of a tensor is all there is."""
     scale = info_of(format).scale
     return scale.block_rows or 1, scale.block_cols or 1
 
@@ -43,6 +44,7 @@ class Scheme:
     block: tuple[int | None, int | None] = (None, None)  # with one scale in the file; None: all
     scale_dtype: torch.dtype = torch.float32
     codes_per_byte: int = 1
+    has_row_scales: bool = False  # which a shard has of its own rows alone
 
     def check(self, name, rows, columns):
         """Raises ValueError if readers cannot have a weight of this shape."""
@@ -52,11 +54,6 @@ class Scheme:
                 f"{name} has {columns} columns; layout {self.layout!r} holds {self.family} weights "
                 f"with a multiple of {block}. Leave it plain by quantize_'s filter_fn"
             )
-
-    @property
-    def has_row_scales(self):
-        """Whether each row has scales of its own."""
-        return self.block[0] == 1
 
     def block_within(self, rows, columns):
         """Rows and columns with one scale in the file, of a weight of this shape."""
@@ -146,6 +143,11 @@ _SCHEMES = [
     ),
     Scheme(
         "compressed-tensors",
+        "channel",
+        config=_compressed("float-quantized", _args(8, "channel"), _args(8, "token", True)),
+    ),
+    Scheme(
+        "compressed-tensors",
         "block",
         config=_compressed(
             "float-quantized",
@@ -219,6 +221,7 @@ def scheme_for(layout: str, format: str, scale_fmt: str = "float") -> Scheme:
                 block=(scale.block_rows if scale.place == "grid" else 1, scale.block_cols),
                 scale_dtype=scale.dtype,
                 codes_per_byte=8 // info.code_bits,
+                has_row_scales=scale.place == "rows",
             )
     known = [s.layout for s in _SCHEMES if s.family == family]
     known += ENGINES if layout in ENGINES and "deepseek-fp8" in known else ()

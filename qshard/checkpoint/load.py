@@ -222,7 +222,8 @@ class _QuantizedLoad:
             scale = self.reader.all(self.names[1]).reshape(1, 1)
         else:
             box = self.read if scheme.has_row_scales else (rows, columns)
-            scale = self.reader.box(self.names[1], in_blocks(box, scheme.block))
+            block = scheme.block_within(*self.entry.shape)
+            scale = self.reader.box(self.names[1], in_blocks(box, block))
             if scheme.scale_dtype is torch.float8_e8m0fnu:
                 scale = scale.view(torch.float8_e8m0fnu)
             elif scheme.scale_dtype is torch.float32 and scale.dtype.itemsize == 1:

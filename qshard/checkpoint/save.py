@@ -35,7 +35,7 @@ def save_quantized(
         for them.
     directory: made if need be; one that holds safetensors files is an error.
     layout: "deepseek-fp8" for float8_blockwise; "compressed-tensors" for float8_tensorwise,
-        float8_delayed, float8_blockwise, mxfp8, nvfp4; "modelopt" for mxfp8 and nvfp4.
+        float8_delayed, float8_rowwise, float8_blockwise, mxfp8, nvfp4; "modelopt" for mxfp8 and nvfp4.
     names: of parameters in files: a mapping or a function of names in the state_dict, without what
         DistributedDataParallel and torch.compile add to these. Linears left
         plain are listed in the config as those to ignore.

@@ -97,8 +97,10 @@ def _whole_grid(weight, plane, pieces, held):
 
 def _grid_block(weight, plane):
     """Rows and columns with one fp32 scale."""
-    block = block_of(ops.format(local_of(weight)))
-    return tuple(weight.shape) if plane.numel() == 1 else block
+    scale = info_of(ops.format(local_of(weight))).scale
+    if plane.numel() == 1:
+        return tuple(weight.shape)
+    return tuple(of or size for of, size in zip((scale.block_rows, scale.block_cols), weight.shape))
 
 
 def _at(plane, box):

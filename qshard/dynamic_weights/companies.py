@@ -64,7 +64,7 @@ class Company:
 
     def __init__(self, groups, resolved):
         self.groups = groups
-        self.number = ops._groups("", list(groups), [])
+        self.number = ops._groups("", list(groups), [], [])
         self.resolved = [weakref.ref(group) for group in resolved]
         self.members = []
         self.trained, self.found_inf = set(), None

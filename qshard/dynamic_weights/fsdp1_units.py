@@ -51,7 +51,7 @@ class Unit:
         self.has_pieces = self.is_sharded and handle._use_orig_params
         self.rank = handle.rank if handle.uses_sharded_strategy else 0
         replicas = [] if self.replicas is None else [self.replicas.group_name]
-        self.groups = ops._groups(self.group.group_name, [], replicas)
+        self.groups = ops._groups(self.group.group_name, [], replicas, [])
         # FSDP1 has reduced its gradient, and steps the parameters that this rank has a part of.
         self.is_stepped_in_backward = False
         self.is_in_root_forward = False  # before which its ranks have met

@@ -4,8 +4,9 @@ What arrives is, bit for bit, what quantizing the gathered values gives: blocks 
 the amax of a scale that spans all tokens is agreed on by the ranks first.
 
 Codes of one byte travel as they meet the weight's GEMM: E4M3 or the gradient's own, under one scale of all
-tokens, in blocks of 1x128, or as rows that hold the scales of their blocks. Codes of four bits do for
-activations; gradients travel as values, since they are rounded after a random transform of all tokens.
+tokens, one of each token, in blocks of 1x128, or as rows that hold the scales of their blocks. Codes of four
+bits do for activations; gradients travel as values, since they are rounded after a random transform of all
+tokens. So do gradients that a weight's row scales multiply before they are quantized.
 """
 
 import torch
@@ -25,8 +26,10 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gathered
 
 
-def _travels_in_codes(format: str) -> bool:
-    return format != "" and info_of(format).code_bits == 8
+def _travels_in_codes(format: str, is_gradient: bool) -> bool:
+    if format == "" or is_gradient and info_of(format).gemm.folds_row_scales:
+        return False
+    return info_of(format).code_bits == 8
 
 
 def _gather_codes(x, dim, format, is_gradient, group):
@@ -57,7 +60,7 @@ def gather_tokens(x: torch.Tensor, dim: int, format: str, is_gradient: bool, gro
     """x (..., K), cut in equal parts along `dim`: the whole, in the dtype of x. format: of the weight that
     it meets, or "" to gather values. An operator, which compilers do not look into."""
     try:
-        in_codes = _travels_in_codes(format)
+        in_codes = _travels_in_codes(format, is_gradient)
         if not 0 <= dim < x.dim() - in_codes:  # blocks of codes lie within one token
             raise ValueError(
                 f"cannot put tensors of shape {tuple(x.shape)} together along {dim=}"
@@ -81,11 +84,13 @@ def gather_tokens_now(x, dim, format, is_gradient, group):
     whole = [size * ranks if i == dim else size for i, size in enumerate(x.shape)]
     if x.numel() == 0:
         return x.new_empty(whole)
-    if _travels_in_codes(format):
+    if _travels_in_codes(format, is_gradient):
         return _gather_codes(x, dim, format, is_gradient, group)
     rows = x.reshape(-1, x.shape[-1])
     activations = info_of(format).activations if format else None
-    if activations is None or (is_gradient and activations.stochastic_gradients):
+    if activations is None or activations.row_format is None or (
+        is_gradient and activations.stochastic_gradients
+    ):
         rows = gather_rows(rows, group)
     else:
         rows = _gather_quantized(rows, activations.row_format, group)

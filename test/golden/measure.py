@@ -15,6 +15,7 @@ from canonical import bytes_of, checkpoint, digest, pickle_stream, saved_file, w
 from inputs import largest_of, short, values
 
 import qshard
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 VARIANTS = (
@@ -364,6 +365,8 @@ def linear(device):
         parts = {}
         for keep_master in (False, True):
             w = short(*fit(format, (40, 24)), largest=largest_of(format)).to(device)
+            if info_of(format).gemm.folds_row_scales:
+                w[:, 0] = largest_of(format)
             q = ops.quantize(w, format, keep_master=keep_master)
             for dtype in (torch.float32, torch.bfloat16):
                 parameter = torch.nn.Parameter(q.clone())
@@ -397,8 +400,8 @@ def operands(device):
         for case, kind in (("ordinary", "ordinary"), ("NaN and infinity", "special")):
             x = values(256, 384, kind=kind, dtype=torch.bfloat16).to(device)
             rows, columns = ops.quantize_input(x, format, True, True)
-            in_blocks = "blockwise" in format
-            row_scales, column_scales = (256 * 3, 3 * 2) if in_blocks else (1, 1)
+            counts = {"1x128": (256 * 3, 3 * 2), "row": (256, 384), "tensor": (1, 1)}
+            row_scales, column_scales = counts[info_of(format).activations.packed_rows]
             yield f"{format}, {case}", {
                 "rows": digest(bytes_of(rows[: 256 * 384 + 4 * row_scales])),
                 "columns": digest(bytes_of(columns[: 256 * 384 + 4 * column_scales])),

@@ -1,4 +1,4 @@
-"""Activations and gradients on their way into a GEMM: in blocks, or with one scale per tensor."""
+"""Activations and gradients on their way into a GEMM: in blocks, or with one scale per row or tensor."""
 
 import itertools
 
@@ -20,6 +20,13 @@ def quantize_1x128(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two: boo
         codes[:, 128 * j : 128 * (j + 1)] = encode(part, scale[:, None], dtype)
         scale_inv[:, j] = 1 / scale
     return codes, scale_inv
+
+
+def quantize_rowwise(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two: bool = True):
+    """codes (M, K) uint8 and scale_inv (M,)."""
+    amax = torch.stack([amax_of(row) for row in x]) if len(x) else torch.zeros(0)
+    scale = scale_from_amax(amax, torch.finfo(dtype).max, power_of_two)
+    return encode(x, scale[:, None], dtype), 1 / scale
 
 
 def quantize_128x128(x: torch.Tensor, dtype=torch.float8_e4m3fn, power_of_two: bool = True):

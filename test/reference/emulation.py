@@ -42,6 +42,9 @@ def grid_scaled(x: torch.Tensor, format: Format, dtype: torch.dtype, square: boo
     pow2 = format.power_of_two_scales
     if format.block is None:
         codes, scale_inv = activations.quantize_tensorwise(x, dtype, pow2)
+    elif format.scales_rows:
+        codes, scale_inv = activations.quantize_rowwise(x, dtype, pow2)
+        scale_inv = scale_inv[:, None]
     elif square:
         codes, scale_inv = activations.quantize_128x128(x, dtype, pow2)
         scale_inv = activations.expand_128x128(scale_inv, *x.shape)
@@ -68,10 +71,20 @@ def columns_of(
     return grid_scaled(x.t().contiguous(), format, dtype, square and not is_gradient)
 
 
+def folded(grad: torch.Tensor, weight: torch.Tensor, format: Format) -> torch.Tensor:
+    """A gradient (M, N) as dgrad quantizes it: times the scales of the rows of the weight (N, K)."""
+    if not format.scales_rows:
+        return grad
+    _, grid = quantize.quantize(weight, Layout.whole(format, *weight.shape))
+    return grad.float() * grid.view(-1)
+
+
 def weight_of(weight: torch.Tensor, format: Format, columnwise: bool = False) -> torch.Tensor:
-    """A weight (N, K): forward reads it as it is, dgrad transposed."""
+    """A weight (N, K): forward reads it as it is, dgrad transposed and, of rows with one scale, without."""
     layout = Layout.whole(format, *weight.shape)
     image, grid = quantize.quantize(weight, layout)
+    if columnwise and format.scales_rows:
+        return decoded(image[:, : layout.cols], format.code_dtype)
     if columnwise and format.columnwise:
         return quantize.dequantize_columnwise(image, layout, torch.float32).double()
     if format.row_scale or format.power_of_two_scales:

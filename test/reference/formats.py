@@ -16,7 +16,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 @dataclass(frozen=True)
 class Format:
     name: str
-    block: tuple[int, int] | None  # rows x cols sharing a scale; None: a whole matrix
+    block: tuple[int, int | None] | None  # rows x cols sharing a scale; None: all columns, or a whole matrix
     power_of_two_scales: bool
     code_dtype: torch.dtype = torch.float8_e4m3fn
     grad_dtype: torch.dtype = torch.float8_e4m3fn
@@ -29,6 +29,11 @@ class Format:
     def code_bits(self) -> int:
         return 4 if self.code_dtype == torch.float4_e2m1fn_x2 else 8
 
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row of a weight has one scale: dgrad multiplies the gradient by them."""
+        return self.block == (1, None)
+
 
 FORMATS = {
     f.name: f
@@ -37,6 +42,8 @@ FORMATS = {
         Format("float8_tensorwise_fp32_scale", None, False, grad_dtype=torch.float8_e5m2),
         # For a tensor that no optimizer step has changed; then see delayed_scaling.py.
         Format("float8_delayed", None, False, grad_dtype=torch.float8_e5m2),
+        Format("float8_rowwise", (1, None), True),
+        Format("float8_rowwise_fp32_scale", (1, None), False),
         Format("float8_blockwise", (128, 128), True),
         Format("float8_blockwise_fp32_scale", (128, 128), False),
         Format("mxfp8", (32, 32), True, row_scale=torch.float8_e8m0fnu),

@@ -75,7 +75,8 @@ class Layout:
 
     @property
     def block(self) -> tuple[int, int]:
-        return self.format.block or (max(1, self.matrix_rows), max(1, self.cols))
+        rows, cols = self.format.block or (None, None)
+        return rows or max(1, self.matrix_rows), cols or max(1, self.cols)
 
     @property
     def block_rows_per_matrix(self) -> int:

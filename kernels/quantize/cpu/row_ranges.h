@@ -14,8 +14,8 @@
 
 namespace qshard::cpu {
 
-/// Rows [begin, end) of one task; none crosses a multiple of kRows rows of its matrix, and so no
-/// scale block of any format that divides it.
+/// Rows [begin, end) of one task; none crosses a multiple of kRows rows of its matrix. That is
+/// where a scale block ends whose rows divide kRows: a range has one of them, or several.
 struct RowRange {
   static constexpr int64_t kRows = 128;
   static constexpr int64_t kNotLive = -1;

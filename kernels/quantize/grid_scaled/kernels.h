@@ -36,7 +36,7 @@ struct GridScaledTask {
   int grid_numel;
   int grid_cols;
   float code_max;
-  bool blockwise;  // one scale per tile; else one per matrix
+  bool blockwise;  // one scale per tile; else one per matrix, or per row, which others launch
   bool power_of_two;
   bool vectorized;  // rows of `values` are 16-byte aligned
 };
@@ -85,5 +85,18 @@ cudaError_t launch_quantize_tiles(const RowImageFlushBatch& batch, DType value_d
                                   cudaStream_t stream);
 /// Writes values from image and grid.
 cudaError_t launch_dequantize(const GridScaledBatch& batch, DType value_dtype, cudaStream_t stream);
+
+// The same of tasks with one scale per row; all tasks of a batch are such. As many CUDA blocks.
+
+cudaError_t launch_amax_in_rows(const GridScaledBatch& batch, DType value_dtype,
+                                cudaStream_t stream);
+cudaError_t launch_amax_in_rows(const RowImageFlushBatch& batch, DType value_dtype,
+                                cudaStream_t stream);
+cudaError_t launch_quantize_in_rows(const RowImageFlushBatch& batch, DType value_dtype,
+                                    cudaStream_t stream);
+cudaError_t launch_quantize_in_rows(const StochasticRowImageBatch& batch, DType value_dtype,
+                                    cudaStream_t stream);
+cudaError_t launch_dequantize_in_rows(const GridScaledBatch& batch, DType value_dtype,
+                                      cudaStream_t stream);
 
 }  // namespace qshard::cuda

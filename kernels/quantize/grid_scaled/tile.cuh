@@ -76,7 +76,25 @@ struct ThreadRows {
       : col(tile.col_begin + static_cast<int>(threadIdx.x) % kVectorsPerRow * Vector<Value>::kSize),
         first_row(tile.row_begin + static_cast<int>(threadIdx.x) / kVectorsPerRow) {}
   __device__ int row(int i) const { return first_row + i * kRowStride; }
+
+  /// Whether no other thread has an earlier column of its rows.
+  __device__ static bool is_first() { return threadIdx.x % kVectorsPerRow == 0; }
+  /// The largest of the bits of the threads that have the same rows, for all of them. All lanes of
+  /// a warp take part.
+  __device__ static uint32_t max_of_row(uint32_t bits) {
+#pragma unroll
+    for (int lane = kVectorsPerRow / 2; lane > 0; lane /= 2) {
+      bits = max(bits, __shfl_xor_sync(kWholeWarp, bits, lane));
+    }
+    return bits;
+  }
 };
+
+/// Which entry of amax and grid a live row has, where each has one: that of its row of the logical
+/// tensor, whose matrices lie one after the other.
+__device__ __forceinline__ int64_t entry_of_row(const GridScaledTask& task, int row) {
+  return task.row_offset + row;
+}
 
 /// Reads the thread's vectors [begin, begin + kCount), zeros where the tile has no value: all loads
 /// before anything waits for one.

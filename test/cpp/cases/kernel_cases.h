@@ -318,6 +318,7 @@ inline at::Tensor reference_values(const Quantized& q, const Layout& layout) {
 /// Formats of weights whose kernels differ, with every value type.
 inline auto all_kernels() {
   return ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
+                                              "float8_rowwise", "float8_rowwise_fp32_scale",
                                               "float8_blockwise", "float8_blockwise_fp32_scale",
                                               "mxfp8", "mxfp8_1x32", "nvfp4", "nvfp4_1x16"),
                             ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf));

@@ -8,8 +8,12 @@
 
 namespace qshard::testing {
 
-inline constexpr const char* kPacked[] = {"float8_tensorwise", "float8_tensorwise_fp32_scale",
-                                          "float8_blockwise", "float8_blockwise_fp32_scale",
+inline constexpr const char* kPacked[] = {"float8_tensorwise",
+                                          "float8_tensorwise_fp32_scale",
+                                          "float8_rowwise",
+                                          "float8_rowwise_fp32_scale",
+                                          "float8_blockwise",
+                                          "float8_blockwise_fp32_scale",
                                           "float8_blockwise[x_block_scaling_dim=1]"};
 
 inline at::Device gpu() { return devices().back(); }
@@ -32,6 +36,7 @@ struct Differences {
     all_codes += bytes;
     const int64_t blocks = ceil_div(a->ld, 128);
     const int64_t count = a->scale_mode == ScaleMode::kTensor ? 1
+                          : a->scale_mode == ScaleMode::kRow  ? a->rows
                           : a->scale_mode == ScaleMode::kBlock1x128
                               ? a->rows * blocks
                               : ceil_div(a->rows, 128) * round_up(blocks, 4);

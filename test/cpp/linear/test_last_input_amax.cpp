@@ -84,7 +84,7 @@ TEST_P(LastInput, CodesOfSwigluAreThoseOfTwoPasses) {
 INSTANTIATE_TEST_SUITE_P(
     All, LastInput,
     ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
-                                         "float8_blockwise"),
+                                         "float8_rowwise", "float8_blockwise"),
                        ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
     kernel_name);
 

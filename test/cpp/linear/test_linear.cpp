@@ -14,8 +14,8 @@ bool is_fp8(at::Device device, const Format& format) {
   return why_dequantized(format, device).empty();
 }
 
-// What a GEMM sees of x (M, K) when it contracts along K, in blocks of 1x128 or of 128x128; float,
-// on the CPU.
+// What a GEMM sees of x (M, K) when it contracts along K, in blocks of 1x128, of 128x128 or of one
+// row; float, on the CPU.
 at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarType code,
                          int64_t block_rows = 1) {
   const at::Tensor values = x.cpu().to(at::kFloat).contiguous();
@@ -31,10 +31,11 @@ at::Tensor as_activation(const at::Tensor& x, const Format& format, at::ScalarTy
     convert(values, out);
     return out;
   }
+  const int64_t block_cols = format.scale.is_of_row() ? x.size(1) : 128;
   for (int64_t row = 0; row < x.size(0); row += block_rows) {
-    for (int64_t col = 0; col < x.size(1); col += 128) {
+    for (int64_t col = 0; col < x.size(1); col += block_cols) {
       const int64_t height = std::min<int64_t>(block_rows, x.size(0) - row);
-      const int64_t width = std::min<int64_t>(128, x.size(1) - col);
+      const int64_t width = std::min<int64_t>(block_cols, x.size(1) - col);
       const auto block = [&](const at::Tensor& all) {
         return all.narrow(0, row, height).narrow(1, col, width);
       };
@@ -54,6 +55,16 @@ at::Tensor as_input_columns(const at::Tensor& x, const Format& format) {
 at::ScalarType grad_code(const Format& format) {
   return format.activations.gradient_dtype == DType::kFloat8E5M2 ? at::kFloat8_e5m2
                                                                  : at::kFloat8_e4m3fn;
+}
+
+// What dgrad sees of a gradient (M, N): of a weight with a scale per row, whose product it was made
+// of, each column divided by that again, which its codes of rows alone are not.
+at::Tensor as_dgrad(const at::Tensor& dy, const LinearWeight& weight) {
+  const Format& format = *weight.codes.format;
+  if (!format.gemm.folds_row_scales) return as_activation(dy, format, grad_code(format));
+  const at::Tensor scales = weight_row_scales(weight.codes).cpu();
+  const at::Tensor folded = dy.cpu().to(at::kFloat) * scales;
+  return as_activation(folded, format, grad_code(format)).to(at::kDouble) / scales;
 }
 
 struct Sizes {
@@ -101,8 +112,7 @@ TEST_P(Linear, ForwardAndBackward) {
                      at::cat({w_seen.t(), bias.cpu().to(w_seen.scalar_type()).unsqueeze(0)}, 0),
                      "forward with bias");
 
-      const at::Tensor dy_seen =
-          fp8 ? as_activation(dy, format, grad_code(format)) : dy.cpu().to(at::kFloat);
+      const at::Tensor dy_seen = fp8 ? as_dgrad(dy, weight) : dy.cpu().to(at::kFloat);
       const at::Tensor dy_t_seen =
           fp8 ? as_activation(dy.t(), format, grad_code(format)) : dy.cpu().to(at::kFloat).t();
       const at::Tensor x_t_seen = fp8 ? as_input_columns(x, format) : x.cpu().to(at::kFloat).t();
@@ -222,13 +232,13 @@ TEST_P(Linear, WeightWindows) {
         rows.first_row = first;
         const LinearWeight window{matrix_of(rows, 128)};
         const bool crosses = first % matrix_rows + 128 > matrix_rows;
-        const bool fp8 =
-            is_fp8(device, format) && (format.scale.spans_matrix() ? !crosses : first % 128 == 0);
+        const bool fp8 = is_fp8(device, format) && (format.scale.spans_matrix() ? !crosses
+                                                    : format.scale.is_of_row()  ? true
+                                                                                : first % 128 == 0);
         const at::Tensor w = fp8 ? dequantized(window) : dequantized(window).to(dtype);
         const at::Tensor x_seen =
             fp8 ? as_activation(x, format, at::kFloat8_e4m3fn) : x.cpu().to(at::kFloat);
-        const at::Tensor dy_seen =
-            fp8 ? as_activation(dy, format, grad_code(format)) : dy.cpu().to(at::kFloat);
+        const at::Tensor dy_seen = fp8 ? as_dgrad(dy, window) : dy.cpu().to(at::kFloat);
         expect_product(forward_of(x, window), x_seen, w.t(), "forward");
         expect_product(backward_of(dy, window, nullptr, dtype).grad_input, dy_seen, w,
                        "grad_input");
@@ -258,6 +268,7 @@ TEST_P(Linear, EmptySizes) {
 INSTANTIATE_TEST_SUITE_P(
     All, Linear,
     ::testing::Combine(::testing::Values("float8_tensorwise", "float8_tensorwise_fp32_scale",
+                                         "float8_rowwise", "float8_rowwise_fp32_scale",
                                          "float8_blockwise", "float8_blockwise_fp32_scale",
                                          "float8_blockwise[x_block_scaling_dim=1]"),
                        ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
@@ -292,6 +303,7 @@ TEST_P(Linear, OneGemmAddsItsProduct) {
   const at::Device device = devices().back();
   const Format& format = find_format(name);
   if (!is_fp8(device, format)) GTEST_SKIP() << "no CUDA device with FP8 GEMMs of " << name;
+  if (format.scale.is_of_row()) GTEST_SKIP() << "no GEMM of " << name << " adds";
   at::manual_seed(4);
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   for (const auto& [m, n, k] : {Sizes{128, 64, 48}, Sizes{2048, 1536, 2048}}) {
@@ -369,6 +381,8 @@ TEST_P(Linear, ActivationOperands) {
         const int64_t blocks = ceil_div(expected[i].size(1), 128);
         if (operand.scale_mode == ScaleMode::kTensor) {
           scales = scales[0];
+        } else if (operand.scale_mode == ScaleMode::kRow) {
+          scales = scales.narrow(0, 0, expected[i].size(0)).unsqueeze(1);
         } else if (operand.scale_mode == ScaleMode::kBlock1x128) {
           scales = scales.view({blocks, operand.rows}).t().repeat_interleave(128, 1);
         } else {
@@ -378,7 +392,7 @@ TEST_P(Linear, ActivationOperands) {
           EXPECT_TRUE(scales.narrow(1, blocks, pitch - blocks).eq(0).all().item<bool>());
           scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1);
         }
-        if (scales.dim() == 2) {
+        if (scales.dim() == 2 && operand.scale_mode != ScaleMode::kRow) {
           scales = scales.narrow(0, 0, expected[i].size(0)).narrow(1, 0, expected[i].size(1));
         }
         const at::Tensor inside =

@@ -134,7 +134,8 @@ TEST(NormOperand, OneServesRequestsInAnyOrder) {
     const PlainOperand plain(y);
     const NormOperand operand(x, norm);
     EXPECT_FALSE(operand.statistics().defined());
-    for (const char* name : {"float8_blockwise", "float8_tensorwise", "float8_blockwise"}) {
+    for (const char* name :
+         {"float8_blockwise", "float8_rowwise", "float8_tensorwise", "float8_blockwise"}) {
       for (const Orientations asked : kAsked) {
         const OperandRequest request{.format = &find_format(name), .orientations = asked};
         found.add(operand.codes(request), plain.codes(request));
@@ -222,7 +223,8 @@ TEST(NormOperand, RowImagesAreThoseOfTheValues) {
 TEST(NormOperand, LinearMultipliesTheValues) {
   at::manual_seed(5);
   for (const at::Device device : devices()) {
-    for (const char* name : {"float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"}) {
+    for (const char* name :
+         {"float8_tensorwise", "float8_rowwise", "float8_blockwise", "mxfp8", "nvfp4"}) {
       const auto weight = linear_weight(at::randn({48, 64}).to(device), whole(name, 48, 64));
       const at::Tensor x = at::randn({33, 64}).to(device, at::kBFloat16);
       for_norms(x, [&](const Normalization& norm) {

@@ -20,6 +20,8 @@ at::Tensor packed_bytes(const at::Tensor& x, int64_t rows, int64_t ld, int64_t b
   at::Tensor scales = scale_inv.flatten();
   if (mode == ScaleMode::kBlock1x128) {  // (ceil(ld / 128), rows): blocks of 1x128, rows fastest
     scales = at::constant_pad_nd(scale_inv, {0, 0, 0, rows - x.size(0)}, 1.).t().flatten();
+  } else if (mode == ScaleMode::kRow) {
+    scales = at::constant_pad_nd(scales, {0, rows - x.size(0)}, 1.);
   } else if (mode == ScaleMode::kBlock128x128) {  // (ceil(rows / 128), a multiple of 4)
     const int64_t blocks = scale_inv.size(1);
     scales = at::constant_pad_nd(scale_inv, {0, round_up(blocks, 4) - blocks}).flatten();
@@ -42,20 +44,23 @@ Packed random_packed(const Format& format, OperandRole role, int64_t m, int64_t 
   const auto draw = [&](int64_t rows, int64_t cols, int64_t held, int64_t ld, int64_t bytes,
                         ScaleMode mode, at::Tensor& values) {
     const at::Tensor codes = at::randn({rows, cols}).to(code).to(at::kFloat);
-    const bool blocks = mode != ScaleMode::kTensor;
-    const int64_t block_rows = mode == ScaleMode::kBlock1x128 ? 1 : 128;
-    const at::Tensor scales = at::pow(2., at::randint(-9, 9,
-                                                      {ceil_div(rows, blocks ? block_rows : rows),
-                                                       blocks ? ceil_div(cols, 128) : 1}))
-                                  .to(at::kFloat);
-    const at::Tensor spread = scales.repeat_interleave(block_rows, 0).repeat_interleave(128, 1);
-    values = codes * (blocks ? spread.narrow(0, 0, rows).narrow(1, 0, cols) : scales);
+    const int64_t block_rows = mode == ScaleMode::kTensor         ? rows
+                               : mode == ScaleMode::kBlock128x128 ? 128
+                                                                  : 1;
+    const bool is_wide = mode == ScaleMode::kTensor || mode == ScaleMode::kRow;
+    const int64_t block_cols = is_wide ? cols : 128;
+    const at::Tensor scales =
+        at::pow(2., at::randint(-9, 9, {ceil_div(rows, block_rows), ceil_div(cols, block_cols)}))
+            .to(at::kFloat);
+    const at::Tensor spread =
+        scales.repeat_interleave(block_rows, 0).repeat_interleave(block_cols, 1);
+    values = codes * spread.narrow(0, 0, rows).narrow(1, 0, cols);
     return packed_bytes(codes, held, ld, bytes, scales, code, mode);
   };
   const ScaleMode mode = packed_scale_mode(format);
   Packed out;
   at::Tensor columns;
-  const int64_t held = mode == ScaleMode::kTensor ? m : round_up(m, 16);
+  const int64_t held = mode == ScaleMode::kBlock1x128 ? round_up(m, 16) : m;
   const at::Tensor rows =
       draw(m, k, held, round_up(k, 16), packed_rowwise_bytes(m, k), mode, out.rowwise);
   columns = draw(k, m, round_up(k, 16), round_up(m, 128), packed_columnwise_bytes(m, k),
@@ -67,8 +72,8 @@ Packed random_packed(const Format& format, OperandRole role, int64_t m, int64_t 
 
 TEST(QuantizedMatrix, PackedCodesStandForTheirValues) {
   at::manual_seed(0);
-  for (const char* name :
-       {"float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]"}) {
+  for (const char* name : {"float8_tensorwise", "float8_rowwise", "float8_blockwise",
+                           "float8_blockwise[x_block_scaling_dim=1]"}) {
     for (const OperandRole role : {OperandRole::kInput, OperandRole::kGradient}) {
       for (const auto& [m, k] : kShapes) {
         SCOPED_TRACE(::testing::Message() << name << " " << m << "x" << k);
@@ -143,8 +148,8 @@ void expect_as_of_values(const QuantizedMatrix& dy, const at::Tensor& dy_values,
 
 TEST(QuantizedMatrix, GradientsMayArriveAsPackedCodes) {
   at::manual_seed(2);
-  for (const char* name :
-       {"float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]"}) {
+  for (const char* name : {"float8_tensorwise", "float8_rowwise", "float8_blockwise",
+                           "float8_blockwise[x_block_scaling_dim=1]"}) {
     const Format& format = find_format(name);
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const int64_t m : {1, 33, 129}) {

@@ -205,8 +205,8 @@ TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {
   for_shapes(dtype(), [&](const Values& x, bool joined) {
     const auto [grad_gate, grad_up] = swiglu_gradients(x.grad, x.gate, x.up);
     const SwigluOperand product(x.gate, x.up);
-    for (const char* input :
-         {"", "float8_tensorwise", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]"}) {
+    for (const char* input : {"", "float8_tensorwise", "float8_rowwise", "float8_blockwise",
+                              "float8_blockwise[x_block_scaling_dim=1]"}) {
       for (const Orientations asked : {Orientations{true, true}, Orientations{false, true}}) {
         SwigluBackwardRequest request{.gradients = {.format = &format(),
                                                     .role = OperandRole::kGradient,
@@ -249,7 +249,8 @@ TEST(Swiglu, RowImagesAreThoseOfTheValues) {
 TEST(Swiglu, LinearMultipliesTheProduct) {
   at::manual_seed(5);
   for (const at::Device device : devices()) {
-    for (const char* name : {"float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"}) {
+    for (const char* name :
+         {"float8_tensorwise", "float8_rowwise", "float8_blockwise", "mxfp8", "nvfp4"}) {
       const auto weight = linear_weight(at::randn({48, 64}).to(device), whole(name, 48, 64));
       const Values x = random_values({33, 64}, at::kBFloat16, device, true, false);
       const SwigluOperand operand(x.gate, x.up);

@@ -284,7 +284,8 @@ TEST_P(FusedAdamW, SpecialValues) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, FusedAdamW,
-    ::testing::Combine(::testing::Values("float8_tensorwise", "float8_blockwise",
+    ::testing::Combine(::testing::Values("float8_tensorwise", "float8_rowwise",
+                                         "float8_rowwise_fp32_scale", "float8_blockwise",
                                          "float8_blockwise_fp32_scale", "mxfp8", "nvfp4",
                                          "nvfp4_1x16"),
                        ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)),
@@ -305,6 +306,10 @@ TEST(StepQuantizes, WhatNoOtherRankHasAPartIn) {
   EXPECT_EQ(of("float8_tensorwise", 300, 300, 0), StepQuantizes::kSpeculative);
   EXPECT_EQ(of("float8_tensorwise[stochastic]", 300, 300, 0), StepQuantizes::kAmax);
   EXPECT_EQ(of("float8_tensorwise_fp32_scale", 300, 300, 0), StepQuantizes::kAmax);
+  EXPECT_EQ(of("float8_rowwise", 300, 300, 0), StepQuantizes::kSpeculative);
+  EXPECT_EQ(of("float8_rowwise", 0, 300, 300), StepQuantizes::kSpeculative);
+  EXPECT_EQ(of("float8_rowwise[stochastic]", 300, 300, 0), StepQuantizes::kAmax);
+  EXPECT_EQ(of("float8_rowwise_fp32_scale", 100, 300, 100), StepQuantizes::kAmax);
   for (const char* format : {"float8_delayed", "nvfp4", "nvfp4_1x16"}) {
     EXPECT_EQ(of(format, 300, 300, 0), StepQuantizes::kAmax) << format;
   }

@@ -37,7 +37,8 @@ class TensorTest : public testing::TestWithParam<std::tuple<std::string, bool>> 
 };
 
 INSTANTIATE_TEST_SUITE_P(Formats, TensorTest,
-                         testing::Combine(testing::Values("float8_tensorwise", "float8_blockwise"),
+                         testing::Combine(testing::Values("float8_tensorwise", "float8_rowwise",
+                                                          "float8_blockwise"),
                                           testing::Bool()));
 
 TEST_P(TensorTest, IsATensorOfItsNominalDtype) {

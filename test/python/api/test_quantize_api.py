@@ -22,6 +22,8 @@ def model():
     [
         (qshard.Float8CurrentScaling(), "float8_tensorwise"),
         (qshard.Float8CurrentScaling(use_power_2_scales=False), "float8_tensorwise_fp32_scale"),
+        (qshard.Float8RowwiseScaling(), "float8_rowwise"),
+        (qshard.Float8RowwiseScaling(use_f32_scales=True), "float8_rowwise_fp32_scale"),
         (qshard.Float8BlockScaling(), "float8_blockwise"),
         (qshard.Float8BlockScaling(use_f32_scales=True), "float8_blockwise_fp32_scale"),
         (qshard.Float8BlockScaling(x_block_scaling_dim=1), "float8_blockwise[x_block_scaling_dim=1]"),

@@ -24,6 +24,7 @@ ROWS = {
     "sglang": (qshard.Float8BlockScaling(), {"layout": "sglang"}),
     "sglang, ue8m0": (qshard.Float8BlockScaling(), {"layout": "sglang", "scale_fmt": "ue8m0"}),
     "tensor": (qshard.Float8CurrentScaling(), {"layout": "compressed-tensors"}),
+    "channel": (qshard.Float8RowwiseScaling(), {"layout": "compressed-tensors"}),
     "mxfp8": (qshard.MXFP8BlockScaling(), {"layout": "modelopt"}),
     "nvfp4": (qshard.NVFP4BlockScaling(), {"layout": "compressed-tensors"}),
     "nvfp4, multiplies": (qshard.NVFP4BlockScaling(), {"layout": "modelopt"}),

@@ -24,6 +24,7 @@ ops = torch.ops.qshard
 RECIPES = {
     "tensorwise": qshard.Float8CurrentScaling(),
     "delayed": qshard.DelayedScaling(amax_history_len=4),
+    "rowwise": qshard.Float8RowwiseScaling(),
     "blockwise": qshard.Float8BlockScaling(),
     "blockwise_fp32": qshard.Float8BlockScaling(use_f32_scales=True),
     "mxfp8": qshard.MXFP8BlockScaling(),
@@ -219,7 +220,7 @@ def test_other_world_sizes_load_them(world, tmp_path):
         assert torch.equal(ops.dequantize(other[layer].weight.detach()), torch.cat(pieces))
 
 
-TP_FORMATS = ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4", "nvfp4_1x16"]
+TP_FORMATS = ["float8_tensorwise", "float8_rowwise", "float8_blockwise", "mxfp8", "nvfp4", "nvfp4_1x16"]
 
 
 def tensor_parallel(format, shape, hidden=511, seed=0):

@@ -26,6 +26,7 @@ ROWS = {
     "fp8, fp32 scales": ("deepseek-fp8", qshard.Float8BlockScaling(use_f32_scales=True), {}),
     "tensor": ("compressed-tensors", qshard.Float8CurrentScaling(), {}),
     "delayed": ("compressed-tensors", qshard.DelayedScaling(amax_history_len=3), {}),
+    "channel": ("compressed-tensors", qshard.Float8RowwiseScaling(), {}),
     "mxfp8": ("compressed-tensors", qshard.MXFP8BlockScaling(), {}),
     "mxfp8 1x32": ("modelopt", qshard.MXFP8BlockScaling(weight_block=(1, 32)), {}),
     "nvfp4": ("modelopt", qshard.NVFP4BlockScaling(), {}),

@@ -10,6 +10,7 @@ import qshard
 
 VOCABULARY = 96
 RECIPES = {
+    "float8_rowwise": qshard.Float8RowwiseScaling(),
     "float8_blockwise": qshard.Float8BlockScaling(),
     "float8_delayed": qshard.DelayedScaling(amax_history_len=3),
     "mxfp8": qshard.MXFP8BlockScaling(),

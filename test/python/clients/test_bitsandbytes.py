@@ -7,6 +7,7 @@ import torch
 import qshard
 
 RECIPES = {
+    "float8_rowwise": qshard.Float8RowwiseScaling(),
     "float8_blockwise": qshard.Float8BlockScaling(),
     "mxfp8": qshard.MXFP8BlockScaling(),
     "nvfp4": qshard.NVFP4BlockScaling(),

@@ -75,7 +75,7 @@ def test_experts_in_out(format, count, empty, device):
     check(format, count, empty, torch.float32, device, transposed=True)
 
 
-@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("format", ["float8_tensorwise", "float8_rowwise", "float8_blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("lies", ["out, in", "in, out"])
 # nvfp4's forward in dgrad's orientation rounds stochastically, before `check` seeds the generator.
 @pytest.mark.only_where(lambda format, lies: (format, lies) != ("nvfp4", "in, out"))

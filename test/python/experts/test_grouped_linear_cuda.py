@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 on_hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs a GPU of compute capability 9.0")
 # The input's columns, which wgrad reads, have scales of 128x128 or of 1x128 codes. Per tensor each expert has a scale.
 ON_CODES = ("float8_tensorwise", "float8_delayed", "float8_blockwise", "float8_blockwise[x_block_scaling_dim=1]")
-ON_VALUES = ("mxfp8", "nvfp4")
+ON_VALUES = ("float8_rowwise", "mxfp8", "nvfp4")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # (out, in): multiples of 128, and neither.
 SIZES = [(256, 384), (208, 400), (48, 72)]
@@ -317,6 +317,7 @@ def test_the_report_names_the_path():
     ends = ends_of(3, "none")
     lines = {
         "float8_blockwise": "float8_blockwise {} of experts: grouped FP8 GEMM",
+        "float8_rowwise": "float8_rowwise {} of experts: grouped GEMM of dequantized codes",
         "mxfp8": "mxfp8 {} of experts: grouped GEMM of dequantized codes",
         "float8_tensorwise[emulate]": "float8_tensorwise[emulate] {} of experts: one expert after the other, synchronises",
     }

@@ -18,6 +18,7 @@ import qshard
 
 BUDGET_S = 75
 RECIPES = {
+    "float8_rowwise": qshard.Float8RowwiseScaling(),
     "float8_blockwise": qshard.Float8BlockScaling(),
     "nvfp4": qshard.NVFP4BlockScaling(),
     "float8_delayed": qshard.DelayedScaling(amax_history_len=4),

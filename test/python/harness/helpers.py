@@ -11,8 +11,8 @@ ops = torch.ops.qshard
 _INFO = {name: info_of(name) for name in ops.formats()}
 # Scales that are no powers of two are tested where they matter.
 FORMATS = tuple(name for name in _INFO if not name.endswith("_fp32_scale"))
-# Columns of a block, and rows too but for those of one row.
-BLOCK = {name: _INFO[name].scale.block_cols for name in FORMATS if not _INFO[name].scale.spans_matrix}
+# Columns of a block, and rows too but for those of one row. Not of scales of whole rows.
+BLOCK = {name: _INFO[name].scale.block_cols for name in FORMATS if _INFO[name].scale.block_cols}
 ONE_ROW = tuple(name for name in FORMATS if _INFO[name].scale.block_rows == 1)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -65,6 +65,11 @@ def fit(fmt, rows):
     return round_up(rows, info_of(fmt).columnwise.block_rows) if has_two_images(fmt) else rows
 
 
+def shares_input_codes(fmt):
+    """Whether linears read the same codes of one input, where FP8 GEMMs run: delayed scaling has a scale for each."""
+    return info_of(fmt).gemm.kind == "packed" and info_of(fmt).amax_history is None
+
+
 def has_row_scales(fmt):
     return info_of(fmt).scale.place == "rows"
 
@@ -76,9 +81,11 @@ def code_cols(fmt, cols):
 
 def scale_shape(fmt, rows, cols):
     """Shape of scale_inv of one matrix."""
-    if fmt not in BLOCK:
+    scale = info_of(fmt).scale
+    if scale.spans_matrix:
         return 1, 1
-    return rows if has_row_scales(fmt) else ceil_div(rows, BLOCK[fmt]), ceil_div(cols, BLOCK[fmt])
+    of_rows = rows if has_row_scales(fmt) else ceil_div(rows, scale.block_rows)
+    return of_rows, ceil_div(cols, scale.block_cols) if scale.block_cols else 1
 
 
 def row_bytes(fmt, cols):

@@ -11,6 +11,7 @@ RECIPES = {
     for recipe in (
         qshard.Float8CurrentScaling(),
         qshard.DelayedScaling(),
+        qshard.Float8RowwiseScaling(),
         qshard.Float8BlockScaling(),
         qshard.MXFP8BlockScaling(),
         qshard.MXFP8BlockScaling(weight_block=(1, 32)),

@@ -8,6 +8,7 @@ from reference import emulation
 from reference.formats import FORMATS
 
 import qshard
+from qshard.formats import info_of
 
 BUDGET_S = 60  # the oracle is slow, and a case of each recipe compiles a model
 RECIPES = (
@@ -15,6 +16,8 @@ RECIPES = (
     qshard.Float8CurrentScaling(use_power_2_scales=False, emulate=True),
     qshard.DelayedScaling(emulate=True),
     qshard.DelayedScaling(fp8_format="E4M3", emulate=True),
+    qshard.Float8RowwiseScaling(emulate=True),
+    qshard.Float8RowwiseScaling(use_f32_scales=True, emulate=True),
     qshard.Float8BlockScaling(emulate=True),
     qshard.Float8BlockScaling(x_block_scaling_dim=1, emulate=True),
     qshard.Float8BlockScaling(use_f32_scales=True, emulate=True),
@@ -39,7 +42,7 @@ def reference_format(recipe):
 
 def reads_plain_in_dgrad(format):
     """Blocks of one row have no transpose: dgrad multiplies values, on the target too."""
-    return format.block is not None and format.block[0] == 1
+    return format.row_scale is not None and format.block[0] == 1
 
 
 def without_emulation(recipe):
@@ -77,7 +80,8 @@ def operands(x, weight, grad, recipe, seed=0, device="cpu"):
         words = [torch.randint(2**31 - 1, **size).cpu() for _ in range(draws)]
         words = [None, *words][-2:]
     square = getattr(recipe, "x_block_scaling_dim", 2) == 2
-    dgrad = grad.double() if plain else emulation.rows_of(grad, format, True, words[0])
+    meets = emulation.folded(grad, weight, format)
+    dgrad = grad.double() if plain else emulation.rows_of(meets, format, True, words[0])
     return (
         (emulation.rows_of(x, format), emulation.weight_of(weight, format)),
         (dgrad, emulation.weight_of(weight, format, columnwise=True).t()),
@@ -276,8 +280,9 @@ def test_adds_to_a_given_sum(recipe, dtype):
     assert torch.equal(sum, expected) and torch.equal(grad_input, made[0])
 
 
-@pytest.mark.parametrize("format", ["float8_tensorwise[emulate]", "float8_blockwise[emulate]"])
-def test_multiplies_codes_that_were_made_before(format):
+@pytest.mark.parametrize("base", ["float8_tensorwise", "float8_rowwise", "float8_blockwise"])
+def test_multiplies_codes_that_were_made_before(base):
+    format = f"{base}[emulate]"
     q = ops.quantize(torch.randn(32, 48), format)
     x, grad = torch.randn(24, 48), torch.randn(24, 32)
     rows, columns = ops.quantize_input(x, format, True, True)
@@ -367,8 +372,11 @@ def test_codes_of_the_cpu_are_those_of_the_gpu(recipe, m, k):
     made = [ops.quantize_input(x.to(device), recipe.format, True, True) for device in ("cpu", "cuda")]
     row_blocks, col_blocks = ceil_div(m, 128), ceil_div(k, 128)
     padded_k, padded_m = round_up(k, 16), round_up(m, 16)
-    if "tensorwise" in recipe.format:
+    scale_mode = info_of(recipe.format).activations.packed_rows
+    if scale_mode == "tensor":
         used = m * padded_k + 4, padded_k * 128 * row_blocks + 4
+    elif scale_mode == "row":
+        used = m * (padded_k + 4), padded_k * (128 * row_blocks + 4)
     else:
         is_square = getattr(recipe, "x_block_scaling_dim", 2) == 2
         scales = col_blocks * round_up(row_blocks, 4) if is_square else row_blocks * padded_k

@@ -9,6 +9,7 @@ import qshard
 
 RECIPES = (
     qshard.Float8CurrentScaling(),
+    qshard.Float8RowwiseScaling(),
     qshard.Float8BlockScaling(),
     qshard.DelayedScaling(),
     qshard.MXFP8BlockScaling(),

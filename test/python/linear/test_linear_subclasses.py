@@ -21,6 +21,7 @@ import qshard
 
 ops = torch.ops.qshard
 RECIPES = {
+    "float8_rowwise": qshard.Float8RowwiseScaling(),
     "float8_blockwise": qshard.Float8BlockScaling(),
     "float8_tensorwise": qshard.Float8CurrentScaling(),
     "nvfp4": qshard.NVFP4BlockScaling(),

@@ -3,7 +3,7 @@ made of what is never stored, too. It keeps the input alone."""
 
 import pytest
 import torch
-from helpers import FORMATS, are_codes_of, ops
+from helpers import FORMATS, are_codes_of, ops, shares_input_codes
 from nn_helpers import RECIPES, assert_bits, gradients, no_gpu, on_devices, randomize
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +17,7 @@ B16, F32 = torch.bfloat16, torch.float32
 NORMS = ("LayerNorm", "RMSNorm")
 IN_CODES = {
     "tensorwise": qshard.Float8CurrentScaling(),
+    "rowwise": qshard.Float8RowwiseScaling(),
     "blockwise": qshard.Float8BlockScaling(),
     "blockwise, 1x128": qshard.Float8BlockScaling(x_block_scaling_dim=1),
 }
@@ -226,9 +227,8 @@ def test_left_to_the_composition_cuda(case):
 def test_other_formats_cuda(format):
     module = make(RECIPES[format], "LayerNorm", parts=PARTS, bias=True)
     x = draw(96, 512, seed=1, device="cuda", dtype=B16)
-    in_codes = format in ("float8_tensorwise", "float8_blockwise")
     ran, _ = operators(step, fused, module, x)
-    assert ("_norm_linear_forward" in ran) == (in_codes and has_fp8(x.device))
+    assert ("_norm_linear_forward" in ran) == (shares_input_codes(format) and has_fp8(x.device))
 
 
 # -------------------------------------------------------------------------------- what it keeps

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from helpers import FORMATS, are_codes_of, ops
+from helpers import FORMATS, are_codes_of, ops, shares_input_codes
 from nn_helpers import (
     RECIPES,
     assert_bits,
@@ -141,7 +141,7 @@ def test_the_swiglu_mlp_adds_a_residual(device, fmt, dtype, joined, kind, tokens
     values = [draw(n, 256, seed=n + i, device=device) / 16 for i, n in enumerate((*rows, 256))]
     names = {"format": fmt, "down_format": fmt}
     norm = {"eps": 1e-5, "rms": kind == "RMSNorm"}
-    in_codes = device == "cuda" and fmt in ("float8_tensorwise", "float8_blockwise") and has_fp8(x.device)
+    in_codes = device == "cuda" and shares_input_codes(fmt) and has_fp8(x.device)
 
     def weights():
         *first, down = (ops.quantize(value, fmt) for value in values)

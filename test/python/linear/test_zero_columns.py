@@ -18,6 +18,7 @@ ops = torch.ops.qshard
 RECIPES = {
     "float8_tensorwise": qshard.Float8CurrentScaling(),
     "float8_delayed": qshard.DelayedScaling(),
+    "float8_rowwise": qshard.Float8RowwiseScaling(),
     "float8_blockwise": qshard.Float8BlockScaling(),
     "mxfp8": qshard.MXFP8BlockScaling(),
     "mxfp8_1x32": qshard.MXFP8BlockScaling(weight_block=(1, 32)),

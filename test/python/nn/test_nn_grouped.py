@@ -150,7 +150,8 @@ def test_state_dicts_have_the_names_of_transformer_engine(format, keep_master):
     with torch.no_grad():
         assert_same(models[1].fc(x, SPLITS), models[0].fc(x, SPLITS))
     if format is not None:
-        for plane in (ops.codes, ops.scale_inv):
+        # Values of codes, quantized again, may take half of a row's scale, and are the same.
+        for plane in (ops.codes, ops.scale_inv) if keep_master else (ops.dequantize,):
             assert_same(plane(models[1].fc.weight.detach()), plane(models[0].fc.weight.detach()))
 
 

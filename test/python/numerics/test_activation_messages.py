@@ -9,6 +9,7 @@ from reference import activations
 from reference import formats as reference
 
 import qshard
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 assert qshard
@@ -20,6 +21,8 @@ MESSAGES = [
         (
             "float8_tensorwise",
             "float8_tensorwise_fp32_scale",
+            "float8_rowwise",
+            "float8_rowwise_fp32_scale",
             "float8_blockwise",
             "float8_blockwise_fp32_scale",
             "float8_delayed",
@@ -52,12 +55,16 @@ def values(ranks, tokens, features, dtype):
 def oracle(x, format, is_gradient, amax):
     """For tokens (M, K): codes, scale_inv, the same for each value, and the codes' dtype."""
     dtype = torch.float8_e4m3fn
-    is_power_of_two = "fp32_scale" not in format and "delayed" not in format
-    if "blockwise" in format:
+    meets = info_of(format).activations
+    is_power_of_two = meets.power_of_two_scales
+    if meets.packed_rows == "1x128":
         codes, scale_inv = activations.quantize_1x128(x, power_of_two=is_power_of_two)
         return codes, scale_inv, activations.expand_1x128(scale_inv, x.shape[1]), dtype
-    if is_gradient and "e4m3" not in format:
-        dtype = torch.float8_e5m2
+    if meets.packed_rows == "row":
+        codes, scale_inv = activations.quantize_rowwise(x, power_of_two=is_power_of_two)
+        return codes, scale_inv[:, None], scale_inv[:, None], dtype
+    if is_gradient:
+        dtype = meets.packed_gradient_dtype
     scale = reference.scale_from_amax(amax.cpu(), torch.finfo(dtype).max, is_power_of_two)
     scale_inv = 1 / scale
     return reference.encode(x, scale, dtype), scale_inv.reshape(1), scale_inv, dtype
@@ -69,7 +76,8 @@ def test_messages_hold_the_values_of_the_oracle(format, is_gradient, device):
     for dtype, (ranks, tokens, features) in itertools.product(DTYPES, SIZES):
         x = values(ranks, tokens, features, dtype)
         amax = ops._message_amax(x.to(device), format)
-        assert amax.shape == ((0,) if "blockwise" in format else (1,))
+        scale_mode = info_of(format).activations.packed_rows
+        assert amax.shape == ((1,) if scale_mode == "tensor" else (0,))
         if amax.numel():
             amax.fill_(200.0)  # of fewer values than there are, so that some saturate
         messages, wanted = [], []
@@ -82,7 +90,7 @@ def test_messages_hold_the_values_of_the_oracle(format, is_gradient, device):
             assert torch.equal(got[:, :features], codes)
             assert not got[:, features:].any()
             scales = message[len(rows) * pitch :].cpu().view(torch.float32)[: scale_inv.numel()]
-            if "blockwise" in format:
+            if scale_mode == "1x128":
                 scales = scales.view(-1, len(rows)).t()
             assert torch.equal(scales, scale_inv.view(scales.shape))
             messages.append(message)

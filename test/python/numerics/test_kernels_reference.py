@@ -243,7 +243,7 @@ def test_ties_round_to_even(scale, format, dtype, device):
     codes = code_values(format)
     points = torch.cat([codes[1:], midpoints(codes)])
     points = torch.cat([neighbours(points), -neighbours(points)])
-    values = in_blocks(points, codes[-1], (FORMATS[format].block or (1, 128))[1])
+    values = in_blocks(points, codes[-1], (FORMATS[format].block or (1, 128))[1] or 128)
     if FORMATS[format].tensor_scale:  # makes it a power of two
         values = torch.cat([torch.full((1, 16), 448 * codes[-1]), values], 1)
     check((values * scale).to(dtype), format, device)

@@ -46,7 +46,9 @@ def test_as_the_reference(name):
     assert info.gemm.kind == ("packed" if of.row_scale is None else "row_images")
     rows = {None: None, torch.float8_e8m0fnu: "mxfp8_1x32", torch.float8_e4m3fn: "nvfp4_1x16"}
     assert info.activations.row_format == rows[of.row_scale]
-    assert info.gemm.transposes_weight == (of.block is None or of.block[0] == of.block[1])
+    is_square = of.block is None or of.block[0] == of.block[1]
+    assert info.gemm.transposes_weight == (is_square or of.scales_rows)
+    assert info.gemm.folds_row_scales == of.scales_rows
     assert not (info.stochastic_rounding or info.gathers_by_phase or info.emulated)
 
 
@@ -84,10 +86,11 @@ def test_options_of_a_format_are_told():
 def test_gemms_by_compute_capability():
     ranges = {
         name: (info_of(name).gemm.first_capability, info_of(name).gemm.last_capability)
-        for name in ("float8_delayed", "float8_blockwise", "mxfp8", "nvfp4")
+        for name in ("float8_delayed", "float8_rowwise", "float8_blockwise", "mxfp8", "nvfp4")
     }
     assert ranges == {
         "float8_delayed": (89, None),
+        "float8_rowwise": (90, 90),
         "float8_blockwise": (90, 90),
         "mxfp8": (100, None),
         "nvfp4": (100, None),

@@ -178,7 +178,8 @@ def test_scales_of_a_new_shard_are_its_own_when_they_change(fmt, keep_master, us
     assert_same_state(shard.detach(), copy.deepcopy(shard.detach()))
     if use != "scale_inv":
         whole = quantized_alike(value(shard.detach()), shard.detach(), keep_master)
-        assert torch.equal(bits(ops.codes(whole)), bits(ops.codes(shard.detach())))
+        # Values of a row or block may be quantized by half of its scale, to the same.
+        assert_same(ops.dequantize(whole), ops.dequantize(shard.detach()))
 
 
 @formats

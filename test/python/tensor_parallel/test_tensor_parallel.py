@@ -7,14 +7,27 @@ full tensor's.
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_calls import collectives, count
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
-from models.formats import DELAYED, FORMATS
-from models.tensor_parallel import Definition, build, fitted, full_value, give_gradient
+from models.formats import DELAYED, FORMATS, RECIPES
+from models.tensor_parallel import (
+    Definition,
+    build,
+    fitted,
+    full_value,
+    give_gradient,
+    local_part,
+    varied,
+)
 from test_optimizers import OPTIMIZERS
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import qshard
 
 BUDGET_S = 120
+ops = torch.ops.qshard
 SHAPES = [(256, 512), (192, 320), (200, 328), (100, 257), (64, 96), (100, 5), (5, 100), (100, 2)]
 RAGGED = [(200, 328), (100, 257), (100, 2)]
 STEPS = 3
@@ -68,6 +81,33 @@ def test_gathered_bytes_of_eight_ranks(world, mesh, names, pytestconfig):
     for format in FORMATS:
         results = world.run(run_bits, mesh, names, format, shapes, False)
         assert results == [{}] * world.size, format
+
+
+@pytest.mark.parametrize("cuts", [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1))], ids=str)
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True, "keep_master": False}], ids=["master", "stochastic"])
+@on_ranks(4)
+def test_scales_of_rows_are_agreed_on_by_those_that_hold_their_columns(cuts, options):
+    """Two dimensions of a mesh cut the weight, each in its own way."""
+    mesh = full_mesh(2, 2, names=("a", "b"))
+    layer = nn.Linear(36, 20, bias=False, device=device())
+    full = varied(20, 36, 1).to(device())
+    layer.weight = nn.Parameter(distribute_tensor(full, mesh, cuts))
+    layer = qshard.quantize_(layer, RECIPES["float8_rowwise"], tp_mesh=mesh, filter_fn=lambda *_: True, **options)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    rows = torch.arange(20, device=device())[:, None].expand(20, 36)
+    for step in range(3):
+        qshard.flush(layer)
+        local, held = layer.weight.to_local(), local_part(rows, layer.weight)[:, 0].tolist()
+        scales = dict(zip(held, ops.scale_inv(local).view(-1).tolist(), strict=True))
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, scales)
+        assert all(scale == of_rank[row] for of_rank in everywhere for row, scale in scales.items() if row in of_rank)
+        if not options:
+            whole = ops.quantize(full_value(layer.weight), "float8_rowwise")
+            assert list(scales.values()) == ops.scale_inv(whole).view(-1)[held].tolist()
+            assert torch.equal(ops.codes(local).float(), local_part(ops.codes(whole).float(), layer.weight))
+        give_gradient(layer.weight, varied(20, 36, 2 + step).to(device()))
+        optimizer.step()
 
 
 NOT_FOR_DTENSORS = ("SGD fused", "Rprop", "Adafactor")  # which have no rules for their operators

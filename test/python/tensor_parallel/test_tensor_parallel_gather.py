@@ -11,6 +11,7 @@ from reference import formats as reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qshard
+from qshard.formats import info_of
 from qshard.tensor_parallel import codes, collectives
 
 ops = torch.ops.qshard
@@ -18,6 +19,7 @@ FORMATS = (
     "float8_tensorwise",
     "float8_tensorwise_fp32_scale",
     DELAYED,
+    "float8_rowwise",
     "float8_blockwise",
     "float8_blockwise_fp32_scale",
     "mxfp8",
@@ -42,14 +44,17 @@ def activation(tokens, features, dtype, special=False):
 
 def quantized(x, format):
     """Values that an activation (M, K) has after it was quantized for a weight of `format`."""
-    base = format.split("[")[0]
-    k, is_power_of_two = x.shape[1], not base.endswith("fp32_scale") and base != "float8_delayed"
-    if base.startswith(("float8_tensorwise", "float8_delayed")):
-        found, scale_inv = activations.quantize_tensorwise(x, power_of_two=is_power_of_two)
-    elif base.startswith("float8_blockwise"):
-        found, scale_inv = activations.quantize_1x128(x, power_of_two=is_power_of_two)
+    k, codes_of = x.shape[1], info_of(format).activations
+    pow2, rows = codes_of.power_of_two_scales, codes_of.row_format or codes_of.packed_rows
+    if rows == "tensor":
+        found, scale_inv = activations.quantize_tensorwise(x, power_of_two=pow2)
+    elif rows == "row":
+        found, scale_inv = activations.quantize_rowwise(x, power_of_two=pow2)
+        scale_inv = scale_inv[:, None]
+    elif rows == "1x128":
+        found, scale_inv = activations.quantize_1x128(x, power_of_two=pow2)
         scale_inv = activations.expand_1x128(scale_inv, k)
-    elif base.startswith("mxfp8"):
+    elif rows == "mxfp8_1x32":
         blocks = torch.nn.functional.pad(x.float(), (0, -k % 32)).view(len(x), -1, 32)
         amax = torch.stack([reference.amax_of(block) for block in blocks.flatten(0, 1)])
         amax = amax.view(len(x), -1)
@@ -112,7 +117,8 @@ def test_gathered_gradient_is_the_quantized_whole():
     for format in ("float8_delayed[e4m3]", "float8_blockwise", "mxfp8"):
         got = codes.gather_tokens_now(part, 0, format, True, group).cpu()
         assert torch.equal(got, quantized(x, format)), format
-    assert torch.equal(codes.gather_tokens_now(part, 0, "nvfp4", True, group).cpu(), x)
+    for format in ("nvfp4", "float8_rowwise"):  # rounded at random, or times the weight's scales first
+        assert torch.equal(codes.gather_tokens_now(part, 0, format, True, group).cpu(), x), format
 
 
 class Sent(TorchDispatchMode):
@@ -136,8 +142,9 @@ def test_bytes_of_gathers():
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     tokens, features = 48, 1024
     x = activation(tokens, features, torch.bfloat16).to(device())
-    # Codes, and the scales of blocks within one token, or one scale, which takes 16 bytes.
+    # Codes, and the scales of blocks within one token, of tokens, or one scale, which takes 16 bytes.
     per_element = {
+        "float8_rowwise": 1 + 4 / features,
         "float8_blockwise": 1 + 4 / 128,
         "float8_blockwise_fp32_scale": 1 + 4 / 128,
         "mxfp8": 1 + 1 / 32,
@@ -150,9 +157,10 @@ def test_bytes_of_gathers():
         numel = tokens * features
         expected = int(numel * per_element[format]) if format in per_element else numel + 16
         assert sent.gathered == [(torch.uint8, expected)], (format, sent.gathered)
-        has_one_scale = format.startswith(("float8_tensorwise", "float8_delayed"))
-        assert not has_one_scale or sent.reduced == [(torch.int32, 1)], (format, sent.reduced)
-        assert not format.startswith("float8_blockwise") or not sent.reduced, format
+        meets = info_of(format).activations
+        if meets.row_format is None:
+            amax = [(torch.int32, 1)] if meets.packed_rows == "tensor" else []
+            assert sent.reduced == amax, (format, sent.reduced)
     for format in ("float8_tensorwise", "float8_blockwise", "mxfp8"):
         with Sent() as sent:
             codes.gather_tokens_now(x, 0, format, True, group)

@@ -75,7 +75,12 @@ def sharded(format, **kwargs):
     return model, [model]
 
 
-LAYOUTS = {"float8_blockwise": "deepseek-fp8", "mxfp8": "modelopt", "nvfp4": "modelopt"}
+LAYOUTS = {
+    "float8_blockwise": "deepseek-fp8",
+    "float8_rowwise": "compressed-tensors",
+    "mxfp8": "modelopt",
+    "nvfp4": "modelopt",
+}
 
 
 @on_ranks(1, 2, 4)

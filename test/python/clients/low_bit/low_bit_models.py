@@ -26,6 +26,10 @@ ROWS = {
     "deepseek-fp8, fp32 scales": ("deepseek-fp8", qshard.Float8BlockScaling(use_f32_scales=True)),
     "compressed-tensors, tensor": ("compressed-tensors", qshard.Float8CurrentScaling()),
     "compressed-tensors, delayed": ("compressed-tensors", qshard.DelayedScaling(amax_history_len=3)),
+    "compressed-tensors, channel": ("compressed-tensors", qshard.Float8RowwiseScaling()),
+    "compressed-tensors, channel, fp32 scales": (
+        "compressed-tensors", qshard.Float8RowwiseScaling(use_f32_scales=True)
+    ),
     "compressed-tensors, block": ("compressed-tensors", qshard.Float8BlockScaling()),
     "compressed-tensors, mxfp8": ("compressed-tensors", qshard.MXFP8BlockScaling()),
     "compressed-tensors, nvfp4": ("compressed-tensors", qshard.NVFP4BlockScaling()),

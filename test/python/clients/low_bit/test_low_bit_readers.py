@@ -65,7 +65,7 @@ def test_compressed_tensors_reads_checkpoints(saved, row):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("row", ["compressed-tensors, tensor", "compressed-tensors, block"])
+@pytest.mark.parametrize("row", [f"compressed-tensors, {kind}" for kind in ("tensor", "channel", "block")])
 def test_compressed_tensors_reads_ragged_weights(row, tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(200, 150), torch.nn.Linear(150, 7))

@@ -22,6 +22,7 @@ MESHES = {"tp 2": (1, 2), "dp 2 x tp 2": (2, 2)}
 LAYOUTS = {
     "float8_blockwise": "deepseek-fp8",
     "float8_tensorwise": "compressed-tensors",
+    "float8_rowwise": "compressed-tensors",
     "mxfp8": "compressed-tensors",
     "mxfp8_1x32": "modelopt",
     "nvfp4": "compressed-tensors",
@@ -33,6 +34,8 @@ ALIGNED = [
     ("float8_blockwise", 200, 256, []),
     ("float8_tensorwise", 100, 257, []),
     ("float8_tensorwise", 200, 328, []),
+    ("float8_rowwise", 100, 257, []),
+    ("float8_rowwise", 200, 328, []),
     ("mxfp8", 96, 192, []),
     ("mxfp8_1x32", 96, 192, []),
     ("nvfp4", 80, 160, []),

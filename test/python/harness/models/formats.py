@@ -10,6 +10,7 @@ RECIPES = {
     for recipe in (
         qshard.Float8CurrentScaling(),
         qshard.DelayedScaling(amax_history_len=3),  # fewer than the steps of a test
+        qshard.Float8RowwiseScaling(),
         qshard.Float8BlockScaling(),
         qshard.MXFP8BlockScaling(),
         qshard.MXFP8BlockScaling(weight_block=(1, 32)),
@@ -31,7 +32,7 @@ MIXES = {
     },
     "mix-2": {
         "blocks.0.up": "nvfp4",
-        "blocks.0.down": "mxfp8",
+        "blocks.0.down": "float8_rowwise",
         "blocks.1.up": "float8_blockwise",
         "blocks.1.down": DELAYED,
         "head": "nvfp4_1x16",

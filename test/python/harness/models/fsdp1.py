@@ -25,7 +25,7 @@ from torch.distributed.tensor import distribute_tensor
 import qshard
 from qshard import module_state
 
-SENT_AS_CODES = ("float8_tensorwise", "float8_blockwise", DELAYED)
+SENT_AS_CODES = ("float8_tensorwise", "float8_rowwise", "float8_blockwise", DELAYED)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

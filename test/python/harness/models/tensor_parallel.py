@@ -155,12 +155,14 @@ def full_value(param):
 
 class Definition:
     """What the weights' images and grids have to be: of the part that tensor parallelism gives this
-    rank, in blocks of its own, by the full tensor's scale, with the full tensor's history."""
+    rank, in blocks of its own, by the full tensor's scale, or those of its rows, with the full tensor's
+    history."""
 
     def __init__(self, model, format, tp_mesh):
         self.weights = [model.up.weight, model.down.weight]
         self.tp_mesh = tp_mesh
         self.has_tensor_scale = info_of(format).has_tensor_scale
+        self.scales_rows = info_of(format).gemm.folds_row_scales
         values = [self.values(dim, weight) for dim, weight in enumerate(self.weights)]
         self.quantized = [ops.quantize(value, format, keep_master=True) for value in values]
         self.rows = [self.part(dim, weight).shape[0] for dim, weight in enumerate(self.weights)]
@@ -172,12 +174,18 @@ class Definition:
 
     def values(self, dim, weight):
         """The part, and below it in blocks of its own a row with the largest value of the tensor."""
+        if self.is_cut_within_scales(dim):
+            return full_value(weight)
         part = self.part(dim, weight)
         if not self.has_tensor_scale:
             return part
         below = torch.zeros(16 + -part.shape[0] % 16, part.shape[1], device=part.device)
         below[-1, 0] = full_value(weight).abs().max()
         return torch.cat([part, below])
+
+    def is_cut_within_scales(self, dim):
+        """Whether this rank has columns of rows that have one scale: those of the full tensor's codes."""
+        return self.scales_rows and dim == 1
 
     def step(self, model):
         """After an optimizer step of the model."""
@@ -190,9 +198,13 @@ class Definition:
         """Bytes of gathered images and grids that differ."""
         wrong = 0
         with unsharded(model):
-            for linear, want, rows in zip((model.up, model.down), self.quantized, self.rows):
+            for dim, (linear, want, rows) in enumerate(zip((model.up, model.down), self.quantized, self.rows)):
                 got = local(linear.weight)
                 image, wanted = (image_bytes(t).view(t.shape[0], -1) for t in (padded(got), want))
+                if self.is_cut_within_scales(dim):
+                    columns = wanted[:, : want.shape[1]].chunk(self.tp_mesh.size(), 1)
+                    wanted = columns[self.tp_mesh.get_local_rank()]
+                    image = image[:, : got.shape[1]]
                 wrong += int((image[:rows] != wanted[:rows]).sum())
                 scales = [grid(t).contiguous().view(torch.uint8) for t in (got, want)]
                 assert scales[0].shape == scales[1].shape
