@@ -5,6 +5,7 @@ Here a few hundred of them; `python random_programs.py --programs 10000` runs mo
 
 import random
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -34,7 +35,11 @@ def test_programs_equal_their_plain_twins(world, report):
     if world.device == "cpu" and world.size == 1:
         report += [f"left out of random programs: {known}" for known in KNOWN]
     assert not findings and not stops, "\n" + "\n\n".join(map(str, [*findings, *stops]))
-    never_done = {name for name, ending in endings if ending == "done"} ^ {n for n, _ in endings}
+    tried = Counter()
+    for (name, _), times in endings.items():
+        tried[name] += times
+    # A kind of step that a few programs have may be one that cannot be done there.
+    never_done = {name for name, times in tried.items() if times >= 5 and not endings[name, "done"]}
     assert all(name.startswith("fail") for name in never_done), never_done
 
 
