@@ -28,7 +28,7 @@ int64_t columns_width(int64_t total, int64_t count) {
   return cuda::most_row_tiles(total, count) * 128;
 }
 
-/// Of the columns' codes and scales; those of groups lie behind them.
+/// The bytes of the columns' codes and scales; those of groups lie behind them.
 int64_t columns_bytes(int64_t width, int64_t k) {
   return round_up(packed_columnwise_bytes(width, k), 16);
 }

@@ -88,7 +88,7 @@ LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool n
                                        const Tensor& sum, at::ScalarType dtype) {
   const auto& [given, weight, input, input_is_codes, offs, needs_input, weight_only, format,
                weight_state, input_sum, codes] = call;
-  // Of a gradient in codes nothing but its size is read.
+  // Nothing is read of a gradient in codes but its size.
   const Tensor grad = codes ? at::empty({1, 1}, given.options().dtype(codes->dtype))
                                   .expand({codes->total, weight.size(1)})
                             : given;
