@@ -23,6 +23,16 @@ struct Values {
   at::Tensor gate, up, grad;
 };
 
+/// A request for the codes of both gradients.
+SwigluBackwardRequest gradients_of(const Format& format, Orientations orientations, bool joined) {
+  SwigluBackwardRequest request;
+  request.gradients.format = &format;
+  request.gradients.role = OperandRole::kGradient;
+  request.gradients.orientations = orientations;
+  request.joined = joined;
+  return request;
+}
+
 // `joined`: gate and up are halves of one matrix. `odd`: with what no activation should have.
 Values random_values(const Shape& shape, at::ScalarType dtype, at::Device device, bool joined,
                      bool odd) {
@@ -181,11 +191,8 @@ TEST_P(SwigluCodes, OfGradientsAreTheSameWithMaxima) {
     // A few rows and columns far above the rest, as gradients and activations have them.
     at::Tensor grad = x.grad.clone();
     if (m > 200) grad.narrow(0, m / 2, 1).mul_(300);
-    SwigluBackwardRequest request{.gradients = {.format = &format(),
-                                                .role = OperandRole::kGradient,
-                                                .orientations = {true, true}},
-                                  .joined = joined,
-                                  .input = &format()};
+    SwigluBackwardRequest request = gradients_of(format(), {true, true}, joined);
+    request.input = &format();
     const SwigluBackward without = swiglu_backward(grad, x.gate, x.up, request);
     const SwigluOperand product(x.gate, x.up);
     product.codes({.format = &format(), .orientations = {true, false}});
@@ -208,10 +215,7 @@ TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {
     for (const char* input : {"", "float8_tensorwise", "float8_rowwise", "float8_blockwise",
                               "float8_blockwise[x_block_scaling_dim=1]"}) {
       for (const Orientations asked : {Orientations{true, true}, Orientations{false, true}}) {
-        SwigluBackwardRequest request{.gradients = {.format = &format(),
-                                                    .role = OperandRole::kGradient,
-                                                    .orientations = asked},
-                                      .joined = joined};
+        SwigluBackwardRequest request = gradients_of(format(), asked, joined);
         if (*input != 0) request.input = &find_format(input);
         const SwigluBackward made = swiglu_backward(x.grad, x.gate, x.up, request);
         if (joined) {
