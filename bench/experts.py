@@ -270,7 +270,7 @@ def mlp(shape) -> Iterator[Row]:
     times = burst_times({
         name: backward_of(run, x, weights, gradient) for name, (run, weights) in mlps.items()
     })  # fmt: skip
-    kept = {}  # of rows that are picked from tokens, which nothing else keeps
+    kept = {}  # with the rows that are picked from tokens, which nothing else keeps
     order = torch.randperm(len(x), device="cuda")
     for name, (run, weights) in mlps.items():
         before = torch.cuda.memory_allocated()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 PEERS = {"torchao_tensorwise": "tensorwise", "torchao_rowwise": "rowwise"}  # torchao's recipes
-COUNTERPARTS = {  # of ours, what does the same
+COUNTERPARTS = {  # by our format: the peer that does the same
     "float8_tensorwise": "torchao_tensorwise",
     "float8_rowwise": "torchao_rowwise",
 }

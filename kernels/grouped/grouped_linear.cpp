@@ -223,12 +223,9 @@ LinearWeight ExpertWeights::matrix(int64_t expert) const {
 
 bool can_save_expert_codes(const at::Tensor& x, const ExpertWeights& weights, bool weight_only) {
   if (weights.transposed || x.numel() == 0) return false;
-  const auto runs_on_codes = [&](GemmDirection direction) {
-    const GroupedProblem problem{direction, x.device(), x.scalar_type(), x.size(0), weight_only};
-    return choose_grouped_path(problem, weights).path == GroupedPath::kCodes;
-  };
   const Format& format = *weights.stack.codes.format;
-  return runs_on_codes(GemmDirection::kForward) && runs_on_codes(GemmDirection::kGradWeight) &&
+  return runs_on_codes(GemmDirection::kForward, x, weights, weight_only) &&
+         runs_on_codes(GemmDirection::kGradWeight, x, weights, weight_only) &&
          saved_columns_bytes(format, x.size(0), x.size(1), weights.count) <=
              static_cast<int64_t>(x.nbytes()) * 3 / 4;
 }

@@ -11,12 +11,11 @@ constexpr GemmDirection kDirections[] = {GemmDirection::kForward, GemmDirection:
                                          GemmDirection::kGradWeight};
 
 /// Whether GEMMs of these directions run on codes that are scaled in blocks.
-bool runs_on_codes(std::span<const GemmDirection> directions, const at::Tensor& x,
+bool run_in_blocks(std::span<const GemmDirection> directions, const at::Tensor& x,
                    const ExpertWeights& weights, bool weight_only) {
   if (weights.transposed || !has_group_swiglu(*weights.stack.codes.format)) return false;
   return std::all_of(directions.begin(), directions.end(), [&](GemmDirection direction) {
-    const GroupedProblem problem{direction, x.device(), x.scalar_type(), x.size(0), weight_only};
-    return choose_grouped_path(problem, weights).path == GroupedPath::kCodes;
+    return runs_on_codes(direction, x, weights, weight_only);
   });
 }
 
@@ -24,14 +23,14 @@ bool runs_on_codes(std::span<const GemmDirection> directions, const at::Tensor& 
 
 bool has_grouped_mlp(const at::Tensor& gate, const ExpertWeights& down, bool weight_only) {
   constexpr GemmDirection kForward[] = {GemmDirection::kForward};
-  return gate.numel() > 0 && runs_on_codes(kForward, gate, down, weight_only);
+  return gate.numel() > 0 && run_in_blocks(kForward, gate, down, weight_only);
 }
 
 bool has_grouped_mlp_backward(const at::Tensor& input, const ExpertWeights& first,
                               const ExpertWeights& down, bool joined, bool weight_only) {
   const bool has_tiles = !joined || down.stack.codes.cols % 128 == 0;
-  return input.numel() > 0 && has_tiles && runs_on_codes(kDirections, input, first, weight_only) &&
-         runs_on_codes(kDirections, input, down, weight_only);
+  return input.numel() > 0 && has_tiles && run_in_blocks(kDirections, input, first, weight_only) &&
+         run_in_blocks(kDirections, input, down, weight_only);
 }
 
 at::Tensor grouped_mlp_forward(const at::Tensor& gate, const at::Tensor& up,

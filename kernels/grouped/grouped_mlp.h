@@ -11,7 +11,7 @@ namespace qshard {
 /// Whether the product of gate and up (T, K), of which `gate` is one, reaches down so.
 bool has_grouped_mlp(const at::Tensor& gate, const ExpertWeights& down, bool weight_only);
 /// Whether the gradients of gate and up do, too, and meet weights of their own in codes. `first`:
-/// of gate and up, or of both joined.
+/// the weights of gate, which lie as up's do, or of both joined.
 bool has_grouped_mlp_backward(const at::Tensor& input, const ExpertWeights& first,
                               const ExpertWeights& down, bool joined, bool weight_only);
 

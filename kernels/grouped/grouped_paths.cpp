@@ -82,6 +82,12 @@ GroupedChoice choose_grouped_path(const GroupedProblem& problem, const ExpertWei
   return {at_once ? GroupedPath::kValues : GroupedPath::kEach, why};
 }
 
+bool runs_on_codes(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
+                   bool weight_only) {
+  const GroupedProblem problem{direction, x.device(), x.scalar_type(), x.size(0), weight_only};
+  return choose_grouped_path(problem, weights).path == GroupedPath::kCodes;
+}
+
 GroupedPath record_path(GemmDirection direction, const at::Tensor& x, const ExpertWeights& weights,
                         bool weight_only) {
   // Where matrices lie as (in, out), forward reads them as dgrad does, and dgrad as forward.

@@ -4,15 +4,10 @@
 #include "kernels/device/current_stream.h"
 #include "kernels/format/value_dtype.h"
 #include "kernels/grouped/group_image.h"
-#include "kernels/swiglu/kernels.h"
+#include "kernels/linear/swiglu_task.h"
 
 namespace qshard {
 namespace {
-
-at::Tensor with_dense_rows(const at::Tensor& x) {
-  const bool is_dense = x.stride(1) == 1 && x.stride(0) >= x.size(1);
-  return is_dense ? x : x.contiguous();
-}
 
 /// The operands of a launch, whose memory lives as long as this.
 struct Operands {
@@ -24,39 +19,19 @@ struct Operands {
 
   Operands(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& grad,
            const RowGroups& groups)
-      : gate(with_dense_rows(gate)),
-        up(with_dense_rows(up)),
+      : gate(cuda::with_dense_rows(gate)),
+        up(cuda::with_dense_rows(up)),
         grad(grad.defined() ? grad.contiguous() : grad),
+        task(cuda::swiglu_task(this->gate, this->up)),
         dtype(value_dtype(gate.scalar_type())),
         stream(static_cast<cudaStream_t>(current_stream(gate.device()).handle)) {
-    task.gate = this->gate.const_data_ptr();
-    task.up = this->up.const_data_ptr();
     if (grad.defined()) task.grad = this->grad.const_data_ptr();
-    task.m = gate.size(0);
-    task.k = gate.size(1);
-    task.ld_gate = this->gate.stride(0);
-    task.ld_up = this->up.stride(0);
     tiles = row_tiles(groups, task.m, stream);
   }
   const cuda::RowTile* row_tile() const {
     return reinterpret_cast<const cuda::RowTile*>(tiles.const_data_ptr<int32_t>());
   }
 };
-
-/// Columns [first, first + k) of a joined matrix; both begin tiles.
-cuda::ActivationTask columns_of(cuda::ActivationTask whole, int64_t first, int64_t k) {
-  constexpr int64_t kBlock = 128;
-  whole.k = k;
-  if (whole.codes != nullptr) {
-    whole.codes += first;
-    whole.scale_inv += first / kBlock * whole.m_padded;
-  }
-  if (whole.codes_t != nullptr) {
-    whole.codes_t += first * whole.m_padded_t;
-    whole.scale_inv_t += first;
-  }
-  return whole;
-}
 
 }  // namespace
 
@@ -93,8 +68,8 @@ GroupSwigluBackward quantize_swiglu_backward_groups(const at::Tensor& grad, cons
   const GroupImage first = gradient(request.joined ? 2 * k : k);
   made.gate = first.codes();
   if (request.joined) {
-    out.gate.task = columns_of(first.task(), 0, k);
-    out.up.task = columns_of(first.task(), k, k);
+    out.gate.task = cuda::columns_of(first.task(), 0, k, /*one_scale=*/false);
+    out.up.task = cuda::columns_of(first.task(), k, k, /*one_scale=*/false);
   } else {
     const GroupImage second = gradient(k);
     made.up = second.codes();

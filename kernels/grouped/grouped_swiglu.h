@@ -16,8 +16,8 @@ GroupCodes quantize_swiglu_groups(const at::Tensor& gate, const at::Tensor& up,
 
 /// What is asked for of a gradient of silu(gate) * up.
 struct GroupSwigluRequest {
-  const Format* gradients = nullptr;  // of the weights that the gradients of gate and up meet
-  Orientations orientations = {};     // of these gradients
+  const Format* gradients = nullptr;  // the format of gate and up, which their gradients meet
+  Orientations orientations = {};     // those of the gradients
   bool joined = false;                // as of one matrix (T, 2 K): K is a multiple of 128
   const Format* product = nullptr;    // columns of silu(gate) * up, to meet a weight of it; or none
 };

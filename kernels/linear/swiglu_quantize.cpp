@@ -5,29 +5,10 @@
 #include "kernels/device/check_launch.h"
 #include "kernels/format/value_dtype.h"
 #include "kernels/linear/packed_activation.h"
-#include "kernels/swiglu/kernels.h"
+#include "kernels/linear/swiglu_task.h"
 
 namespace qshard::cuda {
 namespace {
-
-// A joined matrix has its second half where a tile begins, and a block of scales.
-constexpr int64_t kTileColumns = 128;
-
-at::Tensor with_dense_rows(const at::Tensor& x) {
-  const bool is_dense = x.stride(1) == 1 && x.stride(0) >= x.size(1);
-  return is_dense ? x : x.contiguous();
-}
-
-SwigluTask swiglu_task(const at::Tensor& gate, const at::Tensor& up) {
-  SwigluTask task;
-  task.gate = gate.const_data_ptr();
-  task.up = up.const_data_ptr();
-  task.m = gate.size(0);
-  task.k = gate.size(1);
-  task.ld_gate = gate.stride(0);
-  task.ld_up = up.stride(0);
-  return task;
-}
 
 at::Tensor empty_maxima(const SwigluTask& task, at::Device device) {
   return at::empty({swiglu_maxima_numel(task.m, task.k)},
@@ -40,20 +21,6 @@ at::Tensor maxima_of(const SwigluTask& task, const at::TensorOptions& values, cu
                                     value_dtype(c10::typeMetaToScalarType(values.dtype())),
                                     stream));
   return maxima;
-}
-
-// Columns [first, first + k) of a joined matrix; both begin tiles.
-ActivationTask columns_of(ActivationTask whole, int64_t first, int64_t k, bool one_scale) {
-  whole.k = k;
-  if (whole.codes != nullptr) {
-    whole.codes += first;
-    if (!one_scale) whole.scale_inv += first / kTileColumns * whole.m_padded;
-  }
-  if (whole.codes_t != nullptr) {
-    whole.codes_t += first * whole.m_padded_t;
-    if (!one_scale) whole.scale_inv_t += first;
-  }
-  return whole;
 }
 
 }  // namespace

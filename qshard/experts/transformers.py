@@ -1,4 +1,4 @@
-"""experts_implementation="qshard" of transformers: experts by `grouped_linear`."""
+"""experts_implementation="qshard" of transformers: experts by `swiglu_experts`, or `grouped_linear`."""
 
 import sys
 
