@@ -44,7 +44,12 @@ def decoded(planes, format):
     if scale.numel() == 1:
         scale = scale.reshape(1, 1)
     rows, columns = codes.shape
-    blocks = {"float8_blockwise": (128, 128), "mxfp8": (1, 32), "nvfp4": (1, 16)}
+    blocks = {
+        "float8_blockwise": (128, 128),
+        "float8_rowwise": (1, columns),
+        "mxfp8": (1, 32),
+        "nvfp4": (1, 16),
+    }
     block = next((size for name, size in blocks.items() if format.startswith(name)), (rows, columns))
     scale = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
     if "weight_scale_2" in planes:
