@@ -11,7 +11,7 @@
 namespace qshard {
 namespace {
 
-constexpr const char* kOp = "qshard::grouped_linear";
+constexpr const char* kGroupedLinear = "qshard::grouped_linear";
 
 /// The first `count` arguments of a call of transformers' operators, input (T, in), weight
 /// (experts, in, out) and offs first; none where the experts do not multiply as linears.
@@ -63,9 +63,9 @@ ExpertWeights experts_for_use(const Tensor& weight, std::optional<c10::string_vi
 GroupedForward grouped_linear_forward(const Tensor& input, const Tensor& weight, const Tensor& offs,
                                       bool weight_only, std::optional<c10::string_view> format,
                                       bool saves_input) {
-  check_groups(input, weight, offs, kOp);
+  check_groups(input, weight, offs, kGroupedLinear);
   const ExpertWeights experts =
-      experts_for_use(weight, format, std::nullopt, WeightUse::kForward, kOp);
+      experts_for_use(weight, format, std::nullopt, WeightUse::kForward, kGroupedLinear);
   check_expected_format(experts.stack, format);
   return grouped_forward(as_matrix(input), experts, {offs.contiguous()}, weight_only, saves_input);
 }
@@ -80,7 +80,8 @@ InputUse input_use_of_experts(const Tensor& input, const Tensor& weight, const L
       is_traced_or_subclass(weight) || !is_stack(weight) || input.size(1) != weight.size(2)) {
     return use;
   }
-  use.saves_codes = can_save_expert_codes(input, expert_weights(weight, kOp), weight_only);
+  use.saves_codes =
+      can_save_expert_codes(input, expert_weights(weight, kGroupedLinear), weight_only);
   return use;
 }
 
@@ -133,7 +134,7 @@ LinearBackward grouped_linear_backward(const GroupedLinearBackward& call, bool n
 
 Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& offs,
                       bool weight_only, std::optional<c10::string_view> format) {
-  check_format_name(weight, format, kOp);
+  check_format_name(weight, format, kGroupedLinear);
   return std::get<0>(linear_forward_op(input, quantized_on_use(weight, format), std::nullopt,
                                        /*save_quantized_input=*/false, weight_only, std::nullopt,
                                        std::nullopt, std::nullopt, std::nullopt, offs));
@@ -200,8 +201,8 @@ void check_grouped_sizes(const char* op, const Tensor& x, const Tensor& weight, 
 
 Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tensor& offs, bool,
                            std::optional<c10::string_view> format) {
-  if (format) checked_format(*format, kOp);
-  check_grouped_sizes(kOp, input, weight, 2, offs);
+  if (format) checked_format(*format, kGroupedLinear);
+  check_grouped_sizes(kGroupedLinear, input, weight, 2, offs);
   return at::empty_symint({input.sym_size(0), weight.sym_size(1)}, input.options());
 }
 

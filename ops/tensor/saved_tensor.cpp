@@ -25,7 +25,7 @@ constexpr int64_t kMaxSize = int64_t{1} << 40;  // of a dimension: row_bytes() s
 constexpr int64_t kMaxBytes = int64_t{1} << 56;
 
 template <typename... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> what, Args&&... args) {
+[[noreturn]] void reject(fmt::format_string<Args...> what, Args&&... args) {
   TORCH_CHECK(false, "qshard: a saved quantized tensor ",
               fmt::format(what, std::forward<Args>(args)...));
 }
@@ -53,24 +53,24 @@ bool is_plain(const Tensor& tensor) {
 
 void check_plain(const Tensor& tensor, const char* what) {
   if (!is_plain(tensor)) {
-    refuse("has no plain, contiguous tensor with memory of its own size as its {}", what);
+    reject("has no plain, contiguous tensor with memory of its own size as its {}", what);
   }
 }
 
 /// The format of a name, by value: names in files that turn out wrong are not remembered.
 Format format_of(std::string_view name) {
   if (name.size() > kMaxFormatName) {
-    refuse("names a format of {} characters", name.size());
+    reject("names a format of {} characters", name.size());
   }
   try {
     return parse_format(name);
   } catch (const std::invalid_argument& error) {
-    refuse("has no readable format: {}", error.what());
+    reject("has no readable format: {}", error.what());
   }
 }
 
 bool flag_of(int64_t field, const char* what) {
-  if (field != 0 && field != 1) refuse("says {} where it should say whether it {}", field, what);
+  if (field != 0 && field != 1) reject("says {} where it should say whether it {}", field, what);
   return field != 0;
 }
 
@@ -84,7 +84,7 @@ Layout layout_of(at::IntArrayRef fields, const Format& format) {
                       .row_offset = fields[kRowOffset]};
   for (const auto size : {layout.rows, layout.cols, layout.logical_rows, layout.matrix_rows}) {
     if (size < 0 || size >= kMaxSize) {
-      refuse("has an impossible size: {} x {} elements, of {} rows in matrices of {}", layout.rows,
+      reject("has an impossible size: {} x {} elements, of {} rows in matrices of {}", layout.rows,
              layout.cols, layout.logical_rows, layout.matrix_rows);
     }
   }
@@ -92,13 +92,13 @@ Layout layout_of(at::IntArrayRef fields, const Format& format) {
                                   ? layout.logical_rows == 0
                                   : layout.logical_rows % layout.matrix_rows == 0;
   if (!whole_matrices || layout.row_offset < -1 || layout.row_offset > layout.logical_rows) {
-    refuse("has an impossible placement: row {} of {} rows in matrices of {}", layout.row_offset,
+    reject("has an impossible placement: row {} of {} rows in matrices of {}", layout.row_offset,
            layout.logical_rows, layout.matrix_rows);
   }
   const int64_t images = fields.size() > kImages ? fields[kImages] : 0;
   const Images most = format.columnwise ? Images::kColumnwise : Images::kAll;
   if (!layout.fits() || images < 0 || images > static_cast<int64_t>(most)) {
-    refuse("has row images that its format does not have");
+    reject("has row images that its format does not have");
   }
   // Earlier versions wrote -1 for rows without a place, which hold zeros or a value of their own.
   return layout.with_images(static_cast<Images>(images))
@@ -123,7 +123,7 @@ void check_plane(const Tensor& plane, const char* what, const Layout& layout, bo
                     plane.scalar_type() == (is_master ? dtype : at::kByte) &&
                     held == (is_master ? bytes_of_master(layout, dtype) : bytes_of_codes(layout));
   if (!fits) {
-    refuse("of {} x {} elements of {} rows in {} {} cannot have {} bytes of {} as its {}",
+    reject("of {} x {} elements of {} rows in {} {} cannot have {} bytes of {} as its {}",
            layout.rows, layout.cols, layout.logical_rows, c10::toString(dtype), layout.format->name,
            held, c10::toString(plane.scalar_type()), what);
   }
@@ -136,7 +136,7 @@ void check_planes(const Layout& layout, at::ScalarType dtype, bool keeps_master,
   const bool bounded = is_bounded(layout, dtype);
   const int64_t needed = bounded ? packed_bytes(layout, dtype, keeps_master) : -1;
   if (needed == held) return;
-  refuse("claims {} x {} elements of {} rows in {}, {} a master, which take {} bytes, but holds {}",
+  reject("claims {} x {} elements of {} rows in {}, {} a master, which take {} bytes, but holds {}",
          layout.rows, layout.cols, layout.logical_rows, layout.format->name,
          keeps_master ? "with" : "without",
          bounded ? fmt::to_string(needed) : fmt::format("more than {}", kMaxBytes), held);
@@ -146,11 +146,11 @@ void check_pending(const SavedTensor& saved, const Layout& layout, bool keeps_ma
                    bool written) {
   if (!saved.pending) return;
   const Tensor& pending = *saved.pending;
-  if (keeps_master || !written) refuse("has a pending update where none can be");
+  if (keeps_master || !written) reject("has a pending update where none can be");
   check_plain(pending, "pending update");
   if (pending.sizes() != at::IntArrayRef({layout.rows, layout.cols}) ||
       pending.scalar_type() != saved.dtype || pending.device() != saved.bytes.device()) {
-    refuse("has a pending update that does not fit it: {} {} on {} for {} {} x {} on {}",
+    reject("has a pending update that does not fit it: {} {} on {} for {} {} x {} on {}",
            c10::toString(pending.scalar_type()), pending.sizes(), pending.device().str(),
            c10::toString(saved.dtype), layout.rows, layout.cols, saved.bytes.device().str());
   }
@@ -161,7 +161,7 @@ void check_rounding_words(const Tensor& rounding) {
   const Tensor host = rounding.cpu();
   for (const int32_t word : at::ArrayRef(host.const_data_ptr<int32_t>(), host.numel())) {
     if (word < 0 || word == std::numeric_limits<int32_t>::max()) {
-      refuse("has {} among its words of stochastic rounding", word);
+      reject("has {} among its words of stochastic rounding", word);
     }
   }
 }
@@ -170,7 +170,7 @@ void check_state(const SavedTensor& saved, const Layout& layout) {
   // Tensors on meta have shapes and no memory: a file may ask for much.
   const auto expected = ScalingState::fresh(layout, at::kMeta).tensors();
   if (expected.size() != saved.state.size()) {
-    refuse("has {} tensors of state, and its format {} has {}", saved.state.size(),
+    reject("has {} tensors of state, and its format {} has {}", saved.state.size(),
            layout.format->name, expected.size());
   }
   for (size_t i = 0; i < expected.size(); ++i) {
@@ -179,7 +179,7 @@ void check_state(const SavedTensor& saved, const Layout& layout) {
     check_plain(tensor, name);
     if (tensor.sizes() != like.sizes() || tensor.scalar_type() != like.scalar_type() ||
         tensor.is_meta() != saved.bytes.is_meta()) {
-      refuse("has state that does not fit its format: {} is {} {} on {} for {} {}", name,
+      reject("has state that does not fit its format: {} is {} {} on {} for {} {}", name,
              c10::toString(tensor.scalar_type()), tensor.sizes(), tensor.device().str(),
              c10::toString(like.scalar_type()), like.sizes());
     }
@@ -198,7 +198,7 @@ Layout checked_layout(const SavedTensor& saved) {
                   saved.bytes.dim() == 1 && is_value_dtype(saved.dtype),
               "qshard: this is not a saved quantized tensor");
   if (saved.size.size() != saved.stride.size() || saved.size.size() > kMaxDims) {
-    refuse("has {} dimensions and {} strides", saved.size.size(), saved.stride.size());
+    reject("has {} dimensions and {} strides", saved.size.size(), saved.stride.size());
   }
   check_plain(saved.bytes, "bytes");
   const Format format = format_of(saved.format);
@@ -223,12 +223,12 @@ Layout checked_shared_layout(const SavedTensor& saved, const std::optional<at::T
   const Layout layout = layout_of(fields, format);
   check_plane(saved.bytes, "codes", layout, /*is_master=*/false, saved.dtype);
   if (keeps_master != master.has_value()) {
-    refuse("{} a master, and says that it {} one", master ? "has" : "lacks",
+    reject("{} a master, and says that it {} one", master ? "has" : "lacks",
            keeps_master ? "keeps" : "does not keep");
   }
   if (master) check_plane(*master, "master", layout, /*is_master=*/true, saved.dtype);
   if (master && master->device() != saved.bytes.device()) {
-    refuse("has its codes on {} and its master on {}", saved.bytes.device().str(),
+    reject("has its codes on {} and its master on {}", saved.bytes.device().str(),
            master->device().str());
   }
   check_pending(saved, layout, keeps_master, written);
