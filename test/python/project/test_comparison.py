@@ -55,3 +55,8 @@ def test_it_says_where_others_are_better(sources):
     better = {row for row, cell in sources.cells(PAGE.read_text()) if "**" in cell}
     assert len(better) >= 3
 
+
+def test_readme_says_the_same_of_the_same_libraries(sources):
+    """README's short table has the columns of the page."""
+    header = re.search(r"^\| \| qshard \|.*$", PAGE.read_text(), re.MULTILINE)[0]
+    assert header in (CHECKOUT / "README.md").read_text()
