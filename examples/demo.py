@@ -95,8 +95,8 @@ def plan(args, extra, is_parallel: bool) -> str:
         f"This demo trains a small Llama {runs} times for {args.steps} steps: with plain FSDP2 ({PLAIN}), then in\n"
         f"{', '.join(args.formats)}{parallel}.\n"
         f"Each run stops in the middle on {before} {process}, saves a checkpoint and resumes on {after}.\n"
-        f"A plain step was timed on this machine just now: the runs take about {max(1, math.ceil(minutes))} min "
-        "if quantized steps\ntake as long, and more where they take longer, as on a CPU."
+        f"A plain step was timed on this machine just now: all steps take about {max(1, math.ceil(minutes))} min "
+        "if quantized ones\ntake as long, and more where they take longer, as on a CPU."
     )
 
 
