@@ -32,7 +32,7 @@ def command_of(source):
 
 
 def run_as_pasted(source, folder):
-    """What the program prints, on the CPU; it may use a minute of processor time."""
+    """What the program prints, and the seconds of processor time that it takes, on the CPU."""
     name, command = command_of(source)
     (folder / name).write_text(source)
     environment = {
@@ -49,8 +49,7 @@ def run_as_pasted(source, folder):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Warning: qshard" not in done.stderr, done.stderr
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < A_MINUTE
-    return done.stdout
+    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def losses(printed):
@@ -63,7 +62,8 @@ def plain_blocks(number):
 
 
 def test_the_quick_start(tmp_path):
-    printed = run_as_pasted(PROGRAMS[0], tmp_path)
+    printed, seconds = run_as_pasted(PROGRAMS[0], tmp_path)
+    assert seconds < A_MINUTE
     first, *_, last = losses(printed)
     assert last < first / 4
     assert "float8_blockwise" in printed  # the report
@@ -73,7 +73,7 @@ def test_the_quick_start(tmp_path):
 
 
 def test_the_loop_under_fsdp2(tmp_path):
-    printed = run_as_pasted(PROGRAMS[1], tmp_path)
+    printed, _ = run_as_pasted(PROGRAMS[1], tmp_path)
     assert len(losses(printed)) == 6  # rank 0 alone prints
     assert losses(printed)[-1] < losses(printed)[0] / 1.5
     assert len(list((tmp_path / "checkpoint").glob("*.distcp"))) == 2  # one for each rank
