@@ -2,7 +2,8 @@
 #
 #   TORCH=2.15.0     another torch      PYTHON=python3.12   another Python
 #   FORMATS="…"      formats of the demo                    JOBS=2   compile jobs
-#   CUDA=OFF         no CUDA kernels; ON: an error where they cannot be built
+#   CUDA=OFF         no CUDA kernels; ON: an error where they cannot be built; AUTO, the default: where there is
+#                    an nvcc, but not for `make demo` on a machine without a GPU
 #   ARCHITECTURES="90a-real;100"   machine code for these GPUs; else for this machine's, or all
 #
 # make test-clients: with the packages named below; NEWEST=1: with their newest versions on PyPI.
@@ -18,6 +19,15 @@ CUDA ?= AUTO
 ARCHITECTURES ?=
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
+
+# `make demo` alone, where no GPU could run its kernels: minutes of CPU code instead of a quarter of an hour
+# of nvcc. A build with kernels that is there already serves, too. `make test` always compiles them.
+GPU_DEVICES := /dev/nvidia* /dev/dxg
+ifeq ($(MAKECMDGOALS)$(ARCHITECTURES) $(CUDA),demo AUTO)
+  ifeq ($(wildcard $(GPU_DEVICES) $(VENV)/torch-$(TORCH)-cuda-AUTO-built),)
+    CUDA := OFF
+  endif
+endif
 
 # The venv's own cmake and ninja, and never more compilers than JOBS.
 export PATH := $(BIN):$(PATH)

@@ -5,10 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-import draw_figures  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import qshard  # noqa: E402
 
@@ -21,13 +18,10 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "qshard"
 html_show_sourcelink = False
-exclude_patterns = ["generated"]
 nitpicky = False
 default_role = "literal"  # `x` in docstrings, as in Markdown
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-
-draw_figures.draw_all(HERE / "generated")
 
 
 def arguments_as_fields(app, what, name, obj, options, lines):

@@ -1,5 +1,10 @@
-"""Draws the documentation's figures: python docs/draw_figures.py [folder]. `make docs` does it by itself."""
+"""Draws the documentation's figures into docs/figures: python docs/draw_figures.py [folder].
 
+The figures are tracked by git, so that README and the pages show them on GitHub. `test_figures.py` fails where they
+differ from what this script draws, and where a number differs from the file in bench/results that it names.
+"""
+
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +14,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, Rectangle  # noqa: E402
 
+FIGURES = Path(__file__).resolve().parent / "figures"
 BLUE, ORANGE, GREEN, GREY = "#4c72b0", "#dd8452", "#55a868", "#8c8c8c"
 
 
@@ -27,15 +33,15 @@ def draw_concepts(path: Path) -> None:
     """Two ranks' shards of one weight: master, row image, grid; the flush and the gather."""
     figure, axes = plt.subplots(figsize=(9, 4.3))
     for rank, y in ((0, 2.3), (1, 0.3)):
-        axes.text(0.0, y + 1.42, f"rank {rank}: rows of one weight", fontsize=9, weight="bold")
+        axes.text(0.0, y + 1.42, f"rank {rank}: rows of one weight", fontsize=8.5, weight="bold")
         box(axes, 0, y, 2.2, 1.3, BLUE, "master = value\n(rows, columns)\nfp32, sharded")
         box(axes, 3.9, y, 1.9, 1.3, ORANGE, "row image: codes\nuint8, sharded")
         box(axes, 5.8, y, 0.5, 1.3, GREEN, "row\nscales", 7)
-        arrow(axes, (2.2, y + 0.65), (3.9, y + 0.65), "flush: quantize")
-    box(axes, 2.55, 1.72, 1.0, 0.46, GREY, "grid: scales of\nblocks and tensor", 6.5)
-    arrow(axes, (3.05, 2.9), (3.05, 2.18), "")
-    arrow(axes, (3.05, 0.95), (3.05, 1.72), "")
-    axes.text(3.6, 1.9, "one all-reduce\nof amaxes", fontsize=8, va="center")
+        arrow(axes, (2.2, y + 0.65), (3.9, y + 0.65), "flush: quantize", (-0.05, 0.1 if rank == 0 else -0.25))
+    box(axes, 2.6, 1.72, 1.3, 0.46, GREY, "grid: scales of\nblocks and tensor", 6.5)
+    arrow(axes, (3.25, 2.9), (3.25, 2.18), "")
+    arrow(axes, (3.25, 0.95), (3.25, 1.72), "")
+    axes.text(4.0, 1.95, "one all-reduce\nof amaxes", fontsize=8, va="center")
     box(axes, 7.9, 1.0, 1.4, 2.0, ORANGE, "gathered\nweight:\nall rows'\ncodes")
     box(axes, 9.3, 1.0, 0.4, 2.0, GREEN, "", 7)
     arrow(axes, (6.3, 2.95), (7.9, 2.3), "all-gather,", (0.1, 0.2))
@@ -49,11 +55,45 @@ def draw_concepts(path: Path) -> None:
     plt.close(figure)
 
 
+def draw_step_time(data: dict, path: Path) -> None:
+    """A panel for each run, and for each of its bars the eager step above the compiled one."""
+    runs = data["runs"]
+    heights = [len(run["bars"]) for run in runs]
+    figure, panels = plt.subplots(
+        len(runs), sharex=True, figsize=(9, 1.1 + 0.55 * sum(heights)), height_ratios=heights
+    )
+    for axes, run in zip(panels, runs):
+        for place, bar in enumerate(run["bars"]):
+            is_ours = bar["label"].startswith("qshard")
+            for mode, y, color in (("eager", place - 0.2, BLUE), ("compiled", place + 0.2, ORANGE)):
+                ms, plain = bar[mode]["ms"], run["bars"][0][mode]["ms"]
+                ratio = f"  ({ms / plain:.2f}x)" if place else ""
+                axes.barh(y, ms, 0.38, color=color, alpha=1.0 if is_ours else 0.45, label=mode)
+                axes.text(ms + 3, y, f"{ms:.1f}{ratio}", va="center", fontsize=8)
+        axes.set_yticks(range(len(run["bars"])), [bar["label"] for bar in run["bars"]], fontsize=9)
+        axes.invert_yaxis()
+        axes.set_title(run["title"], fontsize=9.5, loc="left", weight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+    most = max(bar[mode]["ms"] for run in runs for bar in run["bars"] for mode in ("eager", "compiled"))
+    panels[-1].set_xlim(0, 1.14 * most)
+    panels[-1].set_xlabel("ms a step: shorter is faster")
+    panels[0].legend(
+        [Rectangle((0, 0), 1, 1, color=BLUE), Rectangle((0, 0), 1, 1, color=ORANGE)],
+        ["eager", "compiled"], loc="lower right", frameon=False, fontsize=9,
+    )
+    figure.suptitle(data["title"], fontsize=11, x=0.01, ha="left")
+    figure.text(0.01, -0.01, data["note"], fontsize=8.5, va="top")
+    figure.tight_layout()
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    plt.rcParams["svg.hashsalt"] = "qshard"
+    plt.rcParams.update({"svg.hashsalt": "qshard", "svg.fonttype": "none"})  # text that a reader can search
     draw_concepts(folder / "concepts.svg")
+    draw_step_time(json.loads((FIGURES / "step-time.json").read_text()), folder / "step-time.svg")
 
 
 if __name__ == "__main__":
-    draw_all(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "generated"))
+    draw_all(Path(sys.argv[1]) if len(sys.argv) > 1 else FIGURES)

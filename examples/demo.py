@@ -2,7 +2,8 @@
 
 Each run stops in the middle, saves a checkpoint and resumes from it on another number of processes.
 One format trains its first half with tensor parallelism, too, and resumes without.
-At the end: a table, the loss curves as a PNG, and text that the trained models wrote.
+At the end: a table, the losses and their differences to plain FSDP2's as a PNG, and text that the trained
+models wrote.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import time
 from pathlib import Path
 
 import torch
+import train_llama
+from llama import Llama, LlamaConfig
 
 PLAIN = "bf16"
 IN_PARALLEL = "float8_blockwise"
@@ -54,13 +57,55 @@ def launch(processes: int, *arguments):
                    env={"OMP_NUM_THREADS": "1", **os.environ})
 
 
+def global_batch(args) -> int:
+    """Sequences of a step: the same before and after the resume, so both numbers of processes divide it."""
+    share = math.lcm(*args.processes)
+    return math.ceil(12 / share) * share
+
+
+def seconds_of_a_step(args, extra) -> float:
+    """A plain step of this model, timed here, as the processes before the resume would share it."""
+    config = train_llama.parse_arguments(["--steps", str(args.steps), *extra])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Llama(LlamaConfig(dim=config.dim, hidden=config.hidden, layers=config.layers,
+                              heads=config.heads, max_seq_len=config.seq_len)).to(device, torch.bfloat16)
+    tokens = torch.zeros(global_batch(args), config.seq_len, dtype=torch.long, device=device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each process has one
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        model(tokens).float().square().mean().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    torch.set_num_threads(threads)
+    cores = len(os.sched_getaffinity(0))
+    return min(times) / (args.processes[0] if device == "cuda" else min(args.processes[0], cores))
+
+
+def plan(args, extra, is_parallel: bool) -> str:
+    """What the demo is about to do, and about how long it takes."""
+    runs = 1 + len(args.formats) + is_parallel
+    minutes = runs * args.steps * seconds_of_a_step(args, extra) / 60
+    before, after = args.processes
+    process = "process" if before == 1 else "processes"
+    parallel = f", and one format with tensor parallelism over {args.tp} processes" if is_parallel else ""
+    return (
+        f"This demo trains a small Llama {runs} times for {args.steps} steps: with plain FSDP2 ({PLAIN}), then in\n"
+        f"{', '.join(args.formats)}{parallel}.\n"
+        f"Each run stops in the middle on {before} {process}, saves a checkpoint and resumes on {after}.\n"
+        f"A plain step was timed on this machine just now: all steps take about {max(1, math.ceil(minutes))} min "
+        "if quantized ones\ntake as long, and more where they take longer, as on a CPU."
+    )
+
+
 def train(names: list[str], args, extra, tp: int = 1) -> list[dict]:
     """First halves, checkpoints, second halves on another number of processes, by FSDP2 alone."""
     checkpoints = args.out / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
     before, after = args.processes
-    share = math.lcm(before, after)  # the same global batch must divide by both
-    batch = math.ceil(12 / share) * share
+    batch = global_batch(args)
     halves = [args.out / f"{half}-half{f'-tp{tp}' if tp > 1 else ''}" for half in ("first", "second")]
     common = ["--format", *names, "--steps", args.steps, "--batch", batch, *extra]
     launch(before, *common, "--stop-at", args.steps // 2, "--checkpoints", checkpoints,
@@ -107,27 +152,37 @@ def plot(runs: list[dict], path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, (axes, differences) = plt.subplots(
+        2, sharex=True, figsize=(8, 7.5), height_ratios=(3, 2), layout="constrained"
+    )
+    plain = runs[0]
     for run in runs:
         steps = [int(step) for step in run["losses"]]
         (line,) = axes.plot(steps, list(run["losses"].values()), linewidth=0.9, label=run["name"])
         axes.plot([int(step) for step in run["validation"]], list(run["validation"].values()), "o",
                   color=line.get_color(), markersize=4)
-    axes.axvline(runs[0]["resumed_at"], color="grey", linestyle="--", linewidth=0.8)
-    axes.text(runs[0]["resumed_at"], axes.get_ylim()[1] - 0.1, f" {runs[0]['world_size']} processes → "
-              f"{runs[0]['resumed_on']}", va="top", color="grey", fontsize=9)
-    axes.set(xlabel="step", ylabel="loss, nats per byte (dots: validation)",
-             title="A small Llama on Python's standard library")
+        for key, style in (("losses", {"linewidth": 0.9}), ("validation", {"marker": "o", "markersize": 4})):
+            both = [step for step in run[key] if step in plain[key]]
+            differences.plot([int(step) for step in both], [run[key][step] - plain[key][step] for step in both],
+                             color=line.get_color(), linestyle="-" if key == "losses" else "", **style)
+    for panel in (axes, differences):
+        panel.axvline(plain["resumed_at"], color="grey", linestyle="--", linewidth=0.8)
+    axes.text(plain["resumed_at"], axes.get_ylim()[1] - 0.1, f" {plain['world_size']} processes → "
+              f"{plain['resumed_on']}", va="top", color="grey", fontsize=9)
+    axes.set(ylabel="loss, nats per byte (dots: validation)", title="A small Llama on Python's standard library")
+    differences.set(xlabel="step", ylabel=f"loss less {plain['name']}'s")
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def main():
     args, extra = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
+    is_parallel = args.tp > 1 and args.processes[0] % args.tp == 0
+    print(plan(args, extra, is_parallel), flush=True)
     started = time.monotonic()
     runs = train([PLAIN, *args.formats], args, extra)
-    is_parallel = args.tp > 1 and args.processes[0] % args.tp == 0
     if is_parallel:
         runs += train([IN_PARALLEL if IN_PARALLEL in args.formats else args.formats[0]], args, extra, args.tp)
     plot(runs, args.out / "loss.png")
@@ -142,10 +197,13 @@ def main():
         print(f"tp {args.tp}: until it resumed, tensor parallelism over {args.tp} processes and FSDP2 over "
               f"{args.processes[0] // args.tp}; its gathered bytes\nare those of activations, and of weights "
               "over FSDP2's ranks alone.")
+    if not torch.cuda.is_available():
+        print("These processes ran on a CPU, which has no FP8 GEMM: each step dequantizes codes and multiplies\n"
+              "values, so steps/s says nothing about a GPU. The bytes and the losses are what to look at.")
     for run in runs:
         print(f"\n--- {run['name']} wrote " + "-" * 60 + f"\n{run['sample']}")
     (args.out / "results.json").write_text(json.dumps(runs, indent=1))
-    print(f"\nLoss curves: {args.out / 'loss.png'}. Took {time.monotonic() - started:.0f} s.")
+    print(f"\nLosses, and their differences to {PLAIN}'s: {args.out / 'loss.png'}. Took {time.monotonic() - started:.0f} s.")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def register(cls: type, part: Part) -> type:
 
     This is said of exactly this class: subclasses are registered by themselves. It holds in this
     process, in place of what was known of the class before. The caller has to know that it is
-    true: fuse_ runs nothing to find out. A process in which the class is not registered reads
+    true: `fuse_` runs nothing to find out. A process in which the class is not registered reads
     pickles of fused modules as plain ones."""
     if not isinstance(cls, type) or not issubclass(cls, torch_nn.Module):
         raise TypeError(f"qshard.fuse.register: expected a class of modules, got {cls!r}")

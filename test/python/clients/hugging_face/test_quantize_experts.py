@@ -14,7 +14,7 @@ pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5.0")
 from moe_models import MODELS, make_model, tokens  # noqa: E402
 
 LEFT = "look like weights and were left plain"
-is_not_head = lambda module, name: name != "lm_head"  # noqa: E731 as README has it
+is_not_head = lambda module, name: name != "lm_head"  # noqa: E731 as the quick start has it
 
 
 def said_by(*args, **options):
