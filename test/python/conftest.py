@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config, items):
     thinning.leave_out(config, items)
     if config.getoption("--full"):
         return
-    thinning.keep_pairs(config, items)
+    thinning.keep_few(config, items)
     if not config.getoption("--all-clients"):
         for item in items:
             if item.get_closest_marker("takes_a_minute"):

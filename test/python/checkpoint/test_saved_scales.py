@@ -76,6 +76,7 @@ def plain_values(model):
     }
 
 
+@pytest.mark.pairwise
 @recipes
 @roundings
 @pytest.mark.parametrize("spread", [0.0, 1.0], ids=["even", "spread"])

@@ -70,6 +70,7 @@ def windows_of(q):
         yield name, window
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_master", [False, True], ids=["no-master", "master"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @on_formats
@@ -228,6 +229,7 @@ def test_a_write_into_codes_is_refused_while_tracing():
 # --------------------------------------------------------------------------------- empty sizes
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("m, n, k", [(4, 32, 0), (0, 32, 16), (4, 0, 16), (0, 0, 0)])
 @pytest.mark.parametrize("leading", [(), (3,)], ids=["2-D", "3-D"])
 @on_formats

@@ -217,7 +217,7 @@ class Partitions:
             param.grad = None
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", [None, False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("format", [*FORMATS, *(r.format for r in EXTRA)])

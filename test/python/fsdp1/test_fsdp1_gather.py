@@ -71,7 +71,7 @@ GATHER_MODES = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("format", SENT_AS_CODES)
@@ -245,7 +245,7 @@ def test_plain_and_quantized_weights_in_one_unit():
 # -------------------------------------------------------------- what is done to modules afterwards
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("second", [*SENT_AS_CODES, "mxfp8", None])
 @pytest.mark.parametrize("first", [*SENT_AS_CODES, "mxfp8"])

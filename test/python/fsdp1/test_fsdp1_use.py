@@ -125,7 +125,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("format", SENT_AS_CODES)
@@ -253,7 +253,7 @@ def write_of_one_unit(model):
             param.mul_(3)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @ORIG_OR_FLAT
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("format", SENT_AS_CODES)

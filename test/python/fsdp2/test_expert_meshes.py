@@ -312,6 +312,7 @@ def hand_out(model, mesh):
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
 @pytest.mark.parametrize("format", FORMATS)
 @on_ranks(2)
@@ -365,6 +366,7 @@ PRODUCTS = (
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
 @pytest.mark.parametrize("format", FORMATS)
 def test_products_of_a_stack_are_of_its_codes(format, keep_master):

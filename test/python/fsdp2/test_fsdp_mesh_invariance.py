@@ -184,7 +184,7 @@ def run_history(format, keep_master, quantized, optimizer):
     }
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("quantized", ["before", "after", "after-by-operators"])
@@ -223,6 +223,7 @@ def run_stochastic(recipe):
     return oracle.mismatches(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", FORMATS)
 @on_worlds(1, 3, 4)
 def test_stochastic_rounding_does_not_depend_on_the_mesh(world, recipe, report):
@@ -234,7 +235,7 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh(world, recipe, report):
 # ----------------------------------------------------------------------- HSDP
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
@@ -286,7 +287,7 @@ def quantized_from(like, image, scales):
     return tensor
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", FORMATS)
 @on_worlds(4, 2)

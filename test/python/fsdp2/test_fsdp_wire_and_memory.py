@@ -150,7 +150,7 @@ def run_counted(format, keep_master, rows, reshard):
     return sum(bytes for _, bytes in gathered), sum(bytes for _, bytes in plain_gathered)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", FORMATS)

@@ -55,6 +55,7 @@ def sharded(recipe, keep_master, rows=64, seed=0, **kwargs):
     return qshard.quantize_(model, RECIPES[recipe], keep_master=keep_master, filter_fn=lambda *_: True)
 
 
+@pytest.mark.each_value
 @formats
 @keep_or_not
 @on_ranks(1, 2)
@@ -78,6 +79,7 @@ def test_torch_save_writes_plain_values(keep_master, recipe):
         assert_same(read[name].cpu(), (local(value) + 0).cpu(), name)
 
 
+@pytest.mark.each_value
 @formats
 @keep_or_not
 @few_rows
@@ -99,6 +101,7 @@ def test_what_is_written_into_it_is_written_into_the_weights(rows, keep_master, 
     train(model)
 
 
+@pytest.mark.each_value
 @formats
 @keep_or_not
 @few_rows

@@ -95,7 +95,7 @@ def train_ddp(model, microbatches, optimizer=None):
 @pytest.mark.parametrize("microbatches", (1, 2))
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @on_ranks(2)  # sums of more have an order, which is that of buckets
 def test_ddp_trains_as_with_plain_weights(format, option, microbatches):
     def ddp(prepare):
@@ -204,7 +204,7 @@ def replicated(model):
 @pytest.mark.parametrize("order", ("before", "after"))
 @pytest.mark.parametrize("keep_master", (True, False), ids=("master", "no-master"))
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @on_ranks(2, 3)
 def test_replicate_trains_as_with_plain_weights(format, keep_master, order):
     if order == "before":

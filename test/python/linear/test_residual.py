@@ -241,6 +241,7 @@ def assert_steps(actual, expected, bound):
     assert max(relative_error(*pair) for pair in pairs) < bound
 
 
+@pytest.mark.pairwise
 @on_devices
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("options", [

@@ -117,7 +117,7 @@ def run_equals_alone(kind, format, recompute, keep_master, mesh_shape):
         assert (got[name] - want[name]).abs().mean() < 1e-3, name
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("format", RECIPES)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("recompute", [False, True])

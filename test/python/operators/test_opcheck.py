@@ -258,6 +258,7 @@ def opcheck_compares_float8(monkeypatch):
     monkeypatch.setattr(torch, "allclose", allclose)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_operators_pass_opcheck(name, fmt):

@@ -59,6 +59,7 @@ def count_wrong(fmt, keep_master, read, repeats=10):
     return wrong
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("read", READS)
 @keep_or_not
 @formats
@@ -68,6 +69,7 @@ def test_threads_that_read_a_written_tensor_first(fmt, keep_master, read):
     assert answer == ("returned", "0"), answer
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [1, 3, 257], ids="{} rows".format)
 @keep_or_not
 @formats

@@ -228,6 +228,7 @@ def adapter_losses(model, steps=5):
     return losses
 
 
+@pytest.mark.pairwise
 @keep_or_not
 @formats
 @on_ranks(2, 4)
@@ -249,6 +250,7 @@ def train_with_grad(model):
     train(model, steps=1)
 
 
+@pytest.mark.pairwise
 @few_rows
 @keep_or_not
 @formats

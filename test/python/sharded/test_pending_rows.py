@@ -138,6 +138,7 @@ def run_rows(fmt, keep_master, tensor, pending, source, made, rows, shown):
 ROUNDED_BY_READS = ("whole", "new_zeros")  # no other rank has to agree: reading codes is the flush
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("made", MADE)
 @keep_or_not

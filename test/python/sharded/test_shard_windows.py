@@ -129,6 +129,7 @@ def test_a_copy_of_a_window(keep_master, shape, copied, source):
     finish(model, twin, keep_master)
 
 
+@pytest.mark.pairwise
 @shapes
 @keep_or_not
 @on_ranks(2, 4)

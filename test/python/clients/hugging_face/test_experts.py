@@ -57,6 +57,7 @@ def twin_of(model, name, implementation):
     return twin
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4"])

@@ -115,6 +115,7 @@ def assert_same_bytes(got, want):
         assert torch.equal(*bytes), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("format, dim, hidden, cut", CASES)
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 def test_files_are_those_of_one_process(tmp_path, shape, format, dim, hidden, cut):
