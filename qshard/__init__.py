@@ -5,6 +5,7 @@ import importlib.metadata
 
 from qshard._library import library_path  # loads the library
 from qshard import _pickled_names, _runtime, checkpoint, nn, ops, serialization, tensor_parallel  # noqa: F401
+from qshard.activation_checkpointing import selective_context_fn, selective_policy
 from qshard.checkpoint.quantization_state import QuantizationState
 from qshard.dynamic_weights.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
@@ -55,6 +56,8 @@ __all__ = [
     "quantized_model_init",
     "reduce_gradients_",
     "report",
+    "selective_context_fn",
+    "selective_policy",
     "serialization",
     "tensor_parallel",
     "trace_fallbacks",
