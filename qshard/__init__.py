@@ -11,6 +11,7 @@ from qshard.dynamic_weights.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.model.dequantize import dequantize_
+from qshard.model.large_layers import large_enough
 from qshard.model.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.model.quantized_init import quantized_model_init
 from qshard.modules import registrations
@@ -47,6 +48,7 @@ __all__ = [
     "from_planes",
     "fuse_",
     "is_quantized",
+    "large_enough",
     "library_path",
     "mark_written",
     "nn",
