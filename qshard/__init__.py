@@ -7,6 +7,7 @@ from qshard._library import library_path  # loads the library
 from qshard import _pickled_names, _runtime, checkpoint, nn, ops, serialization, tensor_parallel  # noqa: F401
 from qshard.activation_checkpointing import selective_context_fn, selective_policy
 from qshard.checkpoint.quantization_state import QuantizationState
+from qshard.clipping import clip_grad_norm_
 from qshard.dynamic_weights.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
@@ -41,6 +42,7 @@ __all__ = [
     "QuantizationState",
     "backend_report",
     "checkpoint",
+    "clip_grad_norm_",
     "ddp_comm_hook",
     "debug",
     "dequantize_",
