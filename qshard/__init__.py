@@ -5,11 +5,14 @@ import importlib.metadata
 
 from qshard._library import library_path  # loads the library
 from qshard import _pickled_names, _runtime, checkpoint, nn, ops, serialization, tensor_parallel  # noqa: F401
+from qshard.activation_checkpointing import selective_context_fn, selective_policy
 from qshard.checkpoint.quantization_state import QuantizationState
+from qshard.clipping import clip_grad_norm_
 from qshard.dynamic_weights.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.model.dequantize import dequantize_
+from qshard.model.large_layers import large_enough
 from qshard.model.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.model.quantized_init import quantized_model_init
 from qshard.modules import registrations
@@ -39,6 +42,7 @@ __all__ = [
     "QuantizationState",
     "backend_report",
     "checkpoint",
+    "clip_grad_norm_",
     "ddp_comm_hook",
     "debug",
     "dequantize_",
@@ -46,6 +50,7 @@ __all__ = [
     "from_planes",
     "fuse_",
     "is_quantized",
+    "large_enough",
     "library_path",
     "mark_written",
     "nn",
@@ -55,6 +60,8 @@ __all__ = [
     "quantized_model_init",
     "reduce_gradients_",
     "report",
+    "selective_context_fn",
+    "selective_policy",
     "serialization",
     "tensor_parallel",
     "trace_fallbacks",

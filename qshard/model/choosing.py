@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn as torch_nn
@@ -85,8 +85,8 @@ class Choice:
             hint = f"{some([n for n, _ in self.tied])} shares its weight with an embedding; {_ASKS}"
         raise ValueError(f"qshard.quantize_: no nn.Linear was chosen; {hint}")
 
-    def say(self, recipe: str, is_rounded_to_nearest: bool) -> None:
-        """Logs what was taken, and warns once of all that may surprise."""
+    def say(self, recipe: str, is_rounded_to_nearest: bool, more: Iterable[str] = ()) -> None:
+        """Logs what was taken, and warns once of all that may surprise, `more` among it."""
         names = [name for name, _ in self.linears] + [name for name, *_ in self.further]
         _log.info("quantize_: %d modules or parameters as %s: %s", len(names), recipe, some(names, 8))
         said = [*self._of_adapters(), *self._of_tables(is_default=self.filter_fn is None)]
@@ -101,6 +101,7 @@ class Choice:
                 "weights that are trained have no master and are rounded to the nearest code, which loses "
                 "small updates; pass stochastic_rounding=True, or keep the master"
             )
+        said += more
         if said:
             warnings.warn("qshard.quantize_: " + ". Also, ".join(said), stacklevel=4)
 

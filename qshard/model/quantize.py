@@ -20,7 +20,7 @@ from qshard import module_state, nn, recipes
 from qshard.dynamic_weights import modules as dynamic_modules
 from qshard.dynamic_weights import weights as dynamic
 from qshard.experts import known
-from qshard.model import choosing, scale_groups, state_buffers
+from qshard.model import choosing, large_layers, scale_groups, state_buffers
 from qshard.model.choosing import weight_names
 from qshard.modules import parameter_swap
 from qshard.modules.module_apply import with_local
@@ -88,7 +88,8 @@ def quantize_(
         GroupedExperts of torchtitan, stack by stack (experts, rows, columns) and matrix by matrix. By default all
         but those that share their weight with an embedding, which would look up rounded values. One
         warning names what may surprise: these, an output layer as large as an embedding's table, stacks that
-        stay plain, and, without a filter_fn, matrices in modules of other kinds. The logger "qshard"
+        stay plain, without a filter_fn matrices in modules of other kinds, and linears on a GPU that are for the
+        most part too narrow to gain time by FP8 (`large_enough` leaves them out). The logger "qshard"
         says at level INFO what was taken. Call quantize_ again for modules that are to have another recipe.
     parameter_fn(parameter, name): which parameters of other modules to quantize, too, of two dimensions or
         more. bmm, einsum, grouped_mm and @ multiply by dequantized codes of stacks, in eager mode. Given, it
@@ -142,9 +143,10 @@ def quantize_(
             f'qshard.quantize_: weights="dynamic" is of linears, which quantize at each use, and parameter_fn '
             f"chose {further[0][0]}; leave one of the two out"
         )
+    narrow = () if weight_only else large_layers.said_of_narrow_layers(choice, format)
     if is_dynamic:
         dynamic_modules.quantize_at_each_use(model, chosen, format, weight_only, group)
-        choice.say(f"{format} at each use", False)
+        choice.say(f"{format} at each use", False, narrow)
         return model
     sharing = scale_groups.find(chosen, share_tensor_scale, format) if share_tensor_scale else []
     parameter_swap.check_model(model, "qshard.quantize_")
@@ -182,7 +184,7 @@ def quantize_(
         _pad_now(module)
     flush(model)
     is_trained = any(weight.requires_grad for _, weight in weights)
-    choice.say(format, is_trained and not keep_master and not stochastic_rounding)
+    choice.say(format, is_trained and not keep_master and not stochastic_rounding, narrow)
     return model
 
 

@@ -1,5 +1,6 @@
 """A model converter for torchtitan 0.2, under the name quantize.qshard."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -7,6 +8,7 @@ import qshard
 import torch
 import torchtitan.config
 from qshard import module_state
+from qshard.activation_checkpointing import PRODUCTS
 from qshard.integrations.torchtitan import options
 from qshard.integrations.torchtitan.checkpoints import checkpoint_beside
 from qshard.model.choosing import warn_of_what_is_left
@@ -14,6 +16,7 @@ from qshard.model.choosing import warn_of_what_is_left
 from torchtitan.components import checkpoint
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import job_config as stock
+from torchtitan.distributed import activation_checkpoint
 from torchtitan.protocols.model_converter import register_model_converter
 
 
@@ -104,5 +107,18 @@ class QShardConverter(QuantizationConverter):
         """Nothing: weights are requantized after every optimizer step by themselves."""
 
 
+def _save_quantized_linears(stock_apply):
+    """Each model has its own set of operators that selective_ac_option = "op" saves, and hands it to the one function
+    that makes a policy of it (torchtitan/distributed/activation_checkpoint.py: _apply_op_sac), which computes every
+    second aten.mm again. Quantized linears are saved, all of them, as with torchtitan 0.3."""
+
+    @functools.wraps(stock_apply)
+    def apply_op_sac(module, ac_config, *, op_sac_save_list, **kwargs):
+        return stock_apply(module, ac_config, op_sac_save_list=op_sac_save_list | PRODUCTS, **kwargs)
+
+    return apply_op_sac
+
+
+activation_checkpoint._apply_op_sac = _save_quantized_linears(activation_checkpoint._apply_op_sac)
 checkpoint_beside(checkpoint.CheckpointManager)
 register_model_converter(QShardConverter, "quantize.qshard")

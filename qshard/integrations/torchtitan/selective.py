@@ -3,15 +3,9 @@
 import functools
 from dataclasses import dataclass, fields
 
-import torch
+from qshard.activation_checkpointing import PRODUCTS
 
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
-
-def _products() -> set:
-    """Operators of qshard that multiply matrices, as aten.linear and aten.mm do among torchtitan's own."""
-    ops = torch.ops.qshard
-    return {ops.linear_forward.default, ops._norm_linear_forward.default}
 
 
 @functools.cache
@@ -24,7 +18,7 @@ def _saving(policy: type) -> type:
             pass
 
         def get_save_ops(self) -> set:
-            return super().get_save_ops() | _products()
+            return super().get_save_ops() | PRODUCTS
 
     Saving.__name__, Saving.__qualname__ = policy.__name__, policy.__qualname__
     return Saving

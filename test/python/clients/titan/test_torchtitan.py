@@ -25,8 +25,10 @@ from titan_stand_ins import (
     step_is_near,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qshard
+from qshard.activation_checkpointing import PRODUCTS
 from qshard.fuse.families import files_of
 from qshard.modules.packages import TORCHTITAN
 
@@ -229,6 +231,34 @@ def test_experts_resume_bit_for_bit():
     arguments = ("--parallelism.expert_parallel_degree=2", EXPERTS)
     _, said = resume("deepseek_v3", "float8_blockwise", "disabled", arguments)
     assert not said
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of quantized linears in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model, more", [("llama3", ()), ("deepseek_v3", (EXPERTS,))])
+@on_ranks(2, devices=("cpu",))
+def test_selective_checkpointing_computes_no_quantized_linear_again(model, more):
+    results = {}
+    for mode in ("none", "selective", "full"):
+        arguments = f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.selective_ac_option=op"
+        with shared_folder() as folder, Products() as products:
+            losses = Job(folder, *arguments, *more, model=model).train(range(2))
+        results[mode] = losses, products.count
+    losses = [loss for loss, _ in results.values()]
+    assert losses[0] == losses[1] == losses[2]
+    once, selective, full = (count for _, count in results.values())
+    assert selective == once
+    assert full == once + (once - 2)  # the head, once in each of two steps, is in no block
 
 
 @on_ranks(2, devices=("cpu",))

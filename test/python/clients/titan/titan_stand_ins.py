@@ -63,7 +63,7 @@ def late_stager():
 
 def documented(heading):
     """The first block of code below a heading of docs/clients.md."""
-    page = (Path(__file__).parents[3] / "docs/clients.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/clients.md").read_text()
     return re.search(rf"^### {heading}$.*?^```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
 
 
