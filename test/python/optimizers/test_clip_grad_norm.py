@@ -383,6 +383,7 @@ def steps(format, clip, make, keep_master=True):
     return norms, [full_value(p) for p in sharded.parameters()]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keep_master", [True, False])
 @pytest.mark.parametrize("format", ["float8_tensorwise", "float8_blockwise", "mxfp8"])
 @on_ranks(1, 2)
