@@ -245,20 +245,18 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model, more", [("llama3", ()), ("deepseek_v3", (EXPERTS,))])
 @on_ranks(2, devices=("cpu",))
-def test_selective_checkpointing_computes_no_quantized_linear_again(model, more):
+def test_selective_checkpointing_computes_no_quantized_linear_again():
     results = {}
     for mode in ("none", "selective", "full"):
         arguments = f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.selective_ac_option=op"
         with shared_folder() as folder, Products() as products:
-            losses = Job(folder, *arguments, *more, model=model).train(range(2))
+            losses = Job(folder, *arguments).train(range(2))
         results[mode] = losses, products.count
-    losses = [loss for loss, _ in results.values()]
-    assert losses[0] == losses[1] == losses[2]
-    once, selective, full = (count for _, count in results.values())
-    assert selective == once
-    assert full == once + (once - 2)  # the head, once in each of two steps, is in no block
+    losses, once = results["none"]
+    assert results["selective"] == (losses, once)
+    # The head, which runs once in each of two steps, is in no block.
+    assert results["full"] == (losses, once + (once - 2))
 
 
 @on_ranks(2, devices=("cpu",))
