@@ -123,6 +123,7 @@ def contexts_of(**options):
 # ---------------------------------------------------------------------------- bits, and what runs
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", MODULES)
 @formats
 def test_no_product_runs_again_and_no_bit_moves(recipe, name):

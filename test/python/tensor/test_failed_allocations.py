@@ -75,6 +75,7 @@ def run(fmt, keep_master, name):
     return "unchanged"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", NEEDS_MEMORY)
 @pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 @pytest.mark.parametrize("fmt", ["float8_tensorwise", "mxfp8"])
