@@ -23,8 +23,9 @@ BIN := $(VENV)/bin
 # `make demo` alone, where no GPU could run its kernels: minutes of CPU code instead of a quarter of an hour
 # of nvcc. A build with kernels that is there already serves, too. `make test` always compiles them.
 GPU_DEVICES := /dev/nvidia* /dev/dxg
+GPU ?= $(wildcard $(GPU_DEVICES))
 ifeq ($(MAKECMDGOALS)$(ARCHITECTURES) $(CUDA),demo AUTO)
-  ifeq ($(wildcard $(GPU_DEVICES) $(VENV)/torch-$(TORCH)-cuda-AUTO-built),)
+  ifeq ($(GPU)$(wildcard $(VENV)/torch-$(TORCH)-cuda-AUTO-built),)
     CUDA := OFF
   endif
 endif
@@ -97,9 +98,8 @@ format-check: $(venv)
 
 # GoogleTests of CUDA kernels need a GPU. Where there is none, the others run with sanitizers alone, beside a
 # program that loads the library of the release build.
-GPU ?= $(wildcard /dev/nvidia0)
 unit-test: $(built)
-	@$(if $(GPU),,echo "no /dev/nvidia0: GoogleTests run with sanitizers only; GPU=1 builds them for CUDA")
+	@$(if $(GPU),,echo "no GPU in $(GPU_DEVICES): GoogleTests run with sanitizers only; GPU=1 builds them for CUDA")
 	cmake --preset ci -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build --preset ci $(if $(GPU),,--target load_without_python)
 	ctest --preset ci $(if $(GPU),,-R load_without_python)

@@ -106,13 +106,7 @@ def selective_policy(*, save: Iterable = (), recompute: Iterable = ()) -> Callab
 
     Sources: torch/utils/checkpoint.py; torchtitan's distributed/activation_checkpoint.py has the same list for mm.
     """
-    saved = _saved("selective_policy", tuple(save), tuple(recompute))
-
-    def policy(ctx, op, *args, **kwargs):
-        is_saved = op in saved or _leaves_the_device(op, args, kwargs)
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
+    return _policy(_saved("selective_policy", tuple(save), tuple(recompute)))
 
 
 def selective_context_fn(
@@ -135,18 +129,23 @@ def selective_context_fn(
     counted = (_MATMULS & saved) - frozenset(save) if every_second_matmul else frozenset()
 
     def context_fn():
-        count = {False: 0, True: 0}  # products in forward, and in recomputation, which may stop early
-
-        def policy(ctx, op, *args, **kwargs):
-            is_saved = op in saved or _leaves_the_device(op, args, kwargs)
-            if op in counted:
-                count[ctx.is_recompute] += 1
-                is_saved = count[ctx.is_recompute] % 2 == 1
-            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
+        return create_selective_checkpoint_contexts(_policy(saved, counted))
 
     return context_fn
+
+
+def _policy(saved, counted=frozenset()):
+    """Every second one of `counted` is computed again. They are counted in this policy's regions together."""
+    count = {False: 0, True: 0}  # in forward, and in recomputation, which may stop early
+
+    def policy(ctx, op, *args, **kwargs):
+        is_saved = op in saved or _leaves_the_device(op, args, kwargs)
+        if op in counted:
+            count[ctx.is_recompute] += 1
+            is_saved = count[ctx.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
 def _saved(caller, save, recompute):

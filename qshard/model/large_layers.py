@@ -112,11 +112,9 @@ def said_of_narrow_layers(choice: Choice, format: str) -> Iterator[str]:
 
 def _multiplies_here(module, format):
     """Whether its weights lie on a GPU that multiplies codes of the format."""
-    gemm = info_of(format).gemm
+    base = info_of(format).base
     parameters = [module._parameters.get(name) for name in weight_names(module)]
     devices = {parameter.device for parameter in parameters if parameter is not None}
-    if not devices or any(device.type != "cuda" for device in devices):
-        return False
-    capabilities = [10 * major + minor for major, minor in map(torch.cuda.get_device_capability, devices)]
-    last = gemm.last_capability
-    return all(gemm.first_capability <= c and (last is None or c <= last) for c in capabilities)
+    return bool(devices) and all(
+        device.type == "cuda" and not torch.ops.qshard._why_dequantized(device)[base] for device in devices
+    )
