@@ -1,5 +1,6 @@
 """`make demo`: what it builds, what it announces, what it draws."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,18 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[3]
 EXAMPLES = CHECKOUT / "examples"
+
+
+def dry_run(*arguments):
+    """What `make` would run with these arguments alone.
+
+    A `make` that runs the tests passes its own variables on to this one (MAKEFLAGS), as `ARCHITECTURES=…` of
+    `make test ARCHITECTURES=…`.
+    """
+    passed_on = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARCHITECTURES", "CUDA", "GPU", "TORCH"}
+    env = {name: value for name, value in os.environ.items() if name not in passed_on}
+    command = ["make", "--dry-run", *arguments, "PYTHON=python3", "JOBS=1"]
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True, env=env).stdout
 
 
 @pytest.fixture
@@ -34,15 +47,13 @@ def demo(monkeypatch):
 )
 def test_only_the_demo_leaves_cuda_kernels_out(arguments, cuda, tmp_path):
     """And only where no device is there and nothing was asked for."""
-    command = ["make", "--dry-run", *arguments, f"VENV={tmp_path}", "PYTHON=python3", "JOBS=1"]
-    printed = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    printed = dry_run(*arguments, f"VENV={tmp_path}")
     assert f"-DQSHARD_CUDA={cuda} " in printed
 
 
 def test_the_demo_takes_a_build_that_is_there(tmp_path):
     (tmp_path / "torch-2.11.0-cuda-AUTO-built").touch()
-    command = ["make", "--dry-run", "demo", "GPU_DEVICES=/nowhere", f"VENV={tmp_path}", "PYTHON=python3"]
-    printed = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    printed = dry_run("demo", "GPU_DEVICES=/nowhere", f"VENV={tmp_path}")
     assert "-DQSHARD_CUDA=OFF" not in printed
 
 
