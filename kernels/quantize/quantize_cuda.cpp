@@ -130,7 +130,7 @@ void compute_amax(std::span<const QuantizeTask> tasks, void* stream) {
   if (tasks.size() <= GridScaledBatch::kCapacity) {
     launch_grid_scaled<GridScaledBatch>(tasks, launch, add);
   } else {
-    launch_grid_scaled<RowImageFlushBatch>(tasks, launch, add);
+    launch_grid_scaled<GridScaledFlushBatch>(tasks, launch, add);
   }
   compute_amax_row_scaled(tasks, cuda_stream);
   compute_amax_columnwise(tasks, cuda_stream);
@@ -142,14 +142,14 @@ void quantize(std::span<const QuantizeTask> tasks, void* stream) {
     return in_rows ? launch_quantize_in_rows(batch, dtype, cuda_stream)
                    : launch_quantize(batch, dtype, cuda_stream);
   };
-  launch_grid_scaled<RowImageFlushBatch>(
+  launch_grid_scaled<GridScaledFlushBatch>(
       tasks, launch, [](auto& batcher, const QuantizeTask& task) {
         if (task.rounding != nullptr) return;
         const GridScaledTask described = describe_grid_scaled(task);
         batcher.add(described, quantize_blocks(described));
       });
   if (std::ranges::any_of(tasks, &QuantizeTask::rounding)) {
-    launch_grid_scaled<StochasticRowImageBatch>(
+    launch_grid_scaled<StochasticGridScaledBatch>(
         tasks, launch, [](auto& batcher, const QuantizeTask& task) {
           if (task.rounding == nullptr) return;
           const Layout& layout = task.layout;
@@ -168,9 +168,9 @@ std::vector<QuantizeTask> quantize_tiles(std::span<const QuantizeTask> tasks, vo
     return task.layout.format->scale.block_rows == kTileRows && task.layout.holds_all_rows() &&
            task.rounding == nullptr && task.known_amax.empty();
   };
-  launch_by_type<RowImageFlushBatch>(
+  launch_by_type<GridScaledFlushBatch>(
       tasks, is_ours,
-      [&](const RowImageFlushBatch& batch, DType dtype) {
+      [&](const GridScaledFlushBatch& batch, DType dtype) {
         return launch_quantize_tiles(batch, dtype, static_cast<cudaStream_t>(stream));
       },
       [&](auto& batcher, const QuantizeTask& task) {

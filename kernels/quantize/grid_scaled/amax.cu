@@ -46,7 +46,7 @@ cudaError_t launch_amax(const GridScaledBatch& batch, DType value_dtype, cudaStr
   return launch(batch, value_dtype, stream);
 }
 
-cudaError_t launch_amax(const RowImageFlushBatch& batch, DType value_dtype, cudaStream_t stream) {
+cudaError_t launch_amax(const GridScaledFlushBatch& batch, DType value_dtype, cudaStream_t stream) {
   return launch(batch, value_dtype, stream);
 }
 

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) amax(const __grid_constant__ Batch b
 
 template <typename Value, typename Batch>
 __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Batch batch) {
-  constexpr bool kStochastic = std::is_same_v<Batch, StochasticRowImageBatch>;
+  constexpr bool kStochastic = std::is_same_v<Batch, StochasticGridScaledBatch>;
   int block = static_cast<int>(blockIdx.x);
   const auto& task = find_task(batch, block);
   const int tiles = tile_count(task);
@@ -166,17 +166,17 @@ cudaError_t launch_amax_in_rows(const GridScaledBatch& batch, DType value_dtype,
   return launch_amax_of(batch, value_dtype, stream);
 }
 
-cudaError_t launch_amax_in_rows(const RowImageFlushBatch& batch, DType value_dtype,
+cudaError_t launch_amax_in_rows(const GridScaledFlushBatch& batch, DType value_dtype,
                                 cudaStream_t stream) {
   return launch_amax_of(batch, value_dtype, stream);
 }
 
-cudaError_t launch_quantize_in_rows(const RowImageFlushBatch& batch, DType value_dtype,
+cudaError_t launch_quantize_in_rows(const GridScaledFlushBatch& batch, DType value_dtype,
                                     cudaStream_t stream) {
   return launch_quantize_of(batch, value_dtype, stream);
 }
 
-cudaError_t launch_quantize_in_rows(const StochasticRowImageBatch& batch, DType value_dtype,
+cudaError_t launch_quantize_in_rows(const StochasticGridScaledBatch& batch, DType value_dtype,
                                     cudaStream_t stream) {
   return launch_quantize_of(batch, value_dtype, stream);
 }

@@ -48,11 +48,11 @@ struct StochasticGridScaledTask : GridScaledTask {
   int64_t element_pitch;    // from row to row
 };
 
-using GridScaledBatch = TaskBatch<GridScaledTask, 30>;      // for what a linear needs
-using RowImageFlushBatch = TaskBatch<GridScaledTask, 256>;  // for the shards of a model
-using StochasticRowImageBatch = TaskBatch<StochasticGridScaledTask, 216>;
-static_assert(sizeof(RowImageFlushBatch) <= kMaxParameterBytes &&
-              sizeof(StochasticRowImageBatch) <= kMaxParameterBytes);
+using GridScaledBatch = TaskBatch<GridScaledTask, 30>;        // for what a linear needs
+using GridScaledFlushBatch = TaskBatch<GridScaledTask, 256>;  // for the shards of a model
+using StochasticGridScaledBatch = TaskBatch<StochasticGridScaledTask, 216>;
+static_assert(sizeof(GridScaledFlushBatch) <= kMaxParameterBytes &&
+              sizeof(StochasticGridScaledBatch) <= kMaxParameterBytes);
 
 /// The amaxes of one task of any format before its values are looked at.
 struct AmaxTask {
@@ -74,14 +74,14 @@ int dequantize_blocks(const GridScaledTask& task);
 cudaError_t launch_amax_reset(const AmaxBatch& batch, cudaStream_t stream);
 /// Raises the amax entries to those of the values. All values of a batch have one type.
 cudaError_t launch_amax(const GridScaledBatch& batch, DType value_dtype, cudaStream_t stream);
-cudaError_t launch_amax(const RowImageFlushBatch& batch, DType value_dtype, cudaStream_t stream);
+cudaError_t launch_amax(const GridScaledFlushBatch& batch, DType value_dtype, cudaStream_t stream);
 /// Writes image and grid from values and amax.
-cudaError_t launch_quantize(const RowImageFlushBatch& batch, DType value_dtype,
+cudaError_t launch_quantize(const GridScaledFlushBatch& batch, DType value_dtype,
                             cudaStream_t stream);
-cudaError_t launch_quantize(const StochasticRowImageBatch& batch, DType value_dtype,
+cudaError_t launch_quantize(const StochasticGridScaledBatch& batch, DType value_dtype,
                             cudaStream_t stream);
 /// Writes image, grid and amax from values alone. Every tile is a scale block, all of them held.
-cudaError_t launch_quantize_tiles(const RowImageFlushBatch& batch, DType value_dtype,
+cudaError_t launch_quantize_tiles(const GridScaledFlushBatch& batch, DType value_dtype,
                                   cudaStream_t stream);
 /// Writes values from image and grid.
 cudaError_t launch_dequantize(const GridScaledBatch& batch, DType value_dtype, cudaStream_t stream);
@@ -90,11 +90,11 @@ cudaError_t launch_dequantize(const GridScaledBatch& batch, DType value_dtype, c
 
 cudaError_t launch_amax_in_rows(const GridScaledBatch& batch, DType value_dtype,
                                 cudaStream_t stream);
-cudaError_t launch_amax_in_rows(const RowImageFlushBatch& batch, DType value_dtype,
+cudaError_t launch_amax_in_rows(const GridScaledFlushBatch& batch, DType value_dtype,
                                 cudaStream_t stream);
-cudaError_t launch_quantize_in_rows(const RowImageFlushBatch& batch, DType value_dtype,
+cudaError_t launch_quantize_in_rows(const GridScaledFlushBatch& batch, DType value_dtype,
                                     cudaStream_t stream);
-cudaError_t launch_quantize_in_rows(const StochasticRowImageBatch& batch, DType value_dtype,
+cudaError_t launch_quantize_in_rows(const StochasticGridScaledBatch& batch, DType value_dtype,
                                     cudaStream_t stream);
 cudaError_t launch_dequantize_in_rows(const GridScaledBatch& batch, DType value_dtype,
                                       cudaStream_t stream);

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Bat
       inverse_scale(find_scale()) == task.speculative_scale_inv[tile.grid_index]) {
     return;
   }
-  if constexpr (std::is_same_v<Batch, StochasticRowImageBatch>) {
+  if constexpr (std::is_same_v<Batch, StochasticGridScaledBatch>) {
     encode_tile_stochastic<Value>(task, tile, find_scale());
     return;
   }
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Bat
 /// A tile's values stay in registers between finding their amax and encoding.
 template <typename Value>
 __global__ void __launch_bounds__(kThreads, 3)
-    quantize_tiles(const __grid_constant__ RowImageFlushBatch batch) {
+    quantize_tiles(const __grid_constant__ GridScaledFlushBatch batch) {
   using Rows = ThreadRows<Value>;
   int block = static_cast<int>(blockIdx.x);
   const GridScaledTask& task = find_task(batch, block);
@@ -128,19 +128,19 @@ int quantize_blocks(const GridScaledTask& task) {
 
 int quantize_tiles_blocks(const GridScaledTask& task) { return tile_count(task); }
 
-cudaError_t launch_quantize_tiles(const RowImageFlushBatch& batch, DType value_dtype,
+cudaError_t launch_quantize_tiles(const GridScaledFlushBatch& batch, DType value_dtype,
                                   cudaStream_t stream) {
   return with_value_type(value_dtype, [&](auto value) {
     return launch_batch<kThreads>(quantize_tiles<decltype(value)>, batch, stream);
   });
 }
 
-cudaError_t launch_quantize(const RowImageFlushBatch& batch, DType value_dtype,
+cudaError_t launch_quantize(const GridScaledFlushBatch& batch, DType value_dtype,
                             cudaStream_t stream) {
   return launch(batch, value_dtype, stream);
 }
 
-cudaError_t launch_quantize(const StochasticRowImageBatch& batch, DType value_dtype,
+cudaError_t launch_quantize(const StochasticGridScaledBatch& batch, DType value_dtype,
                             cudaStream_t stream) {
   return launch(batch, value_dtype, stream);
 }
