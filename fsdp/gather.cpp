@@ -82,18 +82,12 @@ Tensor pre_all_gather(const Tensor& self, c10::string_view group) {
 }
 
 /// The same for FSDP2, which gathers over the group of its mesh, '' for one rank. None if
-/// _set_mesh_of_gathers has not told the shard what that mesh is to it.
+/// TensorState.set_mesh_of_gathers has not told the shard what that mesh is to it.
 OptionalTensor gather_over_mesh(const Tensor& self, c10::string_view mesh) {
   const BufferPtr owner = impl_of(self).buffer()->original();
   const MeshOfGathers& known = owner->remembered().mesh_of_gathers;
   if (!mesh.empty() && known.mesh != mesh) return std::nullopt;
   return pre_all_gather(self, known.is_replicated ? "" : mesh);
-}
-
-/// `is_replicated`: the ranks of the mesh hold the same rows.
-void set_mesh_of_gathers(const Tensor& self, c10::string_view mesh, bool is_replicated) {
-  impl_of(self).buffer()->original()->remembered().mesh_of_gathers = {{mesh.data(), mesh.size()},
-                                                                      is_replicated};
 }
 
 /// The unsharded tensor over the gathered bytes of shard `self`.
@@ -117,13 +111,8 @@ void refresh_gathered(const Tensor& self, const Tensor& image, const Tensor& uns
   static_cast<GatheredBuffer&>(buffer).regather(buffer_of(self), image);
 }
 
-/// The number of these groups, by which _set_groups and others know them.
-int64_t groups(c10::string_view shard, const std::vector<std::string>& tensor,
-               const std::vector<std::string>& replicas, const std::vector<std::string>& columns) {
-  return register_groups({shard.data(), shard.size()}, tensor, replicas, columns);
-}
-
-/// What _keep_groups_of_spec said of these tensors for these DTensor specs, -1 where it did not.
+/// What TensorState.keep_groups_of_spec said of these tensors for these DTensor specs, -1 where it
+/// did not.
 std::vector<int64_t> groups_of_specs(at::TensorList self, at::IntArrayRef specs) {
   TORCH_CHECK(specs.size() == self.size(), "qshard::_groups_of_specs: one spec per tensor");
   std::vector<int64_t> groups;
@@ -135,65 +124,6 @@ std::vector<int64_t> groups_of_specs(at::TensorList self, at::IntArrayRef specs)
   return groups;
 }
 
-/// The last is kept: nearly every buffer is the local tensor of one DTensor.
-void keep_groups_of_spec(const Tensor& self, int64_t spec, int64_t groups) {
-  buffer_of(self).remembered().groups_of_spec = {spec, groups};
-}
-
-void set_groups(const Tensor& self, int64_t groups) {
-  adopt(buffer_of(self), registered_groups(groups));
-}
-
-/// `self` is what Module.to() and its kin made of the parameter `moved`. Other copies are tensors
-/// of their own.
-void set_groups_of_moved(const Tensor& self, const Tensor& moved) {
-  buffer_of(self).placement().adopt_groups_of(buffer_of(moved).placement());
-  buffer_of(self).remembered().mesh_of_gathers = buffer_of(moved).remembered().mesh_of_gathers;
-}
-
-/// The ranks of `group` hold the same rows and see other activations; "": no other rank does.
-void set_replicas(const Tensor& self, c10::string_view group) {
-  buffer_of(self).placement().set_replicas({group.data(), group.size()});
-}
-
-/// Names of the groups that hold the other parts of the full tensor.
-std::vector<std::string> tensor_groups(const Tensor& self) {
-  std::vector<std::string> names;
-  for (const RankGroupPtr& group : buffer_of(self).placement().groups().tensor) {
-    names.push_back(group->name());
-  }
-  return names;
-}
-
-/// [rows of the logical tensor, whether that is part of a full one, whether `self` is some rank's
-/// share of it].
-std::vector<int64_t> logical_tensor(const Tensor& self) {
-  const Placement& placement = buffer_of(self).placement();
-  const Layout& layout = placement.layout();
-  // A file does not say where the logical tensor lies; a new shard's template did.
-  const bool is_part =
-      layout.full_cols > 0 || (placement.knows_groups() && !placement.share()->is_slice);
-  return {layout.logical_rows, is_part, placement.is_share()};
-}
-
-/// From now on `self` is one of `members` weights with one tensor scale; `id` says which ones.
-void share_tensor_scale(const Tensor& self, int64_t id, int64_t members) {
-  QuantizedBuffer& buffer = buffer_of(self);
-  const Format& format = *buffer.layout().format;
-  TORCH_CHECK_VALUE(
-      id > 0 && members > 1 && format.has_tensor_scale() && format.amax_history.length == 0,
-      fmt::format("qshard::_share_tensor_scale: {} as one of {}: needs weights whose "
-                  "format has a scale per tensor, from their present amax",
-                  describe(self), members));
-  share_scale(buffer, {id, members});
-}
-
-/// [id, members]; zeros if `self` shares with none.
-std::vector<int64_t> scale_group(const Tensor& self) {
-  const ScaleGroup& group = buffer_of(self).placement().scale_group();
-  return {group.id, group.members};
-}
-
 /// `self` as a share: rows [row_offset, ...) of logical_rows, whose element (0, 0) is
 /// `first_element` of a full tensor with `full_cols` columns. It waits for its flush.
 Tensor quantize_share(const Tensor& self, c10::string_view format, bool keep_master,
@@ -202,10 +132,6 @@ Tensor quantize_share(const Tensor& self, c10::string_view format, bool keep_mas
   return quantize_placed(self, format, keep_master,
                          {logical_rows, row_offset, first_element, full_cols},
                          registered_groups(groups));
-}
-
-void set_reduction_group(const Tensor& self, c10::string_view group) {
-  adopt(buffer_of(self), {group.data(), group.size()});
 }
 
 /// After an optimizer step: what was written, in the order of the list. `groups[i]` is the number
@@ -232,32 +158,6 @@ void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::Li
         found_inf.value_or(Tensor()));
 }
 
-/// The plain tensors of a quantized tensor's state, by name; writes to them act.
-c10::Dict<std::string, Tensor> state(const Tensor& self) {
-  c10::Dict<std::string, Tensor> result;
-  for (const auto& [name, tensor] : buffer_of(self).scaling_state().tensors())
-    result.insert(name, tensor);
-  return result;
-}
-
-/// The names of the state of the weight in whose master this plain tensor lies, if it does.
-std::vector<std::string> state_names_of_master(const Tensor& self) {
-  std::vector<std::string> names;
-  if (const BufferPtr owner = owner_of_master_alias(self)) {
-    for (const auto& [name, tensor] : owner->scaling_state().tensors()) names.push_back(name);
-  }
-  return names;
-}
-
-void set_rounding_key_op(const Tensor& self, int64_t key) {
-  QuantizedBuffer& buffer = buffer_of(self);
-  TORCH_CHECK(buffer.scaling_state().rounding.defined() && key >= 0 && key < (int64_t{1} << 62),
-              fmt::format("qshard::_set_rounding_key: {} with key {}: needs a format that rounds "
-                          "stochastically and a key of 62 bits",
-                          describe(self), key));
-  set_rounding_key(buffer, key);
-}
-
 void mark_written(const Tensor& self) { buffer_of(self).written(); }
 
 /// What a linear of these weights is about to ask, before it sends anything: an error where codes
@@ -267,52 +167,18 @@ void check_codes_can_be_read(at::TensorList self) {
     ensure_codes_current(impl_of(weight).buffer(), "qshard::linear");
 }
 
-/// written_by_rank() of shards, and of the originals of offloaded ones. Those with a gradient count
-/// as written, as in flush_after_step(). Empty where a CUDA graph is captured, which cannot wait
-/// for an answer.
-Tensor written_by_rank_op(at::TensorList self, const c10::List<bool>& has_grad, int64_t rank,
-                          int64_t world) {
-  TORCH_CHECK_VALUE(
-      has_grad.size() == self.size() && rank >= 0 && rank < world,
-      fmt::format("qshard::_written_by_rank: {} tensors, has_grad of {}, rank {} of {}",
-                  self.size(), has_grad.size(), rank, world));
-  std::vector<BufferPtr> buffers;
-  std::vector<bool> is_written;
-  for (size_t i = 0; i < self.size(); ++i) {
-    buffers.push_back(impl_of(self[i]).buffer()->original());
-    is_written.push_back(has_grad[i] || buffers.back()->flush_state().is_written());
-    if (is_capturing(buffers.back()->device())) return at::empty({0, world}, at::kInt);
-  }
-  return written_by_rank(buffers, is_written, rank, world);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_pre_all_gather", &pre_all_gather, Takes::kEachDevice>(m);
   implement<"_gather_over_mesh", &gather_over_mesh, Takes::kEachDevice>(m);
-  implement<"_set_mesh_of_gathers", &set_mesh_of_gathers, Takes::kAnything>(m);
   implement<"_post_all_gather", &post_all_gather, Takes::kEachDevice>(m);
   implement<"_refresh_gathered", &refresh_gathered, Takes::kEachDevice>(m);
-  implement<"_groups", &groups, Takes::kAnything>(m);
   implement<"_groups_of_specs", &groups_of_specs, Takes::kAnything>(m);
-  implement<"_keep_groups_of_spec", &keep_groups_of_spec, Takes::kAnything>(m);
-  implement<"_set_groups", &set_groups, Takes::kAnything>(m);
-  implement<"_set_groups_of_moved", &set_groups_of_moved, Takes::kAnything>(m);
-  implement<"_set_replicas", &set_replicas, Takes::kAnything>(m);
-  implement<"_tensor_groups", &tensor_groups, Takes::kAnything>(m);
-  implement<"_logical_tensor", &logical_tensor, Takes::kAnything>(m);
-  implement<"_share_tensor_scale", &share_tensor_scale, Takes::kAnything>(m);
-  implement<"_scale_group", &scale_group, Takes::kAnything>(m);
   implement<"_quantize_share", &quantize_share, Takes::kValuesOrMeta>(m);
-  implement<"_set_reduction_group", &set_reduction_group, Takes::kAnything>(m);
   implement<"_flush_after_step", &flush_after_step, Takes::kEachDevice>(m);
-  implement<"_state", &state, Takes::kAnything>(m);
-  implement<"_state_names_of_master", &state_names_of_master, Takes::kAnything>(m);
-  implement<"_set_rounding_key", &set_rounding_key_op, Takes::kAnything>(m);
   implement<"_mark_written", &mark_written, Takes::kAnything>(m);
   implement<"_check_codes_can_be_read", &check_codes_can_be_read, Takes::kEachDevice>(m);
-  implement<"_written_by_rank", &written_by_rank_op, Takes::kAnything>(m);
 }
 
 }  // namespace qshard

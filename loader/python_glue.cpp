@@ -63,6 +63,7 @@ namespace qshard {
 extern const char* const kLibrarySource;
 extern const char* const kPatchTableSource;
 extern const char* const kPatchesSource;
+extern const char* const kClassesSource;
 extern const char* const kPlacementSource;
 extern const char* const kDebugSource;
 extern const char* const kHooksSource;
@@ -277,6 +278,7 @@ constexpr std::pair<const char*, const char* const*> kModules[] = {
     {kLibraryModule, &kLibrarySource},
     {"qshard._runtime.patch_table", &kPatchTableSource},
     {"qshard._runtime.patches", &kPatchesSource},
+    {"qshard._runtime.classes", &kClassesSource},
     {"qshard._runtime.placement", &kPlacementSource},
     {"qshard._runtime.debug", &kDebugSource},
     {"qshard._runtime.hooks", &kHooksSource},
@@ -375,7 +377,7 @@ void finish_after_loading() {
 /// Linked last (CMakeLists.txt), so that the operators are there when Python asks for them.
 const bool kLoaded = [] {
   if (!has_python() || !key_is_ours()) return false;
-  TORCH_INTERNAL_ASSERT(c10::Dispatcher::singleton().findSchema({"qshard::_unpack", ""}));
+  TORCH_INTERNAL_ASSERT(c10::Dispatcher::singleton().findSchema({"qshard::quantize", ""}));
   finish_python_part = &finish;
   call_after_loading<&finish_after_loading>();
   return true;

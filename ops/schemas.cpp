@@ -151,7 +151,6 @@ TORCH_LIBRARY(qshard, m) {
       "bool zero_centered_gamma, bool needs_parameters, Tensor? added=None) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("_shares_input_codes(Tensor input) -> bool");
-  m.def("_saves_input_codes(Tensor input, Tensor weight, bool weight_only=False) -> bool");
   m.def("_transposed_operand(Tensor self, *, bool hadamard=False) -> Tensor");
   m.def(
       "_grouped_gemm(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor offs, *, "
@@ -181,7 +180,6 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "sum_gradients(Tensor messages, str format, int chunk_numel, Tensor(a!) out, *, "
       "float factor=1.) -> ()");
-  m.def("_gradient_message_bytes(str format, int numel) -> int");
 
   // Activations on the wire of tensor parallelism.
   m.def("_message_amax(Tensor self, str format) -> Tensor");
@@ -191,76 +189,27 @@ TORCH_LIBRARY(qshard, m) {
       "ScalarType dtype) -> Tensor");
 
   // Tracing, for qshard/_runtime/fakes.py.
-  m.def("_meta_twin(Tensor self) -> Tensor");
   m.def("_plane_copy(Tensor self, str plane) -> Tensor?");
 
   // Reports.
   m.def("formats() -> str[]");
   m.def("format_info(str name) -> str");
   m.def("backend_report() -> str");
-  m.def("_why_dequantized(Device device) -> Dict(str, str)");
-  m.def("_foreign_owner_of_key() -> str");
-  m.def("_set_fallback_tracing(bool enabled) -> ()");
-  m.def("_set_in_step(bool in_step) -> ()");
-  m.def("_make_shards(int? rank) -> ()");
-  m.def("_traced_fallbacks(bool reads_only=False) -> Dict(str, int)");
-  m.def("_storage_bytes(Tensor self) -> Dict(str, int)");
-  m.def("_keeps_master(Tensor self) -> bool");
 
   // FSDP2 and checkpoints, implemented in fsdp/.
   m.def("_pre_all_gather(Tensor self, str group) -> Tensor");
   m.def("_gather_over_mesh(Tensor self, str mesh) -> Tensor?");
-  m.def("_set_mesh_of_gathers(Tensor self, str mesh, bool is_replicated) -> ()");
   m.def("_post_all_gather(Tensor self, Tensor image, ScalarType dtype) -> Tensor");
   m.def("_refresh_gathered(Tensor self, Tensor image, Tensor unsharded) -> ()");
-  m.def("_groups(str shard, str[] tensor, str[] replicas, str[] columns) -> int");
   m.def("_groups_of_specs(Tensor[] self, int[] specs) -> int[]");
-  m.def("_keep_groups_of_spec(Tensor self, int spec, int groups) -> ()");
-  m.def("_set_groups(Tensor self, int groups) -> ()");
-  m.def("_set_groups_of_moved(Tensor self, Tensor moved) -> ()");
-  m.def("_set_replicas(Tensor self, str group) -> ()");
-  m.def("_tensor_groups(Tensor self) -> str[]");
-  m.def("_logical_tensor(Tensor self) -> int[]");
-  m.def("_share_tensor_scale(Tensor self, int id, int members) -> ()");
-  m.def("_scale_group(Tensor self) -> int[]");
   m.def(
       "_quantize_share(Tensor self, str format, *, bool keep_master, int logical_rows, "
       "int row_offset, int first_element, int full_cols, int groups) -> Tensor");
-  m.def("_set_reduction_group(Tensor self, str group) -> ()");
   m.def(
       "_flush_after_step(Tensor[] self, int[] groups, bool[] has_grad, Tensor? found_inf, "
       "bool is_step=True, bool kernels_tell=True) -> ()");
-  m.def("_state(Tensor self) -> Dict(str, Tensor)");
-  m.def("_state_names_of_master(Tensor self) -> str[]");
-  m.def("_set_rounding_key(Tensor self, int key) -> ()");
   m.def("_mark_written(Tensor self) -> ()");
   m.def("_check_codes_can_be_read(Tensor[] self) -> ()");
-  m.def("_written_by_rank(Tensor[] self, bool[] has_grad, int rank, int world) -> Tensor");
-  m.def("_copy_buffer(Tensor self) -> Tensor");
-  m.def("_copy_to(Tensor self, ScalarType dtype, Device device) -> Tensor");
-  m.def("_export_view(Tensor(a) self) -> Tensor(a)");
-  m.def("_is_export(Tensor self) -> bool");
-  m.def("_has_pending_update(Tensor self) -> bool");
-  m.def(
-      "_shared_planes(Tensor self) -> (Tensor? master, Tensor codes, Tensor? pending, int[] "
-      "layout, "
-      "str format, Tensor[] state)");
-  m.def(
-      "_over_shared_planes(Tensor? master, Tensor codes, Tensor? pending, int[] layout, str "
-      "format, "
-      "int[] size, int[] stride, int storage_offset, ScalarType dtype, Tensor[] state) -> Tensor");
-  m.def(
-      "_pack(Tensor self) -> (Tensor bytes, Tensor? pending, int[] layout, str format, "
-      "Tensor[] state)");
-  m.def(
-      "_unpack(Tensor bytes, Tensor? pending, int[] layout, str format, int[] size, int[] stride, "
-      "int storage_offset, ScalarType dtype, Tensor[] state) -> Tensor");
-  m.def(
-      "_unpack_later(Tensor bytes, Tensor? pending, int[] layout, str format, int[] size, "
-      "int[] stride, int storage_offset, ScalarType dtype, Tensor[] state) -> Tensor");
-  m.def(
-      "_unpack_into(Tensor self, Tensor bytes, Tensor? pending, int[] layout, str format, "
-      "int[] size, int[] stride, int storage_offset, ScalarType dtype, Tensor[] state) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
@@ -298,7 +247,6 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_quantize_normalized", &quantize_normalized>(m);
   implement<"_normalize_backward", &normalize_backward>(m);
   implement<"_shares_input_codes", &shares_input_codes, Takes::kAnything>(m);
-  implement<"_saves_input_codes", &saves_input_codes, Takes::kAnything>(m);
   implement<"_transposed_operand", &transposed_operand>(m);
   implement<"_grouped_gemm", &grouped_gemm_op>(m);
 
@@ -310,26 +258,16 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
 
   implement<"quantize_gradients", &quantize_gradients>(m);
   implement<"sum_gradients", &sum_gradients>(m);
-  implement<"_gradient_message_bytes", &gradient_message_bytes, Takes::kAnything>(m);
 
   implement<"_message_amax", &message_amax>(m);
   implement<"_encode_activation", &encode_activation_op>(m);
   implement<"_decode_activations", &decode_activations_op>(m);
 
-  implement<"_meta_twin", &meta_replica, Takes::kValuesOrMeta>(m);
   implement<"_plane_copy", &plane_copy, Takes::kValuesOrMeta>(m);
 
   implement<"formats", &format_names, Takes::kAnything>(m);
   implement<"format_info", &format_info_op, Takes::kAnything>(m);
   implement<"backend_report", &backend_report_op, Takes::kAnything>(m);
-  implement<"_why_dequantized", &why_dequantized_op, Takes::kAnything>(m);
-  implement<"_foreign_owner_of_key", &foreign_owner_of_key_op, Takes::kAnything>(m);
-  implement<"_set_fallback_tracing", &set_fallback_tracing_op, Takes::kAnything>(m);
-  implement<"_set_in_step", &set_in_step_op, Takes::kAnything>(m);
-  implement<"_make_shards", &make_shards_op, Takes::kAnything>(m);
-  implement<"_traced_fallbacks", &traced_fallbacks_op, Takes::kAnything>(m);
-  implement<"_storage_bytes", &storage_bytes, Takes::kAnything>(m);
-  implement<"_keeps_master", &keeps_master, Takes::kAnything>(m);
 }
 
 TORCH_LIBRARY_IMPL(qshard, CompositeImplicitAutograd, m) {
@@ -339,12 +277,6 @@ TORCH_LIBRARY_IMPL(qshard, CompositeImplicitAutograd, m) {
       m);
   implement<"swiglu_linear_backward_accumulate", &swiglu_linear_backward_accumulate, Takes::kAlias>(
       m);
-}
-
-// Every step calls it, and modes that look at operators are to see those of the step.
-TORCH_LIBRARY_IMPL(qshard, Python, m) {
-  m.impl("_set_in_step", &set_in_step_op);
-  m.impl("_make_shards", &make_shards_op);
 }
 
 // Shapes for fake tensors. What depends on the format (`quantize`, the accessors) has them in

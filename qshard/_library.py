@@ -48,7 +48,7 @@ def _load() -> None:
         torch.ops.qshard._finish_loading()
     except RuntimeError as error:
         raise ImportError(str(error).splitlines()[0]) from None
-    owner = torch.ops.qshard._foreign_owner_of_key()
+    owner = torch.classes.qshard.Process.foreign_owner_of_key()
     if owner:
         raise ImportError(
             "qshard: the dispatch key PrivateUse3 is already in use by another library in this process "

@@ -19,8 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qshard._runtime.checkpoint import gradient_states
 from qshard import module_state
+from qshard._runtime.checkpoint import gradient_states
 
 ops = torch.ops.qshard
 FORMATS = ("float8", "mxfp8", "nvfp4")
@@ -232,9 +232,14 @@ def ddp_comm_hook(format: str, *, rounding: str = "nearest") -> DDPHook:
     return DDPHook(format, rounding)
 
 
+def message_bytes(format: str, numel: int) -> int:
+    """Bytes of a message of so many gradients, padding included."""
+    return ops.quantize_gradients(torch.empty(0, device="meta"), format, 1, numel).shape[1]
+
+
 def ddp_message_bytes(format: str, numel: int, ranks: int) -> int:
     """Bytes that go to each rank for a bucket of DDP, before the sum and after it."""
-    return ops._gradient_message_bytes(format, _ddp_chunk(numel, ranks))
+    return message_bytes(format, _ddp_chunk(numel, ranks))
 
 
 def _is_sharded(param: torch.Tensor) -> bool:

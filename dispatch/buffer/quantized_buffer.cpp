@@ -151,12 +151,13 @@ bool QuantizedBuffer::copy_rows_from(QuantizedBuffer& from, RowWindow to_rows, R
 void QuantizedBuffer::fill_from(QuantizedBuffer& from) {
   PlainGuard guard;
   const Layout& other = from.layout();
-  TORCH_CHECK(layout().format == other.format && layout().images == other.images &&
-                  layout().rows == other.rows && layout().cols == other.cols &&
-                  layout().grid_numel() == other.grid_numel() && dtype_ == from.dtype_ &&
-                  device() == from.device() && keeps_master() == from.keeps_master(),
-              "qshard::_unpack_into: the tensor was not made of the description that it is to be "
-              "filled by; give it what _unpack_later() made of the same arguments");
+  TORCH_CHECK(
+      layout().format == other.format && layout().images == other.images &&
+          layout().rows == other.rows && layout().cols == other.cols &&
+          layout().grid_numel() == other.grid_numel() && dtype_ == from.dtype_ &&
+          device() == from.device() && keeps_master() == from.keeps_master(),
+      "qshard::SavedTensor.read_into: the tensor was not made of the description that it is "
+      "to be filled by; give it what read_later() of the same object made");
   materialize();
   check_is_allocated();
   placement_ = from.placement_;

@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <fmt/ranges.h>
+#include <torch/custom_class.h>
 
 #include "dispatch/aten/registration.h"
 #include "dispatch/parts/kernel_bridge.h"
@@ -27,26 +28,39 @@ bool has_extent(const at::Tensor& tensor) {
 
 std::string location(const at::Tensor& tensor) { return tensor.device().str(); }
 
+const c10::FunctionSchema& schema_of(std::string_view name) {
+  const size_t dot = name.find('.');
+  if (dot == std::string_view::npos) {
+    const std::string full_name = "qshard::" + std::string(name);
+    return c10::Dispatcher::singleton().findSchemaOrThrow(full_name.c_str(), "").schema();
+  }
+  const std::string class_name(name.substr(0, dot));
+  const auto type = torch::getCustomClass("__torch__.torch.classes.qshard." + class_name);
+  const std::string method = checked_call::method_name(name);
+  torch::jit::Function* found = type->findMethod(method);
+  if (found == nullptr) found = type->findStaticMethod(method);
+  TORCH_INTERNAL_ASSERT(found != nullptr);
+  return found->getSchema();
+}
+
 }  // namespace
 
-CheckedOperator::CheckedOperator(std::string_view name)
-    : name_("qshard::" + std::string(name)),
-      schema_(&c10::Dispatcher::singleton().findSchemaOrThrow(name_.c_str(), "").schema()) {
-  const auto& arguments = schema_->arguments();
+CheckedOperator::CheckedOperator(std::string_view name) : name_("qshard::" + std::string(name)) {
+  const auto& arguments = schema_of(name).arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool is_self = arguments[i].type()->kind() == c10::TypeKind::ClassType;
+    arguments_.push_back(is_self ? "self" : arguments[i].name());
     const auto* alias = arguments[i].alias_info();
     if (alias != nullptr && alias->isWrite()) written_ |= uint64_t{1} << i;
   }
 }
 
 std::string CheckedOperator::what(size_t position) const {
-  return fmt::format("{}: {}", name_, schema_->arguments()[position].name());
+  return fmt::format("{}: {}", name_, arguments_[position]);
 }
 
 void CheckedOperator::refuse(Takes takes, const TensorArguments& tensors) const {
-  const auto named = [&](const TensorArgument& argument) {
-    return schema_->arguments()[argument.position].name();
-  };
+  const auto named = [&](const TensorArgument& argument) { return arguments_[argument.position]; };
   const TensorArgument& first = tensors.front();
   const bool takes_one_device = takes != Takes::kEachDevice && takes != Takes::kValuesAnywhere;
   for (const TensorArgument& other : tensors) {
@@ -115,7 +129,7 @@ void CheckedOperator::check_written(Takes takes, const TensorArguments& tensors)
     TORCH_CHECK(before == nullptr || before->end <= extent.begin,
                 fmt::format("{} shares memory with {}, and one of them is written; give it a "
                             "clone()",
-                            what(before->position), schema_->arguments()[extent.position].name()));
+                            what(before->position), arguments_[extent.position]));
     if (last == nullptr || extent.end > last->end) last = &extent;
     if (extent.is_written && (last_written == nullptr || extent.end > last_written->end)) {
       last_written = &extent;
@@ -139,7 +153,8 @@ bool CheckedOperator::is_unnamed(const c10::Error& error) const {
 void CheckedOperator::add_context(c10::Error& error, const std::vector<std::string>& shown) const {
   std::vector<std::string> arguments;
   for (size_t i = 0; i < shown.size(); ++i) {
-    arguments.push_back(fmt::format("{}={}", schema_->arguments()[i].name(), shown[i]));
+    const bool is_named = !arguments_[i].starts_with('_');
+    arguments.push_back(is_named ? fmt::format("{}={}", arguments_[i], shown[i]) : shown[i]);
   }
   // An operator that calls others, as swiglu_mlp calls linears, is the one that the user knows: the
   // call within it gives way to it. Both would be several lines.

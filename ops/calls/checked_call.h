@@ -48,9 +48,11 @@ struct TensorArgument {
 };
 using TensorArguments = c10::SmallVector<TensorArgument, 8>;
 
-/// An operator as its checks need it: what the schema says. Made once, at the first call.
+/// An operator, or a method of a class, as its checks need it: what the schema says. Made once, at
+/// the first call.
 class CheckedOperator {
  public:
+  /// `name`: an operator's without its namespace, or "Class.method" (checked_method.h).
   explicit CheckedOperator(std::string_view name);
 
   /// Whether any of them is written.
@@ -76,8 +78,8 @@ class CheckedOperator {
 
  private:
   std::string name_;
-  const c10::FunctionSchema* schema_;
-  uint64_t written_ = 0;  // a bit for each argument
+  std::vector<std::string> arguments_;  // their names; of functions without a tensor torch has none
+  uint64_t written_ = 0;                // a bit for each argument
 
   bool is_written(size_t position) const { return (written_ >> position & 1) != 0; }
 };
@@ -161,6 +163,8 @@ std::string show(const Argument& argument) {
   } else if constexpr (std::is_same_v<Bare, c10::string_view> ||
                        std::is_same_v<Bare, std::string>) {
     return shown(std::string_view(argument.data(), argument.size()));
+  } else if constexpr (requires { argument.weak_use_count(); }) {
+    return "this";  // an object whose method is called
   } else if constexpr (requires { argument.has_value(); }) {
     return argument.has_value() ? show(*argument) : "None";
   } else if constexpr (requires { argument.size(); }) {
@@ -168,6 +172,11 @@ std::string show(const Argument& argument) {
   } else {
     return c10::str(argument);
   }
+}
+
+/// "method" of "Class.method".
+inline std::string method_name(std::string_view name) {
+  return std::string(name.substr(name.find('.') + 1));
 }
 
 /// An operator's name as a template argument.

@@ -167,9 +167,6 @@ inline bool is_traced_or_subclass(const Tensor& x) {
 /// FP8 GEMMs.
 bool shares_input_codes(const Tensor& input);
 
-/// Whether a linear that autograd records saves the codes of `input` for wgrad, not its values.
-bool saves_input_codes(const Tensor& input, const Tensor& weight, bool weight_only);
-
 /// x (M, K) as the values that wgrad contracts along M: kernels/linear/block_scaled_operand.h.
 Tensor transposed_operand(const Tensor& x, bool hadamard);
 
@@ -186,7 +183,6 @@ Tensor quantize_gradients(const Tensor& values, c10::string_view format, int64_t
 /// @throws c10::Error for messages of another size, and an `out` larger than they are.
 void sum_gradients(const Tensor& messages, c10::string_view format, int64_t chunk_numel,
                    const Tensor& out, double factor);
-int64_t gradient_message_bytes(c10::string_view format, int64_t numel);
 Tensor quantize_gradients_meta(const Tensor& values, c10::string_view format, int64_t chunks,
                                int64_t chunk_numel, const OptionalTensor& rounding,
                                int64_t first_noise);
@@ -209,8 +205,6 @@ void set_fallback_tracing_op(bool enabled);
 void set_in_step_op(bool in_step);
 void make_shards_op(std::optional<int64_t> rank);
 c10::Dict<std::string, int64_t> traced_fallbacks_op(bool reads_only);
-c10::Dict<std::string, int64_t> storage_bytes(const Tensor& self);
-bool keeps_master(const Tensor& self);
 
 // ops/linear/meta.cpp: shapes and dtypes only. FakeTensor describes a quantized tensor as a plain
 // strided one of its nominal dtype, so nothing here may ask for a format (qshard/_runtime/fakes.py

@@ -204,10 +204,6 @@ Tensor quantized_on_use_autograd(const Tensor& weight, std::optional<c10::string
              : weight;
 }
 
-bool saves_input_codes(const Tensor& input, const Tensor& weight, bool weight_only) {
-  return InputUse(input, weight, {true, input, weight}, weight_only, std::nullopt).saves_codes;
-}
-
 Tensor dequantize_autograd(const Tensor& self, std::optional<at::ScalarType> dtype) {
   return DequantizeFunction::apply(self, dtype);
 }

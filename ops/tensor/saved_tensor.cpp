@@ -166,7 +166,7 @@ void check_rounding_words(const Tensor& rounding) {
   }
 }
 
-void check_state(const SavedTensor& saved, const Layout& layout) {
+void check_state(const SavedTensor& saved, const Layout& layout, bool is_read) {
   // Tensors on meta have shapes and no memory: a file may ask for much.
   const auto expected = ScalingState::fresh(layout, at::kMeta).tensors();
   if (expected.size() != saved.state.size()) {
@@ -184,13 +184,26 @@ void check_state(const SavedTensor& saved, const Layout& layout) {
              c10::toString(like.scalar_type()), like.sizes());
     }
     const bool has_words = like.scalar_type() == at::kInt && !tensor.is_meta();
-    if (has_words && saved.is_read) check_rounding_words(tensor);
+    if (has_words && is_read) check_rounding_words(tensor);
   }
 }
 
 }  // namespace
 
-Layout checked_layout(const SavedTensor& saved) {
+SavedTensor::SavedTensor(Tensor bytes, std::optional<Tensor> pending, std::vector<int64_t> layout,
+                         std::string format, std::vector<int64_t> size, std::vector<int64_t> stride,
+                         int64_t storage_offset, at::ScalarType dtype, std::vector<Tensor> state)
+    : bytes(std::move(bytes)),
+      pending(std::move(pending)),
+      layout(std::move(layout)),
+      format(std::move(format)),
+      size(std::move(size)),
+      stride(std::move(stride)),
+      storage_offset(storage_offset),
+      dtype(dtype),
+      state(std::move(state)) {}
+
+Layout checked_layout(const SavedTensor& saved, bool is_read) {
   const at::IntArrayRef fields = saved.layout;
   const bool has_known_fields =
       fields.size() == kFields || fields.size() == kIsAdopted || fields.size() == kImages;
@@ -208,7 +221,7 @@ Layout checked_layout(const SavedTensor& saved) {
   const Layout layout = layout_of(fields, format);
   check_planes(layout, saved.dtype, keeps_master, saved.bytes);
   check_pending(saved, layout, keeps_master, written);
-  check_state(saved, layout);
+  check_state(saved, layout, is_read);
   return with_format(layout, find_format(saved.format));
 }
 
@@ -232,7 +245,7 @@ Layout checked_shared_layout(const SavedTensor& saved, const std::optional<at::T
            master->device().str());
   }
   check_pending(saved, layout, keeps_master, written);
-  check_state(saved, layout);
+  check_state(saved, layout, /*is_read=*/true);
   return with_format(layout, find_format(saved.format));
 }
 

@@ -64,10 +64,6 @@ MessageLayout summed(const Tensor& messages, c10::string_view format, int64_t ch
 
 }  // namespace
 
-int64_t gradient_message_bytes(c10::string_view format, int64_t numel) {
-  return layout_of("qshard::_gradient_message_bytes", format, "numel", numel).bytes();
-}
-
 Tensor quantize_gradients(const Tensor& values, c10::string_view format, int64_t chunks,
                           int64_t chunk_numel, const OptionalTensor& rounding,
                           int64_t first_noise) {

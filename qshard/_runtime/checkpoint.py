@@ -23,6 +23,7 @@ from qshard._runtime.hooks import (
 from qshard._runtime.patches import call, put, put_item, wrap
 
 # Files written earlier find them in this module, by its name then, `_qshard_checkpoint`.
+from qshard._runtime.classes import TensorState
 from qshard._runtime.unpickling import rebuild_shared, rebuild_tensor
 
 ops = torch.ops.qshard
@@ -35,7 +36,7 @@ ops = torch.ops.qshard
 def get_tensor_shard(self):
     def shard(index):
         master = ops.master(self.detach())
-        return ops._export_view(self.detach()) if master is None else master
+        return TensorState(self.detach()).export_view() if master is None else master
 
     return shard
 
@@ -61,7 +62,7 @@ def stage_as_plain_values(stock):
     """Async saves copy tensors through data_ptr(), which there is none of without a master."""
 
     def _offload_tensor(self, x, memo, non_blocking=False):
-        if not holds_codes(x) or ops._keeps_master(x):
+        if not holds_codes(x) or TensorState(x).keeps_master():
             return stock(self, x, memo, non_blocking=non_blocking)
         staged = plain_values(x).to("cpu", copy=True)
         memo[id(x)] = staged
@@ -72,7 +73,7 @@ def stage_as_plain_values(stock):
 
 def plain_values(tensor):
     """What a checkpoint holds for this tensor."""
-    return ops._export_view(tensor.detach()).clone()
+    return TensorState(tensor.detach()).export_view().clone()
 
 
 # Weak references to the states by which gradients are rounded (qshard/gradients.py).
@@ -95,7 +96,7 @@ def state_names(state_dict):
             names.add(name)
             continue
         # In a state_dict a weight's master stands for it.
-        state = ops._state(local) if holds_codes(local) else ops._state_names_of_master(local)
+        state = TensorState(local).scaling_state() if holds_codes(local) else TensorState(local).state_names_of_master()
         names.update(f"{name}_{part}" for part in state)
     return names
 
@@ -147,8 +148,8 @@ def flush_parts(tensors):
     for local, number in zip(*with_groups(shards)):
         local = local.detach()
         if number:
-            ops._set_groups(local, number)
-        if ops._tensor_groups(local):
+            TensorState(local).set_groups(number)
+        if TensorState(local).groups():
             parts.append(local)
     if parts:
         ops.flush(parts)
@@ -219,15 +220,15 @@ def bytes_beside_values(parameter):
     if not holds_codes(local):
         return 0
     whole = torch.empty(parameter.shape, dtype=local.dtype, device="meta")
-    twin = ops.quantize(whole, ops.format(local), keep_master=ops._keeps_master(local))
-    return ops._storage_bytes(twin)["storage"] - whole.nbytes
+    twin = ops.quantize(whole, ops.format(local), keep_master=TensorState(local).keeps_master())
+    return TensorState(twin).storage_bytes()["storage"] - whole.nbytes
 
 
 # -------------------------------------------------------------------------- pickle, deepcopy, ...
 
 
 def reduce_tensor(tensor):
-    data, pending, layout, format, state = ops._pack(tensor.detach())
+    data, pending, layout, format, state = TensorState(tensor.detach()).pack()
     return rebuild_tensor, (
         data,
         pending,
@@ -269,7 +270,7 @@ def wrap_method(name):
 
 @wrap_method("_reduce_ex_internal")
 def _reduce_ex_internal(stock, self, proto):
-    if ops._is_export(self):
+    if TensorState(self).is_export():
         return stock(plain_values(self), proto)
     return reduce_tensor(self)
 
@@ -282,8 +283,8 @@ def __deepcopy__(stock, self, memo):
         return stock(self, memo)
     buffer = ("qshard", self.untyped_storage()._cdata)
     if buffer not in memo:
-        memo[buffer] = ops._copy_buffer(self.detach())
-        ops._set_replicas(memo[buffer], "")  # those of DTensors are known from their meshes
+        memo[buffer] = TensorState(self.detach()).copy_buffer()
+        TensorState(memo[buffer]).set_replicas("")  # those of DTensors are known from their meshes
     result = memo[buffer].as_strided(self.shape, self.stride(), self.storage_offset())
     memo[id(self)] = result.requires_grad_(self.requires_grad)
     if self.grad is not None:
@@ -327,7 +328,7 @@ wrap_method("new_tensor")(of_plain_tensor)
 
 @wrap_method("storage")
 def storage(stock, self):
-    if ops._keeps_master(self):
+    if TensorState(self).keeps_master():
         return stock(self)
     # A typed storage would show codes as if they were values.
     raise TypeError(
@@ -347,7 +348,7 @@ def share_memory_(stock, self):
 
 def shared_planes(tensor):
     """The tensor's memory itself, as plain tensors, and what describes it."""
-    return ops._shared_planes(tensor.detach())
+    return TensorState(tensor.detach()).shared_planes()
 
 
 def register_forking_reducers():

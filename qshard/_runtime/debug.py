@@ -10,6 +10,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 
@@ -25,7 +26,7 @@ def check_written(shards, names, has_grad):
         return
     differences = []
     rank, world = dist.get_rank(), dist.get_world_size()
-    states = ops._written_by_rank(shards, has_grad, rank, world).tolist()
+    states = TensorState.written_by_rank(shards, has_grad, rank, world).tolist()
     for name, by_rank in zip(names, states):
         wrote = [rank for rank, state in enumerate(by_rank) if state == 2]
         did_not = [rank for rank, state in enumerate(by_rank) if state == 1]

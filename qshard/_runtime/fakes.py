@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakIdKeyDictionary
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.library import has_key
 from qshard._runtime.patches import wrap
 
@@ -43,6 +44,11 @@ def run_really(op, *args, **kwargs):
     """The operator's own kernel, on meta tensors that are quantized or plain in earnest."""
     with no_dispatch():
         return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def meta_replica(tensor):
+    with no_dispatch():
+        return TensorState(tensor).meta_replica()
 
 
 # ------------------------------------------------------------------------- what is behind a fake
@@ -110,7 +116,7 @@ def window_of_twin(fake, op):
                 "differs; ask outside the traced code (torch.compiler.disable), or use "
                 "qshard.nn.Linear",
             )
-        twin = run_really(ops._meta_twin.default, tensors_behind(fake)[0])
+        twin = meta_replica(tensors_behind(fake)[0])
     geometry = (fake.shape, fake.stride())
     geometry = [[int(size) for size in sizes] for sizes in geometry]
     with no_dispatch():
@@ -149,7 +155,7 @@ def quantize(self, format, *, keep_master=False, logical_rows=None, row_offset=0
     if all(isinstance(n, int) for n in (*self.shape, logical_rows or 0, row_offset)):
         with no_dispatch():
             template = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        twins[result.untyped_storage()] = run_really(ops._meta_twin.default, really(template))
+        twins[result.untyped_storage()] = meta_replica(really(template))
     return result
 
 
@@ -170,7 +176,7 @@ def from_planes(codes, scale_inv, format, *, tensor_scale_inv=None, **kwargs):
     if not is_fake:
         return real
     result = torch.empty(real.shape, dtype=real.dtype, device=codes.device)
-    twins[result.untyped_storage()] = run_really(ops._meta_twin.default, real)
+    twins[result.untyped_storage()] = meta_replica(real)
     return result
 
 
@@ -269,9 +275,10 @@ def view_in_compiled_code(stock):
 
 # ------------------------------------------------------------------------------------- effects
 
-# What these do no schema says. They change what belongs to a tensor beside its value, or state of the
-# process: a mutation, declared, would be one of the value, for which compilers copy the weight and
-# which counts as a write. All other operators declare what they write, or are there for their result.
+# What these do no schema says. They change what belongs to a tensor beside its value: a mutation, declared,
+# would be one of the value, for which compilers copy the weight and which counts as a write. All other
+# operators declare what they write, or are there for their result; what no graph needs is no operator
+# (qshard/_runtime/classes.py).
 EFFECTS = (
     "flush",  # codes follow the value
     "_flush_after_step",
@@ -281,19 +288,7 @@ EFFECTS = (
     "_gather_over_mesh",
     "_post_all_gather",
     "_refresh_gathered",
-    "_set_groups",  # whom the next flush agrees with
-    "_set_reduction_group",
-    "_set_groups_of_moved",
-    "_set_replicas",
-    "_set_mesh_of_gathers",
-    "_keep_groups_of_spec",
-    "_share_tensor_scale",
-    "_set_rounding_key",  # how the next flush rounds
-    "_unpack_into",  # a value, from a file: its schema declares no write, which would be a plain one
-    "_set_in_step",  # of the process
-    "_make_shards",
-    "_set_fallback_tracing",
-    "_finish_loading",
+    "_finish_loading",  # of the process
 )
 
 
@@ -324,8 +319,6 @@ def register_effect(name):
             return run_really(op, *args, **kwargs)
         if op._schema.returns or name == "_refresh_gathered":
             raise OutsideGraphs(op, "a gather is not traced")
-        if name == "_unpack_into":
-            raise OutsideGraphs(op, "a file is not read in traced code")
 
     @register_torch_dispatch(f"qshard::{name}", FunctionalTensorMode)
     def functional_effect(mode, func, types, args, kwargs=None):

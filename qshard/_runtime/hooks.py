@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
 from qshard._runtime import debug
+from qshard._runtime.classes import Process, TensorState
 from qshard._runtime.library import find_impl, has_key, hook_getter
 from qshard._runtime.patches import call, put, unwrap, wrap
 from qshard._runtime.placement import groups_of
@@ -126,7 +127,7 @@ def dtensor_groups(dtensors):
         for i, (dtensor, local) in enumerate(zip(dtensors, local_tensors)):
             if groups[i] == -1:
                 groups[i] = groups_of(dtensor.device_mesh, dtensor.placements, dtensor.shape, local)
-                ops._keep_groups_of_spec(local, specs[i], groups[i])
+                TensorState(local).keep_groups_of_spec(specs[i], groups[i])
     return groups
 
 
@@ -163,7 +164,7 @@ class PreAllGather:
         group = mesh_group(mesh)
         image = gather_over_mesh(self.shard, group)
         if image is None:  # FSDP2 made this shard before the library was loaded: _tell_shard came too late
-            ops._set_mesh_of_gathers(self.shard, group, False)
+            TensorState(self.shard).set_mesh_of_gathers(group, False)
             image = gather_over_mesh(self.shard, group)
         return (image,), None
 
@@ -192,11 +193,11 @@ def _making_first_shards(stock):
     @functools.wraps(stock)
     def _init_sharded_param(self, *args, **kwargs):
         if hasattr(self, "mesh_info"):
-            ops._make_shards(_shard_rank(self))
+            Process.make_shards(_shard_rank(self))
         else:
             # torch 2.15 chooses a parameter's mesh in here, and asks for the shards' part of it next.
             def init_shard_mesh():
-                ops._make_shards(_shard_rank(self))
+                Process.make_shards(_shard_rank(self))
                 return type(self)._init_shard_mesh(self)
 
             self._init_shard_mesh = init_shard_mesh
@@ -204,7 +205,7 @@ def _making_first_shards(stock):
             stock(self, *args, **kwargs)
         finally:
             self.__dict__.pop("_init_shard_mesh", None)
-            ops._make_shards(None)
+            Process.make_shards(None)
         _follow_shards(self)
 
     return _init_sharded_param
@@ -214,11 +215,11 @@ def _making_first_shards(stock):
 def _making_shards_anew(stock):
     @functools.wraps(stock)
     def reset_sharded_param(self, *args, **kwargs):
-        ops._make_shards(0)  # what is padded anew is a rank's shard already
+        Process.make_shards(0)  # what is padded anew is a rank's shard already
         try:
             stock(self, *args, **kwargs)
         finally:
-            ops._make_shards(None)
+            Process.make_shards(None)
         _follow_shards(self)
 
     return reset_sharded_param
@@ -238,7 +239,7 @@ def _tell_shard(fsdp_param):
     if not holds_codes(shard):
         return
     group = mesh_group(fsdp_param.shard_mesh_from_root)
-    ops._set_mesh_of_gathers(shard, group, is_replicated(fsdp_param))
+    TensorState(shard).set_mesh_of_gathers(group, is_replicated(fsdp_param))
     post_forward = getattr(fsdp_param, "post_forward_mesh_info", None)
     if post_forward is not None and post_forward is not fsdp_param.mesh_info:
         fsdp_param.init_unsharded_param = refuse_resharding  # called at the end of each gather
@@ -264,7 +265,7 @@ def _comparing_first(stock):
         shard = local_of(self.sharded_param)
         if holds_codes(shard):
             group = mesh_group(self.shard_mesh_from_root)
-            ops._set_reduction_group(shard, "" if is_replicated(self) else group)
+            TensorState(shard).set_reduction_group("" if is_replicated(self) else group)
             debug.check_written([shard], [debug.name_of_gathered(self, shard)], [False])
         return stock.fget(self)
 
@@ -314,7 +315,7 @@ class StepsUnderWay(threading.local):
         """Ends a step and those within it."""
         if step in self.steps:
             del self.steps[self.steps.index(step) :]
-        ops._set_in_step(bool(self.steps))
+        Process.set_in_step(bool(self.steps))
 
 
 under_way = StepsUnderWay()
@@ -374,7 +375,7 @@ def begin_step(optimizer, args, kwargs):
         # A learning-rate scheduler that was made before the library was loaded calls the step that it found.
         steps.append(StepUnderWay(optimizer, is_bracketed=False))
     steps[-1].has_begun = True
-    ops._set_in_step(True)
+    Process.set_in_step(True)
 
 
 @torch._disable_dynamo
@@ -390,7 +391,7 @@ def end_step(optimizer, args, kwargs):
         return
     if not step.is_bracketed:
         under_way.end(step)
-    ops._set_in_step(bool(outer))
+    Process.set_in_step(bool(outer))
     if any(takes_part_of_steps(other.optimizer) for other in outer):
         return
     if outer:
@@ -455,7 +456,7 @@ def check_written_in_step(optimizer):
     shards, groups = with_groups(params)
     for shard, number in zip(shards, groups):
         if number:
-            ops._set_groups(shard, number)
+            TensorState(shard).set_groups(number)
     debug.check_written(shards, names, [param.grad is not None for param, _ in params])
 
 

@@ -10,6 +10,7 @@ makes), no one has to.
 from dataclasses import dataclass
 
 import torch
+from qshard._runtime.classes import Process, TensorState
 
 ops = torch.ops.qshard
 
@@ -36,7 +37,7 @@ class Placement:
     @property
     def groups(self):
         """A number for qshard's operators, 0 for none."""
-        return ops._groups(self.shard_group, self.part_groups, self.replica_groups, self.column_groups)
+        return Process.number_of_groups(self.shard_group, self.part_groups, self.replica_groups, self.column_groups)
 
     def quantize(self, local, format, keep_master):
         """The local tensor as the share that it is; it waits for its flush."""
@@ -133,11 +134,11 @@ def groups_of(mesh, placements, shape, local):
     Its logical tensor was settled when it was quantized: what a rank quantized by itself stays a tensor
     of its own, and a mesh dimension that gives each rank such a tensor cuts none. Nothing else tells
     that dimension, as that of experts, from FSDP's."""
-    logical_rows, is_part, is_share = ops._logical_tensor(local)
-    placement = place(mesh, placements, shape, ops._tensor_groups(local))
+    logical_rows, is_part, is_share = TensorState(local).logical_tensor()
+    placement = place(mesh, placements, shape, TensorState(local).groups())
     # If one rank alone has any rows, it cannot tell by their number.
     is_cut = placement.logical_rows == logical_rows and (is_share or placement.has_rows_elsewhere)
-    return ops._groups(
+    return Process.number_of_groups(
         placement.shard_group if is_cut else "",
         placement.part_groups if is_part else (),
         placement.replica_groups,

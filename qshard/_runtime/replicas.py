@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes
 from qshard._runtime.patches import wrap
 
@@ -16,7 +17,7 @@ def _states(module):
     """(name as of a buffer, tensor) of what the formats of quantized parameters remember."""
     for name, parameter in module.named_parameters():
         if holds_codes(parameter):
-            for state, tensor in ops._state(parameter).items():
+            for state, tensor in TensorState(parameter).scaling_state().items():
                 yield f"{name}_{state}", tensor
 
 
@@ -67,7 +68,7 @@ def _set_replicas(ddp):
     group = ddp.process_group
     for parameter in ddp.module.parameters():
         if holds_codes(parameter):
-            ops._set_replicas(parameter, group.group_name if group.size() > 1 else "")
+            TensorState(parameter).set_replicas(group.group_name if group.size() > 1 else "")
     histories = [name for name, _ in _states(ddp.module) if name.endswith("_amax_history")]
     if histories:  # then the object has a hook of its own, which Join asks for
         ddp.join_hook = functools.partial(

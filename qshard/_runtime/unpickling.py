@@ -11,9 +11,8 @@ from importlib.machinery import ModuleSpec
 
 import torch
 
+from qshard._runtime.classes import SavedTensor
 from qshard._runtime.patches import add_finder, call, wrap
-
-_ops = torch.ops.qshard
 
 
 def rebuild_tensor(
@@ -21,7 +20,7 @@ def rebuild_tensor(
 ):
     """Unpickles a quantized tensor. Ordinary checkpoints do not hold any.
 
-    data, pending, layout, format, state: as qshard::_pack gives them; files from before formats of
+    data, pending, layout, format, state: as TensorState.pack() gives them; files from before formats of
     two row images lack the last entry of `layout`.
     """
     for integer in (*layout, *size, *stride, storage_offset):
@@ -35,8 +34,8 @@ def rebuild_tensor(
             "qshard: a saved quantized tensor needs a torch.dtype and a bool for requires_grad, "
             f"got {type(dtype).__name__} and {type(requires_grad).__name__}"
         )
-    saved = data, pending, layout, format, size, stride, storage_offset, dtype, state
-    tensor = _unpack_later(saved) if _is_read_later() else _ops._unpack(*saved)
+    saved = SavedTensor(data, pending, layout, format, size, stride, storage_offset, dtype, state)
+    tensor = _read_later(saved) if _is_read_later() else saved.read()
     return tensor.requires_grad_(requires_grad)
 
 
@@ -55,9 +54,8 @@ def rebuild_shared(
     requires_grad,
 ):
     """A tensor, or Parameter, over planes that another process shares. Not a file format."""
-    tensor = _ops._over_shared_planes(
-        master, codes, pending, layout, format, size, stride, storage_offset, dtype, state
-    )
+    saved = SavedTensor(codes, pending, layout, format, size, stride, storage_offset, dtype, state)
+    tensor = saved.over_shared_planes(master)
     if tensor_type is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
@@ -98,13 +96,13 @@ def _is_read_later():
     return False
 
 
-def _unpack_later(saved):
+def _read_later(saved):
     if not _legacy_reads.files:  # unpickling imported this module: the wrapper came too late
         raise RuntimeError(
             "qshard: torch.load reads quantized tensors from a file in the legacy format "
             "(_use_new_zipfile_serialization=False) only if qshard was loaded before; `import qshard` first"
         )
-    tensor = _ops._unpack_later(*saved)
+    tensor = saved.read_later()
     _legacy_reads.files[-1].append((tensor.detach(), saved))
     return tensor
 
@@ -118,7 +116,7 @@ def _fill_after_legacy_load(stock):
         try:
             result = stock(*args, **kwargs)
             for tensor, saved in tensors:
-                _ops._unpack_into(tensor, *saved)
+                saved.read_into(tensor)
             return result
         finally:
             _legacy_reads.files.pop()

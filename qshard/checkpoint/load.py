@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import local_of
 from qshard.checkpoint import files, layouts
 from qshard.checkpoint.model import entries_of
@@ -208,7 +209,7 @@ class _QuantizedLoad:
             self.format,
             tensor_scale_inv=None if tensor_scale is None else tensor_scale.to(local.device),
             dtype=local.dtype,
-            keep_master=self.is_aligned and ops._keeps_master(local),
+            keep_master=self.is_aligned and TensorState(local).keeps_master(),
             logical_rows=rows[1],
             row_offset=self.read[0][0] - rows[0],
         )
@@ -253,7 +254,7 @@ class _StackLoad:
         self.stack, self.format, self.key = local_of(entry.tensor), entry.format, entry.part.key
         (self.first, self.count), logical = (box[0] for box in entry.box)
         # The logical tensor was settled when the stack was quantized, be it before an expert mesh handed it out or after.
-        logical_rows, *_ = ops._logical_tensor(self.stack)
+        logical_rows, *_ = TensorState(self.stack).logical_tensor()
         wholes = (0, entry.tensor.shape[0]), logical, (self.first, self.count)
         of_all = logical_rows // max(entry.tensor.shape[1], 1)
         self.begin, self.of_all = next((whole for whole in wholes if whole[1] == of_all), wholes[-1])
@@ -295,7 +296,7 @@ class _StackLoad:
             self.format,
             tensor_scale_inv=tensor_scale,
             dtype=stack.dtype,
-            keep_master=ops._keeps_master(stack),
+            keep_master=TensorState(stack).keeps_master(),
             **share,
         )
         copy_values(stack, read)

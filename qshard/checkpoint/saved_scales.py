@@ -8,6 +8,7 @@ are coarse, and its tensor scale is rounded. In the scales that they came from, 
 import torch
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard.checkpoint.layouts import block_of
 from qshard.checkpoint.model import Entry
@@ -28,7 +29,7 @@ def has_own_scales(weight: torch.Tensor) -> bool:
     return (
         holds_codes(local)
         and not local.is_meta
-        and not ops._keeps_master(local)
+        and not TensorState(local).keeps_master()
         and info_of(ops.format(local)).columnwise is None
     )
 

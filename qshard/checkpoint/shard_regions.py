@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.placement import chunk, is_strided, roles
 from qshard.checkpoint.layouts import block_of
 
@@ -119,7 +120,7 @@ def _own(entry, known):
     if not isinstance(tensor, DTensor):
         return whole, whole
     mesh, placements = tensor.device_mesh, tensor.placements
-    groups = tuple(ops._tensor_groups(local)) if entry.is_quantized else None
+    groups = tuple(TensorState(local).groups()) if entry.is_quantized else None
     like = id(mesh), placements, whole, tuple(local.shape), groups
     if like in known:
         return known[like]

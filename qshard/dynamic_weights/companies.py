@@ -8,6 +8,7 @@ import enum
 import weakref
 
 import torch
+from qshard._runtime.classes import Process
 
 ops = torch.ops.qshard
 
@@ -64,7 +65,7 @@ class Company:
 
     def __init__(self, groups, resolved):
         self.groups = groups
-        self.number = ops._groups("", list(groups), [], [])
+        self.number = Process.number_of_groups("", list(groups), [], [])
         self.resolved = [weakref.ref(group) for group in resolved]
         self.members = []
         self.trained, self.found_inf = set(), None

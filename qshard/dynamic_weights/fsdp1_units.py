@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from qshard._runtime.classes import Process
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.companies import Occasion, ranks_meet
 from qshard.dynamic_weights.weights import HELD, NO_STEP, REACHED, STEP, DynamicWeight, Installed
@@ -51,7 +52,7 @@ class Unit:
         self.has_pieces = self.is_sharded and handle._use_orig_params
         self.rank = handle.rank if handle.uses_sharded_strategy else 0
         replicas = [] if self.replicas is None else [self.replicas.group_name]
-        self.groups = ops._groups(self.group.group_name, [], replicas, [])
+        self.groups = Process.number_of_groups(self.group.group_name, [], replicas, [])
         # FSDP1 has reduced its gradient, and steps the parameters that this rank has a part of.
         self.is_stepped_in_backward = False
         self.is_in_root_forward = False  # before which its ranks have met

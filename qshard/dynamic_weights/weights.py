@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from qshard._runtime.hooks import is_replicated, of_package, synthetic_steps
 from qshard import module_state
+from qshard._runtime.classes import TensorState
+from qshard._runtime.hooks import is_replicated, of_package, synthetic_steps
 from qshard.dynamic_weights import companies
 from qshard.dynamic_weights.companies import Occasion, ranks_meet
 from qshard.modules.functional import linear_under_transforms
@@ -82,7 +83,7 @@ class DynamicWeight:
         self.format, self.shape, self.groups = format, shape, groups
         # The tables of a quantized tensor that was never flushed; real where the model is made on meta.
         values = torch.empty(shape, dtype=torch.float32, device="meta")
-        tables = ops._state(ops.quantize(values, format)).values()
+        tables = TensorState(ops.quantize(values, format)).scaling_state().values()
         self.state = [torch.zeros(t.shape, dtype=torch.float32, device="cpu") for t in tables]
         self.owner = None  # a module that has the weight
         self.uses, self.managed, self.is_ignored, self.known_amax = 0, False, False, []

@@ -6,6 +6,7 @@ import torch
 from torch import nn as torch_nn
 
 from qshard import recipes
+from qshard._runtime.classes import Process
 from qshard.experts.known import stack_names
 from qshard.formats import info_of
 from qshard.model.choosing import Choice, some, weight_names
@@ -116,5 +117,5 @@ def _multiplies_here(module, format):
     parameters = [module._parameters.get(name) for name in weight_names(module)]
     devices = {parameter.device for parameter in parameters if parameter is not None}
     return bool(devices) and all(
-        device.type == "cuda" and not torch.ops.qshard._why_dequantized(device)[base] for device in devices
+        device.type == "cuda" and not Process.why_dequantized(device)[base] for device in devices
     )

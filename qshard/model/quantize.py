@@ -15,8 +15,9 @@ from qshard._runtime.hooks import (
     holds_codes,
     local_of,
 )
-from qshard._runtime.placement import group_names, place, roles
 from qshard import module_state, nn, recipes
+from qshard._runtime.classes import TensorState
+from qshard._runtime.placement import group_names, place, roles
 from qshard.dynamic_weights import modules as dynamic_modules
 from qshard.dynamic_weights import weights as dynamic
 from qshard.experts import known
@@ -204,7 +205,7 @@ def flush_any_written(model: torch_nn.Module) -> None:
     shards, is_distributed = _shards_of(model), dist.is_available() and dist.is_initialized()
     if is_distributed and shards:
         rank = dist.get_rank()
-        states = ops._written_by_rank(shards, [False] * len(shards), rank, dist.get_world_size())
+        states = TensorState.written_by_rank(shards, [False] * len(shards), rank, dist.get_world_size())
         for shard, by_rank in zip(shards, states.tolist()):
             if by_rank[rank] == 1 and 2 in by_rank:
                 ops._mark_written(shard)
@@ -222,7 +223,7 @@ def _shards_of(model):
         if holds_codes(local) and not local.is_meta:
             groups = dtensor_groups([param])[0] if local is not param else 0
             if groups:  # without, it keeps what it knows
-                ops._set_groups(local, groups)
+                TensorState(local).set_groups(groups)
             shards.append(local)
     return shards
 
@@ -361,7 +362,7 @@ def _flush_parts(module, _):
     all there."""
     for _, weight in state_buffers.weights(module):
         if isinstance(weight, DTensor) and is_quantized(weight):
-            groups = ops._tensor_groups(local_of(weight))
+            groups = TensorState(local_of(weight)).groups()
             rows, tensor, _ = roles(weight.device_mesh, weight.placements, groups, "a weight")
             if tensor and rows is None:
                 return flush(module)
@@ -407,9 +408,9 @@ def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
         if new is None or not is_quantized(old) or new.shape != old.shape:
             continue
         if is_quantized(new):
-            if ops._is_export(local_of(new)):  # what a state_dict has of a DTensor
+            if TensorState(local_of(new)).is_export():  # what a state_dict has of a DTensor
                 local = local_of(new)
-                copied = ops._copy_buffer(local)
+                copied = TensorState(local).copy_buffer()
                 copied = copied.as_strided(local.shape, local.stride(), local.storage_offset())
                 state_dict[prefix + name] = with_local(copied, new)
             continue
@@ -418,7 +419,7 @@ def _quantize_on_assign(module, state_dict, prefix, local_metadata, *_):
 
 def _quantized_to_assign(module, old, new, state_dict, key):
     local = local_of(old)
-    format, keep_master = ops.format(local), ops._keeps_master(local)
+    format, keep_master = ops.format(local), TensorState(local).keeps_master()
     with torch.no_grad():
         if isinstance(new, DTensor):  # shards wait for their flush
             groups = state_buffers.tensor_groups(old)

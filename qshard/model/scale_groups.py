@@ -11,8 +11,9 @@ import weakref
 import torch
 from torch import nn as torch_nn
 
-from qshard._runtime.hooks import holds_codes, local_of
 from qshard import module_state
+from qshard._runtime.classes import TensorState
+from qshard._runtime.hooks import holds_codes, local_of
 from qshard.formats import info_of
 
 ops = torch.ops.qshard
@@ -66,7 +67,7 @@ class Membership:
         weight = self.parameters.get("weight") if weight is None else weight
         local = local_of(weight)
         if isinstance(local, torch.Tensor) and holds_codes(local):
-            ops._share_tensor_scale(local, self.group.id, self.group.members)
+            TensorState(local).share_tensor_scale(self.group.id, self.group.members)
 
     def leave(self) -> None:
         """The others go on as a smaller group, by the scale that they have until one is written."""

@@ -11,9 +11,10 @@ import hashlib
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from qshard import module_state
+from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.placement import group_names, place, roles
-from qshard import module_state
 from qshard.modules.module_apply import with_local
 from qshard.nn.base import Initialized
 
@@ -69,7 +70,7 @@ def _put_masters(module, state_dict, prefix, local_metadata):
         if not holds_codes(local) or local.is_meta:
             continue
         if local is not value:
-            state_dict[prefix + name] = with_local(ops._export_view(local), value)
+            state_dict[prefix + name] = with_local(TensorState(local).export_view(), value)
             continue
         master = ops.master(local)
         if master is not None:
@@ -112,7 +113,8 @@ def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _saved_state(weight):
-    return {part: _of_all_ranks(weight, tensor) for part, tensor in ops._state(local_of(weight)).items()}
+    tensors = TensorState(local_of(weight)).scaling_state()
+    return {part: _of_all_ranks(weight, tensor) for part, tensor in tensors.items()}
 
 
 def _of_all_ranks(weight, tensor):
@@ -121,7 +123,7 @@ def _of_all_ranks(weight, tensor):
     dimension = _expert_dimension(weight) if tensor.dim() > 1 else None
     if dimension is None:
         return tensor
-    logical_rows, _, _ = ops._logical_tensor(local_of(weight))
+    logical_rows, _, _ = TensorState(local_of(weight)).logical_tensor()
     mesh, shape = weight.device_mesh, weight.shape
     placements = [Shard(0) if i == dimension else Replicate() for i in range(mesh.ndim)]
     # Each rank has rows for its matrices and for its activations: torch.chunk's parts of their sum.
@@ -137,10 +139,10 @@ def _expert_dimension(weight):
     if not isinstance(weight, DTensor) or weight.dim() < 3:
         return None
     local, mesh, shape = local_of(weight), weight.device_mesh, weight.shape
-    logical_rows, _, _ = ops._logical_tensor(local)
+    logical_rows, _, _ = TensorState(local).logical_tensor()
     if logical_rows == shape[:-1].numel():
         return None  # all matrices, of which FSDP cut rows
-    groups = ops._tensor_groups(local)
+    groups = TensorState(local).groups()
     rows, parts, _ = roles(mesh, weight.placements, groups, "a stack")
     if place(mesh, weight.placements, shape, groups).logical_rows != logical_rows:
         parts = [*parts, rows]  # nothing but the number of matrices tells this dimension from FSDP's
@@ -150,7 +152,7 @@ def _expert_dimension(weight):
 
 def tensor_groups(weight: torch.Tensor) -> list[str]:
     """Names of the groups whose ranks have tensors of their own: of tensor parallelism, and of experts."""
-    groups, dimension = ops._tensor_groups(local_of(weight)), _expert_dimension(weight)
+    groups, dimension = TensorState(local_of(weight)).groups(), _expert_dimension(weight)
     return groups if dimension is None else [*groups, group_names(weight.device_mesh)[dimension]]
 
 
@@ -175,18 +177,18 @@ def load(weight: torch.Tensor, state_dict: dict, weight_key: str) -> None:
 
 def copy_values(weight: torch.Tensor, source: torch.Tensor) -> None:
     """Copies a quantized tensor into a weight, which keeps what its format remembers of training."""
-    state = {name: tensor.clone() for name, tensor in ops._state(weight).items()}
+    state = {name: tensor.clone() for name, tensor in TensorState(weight).scaling_state().items()}
     weight.copy_(source)
-    for name, tensor in ops._state(weight).items():
+    for name, tensor in TensorState(weight).scaling_state().items():
         tensor.copy_(state[name])
 
 
 def set_rounding_key(weight: torch.Tensor, fqn: str) -> None:
     """Keys stochastic rounding with torch's seed and the parameter's name."""
-    if "rounding" in ops._state(weight):
+    if "rounding" in TensorState(weight).scaling_state():
         name = without_wrappers(fqn).encode()
         name_hash = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-        ops._set_rounding_key(weight, (torch.initial_seed() + name_hash) % 2**62)
+        TensorState(weight).set_rounding_key((torch.initial_seed() + name_hash) % 2**62)
 
 
 def without_wrappers(fqn):

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.classes import Process, TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.patches import wrap
 
@@ -29,20 +30,20 @@ class _KeepQuantized:
         local = local_of(tensor)
         if not holds_codes(local):
             return self.fn(tensor)
-        ops._make_shards(_SAME_ROWS)  # by empty_like, for to_empty()
+        Process.make_shards(_SAME_ROWS)  # by empty_like, for to_empty()
         try:
             result = self.fn(tensor)
         finally:
-            ops._make_shards(None)
+            Process.make_shards(None)
         result_local = local_of(result)
         if result is tensor:
             return result
         if not holds_codes(result_local):
             _check_dtype("a parameter", result.dtype)
-            result_local = ops._copy_to(local.detach(), result.dtype, result.device)
+            result_local = TensorState(local.detach()).copy_to(result.dtype, result.device)
             result = result_local if local is tensor else with_local(result_local, tensor)
         if result_local.shape == local.shape:
-            ops._set_groups_of_moved(result_local.detach(), local.detach())
+            TensorState(result_local.detach()).set_groups_of_moved(local.detach())
         return result
 
 

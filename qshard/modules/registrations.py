@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.patches import call
 from qshard._runtime.placement import group_names, place
@@ -72,15 +73,15 @@ def _replaced_stack(stack, param):
     with torch.no_grad():
         if local.is_meta:
             values = torch.empty((count, *shape[1:]), dtype=stack.dtype, device="meta")
-            part = ops.quantize(values, ops.format(stack), keep_master=ops._keeps_master(stack))
+            part = ops.quantize(values, ops.format(stack), keep_master=TensorState(stack).keeps_master())
         else:
             ids = torch.arange(first, first + count, device=stack.device)
             part = stack.detach().index_select(0, ids).to(local.device)
             if not torch.equal(part + 0, local + 0):
                 part.copy_(local)
-        state = ops._state(part)
+        state = TensorState(part).scaling_state()
         if "rounding" in state:
-            state["rounding"].copy_(ops._state(stack.detach())["rounding"])
+            state["rounding"].copy_(TensorState(stack.detach()).scaling_state()["rounding"])
     return torch.nn.Parameter(with_local(part, param), requires_grad=param.requires_grad)
 
 

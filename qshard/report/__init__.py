@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from qshard import recipes
+from qshard._runtime.classes import Process, TensorState
 from qshard._runtime.hooks import compare_writes, holds_codes, local_of
 from qshard._runtime.placement import group_names, in_groups, is_strided
-from qshard import recipes
 from qshard.checkpoint.layouts import block_of
 from qshard.dynamic_weights import flat_parameters
 from qshard.dynamic_weights.fsdp1 import prepared_units
@@ -123,7 +124,7 @@ def report(
             continue
         local = local_of(param)
         if holds_codes(local):
-            planes = ops._storage_bytes(local)
+            planes = TensorState(local).storage_bytes()
             image, master, grid, pending = (
                 planes[plane] for plane in ("image", "master", "grid", "pending")
             )
@@ -209,7 +210,7 @@ def _cut_blocks(param) -> str:
 def _largest_part(param) -> list[int]:
     """The shape that tensor parallelism leaves the rank with most: what FSDP2 cut."""
     shape = list(param.shape)
-    tensor = ops._tensor_groups(param._local_tensor)
+    tensor = TensorState(param._local_tensor).groups()
     is_tensor = in_groups(group_names(param.device_mesh), tensor)
     # torch says of a tensor that tensor parallelism cut it by rows before FSDP2.
     has_strided = any(map(is_strided, param.placements))
@@ -242,7 +243,7 @@ def _device_lines(device: torch.device) -> list[str]:
         if capability not in _TESTED_ON:
             note = " (written, but qshard's tests have not run on such a GPU)"
     formats_by_reason: dict[str, list[str]] = {}
-    for format, reason in ops._why_dequantized(device).items():
+    for format, reason in Process.why_dequantized(device).items():
         formats_by_reason.setdefault(reason, []).append(format)
     return [
         f"{name}: {', '.join(formats)}: "
@@ -293,16 +294,16 @@ class _Traces:
     def begin(self) -> dict[str, int]:
         with self.lock:
             if not self.open:
-                ops._set_fallback_tracing(True)
+                Process.set_fallback_tracing(True)
             self.open += 1
-            return ops._traced_fallbacks(reads_only=True)
+            return Process.traced_fallbacks(True)
 
     def end(self) -> dict[str, int]:
         with self.lock:
-            counts = ops._traced_fallbacks(reads_only=True)
+            counts = Process.traced_fallbacks(True)
             self.open -= 1
             if not self.open:
-                ops._set_fallback_tracing(False)
+                Process.set_fallback_tracing(False)
             return counts
 
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
-from qshard.gradients import DDPHook, QuantizedReduceScatter, ddp_message_bytes
+from qshard.gradients import DDPHook, QuantizedReduceScatter, ddp_message_bytes, message_bytes
 
 ops = torch.ops.qshard
 
@@ -61,7 +62,7 @@ def _count_weights(rows, params, shards, ranks_again, dtype):
     for row, param in zip(rows, params):
         local = local_of(param.sharded_param)
         if holds_codes(local):
-            row.gathered = shards * ops._storage_bytes(local)["sent"]
+            row.gathered = shards * TensorState(local).storage_bytes()["sent"]
             row.gathered_as = "codes"
         else:
             of = dtype or local.dtype
@@ -87,7 +88,7 @@ def _count_gradients(group, trained, shards, replicas, dtype):
     if shards == 1:
         reduced, sent = (shard, 0) if replicas > 1 else (0, 0)
     elif isinstance(comm, QuantizedReduceScatter):
-        message = ops._gradient_message_bytes(comm.format, sum(numels))
+        message = message_bytes(comm.format, sum(numels))
         reduced, sent = shards * message, (shards - 1) * message
     else:
         reduced, sent = shards * shard, (shards - 1) * shard

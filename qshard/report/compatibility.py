@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard.dynamic_weights.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of, find
@@ -35,7 +36,7 @@ def _wrapper(model):
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in modules):
         return "DistributedDataParallel: known"
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        if any(ops._tensor_groups(local) for local in _quantized_locals(model)):
+        if any(TensorState(local).groups() for local in _quantized_locals(model)):
             return "tensor parallelism, by parallelize_module or set_device_mesh: known"
         return "DTensors without fully_shard: not known"
     return "none: known"
@@ -86,7 +87,7 @@ def _checkpoint(model):
         return "of a plain model"
     if any(isinstance(p, DTensor) for p in weights):
         text = "DTensors in state_dict(): known to DCP and get_model_state_dict, which write plain values"
-    elif all(ops._keeps_master(local_of(p)) for p in weights):
+    elif all(TensorState(local_of(p)).keeps_master() for p in weights):
         text = "plain tensors in state_dict(): known to DCP, torch.save and safetensors"
     else:
         text = (

@@ -15,6 +15,7 @@ from canonical import bytes_of, checkpoint, digest, pickle_stream, saved_file, w
 from inputs import largest_of, short, values
 
 import qshard
+from qshard._runtime.classes import TensorState
 from qshard.formats import info_of
 
 ops = torch.ops.qshard
@@ -67,8 +68,8 @@ def quantized(
 
 
 def rounding_by_key(q):
-    if "rounding" in ops._state(q):
-        ops._set_rounding_key(q, 1234567)
+    if "rounding" in TensorState(q).scaling_state():
+        TensorState(q).set_rounding_key(1234567)
     return q
 
 
@@ -87,7 +88,7 @@ def scales_of(q):
 def packed(q):
     """All that a tensor is, as a list of plain things."""
     q = q.detach()
-    data, pending, layout, format, state = ops._pack(q)
+    data, pending, layout, format, state = TensorState(q).pack()
     geometry = list(q.shape), list(q.stride()), q.storage_offset()
     return [data, pending, list(layout), format, state, *geometry]
 
@@ -158,7 +159,7 @@ def optimizer_step(device):
 
 def parts_of(q):
     parts = {"codes": digest(codes_of(q)), "scales": digest(scales_of(q)), "value": digest(q + 0)}
-    if state := dict(ops._state(q)):
+    if state := dict(TensorState(q).scaling_state()):
         parts["state"] = digest(state)
     return parts
 
@@ -248,7 +249,7 @@ def shared(q):
     rebuild, arguments = ForkingPickler(io.BytesIO()).dispatch_table[type(q)](q)
     made = packed(rebuild(*arguments))
     scales = sum(s.nbytes for s in scales_of(q) if s.dtype == torch.float32)
-    image = ops._storage_bytes(q)["image"]
+    image = TensorState(q).storage_bytes()["image"]
     arguments = [a[: image + scales] if i == 2 else a for i, a in enumerate(arguments)]
     names = [a.__name__ if isinstance(a, type) else a for a in arguments]
     return [f"{rebuild.__module__}.{rebuild.__name__}", names, made]

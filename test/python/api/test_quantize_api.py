@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 
@@ -49,7 +50,7 @@ def test_arguments_of_mxfp8_choose_the_format():
     ):
         m = qshard.quantize_(nn.Sequential(nn.Linear(48, 64)), recipe(**arguments))
         assert ops.format(m[0].weight) == recipe(**arguments).format == format
-        sent = ops._storage_bytes(m[0].weight)["sent"]
+        sent = TensorState(m[0].weight).storage_bytes()["sent"]
         assert sent == 64 * (64 if "phase" in format else 128)
     for arguments, match in (
         ({"weight_block": (32, 1)}, r"weight_block must be \(32, 32\) or \(1, 32\), got \(32, 1\)"),

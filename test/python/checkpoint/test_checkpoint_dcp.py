@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 90
 ROWS = [257, 3]
@@ -340,7 +341,7 @@ def planes(tensor):
     is_alone = dist.get_world_size() == 1
     if is_alone:
         ops.codes(tensor.detach())
-    packed, pending, (*layout, _adopted), format, _ = ops._pack(tensor.detach())
+    packed, pending, (*layout, _adopted), format, _ = TensorState(tensor.detach()).pack()
     if is_alone:  # what a shard of delayed scaling keeps for the flush of the next step is in the codes
         pending = None
     return packed, torch.empty(0) if pending is None else pending, layout, format

@@ -16,18 +16,19 @@ from helpers import (
     weight,
 )
 from test_copies import COLS, ROWS, a_shard_with_a_pending_write, assert_same_state, keep_or_not
+from qshard._runtime.classes import SavedTensor, TensorState
 
 
 def repacked(q):
-    *packed, state = ops._pack(q)
-    return ops._unpack(*packed, q.shape, q.stride(), q.storage_offset(), q.dtype, state)
+    *packed, state = TensorState(q).pack()
+    return SavedTensor(*packed, q.shape, q.stride(), q.storage_offset(), q.dtype, state).read()
 
 
 WAYS = {
     "deepcopy": copy.deepcopy,
     "torch.save": loaded_as_weights,
     "ForkingPickler": lambda q: ForkingPickler.loads(bytes(ForkingPickler.dumps(q))),
-    "_pack": repacked,
+    "SavedTensor": repacked,
 }
 
 
@@ -45,12 +46,12 @@ def test_round_trips_keep_planes_placement_and_pending_writes(way, keep_master):
     half = ops.quantize(weight(6, 8), "float8_tensorwise", keep_master=keep_master).half()
     empty = ops.quantize(torch.zeros(0, 16), "float8_blockwise", keep_master=keep_master)
     for q in (whole, written, shard, padded, experts, window, columns, half, empty):
-        pending = ops._has_pending_update(q)
+        pending = TensorState(q).has_pending_update()
         again = WAYS[way](q)
         assert is_quantized(again) and again.data_ptr is not q.data_ptr
         assert_same(again, q)
         assert_same_state(again, q)
-        assert ops._has_pending_update(again) == pending
+        assert TensorState(again).has_pending_update() == pending
         if again.numel() and way != "ForkingPickler":  # which shares memory, as of plain tensors
             again.zero_()
             assert value(q).any()

@@ -13,6 +13,7 @@ import torch
 from helpers import FORMATS, assert_same, bits, fit, ops, state, value, weight
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 on_formats = pytest.mark.parametrize("fmt", FORMATS)
 
@@ -33,7 +34,7 @@ def assert_identical(loaded, q):
     (geometry, *planes), (expected, *planes_of_q) = state(loaded), state(q)
     assert geometry == expected
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(planes, planes_of_q, strict=True))
-    assert ops._pack(loaded.detach())[2] == ops._pack(q.detach())[2]
+    assert TensorState(loaded.detach()).pack()[2] == TensorState(q.detach()).pack()[2]
     assert_same(loaded, q)
 
 
@@ -122,7 +123,7 @@ def test_a_file_that_ends_early_leaves_nothing_behind():
 
 
 def test_what_a_file_claims_is_checked():
-    data, pending, layout, fmt, state_of_it = ops._pack(quantized("float8_blockwise"))
+    data, pending, layout, fmt, state_of_it = TensorState(quantized("float8_blockwise")).pack()
     rebuild = qshard.serialization.rebuild_tensor
 
     class Claim:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 STATES = {
     "delayed": (qshard.DelayedScaling(amax_history_len=4), {}),
@@ -186,7 +187,7 @@ def experts_on(mesh, count, is_sharded, seed, is_persistent=False):
 
 def states_of_ranks(model):
     parameters = dict(model.named_parameters()).items()
-    states = {name: torch.ops.qshard._state(p._local_tensor) for name, p in parameters}
+    states = {name: TensorState(p._local_tensor).scaling_state() for name, p in parameters}
     return {f"{name}_{part}": t * 1 for name, parts in states.items() for part, t in parts.items()}
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 WAYS = ("dcp", "full", "one-after-the-other")
 
@@ -45,7 +46,7 @@ def states(model):
         f"{name}_{state}": tensor.clone()
         for name, param in model.named_parameters()
         if qshard.is_quantized(param)
-        for state, tensor in ops._state(getattr(param, "_local_tensor", param)).items()
+        for state, tensor in TensorState(getattr(param, "_local_tensor", param)).scaling_state().items()
     }
 
 

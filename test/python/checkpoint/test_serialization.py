@@ -12,6 +12,7 @@ import torch
 from helpers import assert_same, is_quantized, value, weight
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 # Written when pickles named `_qshard_checkpoint`: every format, masters, writes that a group has
@@ -35,7 +36,7 @@ def test_files_written_before_the_module_had_its_name_load(weights_only):
         if group in ("codes", "seven_fields"):
             assert ops.format(q) == format and ops.master(q) is None
         assert (ops.master(q) is not None) == (group == "master" or format == "parameter")
-        assert ops._has_pending_update(q) == (format == "shard")
+        assert TensorState(q).has_pending_update() == (format == "shard")
         assert type(q) is (torch.nn.Parameter if format == "parameter" else torch.Tensor)
     assert at == values.numel()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from file_mutations import Pickled, saved
 from helpers import weight
+from qshard._runtime.classes import SavedTensor, TensorState
 
 ops = torch.ops.qshard
 COUNT = 320  # here, in a plain build; 10,000 under AddressSanitizer: python fuzz_files.py --help
@@ -184,12 +185,12 @@ def test_names_of_wrong_files_leave_nothing_behind():
     for margin, history in names:
         with pytest.raises(RuntimeError, match="does not fit its format"):
             format = f"float8_delayed[margin={margin},history={history + 4}]"
-            ops._unpack(*delayed_arguments(format))
+            SavedTensor(*delayed_arguments(format)).read()
     assert ops.format(ops.quantize(weight(4, 8), "float8_delayed[history=999]")).endswith("999]")
 
 
 def delayed_arguments(format):
-    data, pending, layout, _, _ = ops._pack(ops.quantize(weight(4, 8), "float8_delayed[history=4]"))
+    data, pending, layout, _, _ = TensorState(ops.quantize(weight(4, 8), "float8_delayed[history=4]")).pack()
     return data, pending, layout, format, [4, 8], [8, 1], 0, torch.float32, FULL
 
 

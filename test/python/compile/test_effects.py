@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 60  # Inductor's first compilation
 
@@ -31,7 +32,7 @@ def parameter(device, keep_master=True):
 
 
 def is_written(q):
-    return bool(ops._pack(q.detach())[2][6])
+    return bool(TensorState(q.detach()).pack()[2][6])
 
 
 def counts(function, *args):

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 ACCESSORS = (
     "codes",
@@ -77,7 +78,7 @@ def windows_of(q):
 def test_fakes_have_the_geometry_of_quantized_tensors(fmt, shape, keep_master):
     q = quantized(fmt, shape, keep_master)
     values = torch.empty(q.shape, device="meta")
-    metas = (ops.quantize(values, fmt, keep_master=keep_master), ops._meta_twin(q))
+    metas = (ops.quantize(values, fmt, keep_master=keep_master), TensorState(q).meta_replica())
     for _, window in windows_of(q):
         for meta in metas[:1] if q.dim() > 2 else metas:
             assert_answers_alike(q, meta, window)
@@ -102,12 +103,12 @@ def test_real_views_and_parameters_as_fakes(fmt):
 def test_fakes_of_shards_answer_alike(fmt):
     """A rank's rows of a larger tensor that await a flush: fakes answer all the same."""
     q = ops.quantize(weight(64, 48), fmt, logical_rows=256, row_offset=32)
-    flushed = ops._meta_twin(q)
-    assert ops._pack(q)[2][:6] == ops._pack(flushed)[2][:6]
-    written = ops._has_pending_update(q)
+    flushed = TensorState(q).meta_replica()
+    assert TensorState(q).pack()[2][:6] == TensorState(flushed).pack()[2][:6]
+    written = TensorState(q).has_pending_update()
     with FakeTensorMode() as mode:
         assert_answers_alike(flushed, mode.from_tensor(q), lambda t: t[32:])
-    assert ops._has_pending_update(q) == written
+    assert TensorState(q).has_pending_update() == written
 
 
 # ------------------------------------------------------------------------------ what is unknown

@@ -8,6 +8,7 @@ from helpers import FORMATS, assert_same, ops
 from torch.utils.flop_counter import FlopCounterMode
 
 import qshard
+from qshard._runtime.classes import TensorState
 from qshard.formats import info_of
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -43,7 +44,8 @@ def check(format, count, empty, dtype, device, tail=3, transposed=False):
         if rows.start == rows.stop:
             assert not ours.grad[e].any()
     if "delayed" in format:
-        assert_same(ops._state(ours)["amax_history"], ops._state(theirs)["amax_history"])
+        histories = [TensorState(stack).scaling_state()["amax_history"] for stack in (ours, theirs)]
+        assert_same(*histories)
 
 
 def rounds_stochastically(format, count, device):

@@ -9,6 +9,7 @@ from expert_cases import EMPTY, NAN, by_linears, ends_of, fill_freed_memory, par
 from helpers import assert_same, ops
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 pytestmark = pytest.mark.skipif(
@@ -337,4 +338,4 @@ def test_delayed_scaling_collects_the_amax_of_all_experts_rows(empty):
     grad = rows_of(ends, 64, 3, "cuda", torch.bfloat16, 2)
     run(x, ours, ends, grad)
     by_linears(x, theirs, ends, grad)
-    assert_same(ops._state(ours)["amax_history"], ops._state(theirs)["amax_history"])
+    assert_same(TensorState(ours).scaling_state()["amax_history"], TensorState(theirs).scaling_state()["amax_history"])

@@ -5,6 +5,7 @@ import torch
 from expert_cases import rows_of, stack_of
 from helpers import are_codes_of, assert_same, ops
 from test_grouped_linear_cuda import ON_CODES, on_hopper
+from qshard._runtime.classes import TensorState
 
 pytestmark = on_hopper
 OUT, IN = 208, 400
@@ -40,7 +41,8 @@ def test_kept_codes_give_the_bits_of_kept_values(format, dtype):
         assert_same(found, value)
     assert not inputs.grad[-9:].any()
     if "delayed" in format:
-        assert_same(ops._state(kept)["amax_history"], ops._state(values)["amax_history"])
+        histories = [TensorState(stack).scaling_state()["amax_history"] for stack in (kept, values)]
+        assert_same(*histories)
 
 
 @pytest.mark.parametrize("format", ON_CODES)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from flat_ranges import agree, lists_of, messages_of, own_amaxes
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -67,7 +68,7 @@ def test_amaxes_that_are_known_are_not_looked_for():
 
 
 def new_state(value, format=HISTORY):
-    state = [table.clone() for table in ops._state(ops.quantize(value, format)).values()]
+    state = [table.clone() for table in TensorState(ops.quantize(value, format)).scaling_state().values()]
     state[0][1:, 0] = torch.tensor([2.0, 0.5])  # what a linear has collected of its input and gradient in this step
     return state
 

@@ -17,6 +17,7 @@ from models.formats import FORMATS
 from models.fsdp1 import BF16, build_fsdp1, wrap
 from models.training import adamw, batch, loss_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from qshard._runtime.classes import TensorState
 
 ROWS = 1024  # weights outweigh activations
 STATE = 2048  # bytes of the amaxes, scales and histories of a model
@@ -78,7 +79,7 @@ def bytes_of_a_use(model, dtype):
     weight = max((p for p in model.parameters() if p.dim() == 2), key=torch.numel)
     activations = torch.empty(batch(0).shape[0], weight.shape[0])
     return sum(
-        ops._storage_bytes(ops.quantize(x.detach(), "mxfp8"))["storage"] + x.numel() * dtype.itemsize
+        TensorState(ops.quantize(x.detach(), "mxfp8")).storage_bytes()["storage"] + x.numel() * dtype.itemsize
         for x in (weight, activations)
     )
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 from qshard.formats import info_of
 from qshard.model.quantize import quantize_like
 from qshard.modules import parameter_swap
@@ -323,7 +324,7 @@ def test_stacks_that_are_handed_out_after_quantize_keep_their_codes(format, keep
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     for param, full in zip(model.parameters(), whole.parameters()):
         part = local(param).detach()
-        assert qshard.is_quantized(part) and ops._keeps_master(part) == keep_master
+        assert qshard.is_quantized(part) and TensorState(part).keeps_master() == keep_master
         for plane in (ops.codes, ops.scale_inv, ops.dequantize):
             assert torch.equal(plane(part).float(), plane(full.detach()[mine]).float())
     fully_shard(model, mesh=mesh["efsdp"])

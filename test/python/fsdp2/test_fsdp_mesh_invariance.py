@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 120
 ROWS = (1, 3, 5, 33, 100, 128, 257, 1000)
@@ -109,7 +110,7 @@ class SingleDevice:
             ops.quantize(value, format, keep_master=keep_master) for value in self.values
         ]
         for weight, key in zip(self.weights, keys or ()):
-            ops._state(weight)["rounding"].copy_(key)
+            TensorState(weight).scaling_state()["rounding"].copy_(key)
         # Fused CPU kernels round the last few elements of a tensor differently from the rest: step
         # the pieces that ranks hold.
         self.pieces = [nn.Parameter(p) for value in self.values for p in value.chunk(ranks)]
@@ -179,7 +180,7 @@ def run_history(format, keep_master, quantized, optimizer):
         "mismatching bytes": sum(wrong for _, wrong in counts),
         "mismatching masters": oracle.master_mismatches(model) if keep_master else 0,
         "pending bytes": sum(
-            ops._storage_bytes(local(p))["pending"] for p in model.parameters()
+            TensorState(local(p)).storage_bytes()["pending"] for p in model.parameters()
         ),
     }
 
@@ -215,11 +216,11 @@ def run_stochastic(recipe):
     torch.manual_seed(7)
     model = stochastic_model(recipe)
     shards = [local(w).detach() for w in model.weights]
-    keys = [ops._state(shard)["rounding"].clone() for shard in shards]
+    keys = [TensorState(shard).scaling_state()["rounding"].clone() for shard in shards]
     assert len({tuple(key.tolist()) for key in keys}) == len(keys)  # one per parameter
     oracle = SingleDevice(ops.format(shards[0]), False, dist.get_world_size(), keys)
     train_both(model, oracle, "foreach")
-    assert all(ops._state(shard)["rounding"][2] == STEPS for shard in shards)
+    assert all(TensorState(shard).scaling_state()["rounding"][2] == STEPS for shard in shards)
     return oracle.mismatches(model)
 
 

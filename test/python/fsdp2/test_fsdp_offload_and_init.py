@@ -28,6 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 # -------------------------------------------------------------------------------- offload
 
@@ -42,7 +43,7 @@ def forced_copies():
         result = stock(self, *args, copy=True, **kwargs) if kwargs.get("non_blocking") else None
         if result is None or not ops.is_quantized(result):
             return stock(self, *args, **kwargs)
-        sizes.append(ops._storage_bytes(result))
+        sizes.append(TensorState(result).storage_bytes())
         return result
 
     torch.Tensor.to = to
@@ -105,7 +106,7 @@ def test_offload_copies_stay_usable():
 
     def image_copy(tensor):
         copy = tensor.to(device(), non_blocking=True, copy=True)
-        assert ops._storage_bytes(copy)["master"] == 0
+        assert TensorState(copy).storage_bytes()["master"] == 0
         return copy
 
     before = ops.master(shard).to(device(), copy=True)

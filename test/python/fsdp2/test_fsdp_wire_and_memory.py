@@ -19,6 +19,7 @@ from models.fsdp2 import build, build_oracle
 from models.training import adamw, batch, loss_of, train
 from models.weights import local, quantized_parameters, unsharded
 from torch.distributed.tensor import DTensor
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 60
 ROWS = (257, 5, 1, 256)
@@ -68,7 +69,7 @@ def check_planes(model, keep_master, pending=False):
     ranks = dist.get_world_size()
     for name, param in quantized_parameters(model).items():
         shard, want = local(param), expected_of(param, ranks)
-        has = ops._storage_bytes(shard)
+        has = TensorState(shard).storage_bytes()
         assert has["image"] == want.image, name
         assert has["master"] == (want.value if keep_master else 0), name
         assert has["grid"] == want.grid, name
@@ -182,7 +183,7 @@ def live_bytes(at_most=None):
             if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device == device():
                 storage = thing.untyped_storage()
                 has_master = ops.is_quantized(thing) and ops.master(thing) is not None
-                nbytes = ops._storage_bytes(thing)["storage"] if has_master else storage.nbytes()
+                nbytes = TensorState(thing).storage_bytes()["storage"] if has_master else storage.nbytes()
                 storages[storage._cdata] = max(nbytes, storages.get(storage._cdata, 0))
         total = sum(storages.values())
         if total == last if at_most is None else total <= at_most:
@@ -217,7 +218,7 @@ def test_memory_while_unsharded(format, keep_master, rows, reshard):
             if ops.is_quantized(weight):
                 want = expected_of(weight, ranks)
                 assert storage == want.gathered, name
-                has = ops._storage_bytes(weight)
+                has = TensorState(weight).storage_bytes()
                 assert has["master"] == has["pending"] == 0 and has["grid"] == want.grid, name
                 gathered += want.gathered
             else:
@@ -225,7 +226,7 @@ def test_memory_while_unsharded(format, keep_master, rows, reshard):
             assert not isinstance(weight, DTensor)
             weights.append(weight)
         # Grids are snapshots: at most one more per parameter.
-        grids = sum(ops._storage_bytes(w)["grid"] for w in weights if ops.is_quantized(w))
+        grids = sum(TensorState(w).storage_bytes()["grid"] for w in weights if ops.is_quantized(w))
         held = live_bytes(at_most=before + gathered + plain + grids) - before
         assert gathered + plain <= held <= gathered + plain + grids, (held, gathered, plain, grids)
     for weight in weights:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 75
 RECIPES = {
@@ -90,7 +91,7 @@ def test_what_is_written_into_it_is_written_into_the_weights(rows, keep_master, 
     state, before = model.state_dict(), full_value(model[0].weight)
     weight = state["0.weight"]
     assert isinstance(weight, DTensor) and weight.placements == model[0].weight.placements
-    assert ops._is_export(local(weight))
+    assert TensorState(local(weight)).is_export()
     assert_same(full_value(weight), before)
     if keep_master:
         assert local(weight).data_ptr() == local(model[0].weight).data_ptr()
@@ -111,8 +112,8 @@ def test_assigned_it_is_copied(rows, keep_master, recipe):
     train(model)
     other.load_state_dict(model.state_dict(), assign=True)
     own = local(other[0].weight)
-    assert is_quantized(own) and not ops._is_export(own.detach())
-    assert ops._keeps_master(own.detach()) == keep_master
+    assert is_quantized(own) and not TensorState(own.detach()).is_export()
+    assert TensorState(own.detach()).keeps_master() == keep_master
     assert_same(full_value(other[0].weight), full_value(model[0].weight))
     assert train(model) == train(other)
     before = full_value(other[0].weight)

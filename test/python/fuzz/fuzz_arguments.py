@@ -6,6 +6,7 @@ import random
 import torch
 from fuzz_baselines import baseline
 from torch._subclasses.fake_tensor import FakeTensorMode
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 FORMATS = tuple(ops.formats()) + (
@@ -234,7 +235,7 @@ def short(value):
 def value_of(t):
     """A plain copy."""
     t = t.detach()
-    return (ops._export_view(t) if ops.is_quantized(t) else t).clone()
+    return (TensorState(t).export_view() if ops.is_quantized(t) else t).clone()
 
 
 def freed(t):
@@ -353,7 +354,7 @@ KINDS = {
     "quantized, freed, with a master": lambda d, t: freed(quantized_like(d, t, keep_master=True)),
     "gathered": gathered,
     "gathered and freed": freed_gathered,
-    "export view": lambda d, t: ops._export_view(quantized_like(d, t)),
+    "export view": lambda d, t: TensorState(quantized_like(d, t)).export_view(),
     "codes": lambda d, t: ops.codes(quantized_like(d, t)),
     "coo": lambda d, t: value_of(t).to_sparse(),
     "csr": lambda d, t: value_of(t).to_sparse_csr(),

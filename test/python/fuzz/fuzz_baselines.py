@@ -1,6 +1,8 @@
 """The arguments of an ordinary call of each operator (fuzz_arguments.py)."""
 
 import torch
+from qshard._runtime.classes import TensorState
+from qshard.gradients import message_bytes
 
 ops = torch.ops.qshard
 EMPTY = ()
@@ -144,7 +146,7 @@ def gradients(draw):
         "numel": numel,
     }
     given |= {"chunks": chunks, "chunk_numel": numel, "first_noise": 16, "factor": 0.5}
-    bytes_of_one = ops._gradient_message_bytes(format, numel)
+    bytes_of_one = message_bytes(format, numel)
     given["messages"] = draw.bytes(chunks, 3, bytes_of_one)
     return given | {
         "rounding": draw.maybe(lambda: draw.place(key)),
@@ -172,7 +174,7 @@ def heads(draw):
 
 def packed(draw, q=None):
     q = draw.quantized() if q is None else q
-    data, pending, layout, format, state = ops._pack(q)
+    data, pending, layout, format, state = TensorState(q).pack()
     given = {
         "bytes": draw.place(data),
         "pending": pending,
@@ -189,8 +191,8 @@ def unpacked(draw):
 
 def shared(draw):
     q = draw.quantized()
-    master, codes, pending, layout, format, state = ops._shared_planes(q)
-    given = {"master": master, "codes": draw.place(codes.clone()), "pending": pending}
+    master, codes, pending, layout, format, state = TensorState(q).shared_planes()
+    given = {"master": master, "bytes": draw.place(codes.clone()), "pending": pending}
     given |= {
         "layout": list(layout),
         "format": format,
@@ -326,16 +328,15 @@ OF_OPERATOR = {
     "_read_messages": messages,
     "quantize_gradients": gradients,
     "sum_gradients": gradients,
-    "_gradient_message_bytes": gradients,
     "_message_amax": tokens,
     "_encode_activation": tokens,
     "_decode_activations": tokens,
     "_plane_copy": lambda d: {"plane": "codes"},
     "_post_all_gather": gather,
     "_refresh_gathered": gather,
-    "_groups": lambda d: {"shard": ""},
-    "_set_groups": lambda d: {"groups": 0},
-    "_share_tensor_scale": lambda d: {
+    "Process.number_of_groups": lambda d: {"shard": ""},
+    "TensorState.set_groups": lambda d: {"groups": 0},
+    "TensorState.share_tensor_scale": lambda d: {
         "self": d.quantized(format="float8_tensorwise"), "id": 5, "members": 2,
     },
     "_quantize_share": share,
@@ -343,14 +344,14 @@ OF_OPERATOR = {
         "self": [d.quantized()], "groups": [0], "has_grad": [True],
         "found_inf": d.maybe(lambda: torch.zeros(1)),
     },
-    "_set_rounding_key": lambda d: {"self": d.quantized(format="nvfp4[stochastic]"), "key": 77},
-    "_over_shared_planes": shared,
-    "_unpack": packed,
-    "_unpack_later": packed,
-    "_unpack_into": unpacked,
+    "TensorState.set_rounding_key": lambda d: {"self": d.quantized(format="nvfp4[stochastic]"), "key": 77},
+    "SavedTensor.over_shared_planes": shared,
+    "SavedTensor.read": packed,
+    "SavedTensor.read_later": packed,
+    "SavedTensor.read_into": unpacked,
     "_groups_of_specs": lambda d: {"self": [d.quantized()], "specs": [1]},
-    "_set_groups_of_moved": lambda d: {"moved": d.quantized()},
-    "_written_by_rank": lambda d: {
+    "TensorState.set_groups_of_moved": lambda d: {"moved": d.quantized()},
+    "TensorState.written_by_rank": lambda d: {
         "self": [d.quantized()], "has_grad": [True], "rank": 0, "world": 1,
     },
 }  # fmt: skip

@@ -3,7 +3,9 @@
 import fuzz_memory
 import torch
 from fuzz_arguments import Draw, value_of
+from fuzz_methods import Method, methods
 from torch._subclasses.fake_tensor import FakeTensor
+from qshard._runtime.classes import Process, TensorState
 
 ops = torch.ops.qshard
 MOST_BYTES = 1 << 22  # of a tensor that is compared
@@ -11,20 +13,20 @@ REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError
 
 # Operators whose purpose it is to change what a quantized tensor holds or knows.
 CHANGES_ITS_TENSOR = {
-    "flush", "_flush_after_step", "_mark_written", "_set_groups", "_set_replicas",
-    "_set_reduction_group", "_refresh_gathered", "_share_tensor_scale", "_set_rounding_key",
-    "_pre_all_gather", "_post_all_gather",
+    "flush", "_flush_after_step", "_mark_written", "_refresh_gathered", "_pre_all_gather", "_post_all_gather",
+    "TensorState.set_groups", "TensorState.set_replicas", "TensorState.set_reduction_group",
+    "TensorState.share_tensor_scale", "TensorState.set_rounding_key",
 }  # fmt: skip
 
 
 def schemas():
-    """The schema of every operator, by name."""
+    """The schema of every operator, and every function of a class, by name."""
     found = {
         schema.name.removeprefix("qshard::"): schema
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("qshard::") and not schema.overload_name
     }
-    return dict(sorted(found.items()))
+    return dict(sorted((found | methods()).items()))
 
 
 def tensors_in(value):
@@ -76,7 +78,7 @@ def content(value):
         return about
     if is_quantized(value):
         try:
-            data, pending, layout, format, state = ops._pack(value.detach())
+            data, pending, layout, format, state = TensorState(value.detach()).pack()
             return about + [bits(data), format, list(layout), [bits(s) for s in state]]
         except (
             Exception
@@ -127,7 +129,7 @@ class Snapshot:
         if self.operator in CHANGES_ITS_TENSOR:
             return
         try:
-            is_written = ops._pack(t.detach())[2][6]
+            is_written = TensorState(t.detach()).pack()[2][6]
             if not is_written:
                 self.quantized.append((name, bits(value_of(t)), t))
         except REFUSALS:
@@ -192,13 +194,14 @@ class Attempt:
         notes = ", ".join(f"{name}: {note}" for name, note in self.notes.items())
         tell(f"{notes}{'; again' * (fill != 0x11)}{'; with plain copies' * resolved}")
         try:
-            self.result = getattr(ops, self.operator).default(*positional, **keywords)
+            call = schema.call if isinstance(schema, Method) else getattr(ops, self.operator).default
+            self.result = call(*positional, **keywords)
         except Exception as error:
             self.error = error
         finally:
-            ops._set_in_step(False)
-            ops._make_shards(None)
-            ops._set_fallback_tracing(False)
+            Process.set_in_step(False)
+            Process.make_shards(None)
+            Process.set_fallback_tracing(False)
 
     def given(self):
         return list(tensors_in(self.snapshot.values))

@@ -17,6 +17,7 @@ from fuzz_calls import (
     tensors_in,
 )
 from torch._subclasses.fake_tensor import FakeTensor
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 LONGEST_ERROR = 1000
@@ -32,9 +33,8 @@ TORCHS = re.compile(
 # These look at the kind of tensors alone.
 MIXES_DEVICES = {
     "is_quantized", "_can_normalize", "_norm_linear_reads_codes", "_shares_input_codes",
-    "_saves_input_codes",
 }  # fmt: skip
-ROWS, COLUMNS, LOGICAL_ROWS, MATRIX_ROWS, ROW_OFFSET = range(5)  # of what _pack gives as layout
+ROWS, COLUMNS, LOGICAL_ROWS, MATRIX_ROWS, ROW_OFFSET = range(5)  # of what TensorState.pack gives as layout
 
 
 def try_call(schema, seed, memory, tell):
@@ -158,7 +158,7 @@ def overlaps(t):
 
 def check_layout(t):
     try:
-        layout = ops._pack(t.detach())[2]
+        layout = TensorState(t.detach()).pack()[2]
     except REFUSALS:
         return
     if min(layout[: ROW_OFFSET + 1]) < 0 or layout[ROW_OFFSET] > layout[LOGICAL_ROWS]:
@@ -189,8 +189,10 @@ def check_uses(t, tell):
         return
     uses = {"clone": lambda: t.detach().clone()}
     if is_quantized(t):
-        for name in ("dequantize", "codes", "scale_inv", "master", "_storage_bytes", "_pack"):
+        for name in ("dequantize", "codes", "scale_inv", "master"):
             uses[name] = lambda read=getattr(ops, name): read(t.detach())
+        uses["storage_bytes"] = lambda: TensorState(t.detach()).storage_bytes()
+        uses["pack"] = lambda: TensorState(t.detach()).pack()
         if t.numel() <= 40:
             uses["repr"] = lambda: repr(t.detach())
         uses["+ 1"] = lambda: t.detach() + 1

@@ -36,6 +36,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from file_mutations import damage, described, flip, mutate_archive, mutate_metadata, saved, tensors
+from qshard._runtime.classes import TensorState
 
 OURS = ("fault", "crash", "hang")
 KINDS = ("described", "pickle", "metadata", "shard")
@@ -55,14 +56,15 @@ def read(q):
     """Every way to look at a tensor, any of which may refuse. Then a write and a flush."""
     ops = torch.ops.qshard
     q = q.detach()
-    planes = ops._pack(q)[0].numel()
+    planes = TensorState(q).pack()[0].numel()
     if planes > 1 << 26:
         raise AssertionError(f"{planes} bytes of planes from a small file")
     if q.numel() > MAX_READ or q.is_meta:
         return
     reads = (ops.dequantize, ops.codes, ops.scale_inv, ops.tensor_scale_inv, ops.columnwise_codes)
     reads += (ops.columnwise_scale_inv, ops.master, torch.clone, repr, copy.deepcopy, saved)
-    reads += (ops._storage_bytes, lambda q: q.to(torch.bfloat16), lambda q: q.to("cpu", copy=True))
+    reads += (lambda q: TensorState(q).storage_bytes(), lambda q: q.to(torch.bfloat16))
+    reads += (lambda q: q.to("cpu", copy=True),)
     reads += (lambda q: (q + 1).sum(), lambda q: q.to("meta"), lambda q: q[:1], lambda q: q.t())
     reads += (lambda q: F.linear(torch.ones(2, q.shape[-1], dtype=q.dtype), q),)
     reads += (lambda q: q.mul_(2), lambda q: ops.flush([q]), ops.dequantize, ops.codes)
@@ -101,8 +103,8 @@ class Pickles:
 
 def is_same(a, b):
     ops = torch.ops.qshard
-    bytes_a, _, *rest_a, _ = ops._pack(a.detach())
-    bytes_b, _, *rest_b, _ = ops._pack(b.detach())
+    bytes_a, _, *rest_a, _ = TensorState(a.detach()).pack()
+    bytes_b, _, *rest_b, _ = TensorState(b.detach()).pack()
     return rest_a == rest_b and a.shape == b.shape and torch.equal(bytes_a, bytes_b)
 
 
@@ -135,7 +137,7 @@ class Checkpoints:
     @staticmethod
     def value(tensor):
         ops = torch.ops.qshard
-        return ops._export_view(tensor.detach()).clone() if is_quantized(tensor) else tensor.clone()
+        return TensorState(tensor.detach()).export_view().clone() if is_quantized(tensor) else tensor.clone()
 
     def mutate(self, rng):
         if self.kind == "metadata":

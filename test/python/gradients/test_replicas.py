@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qshard._runtime import hooks
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 60
 
@@ -46,7 +47,7 @@ def states(model):
     return {
         f"{name}_{state}": tensor.clone()
         for name, param in quantized_parameters(model).items()
-        for state, tensor in ops._state(local(param)).items()
+        for state, tensor in TensorState(local(param)).scaling_state().items()
     }
 
 

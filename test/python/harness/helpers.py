@@ -5,6 +5,7 @@ import io
 import pickle
 
 import torch
+from qshard._runtime.classes import Process, TensorState
 from qshard.formats import info_of
 
 ops = torch.ops.qshard
@@ -36,12 +37,12 @@ def are_codes_of(tensor, *weights):
 def all_fallbacks():
     """As qshard.trace_fallbacks, with those that only write."""
     counts = {}
-    ops._set_fallback_tracing(True)
+    Process.set_fallback_tracing(True)
     try:
         yield counts
     finally:
-        counts.update(ops._traced_fallbacks())
-        ops._set_fallback_tracing(False)
+        counts.update(Process.traced_fallbacks(False))
+        Process.set_fallback_tracing(False)
 
 
 # ------------------------------------------------------- sizes, computed from the shape alone
@@ -144,7 +145,7 @@ def is_quantized(value):
 def value(tensor):
     """A plain copy of a tensor's value: the master, a pending update, or the dequantized codes."""
     tensor = tensor.detach()
-    return ops._export_view(tensor).clone() if is_quantized(tensor) else tensor.clone()
+    return TensorState(tensor).export_view().clone() if is_quantized(tensor) else tensor.clone()
 
 
 def rounded(values, fmt):
@@ -157,7 +158,7 @@ def quantized_alike(value, weight, keep_master=True):
     are those of an earlier step, with these."""
     fmt = ops.format(weight)
     whole = ops.quantize(value, fmt, keep_master=keep_master and has_two_images(fmt))
-    state, known = ops._state(whole), ops._state(weight.detach())
+    state, known = TensorState(whole).scaling_state(), TensorState(weight.detach()).scaling_state()
     for name in state:
         state[name].copy_(known[name])
     if state:
@@ -181,7 +182,7 @@ def state(q):
     """All that an error must leave alone: geometry, and the bytes of every plane. Not whether a flush
     is due: after an error within a list of tensors it is not known which were written."""
     q = q.detach()
-    data, pending, (*layout, _dirty, images, _adopted), fmt, state = ops._pack(q)
+    data, pending, (*layout, _dirty, images, _adopted), fmt, state = TensorState(q).pack()
     geometry = (tuple(q.shape), q.stride(), q.storage_offset(), q.dtype, layout, images, fmt)
     return geometry, data, torch.empty(0) if pending is None else pending, *state
 

@@ -10,6 +10,7 @@ from helpers import bits
 from test_emulation import BASIC, RECIPES, by_format, linear, run, without_emulation
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 
@@ -21,7 +22,7 @@ def test_is_part_of_the_format_and_of_nothing_that_is_stored(recipe):
     q, real = (ops.quantize(value, r.format) for r in (recipe, base))
     assert ops.format(q) == recipe.format and "emulate" not in base.format
     assert ops.format(q) != ops.format(real)
-    assert torch.equal(bits(ops._pack(q)[0]), bits(ops._pack(real)[0]))
+    assert torch.equal(bits(TensorState(q).pack()[0]), bits(TensorState(real).pack()[0]))
 
 
 def test_options_have_one_order():

@@ -8,6 +8,7 @@ from reference import emulation
 from reference.formats import FORMATS
 
 import qshard
+from qshard._runtime.classes import Process
 from qshard.formats import info_of
 
 BUDGET_S = 60  # the oracle is slow, and a case of each recipe compiles a model
@@ -350,7 +351,7 @@ def test_compiled_code_has_the_bits_of_eager(recipe):
 def test_is_near_the_gemms_of_codes(recipe):
     """Whose accumulators keep about 14 bits on Hopper."""
     real = without_emulation(recipe)
-    if reason := ops._why_dequantized(torch.device("cuda"))[real.format.partition("[")[0]]:
+    if reason := Process.why_dequantized(torch.device("cuda"))[real.format.partition("[")[0]]:
         pytest.skip(f"needs a GPU with GEMMs of {real.format}: {reason}")
     torch.manual_seed(0)
     x, grad, weight = torch.randn(272, 1024), torch.randn(272, 512) * 2.0**-8, torch.randn(512, 1024)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard
 from qshard import module_state, nn
+from qshard._runtime.classes import Process
 from qshard.nn.parts.multiply import joined
 from qshard.nn.parts.norms import normalize
 
@@ -76,7 +77,7 @@ def check(module, x, in_codes, **kwargs):
 
 
 def has_fp8(device):
-    return device.type == "cuda" and not ops._why_dequantized(device)["float8_blockwise"]
+    return device.type == "cuda" and not Process.why_dequantized(device)["float8_blockwise"]
 
 
 # ---------------------------------------------------------------------------------- the module

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import qshard
 from qshard import nn
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 60  # compiles linears
 ops = torch.ops.qshard
@@ -224,7 +225,7 @@ def test_gradient_of_a_weight_that_was_not_kept(format):
         for seed in (3, 4):  # the second adds to .grad
             y = F.linear(x, weight)
             y.backward(draw(*y.shape, seed=seed))
-        state = ops._state(weight.detach())
+        state = TensorState(weight.detach()).scaling_state()
         results.append([weight.grad, *(state[name] for name in sorted(state))])
     assert_bits(*results)
 
@@ -237,7 +238,7 @@ def test_gradient_of_one_matrix_of_several(format):
         x = draw(33, 64).requires_grad_(needs_x)
         y = F.linear(x, experts[1])
         y.backward(draw(*y.shape, seed=3))
-        state = ops._state(experts.detach())
+        state = TensorState(experts.detach()).scaling_state()
         results.append([experts.grad, *(state[name] for name in sorted(state))])
     assert_bits(*results)
 
@@ -300,7 +301,8 @@ def test_hooks_that_hand_values_back(device, format, keep_master):
             y = model(x)
         y.backward(draw(*y.shape, seed=3, device=device))
         results = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
-        state = [t for p in model.parameters() if qshard.is_quantized(p) for t in ops._state(p.detach()).values()]
+        weights = [p.detach() for p in model.parameters() if qshard.is_quantized(p)]
+        state = [t for weight in weights for t in TensorState(weight).scaling_state().values()]
         return results + state, given
 
     results, given = run(True)

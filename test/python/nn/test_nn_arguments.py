@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard
 from qshard import nn
+from qshard._runtime.classes import TensorState
 
 RECIPE = qshard.Float8BlockScaling()
 MODULES = {
@@ -195,7 +196,7 @@ def test_linear_of_parts_has_no_whole_weight():
     parts = [F.linear(x, getattr(module, f"{p}_weight"), getattr(module, f"{p}_bias"))
              for p in ("query", "key", "value")]
     assert_bits(module(x), torch.cat(parts, -1))
-    state = set(torch.ops.qshard._state(module.key_weight.detach()))
+    state = set(TensorState(module.key_weight.detach()).scaling_state())
     assert state and {f"{part}_weight_{name}" for part in ("query", "key", "value") for name in state} == {
         name for name, _ in module.named_buffers()
     }

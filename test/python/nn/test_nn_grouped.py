@@ -10,6 +10,7 @@ from nn_helpers import RECIPES, on_devices, randomize
 
 import qshard
 from qshard import nn
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 FORMATS = (None, *RECIPES)  # None: not quantized
@@ -138,7 +139,8 @@ def test_state_dicts_have_the_names_of_transformer_engine(format, keep_master):
         if format is not None:
             qshard.quantize_(model, RECIPES[format], keep_master=keep_master)
     state = models[0].state_dict()
-    histories = {f"fc.weight_{name}" for name in ops._state(models[0].fc.weight.detach())} if format else set()
+    of_weight = TensorState(models[0].fc.weight.detach()).scaling_state() if format else {}
+    histories = {f"fc.weight_{name}" for name in of_weight}
     assert set(state) == {f"fc.{name}" for name in te_names()} | histories
     assert state["fc.weight1"].shape == (OUT, IN) and state["fc.bias1"].shape == (OUT,)
     buffer = io.BytesIO()

@@ -18,6 +18,7 @@ from reference.activations import (
 from test_input_codes import FusedNorm
 
 import qshard
+from qshard._runtime.classes import TensorState
 from qshard.formats import info_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -158,7 +159,7 @@ def test_delayed_linear_scales_activations_by_earlier_steps():
     assert_near(y.detach(), (codes.double() / scale.double()) @ values.t(), torch.float32)
     y.backward(torch.full_like(y, 3.0))  # the gradient of the step before was 1
     assert_near(larger.grad, torch.ones(48, 64).double() @ values, torch.float32)
-    history = ops._state(w.detach())["amax_history"][1:, 0]
+    history = TensorState(w.detach()).scaling_state()["amax_history"][1:, 0]
     assert history.tolist() == [larger.abs().max().item(), 3.0]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import ops
 from reference import gradient_message, stochastic
+from qshard.gradients import message_bytes
 
 FORMATS = tuple(gradient_message.FORMATS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,9 +132,9 @@ def test_values_at_any_address(device, fmt, offset):
 
 def test_wire_bytes_per_value():
     n = 1 << 20
-    assert ops._gradient_message_bytes("float8", n) == n + n // 128
-    assert ops._gradient_message_bytes("mxfp8", n) == n + n // 32
-    assert ops._gradient_message_bytes("nvfp4", n) == n // 2 + n // 16 + n // 1024
+    assert message_bytes("float8", n) == n + n // 128
+    assert message_bytes("mxfp8", n) == n + n // 32
+    assert message_bytes("nvfp4", n) == n // 2 + n // 16 + n // 1024
 
 
 def test_bad_arguments_are_named():

@@ -18,6 +18,7 @@ import torch
 from helpers import is_quantized
 from torch.testing._internal.opinfo.core import SampleInput, UnaryUfuncInfo
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from qshard._runtime.classes import Process, TensorState
 
 ops = torch.ops.qshard
 SAMPLES_PER_OP = 12
@@ -55,7 +56,7 @@ def quantize(value, fmt, **options):
 
 def plain(value):
     """The value of a tensor, pending updates included, and only read through the dispatcher."""
-    return ops._export_view(value.detach()).clone() if is_quantized(value) else value
+    return TensorState(value.detach()).export_view().clone() if is_quantized(value) else value
 
 
 def is_differentiable(value):
@@ -186,7 +187,7 @@ class Sweep:
         return any(name in text for name in self.names) or re.search(r"\b(aten|qshard)::\w+", text)
 
     def count_call(self, what, sample, error, expected_error):
-        fallbacks = ops._traced_fallbacks()
+        fallbacks = Process.traced_fallbacks(False)
         if error is None:
             self.calls["fallback" if fallbacks else "native"] += 1
         elif expected_error is not None:
@@ -200,7 +201,7 @@ class Sweep:
     def compare_call(self, what, sample, function, arguments, values, **extra):
         """Calls with quantized arguments and with values; returns both results, or None."""
         expected, expected_error = self.call(function, values)
-        ops._set_fallback_tracing(True)
+        Process.set_fallback_tracing(True)
         result, error = self.call(function, arguments, **extra)
         self.count_call(what, sample, error, expected_error)
         if error is None and expected_error is not None:
@@ -305,7 +306,7 @@ class Sweep:
             self.wrong_out(i, arguments, values, fmt, expected)
         for what, make in kinds.items():
             out = tree_unflatten([make(leaf) for leaf in leaves], structure)
-            ops._set_fallback_tracing(True)
+            Process.set_fallback_tracing(True)
             result, error = self.call(self.op.op, arguments, out=out)
             self.count_call(what, i, error, plain_error)
             if error is not None or self.op.name in UNINITIALISED:

@@ -14,6 +14,7 @@ from nn_helpers import RECIPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 X = torch.randn(4, 48)
@@ -132,5 +133,5 @@ def test_tensors_that_are_not_strided_are_refused(layout):
 def test_a_device_that_is_not_there_is_named():
     q = weight()
     assert "there is no device cuda:99" in refusal(
-        lambda: ops._copy_to(q, torch.float32, torch.device("cuda:99"))
+        lambda: TensorState(q).copy_to(torch.float32, torch.device("cuda:99"))
     )

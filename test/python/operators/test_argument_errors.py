@@ -8,6 +8,8 @@ from flat_ranges import agree, messages_of
 from forked import refusal
 
 import qshard.tensor_parallel  # _gather_tokens
+from qshard._runtime.classes import TensorState
+from qshard.gradients import message_bytes
 
 ops = torch.ops.qshard
 X = torch.randn(4, 48)
@@ -50,7 +52,7 @@ def test_long_names_are_cut_in_errors():
     calls = (
         lambda: ops.quantize(X, name),
         lambda: ops.quantize(X, f"nvfp4[{name}]"),
-        lambda: ops._gradient_message_bytes(name, 1),
+        lambda: message_bytes(name, 1),
         lambda: ops._plane_copy(weight(), name),
         lambda: agree([X], [(name, 1, 1, 0)]),
         lambda: messages_of(X.flatten(), 1, [(name, 1, 1, 0)], []),
@@ -89,16 +91,25 @@ def test_a_gather_of_tokens_names_itself():
 
 
 def test_plain_tensors_are_called_plain():
-    for op in (ops._keeps_master, ops._storage_bytes, ops._pack, ops._mark_written, ops._state):
-        text = refusal(lambda: op(X))
-        assert "expected a quantized tensor, got plain" in text and op.default.name() in text
+    state = TensorState(X)
+    calls = {
+        "qshard::_mark_written": lambda: ops._mark_written(X),
+        "qshard::TensorState.keeps_master": state.keeps_master,
+        "qshard::TensorState.storage_bytes": state.storage_bytes,
+        "qshard::TensorState.pack": state.pack,
+        "qshard::TensorState.scaling_state": state.scaling_state,
+        "qshard::TensorState.set_replicas": lambda: state.set_replicas(""),
+    }
+    for name, call in calls.items():
+        text = refusal(call)
+        assert "expected a quantized tensor, got plain" in text and name in text
 
 
 @pytest.mark.parametrize("records_grad", [False, True])
 def test_an_operator_that_calls_others_is_named(records_grad):
     """Which linear it was, and the call that the user made."""
     gate, down = weight(), ops.quantize(torch.randn(48, 64), FORMAT)
-    export = ops._export_view(ops.quantize(X, "mxfp8", keep_master=True))
+    export = TensorState(ops.quantize(X, "mxfp8", keep_master=True)).export_view()
     x = X.clone().requires_grad_(records_grad)
     codes = torch.zeros(4, 48, dtype=torch.uint8).view(torch.float8_e4m3fn)
     calls = {

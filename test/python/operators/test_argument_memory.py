@@ -7,6 +7,7 @@ from argument_values import FORMAT, weight
 from flat_ranges import agree
 from forked import refusal
 from helpers import FORMATS, bits
+from qshard._runtime.classes import SavedTensor, TensorState
 
 ops = torch.ops.qshard
 X = torch.randn(4, 48)
@@ -16,13 +17,13 @@ X = torch.randn(4, 48)
 
 FREED = {
     "_pre_all_gather": lambda q: bits(ops._pre_all_gather(q, "")),
-    "_pack": lambda q: ops._pack(q),
-    "_shared_planes": lambda q: ops._shared_planes(q),
+    "pack": lambda q: TensorState(q).pack(),
+    "shared_planes": lambda q: TensorState(q).shared_planes(),
     "_flush_after_step": lambda q: ops._flush_after_step([q], [0], [True], None),
     "flush": lambda q: (ops._mark_written(q), ops.flush([q])),
     "copy_": lambda q: q.copy_(torch.ones(64, 48)),
     "copy_ of quantized": lambda q: q.copy_(weight()),
-    "copy_ from": lambda q: weight(keep_master=ops._keeps_master(q)).copy_(q),
+    "copy_ from": lambda q: weight(keep_master=TensorState(q).keeps_master()).copy_(q),
     "copy_ from to plain": lambda q: torch.ones(64, 48).copy_(q),
     "clone": lambda q: q.clone(),
     "add": lambda q: q + 1,
@@ -30,7 +31,7 @@ FREED = {
     "linear": lambda q: ops.linear(X, q),
     "dequantize": lambda q: ops.dequantize(q),
     "codes": lambda q: ops.codes(q),
-    "_copy_buffer": lambda q: ops._copy_buffer(q),
+    "copy_buffer": lambda q: TensorState(q).copy_buffer(),
     "quantize": lambda q: ops.quantize(q, FORMAT),
     "_quantize_for_uses": lambda q: ops._quantize_for_uses(q, FORMAT, []),
     "_message_amax": lambda q: ops._message_amax(q, "float8_tensorwise"),
@@ -85,11 +86,10 @@ def test_freed_plain_tensors_are_refused_by_name():
 
 def shared(q, **changed):
     names = "master codes pending layout format state".split()
-    given = dict(zip(names, ops._shared_planes(q)))
+    given = dict(zip(names, TensorState(q).shared_planes()))
     given |= dict(size=[64, 48], stride=[48, 1], storage_offset=0, dtype=torch.float32) | changed
-    return ops._over_shared_planes(
-        *(given[n] for n in (*names[:5], "size", "stride", "storage_offset", "dtype", "state"))
-    )
+    arguments = (*names[1:5], "size", "stride", "storage_offset", "dtype", "state")
+    return SavedTensor(*(given[name] for name in arguments)).over_shared_planes(given["master"])
 
 
 def test_shared_planes_are_a_tensor_again():
@@ -102,7 +102,7 @@ def test_shared_planes_are_a_tensor_again():
 @pytest.mark.parametrize("keep_master", [False, True], ids=["codes", "master"])
 def test_shared_planes_that_do_not_fit_are_refused(format, keep_master):
     q = weight(format, keep_master=keep_master)
-    master, codes, _, layout, _, state = ops._shared_planes(q)
+    master, codes, _, layout, _, state = TensorState(q).shared_planes()
     written = [*layout[:6], 1, *layout[7:]]
     wrong = [
         dict(dtype=torch.int64),

@@ -8,6 +8,7 @@ import torch
 from argument_values import FORMAT, planes, weight
 from flat_ranges import agree, lists_of, messages_of
 from forked import outcome, refusal
+from qshard.gradients import message_bytes
 
 ops = torch.ops.qshard
 HUGE = 2**63 - 1
@@ -56,8 +57,8 @@ SIZES = {
         full_cols=HUGE,
         groups=0,
     ),
-    "_gradient_message_bytes": lambda: ops._gradient_message_bytes("float8", HUGE),
-    "_gradient_message_bytes of nvfp4": lambda: ops._gradient_message_bytes("nvfp4", 2**62),
+    "message_bytes": lambda: message_bytes("float8", HUGE),
+    "message_bytes of nvfp4": lambda: message_bytes("nvfp4", 2**62),
     "quantize_gradients": lambda: ops.quantize_gradients(X, "float8", 2**32, 2**33),
     "quantize_gradients of a chunk": lambda: ops.quantize_gradients(X, "float8", 1, HUGE),
     "quantize_gradients of no chunk": lambda: ops.quantize_gradients(X, "float8", -1, -1000),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers import assert_unchanged, state
 
 import qshard
+from qshard._runtime.classes import SavedTensor, TensorState
 
 ops = torch.ops.qshard
 FORMAT = "float8_blockwise"
@@ -26,7 +27,7 @@ def impostor(q):
 def unpack(fields, size=64, format=FORMAT):
     """What a pickle of a 4 x 8 tensor calls, with other bytes or fields."""
     data = torch.zeros(size, dtype=torch.uint8)
-    return ops._unpack(data, None, fields, format, [4, 8], [8, 1], 0, torch.float32, [])
+    return SavedTensor(data, None, fields, format, [4, 8], [8, 1], 0, torch.float32, []).read()
 
 
 def two_images(rows=64):
@@ -226,9 +227,9 @@ CALLS = {
     ),
     # files
     "foreign pickle": (
-        lambda q: ops._unpack(
+        lambda q: SavedTensor(
             torch.zeros(3, dtype=torch.uint8), None, [1], FORMAT, [1], [1], 0, torch.float32, []
-        ),
+        ).read(),
         "not a saved quantized tensor",
     ),
     "pickle of another size": (
@@ -252,17 +253,17 @@ CALLS = {
         "unknown format",
     ),
     "pickle of a view beyond": (
-        lambda q: ops._unpack(
-            ops._pack(make(4, 16))[0],
+        lambda q: SavedTensor(
+            TensorState(make(4, 16)).pack()[0],
             None,
-            ops._pack(make(4, 16))[2],
+            TensorState(make(4, 16)).pack()[2],
             FORMAT,
             [5, 16],
             [16, 1],
             0,
             torch.float32,
             [],
-        ),
+        ).read(),
         "does not lie within",
     ),
 }
@@ -287,7 +288,7 @@ def test_the_table_is_large_enough():
 def test_a_group_that_is_not_there_is_an_error_and_leaves_the_update_pending():
     q = ops.quantize(torch.randn(4, 48), FORMAT, keep_master=True, logical_rows=8)
     with pytest.raises(RuntimeError, match="no such group"):
-        ops._set_reduction_group(q, "no such group")
+        TensorState(q).set_reduction_group("no such group")
     with pytest.raises(RuntimeError, match="Call qshard.flush"):
         ops.codes(q)
 

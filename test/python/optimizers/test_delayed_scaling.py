@@ -14,6 +14,7 @@ from reference.quantize import quantize
 from torch import nn
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 INPUT, GRADIENT = 1, 2  # rows of the tables; the weight's is 0
@@ -24,7 +25,7 @@ def flush_step(*weights, found_inf=None):
 
 
 def state_of(q):
-    return {name: tensor.cpu().clone() for name, tensor in ops._state(q).items()}
+    return {name: tensor.cpu().clone() for name, tensor in TensorState(q).scaling_state().items()}
 
 
 def same_state(a, b):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 RECIPES = {
@@ -68,7 +69,7 @@ def steps(recipe, base_is_used, sharded=False, fails_first=False):
         local = param.to_local() if sharded else param
         found.append(local.detach() * 1)
         if qshard.is_quantized(param):
-            found += ops._state(local).values()
+            found += TensorState(local).scaling_state().values()
     return [tensor.cpu() for tensor in found]
 
 

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 45
 OPTIMIZERS = {
@@ -98,7 +99,7 @@ def test_twenty_steps_with_a_master_equal_plain_steps(name):
         if is_quantized(p):
             assert_same(ops.master(p), twin)
             assert_same(ops.dequantize(p), ops.dequantize(quantized_alike(twin.detach(), p)))
-            assert not ops._has_pending_update(p)
+            assert not TensorState(p).has_pending_update()
         for key, plain in theirs.state[twin].items():
             kept = ours.state[p][key]
             assert not is_quantized(kept)
@@ -148,7 +149,7 @@ def test_without_a_master_each_step_rounds_the_plain_update(name):
             for p, twin in zip(parameters, twins):
                 twin.copy_(ops.dequantize(quantized_alike(twin.detach(), p)))
                 assert_same(p, twin)
-                assert ops._storage_bytes(p)["pending"] == 0  # freed by the flush after the step
+                assert TensorState(p).storage_bytes()["pending"] == 0  # freed by the flush after the step
 
 
 def test_training_with_gradients_of_its_own():

@@ -17,6 +17,7 @@ from reference.quantize import quantize
 from torch import nn
 
 import qshard
+from qshard._runtime.classes import TensorState
 from qshard.model import scale_groups
 
 BUDGET_S = 45
@@ -216,7 +217,7 @@ def test_wrong_names_of_shared_scales_are_refused():
     with pytest.raises(ValueError, match="dynamic weights have no codes"):
         qshard.quantize_(Block(), recipe, share_tensor_scale=True, weights="dynamic")
     with pytest.raises(ValueError, match="needs weights whose format has a scale per tensor"):
-        ops._share_tensor_scale(ops.quantize(torch.ones(4, 4), "mxfp8"), 1, 2)
+        TensorState(ops.quantize(torch.ones(4, 4), "mxfp8")).share_tensor_scale(1, 2)
 
 
 def test_dequantize_forgets_it():

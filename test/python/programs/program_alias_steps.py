@@ -24,6 +24,7 @@ from program_values import plain_value, rounded_like
 from torch import nn
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 SIMPLE_WRITES = ("mul_", "add_", "fill_", "zero_", "copy_", "clamp_", "lerp_", "masked_fill_")
 
@@ -187,7 +188,7 @@ def codes_of(tensor):
     """The codes of a tensor that shares its scales with no other: exactly those of its value."""
     if not is_quantized(tensor):
         return Codes(tensor)
-    exact = rounded_like(plain_value(tensor), tensor) if ops._keeps_master(tensor) else None
+    exact = rounded_like(plain_value(tensor), tensor) if TensorState(tensor).keeps_master() else None
     return Codes(plain_value(tensor), ops.dequantize(tensor), exact)
 
 

@@ -36,6 +36,7 @@ from program_values import (
     whole,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from qshard._runtime.classes import TensorState
 
 # Documented refusals: what they say, of which steps, and whether of anything or of shares of parameters
 # and their views alone. A refused step must leave everything as it was.
@@ -226,7 +227,7 @@ class Run:
         settles = not layer.keep_master
         pending = settles and has_pending(ours)
         differs = settles and difference(value, twin.detach()) is not None
-        is_written = ops._pack(ours.detach())[2][WRITTEN]
+        is_written = TensorState(ours.detach()).pack()[2][WRITTEN]
         of_replicas = [-(2**31)] * (2 * part_count())
         number = int.from_bytes(digest_of(value)[:3], "big")
         of_replicas[2 * own_part() : 2 * own_part() + 2] = number, -number
@@ -288,7 +289,7 @@ class Run:
         """A register without a master that a flush has rounded. Where it holds all rows that share
         scales, what the flush left is known exactly."""
         ours, twin = self.ours.registers[name], self.twin.registers[name]
-        if not is_quantized(ours) or ops._keeps_master(ours) or has_pending(ours):
+        if not is_quantized(ours) or TensorState(ours).keeps_master() or has_pending(ours):
             return
         try:
             value = plain_value(ours)

@@ -22,6 +22,7 @@ from program_values import (
     whole,
     whole_buffer,
 )
+from qshard._runtime.classes import TensorState
 
 # ----------------------------------------------------------------------------------- views
 
@@ -347,13 +348,13 @@ def exact_codes(subject, target):
     tensor = subject.tensor(target)
     if not is_quantized(tensor):
         return None
-    if subject.setup.sharded and target[0] == "w" and ops._keeps_master(tensor):
+    if subject.setup.sharded and target[0] == "w" and TensorState(tensor).keeps_master():
         twin = subject.twin.params[f"layers.{target[1:]}.weight"]
         shown = local_rows(rounded_like(whole(twin), tensor), twin)
         # Documented: before its first gather, step or flush a shard has scales of its own.
-        is_adopted = ops._pack(tensor)[2][-1]
+        is_adopted = TensorState(tensor).pack()[2][-1]
         return shown if is_adopted or subject.ranks == 1 else None
-    if not ops._keeps_master(tensor) and not has_pending(tensor):
+    if not TensorState(tensor).keeps_master() and not has_pending(tensor):
         return plain_value(tensor)
     matrix = whole_buffer(tensor)
     if matrix is None or subject.home(target) in subject.narrowed:

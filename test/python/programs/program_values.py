@@ -5,17 +5,18 @@ from helpers import has_two_images, is_quantized, ops, value
 from models.weights import local, mismatching_bytes
 from program_meshes import own_part, part_count
 from torch.distributed.tensor import DTensor
+from qshard._runtime.classes import TensorState
 
 
 def state_of(tensor):
     """Copies of what a quantized tensor remembers from step to step (delayed scaling)."""
-    return {name: t.clone() for name, t in ops._state(tensor.detach()).items()}
+    return {name: t.clone() for name, t in TensorState(tensor.detach()).scaling_state().items()}
 
 
 def quantized_with(values, format, state, keep_master):
     """A whole value quantized on one device, by the given state where a format has one."""
     whole = ops.quantize(values, format, keep_master=keep_master and has_two_images(format))
-    for name, tensor in ops._state(whole).items():
+    for name, tensor in TensorState(whole).scaling_state().items():
         tensor.copy_(state[name])
     return whole.copy_(values) if state else whole
 
@@ -37,7 +38,7 @@ def difference(actual, expected):
 
 
 def has_pending(tensor):
-    return ops._storage_bytes(tensor)["pending"] > 0
+    return TensorState(tensor).storage_bytes()["pending"] > 0
 
 
 def implausible(shown, values):
@@ -53,7 +54,7 @@ def implausible(shown, values):
 
 def quantized_like(values, tensor):
     """What a flush of `tensor` makes of the whole `values`, as a matrix."""
-    format, keep_master = ops.format(tensor), ops._keeps_master(tensor)
+    format, keep_master = ops.format(tensor), TensorState(tensor).keeps_master()
     matrix = values.reshape(-1, values.shape[-1]).contiguous()
     return quantized_with(matrix, format, state_of(tensor), keep_master)
 
@@ -67,7 +68,7 @@ def rounded_like(values, tensor):
 
 def whole_buffer(tensor):
     """The matrix that a quantized tensor is a window of, or None where other rows share its scales."""
-    rows, cols, logical_rows, *_ = ops._pack(tensor)[2]
+    rows, cols, logical_rows, *_ = TensorState(tensor).pack()[2]
     return tensor.as_strided((rows, cols), (cols, 1), 0) if rows == logical_rows else None
 
 

@@ -17,6 +17,7 @@ NO_PLANES = {
     "NormOperand::amax": "of an activation",
     "PlainOperand::amax": "of an activation",
     "SwigluOperand::maxima": "of an activation",
+    "TensorState::tensor": "the quantized tensor, as Python gave it",
 }
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 90
 formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -43,7 +44,7 @@ def check(model, rows_of_values=None):
     shard = local(model[0].weight)
     assert same_on_all_ranks(is_quantized(shard), "quantized")
     values = full_value(model[0].weight) if rows_of_values is None else rows_of_values
-    keeps_master = ops._keeps_master(shard.detach())
+    keeps_master = TensorState(shard.detach()).keeps_master()
     assert check_gathered(model, {"0.weight": values} if keeps_master else None) == 1
 
 

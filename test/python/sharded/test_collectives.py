@@ -9,6 +9,7 @@ from dist_helpers import device, on_ranks
 from helpers import assert_same, assert_unchanged, is_quantized, rounded, state, value, weight
 from models.weights import is_dirty
 from torch.distributed.distributed_c10d import _coalescing_manager
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 c10d_functional = torch.ops._c10d_functional
@@ -334,7 +335,7 @@ def check_written(tensor):
     if not is_quantized(tensor):
         return
     assert is_dirty(tensor)
-    rows, cols, logical_rows, *_ = ops._pack(tensor)[2]
+    rows, cols, logical_rows, *_ = TensorState(tensor).pack()[2]
     if tensor.shape != (rows, cols) or rows != logical_rows or not tensor.is_contiguous():
         return
     before, fmt = value(tensor), ops.format(tensor)

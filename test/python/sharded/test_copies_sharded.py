@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 180
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
@@ -60,7 +61,7 @@ def make(fmt, keep_master, shape, seed=0, trained=False, mesh=None):
 
 def shared_state(model):
     """What the format of a weight remembers, without what this rank has seen since its last step."""
-    state = {name: t.clone() for name, t in ops._state(local(model.weight).detach()).items()}
+    state = {name: t.clone() for name, t in TensorState(local(model.weight).detach()).scaling_state().items()}
     if "amax_history" in state:
         state["amax_history"][:, 0] = 0
     return {name: t.tolist() for name, t in state.items()}

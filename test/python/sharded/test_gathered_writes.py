@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 75
 COLS = 100  # WIDTH of models.blocks, whose batches are multiplied
@@ -98,7 +99,7 @@ def shown_when_gathered(model):
 def memory(model):
     """All that a write to what was gathered must leave alone: this rank's values and state."""
     shard = local(model[0].weight).detach()
-    state = {name: t.clone() for name, t in ops._state(shard).items()}
+    state = {name: t.clone() for name, t in TensorState(shard).scaling_state().items()}
     return value(shard), ops.dequantize(shard), state
 
 

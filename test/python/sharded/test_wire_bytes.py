@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import FORMATS
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 
@@ -26,13 +27,13 @@ def test_messages_have_no_bytes_of_earlier_owners(format, rows, is_gradient):
 @pytest.mark.parametrize("format", [f for f in FORMATS if not f.startswith("mxfp8")])
 def test_shared_codes_have_no_bytes_of_earlier_owners(format):
     q = ops.quantize(torch.randn(61, 48), format, keep_master=True)  # 12 bytes pad a grid
-    nbytes = ops._shared_planes(q)[1].numel()
+    nbytes = TensorState(q).shared_planes()[1].numel()
     for _ in range(8):
         # Freed blocks of that size, one of which is the image's that nothing fills.
         blocks = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(64)]
         del blocks
         copy = q.to(torch.bfloat16)
-        assert ops._shared_planes(copy)[1][-12:].eq(0).all()
+        assert TensorState(copy).shared_planes()[1][-12:].eq(0).all()
 
 
 def test_the_amax_of_an_empty_tensor_is_zero():

@@ -11,6 +11,7 @@ import torch
 from helpers import FORMATS, assert_same, bits, fit, is_quantized, ops, quantized_alike, value, weight
 from models.weights import is_dirty
 from torch.nn import Parameter
+from qshard._runtime.classes import TensorState
 
 formats = pytest.mark.parametrize("fmt", FORMATS)
 
@@ -102,7 +103,7 @@ def test_a_moved_version_counter_of_a_new_tensor_is_a_write(name, of):
 def test_a_counter_of_a_copy_that_was_given_codes_first(of):
     shard = ops.quantize(weight(20, 32), "float8_blockwise", keep_master=True, logical_rows=200)
     copied = shard.to("cpu", non_blocking=True, copy=True)
-    assert not ops._storage_bytes(copied)["master"]
+    assert not TensorState(copied).storage_bytes()["master"]
     of(copied)
     before = value(copied).clone()
     ops.dequantize(copied)
@@ -137,13 +138,13 @@ def test_copies_of_bytes_are_no_new_values():
     q = make()
     shard = q.new_zeros(40, 47)
     shard[:40].copy_(q[-40:])
-    assert not ops._pack(shard)[2][6]
+    assert not TensorState(shard).pack()[2][6]
     q.copy_(make())
-    assert not ops._pack(q)[2][6]
+    assert not TensorState(q).pack()[2][6]
     write_behind(q)
     torch.autograd.graph.increment_version(q)
     torch.autograd.graph.increment_version(q)
-    assert ops._pack(q)[2][6]
+    assert TensorState(q).pack()[2][6]
 
 
 @formats

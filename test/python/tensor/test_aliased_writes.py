@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
@@ -31,7 +32,7 @@ def linear(fmt, keep_master=True, rows=ROWS, seed=0):
 def assert_codes_are_of_the_value(q, note=""):
     """What linears multiply is the quantization of the value."""
     q = q.detach()
-    expected = ops.dequantize(quantized_alike(value(q), q, ops._keeps_master(q)))
+    expected = ops.dequantize(quantized_alike(value(q), q, TensorState(q).keeps_master()))
     assert_same(ops.dequantize(q), expected, note)
     x = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)
     assert_same(F.linear(x, q), F.linear(x, expected), note)

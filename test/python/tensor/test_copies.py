@@ -24,6 +24,7 @@ from helpers import (
     value,
     weight,
 )
+from qshard._runtime.classes import TensorState
 
 ROWS, COLS = 150, 140
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
@@ -129,10 +130,10 @@ def test_copy_between_row_windows_of_one_logical_tensor(fmt):
         window = shard.narrow(0, 0, rows)
         assert_same(window, chunk)
         assert torch.equal(ops.codes(window).float(), ops.codes(chunk).float())
-        layout = ops._pack(shard)[2]
+        layout = TensorState(shard).pack()[2]
         assert layout[4] == first  # the logical row of row 0
         assert_same(value(shard)[rows:], torch.zeros(76 - rows, 200))
-        assert not ops._has_pending_update(shard)
+        assert not TensorState(shard).has_pending_update()
 
 
 # What a shard that is copied into new_zeros does with the scales that it shares with its template until
@@ -265,7 +266,7 @@ def test_random_programs_of_copies_writes_and_flushes(fmt):
                 tensors[a] = q.clone()
             ops.codes(tensors[a])  # flushes
             codes_show = ops.dequantize(quantized_alike(twins[a], tensors[a]))
-            if not ops._storage_bytes(tensors[a])["master"]:
+            if not TensorState(tensors[a]).storage_bytes()["master"]:
                 # A flush may round now. What was rounded before stays as it is, which rounding again
                 # need not do: NVFP4 blocks far below the largest have coarse scales.
                 if not torch.equal(value(tensors[a]), twins[a]):
@@ -319,7 +320,7 @@ def test_between_narrow_dtypes_the_value_is_cast(fmt):
     """Without a master bfloat16 has rounded what the codes stand for: no codes show just that."""
     q = ops.quantize(weight(fit(fmt, ROWS), COLS, dtype=torch.bfloat16), fmt)
     half = q.half()
-    assert is_quantized(half) and ops._storage_bytes(half)["pending"] == 2 * half.numel()
+    assert is_quantized(half) and TensorState(half).storage_bytes()["pending"] == 2 * half.numel()
     expected = value(q).half()
     assert_same(half, expected)
     assert_same(ops.dequantize(half), ops.dequantize(quantized_alike(expected, half, False)))

@@ -7,6 +7,7 @@ from dist_helpers import on_ranks
 from helpers import FORMATS, assert_same, fit, has_two_images, ops, value, weight
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 DTYPES = (torch.float32, torch.bfloat16)
 ALL_FORMATS = (*FORMATS, "float8_blockwise_fp32_scale", "float8_tensorwise_fp32_scale")
@@ -150,7 +151,7 @@ def test_shards_of_given_planes_are_rows_of_the_whole(fmt):
         logical_rows=96,
         row_offset=first,
     )
-    ops._set_reduction_group(shard, dist.group.WORLD.group_name)
+    TensorState(shard).set_reduction_group(dist.group.WORLD.group_name)
     ops.flush([shard])
     assert_same(ops.codes(shard).view(torch.uint8), codes[rows].view(torch.uint8))
     assert_same(ops.dequantize(shard), ops.dequantize(whole)[rows])

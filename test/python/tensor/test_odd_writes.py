@@ -6,6 +6,7 @@ import torch
 from helpers import assert_same, assert_unchanged, is_quantized, ops, state, value, weight
 from models.weights import is_dirty
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from qshard._runtime.classes import TensorState
 
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
 
@@ -130,7 +131,7 @@ def test_a_list_of_which_one_was_freed_leaves_the_others_as_they_were(name, posi
     others = [codes, master, gathered, *written, *shards]
 
     def memory():
-        return [(ops._storage_bytes(q), is_dirty(q), q._version) for q in others]
+        return [(TensorState(q).storage_bytes(), is_dirty(q), q._version) for q in others]
 
     before, planes = memory(), [state(q) for q in others]
     with pytest.raises(RuntimeError, match="was freed"):
@@ -146,7 +147,7 @@ def test_a_list_of_which_one_was_freed_leaves_the_others_as_they_were(name, posi
 def image_copy(tensor):
     """A copy that has codes alone, and takes its value before that of the original changes."""
     copied = tensor.to(tensor.device, non_blocking=True, copy=True)
-    assert ops._storage_bytes(copied)["master"] == 0
+    assert TensorState(copied).storage_bytes()["master"] == 0
     return copied
 
 
@@ -212,7 +213,7 @@ def test_rows_put_together_again_are_a_copy(keep_master):
     assert is_quantized(again)
     assert_same(ops.dequantize(again.mul_(2)), ops.dequantize(whole.clone().mul_(2)))
     shard = whole.new_zeros(10, 32).copy_(whole[10:])
-    ops._set_reduction_group(shard, "")  # adopted: other rows are elsewhere
+    TensorState(shard).set_reduction_group("")  # adopted: other rows are elsewhere
     again = torch.cat([shard[:4], shard[4:]])
     assert is_quantized(again)
     assert_same(ops.dequantize(again.mul_(2)), ops.dequantize(shard.clone().mul_(2)))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
@@ -37,7 +38,7 @@ def as_index(numbers, like, dtype=None):
 
 
 def assert_picked(picked, q, index):
-    assert is_quantized(picked) and ops._keeps_master(picked) == ops._keeps_master(q)
+    assert is_quantized(picked) and TensorState(picked).keeps_master() == TensorState(q).keeps_master()
     assert_same(ops.dequantize(picked), ops.dequantize(q)[index])
     assert_same(value(picked), value(q)[index])
 

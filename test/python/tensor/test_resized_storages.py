@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import FORMATS, assert_same, bits, fit, ops, rounded, value, weight
 
+from qshard._runtime.classes import TensorState
 from qshard.formats import info_of
 
 on_formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -109,7 +110,7 @@ def test_other_tensors_stay_as_they_are(device):
     twin = other.clone()
     for _ in range(3):
         renew(q.untyped_storage())
-        assert not ops._pack(other)[2][6]
+        assert not TensorState(other).pack()[2][6]
         other[:64].copy_(twin[:64])  # still of one generation: as bytes
-        assert not ops._pack(other)[2][6]
+        assert not TensorState(other).pack()[2][6]
     assert_alike(other, twin)

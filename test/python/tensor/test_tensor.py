@@ -29,6 +29,7 @@ from helpers import (
 from models.weights import is_dirty
 
 from qshard._runtime import hooks
+from qshard._runtime.classes import TensorState
 
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
 formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -81,15 +82,15 @@ def test_storage_is_the_master_or_the_codes(fmt, keep_master):
     q = ops.quantize(weight(rows, 140), fmt, keep_master=keep_master)
     image, master = rows * row_bytes(fmt, 140), rows * 140 * 4 if keep_master else 0
     grid = grid_bytes(fmt, rows, 140)
-    planes = ops._storage_bytes(q)
+    planes = TensorState(q).storage_bytes()
     assert planes["image"] == image and planes["master"] == master and planes["grid"] == grid
     codes = image + round_up(grid, 16)
     assert planes["storage"] == master + codes
     assert q.untyped_storage().nbytes() == (master if keep_master else codes)
     q.mul_(1.5)
-    assert ops._storage_bytes(q)["pending"] == (0 if keep_master else rows * 140 * 4)
+    assert TensorState(q).storage_bytes()["pending"] == (0 if keep_master else rows * 140 * 4)
     ops.flush([q])
-    assert ops._storage_bytes(q)["pending"] == 0
+    assert TensorState(q).storage_bytes()["pending"] == 0
     assert q[3:9].t().untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
 
 
@@ -187,9 +188,9 @@ def test_rows_copied_into_a_new_tensor_make_it_a_shard(fmt, keep_master, factory
     if not is_quantized(new):
         return
     assert type(new) is torch.Tensor and ops.format(new) == fmt
-    assert ops._keeps_master(new) == keep_master and not is_dirty(new)
+    assert TensorState(new).keeps_master() == keep_master and not is_dirty(new)
     # Rows of the same logical tensor.
-    assert ops._pack(new)[2][:5] == [count + extra, 140, size, size, first]
+    assert TensorState(new).pack()[2][:5] == [count + extra, 140, size, size, first]
     assert torch.equal(ops.codes(new[:count]).float(), ops.codes(chunk).float())
     assert not value(new[count:]).any()
     values = torch.zeros(size, 140)
@@ -405,7 +406,7 @@ def test_tensors_that_only_carry_the_key_are_refused():
         lambda: ops.codes(impostor),
         lambda: ops.flush([impostor]),
         lambda: ops.quantize(impostor, "float8_blockwise"),
-        lambda: ops._pack(impostor),
+        lambda: TensorState(impostor).pack(),
         lambda: repr(impostor),
     ):
         with pytest.raises(RuntimeError, match="is not a quantized tensor; a compiler"):

@@ -15,6 +15,7 @@ from test_aliased_writes import COLS, ROWS, assert_codes_are_of_the_value, linea
 from torch import nn
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 formats = pytest.mark.parametrize("fmt", FORMATS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
@@ -107,13 +108,13 @@ def assert_multiplies(layer, values, note=""):
     """The values themselves, if the weight is plain, or codes of them."""
     w = layer.weight.detach()
     eye = torch.eye(w.shape[1], dtype=w.dtype, device=w.device)
-    if is_quantized(w) and ops._keeps_master(w):
+    if is_quantized(w) and TensorState(w).keeps_master():
         assert_same(w, values, note)
     got, plain = product(layer), F.linear(eye, values)
     if torch.equal(got, plain):
         return
     assert is_quantized(w), note
-    codes = quantized_alike(values, w, ops._keeps_master(w))
+    codes = quantized_alike(values, w, TensorState(w).keeps_master())
     assert_same(got, F.linear(eye, ops.dequantize(codes)), note)
 
 
@@ -151,7 +152,7 @@ def test_an_optimizer_goes_on_with_what_was_written(fmt, keep_master, write):
     layer.weight.grad = grad
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
     stepped = values.add(grad, alpha=-0.1)
-    if not is_quantized(layer.weight) or ops._keeps_master(layer.weight.detach()):
+    if not is_quantized(layer.weight) or TensorState(layer.weight.detach()).keeps_master():
         assert_multiplies(layer, stepped)
     else:  # without a master the value was rounded before the step
         error = (value(layer.weight) - stepped).norm() / stepped.norm()
@@ -293,7 +294,7 @@ def test_what_was_made_in_inference_mode_is_written_there(fmt, keep_master, made
 
 
 def is_plain_or_master(tensor):
-    return not is_quantized(tensor) or ops._keeps_master(tensor)
+    return not is_quantized(tensor) or TensorState(tensor).keeps_master()
 
 
 ELSEWHERE = ("dcp", "state_dict", "state_dict, twice", "load_state_dict", "copy_", "data")

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 60
 DIM, HIDDEN = 96, 160
@@ -59,7 +60,7 @@ def facts(model, optimizer):
     found = []
     for linear in (model.up, model.down):
         weight = linear.weight
-        found += [full_value(weight), *(t.clone() for t in ops._state(local(weight)).values())]
+        found += [full_value(weight), *(t.clone() for t in TensorState(local(weight)).scaling_state().values())]
         for moment in optimizer.state[weight].values():
             found.append(moment.full_tensor() if isinstance(moment, DTensor) else moment.clone())
     return found

@@ -42,6 +42,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 BUDGET_S = 75
 DIM, HIDDEN = 256, 512
@@ -295,7 +296,7 @@ def states(model):
         for linear in (model.up, model.down):
             weight = local(linear.weight)
             found += [ops.codes(weight).view(torch.uint8).clone(), grid(weight).float().clone()]
-            found += [t.clone() for t in ops._state(weight).values()]
+            found += [t.clone() for t in TensorState(weight).scaling_state().values()]
     return found
 
 

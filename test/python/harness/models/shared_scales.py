@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard
 RECIPES = {
@@ -66,7 +67,7 @@ def looks(model):
             continue
         local = local_of(parameter.detach())
         codes = full_tensor(ops.dequantize(local, dtype=torch.float32), parameter)
-        value = full_tensor(ops._export_view(local).clone(), parameter)
+        value = full_tensor(TensorState(local).export_view().clone(), parameter)
         nvfp4 = ops.format(local).startswith("nvfp4")
         scale = ops.tensor_scale_inv(local) if nvfp4 else ops.scale_inv(local)
         scales = scale.flatten().tolist()  # none of an empty shard

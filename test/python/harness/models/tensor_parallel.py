@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import qshard
+from qshard._runtime.classes import TensorState
 from qshard.formats import info_of
 
 ops = torch.ops.qshard
@@ -214,7 +215,7 @@ class Definition:
 
 def padded(weight):
     """All rows of a gathered tensor's buffer, FSDP2's padding included."""
-    rows = ops._storage_bytes(weight)["image"] // row_bytes_of(weight)
+    rows = TensorState(weight).storage_bytes()["image"] // row_bytes_of(weight)
     return weight.detach().as_strided((rows, weight.shape[1]), (weight.shape[1], 1))
 
 

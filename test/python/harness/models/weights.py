@@ -9,6 +9,7 @@ from helpers import quantized_alike
 from torch.distributed.tensor import DTensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 from qshard.formats import info_of
 
 ops = torch.ops.qshard
@@ -25,7 +26,7 @@ def quantized_parameters(model):
 
 def is_dirty(param):
     """Whether a write awaits the flush that all ranks take part in."""
-    layout = ops._pack(local(param).detach())[2]
+    layout = TensorState(local(param).detach()).pack()[2]
     return bool(layout[6])
 
 
@@ -47,7 +48,7 @@ def full_tensor(part, like):
 def image_bytes(weight):
     """Every byte of the row image behind an unflushed-write-free tensor, padding rows included."""
     codes = ops.codes(weight.detach())
-    size = ops._storage_bytes(weight)["image"]
+    size = TensorState(weight).storage_bytes()["image"]
     return torch.empty(0, dtype=torch.uint8, device=codes.device).set_(
         codes.untyped_storage(), 0, (size,), (1,)
     )
@@ -95,14 +96,14 @@ def check_gathered(model, values=None):
     numbers, but other bytes where a block's largest code was rounded up to 224 * 2^k.
     """
     sharded = quantized_parameters(model)
-    exact = {n for n, p in sharded.items() if values is not None or ops._keeps_master(local(p))}
+    exact = {n for n, p in sharded.items() if values is not None or TensorState(local(p)).keeps_master()}
     if values is None:
         values = {name: full_value(param) for name, param in sharded.items()}
     with unsharded(model):
         for name, weight in quantized_parameters(model).items():
             assert not isinstance(weight, DTensor), name
             if name in exact:
-                keeps_master = ops._keeps_master(local(sharded[name]))
+                keeps_master = TensorState(local(sharded[name])).keeps_master()
                 wrong = mismatching_bytes(weight, values[name], keeps_master)
                 assert wrong == 0, f"{name}: {wrong} mismatching bytes"
             shown = ops.dequantize(quantized_alike(values[name], weight))
