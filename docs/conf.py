@@ -13,7 +13,7 @@ project = "qshard"
 copyright = "2026, the qshard authors"
 version = release = qshard.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "qshard"
@@ -48,5 +48,13 @@ def arguments_as_fields(app, what, name, obj, options, lines):
     lines[:] = fields
 
 
+def names_as_names(app, what, name, obj, options, lines):
+    """To reStructuredText a bare `quantize_` is a link that reads "quantize"."""
+    spans = "\n".join(lines).split("`")
+    spans[::2] = (re.sub(r"(?<![\w.:])([a-z]\w*_)(?![\w*(])", r"``\1``", span) for span in spans[::2])
+    lines[:] = "`".join(spans).split("\n")
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", arguments_as_fields)
+    app.connect("autodoc-process-docstring", names_as_names)
