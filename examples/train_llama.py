@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_llama.py --format float8_blockwise
     torchrun --nproc-per-node 4 examples/train_llama.py --format float8_blockwise --tp 2
 
-The loop is stock PyTorch: qshard appears in one line, `qshard.quantize_`, and for --gradients in one more.
-With --tp it is parallelize_module's, too, whose styles are qshard's to gather activations as codes.
+The loop is stock PyTorch. `qshard.quantize_` quantizes the weights; `qshard.fuse_`, `qshard.clip_grad_norm_` and, for
+--gradients, `qshard.reduce_gradients_` make steps faster, and stock torch works in their place. With --tp the styles of
+parallelize_module are qshard's, to gather activations as codes.
 """
 
 import argparse
@@ -131,7 +132,7 @@ class Trainer:
             group["lr"] = learning_rate(step, self.args)
         loss = self.loss(*batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        qshard.clip_grad_norm_(self.model.parameters(), 1.0, self.optimizer)  # by the fused step
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self.mean(loss)
