@@ -55,6 +55,80 @@ def draw_concepts(path: Path) -> None:
     plt.close(figure)
 
 
+def draw_rooms(path: Path) -> None:
+    """The folders of the source that a weight and an activation pass, and the GEMM where they meet."""
+    figure, axes = plt.subplots(figsize=(10.5, 5.6))
+    width, height = 1.75, 1.05
+
+    def lane(y, title, color, steps):
+        axes.text(0, y + height + 0.16, title, fontsize=9, weight="bold")
+        for number, (room, does) in enumerate(steps):
+            x = 2.1 * number
+            box(axes, x, y, width, height, color, "")
+            axes.text(x + width / 2, y + 0.84, room, ha="center", va="center", fontsize=8, weight="bold")
+            axes.text(x + width / 2, y + 0.36, does, ha="center", va="center", fontsize=7.5)
+            if number:
+                arrow(axes, (x - 2.1 + width, y + height / 2), (x, y + height / 2))
+
+    lane(4.0, "a weight, once a step", BLUE, [
+        ("torch.optim", "writes the value"),
+        ("dispatch/aten", "writes the master,\nmarks the tensor"),
+        ("dispatch/flush", "finds amaxes, one\nall-reduce of them"),
+        ("kernels/quantize", "makes codes\nand scales"),
+        ("fsdp", "gives FSDP2 the\nrow image to gather"),
+    ])
+    lane(0.2, "an activation, in each forward", ORANGE, [
+        ("qshard/nn", "the module calls\none operator"),
+        ("ops/linear", "checks the call,\nrecords autograd"),
+        ("kernels/linear", "asks for the operands\nthat its GEMMs read"),
+        ("kernels/activation", "makes codes, once\nfor all GEMMs"),
+    ])
+    box(axes, 8.4, 2.1, width, height, GREEN, "")
+    axes.text(8.4 + width / 2, 2.94, "kernels/gemm", ha="center", va="center", fontsize=8, weight="bold")
+    axes.text(8.4 + width / 2, 2.46, "multiplies codes,\nor says why not", ha="center", va="center", fontsize=7.5)
+    arrow(axes, (9.27, 4.0), (9.27, 3.15), "gathered codes", (-0.72, -0.05))
+    arrow(axes, (8.05, 0.9), (9.1, 2.1), "codes", (0.35, -0.2))
+    arrow(axes, (8.4, 2.6), (6.9, 2.6), "output, bf16", (0.0, 0.12))
+    axes.text(6.8, 2.6, "backward reads the saved codes of the input\n"
+              "and the gathered codes of the weight again", fontsize=7.5, va="center", ha="right")
+    box(axes, 0, 2.1, 1.75, 1.05, GREY, "")
+    axes.text(0.875, 2.94, "loader", ha="center", va="center", fontsize=8, weight="bold")
+    axes.text(0.875, 2.46, "registers all of it\nwhen it is loaded", ha="center", va="center", fontsize=7.5)
+    axes.set_xlim(-0.1, 10.3)
+    axes.set_ylim(0.0, 5.5)
+    axes.axis("off")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw_states(path: Path) -> None:
+    """What a write, a flush and a gather do to the codes of a weight."""
+    figure, axes = plt.subplots(figsize=(9, 3.3))
+    states = (
+        (0.0, GREEN, "scales synced", "codes are those of the value;\nall ranks have the scales"),
+        (3.7, ORANGE, "codes stale", "the value is new,\nthe codes are old"),
+        (7.4, BLUE, "codes current", "codes are those of the value;\nranks may not know the scales"),
+    )
+    for x, color, name, means in states:
+        box(axes, x, 1.2, 2.5, 1.1, color, "")
+        axes.text(x + 1.25, 2.02, name, ha="center", va="center", fontsize=9, weight="bold")
+        axes.text(x + 1.25, 1.56, means, ha="center", va="center", fontsize=7)
+    arrow(axes, (2.5, 2.0), (3.7, 2.0), "a write", (0, 0.1))
+    arrow(axes, (3.7, 1.45), (2.5, 1.45), "a flush", (0, -0.27))
+    arrow(axes, (6.2, 2.0), (7.4, 2.0), "this rank\nflushes alone", (0, 0.14))
+    arrow(axes, (7.4, 1.45), (6.2, 1.45), "a write", (0, -0.27))
+    axes.add_patch(FancyArrowPatch((8.65, 1.2), (1.25, 1.2), connectionstyle="arc3,rad=-0.16", arrowstyle="-|>",
+                                   mutation_scale=12, color="black"))
+    axes.text(4.95, 0.72, "a flush: all ranks agree on amaxes", ha="center", fontsize=8)
+    axes.text(1.25, 2.55, "a gather of FSDP2 sends these", ha="center", fontsize=8)
+    axes.text(4.95, 2.55, "a gather of FSDP2 flushes first", ha="center", fontsize=8)
+    axes.set_xlim(-0.1, 10.1)
+    axes.set_ylim(0.5, 2.8)
+    axes.axis("off")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw_step_time(data: dict, path: Path) -> None:
     """A panel for each run, and for each of its bars the eager step above the compiled one."""
     runs = data["runs"]
@@ -92,6 +166,8 @@ def draw_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update({"svg.hashsalt": "qshard", "svg.fonttype": "none"})  # text that a reader can search
     draw_concepts(folder / "concepts.svg")
+    draw_rooms(folder / "rooms.svg")
+    draw_states(folder / "states.svg")
     draw_step_time(json.loads((FIGURES / "step-time.json").read_text()), folder / "step-time.svg")
 
 
