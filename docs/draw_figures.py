@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, Rectangle  # noqa: E402
 
 FIGURES = Path(__file__).resolve().parent / "figures"
+DATA = FIGURES.parents[1] / "bench" / "results" / "figures.json"
 BLUE, ORANGE, GREEN, GREY = "#4c72b0", "#dd8452", "#55a868", "#8c8c8c"
 
 
@@ -168,7 +169,7 @@ def draw_all(folder: Path) -> None:
     draw_concepts(folder / "concepts.svg")
     draw_rooms(folder / "rooms.svg")
     draw_states(folder / "states.svg")
-    draw_step_time(json.loads((FIGURES / "step-time.json").read_text()), folder / "step-time.svg")
+    draw_step_time(json.loads(DATA.read_text())["step_time"], folder / "step-time.svg")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[3]
 FIGURES = CHECKOUT / "docs" / "figures"
-RUNS = json.loads((FIGURES / "step-time.json").read_text())["runs"]
+RUNS = json.loads((CHECKOUT / "bench/results/figures.json").read_text())["step_time"]["runs"]
 
 
 def tables(file):
