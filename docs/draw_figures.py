@@ -16,6 +16,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle  # noqa: E402
 
 FIGURES = Path(__file__).resolve().parent / "figures"
 DATA = FIGURES.parents[1] / "bench" / "results" / "figures.json"
+SCALE = FIGURES / "scale.json"
 BLUE, ORANGE, GREEN, GREY = "#4c72b0", "#dd8452", "#55a868", "#8c8c8c"
 
 
@@ -163,12 +164,34 @@ def draw_step_time(data: dict, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_scale(data: dict, path: Path) -> None:
+    """A panel for each model: step time by the rate of the link, which has a logarithmic axis."""
+    figure, panels = plt.subplots(1, len(data["panels"]), figsize=(9, 3.6))
+    colors = (GREY, GREEN, ORANGE, BLUE)
+    for axes, panel in zip(panels, data["panels"]):
+        for line, color in zip(panel["lines"], colors):
+            axes.plot(data["links"], [ms / 1e3 for ms in line["ms"]], color=color, marker=".", label=line["label"])
+        axes.set_xscale("log")
+        axes.set_xticks(data["links"][::2], [str(link) for link in data["links"][::2]], fontsize=8)
+        axes.minorticks_off()
+        axes.set_ylim(0)
+        axes.set_xlabel("GB/s that a GPU sends")
+        axes.set_title(panel["title"], fontsize=9.5, loc="left", weight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("seconds a step, by the model")
+    panels[-1].legend(frameon=False, fontsize=8.5)
+    figure.tight_layout()
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update({"svg.hashsalt": "qshard", "svg.fonttype": "none"})  # text that a reader can search
     draw_concepts(folder / "concepts.svg")
     draw_rooms(folder / "rooms.svg")
     draw_states(folder / "states.svg")
+    draw_scale(json.loads(SCALE.read_text())["plot"], folder / "scale.svg")
     draw_step_time(json.loads(DATA.read_text())["step_time"], folder / "step-time.svg")
 
 

@@ -1,7 +1,8 @@
-"""Writes the tables of bench/results/figures.json into the pages that show them: python docs/performance_tables.py
+"""Writes tables of data files into the pages that show them: python docs/performance_tables.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. test_performance.py fails where a page has another
-table than the data, and where the data has a number that the named lines of bench/results do not have.
+bench/results/figures.json has what was measured, docs/figures/scale.json what the model of bench/scale says. A table
+stands between `<!-- table: NAME -->` and `<!-- end -->`. test_performance.py fails where a page has another table than the
+data, and where the data has a number that the named lines of bench/results do not have; test_scale.py looks at the model.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DATA = CHECKOUT / "bench" / "results" / "figures.json"
+MODEL, MODEL_PAGE = CHECKOUT / "docs" / "figures" / "scale.json", CHECKOUT / "docs" / "scale.md"
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -33,10 +35,12 @@ def written(text: str, tables: dict[str, str]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The pages of the data file, each as it should be."""
+    """The pages of both files, each as it should be."""
     data = json.loads(DATA.read_text())["tables"]
+    model = json.loads(MODEL.read_text())["tables"]
     tables = {name: table_of(table) for name, table in data.items()}
-    files = sorted({CHECKOUT / table["page"] for table in data.values()})
+    tables |= {f"scale-{name}": markdown(table["heads"], table["rows"]) for name, table in model.items()}
+    files = sorted({MODEL_PAGE, *(CHECKOUT / table["page"] for table in data.values())})
     return {file: written(file.read_text(), tables) for file in files}
 
 

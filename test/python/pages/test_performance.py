@@ -33,16 +33,22 @@ def figures(row, heads):
             yield from re.findall(r"\d[\d,]*(?:\.\d+)?", re.sub(r"`[^`]*`|bf16", "", cell))
 
 
-@pytest.mark.parametrize("name, row", ROWS, ids=lambda value: value if isinstance(value, str) else value["cells"][0])
+@pytest.mark.parametrize(
+    "name, row", ROWS, ids=lambda value: value if isinstance(value, str) else value["cells"][0]
+)
 def test_each_number_is_recorded(name, row):
     numbers = list(figures(row, TABLES[name]["heads"]))
     text = recorded(row)
     assert numbers
     for number in numbers:
-        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", text), f"{number} is not on these lines:\n{text}"
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", text), (
+            f"{number} is not on these lines:\n{text}"
+        )
 
 
-@pytest.mark.parametrize("name, row", ROWS, ids=lambda value: value if isinstance(value, str) else value["cells"][0])
+@pytest.mark.parametrize(
+    "name, row", ROWS, ids=lambda value: value if isinstance(value, str) else value["cells"][0]
+)
 def test_a_row_says_gpus_and_date(name, row):
     file = Path(row["source"]).name
     assert file.startswith(row["date"])
