@@ -164,6 +164,13 @@ PATCHES = (
     ),
     Patch(_FSDP_PARAM + "reset_sharded_param", WRAPS, "as `_init_sharded_param`", _FSDP_SOURCE),
     Patch(
+        _FSDP_PARAM + "shard_mesh",
+        WRAPS,
+        "torch 2.11 slices the mesh of HSDP in Python at each gather of a parameter with all-gather hooks, which takes "
+        "longer the more ranks there are; each mesh is sliced once, as torch 2.15 does",
+        _FSDP_SOURCE,
+    ),
+    Patch(
         _FSDP_PARAM + "all_gather_inputs",
         WRAPS,
         "every gather begins by comparing what the ranks know to be written",

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from dist_helpers import forget_meshes
 from torch import optim
+from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.append(str(Path(__file__).parents[3] / "bench" / "scale"))
 import fake_ranks as many  # noqa: E402
@@ -40,6 +41,22 @@ def test_a_rank_trains_and_holds_the_bytes_of_the_formula(kind, ranks, place):
             assert not any(rows[name] for name in rows if "." in name.removesuffix(".weight"))
         if place == "first":
             assert all(rows.values())
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+def test_gathers_of_hsdp_slice_no_mesh(monkeypatch):
+    """A slice of a mesh of 8,192 ranks takes milliseconds."""
+    many.start(0, 1024)
+    try:
+        model = many.make_model("hsdp", many.make_mesh("hsdp", 1024), format_of, BLOCKS)
+        optimizer = optim.AdamW(model.parameters())
+        many.step(model, optimizer)
+        slices = []
+        monkeypatch.setattr(DeviceMesh, "__getitem__", lambda mesh, names: slices.append(names))
+        many.step(model, optimizer)
+        assert not slices
     finally:
         dist.destroy_process_group()
         forget_meshes()
