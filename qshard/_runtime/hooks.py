@@ -412,11 +412,39 @@ def end_step(optimizer, args, kwargs):
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for other in outer:
             other.taken.update(held)
+    keep_states_plain(optimizer)
     flush_after_step(optimizer, step.taken)
     if of_package.roll_histories is not None:
         of_package.roll_histories(optimizer, step.taken)
     if of_package.agree_in_units is not None:
         of_package.agree_in_units(optimizer, step.taken)
+
+
+def keep_states_plain(optimizer):
+    """Some optimizers begin a state as a clone of the parameter (schedule-free's z, Prodigy's p0), which is quantized
+    as the parameter is. It becomes a plain tensor of the same value, so that it costs no codes, no flush rounds it,
+    and any PyTorch reads it from a checkpoint. torch's own optimizers begin with zeros."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    for param, state in optimizer.state.items():
+        for name, kept in state.items() if isinstance(state, dict) else ():
+            local = local_of(kept)
+            if holds_codes(local) and not is_alias(local, local_of(param)):
+                plain = ops._export_view(local.detach()).clone()
+                state[name] = plain if local is kept else like_dtensor(plain, kept)
+
+
+def is_alias(tensor, param):
+    def codes(of):
+        return ops._shared_planes(of.detach())[1].untyped_storage().data_ptr()
+
+    return holds_codes(param) and codes(tensor) == codes(param)
+
+
+def like_dtensor(local, dtensor):
+    """A DTensor that lies as another one does, over a local tensor of the same shape."""
+    facts = dict(run_check=False, shape=dtensor.shape, stride=dtensor.stride())
+    return type(dtensor).from_local(local, dtensor.device_mesh, dtensor.placements, **facts)
 
 
 def writes_by_operators_alone(optimizer):
