@@ -43,7 +43,7 @@ TORCHTITAN := $(if $(filter 2.11%,$(TORCH)),0.2.2,0.3.0)
 CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21.* \
   compressed-tensors==0.20.*
 MORE_CLIENTS := torchtitan==$(TORCHTITAN) lightning==2.6.* torchao==0.18.* nvidia-modelopt==0.47.* \
-  bitsandbytes==0.50.* trl==1.16.*
+  bitsandbytes==0.50.* trl==1.16.* schedulefree==1.4.* pytorch-optimizer==4.1.* muon-fsdp2==0.3.*
 
 .PHONY: test demo build wheel docs format-check unit-test asan-test python-test test-clients clean
 

@@ -12,7 +12,11 @@ from qshard.module_state import dynamics_of, find
 ops = torch.ops.qshard
 
 # Whose optimizers the tests run (test/python/optimizers/test_optimizers.py, test/python/clients).
-_OPTIMIZERS = ("torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "torchtitan.components.optimizer")
+_OPTIMIZERS = (
+    "torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "torchtitan.components.optimizer", "schedulefree.",
+    "pytorch_optimizer.optimizer.muon.", "pytorch_optimizer.optimizer.soap", "pytorch_optimizer.optimizer.shampoo",
+    "muon_fsdp2",
+)
 _OPTIMIZER_WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.")
 
 

@@ -34,6 +34,7 @@ MORE_CLIENTS = {
     "test_torchao": ("torchao",),
     "test_trl": (*CLIENTS, "trl"),
     "test_bitsandbytes": ("bitsandbytes",),
+    "test_optimizer_packages": ("schedulefree", "pytorch_optimizer", "muon_fsdp2", "torchao", "bitsandbytes"),
     "test_low_bit_readers": (*CLIENTS, "compressed_tensors"),
     "test_low_bit_modelopt": ("safetensors", "modelopt"),
 }

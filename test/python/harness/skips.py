@@ -11,8 +11,8 @@ import pytest
 
 # What tests may need: packages of the clients, of the pages, and a compiler.
 PACKAGES = (
-    "accelerate", "bitsandbytes", "compressed_tensors", "g++", "lightning", "modelopt", "peft", "safetensors",
-    "sphinx", "torchao", "torchtitan", "transformers", "trl",
+    "accelerate", "bitsandbytes", "compressed_tensors", "g++", "lightning", "modelopt", "muon_fsdp2", "peft",
+    "pytorch_optimizer", "safetensors", "schedulefree", "sphinx", "torchao", "torchtitan", "transformers", "trl",
 )
 KNOWN = re.compile(
     rf"\bneeds (a GPU|\d+ GPUs|torch (>=|≥) \d+\.\d+|({'|'.join(map(re.escape, PACKAGES))})(?!\w))|--full"
