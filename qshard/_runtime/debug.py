@@ -10,6 +10,7 @@ import os
 
 import torch
 import torch.distributed as dist
+
 from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard

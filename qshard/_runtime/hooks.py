@@ -225,20 +225,6 @@ def _making_shards_anew(stock):
     return reset_sharded_param
 
 
-@wrap(f"{FSDP_PARAM}:FSDPParam.shard_mesh")
-def _slicing_meshes_once(stock):
-    """FSDP2 gives our all-gather hooks the shards' part of its mesh. Where that is a slice, of HSDP's mesh, torch 2.11
-    makes it anew for each gather, at 0.3 ms and more; parameters of one module share it here."""
-
-    def shard_mesh(self):
-        known = self.mesh_info.__dict__
-        if "_qshard_shard_mesh" not in known:
-            known["_qshard_shard_mesh"] = stock.fget(self)
-        return known["_qshard_shard_mesh"]
-
-    return property(shard_mesh)
-
-
 def _follow_shards(fsdp_param):
     _tell_shard(fsdp_param)
     if of_package.note_cut is not None:
@@ -430,13 +416,13 @@ def keep_states_plain(optimizer):
         for name, kept in state.items() if isinstance(state, dict) else ():
             local = local_of(kept)
             if holds_codes(local) and not is_alias(local, local_of(param)):
-                plain = ops._export_view(local.detach()).clone()
+                plain = TensorState(local.detach()).export_view().clone()
                 state[name] = plain if local is kept else like_dtensor(plain, kept)
 
 
 def is_alias(tensor, param):
     def codes(of):
-        return ops._shared_planes(of.detach())[1].untyped_storage().data_ptr()
+        return TensorState(of.detach()).shared_planes()[1].untyped_storage().data_ptr()
 
     return holds_codes(param) and codes(tensor) == codes(param)
 

@@ -8,6 +8,7 @@ import enum
 import weakref
 
 import torch
+
 from qshard._runtime.classes import Process
 
 ops = torch.ops.qshard

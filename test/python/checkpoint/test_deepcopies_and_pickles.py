@@ -16,6 +16,7 @@ from helpers import (
     weight,
 )
 from test_copies import COLS, ROWS, a_shard_with_a_pending_write, assert_same_state, keep_or_not
+
 from qshard._runtime.classes import SavedTensor, TensorState
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from file_mutations import Pickled, saved
 from helpers import weight
+
 from qshard._runtime.classes import SavedTensor, TensorState
 
 ops = torch.ops.qshard

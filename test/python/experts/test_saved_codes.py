@@ -5,6 +5,7 @@ import torch
 from expert_cases import rows_of, stack_of
 from helpers import are_codes_of, assert_same, ops
 from test_grouped_linear_cuda import ON_CODES, on_hopper
+
 from qshard._runtime.classes import TensorState
 
 pytestmark = on_hopper

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from flat_ranges import agree, lists_of, messages_of, own_amaxes
+
 from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard

@@ -17,6 +17,7 @@ from models.formats import FORMATS
 from models.fsdp1 import BF16, build_fsdp1, wrap
 from models.training import adamw, batch, loss_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from qshard._runtime.classes import TensorState
 
 ROWS = 1024  # weights outweigh activations

@@ -19,6 +19,7 @@ from models.fsdp2 import build, build_oracle
 from models.training import adamw, batch, loss_of, train
 from models.weights import local, quantized_parameters, unsharded
 from torch.distributed.tensor import DTensor
+
 from qshard._runtime.classes import TensorState
 
 BUDGET_S = 60

@@ -8,6 +8,7 @@ import struct
 import zipfile
 
 import torch
+
 from qshard._runtime.classes import SavedTensor
 
 NUMBERS = (

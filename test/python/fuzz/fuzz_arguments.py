@@ -6,6 +6,7 @@ import random
 import torch
 from fuzz_baselines import baseline
 from torch._subclasses.fake_tensor import FakeTensorMode
+
 from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard

@@ -1,6 +1,7 @@
 """The arguments of an ordinary call of each operator (fuzz_arguments.py)."""
 
 import torch
+
 from qshard._runtime.classes import TensorState
 from qshard.gradients import message_bytes
 

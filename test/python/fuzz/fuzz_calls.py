@@ -5,6 +5,7 @@ import torch
 from fuzz_arguments import Draw, value_of
 from fuzz_methods import Method, methods
 from torch._subclasses.fake_tensor import FakeTensor
+
 from qshard._runtime.classes import Process, TensorState
 
 ops = torch.ops.qshard

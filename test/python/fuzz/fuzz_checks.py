@@ -17,6 +17,7 @@ from fuzz_calls import (
     tensors_in,
 )
 from torch._subclasses.fake_tensor import FakeTensor
+
 from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard

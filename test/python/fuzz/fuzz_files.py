@@ -36,6 +36,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from file_mutations import damage, described, flip, mutate_archive, mutate_metadata, saved, tensors
+
 from qshard._runtime.classes import TensorState
 
 OURS = ("fault", "crash", "hang")

@@ -5,6 +5,7 @@ import io
 import pickle
 
 import torch
+
 from qshard._runtime.classes import Process, TensorState
 from qshard.formats import info_of
 

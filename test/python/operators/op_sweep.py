@@ -18,6 +18,7 @@ import torch
 from helpers import is_quantized
 from torch.testing._internal.opinfo.core import SampleInput, UnaryUfuncInfo
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
 from qshard._runtime.classes import Process, TensorState
 
 ops = torch.ops.qshard

@@ -7,6 +7,7 @@ from argument_values import FORMAT, weight
 from flat_ranges import agree
 from forked import refusal
 from helpers import FORMATS, bits
+
 from qshard._runtime.classes import SavedTensor, TensorState
 
 ops = torch.ops.qshard

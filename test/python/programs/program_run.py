@@ -36,6 +36,7 @@ from program_values import (
     whole,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+
 from qshard._runtime.classes import TensorState
 
 # Documented refusals: what they say, of which steps, and whether of anything or of shares of parameters

@@ -5,6 +5,7 @@ from helpers import has_two_images, is_quantized, ops, value
 from models.weights import local, mismatching_bytes
 from program_meshes import own_part, part_count
 from torch.distributed.tensor import DTensor
+
 from qshard._runtime.classes import TensorState
 
 

@@ -9,6 +9,7 @@ from dist_helpers import device, on_ranks
 from helpers import assert_same, assert_unchanged, is_quantized, rounded, state, value, weight
 from models.weights import is_dirty
 from torch.distributed.distributed_c10d import _coalescing_manager
+
 from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import FORMATS
+
 from qshard._runtime.classes import TensorState
 
 ops = torch.ops.qshard

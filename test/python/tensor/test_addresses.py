@@ -11,6 +11,7 @@ import torch
 from helpers import FORMATS, assert_same, bits, fit, is_quantized, ops, quantized_alike, value, weight
 from models.weights import is_dirty
 from torch.nn import Parameter
+
 from qshard._runtime.classes import TensorState
 
 formats = pytest.mark.parametrize("fmt", FORMATS)

@@ -6,6 +6,7 @@ import torch
 from helpers import assert_same, assert_unchanged, is_quantized, ops, state, value, weight
 from models.weights import is_dirty
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
 from qshard._runtime.classes import TensorState
 
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])

@@ -9,6 +9,8 @@ from helpers import ops
 from models.optimizer_twins import inner_tensors, tensors_in
 from torch import nn
 
+from qshard._runtime.classes import TensorState
+
 PAGE = Path(__file__).parents[4] / "docs" / "optimizers.md"
 SIZE = 512, 512
 MUON = dict(use_muon=True)
@@ -62,7 +64,7 @@ def quantized(fmt, keep_master, dtype):
 
 def weight_bytes(param):
     """Codes, scales and master, for each element."""
-    planes = ops._storage_bytes(param.detach())
+    planes = TensorState(param.detach()).storage_bytes()
     return (planes["image"] + planes["grid"] + planes["master"]) / param.numel()
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import qshard
+from qshard._runtime.classes import TensorState
 
 STEPS = 5
 RELOADED_BEFORE = {2: "state_dict", 3: "dcp"}  # by step: how the states go to a new optimizer
@@ -163,7 +164,7 @@ def check(ours, theirs, ours_by, theirs_by, keep_master, states_too):
                 assert_same(ops.dequantize(mine), local(distributed(shown, twin)), f"in the codes of {name}")
             else:
                 round_twin(twin, param)
-                assert ops._storage_bytes(mine)["pending"] == 0
+                assert TensorState(mine).storage_bytes()["pending"] == 0
         assert_same(local(param), local(twin), f"in {name}")
         if states_too:
             check_states(name, ours_by.state[param], theirs_by.state[twin])
