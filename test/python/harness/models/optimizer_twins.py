@@ -157,7 +157,7 @@ def check(ours, theirs, ours_by, theirs_by, keep_master, states_too):
     for (name, param), twin in zip(ours.named_parameters(), theirs.parameters()):
         if is_quantized(local(param)):
             mine = local(param)
-            assert not ops._has_pending_update(mine), f"{name} awaits a flush"
+            assert not TensorState(mine).has_pending_update(), f"{name} awaits a flush"
             if keep_master:
                 # The codes are those of the whole value, whatever rows a rank has.
                 shown = ops.dequantize(quantized_alike(full_value(twin), mine))
