@@ -40,6 +40,7 @@ MUONS = {
     "all-gather": (lambda model: GatheringMuon(model.parameters()), MATRICES),
     "all-to-all": (lambda model: ExchangingMuon(model.parameters()), MATRICES),
 }
+BUDGET_S = 60  # worlds of two and four ranks
 names = pytest.mark.parametrize("name", MUONS)
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 
@@ -51,6 +52,7 @@ def test_in_one_process(name, keep_master):
     certify(make, shapes, keep_master=keep_master)
 
 
+@pytest.mark.each_value
 @keep_or_not
 @names
 @on_ranks(2)
