@@ -13,9 +13,11 @@ import sys
 import torch
 from torch.utils._pytree import tree_leaves
 
+from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import (
     holds_codes,
     local_of,
+    plain_values,
     synthetic_steps,
     tensor_property,
     with_groups,
@@ -23,7 +25,6 @@ from qshard._runtime.hooks import (
 from qshard._runtime.patches import call, put, put_item, wrap
 
 # Files written earlier find them in this module, by its name then, `_qshard_checkpoint`.
-from qshard._runtime.classes import TensorState
 from qshard._runtime.unpickling import rebuild_shared, rebuild_tensor
 
 ops = torch.ops.qshard
@@ -71,11 +72,6 @@ def stage_as_plain_values(stock):
     return _offload_tensor
 
 
-def plain_values(tensor):
-    """What a checkpoint holds for this tensor."""
-    return TensorState(tensor.detach()).export_view().clone()
-
-
 # Weak references to the states by which gradients are rounded (qshard/gradients.py).
 gradient_states = []
 
@@ -96,7 +92,8 @@ def state_names(state_dict):
             names.add(name)
             continue
         # In a state_dict a weight's master stands for it.
-        state = TensorState(local).scaling_state() if holds_codes(local) else TensorState(local).state_names_of_master()
+        about = TensorState(local)
+        state = about.scaling_state() if holds_codes(local) else about.state_names_of_master()
         names.update(f"{name}_{part}" for part in state)
     return names
 
@@ -147,9 +144,10 @@ def flush_parts(tensors):
     parts = []
     for local, number in zip(*with_groups(shards)):
         local = local.detach()
+        state = TensorState(local)
         if number:
-            TensorState(local).set_groups(number)
-        if TensorState(local).groups():
+            state.set_groups(number)
+        if state.groups():
             parts.append(local)
     if parts:
         ops.flush(parts)

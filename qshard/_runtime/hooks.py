@@ -17,7 +17,7 @@ from qshard._runtime import debug
 from qshard._runtime.classes import Process, TensorState
 from qshard._runtime.library import find_impl, has_key, hook_getter
 from qshard._runtime.patches import call, put, unwrap, wrap
-from qshard._runtime.placement import groups_of
+from qshard._runtime.placement import groups_of, with_local
 
 ops = torch.ops.qshard
 
@@ -415,22 +415,18 @@ def keep_states_plain(optimizer):
     for param, state in optimizer.state.items():
         for name, kept in state.items() if isinstance(state, dict) else ():
             local = local_of(kept)
-            if holds_codes(local) and not is_alias(local, local_of(param)):
-                plain = TensorState(local.detach()).export_view().clone()
-                state[name] = plain if local is kept else like_dtensor(plain, kept)
+            if holds_codes(local) and not is_view(local, local_of(param)):
+                plain = plain_values(local)
+                state[name] = plain if local is kept else with_local(plain, kept)
 
 
-def is_alias(tensor, param):
-    def codes(of):
-        return TensorState(of.detach()).shared_planes()[1].untyped_storage().data_ptr()
-
-    return holds_codes(param) and codes(tensor) == codes(param)
+def plain_values(tensor):
+    """What a checkpoint holds for this tensor."""
+    return TensorState(tensor.detach()).export_view().clone()
 
 
-def like_dtensor(local, dtensor):
-    """A DTensor that lies as another one does, over a local tensor of the same shape."""
-    facts = dict(run_check=False, shape=dtensor.shape, stride=dtensor.stride())
-    return type(dtensor).from_local(local, dtensor.device_mesh, dtensor.placements, **facts)
+def is_view(tensor, other):
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def writes_by_operators_alone(optimizer):

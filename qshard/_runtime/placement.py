@@ -7,6 +7,7 @@ their process groups. Where torch says that a dimension was cut after others (_S
 makes), no one has to.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -195,6 +196,20 @@ def place(mesh, placements, shape, tensor_groups=(), name="a quantized parameter
         replica_groups=tuple(names[i] for i in replica_dims),
         column_groups=tuple(names[i] for i in of_full if placements[i].dim == len(shape) - 1),
     )
+
+
+def with_local(local, like):
+    """A DTensor like another one, of another local tensor, of any dtype. (`DTensor.from_local` would
+    take one that FSDP2 offloads to CPU to the mesh's device.)"""
+    return type(like)(local, spec_of(local, like._spec), requires_grad=False)
+
+
+def spec_of(local, spec):
+    """The spec of a DTensor that has this local tensor, like one that is there, but for the dtype."""
+    spec = copy.copy(spec)
+    if local.dtype != spec.tensor_meta.dtype:  # FSDP2's mixed precision
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return spec
 
 
 @wrap("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.shard_mesh")

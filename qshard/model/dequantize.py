@@ -5,12 +5,12 @@ from torch import nn as torch_nn
 from torch.distributed.tensor import DTensor
 
 from qshard._runtime.hooks import local_of
+from qshard._runtime.placement import with_local
 from qshard import nn
 from qshard.model import state_buffers
 from qshard.model.quantize import forget_module, is_quantized
 from qshard.module_state import dynamics_of
 from qshard.modules import parameter_swap
-from qshard.modules.module_apply import with_local
 
 ops = torch.ops.qshard
 

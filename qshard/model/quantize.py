@@ -17,14 +17,13 @@ from qshard._runtime.hooks import (
 )
 from qshard import module_state, nn, recipes
 from qshard._runtime.classes import TensorState
-from qshard._runtime.placement import group_names, place, roles
+from qshard._runtime.placement import group_names, place, roles, with_local
 from qshard.dynamic_weights import modules as dynamic_modules
 from qshard.dynamic_weights import weights as dynamic
 from qshard.experts import known
 from qshard.model import choosing, large_layers, scale_groups, state_buffers
 from qshard.model.choosing import weight_names
 from qshard.modules import parameter_swap
-from qshard.modules.module_apply import with_local
 from qshard.modules.outside_graphs import outside_graphs
 from qshard.nn import linear_subclasses
 from qshard.nn.linear_subclasses import runs_as_linear

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from qshard import module_state
 from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
-from qshard._runtime.placement import group_names, place, roles
-from qshard.modules.module_apply import with_local
+from qshard._runtime.placement import group_names, place, roles, with_local
 from qshard.nn.base import Initialized
 
 ops = torch.ops.qshard

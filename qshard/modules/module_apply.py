@@ -5,7 +5,6 @@ function makes of them, and of a quantized one that may be plain: untied, in a P
 modules have quantized parameters does not depend on their classes, so what is wrapped is the method itself.
 """
 
-import copy
 import functools
 
 import torch
@@ -14,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from qshard._runtime.classes import Process, TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.patches import wrap
+from qshard._runtime.placement import spec_of, with_local
 
-ops = torch.ops.qshard
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SAME_ROWS = -1
 
@@ -91,16 +90,7 @@ def _check_dtype(name, dtype):
         )
 
 
-def with_local(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor like another one, of another local tensor, of any dtype. (`DTensor.from_local` would
-    take one that FSDP2 offloads to CPU to the mesh's device.)"""
-    return distributed(local, like._spec)
-
-
 def distributed(local: torch.Tensor, spec) -> DTensor:
     """A local tensor as a DTensor of a spec that is there, but for the dtype: as torch's to_local makes
     gradients, in a tenth of from_local's time."""
-    spec = copy.copy(spec)
-    if local.dtype != spec.tensor_meta.dtype:  # FSDP2's mixed precision
-        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(local, spec_of(local, spec), requires_grad=False)

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard._runtime.patches import call
-from qshard._runtime.placement import group_names, place
+from qshard._runtime.placement import group_names, place, with_local
 from qshard.module_state import find
-from qshard.modules.module_apply import with_local
 
 ops = torch.ops.qshard
 
