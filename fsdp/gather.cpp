@@ -14,11 +14,9 @@
 #include "dispatch/buffer/adoption.h"
 #include "dispatch/buffer/gathered_buffer.h"
 #include "dispatch/buffer/image_copy.h"
-#include "dispatch/buffer/master_aliases.h"
 #include "dispatch/flush/flush.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
-#include "kernels/device/capture.h"
 #include "ops/calls/checked_call.h"
 #include "ops/calls/ops.h"
 

@@ -1,7 +1,6 @@
 #include "dispatch/aten/fallback.h"
 #include "dispatch/aten/native_kernels.h"
 #include "dispatch/aten/registration.h"
-#include "dispatch/tensor/quantized_tensor_impl.h"
 #include "kernels/format/format_info.h"
 #include "kernels/linear/linear.h"
 #include "ops/calls/ops.h"

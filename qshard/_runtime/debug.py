@@ -8,12 +8,9 @@ raise one error.
 
 import os
 
-import torch
 import torch.distributed as dist
 
 from qshard._runtime.classes import TensorState
-
-ops = torch.ops.qshard
 
 # Equal on all ranks, as TORCH_DISTRIBUTED_DEBUG is: the comparison is a collective.
 is_on = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"

@@ -10,8 +10,6 @@ from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes
 from qshard._runtime.patches import wrap
 
-ops = torch.ops.qshard
-
 
 def _states(module):
     """(name as of a buffer, tensor) of what the formats of quantized parameters remember."""

@@ -10,8 +10,6 @@ from qshard._runtime.classes import TensorState
 from qshard._runtime.placement import chunk, is_strided, roles
 from qshard.checkpoint.layouts import block_of
 
-ops = torch.ops.qshard
-
 
 class Held(dict):
     """{rank: its box} of one tensor."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import nn as torch_nn
 
 from qshard import recipes

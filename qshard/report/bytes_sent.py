@@ -17,8 +17,6 @@ from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard.gradients import DDPHook, QuantizedReduceScatter, ddp_message_bytes, message_bytes
 
-ops = torch.ops.qshard
-
 
 @dataclass
 class Traffic:

@@ -9,8 +9,6 @@ from qshard._runtime.hooks import holds_codes, local_of
 from qshard.dynamic_weights.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of, find
 
-ops = torch.ops.qshard
-
 # Whose optimizers the tests run (test/python/optimizers/test_optimizers.py, test/python/clients).
 _OPTIMIZERS = (
     "torch.optim.", "torchao.optim.", "bitsandbytes.optim.", "torchtitan.components.optimizer", "schedulefree.",

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, on_worlds, shared_folder
-from helpers import ops
 from models.blocks import Model
 from models.formats import RECIPES
 from models.fsdp2 import shard

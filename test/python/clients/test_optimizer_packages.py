@@ -4,7 +4,6 @@ one it is the plain step from the dequantized value, quantized. What takes no DT
 Steps that a package compiles run here without the compiler, which takes minutes. test_torchao.py compiles some.
 """
 
-import functools
 import importlib
 
 import pytest

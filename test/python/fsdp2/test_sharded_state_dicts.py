@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from dist_helpers import device, full_mesh, on_ranks, shared_folder
-from helpers import assert_same, is_quantized, ops
+from helpers import assert_same, is_quantized
 from models.training import train
 from models.weights import check_gathered, full_value, local
 from torch import nn

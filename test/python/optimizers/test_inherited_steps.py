@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 import qshard
 from qshard._runtime.classes import TensorState
 
-ops = torch.ops.qshard
 RECIPES = {
     "delayed": qshard.DelayedScaling(amax_history_len=4, amax_compute_algo="max"),
     "tensorwise": qshard.Float8CurrentScaling(),

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_helpers import device, full_mesh, on_ranks, on_worlds, shared_folder
-from helpers import ops
 from models.formats import DELAYED, FORMATS, RECIPES
 from models.tensor_parallel import (
     Definition,
