@@ -9,7 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
+import recorded_steps
 from scale_tables import output
+from tabulate import tabulate
 
 FIGURE = Path(__file__).resolve().parents[2] / "docs" / "figures" / "scale.json"
 
@@ -20,9 +22,9 @@ def main():
     args = parser.parse_args()
     data = output()
     for name, table in data["tables"].items():
-        print(f"\n{name}\n")
-        for cells in (table["heads"], ["---"] * len(table["heads"]), *table["rows"]):
-            print("| " + " | ".join(cells) + " |")
+        print(f"\n{name}\n\n{tabulate(table['rows'], table['heads'], 'pipe', disable_numparse=True)}")
+    found = recorded_steps.rows()
+    print(f"\n{sum(run['meets'] for run in found)} of {len(found)} recorded steps within {recorded_steps.MOST:.0%}")
     if args.write:
         lines = ",\n".join(
             f"  {json.dumps(key)}: {json.dumps(data['plot'][key], ensure_ascii=False)}" for key in data["plot"]

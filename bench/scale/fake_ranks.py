@@ -17,16 +17,18 @@ import multiprocessing
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -78,23 +80,19 @@ def make_mesh(kind: str, ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks // GROUP, GROUP), mesh_dim_names=("shard", kind))
 
 
-def quantize(model: nn.Module, one: str, format, inner: DeviceMesh | None) -> None:
+def quantize(model: nn.Module, one: str, format_of: Callable[[str], str], inner: DeviceMesh | None) -> None:
     """The weights whose format is `one`, stacks of experts among them."""
-
-    def is_chosen(name):
-        return one == (format if isinstance(format, str) else format(name))
-
     qshard.quantize_(
         model,
         one,
-        filter_fn=lambda _, name: is_chosen(f"{name}.weight"),
-        parameter_fn=lambda parameter, name: parameter.dim() == 3 and is_chosen(name),
+        filter_fn=lambda _, name: format_of(f"{name}.weight") == one,
+        parameter_fn=lambda parameter, name: parameter.dim() == 3 and format_of(name) == one,
         tp_mesh=inner,
     )
 
 
-def make_model(kind: str, mesh: DeviceMesh, format: str, blocks: int) -> nn.Module:
-    """`format` may be a function of a weight's name, for a model of several."""
+def make_model(kind: str, mesh: DeviceMesh, format_of: Callable[[str], str], blocks: int) -> nn.Module:
+    """`format_of` gives the format of a weight by its name, or PLAIN."""
     torch.manual_seed(0)
     if kind == "ep":
         model = nn.Sequential(*(Experts() for _ in range(blocks)))
@@ -109,9 +107,9 @@ def make_model(kind: str, mesh: DeviceMesh, format: str, blocks: int) -> nn.Modu
         for block in range(blocks):
             plan |= {f"{block}.up": ColwiseParallel(), f"{block}.down": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
-    formats = {format} if isinstance(format, str) else {format(name) for name, _ in model.named_parameters()}
+    formats = {format_of(name) for name, _ in model.named_parameters()}
     for one in sorted(formats - {PLAIN}):
-        quantize(model, one, format, mesh[kind] if kind in ("tp", "ep") else None)
+        quantize(model, one, format_of, mesh[kind] if kind in ("tp", "ep") else None)
     data = mesh if kind == "hsdp" else mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model:
@@ -134,22 +132,18 @@ def predicted(kind: str, name: str) -> Weight:
 
 def local_bytes(model: nn.Module) -> dict[str, LocalBytes]:
     """By the name of each quantized weight, what this rank holds."""
-    rows = [row for row in qshard.report(model) if row.image]
-    locals_ = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    weights = {name for name, p in model.named_parameters() if qshard.is_quantized(p)}
     return {
         row.name: LocalBytes(row.image, row.master, row.grid)
-        for row in rows
-        if qshard.is_quantized(locals_[row.name])
+        for row in qshard.report(model)
+        if row.image and row.name in weights
     }
 
 
-def different(kind: str, mesh: DeviceMesh, model: nn.Module, format) -> list[str]:
+def different(kind: str, mesh: DeviceMesh, model: nn.Module, format_of: Callable[[str], str]) -> list[str]:
     """Weights whose local bytes are not the formula's, with both."""
     shards, found = mesh["shard"].size(), local_bytes(model)
-    expected = {}
-    for name in found:
-        own = format if isinstance(format, str) else format(name)
-        expected[name] = predicted(kind, name).on_a_rank(own, shards)
+    expected = {name: predicted(kind, name).on_a_rank(format_of(name), shards) for name in found}
     return [f"{name}: {found[name]} for {expected[name]}" for name in found if found[name] != expected[name]]
 
 
@@ -186,7 +180,7 @@ def measure(kind: str, ranks: int, rank: int, formats, rounds: int, blocks: int)
     start(rank, ranks)
     try:
         mesh = make_mesh(kind, ranks)
-        models = {format: make_model(kind, mesh, format, blocks) for format in (PLAIN, *formats)}
+        models = {name: make_model(kind, mesh, lambda _: name, blocks) for name in (PLAIN, *formats)}
         optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
         times = {name: [] for name in models}
         gc.disable()  # a collection would be charged to the model that runs then
@@ -202,7 +196,7 @@ def measure(kind: str, ranks: int, rank: int, formats, rounds: int, blocks: int)
             found = local_bytes(models[name])
             rows = sum(p.to_local().shape[0] for n, p in models[name].named_parameters() if n in found)
             held = sum(b.image + b.master + b.grid for b in found.values())
-            wrong = different(kind, mesh, models[name], name)
+            wrong = different(kind, mesh, models[name], lambda _: name)
             plain = median(times[PLAIN])
             results.append(
                 Result(kind, ranks, rank, name, len(found), rows, held, wrong, median(times[name]), plain)
@@ -222,17 +216,18 @@ def processor() -> str:
     return f"{names[0] if names else platform.processor()}, {len(names)} cores"
 
 
-def table(results: list[Result]) -> str:
-    heads = ("mesh", "ranks", "rank", "format", "rows here", "bytes here", "as predicted")
-    heads += ("step, ms", "plain, ms", "of plain", "µs more a parameter")
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for r in results:
-        as_predicted = "yes" if not r.different else "NO: " + r.different[0]
-        lines.append(
-            f"| {r.mesh} | {r.ranks:,} | {r.rank:,} | `{r.format}` | {r.rows:,} | {r.bytes:,} | {as_predicted} "
-            f"| {r.ms:.1f} | {r.plain_ms:.1f} | {r.ms / r.plain_ms:.2f} | {r.us_more:+.0f} |"
-        )
-    return "\n".join(lines)
+HEADS = (
+    "mesh", "ranks", "rank", "format", "rows here", "bytes here", "as predicted", "step, ms", "plain, ms", "of plain",
+    "µs more a parameter",
+)  # fmt: skip
+
+
+def cells(r: Result) -> list[str]:
+    as_predicted = "yes" if not r.different else "NO: " + r.different[0]
+    return [
+        r.mesh, f"{r.ranks:,}", f"{r.rank:,}", f"`{r.format}`", f"{r.rows:,}", f"{r.bytes:,}", as_predicted,
+        f"{r.ms:.1f}", f"{r.plain_ms:.1f}", f"{r.ms / r.plain_ms:.2f}", f"{r.us_more:+.0f}",
+    ]  # fmt: skip
 
 
 def main():
@@ -253,7 +248,7 @@ def main():
             for rank in (0, ranks // 2, ranks - 1):
                 with processes.Pool(1) as pool:
                     new = pool.apply(measure, (kind, ranks, rank, args.formats, args.rounds, args.blocks))
-                print(table(new) if not results else "\n".join(table(new).splitlines()[2:]), flush=True)
+                print(tabulate(map(cells, new), HEADS, "pipe", disable_numparse=True), flush=True)
                 results += new
     wrong = sum(bool(r.different) for r in results)
     slow = sum(r.us_more > MOST_US for r in results)

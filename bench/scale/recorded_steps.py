@@ -1,11 +1,11 @@
-"""The model beside the recorded steps: python bench/scale/recorded_steps.py
+"""The model beside the recorded steps.
 
 Links over TCP have the rate that the run's plain bf16 step says: its bytes over its whole time, which is a lower bound.
 The profiles that rates come from are those of 2026-11-25-h200.md and 2026-11-24-h100.md; the other runs are other days,
 machines, numbers of GPUs, meshes and links.
 """
 
-from pathlib import Path
+import functools
 
 from model_shapes import SLICE
 from step_model import PLAIN, RECORD, Gpu, Job
@@ -36,6 +36,7 @@ def bytes_of_plain(run: dict) -> float:
     return 3 * 2 * SLICE.numel * (shards - 1) / shards
 
 
+@functools.cache
 def rows() -> list[dict]:
     found = []
     for run in RECORD["runs"]:
@@ -43,23 +44,3 @@ def rows() -> list[dict]:
         off = ms / run["ms"] - 1
         found.append({**run, "model_ms": ms, "off": off, "meets": abs(off) <= MOST})
     return found
-
-
-def table(found: list[dict]) -> str:
-    lines = [
-        "| GPUs | over | replicas x shards x TP | configuration | gradients | recorded, ms | model, ms | off | source |"
-    ]
-    lines.append("|---" * 9 + "|")
-    for run in found:
-        mesh = " x ".join(map(str, run["mesh"]))
-        lines.append(
-            f"| {run['gpus']} | {run['over']} | {mesh} | `{run['configuration']}` | {run['gradients']} | {run['ms']:,.1f} "
-            f"| {run['model_ms']:,.1f} | {run['off']:+.1%} | `{Path(run['source']).name}` |"
-        )
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    found = rows()
-    print(table(found))
-    print(f"\n{sum(run['meets'] for run in found)} of {len(found)} within {MOST:.0%}")

@@ -1,7 +1,6 @@
 """What docs/scale.md shows of the model: its tables, and the lines of its plot."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import recorded_steps
@@ -14,7 +13,14 @@ LINKS = (25, 50, 100, 200, 400, 900)  # GB/s that a GPU sends
 BLOCKS, TENSOR = "float8_blockwise:fused", "float8_tensorwise:fused"
 FORMATS = ("float8_tensorwise", "float8_rowwise", "float8_blockwise", "mxfp8", "nvfp4")
 EXPERT_RANKS = 64
-HIDDEN = 0.01  # of a step: what is shorter counts as hidden
+HIDDEN = 0.01  # collectives that lengthen a step by less than this part of it count as hidden
+# What travels, and what multiplies: a label, a configuration, and further arguments of a Job.
+VARIANTS = (
+    ("bf16", PLAIN, {}),
+    ("FP8 GEMMs, bf16 gathered", BLOCKS, {"gathers_codes": False}),
+    ("FP8 GEMMs, codes gathered", BLOCKS, {}),
+    ("the same, FP8 gradients", BLOCKS, {"gradients": "float8"}),
+)
 GB = 1e9
 
 
@@ -27,6 +33,11 @@ def meshes(shape: Shape, gpus: int) -> dict[str, dict]:
             found["HSDP, 8 shards"] = {"shards": NODE, "replicas": gpus // NODE}
         found["FSDP, TP 8"] = {"shards": gpus // NODE, "tensor": NODE}
     return found
+
+
+def first_mesh(shape: Shape, gpus: int) -> tuple[str, dict]:
+    """FSDP over all GPUs, with expert parallelism where there are experts: (name, part of a Job)."""
+    return next(iter(meshes(shape, gpus).items()))
 
 
 def job(shape: Shape, configuration: str, link: float, mesh: dict, **options) -> Job:
@@ -50,7 +61,7 @@ def gathers() -> tuple[list[str], list[list[str]]]:
     heads = ["model, 512 GPUs", "configuration", *(f"{link} GB/s" for link in LINKS)]
     found = []
     for shape in SHAPES:
-        name, mesh = next(iter(meshes(shape, 512).items()))
+        name, mesh = first_mesh(shape, 512)
         for configuration in (TENSOR, BLOCKS, "mxfp8", "nvfp4"):
             if shape.experts and configuration != BLOCKS:
                 continue  # no other experts' GEMMs are recorded by their sizes
@@ -63,17 +74,13 @@ def gathers() -> tuple[list[str], list[list[str]]]:
     return heads, found
 
 
-def job_by_link(shape: Shape, mesh: dict, configuration: str, options: dict, link: float) -> Job:
-    return job(shape, configuration, link, mesh, **options)
-
-
-def hidden_from(make) -> str:
-    """The slowest link, in GB/s, on which the collectives of layers take no more than HIDDEN; make(link) is a job."""
+def hidden_from(shape: Shape, configuration: str, mesh: dict, options: dict) -> str:
+    """The slowest link, in GB/s, on which the collectives of layers take no more than HIDDEN."""
     low, high = 1.0, 10_000.0
 
     def hides(link):
-        job = make(link)
-        return job.step().seconds <= (1 + HIDDEN) * job.step(has_collectives_of_layers=False).seconds
+        one = job(shape, configuration, link, mesh, **options)
+        return one.step().seconds <= (1 + HIDDEN) * one.step(has_collectives_of_layers=False).seconds
 
     if not hides(high):
         return "never"
@@ -84,25 +91,13 @@ def hidden_from(make) -> str:
 
 
 def hides() -> tuple[list[str], list[list[str]]]:
-    heads = [
-        "model, 512 GPUs",
-        "bf16",
-        "FP8 GEMMs, bf16 gathered",
-        "FP8 GEMMs, codes gathered",
-        "the same, FP8 gradients",
-    ]
+    heads = ["model, 512 GPUs", *(label for label, *_ in VARIANTS)]
     found = []
     for shape in SHAPES:
         for name, mesh in meshes(shape, 512).items():
             if "HSDP" in name:
                 continue
-            variants = (
-                (PLAIN, {}),
-                (BLOCKS, {"gathers_codes": False}),
-                (BLOCKS, {}),
-                (BLOCKS, {"gradients": "float8"}),
-            )
-            cells = [hidden_from(partial(job_by_link, shape, mesh, *variant)) for variant in variants]
+            cells = [hidden_from(shape, configuration, mesh, options) for _, configuration, options in VARIANTS]
             found.append([f"{shape.name}, {name}", *cells])
     return heads, found
 
@@ -139,7 +134,7 @@ def flushes() -> tuple[list[str], list[list[str]]]:
     found = []
     for shape in SHAPES:
         for gpus in GPUS[1:]:
-            mesh = next(iter(meshes(shape, gpus).values()))
+            _, mesh = first_mesh(shape, gpus)
             jobs = [job(shape, format, 50, mesh) for format in FORMATS]
             found.append(
                 [
@@ -205,7 +200,7 @@ def host() -> tuple[list[str], list[list[str]]]:
     heads = ["model, 512 GPUs at 400 GB/s", "bf16: host, ms", "bf16: step, ms", "FP8: host, ms", "FP8: step, ms"]
     found = []
     for shape in SHAPES:
-        name, mesh = next(iter(meshes(shape, 512).items()))
+        name, mesh = first_mesh(shape, 512)
         cells = []
         for configuration in (PLAIN, BLOCKS):
             one = job(shape, configuration, 400, mesh)
@@ -225,20 +220,12 @@ def plot() -> dict:
     links = [25, 35, 50, 70, 100, 140, 200, 280, 400, 560, 900]
     panels = []
     for shape in (LLAMA_70B, MOE):
-        name, mesh = next(iter(meshes(shape, 512).items()))
-        lines = [
-            (
-                label,
-                [round(job(shape, configuration, link, mesh, **options).step().seconds * 1e3, 1) for link in links],
-            )
-            for label, configuration, options in (
-                ("bf16", PLAIN, {}),
-                ("FP8 GEMMs, bf16 gathered", BLOCKS, {"gathers_codes": False}),
-                ("FP8 GEMMs, codes gathered", BLOCKS, {}),
-                ("the same, FP8 gradients", BLOCKS, {"gradients": "float8"}),
-            )
-        ]
-        panels.append({"title": f"{shape.name}, {name}", "lines": [{"label": a, "ms": b} for a, b in lines]})
+        name, mesh = first_mesh(shape, 512)
+        lines = []
+        for label, configuration, options in VARIANTS:
+            steps = [job(shape, configuration, link, mesh, **options).step() for link in links]
+            lines.append({"label": label, "ms": [round(step.seconds * 1e3, 1) for step in steps]})
+        panels.append({"title": f"{shape.name}, {name}", "lines": lines})
     return {"links": links, "panels": panels}
 
 

@@ -1,8 +1,8 @@
 """The time of a training step, from measured constants alone.
 
 A GPU has rates, each derived from one recorded profile of the slice of Llama 8B (bench/results/constants.json): FLOP/s
-of the GEMMs by format, of attention, the time of the other kernels by token and column, and of FSDP2's copies by
-parameter. Formats whose GEMMs are dequantized have their recorded ratio to bf16. AdamW moves its bytes at its share of
+of GEMMs by format and of attention, seconds per token and column of the other kernels, and seconds per parameter of
+FSDP2's copies. Formats whose GEMMs are dequantized have their recorded ratio to bf16. AdamW moves its bytes at its share of
 the copy bandwidth. Collectives move a ring's bytes at the rate of their link, and begin with its latency.
 
 A step is FSDP2's order of events. One queue serves the collectives of the ranks that share a model. A layer's gather
@@ -27,10 +27,10 @@ DATA = Path(__file__).resolve().parents[1] / "results" / "constants.json"
 RECORD = json.loads(DATA.read_text())
 CONSTANTS = {constant["name"]: constant["value"] for constant in RECORD["constants"]}
 PLAIN, BF16 = "bf16", 2
-SLICE_TOKENS, SLICE_RANKS = 8192, 2  # of a GPU, in the profiles
+SLICE_TOKENS, SLICE_RANKS = 8192, 2  # the profiles have so many tokens on a GPU, and so many ranks
 NODE = 8  # GPUs that NVLink joins
 ADAMW = 28  # bytes of a step of fused AdamW on an fp32 parameter: gradient, value and two moments
-# A token's part of a gather between ranks of tensor parallelism, bytes an element (docs/meshes.md).
+# Bytes that an element of a token takes in a gather of tensor parallelism (docs/tensor-parallelism.md).
 TOKENS_GATHERED = {"float8_tensorwise": 1, "float8_delayed": 1, "float8_blockwise": 1.03, "mxfp8": 1.03}
 
 
@@ -118,11 +118,11 @@ class Job:
     replicas: int = 1
     tensor: int = 1
     expert: int = 1  # ranks that share out the experts; they are data-parallel for all else
-    tokens: int = 8192  # of a GPU
+    tokens: int = 8192  # that a GPU has in a step
     gradients: str = PLAIN  # in which they travel
     latency: float = 0.0  # seconds of a collective
     gathers_codes: bool = True  # else the weights travel in bf16, whatever multiplies them
-    links_inside: float = 0.0  # of tensor parallelism, and of shards within a node; 0: the GPU's NVLink
+    links_inside: float = 0.0  # bytes a second within a node, for tensor parallelism and HSDP; 0: the GPU's NVLink
 
     @property
     def format(self) -> str:
@@ -223,7 +223,7 @@ class Job:
         if ratio != 1:
             configuration = PLAIN
         elements = shape.dense / self.tensor + shape.of_experts / self.expert
-        rows = self.tokens * self.tensor  # of the ranks that share the tokens
+        rows = self.tokens * self.tensor  # ranks of tensor parallelism share their tokens
         time = 6 * rows * shape.dense / self.tensor / gpu.flops(configuration)
         if shape.experts:
             time += 6 * self.tokens * (shape.used_by_a_token - shape.dense) / gpu.experts(self.format)
@@ -274,7 +274,7 @@ class Job:
 @dataclass(frozen=True)
 class Step:
     seconds: float
-    kernels: float  # of them: kernels but for collectives
+    kernels: float  # seconds in which a kernel runs that is no collective
     flush: float
 
     @property
