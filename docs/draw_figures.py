@@ -31,6 +31,12 @@ def arrow(axes, start, end, text="", offset=(0, 0.12)):
     axes.text(*middle, text, ha="center", fontsize=8)
 
 
+def save(figure, path: Path) -> None:
+    """Without a date, so that a figure that did not change has the same bytes."""
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw_concepts(path: Path) -> None:
     """Two ranks' shards of one weight: master, row image, grid; the flush and the gather."""
     figure, axes = plt.subplots(figsize=(9, 4.3))
@@ -53,8 +59,7 @@ def draw_concepts(path: Path) -> None:
     axes.set_xlim(-0.1, 9.9)
     axes.set_ylim(-0.2, 4.0)
     axes.axis("off")
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_rooms(path: Path) -> None:
@@ -62,13 +67,16 @@ def draw_rooms(path: Path) -> None:
     figure, axes = plt.subplots(figsize=(10.5, 5.6))
     width, height = 1.75, 1.05
 
+    def room(x, y, color, name, does):
+        box(axes, x, y, width, height, color, "")
+        axes.text(x + width / 2, y + 0.84, name, ha="center", va="center", fontsize=8, weight="bold")
+        axes.text(x + width / 2, y + 0.36, does, ha="center", va="center", fontsize=7.5)
+
     def lane(y, title, color, steps):
         axes.text(0, y + height + 0.16, title, fontsize=9, weight="bold")
-        for number, (room, does) in enumerate(steps):
+        for number, step in enumerate(steps):
             x = 2.1 * number
-            box(axes, x, y, width, height, color, "")
-            axes.text(x + width / 2, y + 0.84, room, ha="center", va="center", fontsize=8, weight="bold")
-            axes.text(x + width / 2, y + 0.36, does, ha="center", va="center", fontsize=7.5)
+            room(x, y, color, *step)
             if number:
                 arrow(axes, (x - 2.1 + width, y + height / 2), (x, y + height / 2))
 
@@ -85,22 +93,17 @@ def draw_rooms(path: Path) -> None:
         ("kernels/linear", "asks for the operands\nthat its GEMMs read"),
         ("kernels/activation", "makes codes, once\nfor all GEMMs"),
     ])
-    box(axes, 8.4, 2.1, width, height, GREEN, "")
-    axes.text(8.4 + width / 2, 2.94, "kernels/gemm", ha="center", va="center", fontsize=8, weight="bold")
-    axes.text(8.4 + width / 2, 2.46, "multiplies codes,\nor says why not", ha="center", va="center", fontsize=7.5)
+    room(8.4, 2.1, GREEN, "kernels/gemm", "multiplies codes,\nor says why not")
     arrow(axes, (9.27, 4.0), (9.27, 3.15), "gathered codes", (-0.72, -0.05))
     arrow(axes, (8.05, 0.9), (9.1, 2.1), "codes", (0.35, -0.2))
     arrow(axes, (8.4, 2.6), (6.9, 2.6), "output, bf16", (0.0, 0.12))
     axes.text(6.8, 2.6, "backward reads the saved codes of the input\n"
               "and the gathered codes of the weight again", fontsize=7.5, va="center", ha="right")
-    box(axes, 0, 2.1, 1.75, 1.05, GREY, "")
-    axes.text(0.875, 2.94, "loader", ha="center", va="center", fontsize=8, weight="bold")
-    axes.text(0.875, 2.46, "registers all of it\nwhen it is loaded", ha="center", va="center", fontsize=7.5)
+    room(0, 2.1, GREY, "loader", "registers all of it\nwhen it is loaded")
     axes.set_xlim(-0.1, 10.3)
     axes.set_ylim(0.0, 5.5)
     axes.axis("off")
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_states(path: Path) -> None:
@@ -127,8 +130,7 @@ def draw_states(path: Path) -> None:
     axes.set_xlim(-0.1, 10.1)
     axes.set_ylim(0.5, 2.8)
     axes.axis("off")
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_step_time(data: dict, path: Path) -> None:
@@ -160,8 +162,7 @@ def draw_step_time(data: dict, path: Path) -> None:
     figure.suptitle(data["title"], fontsize=11, x=0.01, ha="left")
     figure.text(0.01, -0.01, data["note"], fontsize=8.5, va="top")
     figure.tight_layout()
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_scale(data: dict, path: Path) -> None:
@@ -181,8 +182,7 @@ def draw_scale(data: dict, path: Path) -> None:
     panels[0].set_ylabel("seconds a step, by the model")
     panels[-1].legend(frameon=False, fontsize=8.5)
     figure.tight_layout()
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_all(folder: Path) -> None:
