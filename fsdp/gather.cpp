@@ -18,6 +18,7 @@
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "ops/calls/checked_call.h"
+#include "ops/calls/found_inf.h"
 #include "ops/calls/ops.h"
 
 namespace qshard {
@@ -141,9 +142,7 @@ void flush_after_step(at::TensorList self, at::IntArrayRef groups, const c10::Li
                       const OptionalTensor& found_inf, bool is_step, bool kernels_tell) {
   TORCH_CHECK(groups.size() == self.size() && has_grad.size() == self.size(),
               "qshard::_flush_after_step: one number of groups per tensor");
-  TORCH_CHECK_VALUE(!found_inf || found_inf->numel() == 1,
-                    "qshard::_flush_after_step: found_inf must be one number, got shape ",
-                    found_inf ? found_inf->sizes() : at::IntArrayRef());
+  check_found_inf("qshard::_flush_after_step", found_inf, self);
   std::vector<BufferPtr> buffers;
   buffers.reserve(self.size());
   for (size_t i = 0; i < self.size(); ++i) {

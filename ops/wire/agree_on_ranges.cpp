@@ -9,6 +9,7 @@
 
 #include "dispatch/flush/amax_vector.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "ops/calls/found_inf.h"
 #include "ops/calls/ops.h"
 #include "ops/wire/flat_ranges.h"
 
@@ -272,9 +273,7 @@ std::vector<int64_t> agree_on_ranges(at::TensorList values, const std::vector<st
       fmt::format("{}: {} ranges, {} steps, {} groups, own amaxes of {}, of which {} are known or "
                   "not",
                   kOp, ranges.size(), steps.size(), groups.size(), own.size(), is_known.size()));
-  TORCH_CHECK_VALUE(!found_inf || (found_inf->numel() == 1 && !has_key(*found_inf)),
-                    fmt::format("{}: found_inf must be one plain number, got {}", kOp,
-                                found_inf ? describe(*found_inf) : ""));
+  check_found_inf(kOp, found_inf, values);
   auto entries = entries_of(values, ranges, own, amax, state, steps);
   auto meetings = meetings_of(entries, groups);
   find_own(entries, is_known);

@@ -9,6 +9,9 @@ bits do for activations; gradients travel as values, since they are rounded afte
 tokens. So do gradients that a weight's row scales multiply before they are quantized.
 """
 
+import contextlib
+import reprlib
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -55,33 +58,56 @@ def _gather_quantized(rows, format, group):
     return ops.dequantize(gathered, dtype=rows.dtype).view(group.size() * m, k)
 
 
+@contextlib.contextmanager
+def _names_the_operator():
+    """Errors of torch and of the operators that make messages, which all ranks meet alike."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"qshard::_gather_tokens: {error}") from error
+
+
+def _check(x, dim, format, is_gradient, group):
+    """The group, where the arguments of the operator go together."""
+    in_codes = _travels_in_codes(format, is_gradient)
+    if not 0 <= dim < x.dim() - in_codes:  # blocks of codes lie within one token
+        raise ValueError(
+            f"cannot put tensors of shape {tuple(x.shape)} together along {dim=}"
+            + " in codes" * in_codes
+        )
+    return _group_of(group)
+
+
+def _group_of(name):
+    try:
+        return distributed_c10d._resolve_process_group(name)
+    except RuntimeError:  # its text has the whole name, however long
+        raise ValueError(f"no process group has the name {reprlib.repr(name)}") from None
+
+
 @torch.library.custom_op("qshard::_gather_tokens", mutates_args=())
 def gather_tokens(x: torch.Tensor, dim: int, format: str, is_gradient: bool, group: str) -> torch.Tensor:
     """x (..., K), cut in equal parts along `dim`: the whole, in the dtype of x. format: of the weight that
     it meets, or "" to gather values. An operator, which compilers do not look into."""
-    try:
-        in_codes = _travels_in_codes(format, is_gradient)
-        if not 0 <= dim < x.dim() - in_codes:  # blocks of codes lie within one token
-            raise ValueError(
-                f"cannot put tensors of shape {tuple(x.shape)} together along {dim=}"
-                + " in codes" * in_codes
-            )
+    with _names_the_operator():
+        _check(x, dim, format, is_gradient, group)
         return gather_tokens_now(x, dim, format, is_gradient, group)
-    except (TypeError, ValueError) as error:  # of the operators that make messages, on every rank
-        raise type(error)(f"qshard::_gather_tokens: {error}") from error
 
 
 @gather_tokens.register_fake
 def _(x, dim, format, is_gradient, group):
-    ranks = distributed_c10d._resolve_process_group(group).size()
-    return x.new_empty([size * ranks if i == dim else size for i, size in enumerate(x.shape)])
+    with _names_the_operator():
+        return x.new_empty(_whole_shape(x, dim, _check(x, dim, format, is_gradient, group)))
+
+
+def _whole_shape(x, dim, group):
+    return [size * group.size() if i == dim else size for i, size in enumerate(x.shape)]
 
 
 @torch.no_grad()
 def gather_tokens_now(x, dim, format, is_gradient, group):
     group = distributed_c10d._resolve_process_group(group)
-    ranks = group.size()
-    whole = [size * ranks if i == dim else size for i, size in enumerate(x.shape)]
+    whole = _whole_shape(x, dim, group)
     if x.numel() == 0:
         return x.new_empty(whole)
     if _travels_in_codes(format, is_gradient):
@@ -96,4 +122,4 @@ def gather_tokens_now(x, dim, format, is_gradient, group):
         rows = _gather_quantized(rows, activations.row_format, group)
     if dim == 0:
         return rows.view(whole)
-    return rows.view(ranks, *x.shape).movedim(0, dim).reshape(whole)
+    return rows.view(group.size(), *x.shape).movedim(0, dim).reshape(whole)

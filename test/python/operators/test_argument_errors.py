@@ -86,8 +86,25 @@ def test_a_gather_of_tokens_names_itself():
             with pytest.raises((ValueError, RuntimeError), match="qshard::_gather_tokens") as caught:
                 ops._gather_tokens(X, dim, format, False, group)
             assert len(str(caught.value)) < 1000
+        for make in (torch.ones, lambda *size: torch.ones(*size, device="meta")):
+            for name in ("", "no group", "x" * 100_000):
+                with pytest.raises(ValueError, match="qshard::_gather_tokens: no process group") as caught:
+                    ops._gather_tokens(make(2, 16), 0, "", False, name)
+                assert len(str(caught.value)) < 1000
     finally:
         dist.destroy_process_group()
+
+
+def test_found_inf_must_be_one_number_that_can_be_read():
+    def after_step(weight, found_inf):
+        ops._flush_after_step([weight], [0], [True], found_inf)
+
+    weight, elsewhere = ops.quantize(X, FORMAT), torch.zeros(1, device="meta")
+    for found_inf in (torch.zeros(2), elsewhere, ops.quantize(torch.zeros(1, 1), FORMAT)):
+        text = refusal(lambda found_inf=found_inf: after_step(weight, found_inf))
+        assert "qshard::_flush_after_step: found_inf must be one plain number" in text, text
+    after_step(weight, torch.zeros(1))
+    after_step(ops.quantize(X.to("meta"), FORMAT), elsewhere)
 
 
 def test_plain_tensors_are_called_plain():
