@@ -25,7 +25,9 @@ Registry& registry() {
 std::vector<RankGroupPtr> find_groups(const std::vector<std::string>& names) {
   std::vector<RankGroupPtr> groups;
   groups.reserve(names.size());
-  for (const std::string& name : names) groups.push_back(find_group(name));
+  for (const std::string& name : names) {
+    if (RankGroupPtr group = find_group(name)) groups.push_back(std::move(group));
+  }
   return groups;
 }
 

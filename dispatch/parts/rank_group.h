@@ -57,7 +57,8 @@ struct Groups {
   }
 };
 
-/// A number for these groups, by c10d names, to be handed to operators; 0 for none at all. Asked
+/// A number for these groups, by c10d names, to be handed to operators; 0 for none at all. An empty
+/// name is that of a group of one rank, which has nothing to agree on. Asked
 /// again for the same groups it gives the same.
 int64_t register_groups(std::string_view shard, const std::vector<std::string>& tensor,
                         const std::vector<std::string>& replicas,

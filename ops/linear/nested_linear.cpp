@@ -37,6 +37,7 @@ Tensor used_weight(const Tensor& weight, std::optional<c10::string_view> format,
   if (state) {
     TORCH_CHECK_VALUE(format,
                       "qshard::linear: weight_state is given, so format must name the weight's");
+    checked_format(*format, "qshard::linear");
     used = QuantizeForUses::apply(weight, *format, *state);
   } else {
     used = quantized_on_use_autograd(weight, format);

@@ -98,10 +98,11 @@ std::tuple<Tensor, Tensor, Tensor> normalize_backward(const Tensor& grad, const 
 
 std::tuple<Tensor, Tensor, Tensor> quantize_normalized_meta(const Tensor& input, const Tensor&,
                                                             const OptionalTensor&, double, bool rms,
-                                                            bool, c10::string_view, bool rows,
-                                                            bool columns,
+                                                            bool, c10::string_view format,
+                                                            bool rows, bool columns,
                                                             const OptionalTensor& statistics,
                                                             const OptionalTensor&) {
+  checked_format(format, "qshard::_quantize_normalized");
   const int64_t m = leading_numel(input);
   const int64_t k = input.size(-1);
   const auto bytes = input.options().dtype(at::kByte);

@@ -427,8 +427,9 @@ def _quantized_to_assign(module, old, new, state_dict, key):
             value = _empty_like(new, format, keep_master)
             scale_groups.link(module, value)
         state_buffers.set_rounding_key(local_of(value), key)
-        # Before the values are quantized: by what it says.
         state_buffers.load(value, state_dict, key)
-        if not isinstance(new, DTensor) and not new.is_meta:
-            value.copy_(new)
+        # The values are quantized by what the state says. Shards that wait for their flush would be,
+        # but one that is all there is has been quantized without it.
+        if not new.is_meta:
+            local_of(value).copy_(local_of(new))
     return value

@@ -19,6 +19,7 @@ from models.fsdp2 import build, build_oracle, shard
 from models.training import adamw, batch, loss_of, train
 from models.weights import (
     check_gathered,
+    check_same,
     different,
     full_value,
     is_dirty,
@@ -127,7 +128,7 @@ def test_resumed_training_is_the_same(format, keep_master):
             optim_state_dict=saved["optimizer"],
         )
     assert train(resumed, resumed_optimizer, steps=2, first_step=2) == losses
-    assert not different(local_values(model), local_values(resumed))
+    check_same(local_values(model), local_values(resumed))
 
 
 @pytest.mark.pairwise
@@ -148,8 +149,8 @@ def test_in_place_load(rows, format, keep_master):
     # Ranks without rows were written nothing; all must know that a flush is due.
     assert all(is_dirty(param) for param in quantized_parameters(model).values())
     loss_of(model, batch(9)).backward()
-    assert not different(seen, gathered_values(model))
-    assert not different(values, full_values(model))
+    check_same(seen, gathered_values(model))
+    check_same(values, full_values(model))
 
 
 @pytest.mark.pairwise
@@ -169,7 +170,7 @@ def test_save_of_a_pending_write(format, keep_master):
         assert all(is_dirty(p) for p in quantized_parameters(model).values())
         oracle = build_oracle(format)
         dcp.load({"model": oracle.state_dict()}, checkpoint_id=folder)
-    assert not different(local_values(oracle), want)
+    check_same(local_values(oracle), want)
     check_gathered(model, full_values(oracle))
 
 
@@ -278,13 +279,13 @@ def test_plain_checkpoint_into_quantized_model_and_back(dtype, rows, format, kee
         dcp.save({"model": plain.state_dict()}, checkpoint_id=folder / "plain")
         dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "plain")
         wide = {name: value.float() for name, value in values.items()}
-        assert not different(full_values(model), wide)
+        check_same(full_values(model), wide)
         check_gathered(model, wide)
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "quantized")
         dcp.load({"model": back.state_dict()}, checkpoint_id=folder / "quantized")
-    assert not different(full_values(back), full_values(model))
+    check_same(full_values(back), full_values(model))
     if keep_master:
-        assert not different(full_values(back), wide)
+        check_same(full_values(back), wide)
 
 
 # ------------------------------------------------------------------- full state dicts
@@ -312,9 +313,9 @@ def test_full_state_dict_broadcast_from_rank_0(meta, rows, format, keep_master):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, full, options=options)
     assert len(quantized_parameters(other)) == 5
-    assert not different(full_values(other), full_values(model))
+    check_same(full_values(other), full_values(model))
     check_gathered(other, full_values(model) if keep_master else None)
-    assert not different(gathered_values(other), gathered_values(model))
+    check_same(gathered_values(other), gathered_values(model))
     train(other, steps=1)
     check_gathered(other)
 
@@ -329,7 +330,7 @@ def test_load_state_dict(rows, format, keep_master):
     train(model, steps=2)
     other.load_state_dict(model.state_dict())
     check_gathered(other, full_values(model) if keep_master else None)
-    assert not different(full_values(other), full_values(model))
+    check_same(full_values(other), full_values(model))
 
 
 # --------------------------------------------------------------- shards, exactly as they are
@@ -383,7 +384,7 @@ def test_pickled_and_copied_shards(rows, written, format, keep_master):
         for param in model.parameters():
             param.zero_()
     model.load_state_dict(copied)
-    assert not different(full_values(model), values)
+    check_same(full_values(model), values)
     # One rank quantized what was written where codes were read.
     is_written = written and dist.get_world_size() > 1
     check_gathered(model, values if keep_master or is_written else None)

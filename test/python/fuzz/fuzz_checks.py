@@ -138,8 +138,9 @@ def check_counters(attempt):
 
 def check_results(attempt):
     is_alias = any(r.alias_info is not None for r in attempt.schema.returns)
+    given = {id(t) for t in attempt.given()}  # norm_linear gives its input back
     for t in tensors_in(attempt.result):
-        if is_plain(t) and not is_alias and overlaps(t):
+        if is_plain(t) and not is_alias and id(t) not in given and overlaps(t):
             yield "overlapping result", f"strides {t.stride()} of shape {tuple(t.shape)}"
         if is_real(t) and is_quantized(t) and has_memory(t):
             yield from check_layout(t)

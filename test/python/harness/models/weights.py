@@ -120,3 +120,9 @@ def different(tensors, others):
     """Names whose tensors are not bit-identical."""
     assert tensors.keys() == others.keys()
     return [n for n in tensors if not torch.equal(tensors[n], others[n])]
+
+
+def check_same(tensors, others):
+    """Raises where tensors are not bit-identical, and says which, and by how much."""
+    found = {n: (tensors[n].float() - others[n].float()).abs() for n in different(tensors, others)}
+    assert not found, {n: f"{int((d != 0).sum())} of {d.numel()}, at most {d.max()}" for n, d in found.items()}
