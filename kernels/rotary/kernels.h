@@ -14,12 +14,12 @@ struct RotaryTask {
   static constexpr int kDims = 4;
   const void* values = nullptr;
   void* out = nullptr;
-  const float* cos = nullptr;  // (positions or more, rotated)
+  const float* cos = nullptr;  // (positions or more, rotated), of one or of all sequences
   const float* sin = nullptr;
   uint32_t size[kDims] = {};  // the last one runs fastest over the threads
   int64_t stride[kDims] = {};
   int64_t out_stride[kDims] = {};
-  int position = 0;  // which of them counts positions
+  int64_t table_stride[kDims] = {};  // 0 of those that share angles
   int channels = 0;
   int rotated = 0;  // of them, even
   bool inverse = false;

@@ -3,7 +3,7 @@
 #include <ATen/ops/mul.h>
 
 #include <utility>
-#include <vector>
+
 #include "kernels/rotary/rotary_cuda.h"
 
 namespace qshard {
@@ -11,21 +11,30 @@ namespace {
 
 /// The first and the second channels of all pairs.
 std::pair<at::Tensor, at::Tensor> pairs_of(const at::Tensor& x, const Rotation& rotation) {
-  const int64_t rotated = rotation.cos.size(1);
+  const int64_t rotated = rotation.rotated();
   if (rotation.interleaved) return {x.slice(-1, 0, rotated, 2), x.slice(-1, 1, rotated, 2)};
   return {x.narrow(-1, 0, rotated / 2), x.narrow(-1, rotated / 2, rotated / 2)};
+}
+
+/// A table as it meets `values`: of the same dimensions, 1 of those that share angles.
+at::Tensor beside(const at::Tensor& values, const at::Tensor& table, const Rotation& rotation) {
+  at::Tensor result = table.narrow(-2, 0, values.size(rotation.dim));
+  const bool has_sequences = rotation.has_tables_of_sequences();
+  if (has_sequences && rotation.dim < rotation.sequence_dim()) result = result.transpose(0, 1);
+  for (int64_t i = 0; i + 1 < values.dim(); ++i) {
+    const bool is_own = i == rotation.dim || (has_sequences && i == rotation.sequence_dim());
+    if (!is_own) result = result.unsqueeze(i);
+  }
+  return result;
 }
 
 }  // namespace
 
 void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor& out) {
   if (values.is_cuda()) return cuda::rotate(values, rotation, out);
-  const int64_t rotated = rotation.cos.size(1);
-  std::vector<int64_t> shape(values.dim(), 1);
-  shape.back() = rotated;
-  shape[rotation.dim] = values.size(rotation.dim);
+  const int64_t rotated = rotation.rotated();
   const auto angles = [&](const at::Tensor& table) {
-    return pairs_of(table.narrow(0, 0, shape[rotation.dim]).view(shape), rotation);
+    return pairs_of(beside(values, table, rotation), rotation);
   };
   const auto [a, b] = pairs_of(values.to(at::kFloat), rotation);
   const auto [cos_a, cos_b] = angles(rotation.cos);

@@ -104,12 +104,13 @@ __global__ void __launch_bounds__(kThreads) rotary(const __grid_constant__ Rotar
   if (index[0] >= task.size[0]) return;
   const auto* values = static_cast<const Raw*>(task.values);
   auto* out = static_cast<Raw*>(task.out);
+  int64_t angles = 0;
 #pragma unroll
   for (int i = 0; i < kDims; ++i) {
     values += index[i] * task.stride[i];
     out += index[i] * task.out_stride[i];
+    angles += index[i] * task.table_stride[i];
   }
-  const int64_t angles = static_cast<int64_t>(index[task.position]) * task.rotated;
   const int half = task.rotated / 2;
   const int step = static_cast<int>(blockDim.x);
   Values first, second;

@@ -45,6 +45,13 @@ int values_at_once(const at::Tensor& x, const at::Tensor& out, const Rotation& r
   return count;
 }
 
+/// Elements from one index of a dimension to the angles of the next.
+int64_t stride_of_tables(const Rotation& rotation, int64_t dim) {
+  if (dim == rotation.dim) return rotation.rotated();
+  const bool is_of_sequences = rotation.has_tables_of_sequences() && dim == rotation.sequence_dim();
+  return is_of_sequences ? rotation.cos.size(1) * rotation.rotated() : 0;
+}
+
 }  // namespace
 
 void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor& out) {
@@ -72,10 +79,10 @@ void rotate(const at::Tensor& values, const Rotation& rotation, const at::Tensor
     task.size[at] = static_cast<uint32_t>(x.size(order[i]));
     task.stride[at] = x.stride(order[i]);
     task.out_stride[at] = out.stride(order[i]);
-    if (order[i] == rotation.dim) task.position = at;
+    task.table_stride[at] = stride_of_tables(rotation, order[i]);
   }
   task.channels = static_cast<int>(channels);
-  task.rotated = static_cast<int>(rotation.cos.size(1));
+  task.rotated = static_cast<int>(rotation.rotated());
   task.inverse = rotation.inverse;
   const DType dtype = value_dtype(x.scalar_type());
   check_launch(launch_rotary(task, dtype, rotation.interleaved,

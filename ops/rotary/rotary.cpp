@@ -99,20 +99,22 @@ struct RotaryFunction : Function<RotaryFunction> {
 void check_rotary(const char* op, const Tensor& input, const Tensor& cos, const Tensor& sin,
                   int64_t dim) {
   const auto is_table = [&](const Tensor& table) {
-    return table.dim() == 2 && table.scalar_type() == at::kFloat && table.is_contiguous() &&
-           table.device() == input.device() && !has_key(table);
+    return (table.dim() == 2 || table.dim() == 3) && table.scalar_type() == at::kFloat &&
+           table.is_contiguous() && table.device() == input.device() && !has_key(table);
   };
   const bool fits = input.dim() == 4 && dim >= 0 && dim < 3 &&
                     is_value_dtype(input.scalar_type()) && !has_key(input) && is_table(cos) &&
                     is_table(sin) && cos.sym_sizes() == sin.sym_sizes() &&
-                    cos.sym_size(0) >= input.sym_size(dim) &&
-                    cos.sym_size(1) <= input.sym_size(3) && cos.sym_size(1) % 2 == 0;
+                    cos.sym_size(-2) >= input.sym_size(dim) &&
+                    cos.sym_size(-1) <= input.sym_size(3) && cos.sym_size(-1) % 2 == 0 &&
+                    (cos.dim() == 2 || cos.sym_size(0) == input.sym_size(dim == 0 ? 1 : 0));
   TORCH_CHECK(
       fits, op,
       ": needs a float32, bfloat16 or float16 input of four "
       "dimensions, the last its channels, and contiguous float32 tables of cos and sin (",
-      "positions, an even number of its channels) beside it, positions being dimension 0, 1 "
-      "or 2; got an input of ",
+      "positions, an even number of its channels) beside it, or of (sequences, positions, an even "
+      "number of its channels), positions being dimension 0, 1 or 2, and sequences dimension 0, or "
+      "1 where positions are 0; got an input of ",
       input.sym_sizes(), " in ", input.scalar_type(), " on ", input.device(),
       ", positions in dimension ", dim, ", cos ", cos.sym_sizes(), " and sin ", sin.sym_sizes(),
       " in ", cos.scalar_type(), " on ", cos.device());

@@ -94,7 +94,7 @@ void for_parts(const Tensor& joined, const Parts& parts, const Heads& heads,
                const Rotation& rotation, const Step& step) {
   const Tensor groups = joined.unflatten(2, {-1, heads.all()});
   Rotation none = rotation;
-  none.cos = none.sin = rotation.cos.narrow(1, 0, 0);
+  none.cos = none.sin = rotation.cos.narrow(-1, 0, 0);
   const std::array<Tensor, 3> of = {std::get<0>(parts), std::get<1>(parts), std::get<2>(parts)};
   int64_t first = 0;
   for (int i = 0; i < 3; ++i) {

@@ -154,13 +154,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dim: int, interleaved: bool = Fa
     """`qshard.ops.rotary_embedding`, or the same by torch's operators, in code compiled for CPUs and for
     subclasses and dtypes that the operator does not take.
 
-    x: (..., positions, ..., channels) of four dimensions, positions in `dim`. cos, sin: (positions or more,
-        rotated channels) float32."""
+    x: (..., positions, ..., channels) of four dimensions, positions in `dim`. cos, sin: float32 (positions or
+        more, rotated channels), or one such table for each sequence, in dimension 0."""
     if _takes_operator(x, cos, sin):
         return ops.rotary_embedding(x, cos.contiguous(), sin.contiguous(), dim, interleaved=interleaved)
-    shape = [1, 1, 1, cos.shape[-1]]
-    shape[dim] = x.shape[dim]
-    cos, sin = (table[: x.shape[dim]].view(shape) for table in (cos, sin))
+    cos, sin = (_beside(table[..., : x.shape[dim], :], dim) for table in (cos, sin))
     rotated, kept = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
     turned = rotated * cos + _quarter_turn(rotated, interleaved) * sin
     return torch.cat([turned.to(x.dtype), kept], -1)
@@ -203,8 +201,96 @@ def _takes_operator(x, cos, sin):
     )
 
 
+def _beside(table, dim):
+    """A table of angles with the dimensions of what it turns."""
+    if table.dim() == 2:
+        return table.view([1] * dim + [len(table)] + [1] * (2 - dim) + [table.shape[-1]])
+    if dim == 0:
+        return table.transpose(0, 1).unsqueeze(2)
+    return table.unsqueeze(3 - dim)
+
+
 def _quarter_turn(x, interleaved):
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first], -1)
+
+
+# ---------------------------------------------------------------- tables that models keep of all positions
+
+
+def apply_rotary_emb(
+    xq: Tensor, xk: Tensor, freqs_cis: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The function of this name in Meta's Llama and torchtitan, in one pass over queries and one over keys,
+    computed in fp32 and rounded once.
+
+    xq, xk: float32, bfloat16 or float16 (batch, positions, heads, channels). Neighbouring channels are a pair.
+    freqs_cis: complex64 (positions or more, channels / 2), exp(i * angle) of each position and pair.
+    positions: rows of freqs_cis, (1 or batch, positions) integers; None: the first ones, in order.
+
+    Returns xq and xk turned, in their dtypes. ValueError where shapes or dtypes do not fit."""
+    turned = turn_pair(xq, xk, freqs_cis, positions)
+    if turned is None:
+        raise ValueError(
+            "qshard.nn.apply_rotary_emb: takes queries and keys (batch, positions, heads, channels) of one dtype of "
+            "at most 32 bits, complex64 freqs_cis (positions or more, channels / 2) and positions (1 or batch, "
+            f"positions); got {_shown(xq)}, {_shown(xk)}, {_shown(freqs_cis)} and {_shown(positions)}"
+        )
+    return turned
+
+
+def turn_pair(query, key, table, positions=None):
+    """(query, key) (batch, positions, heads, channels) turned by rows of a table, None where they do not fit.
+
+    table: complex64 (positions or more, channels / 2), whose pairs are neighbours; or of real numbers (positions
+        or more, 2 * channels), cosines beside sines, whose pairs are half of the channels apart."""
+    tensors = (query, key, table)
+    if not all(isinstance(t, Tensor) for t in tensors) or not _go_together(query, key):
+        return None
+    is_complex = table.is_complex()
+    if is_complex and table.dtype != torch.complex64:
+        return None
+    rows = _rows_of(table, query, query.shape[-1] // 2 if is_complex else 2 * query.shape[-1], positions)
+    if rows is None:
+        return None
+    cos, sin = _cos_sin_of_pairs(rows) if is_complex else rows.float().chunk(2, -1)
+    return tuple(rotate(x, cos, sin, 1, is_complex) for x in (query, key))
+
+
+def _go_together(query, key):
+    return (
+        query.dim() == key.dim() == 4
+        and query.shape[:2] == key.shape[:2]
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % 2 == 0
+        and query.dtype == key.dtype
+        and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )
+
+
+def _rows_of(table, x, width, positions):
+    """A table's rows for x (batch, positions, ., .): (positions, width), or of each sequence (batch, positions,
+    width); None where they do not fit."""
+    batch, length = x.shape[:2]
+    if table.dim() != 2 or table.shape[1] != width:
+        return None
+    if positions is None:
+        return table[:length] if len(table) >= length else None
+    if not isinstance(positions, Tensor) or positions.shape not in ((1, length), (batch, length)):
+        return None
+    return table[positions[0] if len(positions) == 1 else positions]
+
+
+def _cos_sin_of_pairs(freqs):
+    """cosines and sines for both channels of each pair."""
+    parts = torch.view_as_real(freqs)
+    pairs = (*parts.shape[:-1], 2)
+    return tuple(part.expand(pairs).flatten(-2) for part in parts.split(1, -1))
+
+
+def _shown(value):
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -21,7 +21,9 @@ def rotary_embedding(
     The same bits on every device. The other channels stay.
 
     input: float32, bfloat16 or float16, of four dimensions, the last its channels; any strides.
-    cos, sin: contiguous float32 (positions or more, rotated channels), without gradients.
+    cos, sin: contiguous float32 (positions or more, rotated channels), without gradients; or one such
+    table for each sequence, (sequences, positions or more, rotated channels), the sequences being dimension 0 of
+    the input, or 1 where positions are 0.
     dim: of the positions, 0, 1 or 2. interleaved: neighbouring channels are a pair, instead of those half
     of the rotated ones apart. inverse: by the transposed matrices. stride: of the result; else the input's
     where that is dense.

@@ -28,9 +28,13 @@ SIZES = [
 
 def formula(x, cos, sin, dim, interleaved):
     """In float32, as qshard.nn computed it before."""
-    shape = [1, 1, 1, cos.shape[1]]
-    shape[dim] = x.shape[dim]
-    cos, sin = (t[: x.shape[dim]].view(shape) for t in (cos, sin))
+    others = [i for i in range(3) if i != dim]
+    if cos.dim() == 3:  # of each sequence
+        cos, sin = (t.transpose(0, 1) if dim == 0 else t for t in (cos, sin))
+        others.remove(1 if dim == 0 else 0)
+    cos, sin = (t.narrow(-2 if dim else 0, 0, x.shape[dim]) for t in (cos, sin))
+    for i in others:
+        cos, sin = cos.unsqueeze(i), sin.unsqueeze(i)
     rotated, kept = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
     if interleaved:
         turned = torch.stack([-rotated[..., 1::2], rotated[..., ::2]], -1).flatten(-2)
@@ -47,6 +51,16 @@ def tables(positions, rotated, device="cpu"):
     return angles.cos().to(device), angles.sin().to(device)
 
 
+def tables_of(sizes, rotated, dim, of_sequences, device="cpu"):
+    """One table, or one of each sequence."""
+    if not of_sequences:
+        return tables(sizes[dim], rotated, device)
+    sequences = sizes[1 if dim == 0 else 0]
+    cos, sin = tables(sequences * (sizes[dim] + 2), rotated, device)
+    shape = (sequences, sizes[dim] + 2, rotated)
+    return tuple(t[: shape[0] * shape[1]].view(shape) for t in (cos, sin))
+
+
 def layouts(x):
     """x in several memory layouts."""
     yield x
@@ -58,13 +72,17 @@ def layouts(x):
     yield torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)  # begins at an odd address
 
 
+of_sequences = pytest.mark.parametrize("of_sequences", [False, True], ids=["one table", "tables"])
+
+
+@of_sequences
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_bits_are_the_formulas(device, interleaved):
+def test_bits_are_the_formulas(device, interleaved, of_sequences):
     torch.manual_seed(0)
     for (sizes, rotated), dtype, dim in itertools.product(SIZES, DTYPES, range(3)):
         x = torch.randn(sizes).to(dtype)
-        cos, sin = tables(sizes[dim], rotated)
+        cos, sin = tables_of(sizes, rotated, dim, of_sequences)
         expected = formula(x, cos, sin, dim, interleaved)
         for i, given in enumerate(layouts(x.to(device))):
             y = ops.rotary_embedding(given, cos.to(device), sin.to(device), dim, interleaved=interleaved)
@@ -72,12 +90,13 @@ def test_bits_are_the_formulas(device, interleaved):
             assert y.dtype == dtype and (i > 2 or y.stride() == given.stride() or y.numel() < 2)
 
 
+@of_sequences
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_are_the_formulas(device, interleaved):
+def test_gradients_are_the_formulas(device, interleaved, of_sequences):
     torch.manual_seed(1)
     for (sizes, rotated), dtype, dim in itertools.product(SIZES, DTYPES, range(3)):
-        cos, sin = (t.to(device) for t in tables(sizes[dim], rotated))
+        cos, sin = tables_of(sizes, rotated, dim, of_sequences, device)
         for i, start in enumerate(layouts(torch.randn(sizes).to(device, dtype))):
             x = start.detach().requires_grad_()
             grad = torch.randn(sizes).to(device, dtype)
