@@ -8,7 +8,7 @@ from qshard.fuse.norms import Norm
 from qshard.fuse.part import Reason
 from qshard.fuse.registry import find, known_base, register
 from qshard.fuse.report import Fused, FusedReport, Left, known_in_files_of, warn_of
-from qshard.fuse.rotary import Rotary
+from qshard.fuse.rotary import Rotary, RotaryPair
 from qshard.nn.parts.known_activations import know_activations
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Norm",
     "PackedMLP",
     "Rotary",
+    "RotaryPair",
     "fuse_",
     "register",
 ]
@@ -31,8 +32,8 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
 
     A module is known by its class, exactly, and never by its name or by what it computes: torch's
     RMSNorm and LayerNorm; norms, MLPs and attentions of transformers' Llama, Mistral, Qwen2,
-    Qwen3, Gemma and Phi, its experts in whatever model, gated MLPs of torchtitan, both in the
-    versions that docs/fused-modules.md has; and what `qshard.fuse.register` was told. Activations are
+    Qwen3, Gemma and Phi, its experts in whatever model; attentions, gated MLPs and rotary modules
+    of torchtitan; both in the versions that docs/fused-modules.md has; and what `qshard.fuse.register` was told. Activations are
     known by their class or function.
 
     - Norms are computed in fp32 and rounded once, where modules in Python often round twice;
@@ -43,9 +44,9 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
       (`qshard.ops.swiglu_mlp`).
     - Experts of transformers whose gate is SiLU are one operator (`qshard.ops.swiglu_experts`) where
       their stacks are quantized, whatever experts_implementation says; else they are as they were.
-    - Attentions of transformers turn queries and keys by one pass each, in fp32 and rounded once;
-      in compiled code they are as they were.
-    - Rotary embeddings that are modules are one such pass.
+    - Attentions turn queries and keys by one pass each, in fp32 and rounded once. In compiled code
+      they are as they were, but for tables of complex numbers, for which Inductor has no code.
+    - Rotary embeddings that are modules are one such pass, of queries and keys each.
 
     Call it before or after `quantize_`, and before fully_shard and torch.compile. The report's
     `left` lists modules of known classes, and of subclasses of these, that stay as they are, and

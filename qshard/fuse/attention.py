@@ -25,8 +25,8 @@ class Attention(Part):
     all of them.
 
     The plain forward runs in compiled code, which fuses the function, and where the arguments are
-    others than a decoder layer gives. The function itself runs where positions are given per
-    sequence, or cos and sin have another dtype than queries and keys.
+    others than a decoder layer gives. The function itself runs where cos and sin have another dtype
+    than queries and keys.
 
     project: (module, x) -> query, key, value of (batch, heads, positions, channels).
     options: what the file gives the attention function besides. output: the last linear.
@@ -42,11 +42,11 @@ class Attention(Part):
         return "rotary embedding of queries and keys"
 
     def reason(self, module):
-        file = _file_of(type(module))
+        file = file_of(type(module))
         missing = [name for name in _READ if name not in file]
         if missing:
             return Reason(f"its file has no {', '.join(missing)}", warns=True)
-        if not _is_own(file[_FUNCTION], file):
+        if not is_own(file[_FUNCTION], file):
             text = f"{_FUNCTION} of its file is not the one that the file defines"
             return Reason(text, warns=True)
         return None
@@ -55,11 +55,11 @@ class Attention(Part):
         return "hidden_states", "position_embeddings", "attention_mask", self.cache
 
     def forward(self, cls):
-        plain, file, names = cls.forward, _file_of(cls), self.names(cls)
+        plain, file, names = cls.forward, file_of(cls), self.names(cls)
 
         @functools.wraps(plain)
         def forward(self, *args, **kwargs):
-            if torch.compiler.is_compiling() or not _is_own(file.get(_FUNCTION), file):
+            if torch.compiler.is_compiling() or not is_own(file.get(_FUNCTION), file):
                 return plain(self, *args, **kwargs)
             given = dict(zip(names, args))
             others = {k: v for k, v in kwargs.items() if k not in names}
@@ -99,11 +99,11 @@ class Attention(Part):
         return getattr(module, self.output)(output), weights
 
 
-def _file_of(cls):
+def file_of(cls):
     return vars(sys.modules[cls.__module__])
 
 
-def _is_own(function, file):
+def is_own(function, file):
     """Whether a file's function is the one that the file defines, by the globals that it reads.
     With the package `kernels` it is a module that holds this function, and whose forward others
     may replace."""
@@ -120,10 +120,11 @@ def _rotated(query, key, cos, sin, function):
     tensors = (query, key, cos, sin)
     channels = cos.shape[-1]
     fits = all(type(t) is torch.Tensor for t in tensors) and query.dim() == key.dim() == 4
-    fits = fits and cos.shape == sin.shape == (1, query.shape[2], channels)
+    fits = fits and cos.dim() == 3 and len(cos) in (1, len(query))
+    fits = fits and cos.shape == sin.shape and cos.shape[1] == query.shape[2]
     fits = fits and query.shape[2:] == key.shape[2:] and query.dtype == key.dtype
     if fits and {torch.promote_types(query.dtype, t.dtype) for t in tensors} == {query.dtype}:
-        cos, sin = cos[0].float(), sin[0].float()
+        cos, sin = ((t[0] if len(t) == 1 else t).float() for t in (cos, sin))
         return rotate(query, cos, sin, 2), rotate(key, cos, sin, 2)
     if channels == query.shape[-1]:
         return function(query, key, cos, sin)

@@ -8,6 +8,8 @@ from qshard.fuse.attention import Attention
 from qshard.fuse.mlps import GatedMLP, PackedMLP
 from qshard.fuse.norms import Norm, TorchNorm
 from qshard.fuse.part import Part, Reason
+from qshard.fuse.rotary import RotaryPair
+from qshard.fuse.titan_attention import TitanAttention
 from qshard.modules.packages import TORCHTITAN, TRANSFORMERS, Package
 
 Files = dict[str, dict[str, Part]]
@@ -48,15 +50,28 @@ def _transformers(cache: str) -> Files:
 
 # Its norms are nn.RMSNorm.
 _FEED_FORWARD = {"FeedForward": GatedMLP("w1", "w3", "w2", F.silu)}
-_TORCHTITAN = {
-    **{f"torchtitan.models.{m}.model.model": _FEED_FORWARD for m in ("llama3", "llama4", "qwen3")},
+_QWEN3_ATTENTION = TitanAttention(has_norms=True, scale="scaling", is_complex=False)
+_TORCHTITAN_0_2 = {
+    "torchtitan.models.llama3.model.model": _FEED_FORWARD | {"Attention": TitanAttention()},
+    # With masks it is given a dict of them.
+    "torchtitan.models.llama4.model.model": _FEED_FORWARD
+    | {"Attention": TitanAttention(masked=(), is_optional=True)},
+    "torchtitan.models.qwen3.model.model": _FEED_FORWARD | {"Attention": _QWEN3_ATTENTION},
     "torchtitan.models.moe.moe": _FEED_FORWARD,
+}
+# Its norms are a subclass of nn.RMSNorm, with the forward of that.
+_TORCHTITAN_0_3 = {
+    "torchtitan.models.common.feed_forward": _FEED_FORWARD,
+    "torchtitan.models.common.nn_modules": {"RMSNorm": TorchNorm("RMSNorm")},
+    "torchtitan.models.common.rope": {
+        name: RotaryPair("cache") for name in ("ComplexRoPE", "CosSinRoPE")
+    },
 }
 
 # The files of each minor version of a package.
 PACKAGES = {
     TRANSFORMERS: {(5, 23): _transformers("past_key_values"), (5, 24): _transformers("cache")},
-    TORCHTITAN: {(0, 2): _TORCHTITAN},
+    TORCHTITAN: {(0, 2): _TORCHTITAN_0_2, (0, 3): _TORCHTITAN_0_3},
 }
 TORCH_PARTS = {"RMSNorm": TorchNorm("RMSNorm"), "LayerNorm": TorchNorm("LayerNorm")}
 

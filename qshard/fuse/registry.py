@@ -7,6 +7,7 @@ from torch import nn as torch_nn
 
 from qshard.fuse.experts import experts_part
 from qshard.fuse.families import TORCH_PARTS, files_of, package_of, unknown_version
+from qshard.fuse.norms import TorchNorm
 from qshard.fuse.part import Part, Reason
 from qshard.modules.packages import Package
 
@@ -17,7 +18,7 @@ _registered = weakref.WeakKeyDictionary(
 
 def register(cls: type, part: Part) -> type:
     """Tells `fuse_` that modules of class `cls` compute what `part` says, one of
-    `qshard.fuse.Norm`, `GatedMLP`, `PackedMLP` and `Rotary`. Returns cls.
+    `qshard.fuse.Norm`, `GatedMLP`, `PackedMLP`, `Rotary` and `RotaryPair`. Returns cls.
 
     This is said of exactly this class: subclasses are registered by themselves. It holds in this
     process, in place of what was known of the class before. The caller has to know that it is
@@ -54,10 +55,16 @@ def find(cls: type) -> tuple[Part | None, Reason | None]:
     if file.get(cls.__name__) is not cls:
         return None, None
     reason = unknown_version(package)
-    if reason is None and not package.defines(cls.forward, file):
+    if reason is None and not _has_known_forward(cls, part, package, file):
         text = f"{cls.__name__}.forward is not the one that {cls.__module__} defines"
         reason = Reason(text, warns=True)
     return (part, None) if reason is None else (None, reason)
+
+
+def _has_known_forward(cls, part, package, file):
+    if isinstance(part, TorchNorm) and cls.forward is getattr(torch_nn, part.kind).forward:
+        return True
+    return package.defines(cls.forward, file)
 
 
 def family_of(cls: type) -> tuple[Package | None, dict[str, Part]]:
@@ -71,6 +78,6 @@ def family_of(cls: type) -> tuple[Package | None, dict[str, Part]]:
 def known_base(cls: type) -> type | None:
     """The known class that a class is a subclass of, not itself known."""
     for base in cls.__mro__[1:]:
-        if any(found is not None for found in find(base)):
+        if issubclass(base, torch_nn.Module) and any(found is not None for found in find(base)):
             return base
     return None

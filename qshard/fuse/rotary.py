@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qshard.fuse.part import Part, operands_of
-from qshard.nn.rotary import rotate
+from qshard.fuse.part import Part, Reason, operands_of
+from qshard.nn.rotary import rotate, turn_pair
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,49 @@ class Rotary(Part):
         if any(t.shape != (x.shape[2], x.shape[3]) for t in (cos, sin)):
             return None
         return rotate(x, cos, sin, 2)
+
+
+@dataclass(frozen=True)
+class RotaryPair(Part):
+    """Modules whose `forward(query, key, positions=None)` turns both, (batch, positions, heads,
+    channels), by rows of a table that they hold, and returns both. Fused they are one pass each, in
+    fp32 and rounded once. With other tensors the plain forward runs.
+
+    The table is of all positions: complex64 (positions or more, channels / 2), exp(i * angle) of
+    pairs that are neighbours; or float32 (positions or more, 2 * channels), cosines beside sines,
+    of pairs that are half of the channels apart. positions are its rows, (1 or batch, positions);
+    None: the first ones.
+
+    table: the attribute that holds it.
+    """
+
+    operands: ClassVar[int] = 2
+    table: str = "cache"
+
+    def describe(self, module):
+        return "rotary embedding of queries and keys"
+
+    def reason(self, module):
+        if not isinstance(getattr(module, self.table, None), Tensor):
+            return Reason(f"its {self.table} is no tensor")
+        return None
+
+    def forward(self, cls):
+        plain, run = cls.forward, self.run
+
+        @functools.wraps(plain)
+        def forward(self, *args, **kwargs):
+            is_usual = 2 <= len(args) <= 3 and kwargs.keys() <= {"positions"}
+            y = run(self, *args, **kwargs) if is_usual and len(args) + len(kwargs) <= 3 else None
+            return plain(self, *args, **kwargs) if y is None else y
+
+        return forward
+
+    def run(self, module, query, key, positions=None):
+        table = getattr(module, self.table)
+        given = (query, key, table) if positions is None else (query, key, table, positions)
+        if not all(type(t) is Tensor for t in given):
+            return None
+        if table.dtype not in (torch.float32, torch.complex64):
+            return None
+        return turn_pair(query, key, table, positions)

@@ -43,4 +43,4 @@ class Package:
 
 
 TRANSFORMERS = Package("transformers", ((5, 23), (5, 24)), ("transformers.utils.deprecation",))
-TORCHTITAN = Package("torchtitan", ((0, 2),))
+TORCHTITAN = Package("torchtitan", ((0, 2), (0, 3)))

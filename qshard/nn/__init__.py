@@ -12,7 +12,7 @@ from qshard.nn.layer_norm_mlp import LayerNormMLP
 from qshard.nn.linear import Linear
 from qshard.nn.multihead_attention import MultiheadAttention
 from qshard.nn.rms_norm import RMSNorm
-from qshard.nn.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from qshard.nn.rotary import RotaryPositionEmbedding, apply_rotary_emb, apply_rotary_pos_emb
 from qshard.nn.transformer_layer import TransformerLayer
 
 __all__ = [
@@ -29,5 +29,6 @@ __all__ = [
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "apply_rotary_emb",
     "apply_rotary_pos_emb",
 ]

@@ -315,21 +315,3 @@ def test_wrong_options_are_refused():
             Job(folder, *parallel)
         with pytest.raises(SystemExit):  # of torchtitan's own parser
             Job(folder, "--quantize.qshard.recipe=int8")
-
-
-FEED_FORWARDS = [(file, name) for file, parts in files_of(TORCHTITAN).items() for name in parts]
-
-
-@pytest.mark.parametrize("file, name", FEED_FORWARDS)
-def test_fused_classes_give_the_same_bits(file, name):
-    on_cpu()
-    cls = getattr(importlib.import_module(file), name)
-    more = (8, None) if "multiple_of" in inspect.signature(cls).parameters else ()
-    plain, x = cls(32, 96, *more), torch.randn(5, 32)
-    module = copy.deepcopy(plain)
-    (row,) = qshard.fuse_(module)
-    assert (row.module, row.pattern) == (name, "w2(swiglu of w1, w3)")
-    for one in (plain, module):
-        one(x).square().sum().backward()
-    assert_bits([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
-    assert type(copy.deepcopy(module)) is type(module) and isinstance(module, cls)
