@@ -57,7 +57,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from llama_of_modules import LlamaOfModules
-from measuring import Stopwatch, first_line, out_of_time, save, synchronize
+from measuring import (
+    Stopwatch,
+    first_line,
+    gathered_activations,
+    out_of_time,
+    profile_step,
+    save,
+    synchronize,
+)
 from peers import PEERS, after_update, convert, gathered_element_size
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,7 +78,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel import style as stock_styles
-from training_profile import gathered_activations, profile_step
 from training_report import PLAIN, RECIPES, Configuration, HostTimes, Result, record, show
 
 import qshard

@@ -6,9 +6,8 @@ from statistics import median
 
 import one_rank_group
 import torch.distributed as dist
-from measuring import Row, at_most, describe, environment, table
+from measuring import Profile, Row, at_most, describe, environment, table
 from peers import COUNTERPARTS, PEERS, versions
-from training_profile import Profile
 
 import qshard
 

@@ -1,0 +1,164 @@
+"""What lies between a model's linears, as models write it and in fewer passes: rotary embeddings of queries
+and keys, and the loss.
+
+    python bench/model_edges.py                      # an H200 or H100
+    python bench/model_edges.py --device cpu --tokens 64 --calls 1
+
+Device time of forward and backward, µs, kernels alone, median of calls that take turns and find nothing in the
+L2 cache. The reference is the time at which a copy of this run moves the bytes that have to be moved: queries,
+keys, or logits, read and written once in each direction.
+"""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from measuring import Results, Row, interleaved, time_of
+
+import qshard
+
+HEADS = (32, 8)  # of queries and keys, 128 channels each, as Llama-8B's
+CHANNELS = 128
+VOCABULARIES = (32_000, 128_256)
+
+
+def turn_complex(xq, xk, freqs_cis):
+    """As Meta's Llama and torchtitan write it."""
+    xq_, xk_ = (torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) for x in (xq, xk))
+    freqs = freqs_cis[: xq.shape[1]][None, :, None]
+    return tuple(torch.view_as_real(x * freqs).flatten(3).type_as(xq) for x in (xq_, xk_))
+
+
+def turn_halves(xq, xk, cos, sin):
+    """As transformers writes it; cos and sin (1 or batch, positions, channels)."""
+
+    def turned(x):
+        first, second = x.chunk(2, -1)
+        return x * cos[:, :, None] + torch.cat([-second, first], -1) * sin[:, :, None]
+
+    return turned(xq), turned(xk)
+
+
+def in_one_pass(xq, xk, cos, sin):
+    cos, sin = ((t[0] if len(t) == 1 else t).float() for t in (cos, sin))
+    return tuple(qshard.ops.rotary_embedding(x, cos, sin) for x in (xq, xk))
+
+
+def forward_and_backward(function, leaves, *more):
+    """A call of function(*leaves, *more), with gradients of the leaves."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    grads = [torch.ones_like(leaf) for leaf in leaves]
+
+    def run():
+        results = function(*leaves, *more)
+        if torch.is_tensor(results):  # a loss
+            return torch.autograd.grad(results, leaves)
+        return torch.autograd.grad(results, leaves, grads)
+
+    return run
+
+
+def copy_of(x):
+    target = torch.empty_like(x)
+    return lambda: target.copy_(x)
+
+
+def rows_of(kind, shape, functions, copied, passes, args):
+    """The functions' times beside that of `passes` copies of the tensors."""
+    calls = interleaved([*functions.values(), *map(copy_of, copied)], args.device, args.calls)
+    floor = passes * sum(map(time_of, calls[len(functions) :]))
+    for name, call in zip(functions, calls):
+        yield Row(f"{kind}: {name}", shape, time_of(call), floor, "µs")
+
+
+def rotary(args, of_sequences):
+    batch, length = args.sequences, args.tokens // args.sequences
+    options = {"device": args.device, "dtype": torch.bfloat16}
+    leaves = [torch.randn(batch, length, heads, CHANNELS, **options) for heads in HEADS]
+    angles = torch.outer(torch.arange(length), 1e4 ** -torch.arange(0, 1, 2 / CHANNELS))
+    angles = angles.float().to(args.device)
+    freqs_cis = torch.polar(torch.ones_like(angles), angles)
+    both = angles.repeat(1, 2).expand(batch if of_sequences else 1, -1, -1).contiguous()
+    tables = both.cos().bfloat16(), both.sin().bfloat16()
+    functions = {
+        "halves, as written": (turn_halves, *tables),
+        "halves, compiled": (torch.compile(turn_halves), *tables),
+        "halves, one pass": (in_one_pass, *tables),
+    }
+    if not of_sequences:
+        functions |= {
+            "complex, as written": (turn_complex, freqs_cis),
+            "complex, compiled": (torch.compile(turn_complex), freqs_cis),
+            "complex, one pass": (qshard.nn.apply_rotary_emb, freqs_cis),
+            "complex, one pass, compiled": (torch.compile(qshard.nn.apply_rotary_emb), freqs_cis),
+        }
+    functions = {n: forward_and_backward(f[0], leaves, *f[1:]) for n, f in functions.items()}
+    shape = f"{batch}x{length}, {HEADS[0]} + {HEADS[1]} heads of {CHANNELS}"
+    kind = "rotary, positions of each sequence" if of_sequences else "rotary"
+    return rows_of(kind, shape, functions, leaves, 2, args)
+
+
+def losses(args, vocabulary):
+    logits = torch.randn(args.tokens, vocabulary, device=args.device, dtype=torch.bfloat16)
+    labels = torch.randint(0, vocabulary, (args.tokens,), device=args.device)
+
+    def in_float(logits):
+        return F.cross_entropy(logits.float(), labels)
+
+    functions = {
+        "F.cross_entropy of bf16": lambda logits: F.cross_entropy(logits, labels),
+        "F.cross_entropy of .float()": in_float,
+        "the same, compiled": torch.compile(in_float),
+    }
+    if importlib.util.find_spec("liger_kernel") and args.device == "cuda":
+        from liger_kernel.transformers.functional import liger_cross_entropy
+
+        # It writes the gradient where the logits were.
+        functions["Liger-Kernel"] = lambda logits: liger_cross_entropy(logits.clone(), labels)
+        functions["... of which the clone"] = lambda logits: logits.clone().view(-1)[0]
+    peaks = {name: peak_of(f, logits) for name, f in functions.items() if "clone" not in name}
+    runs = {
+        name: (lambda f=f: f(logits)) if "clone" in name else forward_and_backward(f, [logits])
+        for name, f in functions.items()
+    }
+    shape = f"{args.tokens} x {vocabulary}"
+    yield from rows_of("loss", shape, runs, [logits], 2, args)
+    for name, peak in peaks.items():
+        yield Row(f"loss: {name}, peak above logits", shape, peak, logits.nbytes / 2**30, "GiB")
+
+
+def peak_of(function, logits):
+    run = forward_and_backward(function, [logits])
+    run()
+    if not logits.is_cuda:
+        return 0.0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=300.0, help="then nothing more is begun")
+    parser.add_argument("--json", type=Path, help="writes the rows there")
+    args = parser.parse_args()
+    results = Results("Edges of a model", args.seconds)
+    results.add("rotary", lambda: rotary(args, of_sequences=False))
+    results.add("rotary of sequences", lambda: rotary(args, of_sequences=True))
+    for vocabulary in VOCABULARIES:
+        results.add(f"loss of {vocabulary}", lambda v=vocabulary: losses(args, v))
+    results.print()
+    results.save(args.json)
+
+
+if __name__ == "__main__":
+    main()
