@@ -1,9 +1,6 @@
 """torchtitan with the converter quantize.qshard: its debug models, optimizers and checkpoints, on two
 ranks."""
 
-import copy
-import importlib
-import inspect
 import warnings
 from types import SimpleNamespace
 
@@ -13,7 +10,6 @@ import torch._dynamo
 import torch.distributed as dist
 from dist_helpers import on_ranks, shared_folder
 from models.weights import different, local_values
-from nn_helpers import assert_bits
 from safetensors.torch import load_file
 from titan_stand_ins import (
     Nothing,
@@ -29,8 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qshard
 from qshard.activation_checkpointing import PRODUCTS
-from qshard.fuse.families import files_of
-from qshard.modules.packages import TORCHTITAN
 
 BUDGET_S = 240  # two processes write each asynchronous checkpoint
 RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
