@@ -1,5 +1,6 @@
 """A model converter for torchtitan 0.2, under the name quantize.qshard."""
 
+import collections
 import functools
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +19,7 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import job_config as stock
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.tools.logging import logger
 
 
 @dataclass
@@ -43,6 +45,9 @@ class QShard:
 
     experts: bool = False
     """Stacks of experts (GroupedExperts), too"""
+
+    fuse: bool = False
+    """Norms, gated MLPs and rotary embeddings as fused steps (qshard.fuse_)"""
 
     filter_fqns: list[str] = field(default_factory=lambda: ["router.gate"])
     """Parts of the names of nn.Linear modules and GroupedExperts that stay plain"""
@@ -98,6 +103,9 @@ class QShardConverter(QuantizationConverter):
         if not config.experts:
             hint = f"quantize.qshard.experts = true takes experts; {hint}"
         warn_of_what_is_left(model, hint)
+        if config.fuse:
+            fused = collections.Counter(row.module for row in qshard.fuse_(model))
+            logger.info(f"quantize.qshard.fuse: {dict(fused)} are fused steps")
 
     def _is_chosen(self, module, name):
         is_linear = isinstance(module, torch.nn.Linear)

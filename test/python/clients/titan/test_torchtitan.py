@@ -2,6 +2,7 @@
 ranks."""
 
 import warnings
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qshard
 from qshard.activation_checkpointing import PRODUCTS
+from qshard.fuse.classes import is_fused
 
 BUDGET_S = 240  # two processes write each asynchronous checkpoint
 RECIPES = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
@@ -298,6 +300,16 @@ def test_a_step_of_the_optimizers_container_is_one_step():
         (losses, state), (other_losses, other_state) = results
         assert losses == other_losses
         assert all(torch.equal(tensor, other_state[name]) for name, tensor in state.items())
+
+
+@on_ranks(2, devices=("cpu",))
+def test_fused_steps_train_as_the_models_own():
+    with shared_folder() as folder:
+        jobs = [Job(folder, *options) for options in ((), ("--quantize.qshard.fuse",))]
+        plain, fused = (job.train(range(3)) for job in jobs)
+    kinds = [Counter(type(m)._qshard_made_of.__name__ for m in job.model.modules() if is_fused(m)) for job in jobs]
+    assert not kinds[0] and kinds[1].keys() == {"RMSNorm", "Attention", "FeedForward"}, kinds
+    torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=1e-2, atol=0)
 
 
 @on_ranks(2, devices=("cpu",))
