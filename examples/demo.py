@@ -137,7 +137,9 @@ def table(runs: list[dict]) -> str:
         row = [run["name"], f"{sum(last) / len(last):.3f}", f"{list(run['validation'].values())[-1]:.3f}"]
         for key, form in (("weight_bytes", "{:,}"), ("gathered_bytes", "{:,}"),
                           ("steps_per_second", "{:.2f}")):
-            row += [form.format(run[key]), f"{run[key] / plain[key]:.2f}x"]
+            # One process gathers nothing.
+            ratio = f"{run[key] / plain[key]:.2f}x" if plain[key] else ""
+            row += [form.format(run[key]), ratio]
         rows.append(row)
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths))

@@ -79,6 +79,26 @@ def test_moves_between_devices_keep_the_bits(format):
     assert pinned.is_pinned() and torch.equal(codes_of(pinned), codes_of(q))
 
 
+@pytest.mark.parametrize("keep_master", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_copy_that_is_under_way_has_what_was_written_before(format, keep_master):
+    """Through the memory's address, of which the tensor learns by its counter; not what is written after."""
+    w = torch.randn(fit(format, 130), 72)
+    q = ops.quantize(w, format, keep_master=keep_master)
+    plane = ops.master(q) if keep_master else ops.codes(q)
+    plane.view(torch.uint8)[:3].zero_()
+    before = q * 1
+    lazy = q.to("cuda", non_blocking=True)
+    q.mul_(3)
+    torch.cuda.synchronize()
+    assert torch.equal((lazy * 1).cpu(), before)
+    if keep_master:  # a write that the copy could not have is an error, and not another value
+        lazy = q.to("cuda", non_blocking=True)
+        ops.master(q).mul_(2)
+        with pytest.raises(RuntimeError, match="was made before the original was written through its address"):
+            lazy * 1
+
+
 def quantized(x, format, dtype=torch.float8_e4m3fn):
     """x as the GEMM sees it, in float64: blocks of 128 along the last dim, a scale for each row, or one."""
     activations = info_of(format).activations

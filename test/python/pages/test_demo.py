@@ -80,3 +80,10 @@ def test_it_draws_losses_and_their_differences_to_the_first(demo, tmp_path, monk
     drawn = [list(line.get_ydata()) for line in differences.get_lines()]
     assert [0.0, 0.0] in drawn and [0.5, 0.25] in drawn
     assert (tmp_path / "loss.png").stat().st_size
+
+
+def test_one_process_gathers_nothing(demo):
+    """As on a machine with one GPU."""
+    run = {"name": "bf16", "losses": {"0": 2.0}, "validation": {"0": 2.0}, "weight_bytes": 8, "steps_per_second": 1.0}
+    text = demo.table([run | {"gathered_bytes": 0}, run | {"name": "mxfp8", "weight_bytes": 6, "gathered_bytes": 0}])
+    assert text.splitlines()[-1].split() == ["mxfp8", "2.000", "2.000", "6", "0.75x", "0", "1.00", "1.00x"]
