@@ -31,6 +31,7 @@ MORE_CLIENTS = {
     "test_torchtitan_config": ("torchtitan",),
     "test_torchtitan_experts": ("torchtitan",),
     "test_torchtitan_fuse": ("torchtitan",),
+    "test_torchtitan_modules": ("torchtitan",),
     "test_lightning": (*CLIENTS, "lightning"),
     "test_torchao": ("torchao",),
     "test_trl": (*CLIENTS, "trl"),
@@ -47,6 +48,7 @@ TORCHTITANS = {
     "test_torchtitan_config": TORCHTITAN_0_3,
     "test_torchtitan_experts": TORCHTITAN_0_3,
     "test_torchtitan_fuse": TORCHTITAN_0_2,
+    "test_torchtitan_modules": TORCHTITAN_0_3,
 }
 ONLY_ALL_CLIENTS = MORE_CLIENTS.keys() - {"test_low_bit_readers"}  # not in make test
 
