@@ -33,8 +33,8 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
     A module is known by its class, exactly, and never by its name or by what it computes: torch's
     RMSNorm and LayerNorm; norms, MLPs and attentions of transformers' Llama, Mistral, Qwen2,
     Qwen3, Gemma and Phi, its experts in whatever model; attentions, gated MLPs and rotary modules
-    of torchtitan; both in the versions that docs/fused-modules.md has; and what `qshard.fuse.register` was told. Activations are
-    known by their class or function.
+    of torchtitan; both in the versions that docs/fused-modules.md has; and what
+    `qshard.fuse.register` was told. Activations are known by their class or function.
 
     - Norms are computed in fp32 and rounded once, where modules in Python often round twice;
       backward keeps the input alone.

@@ -42,14 +42,7 @@ class Attention(Part):
         return "rotary embedding of queries and keys"
 
     def reason(self, module):
-        file = file_of(type(module))
-        missing = [name for name in _READ if name not in file]
-        if missing:
-            return Reason(f"its file has no {', '.join(missing)}", warns=True)
-        if not is_own(file[_FUNCTION], file):
-            text = f"{_FUNCTION} of its file is not the one that the file defines"
-            return Reason(text, warns=True)
-        return None
+        return reason_of_file(module, *_READ)
 
     def names(self, cls):
         return "hidden_states", "position_embeddings", "attention_mask", self.cache
@@ -97,6 +90,17 @@ class Attention(Part):
         )
         output = output.reshape(*shape, -1).contiguous()
         return getattr(module, self.output)(output), weights
+
+
+def reason_of_file(module, function, *others):
+    """Why a module is left whose forward calls a function of its file, and reads other names there."""
+    file = file_of(type(module))
+    missing = [name for name in (function, *others) if name not in file]
+    if missing:
+        return Reason(f"its file has no {', '.join(missing)}", warns=True)
+    if not is_own(file[function], file):
+        return Reason(f"{function} of its file is not the one that the file defines", warns=True)
+    return None
 
 
 def file_of(cls):

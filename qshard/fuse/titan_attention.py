@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qshard.fuse.attention import file_of, is_own
-from qshard.fuse.part import Part, Reason
+from qshard.fuse.attention import file_of, is_own, reason_of_file
+from qshard.fuse.part import Part
 from qshard.nn.rotary import turn_pair
 
 _FUNCTION = "apply_rotary_emb"
@@ -36,12 +36,7 @@ class TitanAttention(Part):
         return "rotary embedding of queries and keys"
 
     def reason(self, module):
-        file = file_of(type(module))
-        if _FUNCTION not in file:
-            return Reason(f"its file has no {_FUNCTION}", warns=True)
-        if not is_own(file[_FUNCTION], file):
-            return Reason(f"{_FUNCTION} of its file is not the one that the file defines", warns=True)
-        return None
+        return reason_of_file(module, _FUNCTION)
 
     def names(self, cls):
         return "x", "table", "masks", "positions"

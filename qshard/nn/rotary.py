@@ -231,7 +231,8 @@ def apply_rotary_emb(
     positions: rows of freqs_cis, (1 or batch, positions) integers; None: the first ones, in order.
 
     Returns xq and xk turned, in their dtypes. ValueError where shapes or dtypes do not fit."""
-    turned = turn_pair(xq, xk, freqs_cis, positions)
+    is_complex = isinstance(freqs_cis, Tensor) and freqs_cis.is_complex()
+    turned = turn_pair(xq, xk, freqs_cis, positions) if is_complex else None
     if turned is None:
         raise ValueError(
             "qshard.nn.apply_rotary_emb: takes queries and keys (batch, positions, heads, channels) of one dtype of "

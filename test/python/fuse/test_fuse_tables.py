@@ -133,6 +133,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
         "two dtypes": (query, key.bfloat16(), freqs),
         "complex128": (query, key, freqs.to(torch.complex128)),
         "real": (query, key, freqs.real),
+        "cosines beside sines": (query, key, CosSin().table),
         "too few positions": (query, key, freqs[: LENGTH - 1]),
         "too few channels": (query, key, freqs[:, 1:]),
         "positions of other sequences": (query, key, freqs, torch.zeros(3, LENGTH, dtype=torch.long)),
