@@ -92,11 +92,6 @@ def test_a_copy_that_is_under_way_has_what_was_written_before(format, keep_maste
     q.mul_(3)
     torch.cuda.synchronize()
     assert torch.equal((lazy * 1).cpu(), before)
-    if keep_master:  # a write that the copy could not have is an error, and not another value
-        lazy = q.to("cuda", non_blocking=True)
-        plane.zero_()
-        with pytest.raises(RuntimeError, match="was made before the original was written through its address"):
-            lazy * 1
 
 
 def quantized(x, format, dtype=torch.float8_e4m3fn):
