@@ -33,7 +33,7 @@ OptionalTensor plane_copy(const Tensor& self, c10::string_view plane) {
     const OptionalTensor alias = accessor(self);
     if (!alias) return std::nullopt;
     PlainGuard guard;
-    return alias->clone();
+    return at::empty_strided(alias->sizes(), alias->strides(), alias->options()).copy_(*alias);
   }
   TORCH_CHECK_VALUE(false, fmt::format("qshard::_plane_copy: no plane is called {}",
                                        shown_name({plane.data(), plane.size()})));

@@ -52,7 +52,8 @@ def test_what_takes_no_dtensors_says_so_of_plain_ones_alike(name):
     models = build(ALL, True, full_mesh(2))
     set_gradients(0, *models)
     errors = [error_of(NO_DTENSORS[name](model.parameters()).step) for model in models]
-    assert errors[0] == errors[1] != "no error", errors
+    assert errors[0] == errors[1], errors
+    assert errors[0] != "no error" or torch.__version__ >= "2.15", errors  # which takes Rprop
 
 
 # ------------------------------------------------------------------------------ in one process
@@ -97,7 +98,7 @@ def test_fused_adamw_with_bf16_states(keep_master, dtype):
     assert errors[0] == errors[1]
     assert (errors[0] == "no error") or dtype is torch.float32, errors
     if errors[0] != "no error":
-        assert "same dtype" in errors[0]
+        assert "same dtype" in errors[0] or "expected scalar type" in errors[0]  # torch 2.11, 2.15
         return
     for param, twin in zip(ours.parameters(), theirs.parameters()):
         shown = value(twin)
