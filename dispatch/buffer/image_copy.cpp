@@ -8,8 +8,8 @@
 namespace qshard {
 namespace {
 
-/// A write through an address becomes one that the buffer knows of. A copy that is made after it has
-/// what was written; only those that come later are missed by the copy.
+/// A write through an address becomes one that the buffer knows of. A copy that is made after it
+/// has what was written; only those that come later are missed by the copy.
 void notice_writes_through_addresses(QuantizedBuffer& buffer) {
   FlushState& state = buffer.flush_state();
   if (!state.watch().has_moved()) return;
