@@ -8,6 +8,7 @@
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "kernels/format/shown_name.h"
 #include "ops/calls/ops.h"
+#include "ops/calls/overlap.h"
 
 namespace qshard {
 
@@ -33,6 +34,7 @@ OptionalTensor plane_copy(const Tensor& self, c10::string_view plane) {
     const OptionalTensor alias = accessor(self);
     if (!alias) return std::nullopt;
     PlainGuard guard;
+    if (may_overlap(alias->sym_sizes(), alias->sym_strides())) return alias->clone();
     return at::empty_strided(alias->sizes(), alias->strides(), alias->options()).copy_(*alias);
   }
   TORCH_CHECK_VALUE(false, fmt::format("qshard::_plane_copy: no plane is called {}",
