@@ -428,8 +428,9 @@ def _quantized_to_assign(module, old, new, state_dict, key):
             scale_groups.link(module, value)
         state_buffers.set_rounding_key(local_of(value), key)
         state_buffers.load(value, state_dict, key)
-        # The values are quantized by what the state says. Shards that wait for their flush would be,
-        # but one that is all there is has been quantized without it.
-        if not new.is_meta:
+        # A new DTensor has its values. A state changes how they are quantized, which a shard that is
+        # all there is has been already; others wait for their flush.
+        has_values = isinstance(new, DTensor) and not TensorState(local_of(value)).scaling_state()
+        if not has_values and not new.is_meta:
             local_of(value).copy_(local_of(new))
     return value
