@@ -70,14 +70,12 @@ class TitanAttention(Part):
             key = module.k_norm(key) if module.k_norm else key
         if not self.is_optional or module.use_rope:
             query, key = _turned(query, key, table, positions, function)
-        options = {"enable_gqa": module.enable_gqa}
-        if kind == "varlen":
-            options = {}
-        if self.scale is not None:
-            options["scale"] = getattr(module, self.scale)
+        given = (masks,) if kind == "varlen" else ()
+        options = {} if kind == "varlen" else {"enable_gqa": module.enable_gqa}
         if kind == "flex":
             options["block_mask"] = masks
-        given = (masks,) if kind == "varlen" else ()
+        if self.scale is not None:
+            options["scale"] = getattr(module, self.scale)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         output = module.inner_attention(query, key, value, *given, **options)
         if kind != "varlen":

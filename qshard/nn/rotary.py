@@ -256,7 +256,8 @@ def turn_pair(query, key, table, positions=None):
     rows = _rows_of(table, query, query.shape[-1] // 2 if is_complex else 2 * query.shape[-1], positions)
     if rows is None:
         return None
-    cos, sin = _cos_sin_of_pairs(rows) if is_complex else rows.float().chunk(2, -1)
+    halves = _cos_sin_of_pairs(rows) if is_complex else rows.float().chunk(2, -1)
+    cos, sin = (half.contiguous() for half in halves)  # once for both
     return tuple(rotate(x, cos, sin, 1, is_complex) for x in (query, key))
 
 
