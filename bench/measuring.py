@@ -197,8 +197,8 @@ class Profile:
     ms: dict[str, float]  # device time by kind
     attention: list[str]  # functions, so that a switch of torch's kernel is seen
     span_ms: float  # from the first kernel to the end of the last
-    busy_ms: float  # of the span, while a kernel other than NCCL's ran
-    gaps: int  # in what is left, where NCCL is waited for, or the host
+    busy_ms: float  # time within the span in which a kernel other than NCCL's ran
+    gaps: int  # how many times no such kernel ran, because the GPU waited for NCCL or for the host
 
 
 def kind_of(kernel: Kernel) -> str:

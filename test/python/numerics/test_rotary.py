@@ -29,7 +29,7 @@ SIZES = [
 def formula(x, cos, sin, dim, interleaved):
     """In float32, as qshard.nn computed it before."""
     others = [i for i in range(3) if i != dim]
-    if cos.dim() == 3:  # of each sequence
+    if cos.dim() == 3:  # each sequence has a table of its own
         cos, sin = (t.transpose(0, 1) if dim == 0 else t for t in (cos, sin))
         others.remove(1 if dim == 0 else 0)
     cos, sin = (t.narrow(-2 if dim else 0, 0, x.shape[dim]) for t in (cos, sin))

@@ -15,10 +15,7 @@ from qshard.modules.packages import TORCHTITAN
 from qshard.nn import rotary
 
 BUDGET_S = 60
-FILES = {file: parts for file, parts in files_of(TORCHTITAN).items()}
-MODELS = {
-    "llama3": {"n_kv_heads": 2}, "llama4": {}, "qwen3": {"n_kv_heads": 2},
-}  # fmt: skip
+MODELS = {"llama3": {"n_kv_heads": 2}, "llama4": {}, "qwen3": {"n_kv_heads": 2}}
 LENGTH = 12
 POSITIONS = {
     "none": None,
@@ -132,7 +129,7 @@ def test_functions_that_were_replaced(monkeypatch, turned):
         assert not qshard.fuse_(copy.deepcopy(plain))
 
 
-MLPS = [(file, name) for file, parts in FILES.items() for name in parts if name == "FeedForward"]
+MLPS = [(file, name) for file, parts in files_of(TORCHTITAN).items() for name in parts if name == "FeedForward"]
 
 
 @pytest.mark.parametrize("file, name", MLPS)

@@ -1,6 +1,7 @@
 """fuse_ on modules of torchtitan 0.3: rotary embeddings, norms and gated MLPs that its models share."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -21,8 +22,6 @@ POSITIONS = {
 
 def built(file, name, **options):
     with on_cpu():
-        import importlib
-
         module = importlib.import_module(f"torchtitan.models.common.{file}")
     return getattr(module, name).Config(**options).build()
 
