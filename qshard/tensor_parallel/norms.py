@@ -31,7 +31,7 @@ class _PlacedAs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, spec):
         ctx.placements = spec.placements
-        return distributed(local.view_as(local), spec)
+        return distributed(local.detach(), spec)
 
     @staticmethod
     def backward(ctx, grad):
