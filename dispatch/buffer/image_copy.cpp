@@ -6,20 +6,6 @@
 #include "dispatch/parts/kernel_bridge.h"
 
 namespace qshard {
-namespace {
-
-/// A write through an address becomes one that the buffer knows of. A copy that is made after it
-/// has what was written; only those that come later are missed by the copy.
-void notice_writes_through_addresses(QuantizedBuffer& buffer) {
-  FlushState& state = buffer.flush_state();
-  if (!state.watch().has_moved()) return;
-  buffer.written();
-  // The counter has moved already: no move of it follows, as after a kernel.
-  state.restore(/*written=*/true, /*codes_current=*/false, state.may_differ());
-}
-
-}  // namespace
-
 ImageCopy::ImageCopy(QuantizedBuffer& original, Planes planes)
     : QuantizedBuffer(original.placement(), original.dtype(), std::move(planes)),
       link_(Link{c10::weak_intrusive_ptr<QuantizedBuffer>(Ptr::reclaim_copy(&original)),
@@ -30,7 +16,7 @@ ImageCopy::ImageCopy(QuantizedBuffer& original, Planes planes)
 ImageCopy::CopyPtr ImageCopy::of(QuantizedBuffer& original, at::Device device) {
   PlainGuard guard;
   original.check_is_allocated();
-  notice_writes_through_addresses(original);
+  original.flush_state().notice_unseen_write(original.device());
   const Layout& layout = original.layout();
   const auto bytes =
       at::empty({layout.image_bytes()}, at::TensorOptions().dtype(at::kByte).device(device));
