@@ -1,3 +1,5 @@
+#include <ATen/Context.h>
+
 #include "dispatch/aten/fallback.h"
 #include "dispatch/aten/native_kernels.h"
 #include "dispatch/aten/registration.h"
@@ -20,6 +22,10 @@ std::string format_info_op(c10::string_view name) {
 std::string backend_report_op() { return backend_report(); }
 
 c10::Dict<std::string, std::string> why_dequantized_op(at::Device device) {
+  const auto gpus = static_cast<int64_t>(at::getNumGPUs());
+  TORCH_CHECK_VALUE(!device.is_cuda() || gpus == 0 || device.index() < gpus,
+                    "qshard::Process.why_dequantized: there is no ", device, ", of ", gpus,
+                    " GPUs");
   c10::Dict<std::string, std::string> reasons;
   for (const Format& format : formats()) {
     reasons.insert(std::string(format.name), why_dequantized(format, device));
