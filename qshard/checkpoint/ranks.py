@@ -62,6 +62,15 @@ def _new_group(ranks):
         distributed_c10d._process_group_name = torch_names
 
 
+def _gathers_as_one(ranks):
+    """all_gather_into_tensor calls inside are one collective. Gloo's reads a GPU's memory as the host's, and the process
+    ends: there each call stays its own (allgather_coalesced of torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)."""
+    backend = (ranks.group or dist.group.WORLD)._get_backend(ranks.device)
+    if ranks.device.type == "cpu" or backend.supports_coalescing:
+        return dist._coalescing_manager(group=ranks.group)
+    return contextlib.nullcontext()
+
+
 @dataclass
 class Agreement:
     """own: what this rank tells the others. everywhere: what every rank told, in their order, once they have agreed."""
@@ -263,7 +272,7 @@ class ToAll:
         """Each plane's {box: flat bytes}."""
         ranks, gathered = self.ranks, None
         if self.wholes:
-            with dist._coalescing_manager(group=ranks.group):
+            with _gathers_as_one(ranks):
                 for i, whole in self.wholes.items():
                     dist.all_gather_into_tensor(whole, self.own[i], group=ranks.group)
         if self.length:

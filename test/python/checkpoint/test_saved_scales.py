@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import qshard
+from qshard.formats import info_of
 
 BUDGET_S = 60
 ops = torch.ops.qshard
@@ -61,7 +62,7 @@ def assert_same_planes(model, other):
     for layer in (0, 2):
         a, b = local(model[layer].weight.detach()), local(other[layer].weight.detach())
         names = ["codes", "scale_inv"]
-        names += ["tensor_scale_inv"] if ops.format(a).startswith("nvfp4") else []
+        names += ["tensor_scale_inv"] if info_of(ops.format(a)).outer_scale else []
         for name in names:
             of_a, of_b = (getattr(ops, name)(t).contiguous().view(torch.uint8) for t in (a, b))
             assert torch.equal(of_a, of_b), f"{layer}: {(of_a != of_b).sum()} of {name} differ"

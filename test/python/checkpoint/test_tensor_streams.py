@@ -1,6 +1,9 @@
 """quantized_tensors: codes and scales of a model, one weight after the other, on any mesh."""
 
 import math
+import os
+import subprocess
+import sys
 import warnings
 from unittest import mock
 
@@ -231,6 +234,34 @@ def test_bytes_on_the_wire(format):
             assert counted.quantized <= 1.01 * quantized * receivers, (counted, quantized)
             assert counted.plain <= plain * receivers
             assert bool(tensors) == (dst is None or rank == 0)
+
+
+GLOO_ON_A_GPU = """
+import copy, torch, torch.distributed as dist, qshard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+torch.cuda.set_device(0)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+alone = torch.nn.Sequential(torch.nn.Linear(1024, 512, bias=False)).cuda()
+qshard.quantize_(alone, "float8_blockwise")
+model = fully_shard(copy.deepcopy(alone), mesh=init_device_mesh("cuda", (2,)))
+want, got = (dict(qshard.checkpoint.quantized_tensors(m, layout="deepseek-fp8")) for m in (alone, model))
+assert want.keys() == got.keys()
+for name, tensor in want.items():
+    assert torch.equal(tensor.contiguous().view(torch.uint8), got[name].contiguous().view(torch.uint8)), name
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gloo_gathers_from_cuda(tmp_path):
+    """Gloo's coalesced all-gather, which NCCL's ranks use, would read CUDA memory on the host."""
+    script = tmp_path / "ranks.py"
+    script.write_text(GLOO_ON_A_GPU)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    environment = dict(os.environ, QSHARD_LIBRARY=qshard.library_path())
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
 
 
 @on_ranks(1, 2, 4, devices=("cpu",))
