@@ -246,6 +246,7 @@ def _start(pipe, device, rank):
         # After a timeout NCCL's watchdog ends the process; it would first wait a minute for dumps.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
         return _serve(pipe, device, rank)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch's default mesh is the GPUs', if there are any
     for module in ("models.fsdp2", "torch._dynamo", "torch.distributed.checkpoint"):
         importlib.import_module(module)
     while True:
