@@ -10,6 +10,7 @@ from measuring import Profile, Row, at_most, describe, environment, table
 from peers import COUNTERPARTS, PEERS, versions
 
 import qshard
+from qshard.formats import info_of
 
 PLAIN = "bf16"
 RECIPES = {
@@ -140,7 +141,7 @@ def comparisons(results, host, is_tiny: bool, layout: dict[str, int]) -> list[Ro
         if plain is not result:
             compare(c, "step", result.step_ms, plain.step_ms, "ms", bounds.get("step"))
             compare(c, "all-gather of a layer", result.gathered_mb, plain.gathered_mb, "MB",
-                    0.502 if c.format.startswith("float8") else None)
+                    0.502 if c.format in RECIPES and info_of(c.format).scale.place == "grid" else None)
             if layout["tp"] > 1:
                 compare(c, "activations gathered", result.activations_mb, plain.activations_mb, "MB",
                         bounds.get("activations"))

@@ -8,6 +8,7 @@ from fuzz_baselines import baseline
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qshard._runtime.classes import TensorState
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 FORMATS = tuple(ops.formats()) + (
@@ -75,7 +76,7 @@ class Draw:
         self.fake_mode = None
 
     def fit(self, rows):
-        return -(-rows // 32) * 32 if self.format.startswith("mxfp8_1x32") else rows
+        return -(-rows // 32) * 32 if info_of(self.format).columnwise else rows
 
     # ------------------------------------------------------------------------------- tensors
 
@@ -94,7 +95,7 @@ class Draw:
     def quantized(self, rows=None, columns=None, format=None, keep_master=None):
         format = format or self.format
         rows = self.rows if rows is None else rows
-        if format.startswith("mxfp8_1x32"):
+        if info_of(format).columnwise:
             rows = -(-rows // 32) * 32
         columns = self.columns if columns is None else columns
         if keep_master is None:

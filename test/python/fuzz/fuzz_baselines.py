@@ -3,6 +3,7 @@
 import torch
 
 from qshard._runtime.classes import TensorState
+from qshard.formats import info_of
 from qshard.gradients import message_bytes
 
 ops = torch.ops.qshard
@@ -87,7 +88,7 @@ def planes(draw):
         "codes": draw.place(ops.codes(q).clone()),
         "scale_inv": draw.place(ops.scale_inv(q).clone()),
     }
-    if format.startswith("nvfp4"):
+    if info_of(format).outer_scale:
         given["tensor_scale_inv"] = draw.place(ops.tensor_scale_inv(q).clone())
     return given | {
         "format": format,
@@ -156,7 +157,7 @@ def gradients(draw):
 
 
 def tokens(draw):
-    formats = [format for format in ops.formats() if not format.startswith("nvfp4")]
+    formats = [format for format in ops.formats() if info_of(format).code_bits == 8]
     format, is_gradient = draw.rng.choice(formats), draw.flag()
     x = draw.plain(2, draw.tokens, draw.columns)
     amax = ops._message_amax(x, format)

@@ -139,7 +139,7 @@ def whole_numbers(rows, cols, unit=1, largest=7, steps=(0, 1, 2, 3, 4, 5, 6, 7))
 
 
 def values_of(recipe, rows, cols):
-    if "nvfp4" in recipe.format:  # amax 2688 gives scales of 1 and 448
+    if info_of(recipe.format).outer_scale:  # amax 2688 gives scales of 1 and 448
         return whole_numbers(rows, cols, 224, 12, (0, 1, 2, 3, 4, 6, 8, 12))
     return whole_numbers(rows, cols)
 
@@ -347,7 +347,7 @@ def test_compiled_code_has_the_bits_of_eager(recipe):
 
 
 @needs_cuda
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.format.startswith("float8")], **by_format)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if info_of(r.format).gemm.kind == "packed"], **by_format)
 def test_is_near_the_gemms_of_codes(recipe):
     """Whose accumulators keep about 14 bits on Hopper."""
     real = without_emulation(recipe)
@@ -363,7 +363,7 @@ def test_is_near_the_gemms_of_codes(recipe):
 
 
 @needs_cuda
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.format.startswith("float8")], **by_format)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if info_of(r.format).gemm.kind == "packed"], **by_format)
 @pytest.mark.parametrize("m, k", [(37, 200), (130, 136), (256, 512)])
 # With delayed scaling each linear scales by a history of its own.
 @pytest.mark.only_where(lambda recipe: "delayed" not in recipe.format)

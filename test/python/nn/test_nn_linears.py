@@ -10,6 +10,7 @@ from reference import transformer as reference
 
 import qshard
 from qshard import nn
+from qshard.formats import info_of
 from qshard.nn.parts.activations import _activate, activate
 from qshard.nn.parts.norms import normalize
 
@@ -213,7 +214,7 @@ def test_layer_norm_linear_is_the_formula(normalization, zero_centered_gamma, fo
 
 
 def is_row_scaled(format):
-    return (format or "").startswith(("mxfp8", "nvfp4"))
+    return format is not None and info_of(format).scale.place == "rows"
 
 
 @on_devices

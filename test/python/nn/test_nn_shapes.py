@@ -9,6 +9,7 @@ from nn_helpers import RECIPES, assert_bits, gradients, on_devices, randomize
 
 import qshard
 from qshard import nn
+from qshard.formats import info_of
 from qshard.nn.parts.activations import activate
 from qshard.nn.parts.norms import normalize
 
@@ -95,8 +96,8 @@ def test_mlps_of_any_shape_are_their_parts(device, format, tokens, dim, dtype, a
         return assert_bits(got, expected)
     # A code in 1e5 may be the next one; where wgrad multiplies values, linear saved its input in FP8, and
     # swiglu_mlp remakes it; NVFP4 draws other random words.
-    is_row_scaled = format.startswith(("mxfp8", "nvfp4"))
-    bound = 0.2 if format.startswith("nvfp4") else 0.05 if is_row_scaled else 2e-3
+    is_row_scaled = info_of(format).scale.place == "rows"
+    bound = 0.2 if info_of(format).code_bits == 4 else 0.05 if is_row_scaled else 2e-3
     assert_close(got, expected, bound)
 
 
@@ -114,7 +115,7 @@ def assert_same_steps(device, format, got, expected):
     if device == "cpu":
         return assert_bits(got, expected)
     # cuBLAS and SDPA choose by strides: what differs by an ulp before it is quantized may get the next code.
-    assert_close(got, expected, 0.2 if format.startswith("nvfp4") else 0.02)
+    assert_close(got, expected, 0.2 if info_of(format).code_bits == 4 else 0.02)
 
 
 @on_devices

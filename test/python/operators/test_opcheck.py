@@ -8,6 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.optests import generate_tests
 from torch.utils._pytree import tree_map_only
 
+from qshard.formats import info_of
+
 BUDGET_S = 60
 TEST_UTILS = (
     "test_schema",
@@ -54,7 +56,7 @@ def split(args):
 
 
 def tensor_scale_of(q):
-    has_one = ops.format(q).startswith("nvfp4")
+    has_one = info_of(ops.format(q)).outer_scale is not None
     return {"tensor_scale_inv": ops.tensor_scale_inv(q).clone()} if has_one else {}
 
 
@@ -166,7 +168,7 @@ SAMPLES = {
     "linear_backward_codes": lambda fmt: [
         (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), [2, 64], torch.float32,
          quantized(fmt=fmt), plain(2, 32), False, False, False)
-    ] if fmt.startswith("float8") else [],
+    ] if info_of(fmt).gemm.kind == "packed" else [],
     "linear_backward_codes_accumulate": lambda fmt: [],
     "norm_linear": lambda fmt: [
         (plain(4, 32, grad=True), plain(32, grad=True), None, [quantized(fmt=fmt, grad=True)],
@@ -209,7 +211,7 @@ SAMPLES = {
 ACCESSORS = {
     "codes": lambda fmt: [(quantized(64, 36, fmt),)],
     "scale_inv": lambda fmt: [(quantized(64, 36, fmt),)],
-    "tensor_scale_inv": lambda fmt: [(quantized(fmt=fmt),)] if fmt.startswith("nvfp4") else [],
+    "tensor_scale_inv": lambda fmt: [(quantized(fmt=fmt),)] if info_of(fmt).outer_scale else [],
     "columnwise_codes": lambda fmt: [(quantized(64, 36, fmt),)] if has_two_images(fmt) else [],
     "columnwise_scale_inv": lambda fmt: [(quantized(64, 36, fmt),)] if has_two_images(fmt) else [],
     "master": lambda fmt: [(quantized(fmt=fmt, keep_master=k),) for k in (True, False)],

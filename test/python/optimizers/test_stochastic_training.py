@@ -6,6 +6,7 @@ from helpers import FORMATS, ops
 from torch import nn
 
 import qshard
+from qshard.formats import info_of
 
 RECIPES = {
     recipe.format: recipe
@@ -58,7 +59,7 @@ def test_stochastic_rounding_beats_nearest(format, plain_loss, report):
         f"nearest, {plain_loss:.4f} plain"
     )
     assert stochastic < 0.5 * nearest
-    assert stochastic < (1.25 if "float8" in format or "mxfp8" in format else 2) * plain_loss
+    assert stochastic < (1.25 if info_of(format).code_bits == 8 else 2) * plain_loss
 
 
 def test_the_seed_reproduces_it():

@@ -8,6 +8,8 @@ from dist_helpers import on_ranks, on_worlds
 from helpers import FORMATS, assert_same, ops, quantized_alike, value, weight
 from test_shard_windows import chosen
 
+from qshard.formats import info_of
+
 keep_or_not = pytest.mark.parametrize("keep_master", [True, False], ids=["master", "no-master"])
 formats = pytest.mark.parametrize("fmt", FORMATS)
 SHAPE = (64, 48)
@@ -104,7 +106,7 @@ def run_receive(fmt, keep_master, collective, between, waited):
 
 def assert_near(q, twin, fmt):
     error = (value(q) - twin).norm() / twin.norm()
-    assert error < (0.3 if fmt.startswith("nvfp4") else 0.05), f"off by {error:.1%}"
+    assert error < (0.3 if info_of(fmt).code_bits == 4 else 0.05), f"off by {error:.1%}"
 
 
 @pytest.mark.pairwise

@@ -8,13 +8,14 @@ from helpers import FORMATS, assert_same, fit, has_two_images, ops, value, weigh
 
 import qshard
 from qshard._runtime.classes import TensorState
+from qshard.formats import info_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 ALL_FORMATS = (*FORMATS, "float8_blockwise_fp32_scale", "float8_tensorwise_fp32_scale")
 
 
 def planes(q):
-    tensor_scale = ops.tensor_scale_inv(q) if ops.format(q).startswith("nvfp4") else None
+    tensor_scale = ops.tensor_scale_inv(q) if info_of(ops.format(q)).outer_scale else None
     return ops.codes(q), ops.scale_inv(q), tensor_scale
 
 
@@ -145,7 +146,7 @@ def test_shards_of_given_planes_are_rows_of_the_whole(fmt):
     rows = slice(first, min(first + chunk, 96))
     shard = qshard.from_planes(
         codes[rows],
-        scale[rows] if fmt.startswith(("mxfp8", "nvfp4")) else scale,
+        scale[rows] if info_of(fmt).scale.place == "rows" else scale,
         fmt,
         tensor_scale_inv=tensor_scale,
         logical_rows=96,

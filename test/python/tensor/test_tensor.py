@@ -30,6 +30,7 @@ from models.weights import is_dirty
 
 from qshard._runtime import hooks
 from qshard._runtime.classes import TensorState
+from qshard.formats import info_of
 
 keep_or_not = pytest.mark.parametrize("keep_master", [False, True], ids=["no master", "master"])
 formats = pytest.mark.parametrize("fmt", FORMATS)
@@ -55,7 +56,7 @@ def test_it_is_a_tensor(fmt, keep_master, dtype):
     assert_same(q, values if keep_master else rounded(values, fmt))
 
     codes, scale_inv = ops.codes(q), ops.scale_inv(q)
-    assert codes.dtype == (torch.uint8 if fmt.startswith("nvfp4") else torch.float8_e4m3fn)
+    assert codes.dtype == (torch.uint8 if info_of(fmt).code_bits == 4 else torch.float8_e4m3fn)
     assert codes.shape == (rows, code_cols(fmt, 140))
     row_scales = {"mxfp8": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
     row_scales["nvfp4_1x16"], row_scales["mxfp8_1x32"] = row_scales["nvfp4"], row_scales["mxfp8"]
@@ -301,7 +302,7 @@ def test_nan_and_inf():
         assert got[140, 139].isnan()
         if has_row_scales(fmt):
             # Only E8M0 reaches infinity. NaN is a scale there: its block is lost, and no other.
-            assert got[3, 5] == (float("inf") if fmt.startswith("mxfp8") else 6 * FP8_MAX)
+            assert got[3, 5] == (float("inf") if info_of(fmt).gemm.scale_mode == "1x32" else 6 * FP8_MAX)
             cols, rows = BLOCK[fmt], 1 if fmt in ONE_ROW else BLOCK[fmt]
             around = got[140 // rows * rows :, 139 // cols * cols :][:rows, :cols]
             assert around.isnan().all() and got.isnan().sum() == around.numel()
@@ -329,7 +330,7 @@ def test_sizes_of_zero_and_one(fmt, keep_master, shape):
     q = ops.quantize(values, fmt, keep_master=keep_master)
     assert q.shape == shape and ops.codes(q).shape == (*shape[:-1], code_cols(fmt, shape[-1]))
     # NVFP4's scale of the tensor is a little off 1.5 / (6 * 448).
-    exact = rounded(values, fmt) if fmt.startswith("nvfp4") else values
+    exact = rounded(values, fmt) if info_of(fmt).code_bits == 4 else values
     torch.testing.assert_close(exact, values, rtol=2**-16, atol=0)
     assert_same(q, values if keep_master else exact)
     assert_same(ops.dequantize(q), exact)

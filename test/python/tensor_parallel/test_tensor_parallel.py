@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import qshard
+from qshard.formats import info_of
 
 BUDGET_S = 120
 ops = torch.ops.qshard
@@ -158,8 +159,9 @@ def all_reduces_of_a_step(shape, names, formats):
 
 
 def expected(formats, fsdp=1, tp=1, replicas=0):
-    """Full tensors have one scale, or histories, or neither."""
-    of_full = {f: not f.startswith(("float8_blockwise", "mxfp8")) for f in formats}
+    """Ranks that cut columns agree on scales that span all of them; replicas, on histories."""
+    levels = {f: (info_of(f).scale, info_of(f).outer_scale) for f in formats}
+    of_full = {f: any(level and level.block_cols is None for level in levels[f]) for f in formats}
     return {f: fsdp + tp * full + replicas * (f == DELAYED) for f, full in of_full.items()}
 
 

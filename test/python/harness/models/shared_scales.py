@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import qshard
 from qshard._runtime.classes import TensorState
+from qshard.formats import info_of
 
 ops = torch.ops.qshard
 RECIPES = {
@@ -68,7 +69,7 @@ def looks(model):
         local = local_of(parameter.detach())
         codes = full_tensor(ops.dequantize(local, dtype=torch.float32), parameter)
         value = full_tensor(TensorState(local).export_view().clone(), parameter)
-        nvfp4 = ops.format(local).startswith("nvfp4")
+        nvfp4 = info_of(ops.format(local)).outer_scale
         scale = ops.tensor_scale_inv(local) if nvfp4 else ops.scale_inv(local)
         scales = scale.flatten().tolist()  # none of an empty shard
         if isinstance(parameter, DTensor):
