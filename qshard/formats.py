@@ -74,6 +74,7 @@ class FormatInfo:
     columnwise: ScaleLevel | None  # of a second image, which dgrad reads
     gathers_by_phase: bool
     emulated: bool
+    four_over_six: bool  # blocks end in code 6 or 4, whichever has the smaller squared error
 
     @property
     def has_tensor_scale(self) -> bool:

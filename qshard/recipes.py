@@ -183,22 +183,36 @@ class NVFP4BlockScaling:
     """E2M1 codes, two per byte, with one E4M3 scale per 16x16 block of a weight and one fp32 scale
     per weight (arXiv:2509.25149): 0.5625 bytes per element on the wire.
 
+    disable_rht: leave out the random Hadamard transform, which both operands of wgrad go through.
+    disable_stochastic_rounding: round gradients to nearest.
     disable_2d_quantization: one scale per 1x16 block of a weight instead: less error, but the
         transposed weight that dgrad needs has other blocks, so dgrad multiplies dequantized values.
+    four_over_six: scale each 1x16 block so that its largest value becomes code 6 or code 4, whichever
+        leaves the block the smaller squared error (arXiv:2512.02010). That is every block of activations
+        and gradients, and with disable_2d_quantization of weights. Blocks of 16x16 end in code 6: their
+        rows may lie on several ranks, none of which sees the whole error.
     emulate: compute on any device what GEMMs of codes compute; see Recipes, "Emulation", in the docs.
 
     Its GEMM needs Blackwell; elsewhere weights are dequantized for a GEMM in the activations' dtype,
     or, with emulate=True, operands are quantized as on Blackwell.
     """
 
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    four_over_six: bool = False
     emulate: bool = False
 
     @property
     def format(self) -> str:
         """Name of the weights' format."""
-        base = "nvfp4_1x16" if self.disable_2d_quantization else "nvfp4"
-        return _with_options(base, "emulate" * self.emulate)
+        return _with_options(
+            "nvfp4_1x16" if self.disable_2d_quantization else "nvfp4",
+            "no_hadamard" * self.disable_rht,
+            "nearest_gradients" * self.disable_stochastic_rounding,
+            "4over6" * self.four_over_six,
+            "emulate" * self.emulate,
+        )
 
 
 RECIPES = (

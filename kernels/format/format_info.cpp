@@ -119,12 +119,13 @@ std::string format_info(const Format& format) {
   return fmt::format(
       R"({{"name": {}, "base": {}, "code_dtype": {}, "code_bits": {}, "code_max": {}, )"
       R"("scale": {}, "outer_scale": {}, "activations": {}, "gemm": {}, "amax_history": {}, )"
-      R"("stochastic_rounding": {}, "columnwise": {}, "gathers_by_phase": {}, "emulated": {}}})",
+      R"("stochastic_rounding": {}, "columnwise": {}, "gathers_by_phase": {}, "emulated": {}, )"
+      R"("four_over_six": {}}})",
       quoted(format.name), quoted(formats()[static_cast<size_t>(format.index)].name),
       quoted_name(format.code_dtype), format.code_bits, format.code_max, json(format.scale), outer,
       json(format.activations), json(format.gemm), json(format.amax_history),
       format.stochastic_rounding, format.columnwise ? json(format.columnwise->scale) : "null",
-      format.gathers_by_phase, format.emulated);
+      format.gathers_by_phase, format.emulated, format.four_over_six);
 }
 
 }  // namespace qshard

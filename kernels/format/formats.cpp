@@ -149,6 +149,11 @@ constexpr Format kMxfp8Columnwise = of_mxfp8("mxfp8_32x1", 32, 1, ScalePlace::kS
 // For activations: without the second image that a weight has for its transpose.
 constexpr Format kMxfp8Rows = of_mxfp8("mxfp8_1x32", 1, 32, ScalePlace::kRows, nullptr);
 constexpr Format kNvfp4Rows = of_nvfp4("nvfp4_1x16", 1, nullptr);
+constexpr Format kNvfp4RowsFourOverSix = [] {
+  Format format = of_nvfp4("nvfp4_1x16[4over6]", 1, nullptr);
+  format.four_over_six = true;
+  return format;
+}();
 
 constexpr std::array kFormats = [] {
   std::array formats = {
@@ -176,6 +181,9 @@ bool chooses_input_blocks(const Format& base) {
   return base.activations.packed_input_columns == ScaleMode::kBlock128x128;
 }
 
+// Whether activations are NVFP4's.
+bool is_nvfp4(const Format& base) { return base.activations.row_format == &kNvfp4Rows; }
+
 int input_block_dims(const Format& format) {
   return format.activations.packed_input_columns == ScaleMode::kBlock128x128 ? 2 : 1;
 }
@@ -197,6 +205,7 @@ const Format& find_base(std::string_view name) {
       base.amax_history.length > 0 ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
       : base.columnwise            ? ", phase"
       : chooses_input_blocks(base) ? ", x_block_scaling_dim=N (N 1 or 2)"
+      : is_nvfp4(base)             ? ", no_hadamard, nearest_gradients, 4over6"
                                    : ""));
 }
 
@@ -219,6 +228,14 @@ void apply_option(Format& format, const Format& base, std::string_view option) {
     format.emulated = true;
   } else if (base.columnwise && option == "phase") {
     format.gathers_by_phase = true;
+  } else if (is_nvfp4(base) && option == "no_hadamard") {
+    format.activations.hadamard_columns = false;
+  } else if (is_nvfp4(base) && option == "nearest_gradients") {
+    format.activations.stochastic_gradients = false;
+  } else if (is_nvfp4(base) && option == "4over6") {
+    format.activations.row_format = &kNvfp4RowsFourOverSix;
+    // Blocks of several rows may lie on several ranks, none of which knows the error.
+    format.four_over_six = base.scale.block_rows == 1;
   } else if (is_delayed && option == "most_recent") {
     format.amax_history.most_recent = true;
   } else if (is_delayed && option == "e4m3") {
@@ -256,6 +273,14 @@ std::string canonical_name(const Format& format, const Format& base) {
   if (input_block_dims(format) != input_block_dims(base)) {
     options.push_back(fmt::format("x_block_scaling_dim={}", input_block_dims(format)));
   }
+  const ActivationCodes& codes = format.activations;
+  if (codes.hadamard_columns != base.activations.hadamard_columns) {
+    options.emplace_back("no_hadamard");
+  }
+  if (codes.stochastic_gradients != base.activations.stochastic_gradients) {
+    options.emplace_back("nearest_gradients");
+  }
+  if (codes.row_format != base.activations.row_format) options.emplace_back("4over6");
   if (format.emulated) options.emplace_back("emulate");
   if (format.stochastic_rounding) options.emplace_back("stochastic");
   if (options.empty()) return std::string(base.name);

@@ -134,6 +134,9 @@ struct Format {
   /// for both. All rows of a matrix are in whole blocks of it, and an image's rows have as many
   /// bytes in both.
   const Format* columnwise = nullptr;
+  /// Whether a block's largest value becomes code 6 or 4, whichever leaves the block the smaller
+  /// squared error (arXiv:2512.02010); the scale of the matrix then leaves room for both.
+  bool four_over_six = false;
   bool gathers_by_phase = false;  // forward gathers the rowwise image only, backward the columnwise
   /// Whether linears multiply dequantized codes in place of the GEMM that multiplies codes
   /// (kernels/linear/emulated_gemms.h). What is stored and sent is the same.
@@ -166,6 +169,9 @@ std::span<const Format> formats();
 ///   e4m3           gradients in E4M3, not E5M2     (float8_delayed)
 ///   phase          gather one row image per pass   (mxfp8_1x32)
 ///   x_block_scaling_dim=1  inputs of wgrad in blocks of 128 tokens (float8_blockwise)
+///   no_hadamard    operands of wgrad as they are   (nvfp4, nvfp4_1x16)
+///   nearest_gradients  gradients rounded to nearest (nvfp4, nvfp4_1x16)
+///   4over6         blocks of one row end in code 6 or 4 (nvfp4, nvfp4_1x16)
 ///
 /// @throws std::invalid_argument naming the known formats, or the option that is wrong; or if there
 /// are thousands of variants by now, which no program has but one that reads made-up files.

@@ -48,16 +48,22 @@ QSHARD_HOST_DEVICE float e8m0_encode_scale(uint8_t e) {
   return e == kE8M0NaN ? 1.f : e8m0_to_float(static_cast<uint8_t>(254 - e));
 }
 
-/// NVFP4's tensor scale_inv: amax / (6 * 448) rounded to 16 significant bits, to nearest even; 1
-/// for 0, infinity and NaN, and where it would round to 0. With so few bits 6 * 448 * scale_inv is
-/// exact in fp32, so quantizing dequantized values again finds the same scale.
-QSHARD_HOST_DEVICE float nvfp4_tensor_scale_inv(float amax) {
+/// Code times block scale of the largest value of an NVFP4 matrix: 6 * 448, and 6 * 256 = 4 * 384
+/// where a block may end in code 4 (Format::four_over_six).
+QSHARD_HOST_DEVICE constexpr float nvfp4_range(bool four_over_six) {
+  return kE2M1Max * (four_over_six ? 256.f : kE4M3Max);
+}
+
+/// NVFP4's tensor scale_inv: amax / range rounded to 16 significant bits, to nearest even; 1 for 0,
+/// infinity and NaN, and where it would round to 0. With so few bits range * scale_inv is exact in
+/// fp32, so quantizing dequantized values again finds the same scale.
+QSHARD_HOST_DEVICE float nvfp4_tensor_scale_inv(float amax, float range = nvfp4_range(false)) {
   const uint32_t amax_bits = float_bits(amax);
   if (!(amax > 0.f) || amax_bits >= kInfBits) return 1.f;
 #ifdef __CUDA_ARCH__
-  const float quotient = __fdiv_rn(amax, kE2M1Max * kE4M3Max);
+  const float quotient = __fdiv_rn(amax, range);
 #else
-  const float quotient = amax / (kE2M1Max * kE4M3Max);
+  const float quotient = amax / range;
 #endif
   const uint32_t bits = float_bits(quotient);
   const uint32_t rounded = (bits + 0x7fu + ((bits >> 8) & 1u)) & ~0xffu;
@@ -70,12 +76,13 @@ QSHARD_HOST_DEVICE float nvfp4_tensor_scale(float scale_inv) {
   return float_bits(scale) == kInfBits ? bits_float(kInfBits - 1) : scale;
 }
 
-/// S / 6: times a block's amax it is the block's scale, before rounding to E4M3.
-QSHARD_HOST_DEVICE float nvfp4_amax_factor(float tensor_scale) {
+/// S / 6: times a block's amax it is the block's scale, before rounding to E4M3. `largest_code`: of
+/// the block.
+QSHARD_HOST_DEVICE float nvfp4_amax_factor(float tensor_scale, float largest_code = kE2M1Max) {
 #ifdef __CUDA_ARCH__
-  return __fdiv_rn(tensor_scale, kE2M1Max);
+  return __fdiv_rn(tensor_scale, largest_code);
 #else
-  return tensor_scale / kE2M1Max;
+  return tensor_scale / largest_code;
 #endif
 }
 
@@ -115,12 +122,13 @@ struct BlockScale {
   uint8_t byte;  // in the row image
   float encode;  // values are multiplied by it
 };
-QSHARD_HOST_DEVICE BlockScale block_scale(RowScale kind, float amax, float tensor_scale) {
+QSHARD_HOST_DEVICE BlockScale block_scale(RowScale kind, float amax, float tensor_scale,
+                                          float largest_code = kE2M1Max) {
   if (kind == RowScale::kE8M0) {
     const uint8_t byte = e8m0_from_amax(amax);
     return {byte, e8m0_encode_scale(byte)};
   }
-  const uint8_t byte = nvfp4_block_scale(amax, nvfp4_amax_factor(tensor_scale));
+  const uint8_t byte = nvfp4_block_scale(amax, nvfp4_amax_factor(tensor_scale, largest_code));
   return {byte, nvfp4_encode_scale(byte, tensor_scale)};
 }
 
@@ -163,5 +171,51 @@ QSHARD_HOST_DEVICE float decode_e2m1(uint8_t code) {
       magnitude < 2 ? (magnitude ? 0x3f000000u : 0u) : (magnitude << 22) + (126u << 23);
   return bits_float(bits | sign);
 }
+
+/// Squared error of a value whose block has this scale, in units of the tensor scale_inv, where
+/// neither over- nor underflow reaches it. The code times its scale is exact.
+QSHARD_HOST_DEVICE float nvfp4_squared_error(float x, const BlockScale& scale, float tensor_scale) {
+#ifdef __CUDA_ARCH__
+  const float code = decode_e2m1(encode_e2m1(__fmul_rn(x, scale.encode)));
+  const float error =
+      __fsub_rn(__fmul_rn(code, decode_e4m3(scale.byte)), __fmul_rn(x, tensor_scale));
+  return __fmul_rn(error, error);
+#else
+  const float code = decode_e2m1(encode_e2m1(x * scale.encode));
+  const float error = code * decode_e4m3(scale.byte) - x * tensor_scale;
+  return error * error;
+#endif
+}
+
+/// Adds errors up in pairs of neighbours, the sums in pairs again: the same order on every path.
+template <int kCount>
+QSHARD_HOST_DEVICE float sum_in_pairs(float (&errors)[kCount]) {
+  static_assert((kCount & (kCount - 1)) == 0);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+  for (int distance = 1; distance < kCount; distance *= 2) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < kCount; i += 2 * distance) errors[i] += errors[i + distance];
+  }
+  return errors[0];
+}
+
+/// The scales of a block of NVFP4 whose largest value becomes code 6, and code 4.
+struct FourOverSix {
+  BlockScale six;
+  BlockScale four;
+
+  QSHARD_HOST_DEVICE FourOverSix(float amax, float tensor_scale)
+      : six(block_scale(RowScale::kE4M3, amax, tensor_scale)),
+        four(block_scale(RowScale::kE4M3, amax, tensor_scale, 4.f)) {}
+
+  /// The scale of the smaller error; of equal ones, NaN too, that of code 6.
+  QSHARD_HOST_DEVICE const BlockScale& better(float error_of_six, float error_of_four) const {
+    return error_of_four < error_of_six ? four : six;
+  }
+};
 
 }  // namespace qshard

@@ -1,7 +1,10 @@
 """What a linear's GEMMs of codes multiply: operands in fp64, with all scales.
 
 Each is (rows, contracted). `words`: the three integers of stochastic rounding; None rounds to nearest.
+`four_over_six`: of NVFP4's activations and gradients; a weight's is its format's.
 """
+
+from dataclasses import replace
 
 import torch
 
@@ -21,9 +24,9 @@ def decoded(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return codes.contiguous().view(dtype).double()
 
 
-def row_scaled(x: torch.Tensor, format: Format, words=None) -> torch.Tensor:
+def row_scaled(x: torch.Tensor, format: Format, words=None, four_over_six: bool = False) -> torch.Tensor:
     """Quantized and read back. fp32 holds it: E2M1 x E4M3 x a tensor scale of 16 bits has 22."""
-    layout = Layout.whole(IN_ROWS[format.row_scale], *x.shape)
+    layout = Layout.whole(replace(IN_ROWS[format.row_scale], four_over_six=four_over_six), *x.shape)
     rounding = None
     if words is not None:
         low, high, count = words.tolist()
@@ -54,19 +57,28 @@ def grid_scaled(x: torch.Tensor, format: Format, dtype: torch.dtype, square: boo
     return decoded(codes, dtype) * scale_inv.double()
 
 
-def rows_of(x: torch.Tensor, format: Format, is_gradient: bool = False, words=None) -> torch.Tensor:
+def rows_of(
+    x: torch.Tensor, format: Format, is_gradient: bool = False, words=None, four_over_six: bool = False
+) -> torch.Tensor:
     """x (M, K), which a GEMM contracts along K."""
     if format.row_scale:
-        return row_scaled(x, format, words)
+        return row_scaled(x, format, words, four_over_six)
     return grid_scaled(x, format, format.grad_dtype if is_gradient else format.code_dtype)
 
 
 def columns_of(
-    x: torch.Tensor, format: Format, is_gradient: bool = False, words=None, square: bool = True
+    x: torch.Tensor,
+    format: Format,
+    is_gradient: bool = False,
+    words=None,
+    square: bool = True,
+    hadamard: bool = True,
+    four_over_six: bool = False,
 ) -> torch.Tensor:
-    """x (M, K) as (K, M or more), which a GEMM contracts along M. square: an input meets blocks of 128x128."""
+    """x (M, K) as (K, M or more), which a GEMM contracts along M. square: an input meets blocks of 128x128.
+    hadamard: NVFP4's go through the transform."""
     if format.row_scale:
-        return row_scaled(transposed(x, hadamard=format.tensor_scale), format, words)
+        return row_scaled(transposed(x, hadamard and format.tensor_scale), format, words, four_over_six)
     dtype = format.grad_dtype if is_gradient else format.code_dtype
     return grid_scaled(x.t().contiguous(), format, dtype, square and not is_gradient)
 

@@ -6,7 +6,7 @@ scales the mantissa is cleared (rounded down); scale_inv = 1 / scale, subnormals
 Formats with a `row_scale` keep the scales of blocks in the row image instead: see row_scales.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ class Format:
     row_scale: torch.dtype | None = None  # of a block's scale in its rows; None: it is in the grid
     tensor_scale: bool = False  # whether one fp32 scale of the matrix is above those of its blocks
     sliced: bool = False  # the rows of a block each hold a slice of its scales, not all of them
+    four_over_six: bool = False  # a block's largest value becomes code 6 or 4, by its squared error
     columnwise: "Format | None" = None  # of a second image that follows in each row, for dgrad
 
     @property
@@ -69,6 +70,11 @@ FORMATS = {
             for name, block in (("nvfp4", (16, 16)), ("nvfp4_1x16", (1, 16)))
         ),
     )
+}
+
+# Formats with options that change codes.
+VARIANTS = {
+    f.name: f for f in (replace(FORMATS["nvfp4_1x16"], name="nvfp4_1x16[4over6]", four_over_six=True),)
 }
 
 

@@ -82,8 +82,12 @@ def quantize(
         scale_bytes, scale = row_scales.mxfp8_scales(table)
         grid = grid_amax
     else:
-        grid = row_scales.nvfp4_tensor_scale_inv(grid_amax)
+        grid = row_scales.nvfp4_tensor_scale_inv(grid_amax, format.four_over_six)
         scale_bytes, scale = row_scales.nvfp4_scales(table, of_block_rows(grid, layout))
+        if format.four_over_six:  # a block lies in one row, and a row on one rank
+            here = layout.block_indices()[0][: layout.live_rows]
+            of_rows = values[: layout.live_rows], table[here], of_block_rows(grid, layout)[here]
+            scale_bytes[here], scale[here] = row_scales.four_over_six(*of_rows)
 
     rows, cols = layout.block_indices()
     live = values[: layout.live_rows]

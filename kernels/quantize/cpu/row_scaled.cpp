@@ -64,16 +64,34 @@ ScaleSlice scale_slice(const Layout& layout, int64_t logical_row) {
   return {begin, std::min(layout.row_scale_bytes(), layout.block_cols() - begin)};
 }
 
+float value_at(const void* values, DType dtype, int64_t i) {
+  const auto* words = static_cast<const uint16_t*>(values);
+  return dtype == DType::kFloat32    ? static_cast<const float*>(values)[i]
+         : dtype == DType::kBFloat16 ? bfloat16_to_float(words[i])
+                                     : half_to_float(words[i]);
+}
+
 // scaled[i] = values[i] * scales[i] in fp32.
 void multiply_columns(const void* values, DType dtype, const std::vector<float>& scales,
                       std::vector<float>& scaled) {
-  const auto* words = static_cast<const uint16_t*>(values);
   for (size_t i = 0; i < scales.size(); ++i) {
-    const float x = dtype == DType::kFloat32    ? static_cast<const float*>(values)[i]
-                    : dtype == DType::kBFloat16 ? bfloat16_to_float(words[i])
-                                                : half_to_float(words[i]);
-    scaled[i] = x * scales[i];
+    scaled[i] = value_at(values, dtype, static_cast<int64_t>(i)) * scales[i];
   }
+}
+
+// The scale of block j of a row, by the errors of both that it may have.
+BlockScale four_over_six_scale(const void* row, const QuantizeTask& task, int64_t j, float amax,
+                               float tensor_scale) {
+  constexpr int kWidth = 16;
+  const int64_t count = std::min<int64_t>(kWidth, task.layout.cols - j * kWidth);
+  const FourOverSix scales(amax, tensor_scale);
+  float six[kWidth] = {}, four[kWidth] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = value_at(row, task.value_dtype, j * kWidth + i);
+    six[i] = nvfp4_squared_error(x, scales.six, tensor_scale);
+    four[i] = nvfp4_squared_error(x, scales.four, tensor_scale);
+  }
+  return scales.better(sum_in_pairs(six), sum_in_pairs(four));
 }
 
 // Writes the live rows of a range; `encode` is with_encoder's, of float32 for blocks of one column.
@@ -85,10 +103,11 @@ void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode
   const int64_t block_value_bytes = width * value_size(task.value_dtype);
   const int64_t block_code_bytes = width * format.code_bits / 8;
   const RowScale kind = row_scale_of(format.scale);
-  const float tensor_scale = format.outer_scale
-                                 ? nvfp4_tensor_scale(nvfp4_tensor_scale_inv(
-                                       task.amax[layout.grid_row(range.logical_row)]))
-                                 : 1.f;
+  const float tensor_scale =
+      format.outer_scale
+          ? nvfp4_tensor_scale(nvfp4_tensor_scale_inv(task.amax[layout.grid_row(range.logical_row)],
+                                                      nvfp4_range(format.four_over_six)))
+          : 1.f;
 
   std::vector<uint32_t> columns(layout.cols), blocks(layout.block_cols());
   std::vector<float> scales(blocks.size());
@@ -102,7 +121,11 @@ void quantize_rows(const QuantizeTask& task, const RowRange& range, const Encode
       block_amax(task, row, next, columns, blocks);
     }
     for (size_t j = 0; j < blocks.size(); ++j) {
-      const BlockScale scale = block_scale(kind, bits_float(blocks[j]), tensor_scale);
+      const float amax = bits_float(blocks[j]);
+      const BlockScale scale =
+          format.four_over_six ? four_over_six_scale(value_row(task, row), task,
+                                                     static_cast<int64_t>(j), amax, tensor_scale)
+                               : block_scale(kind, amax, tensor_scale);
       scales[j] = scale.encode;
       scale_bytes[j] = scale.byte;
     }
@@ -190,8 +213,9 @@ void compute_amax_row_scaled(std::span<const QuantizeTask> tasks) {
 
 void quantize_row_scaled(std::span<const QuantizeTask> tasks) {
   for (const QuantizeTask& task : tasks) {
+    const float range = nvfp4_range(task.layout.format->four_over_six);
     for (int64_t i = 0; i < task.layout.grid_numel(); ++i) {
-      task.grid[i] = nvfp4_tensor_scale_inv(task.amax[i]);
+      task.grid[i] = nvfp4_tensor_scale_inv(task.amax[i], range);
     }
   }
   parallel_over(rows_to_quantize(tasks), [&](const RowRange& range) {

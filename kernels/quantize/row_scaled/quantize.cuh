@@ -14,6 +14,7 @@ __host__ __device__ __forceinline__ int zero_blocks(const RowScaledTask& task) {
   return static_cast<int>((words_to_zero(task) + kZerosPerBlock - 1) / kZerosPerBlock);
 }
 
+template <typename Kind>
 __device__ __forceinline__ void write_rest(const RowScaledTask& task, int block) {
   const int zeroing = zero_blocks(task);
   if (block < zeroing) {
@@ -22,7 +23,32 @@ __device__ __forceinline__ void write_rest(const RowScaledTask& task, int block)
     return;
   }
   const int i = (block - zeroing) * kRowScaledThreads + static_cast<int>(threadIdx.x);
-  if (i < task.grid_numel) write_scale_inv(task, i, nvfp4_tensor_scale_inv(task.amax[i]));
+  if (i >= task.grid_numel) return;
+  constexpr float kRange = nvfp4_range(Kind::kFourOverSix);
+  write_scale_inv(task, i, nvfp4_tensor_scale_inv(task.amax[i], kRange));
+}
+
+/// The scale of a block that lies in kLanes lanes, by the errors of both that it may have.
+template <int kLanes, typename Value>
+__device__ __forceinline__ BlockScale four_over_six_scale(const Vector<Value>& x, float amax,
+                                                          float tensor_scale) {
+  constexpr int kSize = Vector<Value>::kSize;
+  const FourOverSix scales(amax, tensor_scale);
+  float six[kSize], four[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float value = Value::load(x.word_of(i), i % Value::kPerWord);
+    six[i] = nvfp4_squared_error(value, scales.six, tensor_scale);
+    four[i] = nvfp4_squared_error(value, scales.four, tensor_scale);
+  }
+  float error_of_six = sum_in_pairs(six);
+  float error_of_four = sum_in_pairs(four);
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    error_of_six += __shfl_xor_sync(kWholeWarp, error_of_six, distance);
+    error_of_four += __shfl_xor_sync(kWholeWarp, error_of_four, distance);
+  }
+  return scales.better(error_of_six, error_of_four);
 }
 
 /// Writes a tile's scales of one row of the image; the last tile's pad the row.
@@ -83,8 +109,10 @@ __device__ __forceinline__ void quantize_tile(const Task& task, const RowScaledT
   // While the values are under way.
   float tensor_scale = 1.f;
   if constexpr (Kind::kRowScale == RowScale::kE4M3) {
-    if (thread < kBlocks) {
-      tensor_scale = nvfp4_tensor_scale(nvfp4_tensor_scale_inv(__ldg(task.amax + tile.matrix)));
+    if (Kind::kFourOverSix || thread < kBlocks) {
+      constexpr float kRange = nvfp4_range(Kind::kFourOverSix);
+      const float amax = __ldg(task.amax + tile.matrix);
+      tensor_scale = nvfp4_tensor_scale(nvfp4_tensor_scale_inv(amax, kRange));
     }
   }
 
@@ -92,13 +120,22 @@ __device__ __forceinline__ void quantize_tile(const Task& task, const RowScaledT
   for (int part = 0; part < kPartsPerWarp; ++part) {
     const uint32_t largest =
         max_over_lanes<Row::kLanes>(largest_of<Value, kPartRows>(x + part * kPartRows));
-    if (lane % Row::kLanes == 0) {
+    if constexpr (Kind::kFourOverSix) {  // the block's values are those of these lanes
+      const BlockScale scale =
+          four_over_six_scale<Row::kLanes>(x[part], __uint_as_float(largest), tensor_scale);
+      if (lane % Row::kLanes == 0) {
+        const int row = warp * kRowsPerWarp + part;
+        encode_scale[row][lane / Row::kLanes] = scale.encode;
+        reinterpret_cast<uint8_t*>(scale_bytes + row)[lane / Row::kLanes] = scale.byte;
+      }
+    } else if (lane % Row::kLanes == 0) {
       part_amax[warp * kPartsPerWarp + part][lane / Row::kLanes] = largest;
     }
   }
   __syncthreads();
+  constexpr int kSteps = (kBlocks + kRowScaledThreads - 1) / kRowScaledThreads;
 #pragma unroll
-  for (int step = 0; step < (kBlocks + kRowScaledThreads - 1) / kRowScaledThreads; ++step) {
+  for (int step = 0; step < (Kind::kFourOverSix ? 0 : kSteps); ++step) {
     const int i = thread + step * kRowScaledThreads;
     if (i >= kBlocks) break;
     const int block_row = i / kScales;

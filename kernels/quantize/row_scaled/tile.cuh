@@ -136,13 +136,14 @@ __device__ __forceinline__ void write_zeros(Word* words, int64_t count, int bloc
   }
 }
 
-/// A format's types and block shape.
-template <typename CodeType, RowScale kScale, int kRows, int kCols>
+/// A format's types and block shape; `kFourOrSix` is Format::four_over_six.
+template <typename CodeType, RowScale kScale, int kRows, int kCols, bool kFourOrSix = false>
 struct RowScaledKind {
   using Code = CodeType;
   static constexpr RowScale kRowScale = kScale;
   static constexpr int kBlockRows = kRows;
   static constexpr int kBlockCols = kCols;
+  static constexpr bool kFourOverSix = kFourOrSix;
 };
 
 /// Calls run(RowScaledKind{}, Value{}) with the types of `format` and `value_dtype`.
@@ -165,7 +166,8 @@ cudaError_t with_row_scaled_types(const Format& format, DType value_dtype, const
     return with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 16, 16>{});
   }
   if (is(DType::kFloat4E2M1, DType::kFloat8E4M3, 1, 16)) {
-    return with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 1, 16>{});
+    return format.four_over_six ? with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 1, 16, true>{})
+                                : with_kind(RowScaledKind<E2M1, RowScale::kE4M3, 1, 16>{});
   }
   return cudaErrorInvalidValue;
 }

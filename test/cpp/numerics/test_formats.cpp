@@ -39,6 +39,8 @@ TEST(Formats, VariantsAreOneObjectByTheirOptions) {
   EXPECT_TRUE(find_format("mxfp8_1x32[phase]").gathers_by_phase);
   EXPECT_FALSE(find_format("mxfp8_1x32").gathers_by_phase);
   EXPECT_EQ(find_format("mxfp8_1x32[stochastic,phase]").name, "mxfp8_1x32[phase,stochastic]");
+  EXPECT_EQ(find_format("nvfp4[emulate,4over6,nearest_gradients,no_hadamard]").name,
+            "nvfp4[no_hadamard,nearest_gradients,4over6,emulate]");
   const Format& rows = find_format("float8_blockwise[stochastic,x_block_scaling_dim=1]");
   EXPECT_EQ(rows.name, "float8_blockwise[x_block_scaling_dim=1,stochastic]");
   EXPECT_EQ(rows.activations.packed_input_columns, ScaleMode::kBlock1x128);
@@ -59,8 +61,9 @@ TEST(Formats, ParsedByValueTheyAreTheSame) {
 TEST(Formats, WrongOptionsAreNamed) {
   for (const char* name :
        {"nvfp4[]", "nvfp4[", "nvfp4[stochastic", "nvfp4[margin=1]", "mxfp8[e4m3]", "mxfp8[phase]",
-        "float8_delayed[margin=]", "float8_delayed[margin=-1]", "float8_delayed[history=0]",
-        "float8_delayed[history=1x]", "float8_delayed[stochastic,]", "float8_delayed[nearest]",
+        "mxfp8[4over6]", "mxfp8[no_hadamard]", "float8_delayed[margin=]",
+        "float8_delayed[margin=-1]", "float8_delayed[history=0]", "float8_delayed[history=1x]",
+        "float8_delayed[stochastic,]", "float8_delayed[nearest]",
         "float8_delayed[history=99999999999999999999]", "float8_blockwise[x_block_scaling_dim=3]",
         "float8_tensorwise[x_block_scaling_dim=2]", "mxfp8[x_block_scaling_dim=2]"}) {
     try {

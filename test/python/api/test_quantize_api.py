@@ -31,6 +31,9 @@ def model():
         (qshard.MXFP8BlockScaling(), "mxfp8"),
         (qshard.NVFP4BlockScaling(), "nvfp4"),
         (qshard.NVFP4BlockScaling(disable_2d_quantization=True), "nvfp4_1x16"),
+        (qshard.NVFP4BlockScaling(disable_rht=True), "nvfp4[no_hadamard]"),
+        (qshard.NVFP4BlockScaling(disable_stochastic_rounding=True), "nvfp4[nearest_gradients]"),
+        (qshard.NVFP4BlockScaling(four_over_six=True), "nvfp4[4over6]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

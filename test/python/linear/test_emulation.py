@@ -1,5 +1,7 @@
 """emulate=True: linears compute what GEMMs of codes compute, on any device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,9 @@ RECIPES = (
     qshard.MXFP8BlockScaling(weight_block=(1, 32), emulate=True),
     qshard.NVFP4BlockScaling(emulate=True),
     qshard.NVFP4BlockScaling(disable_2d_quantization=True, emulate=True),
+    qshard.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, emulate=True),
+    qshard.NVFP4BlockScaling(four_over_six=True, emulate=True),
+    qshard.NVFP4BlockScaling(disable_2d_quantization=True, four_over_six=True, emulate=True),
 )
 BASIC = tuple(r for r in RECIPES if r == type(r)(emulate=True))
 ops = torch.ops.qshard
@@ -38,6 +43,8 @@ def reference_format(recipe):
     format = FORMATS[recipe.format.partition("[")[0]]
     if getattr(recipe, "fp8_format", "") == "E4M3":
         format = type(format)(format.name, format.block, format.power_of_two_scales)
+    if getattr(recipe, "four_over_six", False) and recipe.disable_2d_quantization:
+        format = replace(format, four_over_six=True)
     return format
 
 
@@ -74,7 +81,10 @@ def operands(x, weight, grad, recipe, seed=0, device="cpu"):
     format = reference_format(recipe)
     words = [None, None]
     plain = reads_plain_in_dgrad(format)
-    if format.code_bits == 4:  # one gradient operand after the other draws from torch's generator
+    of_nvfp4 = {"four_over_six": getattr(recipe, "four_over_six", False)}
+    hadamard = not getattr(recipe, "disable_rht", False)
+    if format.code_bits == 4 and not recipe.disable_stochastic_rounding:
+        # One gradient operand after the other draws from torch's generator.
         torch.manual_seed(seed)
         draws = 1 if plain else 2
         size = dict(size=(3,), dtype=torch.int32, device=device)
@@ -82,13 +92,13 @@ def operands(x, weight, grad, recipe, seed=0, device="cpu"):
         words = [None, *words][-2:]
     square = getattr(recipe, "x_block_scaling_dim", 2) == 2
     meets = emulation.folded(grad, weight, format)
-    dgrad = grad.double() if plain else emulation.rows_of(meets, format, True, words[0])
+    dgrad = grad.double() if plain else emulation.rows_of(meets, format, True, words[0], **of_nvfp4)
     return (
-        (emulation.rows_of(x, format), emulation.weight_of(weight, format)),
+        (emulation.rows_of(x, format, **of_nvfp4), emulation.weight_of(weight, format)),
         (dgrad, emulation.weight_of(weight, format, columnwise=True).t()),
         (
-            emulation.columns_of(grad, format, True, words[1]),
-            emulation.columns_of(x, format, square=square),
+            emulation.columns_of(grad, format, True, words[1], hadamard=hadamard, **of_nvfp4),
+            emulation.columns_of(x, format, square=square, hadamard=hadamard, **of_nvfp4),
         ),
     )
 
@@ -139,7 +149,7 @@ def whole_numbers(rows, cols, unit=1, largest=7, steps=(0, 1, 2, 3, 4, 5, 6, 7))
 
 
 def values_of(recipe, rows, cols):
-    if info_of(recipe.format).outer_scale:  # amax 2688 gives scales of 1 and 448
+    if info_of(recipe.format).outer_scale:  # amax 2688 gives scales of 1 and 448, or of 1.75 and 256
         return whole_numbers(rows, cols, 224, 12, (0, 1, 2, 3, 4, 6, 8, 12))
     return whole_numbers(rows, cols)
 
@@ -152,7 +162,7 @@ def test_sums_that_are_exact_have_the_bits_of_plain_torch(recipe):
     y, grad_input, grad_weight = run(linear(weight, recipe), x, grad)
     assert torch.equal(y, x @ weight.t())
     assert torch.equal(grad_input, grad @ weight)
-    if "nvfp4" not in recipe.format:
+    if getattr(recipe, "disable_rht", "nvfp4" not in recipe.format):
         assert torch.equal(grad_weight, grad.t() @ x)
         return
     # Values that are exact once the random Hadamard transform has mixed 16 tokens.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from reference import float4, stochastic
-from reference.formats import FORMATS, decode
+from reference.formats import FORMATS, VARIANTS, decode
 from reference.layout import Layout
 from reference.quantize import dequantize, quantize
 
@@ -77,10 +77,10 @@ def test_goes_up_in_that_fraction_of_all_draws(name):
             assert (codes - lower).sum() == len(draws) * eighths / 8
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", [*FORMATS, *VARIANTS])
 def test_only_codes_are_rounded_stochastically(name):
     values = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
-    layout = Layout.whole(FORMATS[name], 40, 50)
+    layout = Layout.whole((FORMATS | VARIANTS)[name], 40, 50)
     image, grid = quantize(values, layout)
     stochastic_image, stochastic_grid = quantize(values, layout, rounding=(KEY, 1))
     assert torch.equal(grid, stochastic_grid)

@@ -49,7 +49,7 @@ def test_as_the_reference(name):
     is_square = of.block is None or of.block[0] == of.block[1]
     assert info.gemm.transposes_weight == (is_square or of.scales_rows)
     assert info.gemm.folds_row_scales == of.scales_rows
-    assert not (info.stochastic_rounding or info.gathers_by_phase or info.emulated)
+    assert not (info.stochastic_rounding or info.gathers_by_phase or info.emulated or info.four_over_six)
 
 
 @ON_ALL
@@ -76,6 +76,12 @@ def test_options_of_a_format_are_told():
     assert info_of("float8_tensorwise").amax_history is None
     assert info_of("mxfp8_1x32[phase]").gathers_by_phase
     assert info_of("mxfp8[emulate]").emulated
+    assert not info_of("nvfp4[no_hadamard]").activations.hadamard_columns
+    assert not info_of("nvfp4[nearest_gradients]").activations.stochastic_gradients
+    for name in ("nvfp4", "nvfp4_1x16"):  # of weights where no block has several rows
+        info = info_of(f"{name}[4over6]")
+        assert info.activations.row_format == "nvfp4_1x16[4over6]"
+        assert info.four_over_six == (name == "nvfp4_1x16")
     columns = [
         info_of(f"float8_blockwise[x_block_scaling_dim={dim}]").activations.packed_input_columns
         for dim in (1, 2)
