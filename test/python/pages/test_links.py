@@ -9,7 +9,8 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[3]
 DOCS = CHECKOUT / "docs"
-PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+AT_THE_TOP = [CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [*AT_THE_TOP, *sorted(DOCS.glob("*.md"))]
 DEEPEST_ANCHOR = 3  # myst_heading_anchors of docs/conf.py
 
 
