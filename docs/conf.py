@@ -17,8 +17,10 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "qshard"
+html_static_path = html_css_files = ["pages.css"]
 html_show_sourcelink = False
 nitpicky = False
+smartquotes_action = "De"  # dashes and ellipses; quotes stand in code, too
 default_role = "literal"  # `x` in docstrings, as in Markdown
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
@@ -41,9 +43,8 @@ def arguments_as_fields(app, what, name, obj, options, lines):
         if is_field != in_field and not (in_field and line.startswith(" ")) and fields and fields[-1]:
             fields.append("")
         in_field = is_field or (in_field and (line.startswith(" ") or not line))
-        if is_field:  # of several names a field without a type to look up
-            field = f"param {names[0]}" if len(names) == 1 else ", ".join(names)
-            line = f":{field}: {match.group(3)}"
+        if is_field:  # without a space, at which Sphinx would split a type off
+            line = f":param {','.join(names)}: {match.group(3)}"
         fields.append(line)
     lines[:] = fields
 

@@ -41,7 +41,7 @@ def draw_concepts(path: Path) -> None:
     """Two ranks' shards of one weight: master, row image, grid; the flush and the gather."""
     figure, axes = plt.subplots(figsize=(9, 4.3))
     for rank, y in ((0, 2.3), (1, 0.3)):
-        axes.text(0.0, y + 1.42, f"rank {rank}: rows of one weight", fontsize=8.5, weight="bold")
+        axes.text(0.0, y + 1.42, f"rank {rank}'s rows of a weight", fontsize=8.5, weight="bold")
         box(axes, 0, y, 2.2, 1.3, BLUE, "master = value\n(rows, columns)\nfp32, sharded")
         box(axes, 3.9, y, 1.9, 1.3, ORANGE, "row image: codes\nuint8, sharded")
         box(axes, 5.8, y, 0.5, 1.3, GREEN, "row\nscales", 7)
@@ -52,9 +52,9 @@ def draw_concepts(path: Path) -> None:
     axes.text(4.0, 1.95, "one all-reduce\nof amaxes", fontsize=8, va="center")
     box(axes, 7.9, 1.0, 1.4, 2.0, ORANGE, "gathered\nweight:\nall rows'\ncodes")
     box(axes, 9.3, 1.0, 0.4, 2.0, GREEN, "", 7)
-    arrow(axes, (6.3, 2.95), (7.9, 2.3), "all-gather,", (0.1, 0.2))
-    arrow(axes, (6.3, 0.95), (7.9, 1.7), "1 byte an element", (0.2, -0.35))
-    axes.text(8.8, 0.62, "F.linear multiplies these", ha="center", fontsize=8)
+    arrow(axes, (6.3, 2.95), (7.9, 2.3), "all-gather", (0.15, 0.2))
+    arrow(axes, (6.3, 0.95), (7.9, 1.7), "1 byte an element", (0.55, -0.62))
+    axes.text(8.8, 3.1, "F.linear multiplies these", ha="center", fontsize=8)
     axes.text(1.1, -0.05, "the optimizer writes here", ha="center", fontsize=8)
     axes.set_xlim(-0.1, 9.9)
     axes.set_ylim(-0.2, 4.0)

@@ -85,8 +85,8 @@ def selective_policy(*, save: Iterable = (), recompute: Iterable = ()) -> Callab
     """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: it saves what is expensive to compute
     again, and has all else computed again in backward.
 
-        contexts = functools.partial(create_selective_checkpoint_contexts, qshard.selective_policy())
-        y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    >>> contexts = functools.partial(create_selective_checkpoint_contexts, qshard.selective_policy())
+    >>> y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
     Saved are the outputs of:
 
@@ -114,7 +114,7 @@ def selective_context_fn(
 ) -> Callable:
     """What `torch.utils.checkpoint.checkpoint` and `checkpoint_wrapper` take as `context_fn`, with `selective_policy`.
 
-        y = checkpoint(block, x, use_reentrant=False, context_fn=qshard.selective_context_fn())
+    >>> y = checkpoint(block, x, use_reentrant=False, context_fn=qshard.selective_context_fn())
 
     every_second_matmul: save the first product of a region, the third and so on, and compute the others again, as
         torchtitan does with mm: half of the memory, and half of the time that saving all gains. Products of qshard and

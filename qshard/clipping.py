@@ -41,8 +41,8 @@ def clip_grad_norm_(
     """Clips the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_`, without a pass of its own: the
     next `optimizer.step()` divides each gradient by max(1, (norm + 1e-6) / max_norm) while it reads it.
 
-        qshard.clip_grad_norm_(model.parameters(), 1.0, optimizer)      # after backward, before step
-        optimizer.step()
+    >>> qshard.clip_grad_norm_(model.parameters(), 1.0, optimizer)      # after backward, before step
+    >>> optimizer.step()
 
     Returns the norm before clipping: one element, a plain tensor on the first gradient's device. DTensors have one norm
     over all ranks of their meshes, and the call is then a collective.

@@ -28,8 +28,8 @@ def large_enough(
 ) -> Callable[[torch_nn.Module, str], bool]:
     """A `filter_fn` for `quantize_`: takes layers whose forward and backward take less time in FP8 than in bf16.
 
-        large = qshard.large_enough(tokens=8192, recipe="float8_blockwise")
-        qshard.quantize_(model, "float8_blockwise", filter_fn=large)
+    >>> large = qshard.large_enough(tokens=8192, recipe="float8_blockwise")
+    >>> qshard.quantize_(model, "float8_blockwise", filter_fn=large)
 
     A layer saves time in its GEMMs, in proportion to tokens x in x out features, and pays for quantizing its input and
     its gradient, tokens x (in + out), and for seven more kernels. Square layers gain from 970 features on at 8,192

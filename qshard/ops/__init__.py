@@ -215,8 +215,9 @@ def grouped_linear(
     tensor has one per expert; delayed scaling has one for all of them after its first step. No number of rows
     is asked of an expert.
 
-    input: float32, bfloat16 or float16 (rows, in). weight: quantized (experts, out, in), or the transpose of a
-        quantized (experts, in, out): scales of 1x32 and 1x16 blocks are then no GEMM's, as in `input @ stack[e]`.
+    input: float32, bfloat16 or float16 (rows, in).
+    weight: quantized (experts, out, in), or the transpose of a quantized (experts, in, out): scales of 1x32 and 1x16
+        blocks are then no GEMM's, as in `input @ stack[e]`.
     offs: int32 (experts,), where each expert's rows end. An end before the last one, or behind the last row,
         counts as that.
     weight_only, format: as of `linear`.
