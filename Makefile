@@ -45,6 +45,9 @@ CLIENTS := safetensors==0.8.* transformers==5.23.* accelerate==1.15.* peft==0.21
 MORE_CLIENTS := torchtitan==$(TORCHTITAN) lightning==2.6.* torchao==0.18.* nvidia-modelopt==0.47.* \
   bitsandbytes==0.50.* trl==1.16.* schedulefree==1.4.* pytorch-optimizer==4.1.* muon-fsdp2==0.3.*
 
+# What builds the pages: for make docs, and for the test that they build without warnings.
+PAGES := "sphinx>=8,<10" "myst-parser>=4,<6" furo
+
 .PHONY: test demo build wheel docs format-check unit-test asan-test python-test test-clients clean
 
 test: format-check unit-test asan-test python-test
@@ -85,7 +88,7 @@ wheel: $(built)
 	rm -rf build/wheels/plain
 
 docs: $(built)
-	python -m pip install --quiet "sphinx>=8" "myst-parser>=4" furo
+	python -m pip install --quiet $(PAGES)
 	python -m sphinx -W --keep-going -q -b html docs build/docs
 
 format-check: $(venv)
@@ -112,7 +115,7 @@ asan-test: $(venv)
 # pytest's exit status 5, "no tests collected", fails like any other.
 clients := $(venv)-clients
 $(clients): $(venv)
-	python -m pip install --quiet torch==$(TORCH) $(CLIENTS)
+	python -m pip install --quiet torch==$(TORCH) $(CLIENTS) $(PAGES)
 	touch $@
 
 more_clients := $(venv)-more-clients
