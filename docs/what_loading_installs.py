@@ -20,7 +20,8 @@ Loading the library registers kernels on these dispatch keys:
 - the keys of autocast and of nested tensors: qshard's own operators, with their fake kernels, tracing rules, ordered effects
   and flop formulas
 
-PyTorch finds some things by attribute, and has no hook for others. The tables below list what loading changes for these. Each
+PyTorch finds some extensions by an attribute of the tensor, and has no hook for others. The tables below list what loading
+changes for both. Each
 change looks whether a tensor is quantized, and leaves any other tensor to the stock code. Looking an attribute up changes
 nothing. What a version of PyTorch does not have is left alone. If another library has the dispatch key
 ([Limits](limits.md#the-process)), loading installs nothing.
