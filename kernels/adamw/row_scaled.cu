@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kRowScaledThreads)
   const AdamWRowScaledTask& task = find_task(batch, block);
   const int tiles = tile_count(task);
   if (block >= tiles) {
-    write_rest<Kind>(task, block - tiles);
+    write_rest(task, block - tiles, nvfp4_range(Kind::kFourOverSix));
     return;
   }
   const RowScaledTile tile = find_tile<kCodeTileRows>(task, block);

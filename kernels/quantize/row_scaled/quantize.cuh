@@ -14,8 +14,9 @@ __host__ __device__ __forceinline__ int zero_blocks(const RowScaledTask& task) {
   return static_cast<int>((words_to_zero(task) + kZerosPerBlock - 1) / kZerosPerBlock);
 }
 
-template <typename Kind>
-__device__ __forceinline__ void write_rest(const RowScaledTask& task, int block) {
+/// `range`: nvfp4_range() of the format, which the tensor's scale leaves to its blocks.
+__device__ __forceinline__ void write_rest(const RowScaledTask& task, int block,
+                                           float range = nvfp4_range(false)) {
   const int zeroing = zero_blocks(task);
   if (block < zeroing) {
     uint8_t* image = task.image + static_cast<int64_t>(task.live_rows) * task.row_bytes;
@@ -24,8 +25,7 @@ __device__ __forceinline__ void write_rest(const RowScaledTask& task, int block)
   }
   const int i = (block - zeroing) * kRowScaledThreads + static_cast<int>(threadIdx.x);
   if (i >= task.grid_numel) return;
-  constexpr float kRange = nvfp4_range(Kind::kFourOverSix);
-  write_scale_inv(task, i, nvfp4_tensor_scale_inv(task.amax[i], kRange));
+  write_scale_inv(task, i, nvfp4_tensor_scale_inv(task.amax[i], range));
 }
 
 /// The scale of a block that lies in kLanes lanes, by the errors of both that it may have.
