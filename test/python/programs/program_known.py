@@ -29,13 +29,6 @@ KNOWN = (
         r"float8_delayed",
     ),
     Known(
-        "offloaded weight copied without blocking",
-        r"by='to copy non_blocking'",
-        "the same of an offloaded weight: its linears go on with the history that it had, silently",
-        "911731",
-        r"float8_delayed.*offloaded",
-    ),
-    Known(
         "written in a CUDA graph",
         r"^replay_graph\(",
         "replays of a write without a flush do not add up, and a capture without replays leaves garbage",
