@@ -26,14 +26,16 @@ def record(data: dict) -> str:
     tables = [tabulate(rows, of, "github", disable_numparse=True) for rows, of in of_both]
     tables = [re.sub(r" +\|", " |", re.sub(r"-+\|", "---|", table)) for table in tables]
     failed = "".join(f"\n- {line}" for line in data["failed"])
-    return f"""# {gpu_of(where)}: what the recipes do to a small Llama's loss, {where["date"]}
+    gpu = gpu_of(where)
+    return f"""# {gpu[0].upper()}{gpu[1:]}: what the recipes do to a small Llama's loss, {where["date"]}
 
 torch {where["torch"]}, `python bench/recipes_study`, {where["workers"]} processes side by side, {where["seconds"]} s.
 
 {sizes["layers"]} blocks of {sizes["dim"]}, SwiGLU of {sizes["hidden"]}, {sizes["heads"]} heads. A step has
 {sizes["batch"]} sequences of {sizes["length"]} bytes of Python's standard library.
 {sizes["steps"]} steps of AdamW, fp32 masters, every recipe emulated. Losses are those of
-{sizes["last_validation"]} held-out sequences after the last step, in nats a byte. Differences are from bf16's of the same seeds: their means, and their range.
+{sizes["last_validation"]} held-out sequences after the last step, in nats a byte.
+Differences are from bf16's of the same seeds: their means, and their range.
 
 Range over the {len(runs["bf16"])} seeds of bf16: {seed_noise(runs):.2f} %.
 
@@ -57,7 +59,7 @@ def figure(data: dict, source: str) -> str:
     lines = ",\n".join(8 * " " + json.dumps(row, ensure_ascii=False) for row in rows)
     return (
         f'    "{TABLE}": {{\n      "page": "{PAGE}",\n      "command": "python bench/recipes_study",\n'
-        f'      "heads": {json.dumps(HEADS)},\n      "rows": [\n{lines}\n      ]\n    }},\n'
+        f'      "heads": {json.dumps(HEADS)},\n      "rows": [\n{lines}\n      ]\n    }}'
     )
 
 
@@ -67,8 +69,9 @@ def main():
     data = json.loads(parser.parse_args().results.read_text())
     source = f"bench/results/{data['environment']['date']}-recipes.md"
     (CHECKOUT / source).write_text(record(data))
-    text = re.sub(rf'    "{TABLE}": {{\n.*?\n    }},\n', "", FIGURES.read_text(), flags=re.DOTALL)
-    FIGURES.write_text(text.replace('  "tables": {\n', '  "tables": {\n' + figure(data, source), 1))
+    text = re.sub(rf',\n    "{TABLE}": {{\n.*?\n    }}', "", FIGURES.read_text(), flags=re.DOTALL)
+    last = "\n    }\n  },\n"  # of the tables
+    FIGURES.write_text(text.replace(last, "\n    },\n" + figure(data, source) + "\n  },\n", 1))
     if f"<!-- table: {TABLE} -->" not in (CHECKOUT / PAGE).read_text():
         sys.exit(f"{PAGE} has no place for it: put <!-- table: {TABLE} --> and <!-- end --> there, then run "
                  "docs/performance_tables.py")

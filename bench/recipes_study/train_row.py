@@ -94,7 +94,7 @@ class Run:
         """The graph of a step. Nothing runs; the weights stay."""
         self.optimizer.zero_grad()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph):
             self.update()
         self.graph = graph
 
