@@ -12,6 +12,7 @@ from qshard.dynamic_weights.fsdp1 import prepare_for_fsdp1
 from qshard.fuse import fuse_
 from qshard.gradients import ddp_comm_hook, reduce_gradients_
 from qshard.model.dequantize import dequantize_
+from qshard.model.forward_precision import set_forward_precision
 from qshard.model.large_layers import large_enough
 from qshard.model.quantize import flush, is_quantized, mark_written, quantize_
 from qshard.model.quantized_init import quantized_model_init
@@ -63,6 +64,7 @@ __all__ = [
     "selective_context_fn",
     "selective_policy",
     "serialization",
+    "set_forward_precision",
     "tensor_parallel",
     "trace_fallbacks",
 ]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qshard import module_state
 from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import is_replicated, of_package, synthetic_steps
-from qshard.dynamic_weights import companies
+from qshard.dynamic_weights import companies, forward_of_values
 from qshard.dynamic_weights.companies import Occasion, ranks_meet
 from qshard.modules.functional import linear_under_transforms
 
@@ -68,6 +68,8 @@ class DynamicWeight:
     is_due: ranks of its company have agreed on its amaxes, and its history has yet to roll.
     managed: the FSDP1 unit, which knows the shards of the weight, keeps the state up to date.
     gradient: for delayed scaling, tells whether a managed weight got one.
+    forward_precision: "bf16": forward multiplies the weight's values, rounded to it, and backward codes; None: both
+        multiply codes.
     known_amax: for current scaling, [float32 (grid,)] while the FSDP1 unit knows the amaxes of the weight as
         it is read: uses look for none. Else empty.
 
@@ -78,6 +80,7 @@ class DynamicWeight:
     """
 
     is_cut = is_due = False
+    forward_precision = None
 
     def __init__(self, format: str, shape: tuple[int, int], groups: tuple[str, ...] = ()):
         self.format, self.shape, self.groups = format, shape, groups
@@ -129,6 +132,8 @@ class DynamicWeight:
         """`how`: the ModuleState of module."""
         weight = module.weight
         self.prepare(module, weight)
+        if self.forward_precision is not None:
+            return forward_of_values.linear(input, weight, module.bias, self.format, how.weight_only)
         if torch.compiler.is_compiling():
             return self._linear(module, weight, input, how)
         if torch._C._are_functorch_transforms_active():
@@ -169,8 +174,10 @@ class DynamicWeight:
         )
 
     def rounded(self, module, weight: torch.Tensor) -> torch.Tensor:
-        """The values of the codes."""
+        """The values of the codes, or what forward multiplies in their place."""
         self.prepare(module, weight)
+        if self.forward_precision is not None:
+            return weight
         if torch.compiler.is_compiling():
             quantized = ops.quantize(weight, self.format)
         else:

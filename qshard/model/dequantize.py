@@ -35,7 +35,7 @@ def dequantize_(model: torch_nn.Module) -> torch_nn.Module:
     modules = [m for m in model.modules() if any(is_quantized(p) for p in _own(m))]
     dynamic = [m for m, _ in dynamics_of(model)]
     for _, parameter in weights:
-        parameter_swap.replace(parameter, _plain(parameter))
+        parameter_swap.replace(parameter, plain(parameter))
     for module in modules:
         state_buffers.unlink(module)
     for module in modules + dynamic:
@@ -47,7 +47,8 @@ def _own(module):
     return (p for p in module._parameters.values() if p is not None)
 
 
-def _plain(parameter):
+def plain(parameter):
+    """A parameter's values as a tensor of its own, a DTensor's as a DTensor."""
     local = local_of(parameter).detach()
     with torch.no_grad():
         values = torch.empty(local.shape, dtype=local.dtype, device=local.device)

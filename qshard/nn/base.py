@@ -66,7 +66,10 @@ class Initialized:
         state = self._qshard
         if state.weight_format is None:
             return ""
-        how = " at each use" * (state.dynamic is not None) + ", weight_only=True" * state.weight_only
+        how = " at each use" * (state.dynamic is not None)
+        if state.dynamic is not None and state.dynamic.forward_precision:
+            how = f" in backward, forward in {state.dynamic.forward_precision}"
+        how += ", weight_only=True" * state.weight_only
         return f", format={state.weight_format}{how}"
 
     def __setstate__(self, state):

@@ -57,7 +57,7 @@ def _is_usual(linear):
     if not isinstance(linear, Linear) or linear.is_constructed:
         return False
     state = linear._qshard
-    if state.dynamic is not None and state.dynamic.uses > 1:
+    if state.dynamic is not None and (state.dynamic.uses > 1 or state.dynamic.forward_precision):
         return False
     return does_forward_alone(linear, 0 if state.style is None else state.style.hooks)
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qshard._runtime.classes import TensorState
 from qshard._runtime.hooks import holds_codes, local_of
 from qshard.gradients import DDPHook, QuantizedReduceScatter, ddp_message_bytes, message_bytes
+from qshard.modules.fsdp2 import groups_of_state
 
 
 @dataclass
@@ -93,13 +94,6 @@ def _count_gradients(group, trained, shards, replicas, dtype):
     sent += all_reduce_sent(shard, replicas)
     for (row, _), of_reduced, of_sent in zip(trained, split(reduced, numels), split(sent, numels)):
         row.reduced, row.gradients_sent = of_reduced, of_sent
-
-
-def groups_of_state(state) -> list:
-    """FSDP2's groups of parameters of one module, by its FSDPState."""
-    several = getattr(state, "_fsdp_param_groups", None)  # later versions of torch have it
-    groups = [state._fsdp_param_group] if several is None else several
-    return [group for group in groups if group is not None]
 
 
 def _groups(model) -> Iterator[tuple[object, bool]]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 import qshard
-from qshard.report.bytes_sent import groups_of_state
+from qshard.modules.fsdp2 import groups_of_state
 
 
 def output_of(subject, seed):
