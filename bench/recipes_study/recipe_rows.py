@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import qshard
 
 LAST_BLOCKS = 0.15  # of the blocks, plain to the end (arXiv:2509.25149, section 4.1)
-LAST_STEPS = 0.18  # of the steps (the same, section 5)
+LAST_STEPS = 0.18  # of the steps, in bf16 (the same, appendix)
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Row:
     title: str
     recipe: object = None  # None: bf16
     plain_blocks: float = 0.0  # the share of the blocks, the last ones, that stay plain
-    plain_steps: float = 0.0  # the share of the steps, the last ones, in bf16
+    last_steps: float = 0.0  # the share of the steps, the last ones, whose forward is in bf16
+    plain_backward: bool = False  # and whose backward is, too
 
 
 def _nvfp4(**options) -> Row:
@@ -43,7 +44,13 @@ ROWS = {
     "nvfp4_4over6_1x16": replace(
         _nvfp4(four_over_six=True, disable_2d_quantization=True), title="four over six, 1x16 weights"
     ),
-    "nvfp4_then_bf16": replace(_nvfp4(), title="the last 18 % of steps in bf16", plain_steps=LAST_STEPS),
+    "nvfp4_forward_bf16": replace(_nvfp4(), title="forward of the last 18 % of steps in bf16", last_steps=LAST_STEPS),
+    "nvfp4_4over6_forward_bf16": replace(
+        _nvfp4(four_over_six=True), title="both: four over six, and that forward", last_steps=LAST_STEPS
+    ),
+    "nvfp4_then_bf16": replace(
+        _nvfp4(), title="the last 18 % of steps in bf16", last_steps=LAST_STEPS, plain_backward=True
+    ),
 }
 REFERENCE = "bf16"
 REFERENCE_SEEDS, SEEDS = 5, 3  # of the reference, of others

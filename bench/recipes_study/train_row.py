@@ -107,7 +107,7 @@ class Run:
         return (sum(losses) / sequences).item()
 
     def is_switch(self, step: int) -> bool:
-        return self.row.plain_steps > 0 and step == round((1 - self.row.plain_steps) * self.sizes.steps)
+        return self.row.last_steps > 0 and step == round((1 - self.row.last_steps) * self.sizes.steps)
 
     def train_to_the_end(self, graphs: bool) -> dict:
         sizes, losses, started, eager = self.sizes, {}, time.monotonic(), 3
@@ -116,7 +116,10 @@ class Run:
             if self.is_switch(step):
                 self.graph, eager = None, step + 3
                 self.optimizer.zero_grad()
-                qshard.dequantize_(self.model)
+                if self.row.plain_backward:
+                    qshard.dequantize_(self.model)
+                else:
+                    qshard.set_forward_precision(self.model, "bf16")
             self.take(step)
             if self.graph is not None:
                 self.graph.replay()
