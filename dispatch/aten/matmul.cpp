@@ -11,6 +11,7 @@
 #include "dispatch/flush/flush.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/checks/first_use.h"
 #include "kernels/gemm/gemm_report.h"
 
 namespace qshard {
@@ -35,6 +36,7 @@ bool is_window_of_rows(const at::Tensor& tensor, int64_t dim) {
 LinearWeight weight_of_rows(const at::Tensor& window, int64_t count, const char* op) {
   const BufferPtr& buffer = impl_of(window).buffer();
   ensure_codes_current(buffer, op);
+  check_gemms_at_first_use(*buffer->layout().format, buffer->device());
   const Planes& planes = buffer->planes();
   const ScalingState& state = buffer->scaling_state();
   return {

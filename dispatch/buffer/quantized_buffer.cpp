@@ -9,6 +9,7 @@
 #include "dispatch/buffer/image_copy.h"
 #include "dispatch/buffer/read_codes.h"
 #include "dispatch/parts/kernel_bridge.h"
+#include "kernels/checks/first_use.h"
 #include "kernels/device/capture.h"
 
 namespace qshard {
@@ -19,6 +20,7 @@ QuantizedBuffer::QuantizedBuffer(Placement placement, at::ScalarType dtype, Plan
       dtype_(dtype),
       planes_(std::move(planes)),
       scaling_state_(std::move(state)) {
+  check_gemms_at_first_use(*layout().format, device());
   flush_state_.watch().watch(planes_.memory());
   note_codes();
 }

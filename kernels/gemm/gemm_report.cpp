@@ -107,6 +107,8 @@ std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallbac
       return "weight-only, as asked for";
     case GemmFallback::kCpu:
       return "no FP8 GEMM on CPU";
+    case GemmFallback::kWrong:
+      return "its GEMMs were found to be wrong on such a GPU";
     case GemmFallback::kDevice:
       return format.gemm.devices;
     case GemmFallback::kOneRowBlocks:
@@ -134,7 +136,7 @@ void record_gemm(const Format& format, GemmDirection direction, GemmFallback fal
   const size_t index = counters_of(format.index, format.emulated);
   const auto why = static_cast<size_t>(fallback);
   counters[index][static_cast<size_t>(direction)][why].fetch_add(1, std::memory_order_relaxed);
-  if (fallback <= GemmFallback::kCpu) return;
+  if (fallback <= GemmFallback::kWrong) return;
   if (is_new_reason(format, fallback)) {
     TORCH_WARN(
         "qshard: a linear with a ", format.name, " weight runs on dequantized values because ",
@@ -149,7 +151,7 @@ void record_grouped_gemm(const Format& format, GemmDirection direction, GroupedP
     const std::lock_guard lock(calls.mutex);
     ++calls.counts[{&format, direction, path, why, waits}];
   }
-  if (path == GroupedPath::kValues && why > GemmFallback::kCpu && is_new_reason(format, why)) {
+  if (path == GroupedPath::kValues && why > GemmFallback::kWrong && is_new_reason(format, why)) {
     TORCH_WARN("qshard: experts with a ", format.name, " weight run on dequantized values because ",
                gemm_fallback_reason(format, why), ". This is reported once; see backend_report().");
   }

@@ -14,9 +14,10 @@ constexpr int kGemmDirections = 3;
 /// Why a GEMM ran on a dequantized weight.
 enum class GemmFallback : uint8_t {
   kNone,  // it did not: FP8, block-scaled or emulated, as its format says
-  // What follows up to kCpu needs no warning.
+  // What follows up to kWrong needs no warning.
   kWeightOnly,
   kCpu,
+  kWrong,  // warned about when it was found
   kDevice,
   kOneRowBlocks,
   kDtype,
@@ -27,7 +28,7 @@ enum class GemmFallback : uint8_t {
   kNoKernel,
   kNoGroupedGemm,
 };
-constexpr int kGemmFallbacks = 12;
+constexpr int kGemmFallbacks = 13;
 
 /// How a GEMM of many experts ran (kernels/grouped).
 enum class GroupedPath : uint8_t {

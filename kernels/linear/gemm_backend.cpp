@@ -5,6 +5,7 @@
 
 #include "kernels/device/compute_capability.h"
 #include "kernels/format/value_dtype.h"
+#include "kernels/gemm/gemm_verdicts.h"
 #include "kernels/linear/emulated_gemms.h"
 #include "kernels/linear/linear_block_scaled.h"
 #include "kernels/linear/linear_fp8.h"
@@ -49,8 +50,10 @@ GemmFallback codes_fallback(const GemmProblem& problem) {
 // What GEMMs of a device's tensor cores have in common.
 GemmFallback device_fallback(const GemmProblem& problem) {
   if (problem.device.is_cpu()) return GemmFallback::kCpu;
-  const bool has_gemm = problem.format->gemm.runs_on(cuda::compute_capability(problem.device));
-  return has_gemm ? codes_fallback(problem) : GemmFallback::kDevice;
+  const int capability = cuda::compute_capability(problem.device);
+  if (!problem.format->gemm.runs_on(capability)) return GemmFallback::kDevice;
+  const bool is_wrong = gemm_verdicts().of(*problem.format, capability) == GemmVerdict::kWrong;
+  return is_wrong ? GemmFallback::kWrong : codes_fallback(problem);
 }
 
 class Fp8Gemms final : public QuantizedGemmBackend {
@@ -93,6 +96,25 @@ class BlockScaledGemms final : public QuantizedGemmBackend {
     }
     return {};
   }
+};
+
+// In the place of those above where QSHARD_GEMM_CHECK says `break`.
+class BrokenGemms final : public QuantizedGemmBackend {
+ public:
+  explicit BrokenGemms(const QuantizedGemmBackend& whole) : whole_(whole) {}
+
+  GemmFallback supports(const GemmProblem& problem) const override {
+    return whole_.supports(problem);
+  }
+  OperandLayout operand_layout() const override { return whole_.operand_layout(); }
+  at::Tensor run(const GemmTask& task) const override {
+    const at::Tensor out = whole_.run(task);
+    if (out.defined()) out.narrow(0, 0, 1).mul_(2);
+    return out;
+  }
+
+ private:
+  const QuantizedGemmBackend& whole_;
 };
 
 // On every device, for what the GEMMs above take.
@@ -161,16 +183,14 @@ class DequantizedGemms final : public GemmBackend {
 const QuantizedGemmBackend& quantized_backend(const Format& format) {
   static const Fp8Gemms fp8;
   static const BlockScaledGemms block_scaled;
+  static const BrokenGemms broken_fp8(fp8);
+  static const BrokenGemms broken_block_scaled(block_scaled);
   static const EmulatedGemms emulated_fp8(OperandLayout::kPacked);
   static const EmulatedGemms emulated_block_scaled(OperandLayout::kRowImage);
-  switch (format.gemm.kind) {
-    case GemmKind::kPacked:
-      if (format.emulated) return emulated_fp8;
-      return fp8;
-    case GemmKind::kRowImages:
-      break;
-  }
-  if (format.emulated) return emulated_block_scaled;
+  const bool is_packed = format.gemm.kind == GemmKind::kPacked;
+  if (format.emulated) return is_packed ? emulated_fp8 : emulated_block_scaled;
+  if (gemm_verdicts().options().breaks) return is_packed ? broken_fp8 : broken_block_scaled;
+  if (is_packed) return fp8;
   return block_scaled;
 }
 

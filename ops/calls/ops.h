@@ -200,6 +200,8 @@ std::vector<std::string> format_names();
 std::string format_info_op(c10::string_view name);
 std::string backend_report_op();
 c10::Dict<std::string, std::string> why_dequantized_op(at::Device device);
+/// What is known of the GEMMs that the device has, by format: kernels/gemm/gemm_verdicts.h.
+c10::Dict<std::string, std::string> gemm_verdicts_op(at::Device device);
 std::string foreign_owner_of_key_op();
 void set_fallback_tracing_op(bool enabled);
 void set_in_step_op(bool in_step);

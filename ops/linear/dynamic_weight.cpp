@@ -7,6 +7,7 @@
 
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/checks/first_use.h"
 #include "kernels/format/checked_sizes.h"
 #include "kernels/format/whole_layout.h"
 #include "kernels/scaling/scaling_state.h"
@@ -104,6 +105,7 @@ LinearWeight quantize_for_use(const Tensor& weight, const Format& format, at::Te
                               WeightUse use, const char* op) {
   RowImage rows;
   rows.layout = checked_layout(weight, format, use, op);
+  check_gemms_at_first_use(format, weight.device());
   const UseScaling scaling(rows.layout, state, weight.device(), op);
   // dgrad reads the columnwise image; both are written where one is.
   if (format.columnwise && use == WeightUse::kForward) {

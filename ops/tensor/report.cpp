@@ -3,7 +3,9 @@
 #include "dispatch/aten/fallback.h"
 #include "dispatch/aten/native_kernels.h"
 #include "dispatch/aten/registration.h"
+#include "kernels/device/compute_capability.h"
 #include "kernels/format/format_info.h"
+#include "kernels/gemm/gemm_verdicts.h"
 #include "kernels/linear/linear.h"
 #include "ops/calls/ops.h"
 
@@ -31,6 +33,17 @@ c10::Dict<std::string, std::string> why_dequantized_op(at::Device device) {
     reasons.insert(std::string(format.name), why_dequantized(format, device));
   }
   return reasons;
+}
+
+c10::Dict<std::string, std::string> gemm_verdicts_op(at::Device device) {
+  c10::Dict<std::string, std::string> verdicts;
+  const int capability = cuda::compute_capability(device);
+  for (const Format& format : formats()) {
+    if (!format.gemm.runs_on(capability)) continue;
+    verdicts.insert(std::string(format.name),
+                    std::string(name_of(gemm_verdicts().of(format, capability))));
+  }
+  return verdicts;
 }
 
 std::string foreign_owner_of_key_op() { return foreign_owner_of_key(); }

@@ -231,25 +231,24 @@ def backend_report() -> str:
     return "\n".join(lines) + "\n" + ops.backend_report()
 
 
-# Compute capabilities that the GPU tests have run on; bench/results holds what they measured.
-_TESTED_ON = {(9, 0)}
+# What is known of GEMMs: "trusted" ones were seen right by `python -m qshard verify` on such a GPU.
+_NOTES = {
+    "unchecked": " (not seen on such a GPU: checked when a weight arrives)",
+    "right": " (not seen on such a GPU before: small products were right)",
+}
 
 
 def _device_lines(device: torch.device) -> list[str]:
-    name, note = str(device), ""
+    name = str(device)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         name += f" {torch.cuda.get_device_name(device)}, compute capability %d.%d" % capability
-        if capability not in _TESTED_ON:
-            note = " (written, but qshard's tests have not run on such a GPU)"
-    formats_by_reason: dict[str, list[str]] = {}
+    verdicts, formats_by_path = Process.gemm_verdicts(device), {}
     for format, reason in Process.why_dequantized(device).items():
-        formats_by_reason.setdefault(reason, []).append(format)
-    return [
-        f"{name}: {', '.join(formats)}: "
-        + (f"dequantized GEMM: {reason}" if reason else f"low-precision GEMM{note}")
-        for reason, formats in formats_by_reason.items()
-    ]
+        note = _NOTES.get(verdicts.get(format), "")
+        path = f"dequantized GEMM: {reason}" if reason else f"low-precision GEMM{note}"
+        formats_by_path.setdefault(path, []).append(format)
+    return [f"{name}: {', '.join(formats)}: {path}" for path, formats in formats_by_path.items()]
 
 
 def debug(enabled: bool = True) -> None:

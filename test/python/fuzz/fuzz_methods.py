@@ -23,6 +23,7 @@ STATIC = {
     "Process.set_fallback_tracing": {"enabled": "bool"},
     "Process.traced_fallbacks": {"reads_only": "bool"},
     "Process.why_dequantized": {"device": "Device"},
+    "Process.gemm_verdicts": {"device": "Device"},
     "Process.foreign_owner_of_key": {},
 }  # fmt: skip
 
