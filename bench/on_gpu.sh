@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one go:
-#   bench/on_gpu.sh [all|tests|programs|sanitizer|demo|overhead|kernels|linear|train|sync|gradients|losses|clients …]
+#   bench/on_gpu.sh [all|tests|verify|programs|sanitizer|demo|overhead|kernels|linear|train|sync|gradients|losses|clients …]
 #
 # Needs a python3 that has torch, and no network. QSHARD_LIBRARY names a prebuilt libqshard.so
 # with its libqshard_impl.so beside it; without it the library is built here. Logs and results go to $OUT (default: bench/results/gpu).
@@ -158,6 +158,7 @@ if [ -z "${QSHARD_LIBRARY:-}" ]; then
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if wants tests; then step tests cuda_tests; fi
+if wants verify; then step verify "$python" -m qshard verify --json "$out/verify.json"; fi
 if wants programs; then step programs programs; fi
 if wants sanitizer; then step sanitizer sanitizer; fi
 if wants demo; then step demo demo; fi
@@ -176,6 +177,7 @@ echo "######## summary: $gpus"
 for log in tests sanitizer; do
   [ -e "$out/$log.log" ] && grep -E ' (passed|failed)|  (PASSED|FAILED)  |SUMMARY:' "$out/$log.log"
 done
+[ -e "$out/verify.log" ] && tail -1 "$out/verify.log"
 [ -e "$out/programs.log" ] && grep -E ' programs on ' "$out/programs.log"
 [ -e "$out/demo.log" ] && grep -A 12 'gathered B/step' "$out/demo.log"
 [ -e "$out/overhead.log" ] && sed -n '/host overhead/,$p' "$out/overhead.log"

@@ -1,4 +1,5 @@
-"""`python -m qshard`: what is installed, what it runs on, and whether it works."""
+"""`python -m qshard`: what is installed, what it runs on, and whether it works. `python -m qshard verify` looks closer
+(qshard/verify)."""
 
 import platform
 import sys
@@ -9,11 +10,14 @@ import torch
 import qshard
 from qshard._library import about_library
 from qshard.formats import info_of
+from qshard.verify import main as verify
 
 ops = torch.ops.qshard
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["verify"]:
+        return verify(sys.argv[2:])
     for name, value in _facts():
         print(f"{name:<11}{value}")
     print()
