@@ -17,6 +17,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle  # noqa: E402
 FIGURES = Path(__file__).resolve().parent / "figures"
 DATA = FIGURES.parents[1] / "bench" / "results" / "figures.json"
 SCALE = FIGURES / "scale.json"
+WATCHED = FIGURES / "watched.json"  # docs/watched_model.py writes it
 BLUE, ORANGE, GREEN, GREY = "#4c72b0", "#dd8452", "#55a868", "#8c8c8c"
 
 
@@ -185,12 +186,32 @@ def draw_scale(data: dict, path: Path) -> None:
     save(figure, path)
 
 
+def draw_watched(data: dict, path: Path) -> None:
+    """A panel for inputs and one for gradients: layers by steps, the share as a color and the last as a number."""
+    panels_of = data["underflow_percent"]
+    figure, panels = plt.subplots(1, len(panels_of), figsize=(9, 5.2), sharey=True, layout="constrained")
+    for axes, (operand, rows) in zip(panels, panels_of.items()):
+        image = axes.imshow(list(rows.values()), aspect="auto", cmap="YlOrRd", vmin=0, vmax=50, interpolation="nearest")
+        places = range(0, len(data["steps"]), 5)
+        axes.set_xticks(places, [str(data["steps"][place]) for place in places], fontsize=8)
+        axes.set_yticks(range(len(rows)), [name.removesuffix(".weight") for name in rows], fontsize=8)
+        for y, shares in enumerate(rows.values()):
+            axes.text(len(shares) - 0.3, y, f"{shares[-1]:.0f}", fontsize=7, va="center")
+        axes.set_title(operand, fontsize=9.5, loc="left", weight="bold")
+        axes.set_xlabel("step")
+        axes.spines[:].set_visible(False)
+    figure.colorbar(image, ax=panels, label="% of elements that underflow", shrink=0.6, pad=0.06)
+    figure.suptitle(f"{data['recipe']}: what underflows in each layer", fontsize=11, x=0.01, ha="left")
+    save(figure, path)
+
+
 def draw_all(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update({"svg.hashsalt": "qshard", "svg.fonttype": "none"})  # text that a reader can search
     draw_concepts(folder / "concepts.svg")
     draw_rooms(folder / "rooms.svg")
     draw_states(folder / "states.svg")
+    draw_watched(json.loads(WATCHED.read_text()), folder / "watched.svg")
     draw_scale(json.loads(SCALE.read_text())["plot"], folder / "scale.svg")
     draw_step_time(json.loads(DATA.read_text())["step_time"], folder / "step-time.svg")
 

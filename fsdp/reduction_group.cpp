@@ -23,6 +23,7 @@ class ProcessGroupHandle final : public RankGroup {
   using RankGroup::RankGroup;
 
   int64_t size() const override { return get()->getSize(); }
+  int64_t rank() const override { return get()->getRank(); }
 
   void all_reduce_max(at::Tensor bits) const override {
     const auto group = get();

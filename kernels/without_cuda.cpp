@@ -21,6 +21,7 @@
 #include "kernels/quantize/quantize_cuda.h"
 #include "kernels/rotary/rotary_cuda.h"
 #include "kernels/scaling/scaling_state_cuda.h"
+#include "kernels/statistics/statistics_cuda.h"
 #include "kernels/tensors/last_input_amax.h"
 #include "kernels/transpose/transpose_cuda.h"
 
@@ -104,6 +105,8 @@ void apply_state(std::span<const StateTask>, FlushKind, const float*, void*) {
   no_cuda("roll amax histories");
 }
 void delay_amax(float*, const DelayedAmax&, void*) { no_cuda("scale by earlier amaxes"); }
+
+void add_statistics(const CodedMatrix&, int64_t*, void*) { no_cuda("compute statistics"); }
 
 void transpose_values(const TransposeTask&, void*) { no_cuda("transpose"); }
 void transpose_image(const TransposeImageTask&, void*) { no_cuda("transpose"); }

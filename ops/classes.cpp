@@ -9,6 +9,7 @@
 #include "ops/calls/ops.h"
 #include "ops/tensor/saved_tensor.h"
 #include "ops/tensor/tensor_state.h"
+#include "ops/tensor/watch.h"
 
 namespace qshard {
 namespace {
@@ -69,6 +70,15 @@ void define_saved_tensor(torch::Library& m) {
   method<"SavedTensor.over_shared_planes", &over_shared_planes>(type, {arg("master")});
 }
 
+void define_watch(torch::Library& m) {
+  using torch::arg;
+  auto type = m.class_<StatisticsWatch>("Watch");
+  type.def(torch::init<int64_t>(), "", {arg("every")});
+  method<"Watch.add", &add_watched>(type, {arg("weight"), arg("number"), arg("step")});
+  method<"Watch.take", &take_samples>(type);
+  method<"Watch.end", &end_watch>(type);
+}
+
 void define_process(torch::Library& m) {
   auto type = m.class_<Process>("Process");
   static_method<"Process.number_of_groups", &number_of_groups>(type);
@@ -76,6 +86,7 @@ void define_process(torch::Library& m) {
   static_method<"Process.make_shards", &make_shards_op>(type);
   static_method<"Process.set_fallback_tracing", &set_fallback_tracing_op>(type);
   static_method<"Process.traced_fallbacks", &traced_fallbacks_op>(type);
+  static_method<"Process.pass_tally", &pass_tally_op>(type);
   static_method<"Process.why_dequantized", &why_dequantized_op>(type);
   static_method<"Process.gemm_verdicts", &gemm_verdicts_op>(type);
   static_method<"Process.foreign_owner_of_key", &foreign_owner_of_key_op>(type);
@@ -86,6 +97,7 @@ void define_process(torch::Library& m) {
 TORCH_LIBRARY_FRAGMENT(qshard, m) {
   define_tensor_state(m);
   define_saved_tensor(m);
+  define_watch(m);
   define_process(m);
 }
 

@@ -27,6 +27,7 @@ from qshard.recipes import (
     NVFP4BlockScaling,
 )
 from qshard.report import backend_report, debug, report, trace_fallbacks
+from qshard.watching import watch
 
 try:
     __version__ = importlib.metadata.version("qshard")
@@ -67,4 +68,5 @@ __all__ = [
     "set_forward_precision",
     "tensor_parallel",
     "trace_fallbacks",
+    "watch",
 ]

@@ -42,7 +42,8 @@ LinearWeight weight_of_rows(const at::Tensor& window, int64_t count, const char*
   return {
       matrix_of({buffer->layout(), planes.image(), planes.grid().read(), row_window(window)->first},
                 count),
-      state.amax_history, state.scaling_amax, &buffer->remembered().last_input};
+      state.amax_history, state.scaling_amax, &buffer->remembered().last_input,
+      buffer->remembered().watched};
 }
 
 }  // namespace
@@ -75,7 +76,9 @@ ExpertWeights expert_weights(const at::Tensor& weight, const char* op) {
                           op, describe(weight), weight.strides().vec()));
   const at::Tensor lying = transposed ? weight.transpose(1, 2) : weight;
   const int64_t count = lying.size(0), rows = lying.size(1);
-  return {weight_of_rows(lying, count * rows, op), count, rows, rows, transposed};
+  ExpertWeights experts{weight_of_rows(lying, count * rows, op), count, rows, rows, transposed};
+  experts.stack.watched = nullptr;  // no kernel of groups adds statistics, so no path does
+  return experts;
 }
 
 at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {

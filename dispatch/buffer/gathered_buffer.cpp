@@ -41,6 +41,7 @@ BufferPtr GatheredBuffer::of(QuantizedBuffer& shard, const at::Tensor& bytes,
       Planes::over_image(bytes.view(-1), Grid::snapshot(std::move(grid)), whole),
       shard.scaling_state());
   buffer->flush_state().join(generation);
+  buffer->remembered().watched = shard.remembered().watched;
   return buffer;
 }
 
@@ -65,6 +66,7 @@ void GatheredBuffer::regather(QuantizedBuffer& shard, const at::Tensor& bytes) {
   note_codes();
   // The shard may be another tensor than in the gather before, as after Module.to().
   scaling_state() = shard.scaling_state();
+  remembered().watched = shard.original()->remembered().watched;
   flush_state().join(generation);
   flush_state().mark_scales_synced();
 }

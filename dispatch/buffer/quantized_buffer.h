@@ -62,6 +62,7 @@ class QuantizedBuffer : public c10::intrusive_ptr_target {
   const ScalingState& scaling_state() const { return scaling_state_; }
   ScalingState& scaling_state() { return scaling_state_; }
   Arrivals& arrivals() { return arrivals_; }
+  const Remembered& remembered() const { return remembered_; }
   Remembered& remembered() { return remembered_; }
   VersionCounters counters() { return {planes_, flush_state_.watch(), keeps_master()}; }
 

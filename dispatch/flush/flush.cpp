@@ -7,6 +7,7 @@
 
 #include "dispatch/flush/requantize.h"
 #include "dispatch/flush/rounding_keys.h"
+#include "dispatch/flush/sampled_weights.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "kernels/device/capture.h"
 
@@ -22,11 +23,14 @@ bool has_activation_amaxes(const QuantizedBuffer& buffer) {
 }
 
 /// The groups whose ranks take part in a flush of this buffer.
-Groups groups_of_flush(const QuantizedBuffer& buffer) {
+Groups groups_of_flush(const QuantizedBuffer& buffer, FlushKind kind) {
   const Placement& placement = buffer.placement();
   Groups groups{placement.group(), placement.groups_of_full_tensor(), {}};
   // Replicas hold the same weights, and so the same amaxes of them.
-  if (has_activation_amaxes(buffer)) groups.replicas = placement.groups().replicas;
+  const bool is_watched = kind == FlushKind::kStep && is_sampled(buffer);
+  if (has_activation_amaxes(buffer) || is_watched) groups.replicas = placement.groups().replicas;
+  // The statistics are of all parts, also where each part has scales of its own.
+  if (is_watched && groups.tensor.empty()) groups.tensor = placement.groups().tensor;
   return groups;
 }
 
@@ -38,11 +42,11 @@ bool fit_together(const Groups& a, const Groups& b) {
 }
 
 /// By device and groups, in order of first appearance; each buffer once.
-std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers) {
+std::vector<Batch> batches_of(const std::vector<BufferPtr>& buffers, FlushKind kind) {
   std::vector<Batch> batches;
   for (const auto& buffer : buffers) {
     if (buffer->device().is_meta()) continue;
-    Groups groups = groups_of_flush(*buffer);
+    Groups groups = groups_of_flush(*buffer, kind);
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
       return b.device == buffer->device() && fit_together(b.groups, groups);
     });
@@ -222,6 +226,16 @@ void compare_copies(const Batch& batch) {
   }
 }
 
+/// The groups of a batch whose ranks agree on more than statistics.
+Groups groups_of_values(const Batch& batch) {
+  Groups groups = batch.groups;
+  const bool has_parts = std::any_of(
+      batch.buffers.begin(), batch.buffers.end(),
+      [](const BufferPtr& b) { return !b->placement().groups_of_full_tensor().empty(); });
+  if (!has_parts) groups.tensor.clear();
+  return groups;
+}
+
 /// If one of the weights that share a scale is written, all are, where all of them are here.
 void spread_writes(const Batch& batch) {
   for (const auto& group : shared_scales(batch.buffers)) {
@@ -276,8 +290,9 @@ void flush_batch(Batch batch, const RequantizeOptions& options) {
   Batch left = batch;
   // No other rank needs these amaxes, so buffers whose codes are final skip the flush.
   if (!batch.groups.shard && batch.groups.tensor.empty()) {
-    std::erase_if(left.buffers, [](const BufferPtr& b) {
-      return is_done_alone(*b) && b->placement().scale_group().id == 0;
+    std::erase_if(left.buffers, [&](const BufferPtr& b) {
+      const bool is_read = options.kind == FlushKind::kStep && is_sampled(*b);
+      return is_done_alone(*b) && b->placement().scale_group().id == 0 && !is_read;
     });
   }
   if (!left.buffers.empty()) requantize(left, options);
@@ -344,20 +359,21 @@ void ensure_codes_current(const BufferPtr& buffer, const char* op) {
 void flush(const std::vector<BufferPtr>& buffers, FlushKind kind, const at::Tensor& found_inf) {
   for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
   if (kind == FlushKind::kStep) tell_rounding_keys_apart(buffers);
-  for (const auto& batch : batches_of(buffers)) {
+  for (const auto& batch : batches_of(buffers, kind)) {
     const auto turn = take_turn(batch.groups);
-    compare_copies(batch);
+    compare_copies({batch.device, groups_of_values(batch), batch.buffers});
     spread_writes(batch);
     for (const auto& buffer : batch.buffers) {
       if (buffer->flush_state().is_written_here()) check_group_is_known(*buffer);
     }
     flush_batch(batch, {.kind = kind, .found_inf = found_inf});
   }
+  if (kind == FlushKind::kStep) begin_next_step(buffers);
 }
 
 void flush_any_written(const std::vector<BufferPtr>& buffers) {
   for (const BufferPtr& buffer : buffers) buffer->arrivals().settle(*buffer);
-  for (const auto& batch : batches_of(buffers)) {
+  for (const auto& batch : batches_of(buffers, FlushKind::kOutsideStep)) {
     const auto turn = take_turn(batch.groups);
     for (const auto& buffer : batch.buffers) check_group_is_known(*buffer);
     if (has_peers(batch)) {

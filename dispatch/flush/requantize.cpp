@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "dispatch/flush/amax_vector.h"
+#include "dispatch/flush/sampled_weights.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/parts/storage.h"
 
@@ -109,7 +110,10 @@ class Requantization {
         stream_(current_stream(batch.device)),
         ranks_(ranks_of(batch.groups.shard)),
         entries_(entries_of(batch, ranks_)),
-        vector_(words_of(entries_), batch.device),
+        sampled_in_front_(sampled(true)),
+        sampled_behind_(sampled(false)),
+        vector_(words_of(entries_) + sampled_in_front_.words() + sampled_behind_.words(),
+                batch.device),
         sharing_(shared_scales(batch.buffers)) {
     for (const auto& group : sharing_) {
       for (const size_t i : group) entries_[i].shares_scale = true;
@@ -131,7 +135,11 @@ class Requantization {
     if (!at_once) compute_amax(tasks, stream_);
     compute_amax(tasks_of({Entry::kNothing}), stream_);
     vector_.collect(states);
+    sampled_in_front_.write(sampled_words_in_front_);
+    sampled_behind_.write(sampled_words_behind_);
     vector_.reduce(groups, options_.kind);
+    sampled_in_front_.leave(sampled_words_in_front_);
+    sampled_behind_.leave(sampled_words_behind_);
     share_scales();
     if (options_.amax) *options_.amax = states.empty() ? vector_.words() : vector_.words().clone();
     vector_.apply(states, options_.kind, options_.found_inf);
@@ -151,7 +159,9 @@ class Requantization {
   const Stream stream_;
   const int64_t ranks_;
   std::vector<Entry> entries_;
+  const SampledWeights sampled_in_front_, sampled_behind_;
   AmaxVector vector_;
+  at::Tensor sampled_words_in_front_, sampled_words_behind_;
   std::vector<std::vector<size_t>> sharing_;  // positions of entries
 
   static std::vector<Entry> entries_of(const Batch& batch, int64_t ranks) {
@@ -181,6 +191,26 @@ class Requantization {
   bool is_in_front(const Entry& entry) const {
     return !batch_.groups.tensor.empty() &&
            !entry.buffer->placement().groups_of_full_tensor().empty();
+  }
+
+  /// What a watch has found in this step: in front, of weights of which other ranks hold other
+  /// parts.
+  SampledWeights sampled(bool in_front) const {
+    if (options_.kind != FlushKind::kStep) return {};
+    std::vector<BufferPtr> buffers;
+    for (const Entry& entry : entries_) {
+      const bool has_parts = !entry.buffer->placement().groups().tensor.empty();
+      if (has_parts == in_front) buffers.push_back(entry.buffer);
+    }
+    const Groups& all = batch_.groups;
+    std::vector<RankGroupPtr> groups = {all.shard};
+    if (in_front) groups.insert(groups.end(), all.tensor.begin(), all.tensor.end());
+    groups.insert(groups.end(), all.replicas.begin(), all.replicas.end());
+    return {buffers, groups};
+  }
+
+  at::Tensor take_words(const SampledWeights& of) {
+    return vector_.tensor_of(vector_.take(of.words())).view(at::kInt);
   }
 
   /// Ranks that quantized a weight apart, each with the seed that it had then, round by the largest
@@ -227,6 +257,7 @@ class Requantization {
         entry.tensor_amax = vector_.take(of_tensor);
       }
     }
+    sampled_words_in_front_ = take_words(sampled_in_front_);
     vector_.end_full_tensor_prefix();
     for (Entry& entry : entries_) {
       const Layout& layout = entry.buffer->layout();
@@ -235,6 +266,7 @@ class Requantization {
       const std::span<float> front = entry.tensor_amax;
       if (!front.empty()) vector_.stands_for(front, entry.amax.first(front.size()));
     }
+    sampled_words_behind_ = take_words(sampled_behind_);
   }
 
   /// Values may have been written, and amaxes left, on other streams than this one.

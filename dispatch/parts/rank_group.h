@@ -20,6 +20,7 @@ class RankGroup {
 
   const std::string& name() const { return name_; }
   virtual int64_t size() const = 0;
+  virtual int64_t rank() const = 0;
   /// MAX over all ranks, in place, on int32 (the bits of non-negative floats order as the floats
   /// do, with NaN on top, on every backend).
   /// @throws c10::Error if there is no such process group any more.

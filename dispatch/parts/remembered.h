@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
+#include "kernels/statistics/watched.h"
 #include "kernels/tensors/last_input_amax.h"
 
 namespace qshard {
@@ -26,6 +28,7 @@ struct Remembered {
   LastInputAmax last_input;  // what the codes of a linear's input are guessed by
   MeshOfGathers mesh_of_gathers;
   GroupsOfSpec groups_of_spec;
+  std::shared_ptr<Watched> watched;  // null but where qshard.watch looks at the weight
 };
 
 }  // namespace qshard

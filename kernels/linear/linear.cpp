@@ -11,6 +11,7 @@
 #include <limits>
 #include <utility>
 
+#include "kernels/device/capture.h"
 #include "kernels/format/value_dtype.h"
 #include "kernels/gemm/gemm_report.h"
 #include "kernels/linear/gemm_backend.h"
@@ -154,6 +155,20 @@ void add_to(at::Tensor sum, at::Tensor& product) {
   if (sum.defined() && !product.is_same(sum)) product = sum.add_(product);
 }
 
+/// What quantizing an operand to these codes lost, where a watch samples the weight's step. A graph
+/// that is being captured would add to the same tally for good.
+void add_statistics(const LinearCall& call, WatchedOperand operand, const OperandProducer& x,
+                    const QuantizedMatrix& codes, const at::Tensor& column_factors = {}) {
+  Watched* watched = call.weight.watched.get();
+  if (watched == nullptr || !watched->is_sampled() || is_capturing(x.device())) return;
+  if (!x.has_values()) {
+    watched->add_kept(operand, bytes_of(codes.rowwise));
+    return;
+  }
+  const at::Tensor values = x.values(x.dtype()).contiguous();
+  watched->add(operand, coded_matrix(codes, values, column_factors), x.device());
+}
+
 /// The GEMMs of linear_backward that run on codes, as far as their fallbacks are kNone.
 LinearBackward backward_on_codes(const LinearBackwardTask& task, const LinearCall& call,
                                  GemmFallback& for_input, GemmFallback& for_weight) {
@@ -173,11 +188,17 @@ LinearBackward backward_on_codes(const LinearBackwardTask& task, const LinearCal
       request.column_factors = weight_row_scales(call.weight.codes);
     }
     both = grad.codes(request);
+    if (input) {
+      add_statistics(call, kWatchedGradient, grad, both, request.column_factors);
+    }
   }
   if (input) {
     const auto rounding = is_packed ? at::Tensor() : drawn(&GradientRounding::rows);
     QuantizedMatrix rows;
-    if (!is_packed) rows = grad.codes(call.row_image({.rowwise = true}, rounding));
+    if (!is_packed) {
+      rows = grad.codes(call.row_image({.rowwise = true}, rounding));
+      add_statistics(call, kWatchedGradient, grad, rows);
+    }
     result.grad_input = run_on_codes(call,
                                      {.direction = GemmDirection::kGradInput,
                                       .a = {.codes = is_packed ? &both : &rows},
@@ -314,12 +335,14 @@ LinearForward linear_forward(const OperandProducer& input, const LinearWeight& w
   const bool packed = on_codes && call.reads_packed();
   if (on_codes && !packed) {
     const QuantizedMatrix x = input.codes(call.row_image({.rowwise = true}));
+    add_statistics(call, kWatchedInput, input, x);
     task.a.codes = &x;
     result.output = run_on_codes(call, task, fallback);
   }
   if (packed || save_quantized_input) {
     const Orientations orientations{.rowwise = packed, .columnwise = save_quantized_input};
     QuantizedMatrix x = input.codes(call.packed(OperandRole::kInput, orientations, amax));
+    if (packed) add_statistics(call, kWatchedInput, input, x);
     task.a.codes = &x;
     if (packed) result.output = run_on_codes(call, task, fallback);
     if (save_quantized_input) {

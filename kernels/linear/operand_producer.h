@@ -46,6 +46,8 @@ class OperandProducer {
   /// The values that a GEMM reads which reads no codes: in the dtype they have, or dequantized to
   /// `dtype`.
   virtual at::Tensor values(at::ScalarType dtype) const = 0;
+  /// Whether values() are what codes are made of, not what codes that arrived stand for.
+  virtual bool has_values() const { return true; }
   /// Called where no GEMM asks for codes: delayed scaling collects the amax of the values, so that
   /// training can go on where something quantizes them.
   virtual void collect_amax(const DelayedAmax& delayed) const = 0;
@@ -110,6 +112,7 @@ class CachedOperand final : public OperandProducer {
   /// Rowwise codes are not read any more.
   void release_rows() { made_.rowwise = {}; }
   at::Tensor values(at::ScalarType dtype) const override { return source_.values(dtype); }
+  bool has_values() const override { return source_.has_values(); }
   void collect_amax(const DelayedAmax& delayed) const override;
 
  private:
@@ -141,6 +144,7 @@ class QuantizedOperand final : public OperandProducer {
   }
   QuantizedMatrix codes(const OperandRequest& request) const override;
   at::Tensor values(at::ScalarType dtype) const override;
+  bool has_values() const override { return values_.defined(); }
   void collect_amax(const DelayedAmax& delayed) const override;
 
  private:

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "kernels/device/current_stream.h"
@@ -115,6 +116,69 @@ at::Tensor packed_block_scales(const PackedCodes& codes) {
     return grid.narrow(1, 0, blocks).repeat_interleave(128, 0).narrow(0, 0, codes.rows);
   }
   return scales.narrow(0, 0, blocks * codes.rows).view({blocks, codes.rows}).t();
+}
+
+namespace {
+
+void set_codes(const RowImage& rows, CodedMatrix& coded) {
+  const Layout& layout = rows.layout;
+  const Format& format = *layout.format;
+  const int64_t pitch = layout.row_bytes();
+  coded.codes = static_cast<const uint8_t*>(rows.image.const_data_ptr()) + rows.first_row * pitch;
+  coded.code_pitch = pitch;
+  coded.bytes = coded.rows * pitch;
+  if (!format.scale.is_in_grid()) {
+    coded.row_scales = coded.codes + layout.row_scale_offset();
+    coded.row_scale = row_scale_of(format.scale);
+    coded.row_scale_cols = format.scale.block_cols;
+  }
+  const ScaleLevel* level = format.grid_scale();
+  if (level == nullptr) return;
+  coded.scales = rows.grid.const_data_ptr<float>();
+  coded.first_row = layout.row_offset + rows.first_row;
+  coded.matrix_rows = layout.matrix_rows;
+  coded.block_rows = level->block_rows;
+  coded.block_rows_per_matrix = layout.grid_rows() / std::max<int64_t>(layout.matrices(), 1);
+  coded.block_cols = level->block_cols;
+  coded.row_block_pitch = layout.grid_cols();
+  coded.col_block_pitch = 1;
+  coded.bytes += 4 * layout.grid_numel();
+}
+
+void set_codes(const PackedCodes& packed, CodedMatrix& coded) {
+  const int64_t blocks = ceil_div(packed.ld, 128);
+  const bool by_row = packed.scale_mode != ScaleMode::kTensor;
+  const bool in_blocks = packed.scale_mode == ScaleMode::kBlock1x128;
+  coded.codes = static_cast<const uint8_t*>(packed.buffer.const_data_ptr());
+  coded.code_pitch = packed.ld;
+  coded.scales = reinterpret_cast<const float*>(coded.codes + packed.code_bytes());
+  coded.matrix_rows = packed.rows;
+  coded.block_rows = by_row ? 1 : 0;
+  coded.row_block_pitch = by_row ? 1 : 0;
+  coded.block_cols = in_blocks ? 128 : 0;
+  coded.col_block_pitch = in_blocks ? packed.rows : 0;
+  const int64_t scales = in_blocks ? packed.rows * blocks : by_row ? packed.rows : 1;
+  coded.bytes = packed.code_bytes() + 4 * scales;
+}
+
+}  // namespace
+
+CodedMatrix coded_matrix(const QuantizedMatrix& matrix, const ReadOnlyTensor& values,
+                         const at::Tensor& column_factors) {
+  CodedMatrix coded;
+  coded.rows = matrix.rows;
+  coded.cols = matrix.cols;
+  coded.values = values.const_data_ptr();
+  coded.value_dtype = value_dtype(values.scalar_type());
+  if (column_factors.defined()) coded.column_factors = column_factors.const_data_ptr<float>();
+  coded.code_dtype = matrix.code_dtype;
+  std::visit(Overloaded{[&](std::monostate) {
+                          TORCH_CHECK(false, "qshard: no statistics of a ", matrix.rows, " x ",
+                                      matrix.cols, " matrix without rowwise codes");
+                        },
+                        [&](const auto& codes) { set_codes(codes, coded); }},
+             matrix.rowwise);
+  return coded;
 }
 
 QuantizedMatrix packed_matrix(const Format& format, OperandRole role, int64_t m, int64_t k,

@@ -7,6 +7,7 @@
 
 #include "kernels/format/layout.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/statistics/tally.h"
 #include "kernels/tensors/read_only_tensor.h"
 
 namespace qshard {
@@ -116,6 +117,12 @@ at::Tensor packed_tensor_scale(const PackedCodes& codes);
 at::Tensor packed_row_scales(const PackedCodes& codes);
 /// The scales of codes in blocks: float32 (rows, ceil(ld / 128)), that of each 128 codes of a row.
 at::Tensor packed_block_scales(const PackedCodes& codes);
+
+/// The rowwise codes beside the `values` that they were made of, (M, K), contiguous, which must
+/// outlive the result. `column_factors`: as OperandRequest has them, or undefined.
+/// @throws c10::Error for no rowwise codes.
+CodedMatrix coded_matrix(const QuantizedMatrix& matrix, const ReadOnlyTensor& values,
+                         const at::Tensor& column_factors = {});
 
 /// The scales of a weight (N, K) whose format has one per row: float32 (N,), a view.
 at::Tensor weight_row_scales(const QuantizedMatrix& weight);

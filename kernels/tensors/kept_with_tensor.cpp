@@ -7,7 +7,7 @@
 namespace qshard {
 namespace {
 
-constexpr size_t kKinds = 2;
+constexpr size_t kKinds = 3;
 
 struct KeptThings final : c10::BackendMeta {
   std::array<KeptThing, kKinds> of_kind;

@@ -12,6 +12,7 @@ namespace qshard {
 enum class Kept : uint8_t {
   kInputCodes,    // by linears that read the same activation
   kPythonObject,  // by the Python package
+  kTally,         // what quantizing lost, with codes whose values are nowhere
 };
 using KeptThing = c10::intrusive_ptr<c10::intrusive_ptr_target>;
 

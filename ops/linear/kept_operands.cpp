@@ -47,9 +47,10 @@ Tensor without_bytes(const Tensor& weight) {
   const Layout& all = buffer.layout();
   const Layout layout = all.holding(rows.count).placed(all.row_offset + rows.first);
   auto planes = Planes::allocate(layout, buffer.dtype(), false, at::kMeta, Fill::kNothing);
-  return make_tensor(
-      c10::make_intrusive<QuantizedBuffer>(Placement(layout), buffer.dtype(), std::move(planes)),
-      weight.sizes());
+  auto twin =
+      c10::make_intrusive<QuantizedBuffer>(Placement(layout), buffer.dtype(), std::move(planes));
+  twin->remembered().watched = buffer.remembered().watched;
+  return make_tensor(std::move(twin), weight.sizes());
 }
 
 void check_handed_back(const Tensor& plane, const ReadOnlyTensor& like, const Tensor& grad) {
@@ -74,9 +75,10 @@ Tensor over_planes(const Tensor& twin, const Tensor& image, const Tensor& grid,
   const Layout& layout = of.layout();
   auto planes = Planes::over_image(
       image.contiguous(), Grid::snapshot(grid.defined() ? grid.contiguous() : Tensor()), layout);
-  return make_tensor(
-      c10::make_intrusive<QuantizedBuffer>(Placement(layout), of.dtype(), std::move(planes)),
-      twin.sizes());
+  auto buffer =
+      c10::make_intrusive<QuantizedBuffer>(Placement(layout), of.dtype(), std::move(planes));
+  buffer->remembered().watched = of.remembered().watched;
+  return make_tensor(std::move(buffer), twin.sizes());
 }
 
 }  // namespace

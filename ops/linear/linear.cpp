@@ -175,10 +175,10 @@ std::tuple<Tensor, Tensor> linear_forward_op(const Tensor& input, const Tensor& 
         grouped_linear_forward(input, weight, *offs, weight_only, format, save_quantized_input);
     return {made.output, made.saved.defined() ? made.saved : bytes_or_none({}, input)};
   }
-  const auto used =
-      weight_for_use(weight, format, weight_state, WeightUse::kForward, "qshard::linear");
+  auto used = weight_for_use(weight, format, weight_state, WeightUse::kForward, "qshard::linear");
   check_expected_format(used, format);
   check_linear_shapes(input, weight, bias);
+  take_arrived_tally(used, kWatchedInput, input);
   const auto operand =
       input_operand(input, as_matrix(input), *used.codes.format, input_rows, save_quantized_input);
   auto result = linear_forward(producer_of(operand), used, bias, save_quantized_input, weight_only,

@@ -118,8 +118,9 @@ std::tuple<Tensor, Tensor> linear_backward_op(
     const auto values = in_codes ? grad.options().dtype(*value_dtype) : grad.options();
     return {needs_input ? made.grad_input : none_of(values), wgrad.result(made, values)};
   }
-  const auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input), kOp);
+  auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input), kOp);
   if (in_codes) check_expected_format(used, format);
+  if (!in_codes && needs_input) take_arrived_tally(used, kWatchedGradient, grad);
   const Gradient gradient = in_codes
                                 ? gradient_in_codes(grad, *grad_columns, *grad_size, *value_dtype,
                                                     used.codes, needs_input, needs_weight)

@@ -23,6 +23,12 @@ void check_codes_can_be_made_again(const Format& format, const char* op);
 /// What a backward reads of a weight.
 WeightUse backward_use(bool needs_input);
 
+/// An input or gradient that was counted before it was sent in codes is not counted by the linear.
+inline void take_arrived_tally(LinearWeight& used, WatchedOperand operand, const Tensor& given) {
+  if (!used.watched || !used.watched->is_sampled()) return;
+  if (used.watched->add_kept(operand, given)) used.watched = nullptr;
+}
+
 /// (..., columns) as (rows, columns); the value of a quantized tensor.
 Tensor as_matrix(const Tensor& tensor);
 

@@ -6,6 +6,7 @@
 #include "dispatch/aten/matmul.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/device/capture.h"
 #include "kernels/grouped/grouped_mlp.h"
 #include "kernels/linear/swiglu_operand.h"
 #include "ops/linear/autograd.h"
@@ -80,6 +81,18 @@ void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& s
   }
 }
 
+/// The linears of gate and up are given the codes of their gradients alone: what was lost is
+/// counted here. `grad` is that of silu(gate) * up.
+void keep_tallies(const SwigluBackward& made, const Tensor& grad, const SavedSwiglu& saved,
+                  bool joined) {
+  if (is_capturing(grad.device())) return;
+  auto [grad_gate, grad_up] = swiglu_gradients(grad, saved.gate, saved.up);
+  if (joined) grad_gate = at::cat({grad_gate, grad_up}, 1);
+  const Tensor gate_values = grad_gate.contiguous(), up_values = grad_up.contiguous();
+  keep_tally(bytes_of(made.gate.rowwise), coded_matrix(made.gate, gate_values));
+  if (!joined) keep_tally(bytes_of(made.up.rowwise), coded_matrix(made.up, up_values));
+}
+
 SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const Tensor& gate,
                                      const Tensor& up, const LinearWeight& weight,
                                      const Tensor& maxima, const WgradRequest& wgrad,
@@ -119,6 +132,9 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
         request.input = &own;
       }
       auto made = swiglu_backward(grad_product, saved.gate, saved.up, request);
+      if (inner.rows && weight.watched && weight.watched->is_sampled()) {
+        keep_tallies(made, grad_product, saved, inner.joined);
+      }
       std::get<1>(out) = bytes_or_none(made.gate.rowwise, gate);
       std::get<2>(out) = bytes_or_none(made.gate.columnwise, gate);
       std::get<3>(out) = bytes_or_none(made.up.rowwise, gate);

@@ -58,7 +58,9 @@ void set_groups(const Tensor& self, int64_t groups) {
 
 void set_groups_of_moved(const Tensor& self, const Tensor& moved) {
   buffer_of(self).placement().adopt_groups_of(buffer_of(moved).placement());
-  buffer_of(self).remembered().mesh_of_gathers = buffer_of(moved).remembered().mesh_of_gathers;
+  const Remembered& of_moved = buffer_of(moved).remembered();
+  buffer_of(self).remembered().mesh_of_gathers = of_moved.mesh_of_gathers;
+  buffer_of(self).remembered().watched = of_moved.watched;
 }
 
 void set_replicas(const Tensor& self, std::string_view group) {

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/device/capture.h"
 #include "kernels/device/current_stream.h"
 #include "kernels/format/checked_sizes.h"
 #include "kernels/format/value_dtype.h"
@@ -11,6 +12,7 @@
 #include "kernels/linear/block_scaled_operand.h"
 #include "kernels/linear/linear_amax.h"
 #include "kernels/messages/activation_message.h"
+#include "kernels/statistics/watched.h"
 
 namespace qshard {
 namespace {
@@ -46,6 +48,26 @@ struct Tokens {
   }
 };
 
+/// What a linear that will be given the decoded values cannot count.
+CodedMatrix coded_message(const EncodeActivationTask& task) {
+  const ActivationMessage& message = task.message;
+  return {.rows = message.rows,
+          .cols = message.cols,
+          .values = task.values,
+          .value_dtype = task.value_dtype,
+          .codes = task.bytes,
+          .code_pitch = message.pitch(),
+          .code_dtype = message.code_dtype,
+          .scales = reinterpret_cast<const float*>(task.bytes + message.code_bytes()),
+          .matrix_rows = message.rows,
+          .block_rows = message.has_one_scale ? 0 : 1,
+          .block_cols =
+              message.has_one_scale || message.block_cols >= message.cols ? 0 : message.block_cols,
+          .row_block_pitch = message.has_one_scale ? 0 : 1,
+          .col_block_pitch = message.has_one_scale ? 0 : message.rows,
+          .bytes = message.used_bytes()};
+}
+
 /// (ranks, size...) as one tensor, along `dim` of `size`.
 Tensor put_together(const Tensor& parts, at::IntArrayRef size, int64_t dim, at::IntArrayRef whole) {
   auto sizes = size.vec();
@@ -71,8 +93,12 @@ Tensor encode_activation_op(const Tensor& self, c10::string_view format, bool is
   const Tokens tokens(op, format, self.sizes());
   const c10::OptionalDeviceGuard guard(self.device());
   const Tensor values = self.reshape({tokens.rows, tokens.cols}).contiguous();
+  const bool is_counted = may_be_sampling() && values.numel() > 0 && !is_capturing(self.device());
   if (tokens.has_row_scales()) {
-    return quantized_rows(values, tokens.format, nullptr).image.view({-1}).operand();
+    const auto codes = matrix_of(quantized_rows(values, tokens.format, nullptr), tokens.rows);
+    const Tensor out = bytes_of(codes.rowwise).view({-1});
+    if (is_counted) keep_tally(out, coded_matrix(codes, values));
+    return out;
   }
   EncodeActivationTask task{tokens.message(is_gradient)};
   TORCH_CHECK(!task.message.has_one_scale ||
@@ -84,6 +110,7 @@ Tensor encode_activation_op(const Tensor& self, c10::string_view format, bool is
   const Tensor out = at::empty({task.message.bytes()}, self.options().dtype(at::kByte));
   task.bytes = out.mutable_data_ptr<uint8_t>();
   encode_activation(task, current_stream(self.device()));
+  if (is_counted) keep_tally(out, coded_message(task));
   return out;
 }
 

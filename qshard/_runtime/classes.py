@@ -7,3 +7,4 @@ import torch
 TensorState = torch.classes.qshard.TensorState
 SavedTensor = torch.classes.qshard.SavedTensor
 Process = torch.classes.qshard.Process
+Watch = torch.classes.qshard.Watch

@@ -68,6 +68,7 @@ class OfPackage:
     note_cut = None  # (FSDP2's parameter), once its shards are made: qshard/dynamic_weights/weights.py
     roll_histories = None  # (optimizer, taken), after the flush of its step: the same file
     agree_in_units = None  # (optimizer, taken), after that: qshard/dynamic_weights/fsdp1.py
+    take_samples = None  # (), after that, while a watch runs: qshard/watching/__init__.py
 
 
 of_package = OfPackage()
@@ -404,6 +405,8 @@ def end_step(optimizer, args, kwargs):
         of_package.roll_histories(optimizer, step.taken)
     if of_package.agree_in_units is not None:
         of_package.agree_in_units(optimizer, step.taken)
+    if of_package.take_samples is not None:
+        of_package.take_samples()
 
 
 def keep_states_plain(optimizer):

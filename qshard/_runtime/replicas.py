@@ -1,6 +1,6 @@
 """Quantized parameters under DistributedDataParallel: replicas hold the same weights and see other
 activations, whose amaxes delayed scaling keeps in histories. Ranks agree on those in the flush after a
-step. Loading the library installs this."""
+step, and on what qshard.watch counts. Loading the library installs this."""
 
 import functools
 
@@ -32,7 +32,10 @@ def agree_over_replicas(stock):
     def __init__(self, module, *args, **kwargs):
         names = {name for name, _ in _states(module)} if isinstance(module, torch.nn.Module) else ()
         if not names:
-            return stock(self, module, *args, **kwargs)
+            stock(self, module, *args, **kwargs)
+            if isinstance(module, torch.nn.Module):
+                _set_replicas(self)
+            return
         before = getattr(module, "_ddp_params_and_buffers_to_ignore", None)
         module._ddp_params_and_buffers_to_ignore = [*(before or ()), *sorted(names)]
         try:

@@ -22,6 +22,7 @@ from qshard.dynamic_weights.fsdp1 import prepared_units
 from qshard.module_state import dynamics_of
 from qshard.report import bytes_sent, compatibility
 from qshard.report.bytes_sent import Traffic, name_of, split
+from qshard.watching import WeightStatistics, last_statistics, table
 
 ops = torch.ops.qshard
 
@@ -58,9 +59,11 @@ class Sent:
 
 
 class Report(list):
-    """A list of ParameterReport; prints as a table. `clients`: lines on what it is used with."""
+    """A list of ParameterReport; prints as a table. `clients`: lines on what it is used with. `statistics`: the
+    latest that `qshard.watch` has found, by the names of parameters; empty where none runs."""
 
     clients: tuple[str, ...] = ()
+    statistics: dict[str, WeightStatistics] = {}
 
     def __str__(self) -> str:
         columns = {"image B": "image", "master B": "master", "grid B": "grid", "pending B": "pending",
@@ -82,6 +85,7 @@ class Report(list):
                 f"gradients {sent.gradients:,} B",
                 *cut,
                 *self.clients,
+                *([table(self.statistics)] if self.statistics else []),
                 "GEMM backends used so far:",
                 ops.backend_report() or "  none",
             ]
@@ -108,6 +112,7 @@ def report(
     wrapper, the `optimizer` and the kind of checkpoint are ones that qshard is tested with."""
     result = Report()
     result.clients = tuple(compatibility.lines(model, optimizer))
+    result.statistics = last_statistics(model)
     flattened, prepared = set(), prepared_units(model)
     inner = bytes_sent.inner_modules(model, FullyShardedDataParallel)
     for prefix, module in flat_parameters.units(model):

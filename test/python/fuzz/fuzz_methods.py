@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from qshard._runtime.classes import Process, SavedTensor, TensorState
+from qshard._runtime.classes import Process, SavedTensor, TensorState, Watch
 
 SAVED = {
     "bytes": "Tensor", "pending": "Optional[Tensor]", "layout": "List[int]", "format": "str", "size": "List[int]",
@@ -22,6 +22,7 @@ STATIC = {
     "Process.make_shards": {"rank": "Optional[int]"},
     "Process.set_fallback_tracing": {"enabled": "bool"},
     "Process.traced_fallbacks": {"reads_only": "bool"},
+    "Process.pass_tally": {"from": "Tensor", "to": "Tensor"},
     "Process.why_dequantized": {"device": "Device"},
     "Process.gemm_verdicts": {"device": "Device"},
     "Process.foreign_owner_of_key": {},
@@ -68,6 +69,8 @@ def methods():
     for name, types in STATIC.items():
         owner, function = name.split(".")
         found[name] = (types, getattr({"TensorState": TensorState, "Process": Process}[owner], function))
+    of_watch = {"weight": "Tensor", "number": "int", "step": "int"}
+    found["Watch.add"] = (of_watch, lambda *arguments: Watch(2).add(*arguments))
     found["SavedTensor.read"] = (SAVED, saved("read"))
     found["SavedTensor.read_later"] = (SAVED, saved("read_later"))
     found["SavedTensor.read_into"] = ({"self": "Tensor"} | SAVED, saved("read_into", 1))
