@@ -15,6 +15,7 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     fsdp1          FullyShardedDataParallel; weights stay plain, and its all-gathers carry codes
     reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
     stock          under --tp: torch's styles, not qshard.tensor_parallel's
+    watched        qshard.watch, which samples one of --watch steps
 They run one after the other in one process, peers last, each from the same initial values on the
 same text. Each is compared with bf16 of the same options, if that runs too, and ours with its peer.
 
@@ -78,7 +79,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel import style as stock_styles
-from training_report import PLAIN, RECIPES, Configuration, HostTimes, Result, record, show
+from training_report import (
+    PLAIN,
+    RECIPES,
+    Configuration,
+    HostTimes,
+    Result,
+    mean_of_watched,
+    record,
+    show,
+)
 
 import qshard
 
@@ -119,6 +129,7 @@ class Trainer:
         self.model = self.build(size, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
+        self.watch = qshard.watch(self.model, args.watch) if configuration.watched else None
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / 20, total_iters=20)
         tensor = mesh["tp"].size()
         data, parts, part = text(seq_len), mesh.size() // tensor, dist.get_rank() // tensor
@@ -199,9 +210,9 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss
 
-    def train(self) -> tuple[float, list[float]]:
-        """Median ms of a step, and the losses, means over the ranks. The device is not waited for
-        between steps."""
+    def train(self) -> tuple[list[float], list[float]]:
+        """ms of each step, and the losses, means over the ranks. The device is not waited for between
+        steps."""
         losses, watch = [], Stopwatch(self.device)
         for step in range(self.args.steps):
             if step == self.args.warmup:
@@ -213,7 +224,7 @@ class Trainer:
                 watch.mark()
         losses = torch.stack(losses)
         dist.all_reduce(losses)
-        return median(watch.intervals()), (losses / dist.get_world_size()).tolist()
+        return watch.intervals(), (losses / dist.get_world_size()).tolist()
 
     def bytes(self) -> tuple[float, float]:
         """GB that the parameters and moments of this rank take by arithmetic; MB that FSDP gathers
@@ -235,7 +246,12 @@ class Trainer:
         return kept / 1e9, gathered / 1e6
 
     def measure(self, init_gb: float) -> Result:
-        step_ms, losses = self.train()
+        intervals, losses = self.train()
+        step_ms, watched_ms = median(intervals), 0.0
+        if self.watch is not None:
+            watched_ms = mean_of_watched(intervals, self.args.warmup, self.args.watch)
+            self.watch.remove()
+            assert self.watch.last
         peak = peak_gb(self.device)
         steady = torch.cuda.memory_allocated() / 1e9 if self.device == "cuda" else 0.0
         arithmetic, gathered = self.bytes()
@@ -246,7 +262,7 @@ class Trainer:
         if self.is_tensor_parallel and not self.args.one_rank:
             activations = gathered_activations(lambda: self.step(0))
         return Result(step_ms, self.tokens / step_ms * 1e3, init_gb, steady, arithmetic, peak, gathered,
-                      activations / 1e6, losses, profile)
+                      activations / 1e6, losses, profile, watched_ms)
 
     def release(self):
         """Lets go of what FSDP1 keeps for good: flat parameters hold views of themselves, whose graph holds
@@ -353,6 +369,7 @@ def main():
                         help="sequences per GPU, or per tensor-parallel group")
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--lr", type=float, default=3e-5, help="after a warm-up of 20 steps")
+    parser.add_argument("--watch", type=int, default=10, help="steps of which `watched` samples one")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
     parser.add_argument("--breakdown", action="store_true", help="device time of a step by kind")
     parser.add_argument("--no-host-times", action="store_true", help="steps alone")

@@ -37,6 +37,7 @@ class Configuration:
     fused: bool = False  # qshard.fuse_
     modules: bool = False  # blocks of qshard.nn.TransformerLayer
     stock: bool = False  # under tensor parallelism: torch's styles
+    watched: bool = False  # qshard.watch
     reduced: str = ""  # the format gradients are reduced in, if not as they are
 
     @classmethod
@@ -51,6 +52,8 @@ class Configuration:
         if "fsdp1" in flags and (reduced or "no_master" in flags or format in PEERS):
             raise argparse.ArgumentTypeError(f"{text}: fsdp1 goes with bf16 and formats alone, "
                                              "compiled and checkpointed")
+        if "watched" in flags and ("fsdp1" in flags or format not in RECIPES):
+            raise argparse.ArgumentTypeError(f"{text}: watched are quantized weights, under FSDP2 or --tp")
         if "modules" in flags and ("fsdp1" in flags or format in PEERS):
             raise argparse.ArgumentTypeError(f"{text}: modules are ours, under FSDP2 or --tp")
         return cls(format, **dict.fromkeys(flags, True),
@@ -61,7 +64,7 @@ class Configuration:
 
     def of_plain_weights(self) -> "Configuration":
         """bf16 of the same options, of stock modules; torch's styles are its only ones."""
-        return replace(self, format=PLAIN, reduced="", fused=False, modules=False, stock=False)
+        return replace(self, format=PLAIN, reduced="", fused=False, modules=False, stock=False, watched=False)
 
     def __str__(self) -> str:
         options = [name for name, value in vars(self).items() if value is True]
@@ -82,6 +85,7 @@ class Result:
     activations_mb: float  # gathered over tensor parallelism in a step
     losses: list[float]
     profile: Profile | None
+    watched_ms: float = 0  # mean of a step, those that are sampled among them
 
 
 @dataclass
@@ -151,6 +155,8 @@ def comparisons(results, host, is_tiny: bool, layout: dict[str, int]) -> list[Ro
         if peer is not None:
             compare(c, "step, of torchao's", result.step_ms, peer.step_ms, "ms")
             compare(c, "peak, of torchao's", result.peak_gb, peer.peak_gb, "GB")
+        if result.watched_ms:
+            compare(c, "step, some sampled", result.watched_ms, result.step_ms, "ms", None if is_tiny else 1.02)
         compare(c, "steady / arithmetic", result.steady_gb, result.arithmetic_gb, "GB",
                 None if c.format in PEERS else 1.02)
         for what, measured in (("steady", result.steady_gb), ("peak", result.peak_gb)):
@@ -167,6 +173,18 @@ def comparisons(results, host, is_tiny: bool, layout: dict[str, int]) -> list[Ro
             compare(c, "host, optimizer.step()", median(times.optimizer_ms),
                     median(plain.optimizer_ms), "ms", 1.15 if has_goals else None)
     return rows
+
+
+def mean_of_watched(intervals: list[float], first: int, every: int) -> float:
+    """Mean ms of steps from number `first` on, `every` of which one is sampled: by medians of its kinds. The end of
+    the step before a sampled one counts what its weights lose."""
+    others, sampled, before = [], [], []
+    for step, ms in enumerate(intervals, first):
+        kind = {0: sampled, every - 1: before}.get(step % every, others)
+        kind.append(ms)
+    if not others or not sampled or not before:
+        raise ValueError(f"--steps: none of {len(intervals)} steps is sampled, or all are, at --watch {every}")
+    return median(others) + (median(sampled) + median(before) - 2 * median(others)) / every
 
 
 def spread(times: list[float]) -> str:
