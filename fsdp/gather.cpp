@@ -91,6 +91,8 @@ OptionalTensor gather_over_mesh(const Tensor& self, c10::string_view mesh) {
 
 /// The unsharded tensor over the gathered bytes of shard `self`.
 Tensor post_all_gather(const Tensor& self, const Tensor& image, at::ScalarType dtype) {
+  TORCH_CHECK(image.is_meta() == self.is_meta(), "qshard::_post_all_gather: bytes on ",
+              image.device(), " were gathered for ", describe(self), " on ", self.device());
   PlainGuard guard;
   auto buffer = GatheredBuffer::of(*impl_of(self).buffer()->original(), image, dtype);
   auto sizes = self.sizes().vec();

@@ -23,11 +23,18 @@ std::string format_info_op(c10::string_view name) {
 
 std::string backend_report_op() { return backend_report(); }
 
-c10::Dict<std::string, std::string> why_dequantized_op(at::Device device) {
+namespace {
+
+void check_is_there(const char* name, at::Device device) {
   const auto gpus = static_cast<int64_t>(at::getNumGPUs());
-  TORCH_CHECK_VALUE(!device.is_cuda() || gpus == 0 || device.index() < gpus,
-                    "qshard::Process.why_dequantized: there is no ", device, ", of ", gpus,
-                    " GPUs");
+  TORCH_CHECK_VALUE(!device.is_cuda() || gpus == 0 || device.index() < gpus, name, ": there is no ",
+                    device, ", of ", gpus, " GPUs");
+}
+
+}  // namespace
+
+c10::Dict<std::string, std::string> why_dequantized_op(at::Device device) {
+  check_is_there("qshard::Process.why_dequantized", device);
   c10::Dict<std::string, std::string> reasons;
   for (const Format& format : formats()) {
     reasons.insert(std::string(format.name), why_dequantized(format, device));
@@ -36,6 +43,7 @@ c10::Dict<std::string, std::string> why_dequantized_op(at::Device device) {
 }
 
 c10::Dict<std::string, std::string> gemm_verdicts_op(at::Device device) {
+  check_is_there("qshard::Process.gemm_verdicts", device);
   c10::Dict<std::string, std::string> verdicts;
   const int capability = cuda::compute_capability(device);
   for (const Format& format : formats()) {
