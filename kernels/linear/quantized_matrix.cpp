@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "kernels/device/current_stream.h"
@@ -120,6 +121,11 @@ at::Tensor packed_block_scales(const PackedCodes& codes) {
 
 namespace {
 
+int shift_of(int64_t block_cols) {
+  return block_cols == 0 ? CodedMatrix::kAllColumns
+                         : std::countr_zero(static_cast<uint64_t>(block_cols));
+}
+
 void set_codes(const RowImage& rows, CodedMatrix& coded) {
   const Layout& layout = rows.layout;
   const Format& format = *layout.format;
@@ -130,16 +136,16 @@ void set_codes(const RowImage& rows, CodedMatrix& coded) {
   if (!format.scale.is_in_grid()) {
     coded.row_scales = coded.codes + layout.row_scale_offset();
     coded.row_scale = row_scale_of(format.scale);
-    coded.row_scale_cols = format.scale.block_cols;
+    coded.row_scale_shift = shift_of(format.scale.block_cols);
   }
   const ScaleLevel* level = format.grid_scale();
   if (level == nullptr) return;
   coded.scales = rows.grid.const_data_ptr<float>();
   coded.first_row = layout.row_offset + rows.first_row;
   coded.matrix_rows = layout.matrix_rows;
-  coded.block_rows = level->block_rows;
+  coded.block_rows = static_cast<uint32_t>(level->block_rows);
   coded.block_rows_per_matrix = layout.grid_rows() / std::max<int64_t>(layout.matrices(), 1);
-  coded.block_cols = level->block_cols;
+  coded.col_shift = shift_of(level->block_cols);
   coded.row_block_pitch = layout.grid_cols();
   coded.col_block_pitch = 1;
   coded.bytes += 4 * layout.grid_numel();
@@ -155,7 +161,7 @@ void set_codes(const PackedCodes& packed, CodedMatrix& coded) {
   coded.matrix_rows = packed.rows;
   coded.block_rows = by_row ? 1 : 0;
   coded.row_block_pitch = by_row ? 1 : 0;
-  coded.block_cols = in_blocks ? 128 : 0;
+  coded.col_shift = shift_of(in_blocks ? 128 : 0);
   coded.col_block_pitch = in_blocks ? packed.rows : 0;
   const int64_t scales = in_blocks ? packed.rows * blocks : by_row ? packed.rows : 1;
   coded.bytes = packed.code_bytes() + 4 * scales;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <vector>
 
 #include "kernels/statistics/statistics_cuda.h"
@@ -23,8 +24,18 @@ float value_at(const CodedMatrix& matrix, int64_t row, int64_t col) {
 
 float code_at(const CodedMatrix& matrix, int64_t row, int64_t col) {
   const uint8_t* codes = matrix.codes + row * matrix.code_pitch;
-  if (matrix.code_dtype != DType::kFloat4E2M1) return value_of_code(matrix.code_dtype, codes[col]);
-  return value_of_code(matrix.code_dtype, (codes[col / 2] >> (4 * (col % 2))) & 0xf);
+  if (matrix.code_dtype == DType::kFloat4E2M1) {
+    return decode_e2m1((codes[col / 2] >> (4 * (col % 2))) & 0xf);
+  }
+  return matrix.code_dtype == DType::kFloat8E5M2 ? decode_e5m2(codes[col])
+                                                 : decode_e4m3(codes[col]);
+}
+
+/// The largest float that is not above limit * scale, with which no float compares otherwise.
+float limit_below(float limit, float scale) {
+  const double exact = static_cast<double>(limit) * scale;
+  const auto nearest = static_cast<float>(exact);
+  return nearest > exact ? std::nextafter(nearest, 0.f) : nearest;
 }
 
 void add_sum(int64_t& bits, double sum) {
@@ -33,13 +44,15 @@ void add_sum(int64_t& bits, double sum) {
 
 Tally tally_of_row(const CodedMatrix& matrix, int64_t row, float limit) {
   Tally tally;
+  const float* scales = matrix.scales_of(row);
   for (int64_t col = 0; col < matrix.cols; ++col) {
-    const float scale = matrix.scale(row, col);
+    const float scale = matrix.scale(scales, row, static_cast<int>(col));
     float value = value_at(matrix, row, col);
     if (matrix.column_factors != nullptr) value *= matrix.column_factors[col];
     tally.add_scale(scale);
-    tally.add(value, code_at(matrix, row, col), scale, limit);
+    tally.add(value, code_at(matrix, row, col) * scale, limit_below(limit, scale));
   }
+  tally.amax = canonical_amax(tally.amax);
   return tally;
 }
 
@@ -71,10 +84,10 @@ void add_on_cpu(const CodedMatrix& matrix, int64_t* tally) {
 
 void add_statistics(const CodedMatrix& matrix, int64_t* tally, Stream stream) {
   if (matrix.rows == 0 || matrix.cols == 0) return;
-  TORCH_CHECK(matrix.codes != nullptr && matrix.code_pitch % 16 == 0 &&
-                  matrix.block_cols % 8 == 0 && matrix.row_scale_cols % 8 == 0,
-              "qshard: no statistics of codes with ", matrix.code_pitch, " bytes a row and scales ",
-              "of ", matrix.block_cols, " and ", matrix.row_scale_cols, " columns");
+  TORCH_CHECK(matrix.codes != nullptr && matrix.code_pitch % 16 == 0 && matrix.cols < INT32_MAX &&
+                  matrix.col_shift >= 3 && matrix.row_scale_shift >= 3,
+              "qshard: no statistics of ", matrix.cols, " columns of codes with ",
+              matrix.code_pitch, " bytes a row");
   if (!stream.is_cuda) return add_on_cpu(matrix, tally);
   cuda::add_statistics(matrix, tally, stream.handle);
 }

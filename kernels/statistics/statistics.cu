@@ -35,14 +35,29 @@ struct Columns {
   }
 };
 
-/// The codes of eight columns, of 8 or 4 bits each; rows are padded to a multiple of 16 bytes.
-__device__ __forceinline__ uint64_t load_codes(const CodedMatrix& matrix, int64_t row,
-                                               int64_t col) {
-  const uint8_t* from = matrix.codes + row * matrix.code_pitch;
-  if (matrix.code_dtype == DType::kFloat4E2M1) {
-    return __ldg(reinterpret_cast<const uint32_t*>(from + col / 2));
+/// Codes of one byte or of half of one: eight of them, in rows that are padded to 16 bytes.
+struct CodesE4M3 {
+  static constexpr int kBits = 8;
+  __device__ static float value(uint32_t code) { return decode_e4m3_scaled(code, 1.f); }
+};
+struct CodesE5M2 {
+  static constexpr int kBits = 8;
+  __device__ static float value(uint32_t code) {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(code << 8)));
   }
-  return __ldg(reinterpret_cast<const unsigned long long*>(from + col));
+};
+struct CodesE2M1 {
+  static constexpr int kBits = 4;
+  __device__ static float value(uint32_t code) { return decode_e2m1(static_cast<uint8_t>(code)); }
+};
+
+template <typename Codes>
+__device__ __forceinline__ uint64_t load_codes(const uint8_t* row, int col) {
+  if constexpr (Codes::kBits == 4) {
+    return __ldg(reinterpret_cast<const uint32_t*>(row + col / 2));
+  } else {
+    return __ldg(reinterpret_cast<const unsigned long long*>(row + col));
+  }
 }
 
 template <typename T, typename Combine>
@@ -105,58 +120,82 @@ __device__ void add_block(const Tally& mine, int64_t* tally) {
   }
 }
 
-template <typename Value>
+/// 2^threads_shift threads of a block read one row.
+template <typename Value, typename Codes>
 __global__ void __launch_bounds__(kStatisticsThreads)
-    tally_matrix(const __grid_constant__ CodedMatrix matrix, bool vectorized, int64_t* tally) {
+    tally_matrix(const __grid_constant__ CodedMatrix matrix, int threads_shift, bool vectorized,
+                 int64_t* tally) {
   Tally mine;
-  const float limit = saturates_above(matrix.code_dtype);
-  const int bits = matrix.code_dtype == DType::kFloat4E2M1 ? 4 : 8;
-  const int64_t steps_per_row = (matrix.cols + kColumns - 1) / kColumns;
-  const int64_t steps = matrix.rows * steps_per_row;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kStatisticsThreads;
-  for (int64_t step = static_cast<int64_t>(blockIdx.x) * kStatisticsThreads + threadIdx.x;
-       step < steps; step += stride) {
-    const int64_t row = step / steps_per_row;
-    const int64_t col = step % steps_per_row * kColumns;
-    const int64_t left = matrix.cols - col;
-    const int count = left < kColumns ? static_cast<int>(left) : kColumns;
-    uint64_t codes = load_codes(matrix, row, col);
-    const auto columns =
-        Columns<Value>::load(matrix.values, row * matrix.cols + col, count, vectorized);
-    const float scale = matrix.scale(row, col);
-    mine.add_scale(scale);
+  const double limit = saturates_above(matrix.code_dtype);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int rows_of_block = kStatisticsThreads >> threads_shift;
+  const int first_col = (thread & ((1 << threads_shift) - 1)) * kColumns;
+  const int cols = static_cast<int>(matrix.cols);
+  const int col_step = kColumns << threads_shift;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * rows_of_block + (thread >> threads_shift);
+       row < matrix.rows; row += static_cast<int64_t>(gridDim.x) * rows_of_block) {
+    const float* scales = matrix.scales_of(row);
+    const uint8_t* codes_of_row = matrix.codes + row * matrix.code_pitch;
+    for (int col = first_col; col < cols; col += col_step) {
+      const int count = min(cols - col, kColumns);
+      uint64_t codes = load_codes<Codes>(codes_of_row, col);
+      const auto columns =
+          Columns<Value>::load(matrix.values, row * matrix.cols + col, count, vectorized);
+      const float scale = matrix.scale(scales, row, col);
+      mine.add_scale(scale);
+      const float largest = __double2float_rd(limit * static_cast<double>(scale));
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      if (i >= count) break;
-      float value = columns.value[i];
-      if (matrix.column_factors != nullptr) {
-        value = __fmul_rn(value, __ldg(matrix.column_factors + col + i));
+      for (int i = 0; i < kColumns; ++i) {
+        if (i >= count) break;
+        float value = columns.value[i];
+        if (matrix.column_factors != nullptr) {
+          value = __fmul_rn(value, __ldg(matrix.column_factors + col + i));
+        }
+        const auto code = static_cast<uint32_t>(codes) & ((1u << Codes::kBits) - 1);
+        mine.add(value, __fmul_rn(Codes::value(code), scale), largest);
+        codes >>= Codes::kBits;
       }
-      const auto code = static_cast<uint8_t>(codes & ((1u << bits) - 1));
-      mine.add(value, value_of_code(matrix.code_dtype, code), scale, limit);
-      codes >>= bits;
     }
   }
+  mine.amax = canonical_amax(mine.amax);
   add_block(mine, tally);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     add_to_word(tally + kCount, static_cast<uint64_t>(matrix.rows * matrix.cols));
   }
 }
 
-}  // namespace
-
-cudaError_t launch_add_statistics(const CodedMatrix& matrix, int64_t* tally, cudaStream_t stream) {
+template <typename Codes>
+cudaError_t launch(const CodedMatrix& matrix, int64_t* tally, cudaStream_t stream) {
   const bool vectorized =
       matrix.cols % kColumns == 0 && reinterpret_cast<uintptr_t>(matrix.values) % 16 == 0;
-  const int64_t steps = matrix.rows * ((matrix.cols + kColumns - 1) / kColumns);
-  const int64_t blocks = (steps + kStatisticsThreads - 1) / kStatisticsThreads;
+  int threads_shift = 0;
+  while ((kColumns << threads_shift) < matrix.cols && (2 << threads_shift) <= kStatisticsThreads) {
+    ++threads_shift;
+  }
+  const int64_t rows_of_block = kStatisticsThreads >> threads_shift;
+  const int64_t blocks = (matrix.rows + rows_of_block - 1) / rows_of_block;
   const auto grid =
       static_cast<unsigned>(blocks < kMostStatisticsBlocks ? blocks : kMostStatisticsBlocks);
   return with_value_type(matrix.value_dtype, [&](auto value) {
-    tally_matrix<decltype(value)>
-        <<<grid, kStatisticsThreads, 0, stream>>>(matrix, vectorized, tally);
+    tally_matrix<decltype(value), Codes>
+        <<<grid, kStatisticsThreads, 0, stream>>>(matrix, threads_shift, vectorized, tally);
     return cudaGetLastError();
   });
+}
+
+}  // namespace
+
+cudaError_t launch_add_statistics(const CodedMatrix& matrix, int64_t* tally, cudaStream_t stream) {
+  switch (matrix.code_dtype) {
+    case DType::kFloat4E2M1:
+      return launch<CodesE2M1>(matrix, tally, stream);
+    case DType::kFloat8E5M2:
+      return launch<CodesE5M2>(matrix, tally, stream);
+    case DType::kFloat8E4M3:
+      return launch<CodesE4M3>(matrix, tally, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace qshard::cuda

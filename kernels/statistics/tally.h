@@ -11,50 +11,56 @@
 namespace qshard {
 
 /// Values (rows, cols) beside their codes, in any layout that forward or dgrad reads: row images
-/// and packed codes. All pointers are memory of the call's device.
+/// and packed codes. All pointers are memory of the call's device. Blocks have a power of two of
+/// columns, 8 or more: `>> shift` is the block of a column, and 0 with kAllColumns.
 struct CodedMatrix {
+  static constexpr int kAllColumns = 31;
+
   int64_t rows = 0;
-  int64_t cols = 0;
+  int64_t cols = 0;                       // below 2^31
   const void* values = nullptr;           // contiguous
   DType value_dtype = DType::kFloat32;    // float32, bfloat16 or float16
   const float* column_factors = nullptr;  // (cols,), null: codes are of values times these
   const uint8_t* codes = nullptr;         // 16-byte aligned
   int64_t code_pitch = 0;                 // bytes from row to row, a multiple of 16
   DType code_dtype = DType::kFloat8E4M3;
-  // Scales of one byte: that of row r and column c is at r * code_pitch + c / row_scale_cols.
+  // Scales of one byte: that of row r and column c is at r * code_pitch + (c >> row_scale_shift).
   const uint8_t* row_scales = nullptr;  // null: none
   RowScale row_scale = RowScale::kE8M0;
-  int64_t row_scale_cols = 0;
+  int row_scale_shift = kAllColumns;
   // fp32 scales: above those, or alone. Rows count from `first_row` of a stack of matrices.
   const float* scales = nullptr;  // null: none
   int64_t first_row = 0;
   int64_t matrix_rows = 1;
-  int64_t block_rows = 0;  // 0: all rows of a matrix share a scale
+  uint32_t block_rows = 0;  // 0: all rows of a matrix share a scale
   int64_t block_rows_per_matrix = 1;
-  int64_t block_cols = 0;       // 0: all columns share one
+  int col_shift = kAllColumns;
   int64_t row_block_pitch = 0;  // scales from a block to that below
   int64_t col_block_pitch = 0;  // and to the next
   int64_t bytes = 0;            // of codes and scales, as they lie there
 
-  QSHARD_HOST_DEVICE float scale(int64_t row, int64_t col) const {
-    float outer = 1.f;
-    if (scales != nullptr) {
-      const int64_t logical = first_row + row;
-      const int64_t in_matrix = block_rows ? logical % matrix_rows / block_rows : 0;
-      const int64_t row_block = logical / matrix_rows * block_rows_per_matrix + in_matrix;
-      const int64_t col_block = block_cols ? col / block_cols : 0;
-      outer = scales[row_block * row_block_pitch + col_block * col_block_pitch];
+  /// The fp32 scales of a row's blocks; null if there are none.
+  QSHARD_HOST_DEVICE const float* scales_of(int64_t row) const {
+    if (scales == nullptr) return nullptr;
+    int64_t in_matrix = first_row + row, block = 0;
+    if (in_matrix >= matrix_rows) {
+      const int64_t matrix = in_matrix / matrix_rows;
+      in_matrix -= matrix * matrix_rows;
+      block = matrix * block_rows_per_matrix;
     }
+    if (block_rows != 0) {
+      block += block_rows == 1 ? in_matrix : static_cast<uint32_t>(in_matrix) / block_rows;
+    }
+    return scales + block * row_block_pitch;
+  }
+  /// `of_row`: scales_of() the row.
+  QSHARD_HOST_DEVICE float scale(const float* of_row, int64_t row, int col) const {
+    const float outer = of_row == nullptr ? 1.f : of_row[(col >> col_shift) * col_block_pitch];
     if (row_scales == nullptr) return outer;
-    return block_scale_inv(row_scale, row_scales[row * code_pitch + col / row_scale_cols], outer);
+    const uint8_t byte = row_scales[row * code_pitch + (col >> row_scale_shift)];
+    return block_scale_inv(row_scale, byte, outer);
   }
 };
-
-/// A code of 8 bits, or of 4 in the low bits of a byte.
-QSHARD_HOST_DEVICE float value_of_code(DType dtype, uint8_t code) {
-  if (dtype == DType::kFloat4E2M1) return decode_e2m1(code);
-  return dtype == DType::kFloat8E5M2 ? decode_e5m2(code) : decode_e4m3(code);
-}
 
 /// Above this, in units of the scale, a magnitude saturates: it is farther from the largest code
 /// than rounding would take it, half of the step by which codes go up there.
@@ -97,15 +103,11 @@ struct Tally {
     largest_scale = larger(largest_scale, bits);
     smallest_scale = larger(smallest_scale, kAbsMask - bits);
   }
-  QSHARD_HOST_DEVICE void add(float value, float code, float scale, float limit) {
+  /// A value, and what its code stands for. A magnitude saturates that is larger than `limit`.
+  QSHARD_HOST_DEVICE void add(float value, float restored, float limit) {
     const uint32_t magnitude = float_bits(value) & kAbsMask;
-    amax = larger(amax, canonical_amax(magnitude));
-#ifdef __CUDA_ARCH__
-    const float restored = __fmul_rn(code, scale);
-#else
-    const float restored = code * scale;
-#endif
-    if (magnitude >= kInfBits || (float_bits(restored) & kAbsMask) >= kInfBits) {
+    amax = larger(amax, magnitude);  // with a NaN's payload: canonical_amax() follows
+    if (larger(magnitude, float_bits(restored) & kAbsMask) >= kInfBits) {
       ++nonfinite;
       return;
     }
@@ -114,8 +116,7 @@ struct Tally {
     squares += exact * exact;
     error_squares += error * error;
     underflows += magnitude != 0 && restored == 0.f;
-    saturated += static_cast<double>(bits_float(magnitude)) >
-                 static_cast<double>(limit) * static_cast<double>(scale);
+    saturated += bits_float(magnitude) > limit;
   }
 };
 

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <bit>
+
 #include "dispatch/tensor/quantized_tensor_impl.h"
 #include "kernels/device/capture.h"
 #include "kernels/device/current_stream.h"
@@ -51,6 +53,7 @@ struct Tokens {
 /// What a linear that will be given the decoded values cannot count.
 CodedMatrix coded_message(const EncodeActivationTask& task) {
   const ActivationMessage& message = task.message;
+  const bool in_blocks = !message.has_one_scale && message.block_cols < message.cols;
   return {.rows = message.rows,
           .cols = message.cols,
           .values = task.values,
@@ -60,9 +63,9 @@ CodedMatrix coded_message(const EncodeActivationTask& task) {
           .code_dtype = message.code_dtype,
           .scales = reinterpret_cast<const float*>(task.bytes + message.code_bytes()),
           .matrix_rows = message.rows,
-          .block_rows = message.has_one_scale ? 0 : 1,
-          .block_cols =
-              message.has_one_scale || message.block_cols >= message.cols ? 0 : message.block_cols,
+          .block_rows = message.has_one_scale ? 0u : 1u,
+          .col_shift = in_blocks ? std::countr_zero(static_cast<uint64_t>(message.block_cols))
+                                 : CodedMatrix::kAllColumns,
           .row_block_pitch = message.has_one_scale ? 0 : 1,
           .col_block_pitch = message.has_one_scale ? 0 : message.rows,
           .bytes = message.used_bytes()};
