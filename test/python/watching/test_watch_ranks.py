@@ -89,7 +89,7 @@ def train(model, optimizer, step, microbatches=1):
 
 def train_watched(model, recorder, weights, recipe, microbatches=1):
     """The first step is sampled, and the third, which is checked again; the second is not."""
-    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
     with qshard.watch(model, every=2, to=lambda step, found: steps.append((step, len(found)))) as watch:
         train(model, optimizer, 0, microbatches)
         check_later = dict(recorder.inputs), dict(recorder.gradients)
