@@ -15,11 +15,14 @@ Sink = Callable[[int, dict[str, WeightStatistics]], object]
 
 
 def sink_of(to) -> Sink | None:
-    """@raises TypeError for what statistics cannot be put into."""
+    """A function of a step and its statistics. Raises TypeError for what these cannot be put into."""
     if to is None:
         return None
     if isinstance(to, (str, os.PathLike)):
-        return lambda step, statistics: _append(to, statistics)
+        # Asked now: the process group may have ended when the last statistics arrive.
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        is_first = not is_distributed or torch.distributed.get_rank() == 0
+        return lambda step, statistics: _append(to, statistics) if is_first else None
     # Without the module, which imports tensorboard, no object is of its class.
     module = sys.modules.get("torch.utils.tensorboard")
     if module is not None and isinstance(to, module.SummaryWriter):
@@ -33,8 +36,6 @@ def sink_of(to) -> Sink | None:
 
 
 def _append(path, statistics):
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return
     lines = (json.dumps(_finite(asdict(of_weight)), allow_nan=False) for of_weight in statistics.values())
     with open(path, "a") as file:
         file.writelines(f"{line}\n" for line in lines)

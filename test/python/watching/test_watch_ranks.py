@@ -1,5 +1,8 @@
 """What a watch says of a model that several ranks train, beside plain torch over the operands of all of them."""
 
+import json
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,6 +126,20 @@ def test_hsdp(recipe):
     weights, recorder = local_weights(model), Recorder(model)
     shard(model, init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")))
     train_watched(model, recorder, [weights], recipe)
+
+
+@on_ranks(2)
+def test_rank_0_writes_the_file():
+    (folder,) = set(of_all_ranks(tempfile.mkdtemp())[:1])
+    torch.manual_seed(0)
+    model = Model().to(device())
+    qshard.quantize_(model, RECIPES[2])
+    shard(model)
+    with qshard.watch(model, every=1, to=f"{folder}/watched.jsonl"):
+        train(model, torch.optim.SGD(model.parameters(), lr=1e-2), 0)
+    of_all_ranks(None)
+    lines = [json.loads(line) for line in open(f"{folder}/watched.jsonl")]
+    assert [line["name"] for line in lines] == [name for name, p in model.named_parameters() if p.dim() == 2]
 
 
 @pytest.mark.parametrize("recipe", (RECIPES[2], RECIPES[3]), ids=lambda recipe: recipe.format)
