@@ -127,7 +127,6 @@ def _swiglu_gradients(row: Row, format: str, shape, device) -> None:
     grad = uniform(shape[0], 128, seed=4).to(device).bfloat16()
     down = ops.quantize(uniform(128, shape[1], seed=3).to(device), format)
     arguments = grad, gate, up, down, torch.empty(0, device=device), False, True, True, False
-    ops.swiglu_linear_backward(*arguments)  # times cuBLASLt's candidates, of which each may add in another order
     values, made = ops.swiglu_linear_backward(*arguments), ops.swiglu_linear_backward(*arguments, format)
     info, different = info_of(format), 0
     for value, codes in ((values[1], made[1]), (values[3], made[3])):
@@ -143,5 +142,6 @@ def _row_codes(x: torch.Tensor, scaled: str, dtype: torch.dtype) -> torch.Tensor
     blocks = x.float().unflatten(-1, (-1, 128)) if scaled == "1x128" else x.float()
     amax = blocks.abs().amax(-1, keepdim=True) if scaled == "1x128" else blocks.abs().max()
     largest = torch.finfo(dtype).max
-    scale = torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(largest / amax.double()))), 1.0).float()
+    exponent = torch.frexp(largest / amax.double()).exponent - 1  # exact, as CUDA's log2 of a power of two is not
+    scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax, dtype=torch.float64), exponent), 1.0).float()
     return (blocks * scale).clamp(-largest, largest).to(dtype).view(x.shape)
