@@ -16,7 +16,7 @@ ImageCopy::ImageCopy(QuantizedBuffer& original, Planes planes)
 ImageCopy::CopyPtr ImageCopy::of(QuantizedBuffer& original, at::Device device) {
   PlainGuard guard;
   original.check_is_allocated();
-  original.flush_state().notice_unseen_write(original.device());
+  notice_unseen_write(original.flush_state(), original.device());
   const Layout& layout = original.layout();
   const auto bytes =
       at::empty({layout.image_bytes()}, at::TensorOptions().dtype(at::kByte).device(device));

@@ -35,12 +35,6 @@ void FlushState::write(at::Device device) {
   watch_.expect_version_bump();
 }
 
-void FlushState::notice_unseen_write(at::Device device) {
-  if (!watch_.has_moved()) return;
-  write(device);
-  watch_.note();  // its counter has moved already: no move follows, as after a kernel
-}
-
 void FlushState::write_with_amax(at::Device device, at::Tensor amax,
                                  at::Tensor speculative_scale_inv, bool codes_current) {
   write(device);
@@ -118,6 +112,12 @@ void FlushState::release() {
   forget_amax();
   watch_.watch(MemoryWatch());
   flushed_ = {};
+}
+
+void notice_unseen_write(FlushState& state, at::Device device) {
+  if (!state.watch().has_moved()) return;
+  state.write(device);
+  state.watch().note();  // the counter has moved already: no move follows, as after a kernel
 }
 
 }  // namespace qshard

@@ -104,9 +104,6 @@ class FlushState {
   /// image, or else perhaps codes by `speculative_scale_inv` (QuantizeTask::speculative_scale_inv).
   void write_with_amax(at::Device device, at::Tensor amax, at::Tensor speculative_scale_inv,
                        bool codes_current);
-  /// A counter that moved unseen becomes a write that is known. A copy of the buffer made after
-  /// this has what was written, and so misses only the writes that come later.
-  void notice_unseen_write(at::Device device);
   /// Some rank wrote, or may have written: this rank's codes stay, and the next flush syncs scales.
   void mark_remote_write();
   /// Makes readers wait for a flush, though the codes are those of the value.
@@ -167,5 +164,9 @@ class FlushState {
   FlushEvent flushed_;
   bool may_be_replayed_ = false;  // for good: graphs are replayed at any time
 };
+
+/// A counter that moved unseen becomes a write that is known. A copy of the buffer made after this
+/// has what was written, and so misses only the writes that come later.
+void notice_unseen_write(FlushState& state, at::Device device);
 
 }  // namespace qshard
