@@ -15,6 +15,7 @@
 
 #include "kernels/device/current_stream.h"
 #include "kernels/format/value_dtype.h"
+#include "kernels/gemm/gemm_report.h"
 #include "kernels/grouped/grouped_codes.h"
 #include "kernels/grouped/grouped_paths.h"
 #include "kernels/linear/emulated_gemms.h"
@@ -116,18 +117,6 @@ at::Tensor emulated(GemmDirection direction, const QuantizedMatrix& a, const Qua
   return {};
 }
 
-const char* words_of(GemmDirection direction) {
-  switch (direction) {
-    case GemmDirection::kForward:
-      return "forward";
-    case GemmDirection::kGradInput:
-      return "grad_input";
-    case GemmDirection::kGradWeight:
-      return "grad_weight";
-  }
-  return "";
-}
-
 /// Operands of the GEMMs of one linear.
 class Operands {
  public:
@@ -181,7 +170,7 @@ double largest_share(const at::Tensor& got, const at::Tensor& expected,
 std::string said(double share, GemmDirection direction, const char* of) {
   return fmt::format(
       "{}{} with {} rows, {} out and {} in features is off by {} times what its arithmetic allows",
-      words_of(direction), of, kTokens, kOut, kIn, fmt::format("{:.3g}", share));
+      name_of(direction), of, kTokens, kOut, kIn, fmt::format("{:.3g}", share));
 }
 
 constexpr GemmDirection kDirections[] = {GemmDirection::kForward, GemmDirection::kGradInput,

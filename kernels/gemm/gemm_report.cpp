@@ -99,6 +99,10 @@ bool is_new_reason(const Format& format, GemmFallback fallback) {
 
 }  // namespace
 
+const char* name_of(GemmDirection direction) {
+  return kDirectionNames[static_cast<size_t>(direction)];
+}
+
 std::string_view gemm_fallback_reason(const Format& format, GemmFallback fallback) {
   switch (fallback) {
     case GemmFallback::kNone:
@@ -190,9 +194,8 @@ std::string gemm_report() {
     GroupedCalls& calls = grouped_calls();
     const std::lock_guard lock(calls.mutex);
     for (const auto& [call, count] : calls.counts) {
-      report +=
-          fmt::format("{} {} of experts: {}, {} times\n", call.format->name,
-                      kDirectionNames[static_cast<size_t>(call.direction)], words_of(call), count);
+      report += fmt::format("{} {} of experts: {}, {} times\n", call.format->name,
+                            name_of(call.direction), words_of(call), count);
     }
   }
   DequantizedCalls& calls = dequantized_calls();

@@ -10,6 +10,8 @@ namespace qshard {
 
 enum class GemmDirection : uint8_t { kForward, kGradInput, kGradWeight };
 constexpr int kGemmDirections = 3;
+/// "forward", "grad_input" or "grad_weight".
+const char* name_of(GemmDirection direction);
 
 /// Why a GEMM ran on a dequantized weight.
 enum class GemmFallback : uint8_t {
