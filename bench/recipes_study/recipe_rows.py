@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import qshard
 
-LAST_BLOCKS = 0.15  # of the blocks, plain to the end (arXiv:2509.25149, section 4.1)
-LAST_STEPS = 0.18  # of the steps, in bf16 (the same, appendix)
+LAST_BLOCKS = 0.15  # the share of blocks that stay plain (arXiv:2509.25149, section 4.1)
+LAST_STEPS = 0.18  # the share of steps that run in bf16 (the same paper, appendix)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ ROWS = {
     ),
 }
 REFERENCE = "bf16"
-REFERENCE_SEEDS, SEEDS = 5, 3  # of the reference, of others
+REFERENCE_SEEDS, SEEDS = 5, 3  # how many seeds the reference has, and each other row
 
 
 def is_plain(row: Row, name: str, blocks: int) -> bool:

@@ -70,7 +70,7 @@ def main():
     source = f"bench/results/{data['environment']['date']}-recipes.md"
     (CHECKOUT / source).write_text(record(data))
     text = re.sub(rf',\n    "{TABLE}": {{\n.*?\n    }}', "", FIGURES.read_text(), flags=re.DOTALL)
-    last = "\n    }\n  },\n"  # of the tables
+    last = "\n    }\n  },\n"  # the end of "tables"
     FIGURES.write_text(text.replace(last, "\n    },\n" + figure(data, source) + "\n  },\n", 1))
     if f"<!-- table: {TABLE} -->" not in (CHECKOUT / PAGE).read_text():
         sys.exit(f"{PAGE} has no place for it: put <!-- table: {TABLE} --> and <!-- end --> there, then run "

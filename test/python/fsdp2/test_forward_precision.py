@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from dist_helpers import device, error_of, full_mesh, gather_objects, on_ranks
 from models.blocks import Model
 from models.training import adamw, batch, train
+from nn_helpers import output_and_gradients
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -86,15 +87,8 @@ def test_compiled_code_has_the_bits_of_eager():
     model = in_bf16(qshard.quantize_(mlp(), NVFP4), "bf16")
     x = torch.randn(20, 48)
 
-    def results(run):
-        model.zero_grad()
-        torch.manual_seed(1)
-        y = run(x)
-        y.square().sum().backward()
-        return [y.detach(), *(p.grad.clone() for p in model.parameters())]
-
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert all(map(torch.equal, results(compiled), results(model)))
+    assert all(map(torch.equal, *(output_and_gradients(model, run, x) for run in (compiled, model))))
 
 
 def test_autocast_weights_that_stay_plain_and_tied_ones():

@@ -66,3 +66,12 @@ def assert_bits(actual, expected):
     else:
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
         assert torch.equal(actual, expected)
+
+
+def output_and_gradients(model, run, x):
+    """What run(x) gives, and the gradients of the model's parameters; from the random words of one seed."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    y = run(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters())]

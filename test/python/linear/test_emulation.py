@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same, ceil_div, fit, round_up, shown
+from nn_helpers import output_and_gradients
 from reference import emulation
 from reference.formats import FORMATS
 
@@ -342,14 +343,7 @@ def test_compiled_code_has_the_bits_of_eager(recipe):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(20, 48)
 
-    def results(function):
-        model.zero_grad()
-        torch.manual_seed(1)
-        y = function(x)
-        y.square().sum().backward()
-        return [y.detach(), *(p.grad.clone() for p in model.parameters())]
-
-    for got, expected in zip(results(compiled), results(model)):
+    for got, expected in zip(*(output_and_gradients(model, run, x) for run in (compiled, model))):
         assert torch.equal(got, expected)
 
 
