@@ -1,18 +1,22 @@
-"""The Llama of examples/ with the blocks that TransformerEngine's users write, of one qkv weight, and one of
-gate and up: 6 parameters a block for 9. Values are those of the stock modules.
+"""The Llama of examples/, written in other ways, with the same initial values.
 
-Under tensor parallelism tokens come first, which is the dimension that the modules cut; gate and up are two
-parameters, and the fused weight's rows are by group."""
+`LlamaOfModules` has the blocks that TransformerEngine's users write, of one qkv weight, and one of gate and up:
+6 parameters a block for 9. Under tensor parallelism tokens come first, which is the dimension that the modules
+cut; gate and up are two parameters, and the fused weight's rows are by group.
+
+`LlamaWithComplexRotary` turns queries and keys by complex numbers, as Meta's Llama and torchtitan do."""
 
 import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
+import qshard
 from qshard import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from llama import Block, Llama, LlamaConfig  # noqa: E402
+from llama import Attention, Block, Llama, LlamaConfig  # noqa: E402
 
 
 class LlamaOfModules(Llama):
@@ -72,3 +76,47 @@ def layer_of(block: Block, config: LlamaConfig, is_tensor_parallel: bool) -> nn.
     ):
         parameter.copy_(torch.cat(parts))
     return layer
+
+
+class LlamaWithComplexRotary(Llama):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        half = config.dim // config.heads // 2
+        rotary = ComplexRotary(torch.complex(self.cos[:, :half], self.sin[:, :half]))
+        for block in self.layers:
+            attention = AttentionWithComplexRotary(config, rotary)
+            attention.load_state_dict(block.attention.state_dict())
+            block.attention = attention
+
+
+class ComplexRotary(torch.nn.Module):
+    """cache: complex64 (positions, channels / 2)."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.register_buffer("cache", cache, persistent=False)
+
+    def forward(self, query, key, positions=None):
+        return self.turned(query), self.turned(key)
+
+    def turned(self, x):
+        """x: (batch, positions, heads, channels)."""
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        turned = pairs * self.cache[: x.shape[1]][None, :, None]
+        return torch.view_as_real(turned).flatten(3).type_as(x)
+
+
+qshard.fuse.register(ComplexRotary, qshard.fuse.RotaryPair())
+
+
+class AttentionWithComplexRotary(Attention):
+    def __init__(self, config: LlamaConfig, rotary: ComplexRotary):
+        super().__init__(config)
+        self.rotary = rotary
+
+    def forward(self, x, cos, sin):
+        projected = [linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)]
+        q, k = self.rotary(*projected[:2])
+        q, k, v = (part.transpose(1, 2) for part in (q, k, projected[2]))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))

@@ -16,11 +16,19 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
     stock          under --tp: torch's styles, not qshard.tensor_parallel's
     watched        qshard.watch, which samples one of --watch steps
+and for the model as people write it, whose other parts are not the fastest that there are:
+    complex        rotary embeddings by complex numbers, as in Meta's Llama and torchtitan
+    plain_loss     the loss is not compiled
+    clipped        torch.nn.utils.clip_grad_norm_ before each step
+    folded         qshard.clip_grad_norm_, which leaves the division to AdamW
+    grouped        embedding and head are FSDP2 groups of their own, as in torchtitan
+    kept           reshard_after_forward=False: gathered weights stay until backward
+    selective      selective activation checkpointing, every second product saved, as in torchtitan
 They run one after the other in one process, peers last, each from the same initial values on the
 same text. Each is compared with bf16 of the same options, if that runs too, and ours with its peer.
 
-The cross-entropy is compiled in every configuration, eager ones and peers too (not under --tp): in eager
-mode it takes three times the logits' memory, and time that no weight has a part in.
+The cross-entropy is compiled in every configuration without `plain_loss`, eager ones and peers too (not under
+--tp): in eager mode it takes three times the logits' memory, and time that no weight has a part in.
 
 Step time: median between CUDA events at the ends of steps, after warm-up. Memory: peak while the
 model is made (whole, on each GPU, then sharded), between steps, and peak of a step; the arithmetic
@@ -57,7 +65,7 @@ import one_rank_group
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llama_of_modules import LlamaOfModules
+from llama_of_modules import LlamaOfModules, LlamaWithComplexRotary
 from measuring import (
     Stopwatch,
     first_line,
@@ -135,8 +143,8 @@ class Trainer:
         data, parts, part = text(seq_len), mesh.size() // tensor, dist.get_rank() // tensor
         self.tokens = args.batch * seq_len * parts  # of a step
         # DTensors of loss_parallel have rules of their own.
-        self.cross_entropy = (cross_entropy if self.is_tensor_parallel
-                              else torch.compile(cross_entropy, backend=args.backend))
+        is_plain = self.is_tensor_parallel or configuration.plain_loss
+        self.cross_entropy = cross_entropy if is_plain else torch.compile(cross_entropy, backend=args.backend)
         steps = [data.batch(step, args.batch * parts, part, parts) for step in range(args.steps)]
         self.batches = [[part.to(self.device) for part in batch] for batch in steps]
 
@@ -144,8 +152,10 @@ class Trainer:
         configuration = self.configuration
         torch.manual_seed(1)  # the same on every rank and for every configuration
         with torch.device(self.device):
-            model = (LlamaOfModules(size, self.is_tensor_parallel) if configuration.modules
-                     else Llama(size))
+            if configuration.modules:
+                model = LlamaOfModules(size, self.is_tensor_parallel)
+            else:
+                model = LlamaWithComplexRotary(size) if configuration.complex else Llama(size)
         if configuration.no_master:
             model.to(torch.bfloat16)
         if configuration.format in PEERS:
@@ -176,15 +186,24 @@ class Trainer:
                                       mixed_precision=MixedPrecision(**dtypes),
                                       use_orig_params=True)
         else:
-            shard = functools.partial(fully_shard, mesh=data_mesh, reshard_after_forward=True,
+            shard = functools.partial(fully_shard, mesh=data_mesh,
+                                      reshard_after_forward=not configuration.kept,
                                       mp_policy=MixedPrecisionPolicy(**dtypes))
         for i, layer in enumerate(model.layers):
             if configuration.checkpointed:
                 layer = model.layers[i] = checkpoint_wrapper(layer)
+            if configuration.selective:
+                contexts = qshard.selective_context_fn(every_second_matmul=True)
+                layer = model.layers[i] = checkpoint_wrapper(layer, context_fn=contexts)
             if configuration.compiled:
                 layer.compile(backend=self.args.backend)
             model.layers[i] = shard(layer)
-        model = shard(model)
+        if configuration.grouped:
+            shard(model.embedding)
+            shard([model.norm, model.head], reshard_after_forward=False)
+            model = shard(model, reshard_after_forward=None)
+        else:
+            model = shard(model)
         if configuration.fsdp1 and configuration.format != PLAIN:
             qshard.prepare_for_fsdp1(model)
         if configuration.reduced:
@@ -201,6 +220,10 @@ class Trainer:
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def update(self):
+        if self.configuration.clipped:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.configuration.folded:
+            qshard.clip_grad_norm_(self.model.parameters(), 1.0, self.optimizer)
         self.optimizer.step()
         self.after_update()
 
@@ -295,7 +318,7 @@ def run(configuration, args, mesh) -> Result:
     left = peak_gb(device)
     if left > 0.1 and dist.get_rank() == 0:
         print(f"{left:.2f} GB are still allocated before {configuration}", flush=True)
-    trainer = Trainer(configuration, TINY if args.tiny else SLICE, args.seq_len, args, mesh)
+    trainer = Trainer(configuration, args.size, args.seq_len, args, mesh)
     synchronize()
     result = trainer.measure(peak_gb(device))
     trainer.release()
@@ -368,6 +391,7 @@ def main():
     parser.add_argument("--batch", type=int, default=2,
                         help="sequences per GPU, or per tensor-parallel group")
     parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--vocabulary", type=int, help="words of the model; the text has 256")
     parser.add_argument("--lr", type=float, default=3e-5, help="after a warm-up of 20 steps")
     parser.add_argument("--watch", type=int, default=10, help="steps of which `watched` samples one")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
@@ -380,6 +404,7 @@ def main():
     parser.add_argument("--json", type=Path, help="also write the results here")
     args = parser.parse_args()
     size = TINY if args.tiny else SLICE
+    size = args.size = replace(size, vocab=args.vocabulary or size.vocab)
     args.seq_len = args.seq_len or size.max_seq_len
     ranks = args.tp if args.one_rank else int(os.environ["WORLD_SIZE"])
     if args.tp < 1 or any(number % args.tp for number in (ranks, size.kv_heads, args.seq_len)):

@@ -38,6 +38,13 @@ class Configuration:
     modules: bool = False  # blocks of qshard.nn.TransformerLayer
     stock: bool = False  # under tensor parallelism: torch's styles
     watched: bool = False  # qshard.watch
+    complex: bool = False  # rotary embeddings by complex numbers
+    plain_loss: bool = False  # not compiled
+    clipped: bool = False  # torch.nn.utils.clip_grad_norm_
+    folded: bool = False  # qshard.clip_grad_norm_
+    grouped: bool = False  # embedding and head are FSDP2 groups of their own
+    kept: bool = False  # reshard_after_forward=False
+    selective: bool = False  # selective activation checkpointing, as torchtitan's
     reduced: str = ""  # the format gradients are reduced in, if not as they are
 
     @classmethod
@@ -56,6 +63,10 @@ class Configuration:
             raise argparse.ArgumentTypeError(f"{text}: watched are quantized weights, under FSDP2 or --tp")
         if "modules" in flags and ("fsdp1" in flags or format in PEERS):
             raise argparse.ArgumentTypeError(f"{text}: modules are ours, under FSDP2 or --tp")
+        edges = {"complex", "plain_loss", "clipped", "folded", "grouped", "kept", "selective"}
+        if flags & edges and flags & {"modules", "fsdp1"}:
+            raise argparse.ArgumentTypeError(f"{text}: {', '.join(sorted(flags & edges))} are for a model of "
+                                             "stock modules under FSDP2")
         return cls(format, **dict.fromkeys(flags, True),
                    reduced="".join(reduced).removeprefix("reduced_"))
 
@@ -64,7 +75,8 @@ class Configuration:
 
     def of_plain_weights(self) -> "Configuration":
         """bf16 of the same options, of stock modules; torch's styles are its only ones."""
-        return replace(self, format=PLAIN, reduced="", fused=False, modules=False, stock=False, watched=False)
+        return replace(self, format=PLAIN, reduced="", fused=False, modules=False, stock=False, watched=False,
+                       clipped=self.clipped or self.folded, folded=False)
 
     def __str__(self) -> str:
         options = [name for name, value in vars(self).items() if value is True]
