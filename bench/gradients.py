@@ -25,6 +25,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,8 @@ def steps(args):
         trainer = None
         try:
             trainer = Trainer(configuration, TINY if args.tiny else SLICE, args.seq_len, args, mesh)
-            ms, losses = trainer.train()
+            intervals, losses = trainer.train()
+            ms = median(intervals)
             sent = qshard.report(trainer.model).sent()
             peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
             measured[configuration] = (ms, sent.weights, sent.gradients, peak, losses)
