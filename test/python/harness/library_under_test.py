@@ -8,6 +8,13 @@ from pathlib import Path
 
 import torch
 
+# Else Inductor starts up to six interpreters in every process that compiles, to try AVX-512, its bfloat16 and AMX, which
+# took two thirds of the first compilation (torch/_inductor/cpu_vec_isa.py). The processor says that it has AVX-512; of the
+# other two no code of ours makes a difference.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+for instructions in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+    setattr(torch.cpu, instructions, lambda: False)
+
 path = os.environ.get("QSHARD_LIBRARY")
 # Inductor keeps compiled graphs on disk, and does not know that operators of another library may give other strides.
 folder = Path(path).parent if path else Path(find_spec("qshard").origin).parent
