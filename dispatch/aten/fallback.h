@@ -10,8 +10,8 @@
 namespace qshard {
 
 /// Runs `op` on plain tensors in place of the quantized ones:
-///   read arguments     the value, dense, in the nominal dtype; of what a gathered weight serves,
-///                      the dequantized codes (matmul.h)
+///   read arguments     the value, dense, in the nominal dtype; a gathered weight gives its
+///                      dequantized codes (matmul.h)
 ///   written arguments  the window of the master (or pending) plane with the same strides, so the
 ///                      stock kernel updates full-precision values at full speed
 ///   out= arguments     a plain tensor, copied in afterwards if its shape still fits

@@ -77,18 +77,17 @@ class Planes {
   const c10::VariableVersion& version_counter() const;
   const c10::TensorImpl* master_impl() const { return master_.impl(); }
 
-  // A buffer has const planes for others, and writes these itself (QuantizedBuffer, WriteScope).
+  // Other classes see the planes of a buffer as const. QuantizedBuffer and WriteScope write them.
 
   at::Tensor write_image() { return image_.write(); }
   at::Tensor write_master() { return master_.write(); }
   at::Tensor write_pending() { return pending_.write(); }
   void set_pending(at::Tensor pending) { pending_ = std::move(pending); }
-  /// The grid, to be written: in the place of a snapshot one of the shard's own, with the same
-  /// numbers.
+  /// Returns the grid for writing. A snapshot is replaced by a copy that belongs to this shard.
   Grid& own_grid(const Layout& layout);
   void fill_unit_scales();
-  /// A copy of the grid that other buffers may hold; undefined without a grid. `is_fresh`: one that
-  /// was made before does not do.
+  /// Returns a copy of the grid that other buffers may hold, or an undefined tensor without a grid.
+  /// `is_fresh`: makes a new copy even if an earlier one exists.
   const ReadOnlyTensor& give_grid(bool is_fresh);
   /// The same, made by the kernel that wrote the grid.
   void set_given_grid(ReadOnlyTensor copy) { grid_.set_given(std::move(copy)); }

@@ -9,7 +9,8 @@ namespace qshard {
 /// The tiles of 128 rows that experts have, on the device: int32 (tiles, 4), cuda::RowTile.
 at::Tensor row_tiles(const RowGroups& groups, int64_t total, cudaStream_t stream);
 
-/// Codes of a matrix (total, k) of groups: yet to be written, or restored from their bytes.
+/// Codes of a matrix (total, k) whose rows are in groups. The codes are yet to be written, or were
+/// restored from their bytes.
 class GroupImage {
  public:
   GroupImage(const Format& format, OperandRole role, int64_t total, int64_t k,

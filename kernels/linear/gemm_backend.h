@@ -58,10 +58,10 @@ class QuantizedGemmBackend : public GemmBackend {
   virtual OperandLayout operand_layout() const = 0;
 };
 
-/// The one that multiplies codes of a weight's format: FP8, or block-scaled (MXFP8, NVFP4), or what
-/// emulates it.
+/// Returns the backend that multiplies codes of a weight's format: FP8, block-scaled (MXFP8,
+/// NVFP4), or the emulated one.
 const QuantizedGemmBackend& quantized_backend(const Format& format);
-/// GEMMs of dequantized weights in the activations' dtype: run whatever the others do not.
+/// GEMMs of dequantized weights in the activations' dtype. They run what no other backend can.
 const GemmBackend& dequantized_gemms();
 
 /// Whether the kernels of codes cannot count that far.

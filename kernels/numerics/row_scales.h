@@ -212,7 +212,7 @@ struct FourOverSix {
       : six(block_scale(RowScale::kE4M3, amax, tensor_scale)),
         four(block_scale(RowScale::kE4M3, amax, tensor_scale, 4.f)) {}
 
-  /// The scale of the smaller error; of equal ones, NaN too, that of code 6.
+  /// Returns the scale with the smaller error, and that of code 6 if the errors are equal or NaN.
   QSHARD_HOST_DEVICE const BlockScale& better(float error_of_six, float error_of_four) const {
     return error_of_four < error_of_six ? four : six;
   }

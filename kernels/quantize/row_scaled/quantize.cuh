@@ -28,7 +28,7 @@ __device__ __forceinline__ void write_rest(const RowScaledTask& task, int block,
   write_scale_inv(task, i, nvfp4_tensor_scale_inv(task.amax[i], range));
 }
 
-/// The scale of a block that lies in kLanes lanes, by the errors of both that it may have.
+/// Chooses the scale of a block that lies in kLanes lanes by comparing the errors of both choices.
 template <int kLanes, typename Value>
 __device__ __forceinline__ BlockScale four_over_six_scale(const Vector<Value>& x, float amax,
                                                           float tensor_scale) {
