@@ -1,11 +1,13 @@
 """The Llama of examples/, written in other ways, with the same initial values.
 
 `LlamaOfModules` has the blocks that TransformerEngine's users write, of one qkv weight, and one of gate and up:
-6 parameters a block for 9. Under tensor parallelism tokens come first, which is the dimension that the modules
-cut; gate and up are two parameters, and the fused weight's rows are by group.
+6 parameters a block for 9. The blocks are qshard.nn's, or TransformerEngine's own, which take the same arguments.
+Under tensor parallelism tokens come first, which is the dimension that the modules cut; gate and up are two
+parameters, and the fused weight's rows are by group.
 
 `LlamaWithComplexRotary` turns queries and keys by complex numbers, as Meta's Llama and torchtitan do."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -20,14 +22,20 @@ from llama import Attention, Block, Llama, LlamaConfig  # noqa: E402
 
 
 class LlamaOfModules(Llama):
-    def __init__(self, config: LlamaConfig, is_tensor_parallel: bool = False):
+    """library: the module that has TransformerLayer, RMSNorm and RotaryPositionEmbedding. of_layer: further
+    arguments of TransformerLayer."""
+
+    def __init__(
+        self, config: LlamaConfig, is_tensor_parallel: bool = False, library=nn, **of_layer
+    ):
         super().__init__(config)
         self.is_tensor_parallel = is_tensor_parallel
+        self.autocast = contextlib.nullcontext  # makes the context that blocks run in
         for i, block in enumerate(self.layers):
-            self.layers[i] = layer_of(block, config, is_tensor_parallel)
+            self.layers[i] = layer_of(block, config, is_tensor_parallel, library, **of_layer)
         if not is_tensor_parallel:  # else torch's SequenceParallel is about the norm
-            self.norm = nn.RMSNorm(config.dim, eps=self.norm.eps)
-        self.rotary = nn.RotaryPositionEmbedding(
+            self.norm = library.RMSNorm(config.dim, eps=self.norm.eps)
+        self.rotary = library.RotaryPositionEmbedding(
             config.dim // config.heads, rotary_base=config.rope_base
         )
 
@@ -35,15 +43,18 @@ class LlamaOfModules(Llama):
         angles = self.rotary(tokens.shape[1])
         x = self.embedding(tokens)
         x = x.transpose(0, 1).contiguous() if self.is_tensor_parallel else x
-        for layer in self.layers:
-            x = layer(x, rotary_pos_emb=angles)
+        with self.autocast():
+            for layer in self.layers:
+                x = layer(x, rotary_pos_emb=angles)
         x = x.transpose(0, 1) if self.is_tensor_parallel else x
         return self.head(self.norm(x))
 
 
 @torch.no_grad()
-def layer_of(block: Block, config: LlamaConfig, is_tensor_parallel: bool) -> nn.TransformerLayer:
-    layer = nn.TransformerLayer(
+def layer_of(
+    block: Block, config: LlamaConfig, is_tensor_parallel: bool, library, **arguments
+) -> torch.nn.Module:
+    layer = library.TransformerLayer(
         config.dim,
         config.hidden,
         config.heads,
@@ -59,6 +70,7 @@ def layer_of(block: Block, config: LlamaConfig, is_tensor_parallel: bool) -> nn.
         normalization="RMSNorm",
         activation="swiglu",
         attn_input_format="sbhd" if is_tensor_parallel else "bshd",
+        **arguments,
     )
     attention, ffn = block.attention, block.ffn
     projected = [linear.weight for linear in (attention.wq, attention.wk, attention.wv)]

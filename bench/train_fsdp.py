@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 4 bench/train_fsdp.py --replicas 2 [CONFIGURATION …]
 
 A CONFIGURATION is bf16 (plain FSDP2: fp32 parameters, computing in bf16), a format, or a peer of
-peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with options after colons:
+peers.py (torchao_tensorwise, torchao_rowwise, te_tensorwise, te_blockwise, te_delayed: torchao or
+TransformerEngine must be there), with options after colons:
     compiled       torch.compile of each block, before fully_shard
     checkpointed   activation checkpointing of each block
     no_master      bf16 parameters and moments; quantized weights keep no master
@@ -16,6 +17,7 @@ peers.py (torchao_tensorwise, torchao_rowwise: torchao must be there), with opti
     reduced_FORMAT gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
     stock          under --tp: torch's styles, not qshard.tensor_parallel's
     watched        qshard.watch, which samples one of --watch steps
+    fp8_weights    of te_*: parameters in FP8, gathered in FP8, and TransformerEngine's FusedAdam
 and for the model as people write it, whose other parts are not the fastest that there are:
     complex        rotary embeddings by complex numbers, as in Meta's Llama and torchtitan
     plain_loss     the loss is not compiled
@@ -33,12 +35,13 @@ The cross-entropy is compiled in every configuration without `plain_loss`, eager
 Step time: median between CUDA events at the ends of steps, after warm-up. Memory: peak while the
 model is made (whole, on each GPU, then sharded), between steps, and peak of a step; the arithmetic
 beside it is 13 B per quantized parameter (codes 1, master 4, moments 8) and 12 B per plain one, 5
-and 6 B with no_master; 12 B of all with fsdp1. All-gather per layer: what a rank receives of one
-layer's parameters, once. Host times: FSDP's pre_forward of a block, and forward with backward (128
-tokens a sequence) and optimizer.step() of four, on an idle GPU; the eager configurations take turns.
-A step includes our flush, and torchao's precomputed scales. Span, idle and gaps: of one profiled step on
-rank 0, between its first and its last kernel; idle is the time in which none ran but NCCL's, gaps how many
-times that was. --trace FILE: FILE-CONFIGURATION.json is Chrome's trace of that step.
+and 6 B with no_master; 12 B of all with fsdp1; with fp8_weights 16 B of plain ones, which have masters
+too. All-gather per layer: what a rank receives of one layer's parameters, once. Host times: FSDP's
+pre_forward of a block, and forward with backward (128 tokens a sequence) and optimizer.step() of four, on an
+idle GPU; the eager configurations take turns. A step includes our flush, and torchao's precomputed scales.
+Span, idle and gaps: of one profiled step on rank 0, between its first and its last kernel; idle is the time in
+which none ran but NCCL's, gaps how many times that was. --trace FILE: FILE-CONFIGURATION.json is Chrome's trace
+of that step.
 
 --tp N: tensor parallelism over N ranks, sequence parallel, with loss_parallel; FSDP2 over the others.
 bf16 takes torch's styles. Activations gathered: bytes that a rank has after the all-gathers of one step
@@ -62,6 +65,7 @@ from pathlib import Path
 from statistics import median
 
 import one_rank_group
+import peers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -75,7 +79,6 @@ from measuring import (
     save,
     synchronize,
 )
-from peers import PEERS, after_update, convert, gathered_element_size
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -135,8 +138,11 @@ class Trainer:
         self.is_tensor_parallel = mesh["tp"].size() > 1
         self.after_update = lambda: None
         self.model = self.build(size, mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
-                                           weight_decay=0.1, fused=True)
+        arguments = dict(lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        if configuration.fp8_weights:
+            self.optimizer = peers.te_optimizer(self.model, self.whole_model(size), **arguments)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **arguments)
         self.watch = qshard.watch(self.model, args.watch) if configuration.watched else None
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / 20, total_iters=20)
         tensor = mesh["tp"].size()
@@ -148,19 +154,24 @@ class Trainer:
         steps = [data.batch(step, args.batch * parts, part, parts) for step in range(args.steps)]
         self.batches = [[part.to(self.device) for part in batch] for batch in steps]
 
-    def build(self, size: LlamaConfig, mesh):
-        configuration = self.configuration
+    def whole_model(self, size: LlamaConfig, is_fp8: bool = False) -> Llama:
+        name = self.configuration.format
         torch.manual_seed(1)  # the same on every rank and for every configuration
         with torch.device(self.device):
-            if configuration.modules:
-                model = LlamaOfModules(size, self.is_tensor_parallel)
-            else:
-                model = LlamaWithComplexRotary(size) if configuration.complex else Llama(size)
+            if name in peers.TE:
+                return peers.te_llama_of_fp8(size, name) if is_fp8 else peers.te_llama(size, name)
+            if self.configuration.modules:
+                return LlamaOfModules(size, self.is_tensor_parallel)
+            return LlamaWithComplexRotary(size) if self.configuration.complex else Llama(size)
+
+    def build(self, size: LlamaConfig, mesh):
+        configuration = self.configuration
+        model = self.whole_model(size, configuration.fp8_weights)
         if configuration.no_master:
             model.to(torch.bfloat16)
-        if configuration.format in PEERS:
-            convert(model, configuration.format, all_but_head)
-            self.after_update = after_update(model)
+        if configuration.format in peers.TORCHAO:
+            peers.convert(model, configuration.format, all_but_head)
+            self.after_update = peers.after_update(model)
         is_stock = configuration.stock or configuration.format == PLAIN
         if self.is_tensor_parallel:
             styles = stock_styles if is_stock else qshard.tensor_parallel
@@ -186,9 +197,10 @@ class Trainer:
                                       mixed_precision=MixedPrecision(**dtypes),
                                       use_orig_params=True)
         else:
-            shard = functools.partial(fully_shard, mesh=data_mesh,
-                                      reshard_after_forward=not configuration.kept,
-                                      mp_policy=MixedPrecisionPolicy(**dtypes))
+            # TransformerEngine's blocks are given float32 angles, and hidden states that are bf16 anyway.
+            policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=configuration.format not in peers.TE)
+            shard = functools.partial(fully_shard, mesh=data_mesh, mp_policy=policy,
+                                      reshard_after_forward=not configuration.kept)
         for i, layer in enumerate(model.layers):
             if configuration.checkpointed:
                 layer = model.layers[i] = checkpoint_wrapper(layer)
@@ -249,6 +261,7 @@ class Trainer:
         dist.all_reduce(losses)
         return watch.intervals(), (losses / dist.get_world_size()).tolist()
 
+    @torch.no_grad()
     def bytes(self) -> tuple[float, float]:
         """GB that the parameters and moments of this rank take by arithmetic; MB that FSDP gathers
         of one layer."""
@@ -261,11 +274,13 @@ class Trainer:
         for row in qshard.report(self.model):
             shard = shards[row.name]
             kept += row.image + row.master + row.grid + 2 * shard.numel() * shard.element_size()
+            if self.configuration.fp8_weights:  # codes beside the master, or a master beside the parameter
+                kept += shard.numel() * (1 if peers.gathered_element_size(shard) == 1 else 4)
             if row.name.startswith("layers.0."):
                 if qshard.is_quantized(shard):
                     gathered += row.gathered
                 else:  # counted in bf16
-                    gathered += row.gathered // 2 * gathered_element_size(shard)
+                    gathered += row.gathered // 2 * peers.gathered_element_size(shard)
         return kept / 1e9, gathered / 1e6
 
     def measure(self, init_gb: float) -> Result:
@@ -412,7 +427,7 @@ def main():
                      f"and sequences of {args.seq_len}")
     if args.replicas < 1 or (ranks // args.tp) % args.replicas:
         parser.error(f"--replicas {args.replicas} has to divide {ranks // args.tp} data-parallel ranks")
-    if args.tp > 1 and any(c.format in PEERS or c.fsdp1 for c in args.configurations):
+    if args.tp > 1 and any(c.format in peers.PEERS or c.fsdp1 for c in args.configurations):
         parser.error("--tp is not measured of peers, nor of fsdp1")
     if args.one_rank and args.tp == 1:
         parser.error("--one-rank is about --tp")
@@ -449,7 +464,10 @@ def main():
                   f"{first_line(error)}", flush=True)
             return None
 
-    for configuration in sorted(args.configurations, key=lambda c: c.format in PEERS):
+    def place(configuration):
+        return [configuration.format in names for names in (peers.TORCHAO, peers.TE)]
+
+    for configuration in sorted(args.configurations, key=place):
         result = attempt(configuration, lambda: run(configuration, args, mesh))
         if result is not None:
             results[configuration] = result

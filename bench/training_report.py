@@ -7,7 +7,7 @@ from statistics import median
 import one_rank_group
 import torch.distributed as dist
 from measuring import Profile, Row, at_most, describe, environment, table
-from peers import COUNTERPARTS, PEERS, versions
+from peers import COUNTERPARTS, PEERS, TE, versions
 
 import qshard
 from qshard.formats import info_of
@@ -45,6 +45,7 @@ class Configuration:
     grouped: bool = False  # embedding and head are FSDP2 groups of their own
     kept: bool = False  # reshard_after_forward=False
     selective: bool = False  # selective activation checkpointing, as torchtitan's
+    fp8_weights: bool = False  # TransformerEngine's parameters are FP8
     reduced: str = ""  # the format gradients are reduced in, if not as they are
 
     @classmethod
@@ -67,6 +68,10 @@ class Configuration:
         if flags & edges and flags & {"modules", "fsdp1"}:
             raise argparse.ArgumentTypeError(f"{text}: {', '.join(sorted(flags & edges))} are for a model of "
                                              "stock modules under FSDP2")
+        if format in TE and (reduced or flags - {"compiled", "fp8_weights"}):
+            raise argparse.ArgumentTypeError(f"{text}: {format} goes with compiled and fp8_weights alone")
+        if "fp8_weights" in flags and format not in TE:
+            raise argparse.ArgumentTypeError(f"{text}: fp8_weights are TransformerEngine's")
         return cls(format, **dict.fromkeys(flags, True),
                    reduced="".join(reduced).removeprefix("reduced_"))
 
@@ -76,7 +81,14 @@ class Configuration:
     def of_plain_weights(self) -> "Configuration":
         """bf16 of the same options, of stock modules; torch's styles are its only ones."""
         return replace(self, format=PLAIN, reduced="", fused=False, modules=False, stock=False, watched=False,
-                       clipped=self.clipped or self.folded, folded=False)
+                       clipped=self.clipped or self.folded, folded=False, fp8_weights=False)
+
+    def peers(self) -> "list[Configuration]":
+        """Those of other libraries with the same options. TransformerEngine has its own blocks, whatever ours are."""
+        of_te = replace(self, fused=False, modules=False)
+        found = [replace(of_te if name in TE else self, format=name)
+                 for name in COUNTERPARTS.get(self.format, ())]
+        return found + [replace(c, fp8_weights=True) for c in found if c.format in TE]
 
     def __str__(self) -> str:
         options = [name for name, value in vars(self).items() if value is True]
@@ -144,7 +156,7 @@ def is_ours_on_fsdp2(configuration: Configuration) -> bool:
 
 
 def comparisons(results, host, is_tiny: bool, layout: dict[str, int]) -> list[Row]:
-    """Each configuration against bf16 and its peer of the same options, or a bound in GB."""
+    """Each configuration against bf16 and its peers of the same options, or a bound in GB."""
     rows = []
 
     def compare(configuration, what, measured, reference, unit, bound=None):
@@ -163,10 +175,9 @@ def comparisons(results, host, is_tiny: bool, layout: dict[str, int]) -> list[Ro
                         bounds.get("activations"))
             if layout["ranks"] > 2 or layout["tp"] > 1:
                 compare(c, "peak", result.peak_gb, plain.peak_gb, "GB")
-        peer = results.get(replace(c, format=COUNTERPARTS.get(c.format, "")))
-        if peer is not None:
-            compare(c, "step, of torchao's", result.step_ms, peer.step_ms, "ms")
-            compare(c, "peak, of torchao's", result.peak_gb, peer.peak_gb, "GB")
+        for peer in filter(results.get, c.peers()):
+            compare(c, f"step, of {peer}'s", result.step_ms, results[peer].step_ms, "ms")
+            compare(c, f"peak, of {peer}'s", result.peak_gb, results[peer].peak_gb, "GB")
         if result.watched_ms:
             compare(c, "step, some sampled", result.watched_ms, result.step_ms, "ms", None if is_tiny else 1.02)
         compare(c, "steady / arithmetic", result.steady_gb, result.arithmetic_gb, "GB",
