@@ -145,6 +145,8 @@ def draw_step_time(data: dict, path: Path) -> None:
         for place, bar in enumerate(run["bars"]):
             is_ours = bar["label"].startswith("qshard")
             for mode, y, color in (("eager", place - 0.2, BLUE), ("compiled", place + 0.2, ORANGE)):
+                if bar[mode] is None:  # not measured in this run
+                    continue
                 ms, plain = bar[mode]["ms"], run["bars"][0][mode]["ms"]
                 ratio = f"  ({ms / plain:.2f}x)" if place else ""
                 axes.barh(y, ms, 0.38, color=color, alpha=1.0 if is_ours else 0.45, label=mode)
@@ -153,7 +155,7 @@ def draw_step_time(data: dict, path: Path) -> None:
         axes.invert_yaxis()
         axes.set_title(run["title"], fontsize=9.5, loc="left", weight="bold")
         axes.spines[["top", "right"]].set_visible(False)
-    most = max(bar[mode]["ms"] for run in runs for bar in run["bars"] for mode in ("eager", "compiled"))
+    most = max(bar[mode]["ms"] for run in runs for bar in run["bars"] for mode in ("eager", "compiled") if bar[mode])
     panels[-1].set_xlim(0, 1.14 * most)
     panels[-1].set_xlabel("ms a step: shorter is faster")
     panels[0].legend(
