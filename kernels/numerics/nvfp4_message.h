@@ -3,37 +3,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
+#include "kernels/numerics/rounded.h"
 #include "kernels/numerics/row_scales.h"
 
 namespace qshard {
 
 namespace detail {
-
-QSHARD_HOST_DEVICE float multiply_add(float a, float b, float c) {
-#ifdef __CUDA_ARCH__
-  return __fmaf_rn(a, b, c);
-#else
-  return std::fma(a, b, c);
-#endif
-}
-
-QSHARD_HOST_DEVICE float multiply(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-
-QSHARD_HOST_DEVICE float add(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
 
 QSHARD_HOST_DEVICE uint32_t smallest(uint32_t a, uint32_t b, uint32_t c) {
 #ifdef __CUDA_ARCH__
