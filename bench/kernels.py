@@ -13,9 +13,10 @@ With v bytes per value and c per element of the image (codes and their row-local
     dequantize to bf16         c + 2
     activation, bf16           2 + 1 for one orientation, 2 + 1 + 1 for both
     message, bf16              2 + 1 of a rank's tokens; 1 + 2 of those of all ranks
-    SwiGLU, bf16               2 + 2 + 1; its amax 2 + 2, where no earlier call lets guess the scale
+    SwiGLU or GeGLU, bf16      2 + 2 + 1; its amax 2 + 2, where no earlier call lets guess the scale
     SwiGLU's gradients, bf16   2 + 2 + 2 + 4 x 1 + 1: both in both orientations, and the product's
                                columns; their amaxes 2, with what forward's maxima leave of gate and up
+    GELU or relu squared, bf16 2 + 1, its amax 2; its gradients 2 + 2 + 2 x 1 + 1, their amax 2
     norm, bf16                 2 + 2; its gradients 2 + 2 + 2
     norm's codes, bf16         2 + 1 for one orientation, 2 + 1 + 1 for both; its statistics 2
     transpose                  1 + 1
@@ -179,22 +180,28 @@ def message(bench: Bench, format: str, shape) -> Iterator[Row]:
                           6 * x.numel(), time_of(decode), at_least(0.85))
 
 
-def swiglu(bench: Bench, format: str, shape) -> Iterator[Row]:
-    """Codes of silu(gate) * up and of its gradients; few out features keep the GEMMs small."""
+MLPS = {"swiglu": "SwiGLU", "geglu": "GeGLU", "sreglu": "squared ReLU, gated", "gelu": "GELU", "srelu": "squared ReLU"}
+
+
+def swiglu(bench: Bench, format: str, shape, activation: str) -> Iterator[Row]:
+    """Codes of silu(gate) * up, or of another activation, and of gradients; few out features keep the GEMMs small."""
     tokens, features = shape
     bf16 = {"dtype": torch.bfloat16}
     both = bench.randn(tokens, 2 * features, **bf16)  # as one linear gives them
     gate, up = both.chunk(2, -1)
     joined = features % 128 == 0  # else two linears: codes of halves would begin inside a block
-    if not joined:
+    if activation in ("gelu", "srelu"):
+        gate, up, joined = gate.contiguous(), None, False
+    elif not joined:
         gate, up = gate.contiguous(), up.contiguous()
     grad = bench.randn(tokens, 128, **bf16)
     down = ops.quantize(bench.randn(128, features, **bf16), format)
-    maxima = ops.swiglu_linear_forward(gate, up, down, None, bench.device == "cuda")[1]
+    of = {"activation": activation}
+    maxima = ops.swiglu_linear_forward(gate, up, down, None, bench.device == "cuda", **of)[1]
     asked = (True, True, True, joined, *([format] if bench.device == "cuda" else []))
     forward, backward = bench.run(
-        lambda: ops.swiglu_linear_forward(gate, up, down, None, False),
-        lambda: ops.swiglu_linear_backward(grad, gate, up, down, maxima, *asked),
+        lambda: ops.swiglu_linear_forward(gate, up, down, None, False, **of),
+        lambda: ops.swiglu_linear_backward(grad, gate, up, down, maxima, *asked, **of),
     )
     n = gate.numel()
     block = "1x128" if format == "float8_blockwise" else "per-tensor"
@@ -206,8 +213,10 @@ def swiglu(bench: Bench, format: str, shape) -> Iterator[Row]:
     def of_codes(kernel):
         return of_swiglu(kernel) and not is_amax(kernel)
 
+    label = MLPS[activation]
+    read, written = (4, 5) if up is not None else (2, 3)  # gate and up; codes of gradients and of the product
     for name, calls, amax_bytes, bytes, goal in (
-        ("SwiGLU", forward, 4, 5, 0.85), ("SwiGLU's gradients", backward, 2, 11, 0.80)
+        (label, forward, read, read + 1, 0.85), (f"{label}'s gradients", backward, 2, 2 + read + written, 0.80)
     ):
         if count_of(calls, of_amax):
             us = time_of(calls, of_amax)
@@ -401,7 +410,8 @@ def sections(bench: Bench, args) -> Iterator[tuple[str, str, object]]:
             yield ("norm_codes", f"{kind} {format} {shape}",
                    lambda: norm_codes(bench, kind, format, shape))
         for shape in bench.swiglus:
-            yield "swiglu", f"{format} {shape}", lambda: swiglu(bench, format, shape)
+            for name in MLPS:
+                yield "swiglu", f"{name} {format} {shape}", lambda: swiglu(bench, format, shape, name)
     for shape in bench.heads:
         yield "rotary", f"{shape}", lambda: rotary(bench, shape)
     for kind in ("RMSNorm", "LayerNorm"):

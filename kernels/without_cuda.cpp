@@ -133,8 +133,8 @@ QuantizedMatrix quantize_norm(const at::Tensor&, const Normalization&, const Ope
                               at::Tensor&, at::Tensor&) {
   no_cuda("quantize an activation");
 }
-QuantizedMatrix quantize_swiglu(const at::Tensor&, const at::Tensor&, const OperandRequest&,
-                                at::Tensor&) {
+QuantizedMatrix quantize_swiglu(const at::Tensor&, const at::Tensor&, Activation,
+                                const OperandRequest&, at::Tensor&) {
   no_cuda("quantize an activation");
 }
 SwigluBackward quantize_swiglu_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&,

@@ -82,7 +82,8 @@ Tensor swiglu_mlp_autocast(const Tensor& input, const Tensor& gate, const Option
                            const WeightState& gate_state, const WeightState& up_state,
                            const WeightState& down_state, const OptionalTensor& residual,
                            const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
-                           double eps, bool rms, bool zero_centered_gamma) {
+                           double eps, bool rms, bool zero_centered_gamma,
+                           c10::string_view activation) {
   static const auto op = typed_op<decltype(swiglu_mlp)>("qshard::swiglu_mlp");
   const Autocast<kDevice> cast;
   const bool adds_input = residual && residual->is_same(input);  // which costs no pass in backward
@@ -90,7 +91,7 @@ Tensor swiglu_mlp_autocast(const Tensor& input, const Tensor& gate, const Option
   return op.call(x, gate, up, down, cast(gate_bias), cast(up_bias), cast(down_bias), weight_only,
                  format, down_format, gate_state, up_state, down_state,
                  adds_input ? OptionalTensor(x) : cast(residual), norm_weight, norm_bias, eps, rms,
-                 zero_centered_gamma);
+                 zero_centered_gamma, activation);
 }
 
 template <DeviceType kDevice>

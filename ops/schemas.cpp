@@ -74,22 +74,23 @@ TORCH_LIBRARY(qshard, m) {
       "Tensor? up_bias=None, Tensor? down_bias=None, *, bool weight_only=False, str format, "
       "str down_format, Tensor[]? gate_state=None, Tensor[]? up_state=None, "
       "Tensor[]? down_state=None, Tensor? residual=None, Tensor? norm_weight=None, "
-      "Tensor? norm_bias=None, float eps=0.0, bool rms=False, bool zero_centered_gamma=False) "
-      "-> Tensor");
+      "Tensor? norm_bias=None, float eps=0.0, bool rms=False, bool zero_centered_gamma=False, "
+      "str activation=\"swiglu\") -> Tensor");
   m.def(
       "swiglu_experts(Tensor input, Tensor gate, Tensor? up, Tensor down, Tensor offs, *, "
       "bool weight_only=False, str? format=None, str? down_format=None) -> Tensor");
   m.def(
-      "swiglu_linear_forward(Tensor gate, Tensor up, Tensor weight, Tensor? bias, bool "
+      "swiglu_linear_forward(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, bool "
       "keep_maxima, "
       "bool weight_only=False, str? format=None, Tensor[]? weight_state=None, "
-      "Tensor? residual=None, Tensor? offs=None) "
+      "Tensor? residual=None, Tensor? offs=None, str activation=\"swiglu\") "
       "-> (Tensor output, Tensor maxima)");
   m.def(
-      "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor up, Tensor weight, Tensor maxima, "
+      "swiglu_linear_backward(Tensor grad, Tensor gate, Tensor? up, Tensor weight, Tensor maxima, "
       "bool needs_weight, bool rows, bool columns, bool joined, str? grad_format=None, "
       "bool weight_only=False, ScalarType? grad_dtype=None, str? format=None, "
-      "Tensor[]? weight_state=None, *, Tensor(a!)? weight_grad=None, Tensor? offs=None) "
+      "Tensor[]? weight_state=None, *, Tensor(a!)? weight_grad=None, Tensor? offs=None, "
+      "str activation=\"swiglu\") "
       "-> (Tensor grad_weight, Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
   m.def(
       "norm_linear(Tensor input, Tensor norm_weight, Tensor? norm_bias, Tensor[] weights, "
@@ -131,10 +132,10 @@ TORCH_LIBRARY(qshard, m) {
       "Tensor(b!)? input_sum=None) "
       "-> Tensor grad_input");
   m.def(
-      "swiglu_linear_backward_accumulate(Tensor grad, Tensor gate, Tensor up, Tensor weight, "
+      "swiglu_linear_backward_accumulate(Tensor grad, Tensor gate, Tensor? up, Tensor weight, "
       "Tensor maxima, Tensor(a!) weight_grad, bool rows, bool columns, bool joined, "
       "str? grad_format=None, bool weight_only=False, str? format=None, "
-      "Tensor[]? weight_state=None) "
+      "Tensor[]? weight_state=None, str activation=\"swiglu\") "
       "-> (Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
 
   // What norm_linear and the modules are made of.

@@ -1,5 +1,6 @@
-// silu(gate) * up, the input of a linear: producers of its codes, and of the codes of its
-// gradients. On CUDA devices the values are never stored where a linear reads packed codes.
+// silu(gate) * up, the input of a linear, and what other activations make of gate and up or of gate
+// alone: producers of its codes, and of the codes of its gradients. On CUDA devices the values are
+// never stored where a linear reads packed codes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,15 +8,19 @@
 #include <utility>
 
 #include "kernels/linear/operand_producer.h"
+#include "kernels/numerics/activations.h"
 
 namespace qshard {
 
-/// silu(gate) * up, rounded as torch's two operators do. Tensors of one shape and dtype.
-at::Tensor swiglu_values(const at::Tensor& gate, const at::Tensor& up);
+/// silu(gate) * up, rounded as torch's two operators do. Tensors of one shape and dtype. `up` may
+/// be undefined: the activation of gate alone.
+at::Tensor swiglu_values(const at::Tensor& gate, const at::Tensor& up,
+                         Activation activation = Activation::kSilu);
 
 /// The gradients of gate and up, as autograd's formulas for those operators round them.
 std::pair<at::Tensor, at::Tensor> swiglu_gradients(const at::Tensor& grad, const at::Tensor& gate,
-                                                   const at::Tensor& up);
+                                                   const at::Tensor& up,
+                                                   Activation activation = Activation::kSilu);
 
 /// What is remembered of matrices (M, K) of gate and up, float32: the amax of silu(gate) * up, by
 /// which codes have one scale, then of each strip of 8x128 the largest |silu(gate)| and the largest
@@ -30,15 +35,19 @@ Int swiglu_maxima_numel(const Int& m, const Int& k) {
 /// The same of an amax alone, float32 (1,).
 at::Tensor swiglu_maxima(const at::Tensor& amax, int64_t m, int64_t k);
 
-/// silu(gate) * up of matrices (M, K), whose rows may be parts of longer ones.
+/// silu(gate) * up of matrices (M, K), whose rows may be parts of longer ones. Codes of other
+/// activations are those of kernels/numerics/activations.h, which is closer to GELU's formula than
+/// torch's operator is below -3.
 class SwigluOperand final : public OperandProducer {
  public:
   /// maxima: those of swiglu_maxima_numel(), if they are known.
-  SwigluOperand(at::Tensor gate, at::Tensor up, at::Tensor maxima = {})
+  SwigluOperand(at::Tensor gate, at::Tensor up, at::Tensor maxima = {},
+                Activation activation = Activation::kSilu)
       : OperandProducer(gate.options()),
         gate_(std::move(gate)),
         up_(std::move(up)),
-        maxima_(std::move(maxima)) {}
+        maxima_(std::move(maxima)),
+        activation_(activation) {}
 
   at::IntArrayRef sizes() const override { return gate_.sizes(); }
   QuantizedMatrix codes(const OperandRequest& request) const override;
@@ -52,19 +61,21 @@ class SwigluOperand final : public OperandProducer {
   at::Tensor gate_;
   at::Tensor up_;
   mutable at::Tensor maxima_;
+  Activation activation_;
 };
 
 /// What is made of the gradient of silu(gate) * up.
 struct SwigluBackwardRequest {
   OperandRequest gradients = {};  // packed codes of both gradients, not by earlier steps
   bool joined = false;            // as of one matrix (M, 2 K): that of gate, then that of up
+  Activation activation = Activation::kSilu;
   const Format* input = nullptr;  // columnwise codes of silu(gate) * up to meet a weight of it
   at::Tensor maxima = {};         // what forward knew of gate and up, if it scaled by one scale
 };
 
 struct SwigluBackward {
   QuantizedMatrix gate = {};  // of both if joined
-  QuantizedMatrix up = {};
+  QuantizedMatrix up = {};    // nothing if joined, or without up
   QuantizedMatrix input = {};
 };
 

@@ -25,12 +25,12 @@ at::Tensor maxima_of(const SwigluTask& task, const at::TensorOptions& values, cu
 
 }  // namespace
 
-QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up,
+QuantizedMatrix quantize_swiglu(const at::Tensor& gate, const at::Tensor& up, Activation activation,
                                 const OperandRequest& request, at::Tensor& maxima) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor gate_rows = with_dense_rows(gate);
   const at::Tensor up_rows = with_dense_rows(up);
-  const SwigluTask task = swiglu_task(gate_rows, up_rows);
+  const SwigluTask task = swiglu_task(gate_rows, up_rows, activation);
   const DType dtype = value_dtype(gate.scalar_type());
   const QuantizedMatrix out = empty_packed(task.m, task.k, request, gate.device());
   SwigluImage image{activation_task(out)};
@@ -70,7 +70,7 @@ SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor
   const at::Tensor gate_rows = with_dense_rows(gate);
   const at::Tensor up_rows = with_dense_rows(up);
   const at::Tensor grads = grad.contiguous();
-  SwigluTask task = swiglu_task(gate_rows, up_rows);
+  SwigluTask task = swiglu_task(gate_rows, up_rows, request.activation);
   task.grad = grads.const_data_ptr();
   const DType dtype = value_dtype(gate.scalar_type());
   const bool one_scale = has_one_scale(*request.gradients.format);
@@ -83,9 +83,11 @@ SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor
     out.up.task = columns_of(whole, task.k, task.k, one_scale);
   } else {
     result.gate = empty_packed(task.m, task.k, request.gradients, device);
-    result.up = empty_packed(task.m, task.k, request.gradients, device);
     out.gate.task = activation_task(result.gate);
-    out.up.task = activation_task(result.up);
+    if (up.defined()) {
+      result.up = empty_packed(task.m, task.k, request.gradients, device);
+      out.up.task = activation_task(result.up);
+    }
   }
   at::Tensor amaxes;
   at::Tensor maxima = request.maxima;
@@ -103,7 +105,7 @@ SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor
     const OperandRequest columns{.format = request.input, .orientations = {.columnwise = true}};
     if (has_one_scale(*request.input) != one_scale) {
       // The kernel scales all that it makes in one way.
-      result.input = quantize_swiglu(gate_rows, up_rows, columns, maxima);
+      result.input = quantize_swiglu(gate_rows, up_rows, request.activation, columns, maxima);
     } else {
       result.input = empty_packed(task.m, task.k, columns, device);
       out.input.task = activation_task(result.input);

@@ -16,47 +16,58 @@ constexpr int kBlocksAtOnce = std::is_same_v<Value, BFloat16> ? 2 : 1;
 template <typename Value>
 constexpr int kRowsWaiting = std::is_same_v<Value, BFloat16> ? 3 : 0;
 
-/// What a CUDA block makes of its tile: the two gradients, and silu(gate) * up.
-template <typename Value>
+/// What a CUDA block makes of its tile: the two gradients, and silu(gate) * up. Without up the
+/// first gradient and the product.
+template <typename Value, typename Kind>
 struct BackwardTiles {
   using Tile = ActivationTile<Value, kThreads>;
+  Kind kind;
   Tile grad_gate, grad_up, product;
 
-  template <bool kVectorized>
+  __device__ __forceinline__ explicit BackwardTiles(const SwigluTask& task) : kind(task) {}
+
   __device__ __forceinline__ void load_grad(const SwigluTask& task, int64_t tile_row,
                                             int64_t tile_col) {
-    grad_gate.load(task.grad, task.m, task.k, task.k, tile_row, tile_col, kVectorized);
+    grad_gate.load(task.grad, task.m, task.k, task.k, tile_row, tile_col, kind.vectorized());
   }
-  template <bool kVectorized>
   __device__ __forceinline__ void load_rest(const SwigluTask& task, int64_t tile_row,
                                             int64_t tile_col) {
-    grad_up.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, kVectorized);
-    product.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, kVectorized);
-    swiglu_backward<Tile::kRows>(grad_gate.values, grad_up.values, product.values);
+    load_factors(task, tile_row, tile_col);
+    swiglu_backward<Tile::kRows>(kind, grad_gate.values, grad_up.values, product.values);
   }
 
   /// The same row by row, which takes fewer registers; done(i) once a thread's i-th row is there.
-  template <bool kVectorized, typename Done>
+  template <typename Done>
   __device__ __forceinline__ void load_by_rows(const SwigluTask& task, int64_t tile_row,
                                                int64_t tile_col, const Done& done) {
-    if constexpr (!kVectorized) {
-      load_grad<false>(task, tile_row, tile_col);
-      grad_up.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, false);
-      product.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, false);
+    const bool vectorized = kind.vectorized();
+    if (!vectorized) {
+      load_grad(task, tile_row, tile_col);
+      load_factors(task, tile_row, tile_col);
     }
 #pragma unroll
     for (int i = 0; i < Tile::kRows; ++i) {
-      if constexpr (kVectorized) {
+      if (vectorized) {
         load_row(grad_up, i, task.gate, task, task.ld_gate, tile_row, tile_col);
-        load_row(product, i, task.up, task, task.ld_up, tile_row, tile_col);
+        if constexpr (Kind::kGated) {
+          load_row(product, i, task.up, task, task.ld_up, tile_row, tile_col);
+        }
         load_row(grad_gate, i, task.grad, task, task.k, tile_row, tile_col);
       }
-      swiglu_backward<1>(grad_gate.values + i, grad_up.values + i, product.values + i);
+      swiglu_backward<1>(kind, grad_gate.values + i, grad_up.values + i, product.values + i);
       done(i);
     }
   }
 
  private:
+  __device__ __forceinline__ void load_factors(const SwigluTask& task, int64_t tile_row,
+                                               int64_t tile_col) {
+    const bool vectorized = kind.vectorized();
+    grad_up.load(task.gate, task.m, task.k, task.ld_gate, tile_row, tile_col, vectorized);
+    if constexpr (Kind::kGated) {
+      product.load(task.up, task.m, task.k, task.ld_up, tile_row, tile_col, vectorized);
+    }
+  }
   __device__ __forceinline__ static void load_row(Tile& tile, int i, const void* from,
                                                   const SwigluTask& task, int64_t ld,
                                                   int64_t tile_row, int64_t tile_col) {
@@ -72,15 +83,15 @@ struct BackwardTiles {
 
 /// A warp whose gradients cannot change the scales of the amaxes so far is done once it has read
 /// `grad`.
-template <typename Value, bool kVectorized>
+template <typename Value, typename Kind>
 __global__ void __launch_bounds__(kThreads, kAmaxBlocksAtOnce<Value>)
     swiglu_backward_amax(const __grid_constant__ SwigluTask task, const float* maxima,
                          float* gate_amax, float* up_amax, bool power_of_two) {
   constexpr int kRows = ActivationTile<Value, kThreads>::kRows;
   const int64_t tile_row = static_cast<int64_t>(blockIdx.y) * kTile;
   const int64_t tile_col = static_cast<int64_t>(blockIdx.x) * kTile;
-  BackwardTiles<Value> tiles;
-  tiles.template load_grad<kVectorized>(task, tile_row, tile_col);
+  BackwardTiles<Value, Kind> tiles(task);
+  tiles.load_grad(task, tile_row, tile_col);
   // So far: the same for all threads, while others raise them.
   __shared__ uint32_t raised[2];
   if (threadIdx.x < 2) {
@@ -94,18 +105,19 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocksAtOnce<Value>)
   if (maxima != nullptr) {
     const auto strip = StripMaxima::load<kThreads>(maxima);
     const uint32_t grad = amax_of(tiles.grad_gate);
-    if (strip.template cannot_raise<Value>(grad, raised[0], raised[1])) return;
+    if (strip.template cannot_raise<Value>(tiles.kind, grad, raised[0], raised[1])) return;
   }
-  tiles.template load_rest<kVectorized>(task, tile_row, tile_col);
+  tiles.load_rest(task, tile_row, tile_col);
   const uint32_t gate = amax_of(tiles.grad_gate);
-  const uint32_t up = amax_of(tiles.grad_up);
+  uint32_t up = 0;
+  if constexpr (Kind::kGated) up = amax_of(tiles.grad_up);
   if (threadIdx.x % 32 != 0) return;
   if (gate > raised[0]) raise(gate_amax, gate);
   if (up > raised[1]) raise(up_amax, up);
 }
 
 /// `tiles`: of groups of rows, in blocks; null: the tiles of all rows.
-template <typename Value, bool kVectorized, bool kBlocks, bool kGroups = false>
+template <typename Value, typename Kind, bool kBlocks, bool kGroups = false>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
     swiglu_backward_quantize(const __grid_constant__ SwigluTask task,
                              const __grid_constant__ SwigluGradients out,
@@ -131,8 +143,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
   const bool is_first = blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
   constexpr int kWaiting = kRowsWaiting<Value>;
   __shared__ Vector<Value> waiting[kWaiting > 0 ? kWaiting : 1][kWaiting > 0 ? kThreads : 1];
-  BackwardTiles<Value> tiles;
-  tiles.template load_by_rows<kVectorized>(own(task), tile_row, tile_col, [&](int i) {
+  BackwardTiles<Value, Kind> tiles(task);
+  tiles.load_by_rows(own(task), tile_row, tile_col, [&](int i) {
     if (i < kWaiting) waiting[i][threadIdx.x] = tiles.product.values[i];
   });
   const auto store = [&](const auto& tile, const SwigluImage& image, auto code) {
@@ -150,8 +162,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
     }
   };
   store_gradient(tiles.grad_gate, out.gate);
-  __syncthreads();  // of `shared`
-  store_gradient(tiles.grad_up, out.up);
+  if constexpr (Kind::kGated) {
+    __syncthreads();  // of `shared`
+    store_gradient(tiles.grad_up, out.up);
+  }
   if (out.input.task.codes_t == nullptr) return;
   __syncthreads();
 #pragma unroll
@@ -169,9 +183,9 @@ cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* max
                                         float* gate_amax, float* up_amax, bool power_of_two,
                                         DType value_dtype, cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;
-  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
-    swiglu_backward_amax<decltype(value), vectorized()><<<swiglu_grid(task), kThreads, 0, stream>>>(
-        task, maxima, gate_amax, up_amax, power_of_two);
+  return with_activation_types(task, value_dtype, [&](auto value, auto kind, const auto& of) {
+    swiglu_backward_amax<decltype(value), typename decltype(kind)::Type>
+        <<<swiglu_grid(task), kThreads, 0, stream>>>(of, maxima, gate_amax, up_amax, power_of_two);
     return cudaGetLastError();
   });
 }
@@ -179,15 +193,14 @@ cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* max
 cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
                                             DType value_dtype, cudaStream_t stream) {
   if (task.m == 0 || task.k == 0) return cudaSuccess;
-  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
+  return with_activation_types(task, value_dtype, [&](auto value, auto kind, const auto& of) {
     using Value = decltype(value);
+    using Kind = typename decltype(kind)::Type;
     const dim3 grid = swiglu_grid(task);
     if (out.gate.amax == nullptr) {
-      swiglu_backward_quantize<Value, vectorized(), true>
-          <<<grid, kThreads, 0, stream>>>(task, out, nullptr);
+      swiglu_backward_quantize<Value, Kind, true><<<grid, kThreads, 0, stream>>>(of, out, nullptr);
     } else {
-      swiglu_backward_quantize<Value, vectorized(), false>
-          <<<grid, kThreads, 0, stream>>>(task, out, nullptr);
+      swiglu_backward_quantize<Value, Kind, false><<<grid, kThreads, 0, stream>>>(of, out, nullptr);
     }
     return cudaGetLastError();
   });
@@ -199,8 +212,8 @@ cudaError_t launch_swiglu_backward_quantize_groups(const SwigluTask& task,
                                                    cudaStream_t stream) {
   if (task.m == 0 || task.k == 0 || count == 0) return cudaSuccess;
   const dim3 grid(swiglu_grid(task).x, static_cast<unsigned>(count));
-  return with_swiglu_types(task, value_dtype, [&](auto value, auto vectorized) {
-    swiglu_backward_quantize<decltype(value), vectorized(), true, true>
+  return with_swiglu_types(task, value_dtype, [&](auto value, auto kind) {
+    swiglu_backward_quantize<decltype(value), typename decltype(kind)::Type, true, true>
         <<<grid, kThreads, 0, stream>>>(task, out, tiles);
     return cudaGetLastError();
   });

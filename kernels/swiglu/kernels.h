@@ -1,23 +1,28 @@
 // Launchers of the kernels that make codes of silu(gate) * up, and of its gradients, while the
 // values are in registers. They round and divide where torch's operators do, so codes are those of
 // the values that silu, mul and silu_backward leave in memory, as long as both have the same expf.
+// So for other activations in the place of silu, with up or without: theirs are computed by
+// kernels/numerics/activations.h, and rounded where torch's are.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "kernels/activation/kernels.h"
+#include "kernels/numerics/activations.h"
 
 namespace qshard::cuda {
 
 /// gate and up (m, k), rows `ld` values apart, as the halves of one matrix are.
 struct SwigluTask {
   const void* gate = nullptr;
-  const void* up = nullptr;
+  const void* up = nullptr;    // null: the activation of gate alone
   const void* grad = nullptr;  // (m, k) contiguous, of silu(gate) * up; backward's
   int64_t m = 0;
   int64_t k = 0;
   int64_t ld_gate = 0;
   int64_t ld_up = 0;
+  Activation activation = Activation::kSilu;
+  bool vectorized = false;  // launchers set it
 };
 
 /// Codes of one matrix of the backward. Its values, m and k are the task's.
@@ -29,7 +34,7 @@ struct SwigluImage {
 /// All scaled in one way: in blocks in E4M3, or by one scale, gradients in E5M2.
 struct SwigluGradients {
   SwigluImage gate;   // of the gradients: in the same orientations,
-  SwigluImage up;     // perhaps columns of one matrix, k_padded apart
+  SwigluImage up;     // perhaps columns of one matrix, k_padded apart; none without up
   SwigluImage input;  // columns of silu(gate) * up, in E4M3; or none
 };
 
@@ -53,8 +58,8 @@ cudaError_t launch_swiglu_backward_amax(const SwigluTask& task, const float* max
                                         float* gate_amax, float* up_amax, bool power_of_two,
                                         DType value_dtype, cudaStream_t stream);
 
-/// As launch_swiglu_quantize in blocks, for each group of rows by itself: launch_row_tiles made
-/// `tiles`, and codes lie as launch_quantize_groups_in_blocks leaves them.
+/// As launch_swiglu_quantize of silu(gate) * up in blocks, for each group of rows by itself:
+/// launch_row_tiles made `tiles`, and codes lie as launch_quantize_groups_in_blocks leaves them.
 cudaError_t launch_swiglu_quantize_groups(const SwigluTask& task, const ActivationTask& out,
                                           const RowTile* tiles, int64_t count, DType value_dtype,
                                           cudaStream_t stream);

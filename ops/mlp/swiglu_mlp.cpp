@@ -12,20 +12,38 @@
 #include "ops/linear/autograd.h"
 #include "ops/linear/grouped_linear.h"
 #include "ops/linear/linear_operands.h"
+#include "ops/mlp/swiglu_mlp_arguments.h"
 
 namespace qshard {
 namespace {
 
-void check_swiglu(const char* op, const Tensor& gate, const Tensor& up, const Tensor& weight) {
-  TORCH_CHECK(
-      gate.dim() >= 1 && gate.sizes() == up.sizes() && gate.size(-1) == weight.size(-1) &&
-          gate.scalar_type() == up.scalar_type() && is_value_dtype(gate.scalar_type()) &&
-          gate.device() == weight.device() && up.device() == weight.device(),
-      fmt::format("{}: gate and up must be float32, bfloat16 or float16 tensors (..., {}) "
-                  "on {}, got {} of shape {} on {} and {} of shape {} on {}",
-                  op, weight.size(-1), weight.device().str(), c10::toString(gate.scalar_type()),
-                  gate.sizes().vec(), gate.device().str(), c10::toString(up.scalar_type()),
-                  up.sizes().vec(), up.device().str()));
+/// Returns what `activation` is, by which `up` is given or not.
+MlpActivation check_swiglu(const char* op, const Tensor& gate, const OptionalTensor& up,
+                           const Tensor& weight, c10::string_view activation) {
+  const MlpActivation known = mlp_activation(op, activation);
+  TORCH_CHECK(known.gated == is_given(up),
+              fmt::format("{}: {} {}", op, activation,
+                          known.gated ? "multiplies by up, which is not given"
+                                      : "multiplies by nothing; give gate alone, up as None"));
+  const auto fits = [&](const Tensor& values) {
+    return values.dim() >= 1 && values.sizes() == gate.sizes() &&
+           values.size(-1) == weight.size(-1) && values.scalar_type() == gate.scalar_type() &&
+           is_value_dtype(values.scalar_type()) && values.device() == weight.device();
+  };
+  const auto described = [](const Tensor& values) {
+    return fmt::format("{} of shape {} on {}", c10::toString(values.scalar_type()),
+                       values.sizes().vec(), values.device().str());
+  };
+  TORCH_CHECK(fits(gate) && (!known.gated || fits(*up)),
+              fmt::format("{}: gate and up must be float32, bfloat16 or float16 tensors (..., {}) "
+                          "on {}, got {} and {}",
+                          op, weight.size(-1), weight.device().str(), described(gate),
+                          known.gated ? described(*up) : "none"));
+  return known;
+}
+
+void check_experts_activation(const char* op, c10::string_view activation) {
+  TORCH_CHECK(activation == kSwiglu, op, ": offs go with the activation swiglu alone");
 }
 
 LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, const WeightState& state,
@@ -35,13 +53,18 @@ LinearWeight checked_weight(const Tensor& weight, OptionalFormat format, const W
   return used;
 }
 
+/// As a matrix; undefined without it.
+Tensor matrix_of(const OptionalTensor& up) { return is_given(up) ? as_matrix(*up) : Tensor(); }
+
 /// gate and up as matrices, and what forward knew of silu(gate) * up.
 struct SavedSwiglu {
   Tensor gate, up;
   Tensor maxima;  // undefined if they are not known
+  Activation activation;
 
-  SavedSwiglu(const char* op, const Tensor& gate, const Tensor& up, const Tensor& maxima)
-      : gate(as_matrix(gate)), up(as_matrix(up)) {
+  SavedSwiglu(const char* op, const Tensor& gate, const OptionalTensor& up, const Tensor& maxima,
+              Activation activation)
+      : gate(as_matrix(gate)), up(matrix_of(up)), activation(activation) {
     if (maxima.numel() == 0) return;
     const int64_t numel = swiglu_maxima_numel(this->gate.size(0), this->gate.size(1));
     TORCH_CHECK(
@@ -54,7 +77,10 @@ struct SavedSwiglu {
                     c10::toString(maxima.scalar_type()), maxima.device().str()));
     this->maxima = maxima;
   }
-  SwigluOperand product() const { return {gate, up, maxima}; }
+  SwigluOperand product() const { return {gate, up, maxima, activation}; }
+  std::pair<Tensor, Tensor> gradients(const Tensor& grad) const {
+    return swiglu_gradients(grad, gate, up, activation);
+  }
 };
 
 /// Which gradients of gate and up an operator is asked for.
@@ -70,14 +96,14 @@ struct InnerGradients {
 // Their values, in the shape of `gate`.
 void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& saved, bool joined,
                 const Tensor& gate) {
-  auto [grad_gate, grad_up] = swiglu_gradients(grad, saved.gate, saved.up);
+  auto [grad_gate, grad_up] = saved.gradients(grad);
   auto sizes = gate.sizes().vec();
   if (joined) {
     sizes.back() *= 2;
     std::get<1>(out) = at::cat({grad_gate, grad_up}, 1).view(sizes);
   } else {
     std::get<1>(out) = grad_gate.reshape(sizes).contiguous();
-    std::get<3>(out) = grad_up.reshape(sizes).contiguous();
+    if (grad_up.defined()) std::get<3>(out) = grad_up.reshape(sizes).contiguous();
   }
 }
 
@@ -86,24 +112,29 @@ void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& s
 void keep_tallies(const SwigluBackward& made, const Tensor& grad, const SavedSwiglu& saved,
                   bool joined) {
   if (is_capturing(grad.device())) return;
-  auto [grad_gate, grad_up] = swiglu_gradients(grad, saved.gate, saved.up);
+  auto [grad_gate, grad_up] = saved.gradients(grad);
   if (joined) grad_gate = at::cat({grad_gate, grad_up}, 1);
-  const Tensor gate_values = grad_gate.contiguous(), up_values = grad_up.contiguous();
-  keep_tally(bytes_of(made.gate.rowwise), coded_matrix(made.gate, gate_values));
-  if (!joined) keep_tally(bytes_of(made.up.rowwise), coded_matrix(made.up, up_values));
+  const auto keep = [](const QuantizedMatrix& codes, const Tensor& values) {
+    keep_tally(bytes_of(codes.rowwise), coded_matrix(codes, values.contiguous()));
+  };
+  keep(made.gate, grad_gate);
+  if (!joined && grad_up.defined()) keep(made.up, grad_up);
 }
 
 SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const Tensor& gate,
-                                     const Tensor& up, const LinearWeight& weight,
+                                     const OptionalTensor& up, const LinearWeight& weight,
                                      const Tensor& maxima, const WgradRequest& wgrad,
-                                     const InnerGradients& inner, bool weight_only) {
+                                     const InnerGradients& inner, bool weight_only,
+                                     MlpActivation activation) {
   const QuantizedMatrix& codes = weight.codes;
   TORCH_CHECK(grad.dim() == gate.dim() && grad.size(-1) == codes.rows &&
                   leading_numel(grad) == leading_numel(gate),
               fmt::format("{}: a gradient of shape {} does not fit gate of shape {} and a weight "
                           "of ({}, {})",
                           op, grad.sizes().vec(), gate.sizes().vec(), codes.rows, codes.cols));
-  const SavedSwiglu saved(op, gate, up, maxima);
+  TORCH_CHECK(activation.gated || !inner.joined, op,
+              ": a gradient is joined of those of gate and up, and there is no up");
+  const SavedSwiglu saved(op, gate, up, maxima, activation.function);
   const Format& own = *codes.format;
   const PlainOperand plain(as_matrix(grad));
   CachedOperand gradient(plain, {.rowwise = inner.any(), .columnwise = wgrad.is_needed});
@@ -125,6 +156,7 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
                         .role = OperandRole::kGradient,
                         .orientations = {.rowwise = inner.rows, .columnwise = inner.columns}},
           .joined = inner.joined,
+          .activation = saved.activation,
           .maxima = saved.maxima};
       if (wgrad.is_needed && !weight_only && own.gemm.kind == GemmKind::kPacked &&
           own.amax_history.length == 0 &&
@@ -195,7 +227,8 @@ SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad,
   if (inner.format != nullptr && inner.any()) {
     return swiglu_codes_of_experts(op, grad, gate, up, weight, offs, wgrad, inner, format, state);
   }
-  const SavedSwiglu saved(op, gate, up, none_of(gate.options().dtype(at::kFloat)));
+  const SavedSwiglu saved(op, gate, up, none_of(gate.options().dtype(at::kFloat)),
+                          Activation::kSilu);
   const bool has_codes = wgrad.is_needed && product_codes.numel() > 0;
   const Tensor hidden = has_codes         ? product_codes
                         : wgrad.is_needed ? saved.product().values(gate.scalar_type())
@@ -218,32 +251,33 @@ InnerGradients inner_gradients(const char* op, bool rows, bool columns, bool joi
 }  // namespace
 
 std::tuple<Tensor, Tensor> swiglu_linear_forward(
-    const Tensor& gate, const Tensor& up, const Tensor& weight, const OptionalTensor& bias,
+    const Tensor& gate, const OptionalTensor& up, const Tensor& weight, const OptionalTensor& bias,
     bool keep_maxima, bool weight_only, OptionalFormat format, const WeightState& weight_state,
-    const OptionalTensor& residual, const OptionalTensor& offs) {
+    const OptionalTensor& residual, const OptionalTensor& offs, c10::string_view activation) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_forward";
   c10::OptionalDeviceGuard device_guard(weight.device());
   if (is_given(offs)) {
     TORCH_CHECK(!is_given(bias) && !is_given(residual) && !weight_state, op,
                 ": offs go with no bias, residual or weight_state");
-    check_swiglu(op, gate, up, weight);
+    check_experts_activation(op, activation);
+    check_swiglu(op, gate, up, weight, activation);
     check_groups(gate, weight, *offs, op);
     const ExpertWeights down =
         experts_for_use(weight, format, std::nullopt, WeightUse::kForward, op);
     if (!keep_maxima && has_grouped_mlp(gate, down, weight_only)) {
-      return {grouped_mlp_forward(gate, up, down, {offs->contiguous()}),
+      return {grouped_mlp_forward(gate, *up, down, {offs->contiguous()}),
               none_of(gate.options().dtype(at::kFloat))};
     }
-    const SwigluOperand hidden(as_matrix(gate), as_matrix(up));
+    const SwigluOperand hidden(as_matrix(gate), as_matrix(*up));
     auto made = grouped_linear_forward(hidden.values(hidden.dtype()), weight, *offs, weight_only,
                                        format, /*saves_input=*/keep_maxima);
     return {made.output,
             made.saved.defined() ? made.saved : none_of(gate.options().dtype(at::kFloat))};
   }
   const auto used = checked_weight(weight, format, weight_state, WeightUse::kForward, op);
-  check_swiglu(op, gate, up, weight);
-  const SwigluOperand operand(as_matrix(gate), as_matrix(up));
+  const MlpActivation known = check_swiglu(op, gate, up, weight, activation);
+  const SwigluOperand operand(as_matrix(gate), matrix_of(up), {}, known.function);
   auto result = linear_forward(operand, used, bias, /*save_quantized_input=*/false, weight_only,
                                residual_matrix(residual, gate, weight));
   auto sizes = gate.sizes().vec();
@@ -261,42 +295,43 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(
   return {result.output, maxima};
 }
 
-SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
-                                         const Tensor& weight, const Tensor& maxima,
-                                         bool needs_weight, bool rows, bool columns, bool joined,
-                                         OptionalFormat grad_format, bool weight_only,
-                                         std::optional<at::ScalarType> grad_dtype,
+SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
+                                         const OptionalTensor& up, const Tensor& weight,
+                                         const Tensor& maxima, bool needs_weight, bool rows,
+                                         bool columns, bool joined, OptionalFormat grad_format,
+                                         bool weight_only, std::optional<at::ScalarType> grad_dtype,
                                          OptionalFormat format, const WeightState& weight_state,
                                          const OptionalTensor& weight_grad,
-                                         const OptionalTensor& offs) {
+                                         const OptionalTensor& offs, c10::string_view activation) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_backward";
   c10::OptionalDeviceGuard device_guard(weight.device());
   if (is_given(offs)) {
-    check_swiglu(op, gate, up, weight);
-    return swiglu_backward_of_experts(op, grad, gate, up, weight, maxima, *offs,
+    check_experts_activation(op, activation);
+    check_swiglu(op, gate, up, weight, activation);
+    return swiglu_backward_of_experts(op, grad, gate, *up, weight, maxima, *offs,
                                       {needs_weight, grad_dtype, weight, weight_grad, op},
                                       inner_gradients(op, rows, columns, joined, grad_format),
                                       weight_only, format, weight_state);
   }
   const auto use = backward_use(rows || columns);
   const auto used = checked_weight(weight, format, weight_state, use, op);
-  check_swiglu(op, gate, up, weight);
-  return swiglu_backward_of(op, grad, gate, up, used, maxima,
-                            {needs_weight, grad_dtype, weight, weight_grad, op},
-                            inner_gradients(op, rows, columns, joined, grad_format), weight_only);
+  const MlpActivation known = check_swiglu(op, gate, up, weight, activation);
+  return swiglu_backward_of(
+      op, grad, gate, up, used, maxima, {needs_weight, grad_dtype, weight, weight_grad, op},
+      inner_gradients(op, rows, columns, joined, grad_format), weight_only, known);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
-    const Tensor& grad, const Tensor& gate, const Tensor& up, const Tensor& weight,
+    const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& weight,
     const Tensor& maxima, const Tensor& weight_grad, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, OptionalFormat format,
-    const WeightState& weight_state) {
+    const WeightState& weight_state, c10::string_view activation) {
   static const auto op =
       typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
   auto [none, first, second, third, fourth] = op.call(
       grad, gate, up, weight, maxima, /*needs_weight=*/true, rows, columns, joined, grad_format,
-      weight_only, std::nullopt, format, weight_state, weight_grad, std::nullopt);
+      weight_only, std::nullopt, format, weight_state, weight_grad, std::nullopt, activation);
   return {first, second, third, fourth};
 }
 

@@ -1,6 +1,7 @@
 #include "ops/mlp/swiglu_mlp_arguments.h"
 
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/format/shown_name.h"
 #include "kernels/linear/linear.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/normed_input.h"
@@ -22,6 +23,20 @@ bool gives_gradients_in_codes(const Format& format) {
 const Format& format_of(const Tensor& weight, c10::string_view name) {
   if (has_key(weight)) return *buffer_of(weight).layout().format;
   return checked_format(name, "qshard::swiglu_mlp");
+}
+
+MlpActivation mlp_activation(const char* op, c10::string_view name) {
+  constexpr std::pair<c10::string_view, MlpActivation> kKnown[] = {
+      {kSwiglu, {Activation::kSilu, true}}, {"geglu", {Activation::kGelu, true}},
+      {"reglu", {Activation::kRelu, true}}, {"sreglu", {Activation::kSquaredRelu, true}},
+      {"silu", {Activation::kSilu, false}}, {"gelu", {Activation::kGelu, false}},
+      {"relu", {Activation::kRelu, false}}, {"srelu", {Activation::kSquaredRelu, false}},
+  };
+  for (const auto& [known, activation] : kKnown) {
+    if (name == known) return activation;
+  }
+  TORCH_CHECK_VALUE(false, op, ": unknown activation '", shown_name(name),
+                    "'; known are swiglu, geglu, reglu, sreglu, silu, gelu, relu and srelu");
 }
 
 SwigluUse::SwigluUse(const Tensor& input, const Tensor& gate, const Tensor& down, bool weight_only,
@@ -47,22 +62,27 @@ SwigluUse::SwigluUse(const Tensor& input, const Tensor& gate, const Tensor& down
 
 void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                       const Tensor& down, const OptionalTensor& gate_bias,
-                      const OptionalTensor& up_bias, const OptionalTensor& down_bias) {
-  const bool joined = !is_given(up);
+                      const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                      c10::string_view activation) {
+  const bool gated = mlp_activation("qshard::swiglu_mlp", activation).gated;
+  TORCH_CHECK(gated || !is_given(up), "qshard::swiglu_mlp: ", activation,
+              " multiplies by nothing; give gate alone, up as None");
+  const bool joined = gated && !is_given(up);
   const auto is_bias_of = [](const OptionalTensor& bias, const Tensor& weight) {
     return !is_given(bias) || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0));
   };
   const bool fits =
       input.dim() >= 1 && gate.dim() == 2 && down.dim() == 2 &&
-      (joined || (up->dim() == 2 && up->sym_sizes() == gate.sym_sizes())) &&
+      (!is_given(up) || (up->dim() == 2 && up->sym_sizes() == gate.sym_sizes())) &&
       input.sym_size(-1) == gate.sym_size(1) &&
       gate.sym_size(0) == down.sym_size(1) * (joined ? 2 : 1) && is_bias_of(gate_bias, gate) &&
-      (joined ? !is_given(up_bias) : is_bias_of(up_bias, *up)) && is_bias_of(down_bias, down);
+      (is_given(up) ? is_bias_of(up_bias, *up) : !is_given(up_bias)) && is_bias_of(down_bias, down);
   TORCH_CHECK(fits, "qshard::swiglu_mlp: input ", input.sym_sizes(), ", gate ", gate.sym_sizes(),
-              ", up ", joined ? std::string("none") : c10::str(up->sym_sizes()), " and down ",
-              down.sym_sizes(),
-              " do not go together: gate and up are (inner, columns), or gate alone is "
-              "(2 inner, columns), down is (outputs, inner), and biases have their rows");
+              ", up ", is_given(up) ? c10::str(up->sym_sizes()) : std::string("none"), " and down ",
+              down.sym_sizes(), " do not go together: ",
+              gated ? "gate and up are (inner, columns), or gate alone is (2 inner, columns)"
+                    : "gate is (inner, columns)",
+              ", down is (outputs, inner), and biases have their rows");
 }
 
 void check_norm(const Tensor& input, const OptionalTensor& norm_weight,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/format/formats.h"
+#include "kernels/numerics/activations.h"
 #include "ops/mlp/swiglu_mlp.h"
 
 namespace qshard {
@@ -9,10 +10,21 @@ namespace qshard {
 /// The format of a quantized tensor; of what is traced, which hides it, the one that was named.
 const Format& format_of(const Tensor& weight, c10::string_view name);
 
+/// What an MLP computes between its linears: function(gate) * up, or function(gate) if not `gated`.
+struct MlpActivation {
+  Activation function = Activation::kSilu;
+  bool gated = true;
+};
+/// By the names of TransformerEngine: swiglu, geglu, reglu and sreglu are gated; silu, gelu, relu
+/// and srelu are not.
+/// @throws c10::ValueError for another name.
+MlpActivation mlp_activation(const char* op, c10::string_view name);
+
 /// @throws c10::Error for shapes that do not go together.
 void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                       const Tensor& down, const OptionalTensor& gate_bias,
-                      const OptionalTensor& up_bias, const OptionalTensor& down_bias);
+                      const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                      c10::string_view activation);
 void check_norm(const Tensor& input, const OptionalTensor& norm_weight,
                 const OptionalTensor& norm_bias, bool rms);
 /// Whether weights are plain ones that are quantized for each use.

@@ -4,6 +4,7 @@
 #include "dispatch/parts/kernel_bridge.h"
 #include "kernels/grouped/grouped_mlp.h"
 #include "kernels/grouped/shared_codes.h"
+#include "kernels/linear/swiglu_operand.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/grouped_linear.h"
 #include "ops/linear/norm_linear.h"
@@ -150,20 +151,23 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                         double eps, bool rms, bool zero_centered_gamma, bool weight_only,
                         bool records_grad, c10::string_view gate_name, c10::string_view down_name,
                         const WeightState& gate_state, const WeightState& up_state,
-                        const WeightState& down_state, const OptionalTensor& offs) {
+                        const WeightState& down_state, const OptionalTensor& offs,
+                        c10::string_view activation) {
     at::AutoDispatchBelowAutograd guard;
     static const auto second =
         typed_op<decltype(swiglu_linear_forward)>("qshard::swiglu_linear_forward");
-    const bool is_joined = !is_given(up);
+    const bool is_gated = mlp_activation("qshard::swiglu_mlp", activation).gated;
+    const bool has_up = is_given(up);
+    const bool is_joined = is_gated && !has_up;
     // What is traced hides its format, and a plain weight has none.
     const bool is_dynamic = gate_state.has_value();
     const bool needs_name = is_dynamic || input.key_set().has(c10::DispatchKey::Python);
     const Format& format = format_of(gate, gate_name);
     TORCH_CHECK(
-        is_joined || &format_of(*up, gate_name) == &format,
+        !has_up || &format_of(*up, gate_name) == &format,
         fmt::format("qshard::swiglu_mlp: gate is a {} weight and up a {} one; quantize both "
                     "by one recipe, or call qshard::linear for each",
-                    format.name, is_joined ? "" : format_of(*up, gate_name).name));
+                    format.name, has_up ? format_of(*up, gate_name).name : ""));
     const SwigluUse use = is_given(offs) ? swiglu_use_of_experts(input, gate, up, down, weight_only)
                                          : SwigluUse(input, gate, down, weight_only, format,
                                                      format_of(down, down_name));
@@ -171,7 +175,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     const bool is_normed = is_given(norm_weight);
     const SwigluNeeds needs(records_grad, {input, norm_weight, norm_bias}, gate, up, down,
                             gate_bias, up_bias);
-    const Tensor& up_or_gate = is_joined ? gate : *up;
+    const Tensor& up_or_gate = has_up ? *up : gate;
     const KeptWeight kept_gate(gate, needs.gate.reads_weight(gate, offs), gate_name, gate_state);
     const KeptWeight kept_up(up_or_gate, needs.up.reads_weight(up_or_gate, offs), gate_name,
                              up_state);
@@ -184,14 +188,15 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                                  needs, checks_format, gate_name, gate_state, up_state, offs);
     const auto halves = is_joined ? first.gate_values.chunk(2, -1)
                                   : variable_list{first.gate_values, first.up_values};
+    const OptionalTensor second_half = is_gated ? OptionalTensor(halves[1]) : std::nullopt;
     const bool keeps =
         is_given(offs)
             ? !use.gives_codes && keeps_product_codes(input, halves[0], down, needs, weight_only)
             : use.keeps_maxima;
     auto [output, maxima] = second.call(
-        halves[0], halves[1], down, down_bias, keeps, weight_only,
+        halves[0], second_half, down, down_bias, keeps, weight_only,
         needs_name || kept_down.trusts_format() ? OptionalFormat(down_name) : std::nullopt,
-        down_state, residual, offs);
+        down_state, residual, offs, activation);
     const bool reads_values = needs.inner || needs.down.weight;
     // up's gradient reads gate alone.
     const bool reads_up = needs.gate_values || needs.down.weight;
@@ -199,6 +204,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                         reads_values ? first.gate_values : Tensor(),
                         reads_up ? first.up_values : Tensor(), reads_values ? maxima : Tensor()};
     SwigluMlpState state{.is_joined = is_joined,
+                         .has_up = has_up,
                          .has_residual = is_given(residual),
                          .adds_input = is_normed && is_given(residual) && residual->is_same(input),
                          .gate_saves_codes = first.gate_saves_codes,
@@ -206,6 +212,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                          .weight_only = weight_only,
                          .gives_codes = use.gives_codes,
                          .grad_format = std::string(format.name),
+                         .activation = std::string(activation),
                          .gate_bias = dtype_of(gate_bias),
                          .up_bias = dtype_of(up_bias),
                          .down_bias = dtype_of(down_bias),
@@ -215,7 +222,7 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     if (is_given(offs)) saved.push_back(*offs);
     if (is_normed) {
       variable_list weights{gate};
-      if (!is_joined) weights.push_back(*up);
+      if (has_up) weights.push_back(*up);
       state.norm =
           first.normed->save({records_grad, input, *norm_weight, norm_bias, weights}, saved);
     }
@@ -237,9 +244,10 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
 Tensor down_of_product(const variable_list& values, const Tensor& down,
                        const OptionalTensor& down_bias, bool weight_only,
                        c10::string_view down_format, const WeightState& down_state,
-                       const OptionalTensor& residual) {
-  const auto halves = values.size() == 1 ? values[0].chunk(2, -1) : values;
-  const Tensor product = at::silu(halves[0]) * halves[1];
+                       const OptionalTensor& residual, c10::string_view activation) {
+  const auto [function, gated] = mlp_activation("qshard::swiglu_mlp", activation);
+  const auto halves = gated && values.size() == 1 ? values[0].chunk(2, -1) : values;
+  const Tensor product = swiglu_values(halves[0], gated ? halves[1] : Tensor(), function);
   return linear_autograd(product, down, down_bias, weight_only, down_format, down_state, residual);
 }
 
@@ -252,8 +260,8 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
                   const WeightState& gate_state, const WeightState& up_state,
                   const WeightState& down_state, const OptionalTensor& residual,
                   const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
-                  bool rms, bool zero_centered_gamma) {
-  check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
+                  bool rms, bool zero_centered_gamma, c10::string_view activation) {
+  check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias, activation);
   check_format_name(gate, format, "qshard::swiglu_mlp");
   check_format_name(down, down_format, "qshard::swiglu_mlp");
   check_norm(input, norm_weight, norm_bias, rms);
@@ -274,11 +282,14 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
                                          std::nullopt, name_of_plain(format), state));
   };
   const Tensor gate_values = first(gate, gate_bias, gate_state);
+  const bool gated = mlp_activation("qshard::swiglu_mlp", activation).gated;
   const auto halves = is_given(up) ? std::vector<Tensor>{gate_values, first(*up, up_bias, up_state)}
-                                   : gate_values.chunk(2, -1);
-  return std::get<0>(swiglu_linear_forward(halves[0], halves[1], quantized(down, down_format),
-                                           down_bias, /*keep_maxima=*/false, weight_only,
-                                           name_of_plain(down_format), down_state, residual));
+                      : gated      ? gate_values.chunk(2, -1)
+                                   : std::vector<Tensor>{gate_values};
+  return std::get<0>(swiglu_linear_forward(
+      halves[0], gated ? OptionalTensor(halves[1]) : std::nullopt, quantized(down, down_format),
+      down_bias, /*keep_maxima=*/false, weight_only, name_of_plain(down_format), down_state,
+      residual, std::nullopt, activation));
 }
 
 Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -288,8 +299,9 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
                            const WeightState& gate_state, const WeightState& up_state,
                            const WeightState& down_state, const OptionalTensor& residual,
                            const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
-                           double eps, bool rms, bool zero_centered_gamma) {
-  check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias);
+                           double eps, bool rms, bool zero_centered_gamma,
+                           c10::string_view activation) {
+  check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias, activation);
   check_format_name(gate, format, "qshard::swiglu_mlp");
   check_format_name(down, down_format, "qshard::swiglu_mlp");
   check_norm(input, norm_weight, norm_bias, rms);
@@ -326,7 +338,7 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
       }
     }
     return down_of_product(values, quantized(down, down_format), down_bias, weight_only,
-                           down_format, down_state, residual);
+                           down_format, down_state, residual, activation);
   }
   const auto if_in_codes = [&](const OptionalTensor& tensor) {
     return in_codes ? tensor : std::nullopt;
@@ -334,7 +346,7 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
   return SwigluMlpFunction::apply(
       x, first, quantized(down, down_format), second, gate_bias, up_bias, down_bias, residual,
       if_in_codes(norm_weight), if_in_codes(norm_bias), eps, rms, zero_centered_gamma, weight_only,
-      records, format, down_format, gate_state, up_state, down_state, std::nullopt);
+      records, format, down_format, gate_state, up_state, down_state, std::nullopt, activation);
 }
 
 Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -370,7 +382,7 @@ Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const Op
       input, first, quantized_on_use_autograd(down, down_format), second, OptionalTensor(),
       OptionalTensor(), OptionalTensor(), OptionalTensor(), OptionalTensor(), OptionalTensor(), 0.,
       false, false, weight_only, records, name(first, format), name(down, down_format), state,
-      state, state, OptionalTensor(offs));
+      state, state, OptionalTensor(offs), kSwiglu);
 }
 
 }  // namespace qshard

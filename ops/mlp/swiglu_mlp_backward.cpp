@@ -10,7 +10,7 @@ using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 SwigluMlpBackward::Edges::Edges(const SwigluMlpState& state)
-    : gate_bias(state.is_joined ? 3 : 4),
+    : gate_bias(state.has_up ? 4 : 3),
       up_bias(gate_bias + (state.gate_bias ? 1 : 0)),
       down_bias(up_bias + (state.up_bias ? 1 : 0)),
       residual(down_bias + (state.down_bias ? 1 : 0)),
@@ -23,7 +23,7 @@ SwigluMlpBackward::Needs::Needs(AutogradContext* ctx, const SwigluMlpState& stat
       norm_bias(state.norm && state.norm->has_bias && ctx->needs_input_grad(edge.norm_bias)),
       input(ctx->needs_input_grad(edge.input) || norm_weight || norm_bias),
       gate(ctx->needs_input_grad(edge.gate)),
-      up(!state.is_joined && ctx->needs_input_grad(edge.up)),
+      up(state.has_up && ctx->needs_input_grad(edge.up)),
       down(ctx->needs_input_grad(edge.down)),
       gate_bias(state.gate_bias && ctx->needs_input_grad(edge.gate_bias)),
       up_bias(state.up_bias && ctx->needs_input_grad(edge.up_bias)) {}
@@ -64,9 +64,12 @@ variable_list SwigluMlpBackward::run() {
 void SwigluMlpBackward::backward_of_down() {
   const Tensor& gate_values = saved_[kGateValues];
   const Tensor& up_values = saved_[kUpValues];
+  // up is not saved where nothing reads it.
   const auto halves =
       state_.is_joined ? gate_values.chunk(2, -1)
                        : variable_list{gate_values, up_values.defined() ? up_values : gate_values};
+  const OptionalTensor up =
+      state_.is_joined || state_.has_up ? OptionalTensor(halves[1]) : std::nullopt;
   const RestoredWeight down(state_.down, &saved_[kSavedDown], grad_);
   const GradSink into(needs_.down ? node_ : nullptr, edge_.down, down.weight, grad_, gate_values);
   const auto format = gives_codes_ ? OptionalFormat(state_.grad_format) : std::nullopt;
@@ -75,9 +78,9 @@ void SwigluMlpBackward::backward_of_down() {
   const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
   Tensor grad_down;
   std::tie(grad_down, gate_.rows, gate_.columns, up_.rows, up_.columns) =
-      op.call(grad_, halves[0], halves[1], down.weight, saved_[kMaxima], needs_.down, needs_.input,
+      op.call(grad_, halves[0], up, down.weight, saved_[kMaxima], needs_.down, needs_.input,
               needs_.inner_weights(), state_.is_joined, format, state_.weight_only, into.dtype,
-              OptionalFormat(down.format), down.state, sum, offs());
+              OptionalFormat(down.format), down.state, sum, offs(), state_.activation);
   if (needs_.down && !sum) result_[kDown] = grad_down;
 }
 
@@ -92,7 +95,7 @@ Tensor SwigluMlpBackward::backward_of_gate_and_up() {
                                          .edge = edge_.gate,
                                          .grad_weight = result_[kGate]},
                                         {});
-  if (!state_.is_joined) {
+  if (state_.has_up) {
     // A GEMM adds to the first one, which nothing else refers to yet; gradients in values are
     // rounded before they are added, as autograd does it.
     const bool is_added = needs_.input && gives_codes_ && !offs();  // which no GEMM of experts does

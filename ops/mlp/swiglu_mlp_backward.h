@@ -10,7 +10,8 @@ namespace qshard {
 
 /// What forward keeps beside the saved tensors.
 struct SwigluMlpState {
-  bool is_joined = false;
+  bool is_joined = false;  // gate's values are halves: of gate, and of up
+  bool has_up = false;     // a weight of its own
   bool has_residual = false;
   bool adds_input = false;  // the residual is the input that is normalized
   bool gate_saves_codes = false;
@@ -18,13 +19,14 @@ struct SwigluMlpState {
   bool weight_only = false;
   bool gives_codes = false;  // the gradients of gate and up reach their linears in codes
   std::string grad_format = {};
+  std::string activation = {};
   std::optional<at::ScalarType> gate_bias = {}, up_bias = {}, down_bias = {};
   WeightFacts gate = {}, up = {}, down = {};
   std::optional<NormFacts> norm = {};
   auto fields() {
-    return std::tie(is_joined, has_residual, adds_input, gate_saves_codes, up_saves_codes,
-                    weight_only, gives_codes, grad_format, gate_bias, up_bias, down_bias, gate, up,
-                    down, norm);
+    return std::tie(is_joined, has_up, has_residual, adds_input, gate_saves_codes, up_saves_codes,
+                    weight_only, gives_codes, grad_format, activation, gate_bias, up_bias,
+                    down_bias, gate, up, down, norm);
   }
 };
 
@@ -54,7 +56,7 @@ enum SwigluMlpArgument : size_t {
   kResidual,
   kNormWeight,
   kNormBias,
-  kArguments = 21
+  kArguments = 22
 };
 
 /// One evaluation of the function's node. `node` is null where the engine does not evaluate it.

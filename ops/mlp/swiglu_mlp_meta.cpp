@@ -3,7 +3,7 @@
 #include <initializer_list>
 
 #include "kernels/linear/swiglu_operand.h"
-#include "ops/mlp/swiglu_mlp.h"
+#include "ops/mlp/swiglu_mlp_arguments.h"
 
 namespace qshard {
 namespace {
@@ -45,17 +45,20 @@ Tensor swiglu_mlp_meta(const Tensor& input, const Tensor& gate, const OptionalTe
                        const OptionalTensor&, bool, c10::string_view format,
                        c10::string_view down_format, const WeightState&, const WeightState&,
                        const WeightState&, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, double, bool, bool) {
+                       const OptionalTensor&, double, bool, bool, c10::string_view activation) {
+  mlp_activation("qshard::swiglu_mlp", activation);
   check_formats("qshard::swiglu_mlp", {format, down_format});
   check_features("qshard::swiglu_mlp", input, gate, 1);
   return with_last(input, down.sym_size(0));
 }
 
-std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const Tensor&,
+std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const OptionalTensor&,
                                                       const Tensor& weight, const OptionalTensor&,
                                                       bool keep_maxima, bool, OptionalFormat format,
                                                       const WeightState&, const OptionalTensor&,
-                                                      const OptionalTensor& offs) {
+                                                      const OptionalTensor& offs,
+                                                      c10::string_view activation) {
+  mlp_activation("qshard::swiglu_linear_forward", activation);
   check_formats("qshard::swiglu_linear_forward", {format});
   check_features("qshard::swiglu_linear_forward", gate, weight, 1, is_given(offs));
   c10::SymInt numel = 0;
@@ -68,10 +71,12 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward_meta(const Tensor& gate, const 
 }
 
 SwigluLinearGrads swiglu_linear_backward_meta(
-    const Tensor& grad, const Tensor& gate, const Tensor&, const Tensor& weight, const Tensor&,
-    bool needs_weight, bool rows, bool columns, bool joined, OptionalFormat grad_format, bool,
-    std::optional<at::ScalarType> grad_dtype, OptionalFormat format, const WeightState&,
-    const OptionalTensor& weight_grad, const OptionalTensor& offs) {
+    const Tensor& grad, const Tensor& gate, const OptionalTensor&, const Tensor& weight,
+    const Tensor&, bool needs_weight, bool rows, bool columns, bool joined,
+    OptionalFormat grad_format, bool, std::optional<at::ScalarType> grad_dtype,
+    OptionalFormat format, const WeightState&, const OptionalTensor& weight_grad,
+    const OptionalTensor& offs, c10::string_view activation) {
+  const bool gated = mlp_activation("qshard::swiglu_linear_backward", activation).gated;
   check_formats("qshard::swiglu_linear_backward", {format, grad_format});
   check_features("qshard::swiglu_linear_backward", grad, weight, 0, is_given(offs));
   check_features("qshard::swiglu_linear_backward", gate, weight, 1, is_given(offs));
@@ -85,14 +90,14 @@ SwigluLinearGrads swiglu_linear_backward_meta(
     const bool is_asked = rows || columns;
     const auto k = gate.sym_size(-1);
     return {grad_weight, is_asked ? with_last(gate, joined ? k * 2 : k) : bytes(0), bytes(0),
-            is_asked && !joined ? with_last(gate, k) : bytes(0), bytes(0)};
+            is_asked && gated && !joined ? with_last(gate, k) : bytes(0), bytes(0)};
   }
   const int64_t m = leading_numel(gate);
   const int64_t k = gate.size(-1) * (joined ? 2 : 1);
   const int64_t row_bytes = rows ? packed_rowwise_bytes(m, k) : 0;
   const int64_t column_bytes = columns ? packed_columnwise_bytes(m, k) : 0;
-  return {grad_weight, bytes(row_bytes), bytes(column_bytes), bytes(joined ? 0 : row_bytes),
-          bytes(joined ? 0 : column_bytes)};
+  return {grad_weight, bytes(row_bytes), bytes(column_bytes),
+          bytes(joined || !gated ? 0 : row_bytes), bytes(joined || !gated ? 0 : column_bytes)};
 }
 
 }  // namespace qshard

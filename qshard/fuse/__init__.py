@@ -39,8 +39,8 @@ def fuse_(model: torch_nn.Module) -> FusedReport:
     - Norms are computed in fp32 and rounded once, where modules in Python often round twice;
       backward keeps the input alone.
     - Gated MLPs `down(f(gate(x)) * up(x))`, f one of SiLU, GELU (tanh), ReLU and sigmoid, give the
-      same bits; backward keeps gate(x) and up(x), and not f(gate(x)). For SiLU, where all three
-      linears are quantized by one recipe and none has hooks, they are one operator
+      same bits; backward keeps gate(x) and up(x), and not f(gate(x)). For all but sigmoid, where all
+      three linears are quantized by one recipe and none has hooks, they are one operator
       (`qshard.ops.swiglu_mlp`).
     - Experts of transformers whose gate is SiLU are one operator (`qshard.ops.swiglu_experts`) where
       their stacks are quantized, whatever experts_implementation says; else they are as they were.

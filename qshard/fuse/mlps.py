@@ -44,8 +44,8 @@ def _said(activation):
 @dataclass(frozen=True)
 class GatedMLP(_Gated):
     """Modules that compute `down(f(gate(x)) * up(x))` by three linears. Fused they give the same
-    bits; backward keeps gate(x) and up(x), and not f(gate(x)). For SiLU, where all three are
-    quantized by one recipe and none has hooks, they are one operator (`qshard.ops.swiglu_mlp`).
+    bits; backward keeps gate(x) and up(x), and not f(gate(x)). For all but sigmoid, where all three
+    are quantized by one recipe and none has hooks, they are one operator (`qshard.ops.swiglu_mlp`).
 
     gate, up, down: the attributes that hold the linears.
     activation: f, one of SiLU, GELU (tanh), ReLU and sigmoid: the function that the code calls, as
@@ -79,11 +79,8 @@ class GatedMLP(_Gated):
         if name is None:
             return None
         first, second, last = (getattr(module, part) for part in (self.gate, self.up, self.down))
-        if name == "swiglu":
-            y = swiglu_of_linears(x, first, second, last)
-            if y is not None:
-                return y
-        return last(gate(first(x), second(x), name))
+        y = swiglu_of_linears(x, first, second, last, name)
+        return last(gate(first(x), second(x), name)) if y is None else y
 
 
 @dataclass(frozen=True)

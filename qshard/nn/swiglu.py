@@ -1,4 +1,4 @@
-"""Three linears of a SwiGLU MLP as one operator, where nothing stands between them."""
+"""Three linears of a gated MLP as one operator, where nothing stands between them."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,18 @@ from torch.distributed.tensor import DTensor
 
 from qshard.modules.calls import does_forward_alone
 from qshard.nn.linear import Linear
+from qshard.nn.parts.activations import OF_OPERATOR
 from qshard.nn.parts.fused import swiglu_mlp
 from qshard.nn.parts.multiply import Multiply
 from qshard.tensor_parallel.local import check_can_be_read
 
 
-def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tensor | None:
-    """down(silu(gate(x)) * up(x)), or None where each linear has to run by itself: where they multiply in
-    different ways, have hooks or a forward of their own, a weight that other modules use, or parts on
-    other ranks that no style of qshard.tensor_parallel put there."""
+def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear, activation: str = "swiglu") -> Tensor | None:
+    """down(f(gate(x)) * up(x)), or None where each linear has to run by itself: where no operator has the
+    activation, they multiply in different ways, have hooks or a forward of their own, a weight that other
+    modules use, or parts on other ranks that no style of qshard.tensor_parallel put there."""
+    if activation not in OF_OPERATOR:
+        return None
     linears = (gate, up, down)
     multiply = multiply_of(linears)
     if multiply is None:
@@ -25,19 +28,20 @@ def swiglu_of_linears(x: Tensor, gate: Linear, up: Linear, down: Linear) -> Tens
         for dynamic, linear in zip(dynamics, linears):
             dynamic.prepare(linear, linear.weight)
         parts = ((linear.weight, linear.bias) for linear in linears)
-        return swiglu_mlp(x, multiply, *parts, [dynamic.scaling for dynamic in dynamics])
+        return swiglu_mlp(x, multiply, *parts, [dynamic.scaling for dynamic in dynamics], activation=activation)
     if any(dynamic is not None for dynamic in dynamics):
         return None
     if all(linear._qshard.style is None for linear in linears):
         if any(isinstance(linear.weight, DTensor) for linear in linears):
             return None
-        return swiglu_mlp(x, multiply, *((linear.weight, linear.bias) for linear in linears))
+        return swiglu_mlp(x, multiply, *((linear.weight, linear.bias) for linear in linears), activation=activation)
     if not _styles_meet(gate, up, down):
         return None
     check_can_be_read([linear.weight for linear in linears])
     x = gate._qshard.style.enter(gate, x)
     down._qshard.parallel.check_output(x)
-    y = swiglu_mlp(x, multiply, *(l._qshard.parallel.local(l.weight, l.bias) for l in linears))
+    parts = (l._qshard.parallel.local(l.weight, l.bias) for l in linears)
+    y = swiglu_mlp(x, multiply, *parts, activation=activation)
     return down._qshard.style.leave(down, y)
 
 

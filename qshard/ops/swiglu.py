@@ -1,4 +1,4 @@
-"""The operators of a SwiGLU MLP; public as those of `qshard.ops`."""
+"""The operators of a SwiGLU MLP, and of MLPs with other activations; public as those of `qshard.ops`."""
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def swiglu_mlp(
     eps: float = 0.0,
     rms: bool = False,
     zero_centered_gamma: bool = False,
+    activation: str = "swiglu",
 ) -> Tensor:
     """linear(silu(linear(input, gate)) * linear(input, up), down): the values of these operators, one after
     the other, rounded where they round. Autograd keeps the results of gate and up, and nothing of what is
@@ -43,6 +44,10 @@ def swiglu_mlp(
     residual: (..., outputs), as of `linear`.
     norm_weight, norm_bias, eps, rms, zero_centered_gamma: as of `norm_linear`, whose codes gate and up read then. A
         residual that is `input` itself costs no pass in backward.
+    activation: what stands in the place of silu: "swiglu", "geglu" (GELU by tanh), "reglu" (relu) or "sreglu"
+        (relu squared). "silu", "gelu", "relu" and "srelu" are that of linear(input, gate) alone: up is None, and gate
+        (inner, columns). Codes of GELU are those of its formula rounded once; torch's operator is up to 1e-6 off
+        where it is below -3.
 
     Returns (..., outputs) in the dtype of `input`. No double backward. Raises RuntimeError for shapes,
     devices or formats that do not go together.
@@ -80,7 +85,7 @@ def swiglu_experts(
 @operator
 def swiglu_linear_forward(
     gate: Tensor,
-    up: Tensor,
+    up: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     keep_maxima: bool,
@@ -89,6 +94,7 @@ def swiglu_linear_forward(
     weight_state: list[Tensor] | None = None,
     residual: Tensor | None = None,
     offs: Tensor | None = None,
+    activation: str = "swiglu",
 ) -> tuple[Tensor, Tensor]:
     """linear(silu(gate) * up), what `swiglu_mlp` runs below autograd: (output, maxima). Maxima, float32
     (1 + 32 x tiles,), are the amax of the product, then of each 8 rows of each tile of 128x128 of gate and up
@@ -98,6 +104,7 @@ def swiglu_linear_forward(
         of `linear`, for a plain weight. residual: as of `linear`.
     offs: as of `grouped_linear`, of a stack (experts, outputs, columns), without bias, residual or state; keep_maxima then
         keeps the codes of the product that wgrad reads, uint8, in the place of maxima.
+    activation: as of `swiglu_mlp`; up is None for those of gate alone. offs go with "swiglu".
 
     Raises RuntimeError for shapes, dtypes or devices that do not fit.
     """
@@ -107,7 +114,7 @@ def swiglu_linear_forward(
 def swiglu_linear_backward(
     grad: Tensor,
     gate: Tensor,
-    up: Tensor,
+    up: Tensor | None,
     weight: Tensor,
     maxima: Tensor,
     needs_weight: bool,
@@ -122,6 +129,7 @@ def swiglu_linear_backward(
     *,
     weight_grad: Tensor | None = None,
     offs: Tensor | None = None,
+    activation: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(grad_weight, gate, gate_columns, up, up_columns) of `swiglu_linear_forward`; (0,) what is not needed.
 
@@ -130,7 +138,7 @@ def swiglu_linear_backward(
         either no gradients are made.
     joined: as of one tensor (..., 2 x columns), which is gate's; up's are (0,).
     maxima: what forward kept. grad_dtype, format, weight_state, weight_grad: as of
-        `linear_backward`. offs: as forward had them; grad_format is then None.
+        `linear_backward`. offs, activation: as forward had them; with offs grad_format is None.
 
     Raises RuntimeError for shapes that do not fit, and for codes where the device has no FP8 GEMM.
     """
@@ -140,7 +148,7 @@ def swiglu_linear_backward(
 def swiglu_linear_backward_accumulate(
     grad: Tensor,
     gate: Tensor,
-    up: Tensor,
+    up: Tensor | None,
     weight: Tensor,
     maxima: Tensor,
     weight_grad: Tensor,
@@ -151,5 +159,6 @@ def swiglu_linear_backward_accumulate(
     weight_only: bool = False,
     format: str | None = None,
     weight_state: list[Tensor] | None = None,
+    activation: str = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Another name of `swiglu_linear_backward` with `weight_grad`. Returns the others."""

@@ -39,6 +39,8 @@ _GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
 }
 CLAMPED = "clamped_swiglu"
+# What `qshard.ops.swiglu_mlp` computes between its linears, in codes where GEMMs read them.
+OF_OPERATOR = frozenset({"gelu", "relu", "srelu", "silu", "geglu", "reglu", "sreglu", "swiglu"})
 ACTIVATIONS = (*_POINTWISE, *_GATED, CLAMPED)
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 

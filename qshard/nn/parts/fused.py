@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from qshard.nn.parts.activations import activate
+from qshard.nn.parts.activations import OF_OPERATOR, activate
 from qshard.nn.parts.autocast import activation_dtype
 from qshard.nn.parts.multiply import Multiply, are_plain, joined, multiply_parts
 from qshard.nn.parts.norms import normalize
@@ -88,16 +88,17 @@ def norm_mlp(
     of one weight, which for a gated activation has the rows of both halves, or of one for each half. Others: as of
     norm_linear."""
     weights, biases = zip(*first)
-    if activation != "swiglu" or not multiply.runs_operators:
+    if activation not in OF_OPERATOR or not multiply.runs_operators:
         parts, normed, x = norm_linear(
             x, norm, multiply, weights, biases, enter, needs_normed=needs_normed
         )
         inner = activate(joined(parts), activation, params)
         return multiply(inner, *second, residual=x if adds_input else None), normed
     x = x.to(activation_dtype(x))
-    normed, more = None, {}
+    normed, more = None, {"activation": activation}
     if enter is None and not needs_normed and _takes_norm(x, norm, multiply, weights, biases):
-        entered, more = x, _norm_arguments(norm)
+        entered = x
+        more.update(_norm_arguments(norm))
     else:
         normed = normalize(x, *norm)
         entered = normed if enter is None else enter(normed)
@@ -125,7 +126,7 @@ def swiglu_mlp(
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) of weights and biases, by the operator; up None: gate has the rows of
     both. states: of plain weights that are quantized for this use, weight_state of `qshard.ops.linear`. more: the
-    operator's residual and normalization."""
+    operator's activation, residual and normalization."""
     up_weight, up_bias = up or (None, None)
     format = multiply.weight_format
     gate_state, up_state, down_state = states

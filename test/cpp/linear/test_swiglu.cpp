@@ -1,10 +1,13 @@
 // Codes of silu(gate) * up and of its gradients: those of the values, which torch's operators leave
-// in memory.
+// in memory. So for other activations: codes of the values that kernels/numerics/activations.h
+// gives.
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
 #include "kernels/linear/swiglu_operand.h"
+#include "test/cpp/cases/activation_cases.h"
 #include "test/cpp/cases/gemm_cases.h"
 #include "test/cpp/cases/packed_cases.h"
 
@@ -65,22 +68,26 @@ Values random_values(const Shape& shape, at::ScalarType dtype, at::Device device
   return out;
 }
 
-/// Calls run(values, joined) for all shapes.
+/// Calls run(values, joined) for all shapes. Without up: gate is the half of a longer matrix where
+/// it would be joined.
 template <typename Run>
-void for_shapes(at::ScalarType dtype, const Run& run) {
+void for_shapes(at::ScalarType dtype, const Run& run, bool gated = true) {
   for (const Shape& shape : kShapes) {
     for (const bool joined : {false, true}) {
       for (const bool odd : {false, true}) {
         SCOPED_TRACE(::testing::Message() << shape.rows << "x" << shape.cols
                                           << (joined ? " joined" : "") << (odd ? " odd" : ""));
-        run(random_values(shape, dtype, gpu(), joined, odd), joined);
+        Values x = random_values(shape, dtype, gpu(), joined, odd);
+        if (!gated) x.up = at::Tensor();
+        run(x, joined && gated);
       }
     }
   }
 }
 
-// One test for each format and dtype, which compute-sanitizer runs one by one.
-class SwigluCodes : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType>> {
+// One test for each format, dtype and activation, which compute-sanitizer runs one by one.
+class SwigluCodes
+    : public ::testing::TestWithParam<std::tuple<const char*, at::ScalarType, ActivationCase>> {
  protected:
   void SetUp() override {
     if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
@@ -88,23 +95,54 @@ class SwigluCodes : public ::testing::TestWithParam<std::tuple<const char*, at::
   }
   static const Format& format() { return find_format(std::get<0>(GetParam())); }
   static at::ScalarType dtype() { return std::get<1>(GetParam()); }
+  static ActivationCase of() { return std::get<2>(GetParam()); }
+  static bool is_swiglu() { return of().gated && of().activation == Activation::kSilu; }
+  static at::Tensor values(const Values& x) {
+    return is_swiglu() ? swiglu_values(x.gate, x.up) : values_by_kernel(of(), x.gate, x.up);
+  }
+  /// Torch's where the kernel cannot: joined ones that do not begin at a tile.
+  static std::pair<at::Tensor, at::Tensor> gradients(const Values& x, bool joined) {
+    const bool by_kernel = !is_swiglu() && !(joined && x.gate.size(1) % 128 != 0);
+    return by_kernel ? gradients_by_kernel(of(), x.grad, x.gate, x.up)
+                     : swiglu_gradients(x.grad, x.gate, x.up, of().activation);
+  }
+  static SwigluOperand operand(const Values& x, at::Tensor maxima = {}) {
+    return {x.gate, x.up, std::move(maxima), of().activation};
+  }
+  /// None differ but those where torch has another exponential.
+  static void expect_same(const Differences& found, const char* what) {
+    if (is_swiglu()) {
+      found.expect_few(what);
+    } else {
+      found.expect_none(what);
+    }
+  }
+  template <typename Run>
+  static void for_values(const Run& run) {
+    for_shapes(dtype(), run, of().gated);
+  }
 };
+
+std::string codes_name(const ::testing::TestParamInfo<SwigluCodes::ParamType>& info) {
+  const auto& [format, dtype, of] = info.param;
+  return kernel_name({std::tuple(format, dtype), 0}) + "_" + of.name;
+}
 
 TEST_P(SwigluCodes, AreThoseOfTheValues) {
   Differences found;
-  for_shapes(dtype(), [&](const Values& x, bool) {
-    const PlainOperand plain(swiglu_values(x.gate, x.up));
+  for_values([&](const Values& x, bool) {
+    const PlainOperand plain(values(x));
     at::Tensor maxima;
     for (const Orientations asked :
          {Orientations{true, false}, Orientations{true, true}, Orientations{false, true}}) {
-      const SwigluOperand operand(x.gate, x.up, maxima);
+      const SwigluOperand product = operand(x, maxima);
       const OperandRequest request{.format = &format(), .orientations = asked};
-      found.add(operand.codes(request), plain.codes(request));
-      EXPECT_EQ(operand.maxima().defined(), packed_scale_mode(format()) == ScaleMode::kTensor);
-      maxima = operand.maxima();  // those of the first serve the others
+      found.add(product.codes(request), plain.codes(request));
+      EXPECT_EQ(product.maxima().defined(), packed_scale_mode(format()) == ScaleMode::kTensor);
+      maxima = product.maxima();  // those of the first serve the others
     }
   });
-  found.expect_few("SwiGLU");
+  expect_same(found, of().name);
 }
 
 TEST(Swiglu, DelayedScalingCollectsTheProductsAmax) {
@@ -182,10 +220,27 @@ TEST(Swiglu, SiluOfEveryBFloat16) {
   }
 }
 
+// So for the others: on GPUs the bits are those of the CPU.
+TEST(Swiglu, ActivationsOfEveryBFloat16AreTheCpus) {
+  if (!gpu().is_cuda()) GTEST_SKIP() << "no CUDA device";
+  const at::Tensor every = at::arange(-32768, 32768, at::kShort).view(at::kBFloat16).to(gpu());
+  const at::Tensor gate = at::zeros({8 * every.numel(), 128}, every.options());
+  gate.view({every.numel(), 8, 128}).select(1, 3).select(1, 77).copy_(every);
+  for (const ActivationCase& of : kOtherActivations) {
+    const SwigluOperand operand(gate, of.gated ? gate : at::Tensor(), {}, of.activation);
+    operand.codes({.format = &find_format("float8_tensorwise"), .orientations = {true, false}});
+    const at::Tensor maxima = operand.maxima();
+    const at::Tensor got = maxima.narrow(0, 1, maxima.numel() - 1).view({-1, 2}).select(1, 0);
+    const ActivationCase alone = {of.name, of.activation, false};
+    const at::Tensor expected = values_by_kernel(alone, every, {}).abs().to(at::kFloat);
+    EXPECT_TRUE(at::equal(got.nan_to_num(-1.), expected.nan_to_num(-1.))) << of.name;
+  }
+}
+
 // What is not looked at changes no scale.
 TEST_P(SwigluCodes, OfGradientsAreTheSameWithMaxima) {
   Differences found;
-  for_shapes(dtype(), [&](const Values& x, bool joined) {
+  for_values([&](const Values& x, bool joined) {
     const int64_t m = x.gate.size(0);
     const int64_t k = x.gate.size(1);
     // A few rows and columns far above the rest, as gradients and activations have them.
@@ -193,37 +248,41 @@ TEST_P(SwigluCodes, OfGradientsAreTheSameWithMaxima) {
     if (m > 200) grad.narrow(0, m / 2, 1).mul_(300);
     SwigluBackwardRequest request = gradients_of(format(), {true, true}, joined);
     request.input = &format();
+    request.activation = of().activation;
     const SwigluBackward without = swiglu_backward(grad, x.gate, x.up, request);
-    const SwigluOperand product(x.gate, x.up);
+    const SwigluOperand product = operand(x);
     product.codes({.format = &format(), .orientations = {true, false}});
-    const auto amax = activation_amax(product.values(dtype()));
+    const auto amax = activation_amax(values(x));
     for (const at::Tensor& maxima : {product.maxima(), swiglu_maxima(amax, m, k)}) {
       request.maxima = maxima;
       const SwigluBackward with = swiglu_backward(grad, x.gate, x.up, request);
       found.add(with.gate, without.gate);
-      if (!joined) found.add(with.up, without.up);
+      if (!joined && of().gated) found.add(with.up, without.up);
     }
   });
   found.expect_none("SwiGLU's gradients, with maxima");
 }
 
 TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {
-  Differences gradients, inputs;
-  for_shapes(dtype(), [&](const Values& x, bool joined) {
-    const auto [grad_gate, grad_up] = swiglu_gradients(x.grad, x.gate, x.up);
-    const SwigluOperand product(x.gate, x.up);
+  Differences found, inputs;
+  for_values([&](const Values& x, bool joined) {
+    const auto [grad_gate, grad_up] = gradients(x, joined);
+    const SwigluOperand product = operand(x);
     for (const char* input : {"", "float8_tensorwise", "float8_rowwise", "float8_blockwise",
                               "float8_blockwise[x_block_scaling_dim=1]"}) {
       for (const Orientations asked : {Orientations{true, true}, Orientations{false, true}}) {
         SwigluBackwardRequest request = gradients_of(format(), asked, joined);
         if (*input != 0) request.input = &find_format(input);
+        if (!is_swiglu() && std::string_view(input) == "float8_rowwise")
+          continue;  // of torch's values
+        request.activation = of().activation;
         const SwigluBackward made = swiglu_backward(x.grad, x.gate, x.up, request);
         if (joined) {
           const PlainOperand both(at::cat({grad_gate, grad_up}, 1));
-          gradients.add(made.gate, both.codes(request.gradients));
+          found.add(made.gate, both.codes(request.gradients));
         } else {
-          gradients.add(made.gate, PlainOperand(grad_gate).codes(request.gradients));
-          gradients.add(made.up, PlainOperand(grad_up).codes(request.gradients));
+          found.add(made.gate, PlainOperand(grad_gate).codes(request.gradients));
+          if (of().gated) found.add(made.up, PlainOperand(grad_up).codes(request.gradients));
         }
         if (request.input == nullptr) continue;
         inputs.add(made.input,
@@ -231,14 +290,21 @@ TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {
       }
     }
   });
-  gradients.expect_few("SwiGLU's gradients");
-  inputs.expect_few("SwiGLU, made with its gradients");
+  expect_same(found, "gradients");
+  expect_same(inputs, "what is made with gradients");
 }
 
 INSTANTIATE_TEST_SUITE_P(All, SwigluCodes,
                          ::testing::Combine(::testing::ValuesIn(kPacked),
-                                            ::testing::ValuesIn(kDtypes)),
-                         kernel_name);
+                                            ::testing::ValuesIn(kDtypes),
+                                            ::testing::Values(kSwigluCase)),
+                         codes_name);
+INSTANTIATE_TEST_SUITE_P(
+    Others, SwigluCodes,
+    ::testing::Combine(::testing::Values("float8_tensorwise", "float8_blockwise",
+                                         "float8_blockwise[x_block_scaling_dim=1]"),
+                       ::testing::ValuesIn(kDtypes), ::testing::ValuesIn(kOtherActivations)),
+    codes_name);
 
 TEST(Swiglu, RowImagesAreThoseOfTheValues) {
   at::manual_seed(4);
@@ -246,6 +312,8 @@ TEST(Swiglu, RowImagesAreThoseOfTheValues) {
     for (const char* name : {"mxfp8", "nvfp4"}) {
       const Values x = random_values({130, 72}, at::kBFloat16, device, true, false);
       expect_row_images_of(SwigluOperand(x.gate, x.up), at::silu(x.gate) * x.up, name);
+      expect_row_images_of(SwigluOperand(x.gate, {}, {}, Activation::kGelu),
+                           at::gelu(x.gate, "tanh"), name);
     }
   }
 }

@@ -53,6 +53,7 @@ BY_NAME = {
     "dim": lambda d: 1,
     "group": lambda d: "",
     "device": lambda d: torch.device("cpu"),
+    "activation": lambda d: "swiglu",
 }
 
 
@@ -78,7 +79,7 @@ def backward(draw):
 def swiglu_backward(draw):
     inner = [draw.plain(draw.tokens, draw.columns) for _ in "gu"]
     found = {"gate": inner[0], "up": inner[1], "maxima": torch.empty(0), **dynamic(draw)}
-    return found | {"grad_format": None}
+    return found | {"grad_format": None} | activation_of(draw)
 
 
 def planes(draw):
@@ -220,10 +221,18 @@ def gather(draw):
     return {"self": q, "image": draw.place(image), "unsharded": unsharded}
 
 
+def activation_of(draw):
+    """An activation of gate and up, or one of gate alone, which is joined with nothing."""
+    if draw.flag():
+        return {"activation": draw.rng.choice(("swiglu", "geglu", "sreglu"))}
+    return {"activation": draw.rng.choice(("gelu", "srelu")), "up": None, "joined": False}
+
+
 def mlp(draw):
     gate = draw.quantized(draw.fit(64))
     up = draw.quantized(draw.fit(64)) if draw.flag() else None
-    inner = gate.shape[0] if up is not None else gate.shape[0] // 2
+    activation = "geglu" if up is not None else draw.rng.choice(("swiglu", "gelu"))
+    inner = gate.shape[0] // 2 if activation == "swiglu" else gate.shape[0]
     down = draw.quantized(draw.fit(draw.columns), inner)
     given = {
         "gate": gate,
@@ -231,6 +240,7 @@ def mlp(draw):
         "down": down,
         "format": draw.format,
         "down_format": draw.format,
+        "activation": activation,
     }
     given |= {"residual": None, "norm_weight": draw.maybe(lambda: draw.plain(draw.columns))}
     return given | {"gate_bias": None, "up_bias": None, "down_bias": None}
@@ -302,7 +312,7 @@ OF_OPERATOR = {
     "swiglu_mlp": mlp,
     "swiglu_experts": experts_mlp,
     "swiglu_linear_forward": lambda d: {
-        "gate": d.plain(d.tokens, d.columns), "up": d.plain(d.tokens, d.columns), **dynamic(d),
+        "gate": d.plain(d.tokens, d.columns), "up": d.plain(d.tokens, d.columns), **dynamic(d), **activation_of(d),
     },
     "swiglu_linear_backward": lambda d: swiglu_backward(d) | {"weight_grad": None},
     "swiglu_linear_backward_accumulate": swiglu_backward,

@@ -1,7 +1,8 @@
 """swiglu_mlp is linear, silu and mul: the same bits where values are multiplied, and where codes are as long
-as torch was built with the kernels' exp. It keeps less, and compiles."""
+as torch was built with the kernels' exp. So for other activations. It keeps less, and compiles."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,10 @@ from qshard.nn.parts import norms
 
 BUDGET_S = 45
 BOTH = pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+FUNCTIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu,
+             "srelu": lambda x: F.relu(x).square()}
+GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "sreglu": "srelu"}
+ACTIVATIONS = pytest.mark.parametrize("activation", [*GATED, *FUNCTIONS])
 IN_CODES = ("float8_tensorwise", "float8_blockwise")
 
 
@@ -25,23 +30,28 @@ def draw(*shape, seed, device="cpu", dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def weights_of(fmt, joined, columns=32, inner=64, device="cpu", **kwargs):
-    """gate, up (None if joined) and down, quantized."""
+def weights_of(fmt, joined, columns=32, inner=64, device="cpu", activation="swiglu", **kwargs):
+    """gate, up (None if joined, or if it is not gated) and down, quantized."""
     assert not fmt.endswith("1x32") or columns % 32 == inner % 32 == 0
     first = [draw(inner, columns, seed=i, device=device) for i in (1, 2)]
-    first = [torch.cat(first), None] if joined else first
+    if activation not in GATED:
+        first[1] = None
+    elif joined:
+        first = [torch.cat(first), None]
     plain = *first, draw(columns, inner, seed=3, device=device) / 8
     return [w if w is None else ops.quantize(w, fmt, **kwargs).requires_grad_() for w in plain]
 
 
-def composed(x, gate, up, down, *biases):
+def composed(x, gate, up, down, *biases, activation="swiglu"):
     """As swiglu_mlp."""
     gate_bias, up_bias, down_bias = biases or (None,) * 3
+    if activation not in GATED:
+        return ops.linear(FUNCTIONS[activation](ops.linear(x, gate, gate_bias)), down, down_bias)
     if up is None:
         first, second = ops.linear(x, gate, gate_bias).chunk(2, -1)
     else:
         first, second = ops.linear(x, gate, gate_bias), ops.linear(x, up, up_bias)
-    return ops.linear(F.silu(first) * second, down, down_bias)
+    return ops.linear(FUNCTIONS[GATED[activation]](first) * second, down, down_bias)
 
 
 def fused(fmt, x, gate, up, down, *biases, **kwargs):
@@ -58,55 +68,66 @@ def step(function, x, tensors, times=1):
     return [y.detach(), x.grad, *(t.grad for t in tensors if t is not None)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @BOTH
 @pytest.mark.parametrize("bias", [False, True])
-def test_is_the_composition(fmt, dtype, joined, bias):
-    weights = weights_of(fmt, joined, keep_master=True)
-    biases = [draw(64 * (1 + joined), seed=4), None if joined else draw(64, seed=5), draw(32, seed=6)]
+@ACTIVATIONS
+def test_is_the_composition(fmt, dtype, joined, bias, activation):
+    weights = weights_of(fmt, joined, activation=activation, keep_master=True)
+    rows, has_up = weights[0].shape[0], weights[1] is not None
+    biases = [draw(rows, seed=4), draw(64, seed=5) if has_up else None, draw(32, seed=6)]
     biases = [b if b is None else b.to(dtype) for b in biases] if bias else []
     x = draw(2, 5, 32, seed=7, dtype=dtype)
     for times in (1, 2):  # the second adds to .grad
         torch.manual_seed(0)
-        got = step(lambda *args: fused(fmt, *args), x, [*weights, *biases], times)
+        got = step(partial(fused, fmt, activation=activation), x, [*weights, *biases], times)
         torch.manual_seed(0)
-        expected = step(composed, x, [*weights, *biases], times)
+        expected = step(partial(composed, activation=activation), x, [*weights, *biases], times)
         # NVFP4's gradients round stochastically on devices that multiply them, not here.
         assert_bits(got, expected)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("tokens", [0, 1, 127])
 @BOTH
-def test_odd_inputs_give_the_same_gradients(tokens, joined):
-    weights = weights_of("float8_blockwise", joined, columns=96, inner=48)
+@ACTIVATIONS
+def test_odd_inputs_give_the_same_gradients(tokens, joined, activation):
+    weights = weights_of("float8_blockwise", joined, columns=96, inner=48, activation=activation)
     x = draw(tokens, 96, seed=7)
     if tokens > 1:
         x[0, 0], x[1, 1], x[2, 2] = float("inf"), float("nan"), -float("inf")
     strided = torch.empty(tokens, 192)[:, ::2].copy_(x)
-    expected = step(composed, x, weights)
+    expected = step(partial(composed, activation=activation), x, weights)
     for given in (x, strided):
-        got = step(lambda *args: fused("float8_blockwise", *args), given, weights)
+        got = step(partial(fused, "float8_blockwise", activation=activation), given, weights)
         for a, b in zip(got, expected):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def test_frozen_parts_get_no_gradients():
-    gate, up, down = weights_of("float8_tensorwise", False)
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu"])
+def test_frozen_parts_get_no_gradients(activation):
+    gate, up, down = weights_of("float8_tensorwise", False, activation=activation)
     x = draw(4, 32, seed=7)
     for trained in ("gate", "up", "down", "x", "gate down", "up x"):
         named = {"gate": gate, "up": up, "down": down, "x": x}
+        named = {n: t for n, t in named.items() if t is not None}
+        if not named.keys() & trained.split():
+            continue
         results = []
-        for function in (lambda *args: fused("float8_tensorwise", *args), composed):
+        for function in (partial(fused, "float8_tensorwise"), composed):
             given = {n: t.detach().clone().requires_grad_(n in trained.split()) for n, t in named.items()}
-            function(given["x"], given["gate"], given["up"], given["down"]).square().sum().backward()
+            operands = given["x"], given["gate"], given.get("up"), given["down"]
+            function(*operands, activation=activation).square().sum().backward()
             results.append({n: t.grad for n, t in given.items() if t.requires_grad})
             assert all(t.grad is None for t in given.values() if not t.requires_grad)
         assert_bits(*results)
 
 
-def test_keeps_gate_and_up_alone():
-    weights = weights_of("float8_blockwise", False)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_keeps_gate_and_up_alone(activation):
+    weights = weights_of("float8_blockwise", False, activation=activation)
     x = draw(128, 32, seed=7).requires_grad_()
     kept = {}
 
@@ -116,8 +137,8 @@ def test_keeps_gate_and_up_alone():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = fused("float8_blockwise", x, *weights)
-    assert sum(kept.values()) == x.numel() + 2 * 128 * 64
+        y = fused("float8_blockwise", x, *weights, activation=activation)
+    assert sum(kept.values()) == x.numel() + (2 if activation in GATED else 1) * 128 * 64
     y.sum().backward()
 
 
@@ -128,6 +149,14 @@ def test_errors_name_shapes_and_formats():
     for wrong in ((x[:, :16], gate, up, down), (x, gate, None, down), (x, gate, up, gate)):
         with pytest.raises(RuntimeError, match=r"swiglu_mlp: .* do not go together"):
             ops.swiglu_mlp(*wrong, **call)
+    with pytest.raises(RuntimeError, match=r"gate is \(inner, columns\), down"):
+        ops.swiglu_mlp(x, gate, None, gate, activation="gelu", **call)
+    with pytest.raises(RuntimeError, match="gelu multiplies by nothing; give gate alone, up as None"):
+        ops.swiglu_mlp(x, gate, up, down, activation="gelu", **call)
+    for x_or_meta in (x, x.to("meta")):
+        with pytest.raises(ValueError, match="swiglu_mlp: unknown activation 'tanh'; known are swiglu, geglu"):
+            weights = (w.to(x_or_meta.device) for w in (gate, down))
+            ops.swiglu_mlp(x_or_meta, next(weights), None, next(weights), activation="tanh", **call)
     other = ops.quantize(draw(64, 32, seed=2), "mxfp8").requires_grad_()
     with pytest.raises(RuntimeError, match="quantize both by one recipe"):
         ops.swiglu_mlp(x, gate, other, down, **call)
@@ -144,19 +173,27 @@ def test_errors_name_shapes_and_formats():
     for maxima in (torch.zeros(1), torch.zeros(33, dtype=torch.float64), torch.zeros(1, 33)):
         with pytest.raises(RuntimeError, match=r"maxima must be \(33,\) float32"):
             ops.swiglu_linear_backward(draw(4, 32, seed=3), *halves, down, maxima, *[True] * 3, False)
+    with pytest.raises(RuntimeError, match="swiglu multiplies by up, which is not given"):
+        ops.swiglu_linear_forward(halves[0], None, down, None, False)
+    with pytest.raises(RuntimeError, match="srelu multiplies by nothing"):
+        ops.swiglu_linear_forward(*halves, down, None, False, activation="srelu")
+    with pytest.raises(RuntimeError, match="joined of those of gate and up, and there is no up"):
+        ops.swiglu_linear_backward(draw(4, 32, seed=3), halves[0], None, down, empty, *[True] * 4, activation="gelu")
     with pytest.raises(RuntimeError, match="does not fit"):
         ops.swiglu_linear_backward(x[:2], draw(4, 64, seed=1), draw(4, 64, seed=2), down, empty, True,
                                    True, True, False)
 
 
 @on_devices
+@pytest.mark.pairwise
 @pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise", "float8_delayed", "mxfp8"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_compiled_mlp_is_the_eager_one(device, fmt, checkpointed, monkeypatch):
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu"])
+def test_the_compiled_mlp_is_the_eager_one(device, fmt, checkpointed, activation, monkeypatch):
     torch._dynamo.reset()
     # Compiled code has torch's normalization.
     monkeypatch.setattr(norms, "_takes_operator", lambda *_: False)
-    module = nn.LayerNormMLP(128, 256, bias=False, normalization="RMSNorm", activation="swiglu",
+    module = nn.LayerNormMLP(128, 256, bias=False, normalization="RMSNorm", activation=activation,
                              device=device, params_dtype=torch.bfloat16)
     qshard.quantize_(randomize(module), RECIPES[fmt])
     other = copy.deepcopy(module)
@@ -175,17 +212,19 @@ def test_the_compiled_mlp_is_the_eager_one(device, fmt, checkpointed, monkeypatc
 
 
 @no_gpu
+@pytest.mark.pairwise
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @BOTH
 @pytest.mark.parametrize("tokens, columns, inner", [(1, 96, 96), (127, 4096, 4104), (4097, 96, 512)])
-def test_gpu_is_the_composition(fmt, dtype, joined, tokens, columns, inner):
+@ACTIVATIONS
+def test_gpu_is_the_composition(fmt, dtype, joined, tokens, columns, inner, activation):
     if fmt.endswith("1x32"):
         inner = -(-inner // 32) * 32
-    weights = weights_of(fmt, joined, columns, inner, device="cuda")
+    weights = weights_of(fmt, joined, columns, inner, device="cuda", activation=activation)
     x = draw(tokens, columns, seed=7, device="cuda", dtype=dtype) / columns**0.5
-    got = step(lambda *args: fused(fmt, *args), x, weights)
-    expected = step(composed, x, weights)
+    got = step(partial(fused, fmt, activation=activation), x, weights)
+    expected = step(partial(composed, activation=activation), x, weights)
     # A code in 1e5 may be the next one; composed and fused NVFP4 draw other random words.
     tolerances = [0.2 if info_of(fmt).code_bits == 4 else 2e-3] * len(got)
     if fmt not in IN_CODES:
@@ -197,21 +236,23 @@ def test_gpu_is_the_composition(fmt, dtype, joined, tokens, columns, inner):
 
 
 @no_gpu
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fmt, down_fmt", [IN_CODES, IN_CODES[::-1], IN_CODES[:1] * 2, IN_CODES[1:] * 2])
-def test_gpu_recipes_may_differ_and_gates_be_large(fmt, down_fmt, dtype):
+@ACTIVATIONS
+def test_gpu_recipes_may_differ_and_gates_be_large(fmt, down_fmt, dtype, activation):
     """Beyond 87 divisions go another way; -inf and NaN make NaN, where they do in plain torch."""
-    gate, up, _ = weights_of(fmt, False, 128, 256, device="cuda")
+    gate, up, _ = weights_of(fmt, False, 128, 256, device="cuda", activation=activation)
     down = ops.quantize(draw(128, 256, seed=3, device="cuda") / 8, down_fmt).requires_grad_()
     x = draw(384, 128, seed=7, device="cuda", dtype=dtype)
     for row, value in enumerate((40.0, -40.0, 1e4, -1e4, float("inf"), -float("inf"), float("nan"))):
         x[3 * row, row] = value
 
     def mlp(x, *weights):
-        return ops.swiglu_mlp(x, *weights, format=fmt, down_format=down_fmt)
+        return ops.swiglu_mlp(x, *weights, format=fmt, down_format=down_fmt, activation=activation)
 
     for rows in (slice(12), slice(None)):  # without those that are not finite, and with them
-        got, expected = (step(f, x[rows], (gate, up, down)) for f in (mlp, composed))
+        got, expected = (step(f, x[rows], (gate, up, down)) for f in (mlp, partial(composed, activation=activation)))
         for a, b in zip(got, expected):
             assert torch.equal(a.isnan(), b.isnan())
             a, b = a.double().nan_to_num(), b.double().nan_to_num()
@@ -244,15 +285,17 @@ def test_gpu_codes_are_the_reference(fmt):
 @no_gpu
 @pytest.mark.parametrize("fmt", IN_CODES)
 @BOTH
-def test_gpu_keeps_less(fmt, joined):
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+def test_gpu_keeps_less(fmt, joined, activation):
     """Between forward and backward: codes of x, of which rows are for its next linear, gate and up."""
     m, columns, inner = 1024, 512, 1024
-    weights = weights_of(fmt, joined, columns, inner, device="cuda")
+    weights = weights_of(fmt, joined, columns, inner, device="cuda", activation=activation)
+    run = partial(fused, fmt, activation=activation)
     x = draw(m, columns, seed=7, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    fused(fmt, x, *weights).sum().backward()  # workspaces
+    run(x, *weights).sum().backward()  # workspaces
     hidden = x * 1  # of a graph: gate and up share its codes
     before = torch.cuda.memory_allocated()
-    y = fused(fmt, hidden, *weights)
+    y = run(hidden, *weights)
     kept = torch.cuda.memory_allocated() - before - y.nbytes
     assert kept <= 2 * m * columns * 1.05 + 2 * m * inner * 2 + 8192
     y.sum().backward()

@@ -134,6 +134,11 @@ SAMPLES = {
               eps=1e-5, rms=True))
     ]
     + [
+        (plain(4, 32, grad=True), quantized(rows, fmt=fmt, grad=True), None, quantized(32, 64, fmt, grad=True),
+         plain(rows, grad=True), dict(format=fmt, down_format=fmt, activation=activation))
+        for rows, activation in ((64, "gelu"), (128, "sreglu"))
+    ]
+    + [
         (plain(4, 32, grad=True), plain(128, 32, grad=True), None, plain(32, 64, grad=True),
          dict(gate_state=[], down_state=[], **dict.fromkeys(("format", "down_format"), not_delayed(fmt))))
     ],
@@ -148,7 +153,9 @@ SAMPLES = {
         (plain(2, 3, 64), plain(2, 3, 64), quantized(32, 64, fmt), bias, keeps)
         for bias, keeps in ((None, True), (plain(32), False))
     ]
-    + [dynamic(fmt, plain(4, 64), plain(4, 64), plain(32, 64), None, False)],
+    + [dynamic(fmt, plain(4, 64), plain(4, 64), plain(32, 64), None, False)]
+    + [(plain(4, 64), up, quantized(32, 64, fmt), None, True, dict(activation=activation))
+       for up, activation in ((None, "srelu"), (plain(4, 64), "geglu"))],
     "swiglu_linear_backward": lambda fmt: [
         (plain(2, 3, 32), *(plain(2, 3, 64) for _ in "gu"), quantized(32, 64, fmt), maxima, *needs)
         for maxima in (torch.empty(0), torch.ones(33))
@@ -158,6 +165,11 @@ SAMPLES = {
     + [
         (plain(4, 32), plain(4, 64), plain(4, 64), quantized(32, 64, fmt), torch.empty(0), *[True] * 4,
          dict(weight_grad=plain(32, 64)))
+    ]
+    + [
+        (plain(4, 32), plain(4, 64), up, quantized(32, 64, fmt), torch.empty(0), *[True] * 3, up is not None,
+         dict(activation=activation))
+        for up, activation in ((None, "gelu"), (plain(4, 64), "reglu"))
     ],
     "swiglu_linear_backward_accumulate": lambda fmt: [
         (plain(4, 32), plain(4, 64), plain(4, 64), quantized(32, 64, fmt), torch.empty(0),

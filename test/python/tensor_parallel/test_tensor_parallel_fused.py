@@ -96,9 +96,9 @@ class Counted:
     def __enter__(self):
         self.operator, self.calls = swiglu.swiglu_mlp, 0
 
-        def call(*args):
+        def call(*args, **kwargs):
             self.calls += 1
-            return self.operator(*args)
+            return self.operator(*args, **kwargs)
 
         swiglu.swiglu_mlp = call
         return self
