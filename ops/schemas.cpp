@@ -90,7 +90,7 @@ TORCH_LIBRARY(qshard, m) {
       "bool needs_weight, bool rows, bool columns, bool joined, str? grad_format=None, "
       "bool weight_only=False, ScalarType? grad_dtype=None, str? format=None, "
       "Tensor[]? weight_state=None, *, Tensor(a!)? weight_grad=None, Tensor? offs=None, "
-      "str activation=\"swiglu\") "
+      "str activation=\"swiglu\", Tensor(b!)? bias_grads=None) "
       "-> (Tensor grad_weight, Tensor gate, Tensor gate_columns, Tensor up, Tensor up_columns)");
   m.def(
       "norm_linear(Tensor input, Tensor norm_weight, Tensor? norm_bias, Tensor[] weights, "

@@ -89,12 +89,19 @@ void SwigluOperand::collect_amax(const DelayedAmax& delayed) const {
   if (delayed) qshard::collect_amax(values(dtype()), delayed);
 }
 
+void sum_columns(const at::Tensor& grad_gate, const at::Tensor& grad_up, const at::Tensor& sums) {
+  const int64_t k = grad_gate.size(1);
+  sums.narrow(0, 0, k).copy_(grad_gate.sum(0, /*keepdim=*/false, at::kFloat));
+  if (grad_up.defined()) sums.narrow(0, k, k).copy_(grad_up.sum(0, /*keepdim=*/false, at::kFloat));
+}
+
 SwigluBackward swiglu_backward(const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up,
                                const SwigluBackwardRequest& request) {
   if (cuda::can_quantize_swiglu_backward(gate, request)) {
     return cuda::quantize_swiglu_backward(grad, gate, up, request);
   }
   auto [grad_gate, grad_up] = swiglu_gradients(grad, gate, up, request.activation);
+  if (request.column_sums.defined()) sum_columns(grad_gate, grad_up, request.column_sums);
   SwigluBackward result;
   if (request.joined) {
     result.gate = PlainOperand(at::cat({grad_gate, grad_up}, 1)).codes(request.gradients);

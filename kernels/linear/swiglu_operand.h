@@ -71,6 +71,8 @@ struct SwigluBackwardRequest {
   Activation activation = Activation::kSilu;
   const Format* input = nullptr;  // columnwise codes of silu(gate) * up to meet a weight of it
   at::Tensor maxima = {};         // what forward knew of gate and up, if it scaled by one scale
+  /// float32 (2 K,), or (K,) without up, or undefined: left with the sums of gradients over rows.
+  at::Tensor column_sums = {};
 };
 
 struct SwigluBackward {
@@ -78,6 +80,9 @@ struct SwigluBackward {
   QuantizedMatrix up = {};    // nothing if joined, or without up
   QuantizedMatrix input = {};
 };
+
+/// Sets `sums`, as SwigluBackwardRequest has them, as torch adds up matrices of values.
+void sum_columns(const at::Tensor& grad_gate, const at::Tensor& grad_up, const at::Tensor& sums);
 
 /// Codes of what the gradient `grad` (M, K) becomes; in one pass over the tensors, or in two where
 /// codes have one scale. Where that kernel cannot, of the values: joined matrices whose K is no

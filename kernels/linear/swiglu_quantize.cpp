@@ -113,7 +113,20 @@ SwigluBackward quantize_swiglu_backward(const at::Tensor& grad, const at::Tensor
       if (one_scale) out.input.amax = maxima.const_data_ptr<float>();
     }
   }
+  const at::Tensor& sums = request.column_sums;
+  const int64_t tiles = ceil_div(task.m, kTileColumns);
+  at::Tensor partial;
+  if (sums.defined()) {
+    partial = at::empty({up.defined() ? 2 : 1, tiles, task.k}, sums.options());
+    out.gate.column_sums = partial.mutable_data_ptr<float>();
+    if (up.defined()) out.up.column_sums = out.gate.column_sums + tiles * task.k;
+  }
   check_launch(launch_swiglu_backward_quantize(task, out, dtype, stream));
+  if (!sums.defined()) return result;
+  for (int64_t i = 0; i < partial.size(0); ++i) {
+    check_launch(launch_swiglu_column_sums(partial[i].const_data_ptr<float>(), tiles, task.k,
+                                           sums.mutable_data_ptr<float>() + i * task.k, stream));
+  }
   return result;
 }
 

@@ -81,6 +81,61 @@ struct BackwardTiles {
   }
 };
 
+/// Stores the sums of the tile's columns. Synchronises the CUDA block, which may use `shared` then.
+template <typename Value>
+__device__ __forceinline__ void store_column_sums(
+    const ActivationTile<Value, kThreads>& tile, float* sums, int64_t k, int64_t tile_row,
+    int64_t tile_col, typename ActivationTile<Value, kThreads>::Shared& shared) {
+  using Tile = ActivationTile<Value, kThreads>;
+  static_assert(sizeof(shared.transposed) >= sizeof(float) * Tile::kWarps * kTile);
+  auto* of_warps = reinterpret_cast<float*>(shared.transposed);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+  for (int j = 0; j < Tile::kCols; ++j) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i) {
+      sum = __fadd_rn(sum, Value::load(tile.values[i].word_of(j), j % Value::kPerWord));
+    }
+#pragma unroll
+    for (int lane = Tile::kLanesPerRow; lane < 32; lane *= 2) {
+      sum = __fadd_rn(sum, __shfl_xor_sync(kWholeWarp, sum, lane));
+    }
+    if (threadIdx.x % 32 < Tile::kLanesPerRow) of_warps[warp * kTile + tile.col + j] = sum;
+  }
+  __syncthreads();
+  const int64_t c = tile_col + threadIdx.x;
+  if (threadIdx.x < kTile && c < k) {
+    float sum = of_warps[threadIdx.x];
+#pragma unroll
+    for (int i = 1; i < Tile::kWarps; ++i) {
+      sum = __fadd_rn(sum, of_warps[i * kTile + threadIdx.x]);
+    }
+    sums[tile_row / kTile * k + c] = sum;
+  }
+  __syncthreads();
+}
+
+constexpr int kSumWarps = 8;
+
+__global__ void __launch_bounds__(32 * kSumWarps)
+    swiglu_column_sums(const float* column_sums, int64_t count, int64_t k, float* sums) {
+  __shared__ float of_warps[kSumWarps][32];
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  float sum = 0.f;
+  if (c < k) {
+#pragma unroll 8
+    for (int64_t i = threadIdx.y; i < count; i += kSumWarps) {
+      sum = __fadd_rn(sum, __ldg(column_sums + i * k + c));
+    }
+  }
+  of_warps[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || c >= k) return;
+  for (int warp = 1; warp < kSumWarps; ++warp) sum = __fadd_rn(sum, of_warps[warp][threadIdx.x]);
+  sums[c] = sum;
+}
+
 /// A warp whose gradients cannot change the scales of the amaxes so far is done once it has read
 /// `grad`.
 template <typename Value, typename Kind>
@@ -155,6 +210,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<Value>)
                                              scale);
   };
   const auto store_gradient = [&](const auto& tile, const SwigluImage& image) {
+    if constexpr (!kGroups) {
+      if (image.column_sums != nullptr) {
+        store_column_sums(tile, image.column_sums, task.k, tile_row, tile_col, shared);
+      }
+    }
     if constexpr (kBlocks) {
       store_1x128(tile, own(image.task), place, tile_col, shared);
     } else {
@@ -204,6 +264,14 @@ cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const Swiglu
     }
     return cudaGetLastError();
   });
+}
+
+cudaError_t launch_swiglu_column_sums(const float* column_sums, int64_t count, int64_t k,
+                                      float* sums, cudaStream_t stream) {
+  if (k == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>((k + 31) / 32));
+  swiglu_column_sums<<<grid, dim3(32, kSumWarps), 0, stream>>>(column_sums, count, k, sums);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_swiglu_backward_quantize_groups(const SwigluTask& task,

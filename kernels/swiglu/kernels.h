@@ -29,6 +29,9 @@ struct SwigluTask {
 struct SwigluImage {
   ActivationTask task = {};
   const float* amax = nullptr;  // one scale, from it; null: in blocks
+  /// (ceil(m / 128), k), of a gradient, or null: left with the sums of the columns of each 128
+  /// rows, which launch_swiglu_column_sums adds up.
+  float* column_sums = nullptr;
 };
 
 /// All scaled in one way: in blocks in E4M3, or by one scale, gradients in E5M2.
@@ -69,7 +72,15 @@ cudaError_t launch_swiglu_backward_quantize_groups(const SwigluTask& task,
                                                    int64_t count, DType value_dtype,
                                                    cudaStream_t stream);
 
+/// A gradient's column_sums are of its values, in fp32: of each 8 rows the values of bfloat16 and
+/// float16 are added up four by four, those of float32 one after the other; then the sums of the 16
+/// times 8 rows of 128, one after the other.
 cudaError_t launch_swiglu_backward_quantize(const SwigluTask& task, const SwigluGradients& out,
                                             DType value_dtype, cudaStream_t stream);
+
+/// sums (k): of the column_sums (count, k) of 128 rows each. Eight sums, of every eighth of them
+/// from the first to the last, and then the eight in turn: the same in every run.
+cudaError_t launch_swiglu_column_sums(const float* column_sums, int64_t count, int64_t k,
+                                      float* sums, cudaStream_t stream);
 
 }  // namespace qshard::cuda

@@ -89,16 +89,18 @@ struct InnerGradients {
   bool columns = false;
   bool joined = false;
   const Format* format = nullptr;  // of the weights that their codes meet; null: values
+  Tensor column_sums = {};         // to leave the gradients of biases in, or undefined
 
   bool any() const { return rows || columns; }
 };
 
 // Their values, in the shape of `gate`.
-void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& saved, bool joined,
-                const Tensor& gate) {
+void set_values(SwigluLinearGrads& out, const Tensor& grad, const SavedSwiglu& saved,
+                const InnerGradients& inner, const Tensor& gate) {
   auto [grad_gate, grad_up] = saved.gradients(grad);
+  if (inner.column_sums.defined()) sum_columns(grad_gate, grad_up, inner.column_sums);
   auto sizes = gate.sizes().vec();
-  if (joined) {
+  if (inner.joined) {
     sizes.back() *= 2;
     std::get<1>(out) = at::cat({grad_gate, grad_up}, 1).view(sizes);
   } else {
@@ -149,7 +151,7 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
             .grad_input;
     gradient.release_rows();  // before what takes more memory than anything else in an MLP
     if (inner.format == nullptr) {
-      set_values(out, grad_product, saved, inner.joined, gate);
+      set_values(out, grad_product, saved, inner, gate);
     } else {
       SwigluBackwardRequest request{
           .gradients = {.format = inner.format,
@@ -157,7 +159,8 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
                         .orientations = {.rowwise = inner.rows, .columnwise = inner.columns}},
           .joined = inner.joined,
           .activation = saved.activation,
-          .maxima = saved.maxima};
+          .maxima = saved.maxima,
+          .column_sums = inner.column_sums};
       if (wgrad.is_needed && !weight_only && own.gemm.kind == GemmKind::kPacked &&
           own.amax_history.length == 0 &&
           can_save_quantized_input(gate.device(), saved.gate.size(0), codes.rows, codes.cols)) {
@@ -239,13 +242,28 @@ SwigluLinearGrads swiglu_backward_of_experts(const char* op, const Tensor& grad,
                               wgrad.is_needed, wgrad.sum, wgrad.dtype);
   const auto none = [&] { return none_of(gate.options().dtype(at::kByte)); };
   SwigluLinearGrads out{wgrad.result(made, grad.options()), none(), none(), none(), none()};
-  if (inner.any()) set_values(out, made.grad_input, saved, inner.joined, gate);
+  if (inner.any()) set_values(out, made.grad_input, saved, inner, gate);
   return out;
 }
 
 InnerGradients inner_gradients(const char* op, bool rows, bool columns, bool joined,
                                OptionalFormat format) {
   return {rows, columns, joined, format ? &checked_format(*format, op) : nullptr};
+}
+
+/// The memory for the sums of the gradients of gate and up, or undefined.
+Tensor checked_bias_grads(const char* op, const OptionalTensor& sums, const InnerGradients& inner,
+                          const Tensor& gate, const OptionalTensor& up) {
+  if (!is_given(sums)) return {};
+  const int64_t numel = gate.size(-1) * (is_given(up) ? 2 : 1);
+  TORCH_CHECK(inner.any() && sums->dim() == 1 && sums->numel() == numel && sums->is_contiguous() &&
+                  sums->scalar_type() == at::kFloat && sums->device() == gate.device() &&
+                  !has_key(*sums),
+              fmt::format("{}: bias_grads must be contiguous float32 ({},) on {}, beside rows or "
+                          "columns, got {} {} on {}",
+                          op, numel, gate.device().str(), c10::toString(sums->scalar_type()),
+                          sums->sizes().vec(), sums->device().str()));
+  return *sums;
 }
 
 }  // namespace
@@ -295,18 +313,17 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(
   return {result.output, maxima};
 }
 
-SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
-                                         const OptionalTensor& up, const Tensor& weight,
-                                         const Tensor& maxima, bool needs_weight, bool rows,
-                                         bool columns, bool joined, OptionalFormat grad_format,
-                                         bool weight_only, std::optional<at::ScalarType> grad_dtype,
-                                         OptionalFormat format, const WeightState& weight_state,
-                                         const OptionalTensor& weight_grad,
-                                         const OptionalTensor& offs, c10::string_view activation) {
+SwigluLinearGrads swiglu_linear_backward(
+    const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& weight,
+    const Tensor& maxima, bool needs_weight, bool rows, bool columns, bool joined,
+    OptionalFormat grad_format, bool weight_only, std::optional<at::ScalarType> grad_dtype,
+    OptionalFormat format, const WeightState& weight_state, const OptionalTensor& weight_grad,
+    const OptionalTensor& offs, c10::string_view activation, const OptionalTensor& bias_grads) {
   PlainGuard guard;
   const char* op = "qshard::swiglu_linear_backward";
   c10::OptionalDeviceGuard device_guard(weight.device());
   if (is_given(offs)) {
+    TORCH_CHECK(!is_given(bias_grads), op, ": offs go with no bias_grads");
     check_experts_activation(op, activation);
     check_swiglu(op, gate, up, weight, activation);
     return swiglu_backward_of_experts(op, grad, gate, *up, weight, maxima, *offs,
@@ -317,9 +334,11 @@ SwigluLinearGrads swiglu_linear_backward(const Tensor& grad, const Tensor& gate,
   const auto use = backward_use(rows || columns);
   const auto used = checked_weight(weight, format, weight_state, use, op);
   const MlpActivation known = check_swiglu(op, gate, up, weight, activation);
-  return swiglu_backward_of(
-      op, grad, gate, up, used, maxima, {needs_weight, grad_dtype, weight, weight_grad, op},
-      inner_gradients(op, rows, columns, joined, grad_format), weight_only, known);
+  auto inner = inner_gradients(op, rows, columns, joined, grad_format);
+  inner.column_sums = checked_bias_grads(op, bias_grads, inner, gate, up);
+  return swiglu_backward_of(op, grad, gate, up, used, maxima,
+                            {needs_weight, grad_dtype, weight, weight_grad, op}, inner, weight_only,
+                            known);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
@@ -329,9 +348,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const WeightState& weight_state, c10::string_view activation) {
   static const auto op =
       typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
-  auto [none, first, second, third, fourth] = op.call(
-      grad, gate, up, weight, maxima, /*needs_weight=*/true, rows, columns, joined, grad_format,
-      weight_only, std::nullopt, format, weight_state, weight_grad, std::nullopt, activation);
+  auto [none, first, second, third, fourth] =
+      op.call(grad, gate, up, weight, maxima, /*needs_weight=*/true, rows, columns, joined,
+              grad_format, weight_only, std::nullopt, format, weight_state, weight_grad,
+              std::nullopt, activation, std::nullopt);
   return {first, second, third, fourth};
 }
 

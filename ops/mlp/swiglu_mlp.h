@@ -57,15 +57,16 @@ std::tuple<Tensor, Tensor> swiglu_linear_forward(
     c10::string_view activation = kSwiglu);
 /// (grad_weight, gate, gate_columns, up, up_columns): of the gradients of gate and up the codes for
 /// linears whose weights have `grad_format`, or without one the values. (0,) what is not asked for;
-/// where they are joined, all of it is gate's. weight_grad: as of
-/// linear_backward.
+/// where they are joined, all of it is gate's. weight_grad: as of linear_backward. bias_grads: left
+/// with the sums of both gradients over rows.
 using SwigluLinearGrads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 SwigluLinearGrads swiglu_linear_backward(
     const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& weight,
     const Tensor& maxima, bool needs_weight, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, std::optional<at::ScalarType> grad_dtype,
     OptionalFormat format, const WeightState& weight_state, const OptionalTensor& weight_grad,
-    const OptionalTensor& offs = {}, c10::string_view activation = kSwiglu);
+    const OptionalTensor& offs = {}, c10::string_view activation = kSwiglu,
+    const OptionalTensor& bias_grads = {});
 /// Another name of it, which calls it by the dispatcher.
 std::tuple<Tensor, Tensor, Tensor, Tensor> swiglu_linear_backward_accumulate(
     const Tensor& grad, const Tensor& gate, const OptionalTensor& up, const Tensor& weight,
@@ -91,6 +92,6 @@ SwigluLinearGrads swiglu_linear_backward_meta(
     const Tensor& maxima, bool needs_weight, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool weight_only, std::optional<at::ScalarType> grad_dtype,
     OptionalFormat format, const WeightState& weight_state, const OptionalTensor& weight_grad,
-    const OptionalTensor& offs, c10::string_view activation);
+    const OptionalTensor& offs, c10::string_view activation, const OptionalTensor& bias_grads);
 
 }  // namespace qshard

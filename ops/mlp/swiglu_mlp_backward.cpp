@@ -36,8 +36,8 @@ SwigluMlpBackward::SwigluMlpBackward(AutogradContext* ctx, Node* node, const Ten
       saved_(ctx->get_saved_variables()),
       edge_(state_),
       needs_(ctx, state_, edge_),
-      // Gradients of biases are sums of values.
-      gives_codes_(state_.gives_codes && !needs_.inner_biases()) {
+      // Of biases alone nothing reads codes.
+      gives_codes_(state_.gives_codes && (needs_.input || needs_.gate || needs_.up)) {
   if (state_.norm) normed_ = NormedInput::restore(*state_.norm, &saved_[kSavedNorm]);
 }
 
@@ -76,11 +76,17 @@ void SwigluMlpBackward::backward_of_down() {
   static const auto op =
       typed_op<decltype(swiglu_linear_backward)>("qshard::swiglu_linear_backward");
   const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
+  OptionalTensor sums;
+  if (gives_codes_ && needs_.inner_biases()) {
+    const int64_t features = halves[0].size(-1) * (up ? 2 : 1);
+    sums = inner_biases_ = at::empty({features}, gate_values.options().dtype(at::kFloat));
+  }
   Tensor grad_down;
   std::tie(grad_down, gate_.rows, gate_.columns, up_.rows, up_.columns) =
       op.call(grad_, halves[0], up, down.weight, saved_[kMaxima], needs_.down, needs_.input,
-              needs_.inner_weights(), state_.is_joined, format, state_.weight_only, into.dtype,
-              OptionalFormat(down.format), down.state, sum, offs(), state_.activation);
+              gives_codes_ ? needs_.gate || needs_.up : needs_.inner_weights(), state_.is_joined,
+              format, state_.weight_only, into.dtype, OptionalFormat(down.format), down.state, sum,
+              offs(), state_.activation, sums);
   if (needs_.down && !sum) result_[kDown] = grad_down;
 }
 
@@ -143,6 +149,13 @@ Tensor SwigluMlpBackward::backward_of_norm(const Tensor& grad_normed) {
 }
 
 void SwigluMlpBackward::set_inner_biases() {
+  if (inner_biases_.defined()) {
+    // That of a joined bias is whole.
+    const auto sums = state_.has_up ? inner_biases_.chunk(2) : variable_list{inner_biases_};
+    if (needs_.gate_bias) result_[kGateBias] = sums[0].to(*state_.gate_bias);
+    if (needs_.up_bias) result_[kUpBias] = sums[1].to(*state_.up_bias);
+    return;
+  }
   if (needs_.gate_bias) result_[kGateBias] = bias_gradient(gate_.rows, *state_.gate_bias);
   if (needs_.up_bias) result_[kUpBias] = bias_gradient(up_.rows, *state_.up_bias);
 }

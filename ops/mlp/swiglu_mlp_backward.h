@@ -119,7 +119,8 @@ class SwigluMlpBackward {
   Needs needs_;
   bool gives_codes_;
   InnerGrad gate_, up_;
-  Tensor columns_;  // of what is normalized
+  Tensor inner_biases_;  // the sums of both over rows, where they pass in codes
+  Tensor columns_;       // of what is normalized
   std::optional<NormedInput> normed_;
   torch::autograd::variable_list result_{kArguments};
 };

@@ -75,7 +75,7 @@ SwigluLinearGrads swiglu_linear_backward_meta(
     const Tensor&, bool needs_weight, bool rows, bool columns, bool joined,
     OptionalFormat grad_format, bool, std::optional<at::ScalarType> grad_dtype,
     OptionalFormat format, const WeightState&, const OptionalTensor& weight_grad,
-    const OptionalTensor& offs, c10::string_view activation) {
+    const OptionalTensor& offs, c10::string_view activation, const OptionalTensor&) {
   const bool gated = mlp_activation("qshard::swiglu_linear_backward", activation).gated;
   check_formats("qshard::swiglu_linear_backward", {format, grad_format});
   check_features("qshard::swiglu_linear_backward", grad, weight, 0, is_given(offs));

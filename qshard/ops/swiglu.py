@@ -130,6 +130,7 @@ def swiglu_linear_backward(
     weight_grad: Tensor | None = None,
     offs: Tensor | None = None,
     activation: str = "swiglu",
+    bias_grads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(grad_weight, gate, gate_columns, up, up_columns) of `swiglu_linear_forward`; (0,) what is not needed.
 
@@ -139,6 +140,8 @@ def swiglu_linear_backward(
     joined: as of one tensor (..., 2 x columns), which is gate's; up's are (0,).
     maxima: what forward kept. grad_dtype, format, weight_state, weight_grad: as of
         `linear_backward`. offs, activation: as forward had them; with offs grad_format is None.
+    bias_grads: contiguous float32 (2 x columns,), or (columns,) without up: left with the sums of the gradients of
+        gate and up over all rows, which the pass that makes their codes adds up in the same order in every run.
 
     Raises RuntimeError for shapes that do not fit, and for codes where the device has no FP8 GEMM.
     """

@@ -4,6 +4,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty_like.h>
 
 #include "kernels/linear/swiglu_operand.h"
@@ -95,6 +96,30 @@ inline std::pair<at::Tensor, at::Tensor> gradients_by_kernel(const ActivationCas
           detail::map_elements(gate, {}, grad, [&](float x, float, float d, const auto& round) {
             return round(d * round(detail::value_of(of.activation, x)));
           })};
+}
+
+/// The sums of a gradient's columns, in the order that launch_swiglu_backward_quantize and
+/// launch_swiglu_column_sums name.
+inline at::Tensor column_sums_by_kernel(const at::Tensor& x) {
+  const bool is_wide = x.scalar_type() == at::kFloat;
+  const int64_t tiles = ceil_div(x.size(0), 128);
+  const at::Tensor padded =
+      at::constant_pad_nd(x.cpu().to(at::kFloat), {0, 0, 0, tiles * 128 - x.size(0)});
+  // One after the other, along a dimension.
+  const auto in_turn = [](const at::Tensor& of, int64_t dim) {
+    at::Tensor sum = of.select(dim, 0).clone();
+    for (int64_t i = 1; i < of.size(dim); ++i) sum.add_(of.select(dim, i));
+    return sum;
+  };
+  const int64_t at_once = is_wide ? 8 : 4;
+  const at::Tensor some =
+      in_turn(padded.view({tiles, 16, 8 / at_once, at_once, x.size(1)}), /*dim=*/3);
+  const at::Tensor of_tiles = in_turn(in_turn(some, 2), 1);
+  const int64_t eighths = ceil_div(tiles, 8);
+  const at::Tensor of_eighths = in_turn(
+      at::constant_pad_nd(of_tiles, {0, 0, 0, eighths * 8 - tiles}).view({eighths, 8, x.size(1)}),
+      0);
+  return in_turn(of_eighths, 0).to(x.device());
 }
 
 }  // namespace qshard::testing

@@ -1,6 +1,7 @@
 // Codes of silu(gate) * up and of its gradients: those of the values, which torch's operators leave
 // in memory. So for other activations: codes of the values that kernels/numerics/activations.h
 // gives.
+#include <ATen/ops/full.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/where.h>
@@ -108,6 +109,23 @@ class SwigluCodes
   }
   static SwigluOperand operand(const Values& x, at::Tensor maxima = {}) {
     return {x.gate, x.up, std::move(maxima), of().activation};
+  }
+  /// The kernel's order of additions is that of one; torch's is another.
+  static void expect_sums(const at::Tensor& got, const at::Tensor& grad_gate,
+                          const at::Tensor& grad_up, bool joined) {
+    const int64_t k = grad_gate.size(1);
+    const auto expect = [&](const at::Tensor& sums, const at::Tensor& grad) {
+      if (grad.size(0) == 0) return EXPECT_TRUE(sums.eq(0).all().item<bool>());
+      const at::Tensor expected = column_sums_by_kernel(grad);
+      const bool in_order = !is_swiglu() && !(joined && k % 128 != 0);
+      if (in_order) {
+        EXPECT_TRUE(same_values(sums, expected));
+      } else {
+        EXPECT_TRUE(at::allclose(sums, expected, 1e-3, 1e-3 * grad.size(0), /*equal_nan=*/true));
+      }
+    };
+    expect(got.narrow(0, 0, k), grad_gate);
+    if (grad_up.defined()) expect(got.narrow(0, k, k), grad_up);
   }
   /// None differ but those where torch has another exponential.
   static void expect_same(const Differences& found, const char* what) {
@@ -276,7 +294,11 @@ TEST_P(SwigluCodes, OfGradientsAreThoseOfTheValues) {
         if (!is_swiglu() && std::string_view(input) == "float8_rowwise")
           continue;  // of torch's values
         request.activation = of().activation;
+        const int64_t k = x.gate.size(1);
+        request.column_sums =
+            at::full({of().gated ? 2 * k : k}, -1, x.grad.options().dtype(at::kFloat));
         const SwigluBackward made = swiglu_backward(x.grad, x.gate, x.up, request);
+        expect_sums(request.column_sums, grad_gate, grad_up, joined);
         if (joined) {
           const PlainOperand both(at::cat({grad_gate, grad_up}, 1));
           found.add(made.gate, both.codes(request.gradients));

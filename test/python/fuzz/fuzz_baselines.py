@@ -314,7 +314,7 @@ OF_OPERATOR = {
     "swiglu_linear_forward": lambda d: {
         "gate": d.plain(d.tokens, d.columns), "up": d.plain(d.tokens, d.columns), **dynamic(d), **activation_of(d),
     },
-    "swiglu_linear_backward": lambda d: swiglu_backward(d) | {"weight_grad": None},
+    "swiglu_linear_backward": lambda d: swiglu_backward(d) | {"weight_grad": None, "bias_grads": None},
     "swiglu_linear_backward_accumulate": swiglu_backward,
     "linear_backward_codes": codes_backward,
     "linear_backward_codes_accumulate": codes_backward,

@@ -218,18 +218,22 @@ def test_the_compiled_mlp_is_the_eager_one(device, fmt, checkpointed, activation
 @BOTH
 @pytest.mark.parametrize("tokens, columns, inner", [(1, 96, 96), (127, 4096, 4104), (4097, 96, 512)])
 @ACTIVATIONS
-def test_gpu_is_the_composition(fmt, dtype, joined, tokens, columns, inner, activation):
+@pytest.mark.parametrize("bias", [False, True])
+def test_gpu_is_the_composition(fmt, dtype, joined, tokens, columns, inner, activation, bias):
     if fmt.endswith("1x32"):
         inner = -(-inner // 32) * 32
     weights = weights_of(fmt, joined, columns, inner, device="cuda", activation=activation)
+    biases = [None if w is None else draw(w.shape[0], seed=4, device="cuda", dtype=dtype) for w in weights]
+    tensors = [*weights, *biases] if bias else weights
     x = draw(tokens, columns, seed=7, device="cuda", dtype=dtype) / columns**0.5
-    got = step(partial(fused, fmt, activation=activation), x, weights)
-    expected = step(partial(composed, activation=activation), x, weights)
+    got = step(partial(fused, fmt, activation=activation), x, tensors)
+    expected = step(partial(composed, activation=activation), x, tensors)
     # A code in 1e5 may be the next one; composed and fused NVFP4 draw other random words.
     tolerances = [0.2 if info_of(fmt).code_bits == 4 else 2e-3] * len(got)
     if fmt not in IN_CODES:
         # Where wgrad multiplies values, linear saved its input in FP8, and swiglu_mlp remakes it.
-        tolerances[-1] = 0.2 if info_of(fmt).code_bits == 4 else 0.04
+        down = 1 + sum(w is not None for w in weights)
+        tolerances[down] = 0.2 if info_of(fmt).code_bits == 4 else 0.04
     for a, b, tolerance in zip(got, expected, tolerances):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert relative_error(a, b) < tolerance

@@ -168,7 +168,7 @@ SAMPLES = {
     ]
     + [
         (plain(4, 32), plain(4, 64), up, quantized(32, 64, fmt), torch.empty(0), *[True] * 3, up is not None,
-         dict(activation=activation))
+         dict(activation=activation, bias_grads=plain(64 if up is None else 128)))
         for up, activation in ((None, "gelu"), (plain(4, 64), "reglu"))
     ],
     "swiglu_linear_backward_accumulate": lambda fmt: [

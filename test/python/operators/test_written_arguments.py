@@ -60,6 +60,13 @@ WRITERS = {
         lambda: torch.zeros(64, 48),
         "weight_grad",
     ),
+    "swiglu_linear_backward of biases": (
+        lambda out: ops.swiglu_linear_backward(
+            GRAD, X, X, weight(), torch.empty(0), False, True, False, False, bias_grads=out
+        ),
+        lambda: torch.zeros(96),
+        "bias_grads",
+    ),
     "_read_messages": (
         lambda out: ops._read_messages(
             torch.full((1, 192), 0x38, dtype=torch.uint8), ["float8_tensorwise"], [4, 48, 0], [ONE], out
