@@ -140,6 +140,20 @@ def test_gated_mlps_give_the_same_bits(act, activation):
     assert len(inner) == 3  # gate(x), up(x), and their product, the input of down_proj
 
 
+@pytest.mark.parametrize("act, is_one", [
+    (nn.SiLU(), True), (nn.GELU(approximate="tanh"), True), (nn.ReLU(), True), (nn.Sigmoid(), False)])
+def test_quantized_gated_mlps_are_one_operator(act, is_one):
+    model = qshard.quantize_(MLP(act=act, bias=True), RECIPES["float8_blockwise"])
+    x = input_of(7, 32)
+    expected = results(model, x)
+    qshard.fuse_(model)
+    with torch.profiler.profile(acc_events=True) as profiler:
+        assert_bits(results(model, x), expected)
+    ran = {event.key for event in profiler.key_averages()}
+    assert ("qshard::swiglu_linear_forward" in ran) == is_one
+    assert ("qshard::swiglu_linear_backward" in ran) == is_one
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("norm", [TwiceRounded, ZeroCentered, nn.RMSNorm])
 def test_norms_in_other_dtypes(norm, dtype):

@@ -104,8 +104,6 @@ def test_main_grad_is_summed_by_the_operators(device, format, kind, operators, r
 @pytest.mark.parametrize("format", [None, "float8_tensorwise", "float8_blockwise", "mxfp8"])
 @pytest.mark.parametrize("kind", [*MODULES, *MLPS])
 @pytest.mark.parametrize("first", [None, True])
-# The MLP's activation has a gradient with a graph, and quantized linears have no double backward.
-@pytest.mark.only_where(lambda format, kind: format is None or kind != "LayerNormMLP")
 def test_main_grad_of_a_backward_that_creates_a_graph(device, format, kind, first):
     """The same numbers; autograd gives leaves other tensors then."""
     make, results = {**MODULES, **MLPS}[kind], []
