@@ -15,6 +15,7 @@
 #include "kernels/linear/linear_fp8.h"
 #include "kernels/linear/norm_quantize.h"
 #include "kernels/linear/swiglu_quantize.h"
+#include "kernels/loss/cross_entropy_cuda.h"
 #include "kernels/messages/activation_message_cuda.h"
 #include "kernels/messages/gradient_message_cuda.h"
 #include "kernels/norm/normalization.h"
@@ -111,6 +112,15 @@ void add_statistics(const CodedMatrix&, int64_t*, void*) { no_cuda("compute stat
 void transpose_values(const TransposeTask&, void*) { no_cuda("transpose"); }
 void transpose_image(const TransposeImageTask&, void*) { no_cuda("transpose"); }
 void rotate(const at::Tensor&, const Rotation&, const at::Tensor&) { no_cuda("rotate"); }
+
+void cross_entropy_losses(const CrossEntropyTask&, at::ScalarType) { no_cuda("compute a loss"); }
+void cross_entropy_gradient(const CrossEntropyTask&, const at::Tensor&) {
+  no_cuda("compute a loss");
+}
+QuantizedMatrix cross_entropy_codes(const CrossEntropyTask&, const OperandRequest&,
+                                    const at::TensorOptions&) {
+  no_cuda("compute a loss");
+}
 
 void encode_activation(const EncodeActivationTask&, void*) { no_cuda("gather activations"); }
 void decode_activations(const DecodeActivationsTask&, void*) { no_cuda("gather activations"); }

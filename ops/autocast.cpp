@@ -7,6 +7,7 @@
 #include "ops/calls/ops.h"
 #include "ops/linear/grouped_linear.h"
 #include "ops/linear/norm_linear.h"
+#include "ops/loss/linear_cross_entropy.h"
 #include "ops/mlp/swiglu_mlp.h"
 
 namespace qshard {
@@ -94,6 +95,20 @@ Tensor swiglu_mlp_autocast(const Tensor& input, const Tensor& gate, const Option
                  zero_centered_gamma, activation);
 }
 
+/// The loss is float32, whatever the logits are.
+template <DeviceType kDevice>
+Tensor linear_cross_entropy_autocast(const Tensor& input, const Tensor& weight,
+                                     const Tensor& target, const OptionalTensor& bias,
+                                     c10::string_view reduction, int64_t ignore_index,
+                                     double label_smoothing, OptionalFormat format,
+                                     const WeightState& weight_state,
+                                     OptionalFormat forward_precision) {
+  static const auto op = typed_op<decltype(linear_cross_entropy)>("qshard::linear_cross_entropy");
+  const Autocast<kDevice> cast;
+  return op.call(cast(input), weight, target, cast(bias), reduction, ignore_index, label_smoothing,
+                 format, weight_state, forward_precision);
+}
+
 template <DeviceType kDevice>
 Tensor swiglu_experts_autocast(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                                const Tensor& down, const Tensor& offs, bool weight_only,
@@ -109,6 +124,7 @@ void register_autocast(torch::Library& m) {
   m.impl("grouped_linear", &grouped_linear_autocast<kDevice>);
   m.impl("norm_linear", &norm_linear_autocast<kDevice>);
   m.impl("swiglu_mlp", &swiglu_mlp_autocast<kDevice>);
+  m.impl("linear_cross_entropy", &linear_cross_entropy_autocast<kDevice>);
   m.impl("swiglu_experts", &swiglu_experts_autocast<kDevice>);
 }
 

@@ -13,6 +13,7 @@
 #include "ops/linear/grouped_linear.h"
 #include "ops/linear/norm_linear.h"
 #include "ops/linear/normalization.h"
+#include "ops/loss/linear_cross_entropy.h"
 #include "ops/mlp/swiglu_mlp.h"
 #include "ops/rotary/rotary.h"
 #include "ops/rotary/rotary_heads.h"
@@ -64,7 +65,7 @@ TORCH_LIBRARY(qshard, m) {
       "bool needs_input, bool needs_weight, bool weight_only=False, ScalarType? grad_dtype=None, "
       "str? format=None, Tensor[]? weight_state=None, *, Tensor? grad_columns=None, "
       "int[]? grad_size=None, ScalarType? value_dtype=None, Tensor(a!)? input_sum=None, "
-      "Tensor(b!)? weight_grad=None, Tensor? offs=None) "
+      "Tensor(b!)? weight_grad=None, Tensor? offs=None, Tensor? grad_scale=None) "
       "-> (Tensor grad_input, Tensor grad_weight)");
   m.def(
       "grouped_linear(Tensor input, Tensor weight, Tensor offs, *, bool weight_only=False, "
@@ -103,6 +104,15 @@ TORCH_LIBRARY(qshard, m) {
       "_norm_linear_forward(Tensor input, Tensor norm_weight, Tensor? norm_bias, "
       "Tensor[] weights, Tensor[]? biases, float eps, bool rms, bool zero_centered_gamma, "
       "str format) -> (Tensor[] outputs, Tensor statistics, Tensor amax)");
+  m.def(
+      "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *, "
+      "Tensor? linear_bias=None, str reduction='mean', int ignore_index=-100, "
+      "float label_smoothing=0.0, str? format=None, Tensor[]? weight_state=None, "
+      "str? forward_precision=None) -> Tensor");
+  m.def(
+      "cross_entropy_forward(Tensor logits, Tensor target, *, int ignore_index=-100, "
+      "float label_smoothing=0.0, str? grad_format=None, bool rows=False, bool columns=False) "
+      "-> (Tensor losses, Tensor totals, Tensor rows, Tensor columns)");
   m.def(
       "rotary_embedding(Tensor input, Tensor cos, Tensor sin, int dim=1, *, "
       "bool interleaved=False, bool inverse=False, SymInt[]? stride=None) -> Tensor");
@@ -240,6 +250,8 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"norm_linear", &norm_linear>(m);
   implement<"_norm_linear_reads_codes", &norm_linear_reads_codes, Takes::kAnything>(m);
   implement<"_norm_linear_forward", &norm_linear_forward>(m);
+  implement<"linear_cross_entropy", &linear_cross_entropy>(m);
+  implement<"cross_entropy_forward", &cross_entropy_forward>(m);
   implement<"rotary_embedding", &rotary_embedding>(m);
   implement<"split_rotary_embedding", &split_rotary_embedding>(m);
   implement<"join_rotary_embedding", &join_rotary_embedding>(m);
@@ -298,6 +310,8 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   implement<"_norm_linear_forward", &norm_linear_forward_meta, Takes::kMeta>(m);
   implement<"_quantize_normalized", &quantize_normalized_meta, Takes::kMeta>(m);
   implement<"_normalize_backward", &normalize_backward_meta, Takes::kMeta>(m);
+  implement<"linear_cross_entropy", &linear_cross_entropy_meta, Takes::kMeta>(m);
+  implement<"cross_entropy_forward", &cross_entropy_forward_meta, Takes::kMeta>(m);
   implement<"rotary_embedding", &rotary_embedding_meta, Takes::kMeta>(m);
   implement<"split_rotary_embedding", &split_rotary_embedding_meta, Takes::kMeta>(m);
   implement<"join_rotary_embedding", &join_rotary_embedding_meta, Takes::kMeta>(m);
@@ -324,6 +338,7 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   implement<"swiglu_mlp", &swiglu_mlp_autograd, Takes::kValuesOrMeta>(m);
   implement<"swiglu_experts", &swiglu_experts_autograd, Takes::kValuesOrMeta>(m);
   implement<"norm_linear", &norm_linear_autograd, Takes::kValuesOrMeta>(m);
+  implement<"linear_cross_entropy", &linear_cross_entropy_autograd, Takes::kValuesOrMeta>(m);
   implement<"rotary_embedding", &rotary_embedding_autograd, Takes::kValuesOrMeta>(m);
   implement<"split_rotary_embedding", &split_rotary_embedding_autograd, Takes::kValuesOrMeta>(m);
   implement<"join_rotary_embedding", &join_rotary_embedding_autograd, Takes::kValuesOrMeta>(m);

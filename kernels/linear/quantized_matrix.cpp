@@ -96,27 +96,51 @@ at::Tensor packed_codes(const PackedCodes& codes, DType code_dtype) {
   return codes.buffer.narrow(0, 0, codes.code_bytes()).view({codes.rows, codes.ld}).view(type);
 }
 
-at::Tensor packed_tensor_scale(const PackedCodes& codes) {
-  return codes.buffer.narrow(0, codes.code_bytes(), sizeof(float)).view(at::kFloat);
+namespace {
+
+/// How many scales there are.
+int64_t scale_count(const PackedCodes& codes) {
+  const int64_t blocks = ceil_div(codes.ld, 128);
+  switch (codes.scale_mode) {
+    case ScaleMode::kTensor:
+      return 1;
+    case ScaleMode::kRow:
+      return codes.rows;
+    case ScaleMode::kBlock128x128:
+      return ceil_div(codes.rows, 128) * round_up(blocks, 4);
+    default:
+      return blocks * codes.rows;
+  }
 }
 
-at::Tensor packed_row_scales(const PackedCodes& codes) {
-  const auto bytes = codes.rows * static_cast<int64_t>(sizeof(float));
-  return codes.buffer.narrow(0, codes.code_bytes(), bytes).view(at::kFloat);
+}  // namespace
+
+at::Tensor PackedCodes::scales() const {
+  if (other_scales.defined()) return other_scales;
+  const auto bytes = scale_count(*this) * static_cast<int64_t>(sizeof(float));
+  return buffer.narrow(0, code_bytes(), bytes).view(at::kFloat);
 }
+
+QuantizedMatrix multiplied(QuantizedMatrix packed, const at::Tensor& factor) {
+  for (CodeImage* image : {&packed.rowwise, &packed.columnwise}) {
+    if (auto* codes = std::get_if<PackedCodes>(image)) {
+      codes->other_scales = codes->scales().mul(factor);
+    }
+  }
+  return packed;
+}
+
+at::Tensor packed_tensor_scale(const PackedCodes& codes) { return codes.scales(); }
+
+at::Tensor packed_row_scales(const PackedCodes& codes) { return codes.scales(); }
 
 at::Tensor packed_block_scales(const PackedCodes& codes) {
-  const int64_t bytes = codes.code_bytes();
-  const at::Tensor scales =
-      codes.buffer.narrow(0, bytes, codes.buffer.numel() - bytes).view(at::kFloat);
   const int64_t blocks = ceil_div(codes.ld, 128);
   if (codes.scale_mode == ScaleMode::kBlock128x128) {
-    const int64_t block_rows = ceil_div(codes.rows, 128);
-    const int64_t pitch = round_up(blocks, 4);
-    const at::Tensor grid = scales.narrow(0, 0, block_rows * pitch).view({block_rows, pitch});
+    const at::Tensor grid = codes.scales().view({ceil_div(codes.rows, 128), round_up(blocks, 4)});
     return grid.narrow(1, 0, blocks).repeat_interleave(128, 0).narrow(0, 0, codes.rows);
   }
-  return scales.narrow(0, 0, blocks * codes.rows).view({blocks, codes.rows}).t();
+  return codes.scales().view({blocks, codes.rows}).t();
 }
 
 namespace {
@@ -157,7 +181,7 @@ void set_codes(const PackedCodes& packed, CodedMatrix& coded) {
   const bool in_blocks = packed.scale_mode == ScaleMode::kBlock1x128;
   coded.codes = static_cast<const uint8_t*>(packed.buffer.const_data_ptr());
   coded.code_pitch = packed.ld;
-  coded.scales = reinterpret_cast<const float*>(coded.codes + packed.code_bytes());
+  coded.scales = packed.scales().const_data_ptr<float>();
   coded.matrix_rows = packed.rows;
   coded.block_rows = by_row ? 1 : 0;
   coded.row_block_pitch = by_row ? 1 : 0;

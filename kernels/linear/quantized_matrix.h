@@ -42,8 +42,11 @@ struct PackedCodes {
   int64_t rows = 0;   // padding included
   int64_t ld = 0;     // codes, and bytes, from row to row; a multiple of 16
   ScaleMode scale_mode = ScaleMode::kTensor;  // or kRow, kBlock1x128, kBlock128x128
+  at::Tensor other_scales = {};  // float32, in the place of those in the buffer, if defined
 
   int64_t code_bytes() const { return rows * ld; }
+  /// float32 of one dimension: those that are used, in the order in which the buffer has them.
+  at::Tensor scales() const;
 };
 
 /// The codes of one orientation, if there are any.
@@ -107,7 +110,10 @@ int64_t packed_columnwise_bytes(int64_t m, int64_t k);
 QuantizedMatrix packed_matrix(const Format& format, OperandRole role, int64_t m, int64_t k,
                               const at::Tensor& rowwise, const at::Tensor& columnwise);
 
-// Packed codes as torch's tensors: views of their buffer.
+/// The matrix of these codes whose values are `factor` times as large: float32 (1,) beside it.
+QuantizedMatrix multiplied(QuantizedMatrix packed, const at::Tensor& factor);
+
+// Packed codes as torch's tensors: views.
 
 /// The codes without their scales: float8 (rows, ld).
 at::Tensor packed_codes(const PackedCodes& codes, DType code_dtype);

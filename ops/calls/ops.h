@@ -131,14 +131,16 @@ std::tuple<Tensor, Tensor> quantize_kept_input(const Tensor& input, c10::string_
 /// grad_columns the codes by rows of a gradient of grad_size in value_dtype. grad_dtype: the weight
 /// gradient's, else the weight's own. input_sum: contiguous, of the dtype of the gradient's values;
 /// weight_grad: contiguous float32, bfloat16 or float16: each is added to in place, within the GEMM
-/// where that can. offs: of experts' linears (grouped_linear.h).
+/// where that can. offs: of experts' linears (grouped_linear.h). grad_scale: float32 (1,), what the
+/// values that codes stand for are multiplied by.
 std::tuple<Tensor, Tensor> linear_backward_op(
     const Tensor& grad, const Tensor& weight, const Tensor& input, bool input_is_quantized,
     bool needs_input, bool needs_weight, bool weight_only, std::optional<at::ScalarType> grad_dtype,
     std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
-    const OptionalTensor& weight_grad, const OptionalTensor& offs);
+    const OptionalTensor& weight_grad, const OptionalTensor& offs,
+    const OptionalTensor& grad_scale);
 /// Other names of it, which call it by the dispatcher.
 Tensor linear_backward_accumulate(const Tensor& grad, const Tensor& weight, const Tensor& input,
                                   bool input_is_quantized, bool needs_input,
@@ -232,7 +234,8 @@ std::tuple<Tensor, Tensor> linear_backward_meta(
     std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
-    const OptionalTensor& weight_grad, const OptionalTensor& offs);
+    const OptionalTensor& weight_grad, const OptionalTensor& offs,
+    const OptionalTensor& grad_scale);
 
 // ops/linear/autograd.cpp
 Tensor quantize_autograd(const Tensor& self, c10::string_view format, bool keep_master,

@@ -183,7 +183,7 @@ std::tuple<Tensor, Tensor> linear_gradients(const GradSink& into, const LinearGr
   auto [grad_input, grad_weight] =
       op.call(grad.rows, weight.weight, input, input_is_quantized, needs_input, needs_weight,
               weight_only, into.dtype, std::optional<c10::string_view>(weight.format), weight.state,
-              grad.columns, grad.size, grad.dtype, input_sum, weight_sum, offs);
+              grad.columns, grad.size, grad.dtype, input_sum, weight_sum, offs, grad.scale);
   if (is_added) {
     grad_input = added;
   } else if (added.defined()) {

@@ -48,6 +48,7 @@ struct LinearGrad {
   OptionalTensor columns = {};
   at::OptionalIntArrayRef size = {};  // sizes of the gradient that the codes stand for
   std::optional<at::ScalarType> dtype = {};
+  OptionalTensor scale = {};  // float32 (1,), what those values are multiplied by
 };
 
 /// Calls qshard::linear_backward: (grad_input, grad_weight), (0,) or undefined what is not asked

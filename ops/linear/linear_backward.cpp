@@ -34,7 +34,7 @@ Gradient gradient_in_values(const Tensor& grad) {
 
 Gradient gradient_in_codes(const Tensor& rows, const Tensor& columns, at::IntArrayRef size,
                            at::ScalarType dtype, const QuantizedMatrix& weight, bool needs_input,
-                           bool needs_weight) {
+                           bool needs_weight, const OptionalTensor& scale) {
   const at::Device device = (needs_input ? rows : columns).device();
   TORCH_CHECK(!size.empty() && size.back() == weight.rows,
               fmt::format("{}: a gradient of shape {} does not fit a weight of ({}, {})", kOp, size,
@@ -55,6 +55,12 @@ Gradient gradient_in_codes(const Tensor& rows, const Tensor& columns, at::IntArr
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   auto codes = packed_matrix(*weight.format, OperandRole::kGradient, m, n,
                              needs_input ? rows : Tensor(), needs_weight ? columns : Tensor());
+  if (is_given(scale)) {
+    TORCH_CHECK(scale->numel() == 1 && scale->scalar_type() == at::kFloat && !has_key(*scale),
+                fmt::format("{}: grad_scale must be plain float32 of one element, got {}", kOp,
+                            describe(*scale)));
+    codes = multiplied(std::move(codes), scale->reshape({1}));
+  }
   return {QuantizedOperand(std::move(codes), options), at::DimVector(size), options};
 }
 
@@ -96,13 +102,17 @@ std::tuple<Tensor, Tensor> linear_backward_op(
     std::optional<c10::string_view> format, const WeightState& weight_state,
     const OptionalTensor& grad_columns, at::OptionalIntArrayRef grad_size,
     std::optional<at::ScalarType> value_dtype, const OptionalTensor& input_sum,
-    const OptionalTensor& weight_grad, const OptionalTensor& offs) {
+    const OptionalTensor& weight_grad, const OptionalTensor& offs,
+    const OptionalTensor& grad_scale) {
   PlainGuard guard;
   c10::OptionalDeviceGuard device_guard(weight.device());
   const bool in_codes = is_given(grad_columns);
   TORCH_CHECK_VALUE(grad_size.has_value() == in_codes && value_dtype.has_value() == in_codes, kOp,
                     ": grad_columns, grad_size and value_dtype say what the gradient in codes is; "
                     "give all of them or none");
+  TORCH_CHECK_VALUE(!is_given(grad_scale) || (in_codes && !is_given(offs)), kOp,
+                    ": grad_scale is of a gradient in codes, and not of experts'; multiply the "
+                    "gradient by it");
   const WgradRequest wgrad(needs_weight, grad_dtype, weight, weight_grad, kOp);
   if (is_given(offs)) {
     std::optional<GradientInCodes> codes;
@@ -121,10 +131,10 @@ std::tuple<Tensor, Tensor> linear_backward_op(
   auto used = weight_for_use(weight, format, weight_state, backward_use(needs_input), kOp);
   if (in_codes) check_expected_format(used, format);
   if (!in_codes && needs_input) take_arrived_tally(used, kWatchedGradient, grad);
-  const Gradient gradient = in_codes
-                                ? gradient_in_codes(grad, *grad_columns, *grad_size, *value_dtype,
-                                                    used.codes, needs_input, needs_weight)
-                                : gradient_in_values(grad);
+  const Gradient gradient =
+      in_codes ? gradient_in_codes(grad, *grad_columns, *grad_size, *value_dtype, used.codes,
+                                   needs_input, needs_weight, grad_scale)
+               : gradient_in_values(grad);
   std::optional<ValuesOrCodes> saved;
   if (needs_weight) {
     saved = wgrad_operand(input, input_is_quantized, gradient.rows(), gradient.options, used.codes);
@@ -164,7 +174,7 @@ Tensor linear_backward_accumulate(const Tensor& grad, const Tensor& weight, cons
   return std::get<0>(call_linear_backward().call(
       grad, weight, input, input_is_quantized, needs_input, /*needs_weight=*/true, weight_only,
       std::nullopt, format, weight_state, std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-      weight_grad, std::nullopt));
+      weight_grad, std::nullopt, std::nullopt));
 }
 
 std::tuple<Tensor, Tensor> linear_backward_codes(
@@ -176,7 +186,7 @@ std::tuple<Tensor, Tensor> linear_backward_codes(
   return call_linear_backward().call(rows, weight, input, input_is_quantized, needs_input,
                                      needs_weight, /*weight_only=*/false, grad_dtype, format,
                                      weight_state, columns, size, dtype, input_sum, std::nullopt,
-                                     std::nullopt);
+                                     std::nullopt, std::nullopt);
 }
 
 Tensor linear_backward_codes_accumulate(
@@ -187,7 +197,7 @@ Tensor linear_backward_codes_accumulate(
   return std::get<0>(call_linear_backward().call(
       rows, weight, input, input_is_quantized, needs_input, /*needs_weight=*/true,
       /*weight_only=*/false, std::nullopt, format, weight_state, columns, size, dtype, input_sum,
-      weight_grad, std::nullopt));
+      weight_grad, std::nullopt, std::nullopt));
 }
 
 }  // namespace qshard

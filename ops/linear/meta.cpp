@@ -87,8 +87,8 @@ std::tuple<Tensor, Tensor> linear_backward_meta(
     bool needs_weight, bool, std::optional<at::ScalarType> grad_dtype,
     std::optional<c10::string_view> format, const WeightState&, const OptionalTensor&,
     at::OptionalIntArrayRef grad_size, std::optional<at::ScalarType> value_dtype,
-    const OptionalTensor& input_sum, const OptionalTensor& weight_grad,
-    const OptionalTensor& offs) {
+    const OptionalTensor& input_sum, const OptionalTensor& weight_grad, const OptionalTensor& offs,
+    const OptionalTensor&) {
   if (format) checked_format(*format, "qshard::linear_backward");
   std::vector<c10::SymInt> sizes;
   if (grad_size) {

@@ -363,6 +363,11 @@ def linear_flops(input, weight, **_):
     return 2 * input.numel() * weight.shape[-2]
 
 
+@flops_of("linear_cross_entropy")
+def head_flops(input, linear_weight, **_):
+    return 2 * input.numel() * linear_weight.shape[0]
+
+
 @flops_of("linear_backward")
 def linear_backward_flops(grad, weight, needs_input, needs_weight, grad_size=None, **_):
     values = math.prod(grad.shape if grad_size is None else grad_size)

@@ -10,6 +10,7 @@ from qshard.nn.layer_norm import LayerNorm
 from qshard.nn.layer_norm_linear import LayerNormLinear
 from qshard.nn.layer_norm_mlp import LayerNormMLP
 from qshard.nn.linear import Linear
+from qshard.nn.losses import LinearCrossEntropyLoss, linear_cross_entropy
 from qshard.nn.multihead_attention import MultiheadAttention
 from qshard.nn.rms_norm import RMSNorm
 from qshard.nn.rotary import RotaryPositionEmbedding, apply_rotary_emb, apply_rotary_pos_emb
@@ -25,10 +26,12 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "LinearCrossEntropyLoss",
     "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "apply_rotary_emb",
     "apply_rotary_pos_emb",
+    "linear_cross_entropy",
 ]

@@ -32,6 +32,7 @@ from qshard.ops.accessors import (
     scale_inv,
     tensor_scale_inv,
 )
+from qshard.ops.losses import cross_entropy_forward, linear_cross_entropy
 from qshard.ops.norms import norm_linear
 from qshard.ops.operator_calls import operator
 from qshard.ops.rotary import join_rotary_embedding, rotary_embedding, split_rotary_embedding
@@ -51,6 +52,7 @@ __all__ = [
     "codes",
     "columnwise_codes",
     "columnwise_scale_inv",
+    "cross_entropy_forward",
     "dequantize",
     "flush",
     "format",
@@ -65,6 +67,7 @@ __all__ = [
     "linear_backward_accumulate",
     "linear_backward_codes",
     "linear_backward_codes_accumulate",
+    "linear_cross_entropy",
     "linear_forward",
     "master",
     "norm_linear",
@@ -298,6 +301,7 @@ def linear_backward(
     input_sum: Tensor | None = None,
     weight_grad: Tensor | None = None,
     offs: Tensor | None = None,
+    grad_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(grad_input, grad_weight) of `linear_forward`; (0,) what is not needed, or was added to a tensor that
     was given. The gradient is quantized once for both.
@@ -305,8 +309,11 @@ def linear_backward(
     grad: (..., rows). input: plain (..., columns), or what linear_forward saved, if `input_is_quantized`.
     grad_dtype: of the weight's gradient, float32, bfloat16 or float16; else the weight's own.
     format, weight_state: as of `linear`, for a plain weight.
-    grad_columns, grad_size, value_dtype: for a gradient in codes, which `swiglu_linear_backward` made: `grad` is
-        its codes for dgrad, grad_columns those for wgrad, the others are the size and dtype of its values.
+    grad_columns, grad_size, value_dtype: for a gradient in codes, which `swiglu_linear_backward` or
+        `cross_entropy_forward` made: `grad` is its codes for dgrad, grad_columns those for wgrad, the others are the
+        size and dtype of its values.
+    grad_scale: float32 of one element: the gradient is so many times what the codes stand for. The device is not
+        waited for.
     input_sum: plain and contiguous, in the dtype of the gradient's values: grad_input is added to it, in place,
         within the GEMM where it can.
     weight_grad: plain (rows, columns) of float32, bfloat16 or float16: grad_weight is added to it, in the same

@@ -69,11 +69,25 @@ def dynamic(draw):
 
 
 def backward(draw):
-    """The gradient is given as values: codes exist on CUDA only."""
-    given = dynamic(draw) | dict.fromkeys(("grad_columns", "grad_size", "value_dtype"))
+    """The gradient is given as values."""
+    given = dynamic(draw) | dict.fromkeys(("grad_columns", "grad_size", "value_dtype", "grad_scale"))
     given |= {"needs_input": True, "needs_weight": True}
     given["input_sum"] = draw.maybe(lambda: draw.plain(draw.tokens, draw.columns))
     return given | {"weight_grad": draw.maybe(lambda: draw.plain(draw.rows, draw.columns))}
+
+
+def targets(draw):
+    return torch.arange(draw.tokens) % draw.rows
+
+
+def head(draw):
+    """A weight as of a linear."""
+    given = dynamic(draw)
+    given["linear_weight"] = given.pop("weight", None)
+    if given["linear_weight"] is None:
+        given["linear_weight"] = draw.quantized()
+    given |= {"target": targets(draw), "linear_bias": draw.maybe(lambda: draw.plain(draw.rows))}
+    return given | {"reduction": "mean", "label_smoothing": 0.0, "forward_precision": None}
 
 
 def swiglu_backward(draw):
@@ -286,9 +300,15 @@ def experts_mlp(draw):
 
 
 def codes_backward(draw):
-    none = torch.empty(0, dtype=torch.uint8)
-    given = {"rows": none, "columns": none, "size": [draw.tokens, draw.rows], "needs_input": False}
-    return given | {"needs_weight": False, "format": None, "input_sum": None}
+    """The gradient of a loss, in codes."""
+    format = draw.rng.choice(("float8_tensorwise[emulate]", "float8_blockwise[emulate]"))
+    logits = torch.zeros(draw.tokens, draw.rows)
+    *_, rows, columns = ops.cross_entropy_forward(
+        logits, targets(draw), grad_format=format, rows=True, columns=True
+    )
+    given = {"rows": draw.place(rows), "columns": draw.place(columns), "size": list(logits.shape)}
+    given |= {"weight": draw.quantized(format=format), "needs_input": True, "needs_weight": True}
+    return given | {"format": None, "input_sum": None}
 
 
 OF_OPERATOR = {
@@ -321,6 +341,11 @@ OF_OPERATOR = {
     "norm_linear": norm_linear,
     "_norm_linear_forward": norm_linear,
     "_norm_linear_reads_codes": norm_linear,
+    "linear_cross_entropy": head,
+    "cross_entropy_forward": lambda d: {
+        "logits": d.plain(d.tokens, d.rows), "target": targets(d), "grad_format": None, "columns": False,
+        "label_smoothing": 0.1,
+    },
     "rotary_embedding": heads,
     "split_rotary_embedding": heads,
     "join_rotary_embedding": heads,

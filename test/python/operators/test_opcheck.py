@@ -40,6 +40,19 @@ def offs(*ends):
     return torch.tensor(ends, dtype=torch.int32)
 
 
+def targets(*shape):
+    target = torch.arange(torch.Size(shape).numel()).view(shape)
+    return torch.where(target == 1, -100, target)
+
+
+def codes(fmt, tokens):
+    """Those of a gradient of a loss, by rows and by columns, and its size."""
+    *_, rows, columns = ops.cross_entropy_forward(
+        plain(tokens, 64), targets(tokens), grad_format=fmt, rows=True, columns=True
+    )
+    return rows, columns, [tokens, 64]
+
+
 def dynamic(fmt, *args):
     """Arguments with a plain weight that is quantized within. Delayed scaling writes to inputs, as
     amaxes are collected there, which opcheck would take for a mistake."""
@@ -60,6 +73,7 @@ def tensor_scale_of(q):
     return {"tensor_scale_inv": ops.tensor_scale_inv(q).clone()} if has_one else {}
 
 
+IN_CODES = ("float8_tensorwise", "float8_blockwise")  # the gradients of a loss
 MESSAGES = {"float8_blockwise": ("float8",), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
 SAMPLES = {
     "quantize": lambda fmt: [
@@ -176,12 +190,14 @@ SAMPLES = {
          plain(32, 64), True, True, joined)
         for joined in (True, False)
     ],
-    # Codes exist on CUDA only (test_swiglu_mlp.py).
     "linear_backward_codes": lambda fmt: [
-        (torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), [2, 64], torch.float32,
-         quantized(fmt=fmt), plain(2, 32), False, False, False)
-    ] if info_of(fmt).gemm.kind == "packed" else [],
-    "linear_backward_codes_accumulate": lambda fmt: [],
+        (*codes(f"{fmt}[emulate]", 4), torch.float32, quantized(fmt=f"{fmt}[emulate]"), plain(4, 32), False, *needs)
+        for needs in ((True, True), (False, True), (False, False))
+    ] if fmt in IN_CODES else [],
+    "linear_backward_codes_accumulate": lambda fmt: [
+        (*codes(f"{fmt}[emulate]", 4), torch.float32, quantized(fmt=f"{fmt}[emulate]"), plain(4, 32), False, True,
+         plain(64, 32))
+    ] if fmt in IN_CODES else [],
     "norm_linear": lambda fmt: [
         (plain(4, 32, grad=True), plain(32, grad=True), None, [quantized(fmt=fmt, grad=True)],
          dict(eps=1e-5, rms=True, zero_centered_gamma=True, format=fmt)),
@@ -189,6 +205,17 @@ SAMPLES = {
          [quantized(fmt=fmt), quantized(32, fmt=fmt, keep_master=True, grad=True)],
          [plain(64, grad=True), plain(32)], dict(eps=1e-5, rms=False)),
     ],
+    "linear_cross_entropy": lambda fmt: [
+        (plain(4, 32, grad=True), quantized(fmt=fmt, grad=True), targets(4), dict(linear_bias=plain(64, grad=True))),
+        (plain(2, 3, 32, grad=True), quantized(fmt=fmt), targets(2, 3),
+         dict(reduction="sum", label_smoothing=0.1, forward_precision="bf16")),
+        dynamic(fmt, plain(4, 32, grad=True), plain(64, 32, grad=True), targets(4)),
+    ],
+    "cross_entropy_forward": lambda fmt: [
+        (plain(4, 64), targets(4)),
+        (plain(2, 3, 64, dtype=torch.bfloat16), targets(2, 3), dict(label_smoothing=0.1, rows=True)),
+        (plain(4, 64), targets(4), dict(grad_format=f"{fmt}[emulate]", columns=True)),
+    ] if fmt in IN_CODES else [],
     "rotary_embedding": lambda fmt: [
         (plain(2, 5, 3, 16, dtype=dtype), plain(7, channels), plain(7, channels))
         for dtype in (torch.float32, torch.bfloat16)
