@@ -2,10 +2,15 @@
 
     torchrun --nproc-per-node 1 bench/losses.py float8_blockwise 'float8_blockwise[x_block_scaling_dim=1]'
     torchrun --nproc-per-node 2 bench/losses.py bf16 bf16:reduced_float8 bf16:reduced_nvfp4:stochastic
+    torchrun --nproc-per-node 1 bench/losses.py --token-bytes 2 float8_tensorwise \\
+        float8_tensorwise:head_float8_tensorwise:head_bf16_forward float8_tensorwise:head_float8_tensorwise
 
 A CONFIGURATION is bf16 or a format, with options after colons:
     reduced_FORMAT   gradients reduced in float8, mxfp8 or nvfp4 (qshard.reduce_gradients_)
     stochastic       those rounded stochastically
+    head_FORMAT      the head is multiplied in this format, in one step with the loss (linear_cross_entropy);
+                     without it the head is bf16
+    head_bf16_forward  forward of that head stays bf16
 
 All from the same seeds, a seed after the other; how far each one's mean is from that of the first named,
 beside the standard deviation of its seeds. A loss is the mean of the last three validations, on the same
@@ -33,6 +38,10 @@ def arguments_of(configuration: str) -> list[str]:
     for option in options:
         if option == "stochastic":
             arguments += ["--gradient-rounding", option]
+        elif option == "head_bf16_forward":
+            arguments += ["--head-forward", "bf16"]
+        elif option.startswith("head_"):
+            arguments += ["--head-format", option.removeprefix("head_")]
         elif option.startswith("reduced_"):
             arguments += ["--gradients", option.removeprefix("reduced_")]
         else:
@@ -42,7 +51,7 @@ def arguments_of(configuration: str) -> list[str]:
 
 def held_out_loss(configuration: str, seed: int, args, mesh) -> float:
     arguments = [*arguments_of(configuration), "--steps", args.steps, "--seed", seed, "--batch", args.batch,
-                 "--validate-every", max(args.steps // 20, 1)]
+                 "--validate-every", max(args.steps // 20, 1), "--token-bytes", args.token_bytes]
     if args.tiny:
         arguments += ["--dim", 32, "--hidden", 48, "--layers", 1, "--heads", 4]
     llama = train_llama.parse_arguments(list(map(str, arguments)))
@@ -71,6 +80,8 @@ def main():
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=12, help="sequences per step, all ranks together")
+    parser.add_argument("--token-bytes", type=int, choices=[1, 2], default=1,
+                        help="of one token: 256 words, or 65,536")
     parser.add_argument("--seconds", type=float, default=400, help="begin nothing new after this")
     parser.add_argument("--tiny", action="store_true", help="a smaller model, to try the script")
     parser.add_argument("--json", type=Path, help="also write the results here")

@@ -1,12 +1,13 @@
 """What lies between a model's linears, as models write it and in fewer passes: rotary embeddings of queries
-and keys, and the loss.
+and keys, and the loss, alone and with the head before it.
 
     python bench/model_edges.py                      # an H200 or H100
     python bench/model_edges.py --device cpu --tokens 64 --calls 1
 
 Device time of forward and backward, µs, kernels alone, median of calls that take turns and find nothing in the
 L2 cache. The reference is the time at which a copy of this run moves the bytes that have to be moved: queries,
-keys, or logits, read and written once in each direction.
+keys, or logits, read and written once in each direction. That of a head is the time of its three GEMMs in bf16.
+Peaks are above what is there before, gradients included.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import qshard
 HEADS = (32, 8)  # Llama-8B has 32 heads of queries and 8 of keys
 CHANNELS = 128
 VOCABULARIES = (32_000, 128_256)
+COLUMNS = 4096  # of a head's input
 
 
 def turn_complex(xq, xk, freqs_cis):
@@ -125,10 +127,56 @@ def losses(args, vocabulary):
         yield Row(f"loss: {name}, peak above logits", shape, peak, logits.nbytes / 2**30, "GiB")
 
 
-def peak_of(function, logits):
-    run = forward_and_backward(function, [logits])
+def heads(args, vocabulary):
+    options = {"device": args.device, "dtype": torch.bfloat16}
+    x = torch.randn(args.tokens, COLUMNS, **options)
+    weight = torch.randn(vocabulary, COLUMNS, **options) / COLUMNS**0.5
+    labels = torch.randint(0, vocabulary, (args.tokens,), device=args.device)
+
+    def plain(x, weight):
+        return F.cross_entropy(F.linear(x, weight).float(), labels)
+
+    def in_codes(precision, format=None):
+        head = qshard.nn.linear_cross_entropy
+        return lambda x, w: head(x, w, labels, format=format, forward_precision=precision)
+
+    def in_fp8(format):
+        return lambda x, w: F.cross_entropy(qshard.ops.linear(x, w, format=format).float(), labels)
+
+    functions = {"plain": (plain, weight), "plain, compiled": (torch.compile(plain), weight)}
+    for format in ("float8_tensorwise", "float8_blockwise"):
+        quantized = qshard.ops.quantize(weight, format)
+        functions |= {
+            f"{format}, plain loss, compiled": (torch.compile(in_fp8(format)), quantized),
+            f"{format}, gradient in codes": (in_codes(None), quantized),
+            f"{format}, gradient in codes, plain weight": (in_codes(None, format), weight),
+            f"{format}, gradient in codes, plain weight, forward in bf16": (in_codes("bf16", format), weight),
+        }
+    if importlib.util.find_spec("liger_kernel") and args.device == "cuda":
+        from liger_kernel.transformers.functional import liger_cross_entropy, liger_fused_linear_cross_entropy
+
+        functions["Liger-Kernel, loss"] = lambda x, w: liger_cross_entropy(F.linear(x, w), labels), weight
+        functions["Liger-Kernel, head in chunks"] = (
+            lambda x, w: liger_fused_linear_cross_entropy(x, w, labels),
+            weight,
+        )
+    peaks = {name: peak_of(f, x, w) for name, (f, w) in functions.items()}
+    runs = {name: forward_and_backward(f, [x, w]) for name, (f, w) in functions.items()}
+    gradient = torch.randn(args.tokens, vocabulary, **options)
+    gemms = [lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x]
+    calls = interleaved([*runs.values(), *gemms], args.device, args.calls)
+    floor = sum(map(time_of, calls[len(runs) :]))
+    shape = f"{args.tokens} x {COLUMNS} x {vocabulary}"
+    for name, call in zip(runs, calls):
+        yield Row(f"head: {name}", shape, time_of(call), floor, "µs")
+    for name, peak in peaks.items():
+        yield Row(f"head: {name}, peak", shape, peak, gradient.nbytes / 2**30, "GiB")
+
+
+def peak_of(function, *leaves):
+    run = forward_and_backward(function, leaves)
     run()
-    if not logits.is_cuda:
+    if not leaves[0].is_cuda:
         return 0.0
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -150,6 +198,8 @@ def main():
     results = Results("Edges of a model", args.seconds)
     results.add("rotary", lambda: rotary(args, of_sequences=False))
     results.add("rotary of sequences", lambda: rotary(args, of_sequences=True))
+    for vocabulary in VOCABULARIES:
+        results.add(f"head of {vocabulary}", lambda v=vocabulary: heads(args, v))
     for vocabulary in VOCABULARIES:
         results.add(f"loss of {vocabulary}", lambda v=vocabulary: losses(args, v))
     results.print()

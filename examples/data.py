@@ -9,13 +9,13 @@ SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__py
 
 
 class StandardLibrary:
-    """Batches of bytes. Every 20th file is held out for validation.
+    """Batches of bytes, or of pairs of them as one token. Every 20th file is held out for validation.
 
     A batch depends on (seed, step, global batch) alone, never on the number of processes, so a run
     that resumes on another world size goes on with the same data.
     """
 
-    def __init__(self, seq_len: int, seed: int):
+    def __init__(self, seq_len: int, seed: int, token_bytes: int = 1):
         root = Path(sysconfig.get_path("stdlib"))
         files = sorted(
             p for p in root.rglob("*.py") if not SKIPPED.intersection(p.relative_to(root).parts)
@@ -23,8 +23,8 @@ class StandardLibrary:
         texts = [p.read_bytes() for p in files]
         self.seq_len, self.seed = seq_len, seed
         self.files = len(files)
-        self.train = to_tensor(t for i, t in enumerate(texts) if i % 20)
-        self.validation = to_tensor(texts[::20])
+        self.train = to_tensor((t for i, t in enumerate(texts) if i % 20), token_bytes)
+        self.validation = to_tensor(texts[::20], token_bytes)
 
     def batch(self, step: int, global_batch: int, rank: int, world_size: int):
         """This rank's (inputs, targets) of training step `step`."""
@@ -43,5 +43,9 @@ class StandardLibrary:
         return rows[:, :-1], rows[:, 1:]
 
 
-def to_tensor(texts) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
+def to_tensor(texts, token_bytes: int = 1) -> torch.Tensor:
+    text = torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
+    if token_bytes == 1:
+        return text
+    pairs = text[: len(text) // 2 * 2].view(-1, 2).int()
+    return pairs[:, 0] * 256 + pairs[:, 1]

@@ -92,12 +92,14 @@ class Llama(nn.Module):
                 residual = name.endswith(("wo", "down"))
                 module.weight.normal_(std=0.02 / (2 * len(self.layers)) ** 0.5 if residual else 0.02)
 
-    def forward(self, tokens):
+    def forward(self, tokens, loss=None):
+        """Logits; or what `loss` makes of the head's input and weight, while FSDP2 has gathered that."""
         length = tokens.shape[1]
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.cos[:length], self.sin[:length])
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if loss is None else loss(x, self.head.weight)
 
 
 def tensor_parallel_plan(layers: int, styles, is_loss_parallel: bool = False) -> dict:

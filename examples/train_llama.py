@@ -57,6 +57,11 @@ def parse_arguments(arguments=None):
                              "after the other")
     parser.add_argument("--gradients", choices=["float8", "mxfp8", "nvfp4"],
                         help="reduce gradients in this format, not as they are")
+    parser.add_argument("--head-format", choices=list(RECIPES), metavar="FORMAT",
+                        help="multiply the head in this format, in one step with the loss; else it stays bf16")
+    parser.add_argument("--head-forward", choices=["bf16"], help="its forward stays bf16")
+    parser.add_argument("--token-bytes", type=int, choices=[1, 2], default=1,
+                        help="of one token: 256 words, or 65,536")
     parser.add_argument("--gradient-rounding", choices=["nearest", "stochastic"], default="nearest")
     parser.add_argument("--steps", type=int, default=300, help="length of the whole schedule")
     parser.add_argument("--stop-at", type=int, help="save a checkpoint and stop after this step")
@@ -80,12 +85,16 @@ def parse_arguments(arguments=None):
     for name, size in (("key and value heads", kv_heads), ("--seq-len", args.seq_len)):
         if args.tp < 1 or size % args.tp:
             parser.error(f"--tp {args.tp} does not divide {name} {size}")
+    if args.head_format and args.tp > 1:
+        parser.error("--head-format is for heads that --tp does not cut")
+    if args.sample and args.token_bytes > 1:
+        parser.error("--sample writes tokens of one byte")
     return args
 
 
 def build_model(format, args, mesh):
     torch.manual_seed(args.seed)  # the same on every rank, whatever their number
-    model = Llama(LlamaConfig(dim=args.dim, hidden=args.hidden, layers=args.layers,
+    model = Llama(LlamaConfig(vocab=256**args.token_bytes, dim=args.dim, hidden=args.hidden, layers=args.layers,
                               heads=args.heads, max_seq_len=args.seq_len))
     model.to(mesh.device_type)
     qshard.fuse_(model)  # keeps less for backward; the same values
@@ -117,14 +126,21 @@ class Trainer:
         self.part, self.parts = mesh["dp"].get_local_rank(), mesh["dp"].size()
         if args.batch % self.parts:
             raise ValueError(f"--batch {args.batch} does not divide by {self.parts} ranks of FSDP2")
-        self.data = StandardLibrary(args.seq_len, args.seed)
+        self.data = StandardLibrary(args.seq_len, args.seed, args.token_bytes)
         self.model = build_model(format, args, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
 
     def loss(self, inputs, targets):
-        logits = self.model(inputs.to(self.device))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        if self.args.head_format is None:
+            return F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten())
+
+        def head_and_loss(x, weight):
+            return qshard.nn.linear_cross_entropy(x, weight, targets, format=self.args.head_format,
+                                                  forward_precision=self.args.head_forward)
+
+        return self.model(inputs, head_and_loss)
 
     def step(self, step: int) -> float:
         batch = self.data.batch(step, self.args.batch, self.part, self.parts)
