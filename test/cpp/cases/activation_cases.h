@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 
 #include "kernels/linear/swiglu_operand.h"
 
@@ -101,6 +102,7 @@ inline std::pair<at::Tensor, at::Tensor> gradients_by_kernel(const ActivationCas
 /// The sums of a gradient's columns, in the order that launch_swiglu_backward_quantize and
 /// launch_swiglu_column_sums name.
 inline at::Tensor column_sums_by_kernel(const at::Tensor& x) {
+  if (x.size(0) == 0) return at::zeros({x.size(1)}, x.options().dtype(at::kFloat));
   const bool is_wide = x.scalar_type() == at::kFloat;
   const int64_t tiles = ceil_div(x.size(0), 128);
   const at::Tensor padded =
