@@ -111,7 +111,7 @@ def assert_reads(file, model, prefix=""):
         assert torch.equal(value, whole[name]), name
 
 
-@on_ranks(2, devices=("cpu",))
+@on_ranks(2, devices=("cpu",), compiles=True)
 def test_fabric_exports_and_compiles():
     """A file that plain models read, of save_distributed_checkpoint=False; torch.compile before setup."""
     with shared_folder() as folder:
@@ -178,7 +178,7 @@ def test_a_resumed_trainer_goes_on_as_the_uninterrupted_one(recipe):
         assert not different(local_values(whole), local_values(second))
 
 
-@on_ranks(2, devices=("cpu",))
+@on_ranks(2, devices=("cpu",), compiles=True)
 def test_the_trainer_clips_exports_and_compiles():
     with shared_folder() as folder:
         trainer, module = fit("float8_blockwise", 0, 2, distributed=False, gradient_clip_val=0.5)

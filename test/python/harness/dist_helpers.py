@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_TIMEOUT_S = 20
-START_S = 180
+JOB_S = START_S = 900  # on a machine that others keep busy, too
+COMPILERS_S = 1800  # of jobs that wait for Inductor
 NO_ANSWER = "no answer"
 TIMED_OUT = "Timed out"  # in gloo's error of a collective that waited too long
 ANSWERED = 3  # exit code of a process that has answered and takes no more jobs
@@ -84,9 +85,11 @@ class World:
             pytest.fail(text, pytrace=False)
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, function, *args, wait_s=300, **kwargs):
-        """As run(), but errors are part of the answer. `wait_s`: for ranks still at work."""
-        return _pool(self.device, self.lane).call(self.size, pickle.dumps((function, args, kwargs)), wait_s)
+    def outcomes(self, function, *args, wait_s=JOB_S, collective_s=COLLECTIVE_TIMEOUT_S, **kwargs):
+        """As run(), but errors are part of the answer. `wait_s`: for ranks still at work; `collective_s`:
+        how long a collective waits for other ranks."""
+        job = pickle.dumps((function, args, kwargs))
+        return _pool(self.device, self.lane).call(self.size, job, wait_s, collective_s)
 
 
 def on_worlds(*sizes, devices=("cpu", "cuda")):
@@ -96,17 +99,19 @@ def on_worlds(*sizes, devices=("cpu", "cuda")):
     )
 
 
-def on_ranks(*sizes, devices=("cpu", "cuda")):
+def on_ranks(*sizes, devices=("cpu", "cuda"), compiles=False):
     """Runs a test's body on every rank of worlds of these sizes. The test fails if one rank fails.
+    `compiles`: by Inductor, which on a busy machine ends minutes later on one rank than on another.
 
     The body has the test's parameters, whose values are pickled. A test that compares what ranks return,
     or reports something from its own process, takes `on_worlds` and World.run() instead.
     """
+    limits = dict(wait_s=COMPILERS_S, collective_s=COMPILERS_S) if compiles else {}
 
     def decorate(body):
         @functools.wraps(body)
         def test(world, **arguments):
-            world.run(_Body(body.__module__, body.__name__), **arguments)
+            world.run(_Body(body.__module__, body.__name__), **limits, **arguments)
 
         parameters = inspect.signature(body).parameters.values()
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -191,7 +196,7 @@ class _Pool:
         self.device = device
         self.workers = {}  # by rank
 
-    def call(self, size, job, wait_s):
+    def call(self, size, job, wait_s, collective_s):
         new = [rank for rank in range(size) if rank not in self.workers]
         self.workers |= {rank: _Worker(self.device, rank) for rank in new}
         if not all(self.workers[rank].is_ready() for rank in new):
@@ -200,7 +205,7 @@ class _Pool:
         with tempfile.TemporaryDirectory() as folder:
             workers = [self.workers[rank] for rank in range(size)]
             for worker in workers:
-                worker.pipe.send((job, size, os.path.join(folder, "store")))
+                worker.pipe.send((job, size, os.path.join(folder, "store"), collective_s))
             deadline = time.monotonic() + wait_s
             outcomes = []
             for worker in workers:
@@ -270,11 +275,11 @@ def _serve(pipe, device, rank):
             return
         if message is None:
             os._exit(ANSWERED)
-        job, size, store = message
+        job, size, store, collective_s = message
         start = time.monotonic()
         try:
             torch.set_num_threads(1)  # a job may have set another number, as accelerate does
-            _init_process_group(device, rank, size, store)
+            _init_process_group(device, rank, size, store, collective_s)
             function, args, kwargs = pickle.loads(job)
             value, error = function(*args, **kwargs), None
             collect_garbage()
@@ -333,7 +338,7 @@ def collect_garbage():
         _modules = len(sys.modules)
 
 
-def _init_process_group(device_type, rank, size, store):
+def _init_process_group(device_type, rank, size, store, collective_s):
     global _device
     index = torch.cuda.current_device() if device_type == "cuda" else None
     _device = torch.device(device_type, index)
@@ -344,7 +349,7 @@ def _init_process_group(device_type, rank, size, store):
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=collective_s),
     )
     if device_type == "cuda":
         # NCCL's communicator is made by the first collective, and a rank waits for the others to

@@ -6,6 +6,7 @@ end in an error on every rank.
 """
 
 import copy
+import datetime
 import gc
 from functools import partial
 
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from collective_calls import collectives, count
 from dist_helpers import (
     COLLECTIVE_TIMEOUT_S,
+    COMPILERS_S,
     device,
     gather_objects,
     on_ranks,
@@ -397,3 +399,9 @@ def test_every_rank_ends_with_an_error(world, function, args, cause):
         assert outcome.seconds < COLLECTIVE_TIMEOUT_S + 15
     if cause:
         assert cause in outcomes[1].error
+
+
+@on_ranks(2, devices=("cpu",), compiles=True)
+def test_ranks_that_compile_wait_for_each_other():
+    options = dist.group.WORLD._get_backend(device()).options
+    assert options._timeout == datetime.timedelta(seconds=COMPILERS_S)

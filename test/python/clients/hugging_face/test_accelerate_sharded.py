@@ -177,7 +177,7 @@ def test_replicas_of_accelerate_stay_the_same(world, recipe):
 
 @pytest.mark.takes_a_minute
 @pytest.mark.parametrize("mode", ["fsdp2", "ddp"])
-@on_ranks(2, devices=("cpu",))
+@on_ranks(2, devices=("cpu",), compiles=True)
 def test_compiled_models_train_as_eager_ones(mode):
     losses = []
     for context in (contextlib.nullcontext(), compiling()):

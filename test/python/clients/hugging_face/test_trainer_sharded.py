@@ -50,7 +50,7 @@ def trainer(folder, recipe, mode, tied, seed=0, arguments=(), **kwargs):
 
 @pytest.mark.takes_a_minute
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2-sharded"])
-@on_ranks(2, devices=("cpu",))
+@on_ranks(2, devices=("cpu",), compiles=True)
 def test_compiled_models_train_as_eager_ones(mode):
     with trainers(), shared_folder() as folder:
         runs = []

@@ -255,7 +255,7 @@ def test_selective_checkpointing_computes_no_quantized_linear_again():
     assert results["full"] == (losses, once + (once - 2))
 
 
-@on_ranks(2, devices=("cpu",))
+@on_ranks(2, devices=("cpu",), compiles=True)
 def test_compiled_blocks_train_as_eager_ones():
     with shared_folder() as folder:
         losses = Job(folder).train(range(2))

@@ -99,7 +99,7 @@ def test_llama3_exports_plain_values_to_hugging_face(quantization, sections):
 # Inductor rounds to bf16 where eager does not, and the reverse. Under tensor parallelism a plain twin's loss
 # moves by 4e-5 for that; quantized, values near the border of two codes also become the other code.
 @pytest.mark.parametrize("parallelism, of_loss", [({}, 1e-4), (TENSOR, 4e-4)])
-@on_ranks(2, devices=("cpu",))
+@on_ranks(2, devices=("cpu",), compiles=True)
 def test_compiled_blocks_train_as_eager_ones(parallelism, of_loss):
     trains_compiled("llama3", {"parallelism": parallelism}, of_loss)
 

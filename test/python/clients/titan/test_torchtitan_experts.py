@@ -66,7 +66,7 @@ def test_experts_export_plain_values_to_hugging_face(model, recipe, parallelism)
 
 
 @pytest.mark.parametrize("parallelism", [{}, EXPERT])
-@on_ranks(2, devices=("cpu",))
+@on_ranks(2, devices=("cpu",), compiles=True)
 def test_compiled_experts_train_as_eager_ones(parallelism):
     trains_compiled("deepseek_v3", {"parallelism": parallelism})
 
