@@ -36,7 +36,7 @@ SwigluMlpBackward::SwigluMlpBackward(AutogradContext* ctx, Node* node, const Ten
       saved_(ctx->get_saved_variables()),
       edge_(state_),
       needs_(ctx, state_, edge_),
-      // Of biases alone nothing reads codes.
+      // Nothing reads codes where biases alone are trained.
       gives_codes_(state_.gives_codes && (needs_.input || needs_.gate || needs_.up)) {
   if (state_.norm) normed_ = NormedInput::restore(*state_.norm, &saved_[kSavedNorm]);
 }
