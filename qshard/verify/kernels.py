@@ -64,6 +64,9 @@ def cases(formats: list[str], large: tuple[int, int] = LARGE) -> Iterator[Case]:
     for format in filter(_is_packed, [*formats, "float8_blockwise[x_block_scaling_dim=1]"]):
         for shape in (*SHAPES, large):
             yield _operand(format, shape, shape is large)
+    for format in filter(_has_gradients_of_losses, formats):
+        for shape in (*SHAPES, large):
+            yield _loss(format, shape, shape is large)
     for format in filter(lambda format: info_of(format).amax_history is not None, formats):
         yield _history(format, (128, 96))
     for hadamard in (False, True):
@@ -178,8 +181,9 @@ def _is_packed(format: str) -> bool:
     return info.gemm.kind == "packed" and info.amax_history is None  # each linear has a history of its own
 
 
-def used_bytes(format: str, m: int, k: int) -> tuple[int, int]:
-    """How many bytes kernels write of packed codes of an (m, k) input, rowwise and columnwise."""
+def used_bytes(format: str, m: int, k: int, has_square_columns: bool = True) -> tuple[int, int]:
+    """How many bytes kernels write of packed codes of an (m, k) matrix, rowwise and columnwise; those of inputs may
+    have square columns."""
     activations = info_of(format).activations
     pitch, padded_m, row_blocks, col_blocks = -(-k // 16) * 16, -(-m // 16) * 16, -(-m // 128), -(-k // 128)
     columns = pitch * 128 * row_blocks
@@ -187,9 +191,37 @@ def used_bytes(format: str, m: int, k: int) -> tuple[int, int]:
         return m * pitch + 4, columns + 4
     if activations.packed_rows == "row":
         return m * (pitch + 4), columns + 4 * pitch
-    square = activations.packed_input_columns == "128x128"
+    square = has_square_columns and activations.packed_input_columns == "128x128"
     scales = col_blocks * (-(-row_blocks // 4) * 4) if square else row_blocks * pitch
     return padded_m * (pitch + 4 * col_blocks), columns + 4 * scales
+
+
+def _has_gradients_of_losses(format: str) -> bool:
+    return _is_packed(format) and not info_of(format).gemm.folds_row_scales
+
+
+def _loss(format: str, shape, is_large: bool) -> Case:
+    """Cross entropy, and its gradient in codes, whose columns never have square blocks."""
+    used = used_bytes(format, *shape, has_square_columns=False)
+
+    def arguments(device):
+        target = torch.arange(shape[0]) * 7 % shape[1]
+        target[1::5] = -100
+        logits = values(*shape, dtype=torch.bfloat16, special=not is_large and shape[0] > 1)
+        return logits.to(device), target.to(device)
+
+    options = {"grad_format": emulated(format), "rows": True, "columns": True}
+
+    def parts(device) -> Parts:
+        losses, totals, *codes = ops.cross_entropy_forward(*arguments(device), label_smoothing=0.125, **options)
+        made = {name: bytes[:size] for name, bytes, size in zip(("rows", "columns"), codes, used)}
+        return {"losses": losses, "totals": totals} | made
+
+    def timed(device) -> Timed:
+        logits, target = arguments(device)
+        return Timed(lambda: ops.cross_entropy_forward(logits, target, **options), 2 * logits.nbytes + sum(used))
+
+    return Case("cross entropy", format, shape, parts, timed if is_large else None)
 
 
 def _operand(format: str, shape, is_large: bool) -> Case:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from dist_helpers import device as rank_device
 from dist_helpers import error_of, full_mesh, on_ranks
 from helpers import FORMATS, ops
-from nn_helpers import RECIPES, assert_bits, on_devices, relative_error
+from nn_helpers import RECIPES, assert_bits, no_gpu, on_devices, relative_error
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -180,6 +180,44 @@ def test_keeps_codes_and_no_logits(fmt):
     assert [tensor.dtype for tensor in large] == [torch.uint8] * 2
     first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
     assert_bits(torch.autograd.grad(loss * 1, (x, weight)), first)
+
+
+@no_gpu
+@pytest.mark.parametrize("fmt", ["float8_tensorwise", "float8_blockwise"])
+@of_precisions
+def test_gpus_multiply_the_codes_that_emulation_multiplies(fmt, precision):
+    x, weight, target, bias = case(tokens=300, words=512, columns=256, dtype=B16, device="cuda")
+    results = []
+    for format in (fmt, f"{fmt}[emulate]"):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            def run(x, weight, bias):
+                return linear_cross_entropy(
+                    x, weight, target, linear_bias=bias, forward_precision=precision, label_smoothing=0.1
+                )
+
+            results.append(step(run, x, ops.quantize(weight, format), bias))
+        assert sum(t.dtype == torch.uint8 and t.numel() >= 300 * 512 for t in kept) == 2
+    for got, expected in zip(*results):
+        assert relative_error(got, expected) < 1e-2
+
+
+@no_gpu
+def test_logits_are_freed_and_nothing_waits_for_the_device():
+    x, weight, target, _ = case(tokens=1024, words=8192, columns=256, dtype=B16, device="cuda")
+    weight = ops.quantize(weight, "float8_tensorwise").requires_grad_()
+    x.requires_grad_()
+    linear_cross_entropy(x, weight, target).backward()  # cuBLASLt times its candidates
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = linear_cross_entropy(x, weight, target)
+        kept = torch.cuda.memory_allocated() - before
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert kept < 1.3 * 2 * target.numel() * 8192  # codes in both orientations, and of the input
 
 
 @in_codes
