@@ -110,7 +110,7 @@ TORCH_LIBRARY(qshard, m) {
       "float label_smoothing=0.0, str? format=None, Tensor[]? weight_state=None, "
       "str? forward_precision=None) -> Tensor");
   m.def(
-      "cross_entropy_forward(Tensor logits, Tensor target, *, int ignore_index=-100, "
+      "cross_entropy_and_gradient(Tensor logits, Tensor target, *, int ignore_index=-100, "
       "float label_smoothing=0.0, str? grad_format=None, bool rows=False, bool columns=False) "
       "-> (Tensor losses, Tensor totals, Tensor rows, Tensor columns)");
   m.def(
@@ -251,7 +251,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_norm_linear_reads_codes", &norm_linear_reads_codes, Takes::kAnything>(m);
   implement<"_norm_linear_forward", &norm_linear_forward>(m);
   implement<"linear_cross_entropy", &linear_cross_entropy>(m);
-  implement<"cross_entropy_forward", &cross_entropy_forward>(m);
+  implement<"cross_entropy_and_gradient", &cross_entropy_and_gradient>(m);
   implement<"rotary_embedding", &rotary_embedding>(m);
   implement<"split_rotary_embedding", &split_rotary_embedding>(m);
   implement<"join_rotary_embedding", &join_rotary_embedding>(m);
@@ -311,7 +311,7 @@ TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   implement<"_quantize_normalized", &quantize_normalized_meta, Takes::kMeta>(m);
   implement<"_normalize_backward", &normalize_backward_meta, Takes::kMeta>(m);
   implement<"linear_cross_entropy", &linear_cross_entropy_meta, Takes::kMeta>(m);
-  implement<"cross_entropy_forward", &cross_entropy_forward_meta, Takes::kMeta>(m);
+  implement<"cross_entropy_and_gradient", &cross_entropy_and_gradient_meta, Takes::kMeta>(m);
   implement<"rotary_embedding", &rotary_embedding_meta, Takes::kMeta>(m);
   implement<"split_rotary_embedding", &split_rotary_embedding_meta, Takes::kMeta>(m);
   implement<"join_rotary_embedding", &join_rotary_embedding_meta, Takes::kMeta>(m);

@@ -10,7 +10,7 @@
 namespace qshard {
 namespace {
 
-constexpr const char* kLossOp = "qshard::cross_entropy_forward";
+constexpr const char* kLossOp = "qshard::cross_entropy_and_gradient";
 
 /// The format whose codes are asked for; null for values.
 const Format* checked_request(const Tensor& logits, OptionalFormat grad_format, bool columns) {
@@ -45,7 +45,7 @@ void check_targets(const char* op, const Tensor& x, const Tensor& target, double
                     ": label_smoothing must be between 0 and 1, got ", label_smoothing);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_and_gradient(
     const Tensor& logits, const Tensor& target, int64_t ignore_index, double label_smoothing,
     OptionalFormat grad_format, bool rows, bool columns) {
   PlainGuard guard;
@@ -72,11 +72,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
   return {made.losses.view(target.sizes()), made.totals, made_rows, made_columns};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_meta(const Tensor& logits,
-                                                                      const Tensor& target, int64_t,
-                                                                      double label_smoothing,
-                                                                      OptionalFormat grad_format,
-                                                                      bool rows, bool columns) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_and_gradient_meta(
+    const Tensor& logits, const Tensor& target, int64_t, double label_smoothing,
+    OptionalFormat grad_format, bool rows, bool columns) {
   const Format* format = checked_request(logits, grad_format, columns);
   check_targets(kLossOp, logits, target, label_smoothing);
   const auto floats = logits.options().dtype(at::kFloat);

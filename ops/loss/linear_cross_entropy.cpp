@@ -54,7 +54,7 @@ struct HeadCall {
   auto losses_of(const Tensor& logits, const Tensor& target, OptionalFormat grad_format, bool rows,
                  bool columns) const {
     static const auto op =
-        typed_op<decltype(cross_entropy_forward)>("qshard::cross_entropy_forward");
+        typed_op<decltype(cross_entropy_and_gradient)>("qshard::cross_entropy_and_gradient");
     return op.call(logits, target, ignore_index, label_smoothing, grad_format, rows, columns);
   }
   Tensor reduced(const Tensor& totals) const {

@@ -27,10 +27,10 @@ Tensor linear_cross_entropy_meta(const Tensor& input, const Tensor& weight, cons
 
 /// ops/loss/cross_entropy.cpp: (losses, totals, rows, columns) as kernels/loss/cross_entropy.h has
 /// them. `grad_format`: of the weight that the codes meet, or none for the gradient in values.
-std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_and_gradient(
     const Tensor& logits, const Tensor& target, int64_t ignore_index, double label_smoothing,
     OptionalFormat grad_format, bool rows, bool columns);
-std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_meta(
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_and_gradient_meta(
     const Tensor& logits, const Tensor& target, int64_t ignore_index, double label_smoothing,
     OptionalFormat grad_format, bool rows, bool columns);
 

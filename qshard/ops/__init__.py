@@ -32,7 +32,7 @@ from qshard.ops.accessors import (
     scale_inv,
     tensor_scale_inv,
 )
-from qshard.ops.losses import cross_entropy_forward, linear_cross_entropy
+from qshard.ops.losses import cross_entropy_and_gradient, linear_cross_entropy
 from qshard.ops.norms import norm_linear
 from qshard.ops.operator_calls import operator
 from qshard.ops.rotary import join_rotary_embedding, rotary_embedding, split_rotary_embedding
@@ -52,7 +52,7 @@ __all__ = [
     "codes",
     "columnwise_codes",
     "columnwise_scale_inv",
-    "cross_entropy_forward",
+    "cross_entropy_and_gradient",
     "dequantize",
     "flush",
     "format",
@@ -310,7 +310,7 @@ def linear_backward(
     grad_dtype: of the weight's gradient, float32, bfloat16 or float16; else the weight's own.
     format, weight_state: as of `linear`, for a plain weight.
     grad_columns, grad_size, value_dtype: for a gradient in codes, which `swiglu_linear_backward` or
-        `cross_entropy_forward` made: `grad` is its codes for dgrad, grad_columns those for wgrad, the others are the
+        `cross_entropy_and_gradient` made: `grad` is its codes for dgrad, grad_columns those for wgrad, the others are the
         size and dtype of its values.
     grad_scale: float32 of one element: the gradient is so many times what the codes stand for. The device is not
         waited for.

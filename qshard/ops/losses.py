@@ -30,7 +30,7 @@ def linear_cross_entropy(
 
 
 @operator
-def cross_entropy_forward(
+def cross_entropy_and_gradient(
     logits: Tensor,
     target: Tensor,
     *,

@@ -213,13 +213,13 @@ def _loss(format: str, shape, is_large: bool) -> Case:
     options = {"grad_format": emulated(format), "rows": True, "columns": True}
 
     def parts(device) -> Parts:
-        losses, totals, *codes = ops.cross_entropy_forward(*arguments(device), label_smoothing=0.125, **options)
+        losses, totals, *codes = ops.cross_entropy_and_gradient(*arguments(device), label_smoothing=0.125, **options)
         made = {name: bytes[:size] for name, bytes, size in zip(("rows", "columns"), codes, used)}
         return {"losses": losses, "totals": totals} | made
 
     def timed(device) -> Timed:
         logits, target = arguments(device)
-        return Timed(lambda: ops.cross_entropy_forward(logits, target, **options), 2 * logits.nbytes + sum(used))
+        return Timed(lambda: ops.cross_entropy_and_gradient(logits, target, **options), 2 * logits.nbytes + sum(used))
 
     return Case("cross entropy", format, shape, parts, timed if is_large else None)
 

@@ -303,7 +303,7 @@ def codes_backward(draw):
     """The gradient of a loss, in codes."""
     format = draw.rng.choice(("float8_tensorwise[emulate]", "float8_blockwise[emulate]"))
     logits = torch.zeros(draw.tokens, draw.rows)
-    *_, rows, columns = ops.cross_entropy_forward(
+    *_, rows, columns = ops.cross_entropy_and_gradient(
         logits, targets(draw), grad_format=format, rows=True, columns=True
     )
     given = {"rows": draw.place(rows), "columns": draw.place(columns), "size": list(logits.shape)}
@@ -342,7 +342,7 @@ OF_OPERATOR = {
     "_norm_linear_forward": norm_linear,
     "_norm_linear_reads_codes": norm_linear,
     "linear_cross_entropy": head,
-    "cross_entropy_forward": lambda d: {
+    "cross_entropy_and_gradient": lambda d: {
         "logits": d.plain(d.tokens, d.rows), "target": targets(d), "grad_format": None, "columns": False,
         "label_smoothing": 0.1,
     },

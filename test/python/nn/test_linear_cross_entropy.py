@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_codes(fmt, scale):
         lambda x, w, b: linear_cross_entropy(x, w, target, linear_bias=b), x, weight, bias, scale=scale
     )
     logits = ops.linear(x, weight, bias)
-    losses, totals, rows, columns = ops.cross_entropy_forward(
+    losses, totals, rows, columns = ops.cross_entropy_and_gradient(
         logits, target, grad_format=fmt, rows=True, columns=True
     )
     factor = torch.tensor([scale]) / totals[1]
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_codes(fmt, scale):
 def test_a_scale_of_codes_is_a_factor_of_gradients(fmt):
     x, weight, target, _ = case(tokens=40, words=64)
     weight = ops.quantize(weight, fmt)
-    *_, rows, columns = ops.cross_entropy_forward(
+    *_, rows, columns = ops.cross_entropy_and_gradient(
         ops.linear(x, weight), target, grad_format=fmt, rows=True, columns=True
     )
     arguments = {"grad_columns": columns, "grad_size": [40, 64], "value_dtype": torch.float32}

@@ -1,5 +1,5 @@
-"""cross_entropy_forward: losses and gradients within the rounding of float64's, codes that are those of the gradient,
-and the same bits on every device."""
+"""cross_entropy_and_gradient: losses and gradients within the rounding of float64's, codes that are those of the
+gradient, and the same bits on every device."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from helpers import ops, round_up
 from nn_helpers import assert_bits, no_gpu, on_devices
 from reference import losses as reference
 
-forward = ops.cross_entropy_forward
+forward = ops.cross_entropy_and_gradient
 IN_CODES = ("float8_tensorwise", "float8_blockwise")
 SHAPES = [(5, 7), (3, 256), (130, 272), (9, 1000), (2, 50_257), (3, 32_000), (2, 128_256)]
 on_shapes = pytest.mark.parametrize("m, v", SHAPES)
@@ -158,7 +158,7 @@ def test_a_target_that_is_no_word_gives_nan_on_cuda():
 
 def test_errors_name_the_operator():
     logits, target = draw(4, 32)
-    name = "qshard::cross_entropy_forward"
+    name = "qshard::cross_entropy_and_gradient"
     with pytest.raises(IndexError, match=r"target 32 of token 1 is none of 32 words"):
         forward(logits, torch.tensor([0, 32, 1, 1]))
     with pytest.raises(TypeError, match=f"{name}: target must be int64"):

@@ -47,7 +47,7 @@ def targets(*shape):
 
 def codes(fmt, tokens):
     """Those of a gradient of a loss, by rows and by columns, and its size."""
-    *_, rows, columns = ops.cross_entropy_forward(
+    *_, rows, columns = ops.cross_entropy_and_gradient(
         plain(tokens, 64), targets(tokens), grad_format=fmt, rows=True, columns=True
     )
     return rows, columns, [tokens, 64]
@@ -211,7 +211,7 @@ SAMPLES = {
          dict(reduction="sum", label_smoothing=0.1, forward_precision="bf16")),
         dynamic(fmt, plain(4, 32, grad=True), plain(64, 32, grad=True), targets(4)),
     ],
-    "cross_entropy_forward": lambda fmt: [
+    "cross_entropy_and_gradient": lambda fmt: [
         (plain(4, 64), targets(4)),
         (plain(2, 3, 64, dtype=torch.bfloat16), targets(2, 3), dict(label_smoothing=0.1, rows=True)),
         (plain(4, 64), targets(4), dict(grad_format=f"{fmt}[emulate]", columns=True)),

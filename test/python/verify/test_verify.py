@@ -73,7 +73,7 @@ def test_a_wrong_operator_of_the_cpu_is_found(operator, whats, monkeypatch):
         ("quantize_gradients", {"message of weights' gradients"}),
         ("rotary_embedding", {"rotary embedding"}),
         ("join_rotary_embedding", {"rotary embedding of heads"}),
-        ("cross_entropy_forward", {"cross entropy"}),
+        ("cross_entropy_and_gradient", {"cross entropy"}),
     ],
 )
 def test_a_kernel_that_is_wrong_on_one_device_is_found(operator, whats, monkeypatch):
