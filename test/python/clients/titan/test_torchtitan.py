@@ -63,7 +63,7 @@ class Job:
             [
                 f"--job.custom_config_module={module}", f"--job.dump_folder={folder}",
                 f"--model.name={model}", "--model.flavor=debugmodel", "--training.seq_len=32",
-                "--training.steps=8", "--checkpoint.enable", "--checkpoint.interval=2",
+                "--training.steps=10", "--checkpoint.enable", "--checkpoint.interval=2",
                 "--optimizer.implementation=foreach", *converter, *arguments,
             ]
         )
@@ -94,7 +94,7 @@ class Job:
             self.model.init_weights()
         self.loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
         self.optimizers = spec.build_optimizers_fn([self.model], config.optimizer, dims)
-        self.schedulers = spec.build_lr_schedulers_fn(self.optimizers, config.lr_scheduler, 8)
+        self.schedulers = spec.build_lr_schedulers_fn(self.optimizers, config.lr_scheduler, 10)
         self.optimizers.register_step_post_hook(
             lambda *_: converters.post_optimizer_hook([self.model])
         )
@@ -194,32 +194,55 @@ def test_experts_stay_plain_and_the_rest_resumes_bit_for_bit(recipe):
     assert "layers.1.moe.experts.w1, layers.1.moe.experts.w2" in said, said
 
 
+def quantized_names(job):
+    return {name for name, parameter in job.model.named_parameters() if qshard.is_quantized(parameter)}
+
+
+def trains_beside_a_plain_twin(model, steps, parallel, arguments, tolerance):
+    with shared_folder() as folder:
+        plain = Job(folder, *parallel, model=model, quantized=False).train(range(steps))
+        job = Job(folder, *parallel, *arguments, model=model)
+        before = quantized_names(job)
+        trained = job.train(range(steps))
+    assert quantized_names(job) == before
+    trained, plain = torch.tensor(trained), torch.tensor(plain)  # a row of loss and norm for each step
+    assert not torch.equal(trained, plain)
+    torch.testing.assert_close(trained[:2], plain[:2], rtol=tolerance, atol=0)
+    torch.testing.assert_close(trained[:, 0], plain[:, 0], rtol=tolerance / 2, atol=0)
+    return job, before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2, devices=("cpu",))
+def test_llama3_trains_in_codes_beside_a_plain_twin(recipe):
+    tolerance = 0.05 if recipe == "nvfp4" else 0.02
+    job, names = trains_beside_a_plain_twin("llama3", 10, (), [f"--quantize.qshard.recipe={recipe}"], tolerance)
+    plain = {name for name, p in job.model.named_parameters() if p.dim() > 1} - names
+    assert plain == {"tok_embeddings.weight"}
+
+
 EXPERTS = "--quantize.qshard.experts"
 
 
 @pytest.mark.parametrize(
-    "recipe, ep, more",
+    "recipe, ep, steps, more",
     [
-        ("float8_blockwise", 1, ()),
-        ("float8_blockwise", 2, ()),
-        ("float8_delayed", 2, ()),
-        ("nvfp4", 2, WITHOUT_MASTERS),
-        ("mxfp8", 2, ("--quantize.qshard.weight-only",)),
+        ("float8_blockwise", 1, 2, ()),
+        ("float8_blockwise", 2, 10, ()),
+        ("float8_delayed", 2, 2, ()),
+        ("nvfp4", 2, 2, WITHOUT_MASTERS),
+        ("mxfp8", 2, 2, ("--quantize.qshard.weight-only",)),
     ],
 )
 @on_ranks(2, devices=("cpu",))
-def test_experts_train_in_codes_beside_a_plain_twin(recipe, ep, more):
-    parallel = f"--parallelism.expert_parallel_degree={ep}"
-    with shared_folder() as folder:
-        plain = Job(folder, parallel, model="deepseek_v3", quantized=False).train(range(2))
-        arguments = (parallel, f"--quantize.qshard.recipe={recipe}", EXPERTS, *more)
-        job = Job(folder, *arguments, model="deepseek_v3")
-        assert not job.said
-        stacks = [p for name, p in job.model.named_parameters() if ".moe.experts." in name]
-        assert stacks and all(p.dim() == 3 and qshard.is_quantized(p) for p in stacks)
-        losses = job.train(range(2))
-        tolerance = 0.05 if recipe == "nvfp4" else 0.02
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain), rtol=tolerance, atol=0)
+def test_experts_train_in_codes_beside_a_plain_twin(recipe, ep, steps, more):
+    parallel = [f"--parallelism.expert_parallel_degree={ep}"]
+    arguments = [f"--quantize.qshard.recipe={recipe}", EXPERTS, *more]
+    tolerance = 0.05 if recipe == "nvfp4" else 0.02
+    job, names = trains_beside_a_plain_twin("deepseek_v3", steps, parallel, arguments, tolerance)
+    stacks = {name: p for name, p in job.model.named_parameters() if ".moe.experts." in name}
+    assert stacks and stacks.keys() <= names and all(p.dim() == 3 for p in stacks.values())
+    assert not job.said
 
 
 @on_ranks(2, devices=("cpu",))
@@ -255,13 +278,17 @@ def test_selective_checkpointing_computes_no_quantized_linear_again():
     assert results["full"] == (losses, once + (once - 2))
 
 
+@pytest.mark.parametrize(
+    "model, arguments",
+    [("llama3", ()), ("deepseek_v3", ("--parallelism.expert_parallel_degree=2", EXPERTS))],
+)
 @on_ranks(2, devices=("cpu",), compiles=True)
-def test_compiled_blocks_train_as_eager_ones():
+def test_compiled_blocks_train_as_eager_ones(model, arguments):
     with shared_folder() as folder:
-        losses = Job(folder).train(range(2))
+        losses = Job(folder, *arguments, model=model).train(range(2))
         counters = torch._dynamo.utils.counters
         counters.clear()
-        compiled = Job(folder, "--compile.enable", "--compile.backend=inductor")
+        compiled = Job(folder, *arguments, "--compile.enable", "--compile.backend=inductor", model=model)
         got = compiled.train(range(2))
         assert counters["frames"]["ok"] > 0
         torch._dynamo.reset()

@@ -52,12 +52,12 @@ NO_SEQUENCE = {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}
 PARTIAL = {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"}
 
 
-@pytest.mark.parametrize("recipe", ["float8_delayed", "float8_blockwise"])
+@pytest.mark.parametrize("recipe, steps", [("float8_delayed", 3), ("float8_blockwise", 10)])
 @pytest.mark.parametrize("parallelism", [HYBRID, TENSOR, NO_SEQUENCE, PARTIAL])
 @on_worlds(2, devices=("cpu",))
-def test_llama3_on_other_meshes(world, parallelism, recipe):
+def test_llama3_on_other_meshes(world, parallelism, recipe, steps):
     sections = {"parallelism": parallelism}
-    assert_close(world.run(trains_beside_a_plain_twin, "llama3", {"recipe": recipe}, 3, sections), 0.01)
+    assert_close(world.run(trains_beside_a_plain_twin, "llama3", {"recipe": recipe}, steps, sections), 0.01)
 
 
 PINNED = {"async_mode": "async_with_pinned_mem"}

@@ -24,9 +24,9 @@ TENSOR = {"tensor_parallel_degree": 2}
         ("deepseek_v3", "float8_blockwise", EXPERT, 10),
         ("deepseek_v3", "float8_delayed", EXPERT, 3),
         ("deepseek_v3", "mxfp8", {**EXPERT, "spmd_backend": "partial_dtensor"}, 3),
-        ("deepseek_v3", "float8_blockwise", {**EXPERT, **TENSOR}, 3),
+        ("deepseek_v3", "float8_blockwise", {**EXPERT, **TENSOR}, 10),
         ("qwen3", "float8_tensorwise", {}, 3),
-        ("qwen3", "nvfp4", EXPERT, 3),
+        ("qwen3", "nvfp4", EXPERT, 10),
     ],
 )
 @on_worlds(2, devices=("cpu",))
@@ -65,10 +65,12 @@ def test_experts_export_plain_values_to_hugging_face(model, recipe, parallelism)
     assert {name for name in names if "mlp.experts.0." in name}
 
 
+# Inductor rounds to bf16 where eager does not, and the reverse: on a CPU with AVX-512 the loss of a plain twin
+# moves by 1.3e-4 in the second step, and that of the quantized model by 2.1e-4.
 @pytest.mark.parametrize("parallelism", [{}, EXPERT])
 @on_ranks(2, devices=("cpu",), compiles=True)
 def test_compiled_experts_train_as_eager_ones(parallelism):
-    trains_compiled("deepseek_v3", {"parallelism": parallelism})
+    trains_compiled("deepseek_v3", {"parallelism": parallelism}, of_loss=4e-4)
 
 
 @on_ranks(2, devices=("cpu",))
