@@ -330,7 +330,7 @@ class Requantization {
     }
     if (buffer.layout().has_columnwise() && !buffer.keeps_master()) {
       QuantizeTask own = task;
-      // The words in the vector are not there yet; those of this rank are the same.
+      // The vector is not filled yet. This rank's own state has the same rounding words.
       if (own.rounding) own.rounding = entry.state->task().rounding;
       entry.values = rowwise_values(own, entry.values, stream_);
       task.values = entry.values.const_data_ptr();

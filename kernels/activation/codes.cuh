@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_rows_1x128(const Tile& tile, const Activat
                                  [&](int i) { return scale[i]; });
 }
 
-/// The same of the transposed tile's.
+/// Does the same for the columns: stores the transposed tile in 1x128 blocks.
 template <typename Tile>
 __device__ __forceinline__ void store_columns_1x128(const Tile& tile, const ActivationTask& task,
                                                     int64_t tile_row, int64_t tile_col,

@@ -32,7 +32,7 @@ struct QuantizeTask {
   /// Not empty: what compute_amax would find, but for zeros after it. It looks at no values then.
   std::span<const float> known_amax = {};
   /// Null, or (grid_rows, grid_cols): scale_inv that fused_adamw() made the image's codes by, 0
-  /// where it made none. On CUDA devices quantize() leaves those codes whose scale that still is.
+  /// where it made none. On CUDA devices quantize() keeps the codes whose scale is still the same.
   float* speculative_scale_inv = nullptr;
 };
 
