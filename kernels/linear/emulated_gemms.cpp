@@ -38,9 +38,9 @@ Factor factor_of(const PackedCodes& packed, const QuantizedMatrix& matrix, int64
                  int64_t contracted) {
   const at::Tensor codes =
       packed_codes(packed, matrix.code_dtype).narrow(0, 0, rows).narrow(1, 0, contracted);
-  if (packed.scale_mode == ScaleMode::kTensor) return {codes, {}, packed_tensor_scale(packed), {}};
+  if (packed.scale_mode == ScaleMode::kTensor) return {codes, {}, packed.scales(), {}};
   if (packed.scale_mode == ScaleMode::kRow) {
-    return {codes, {}, {}, packed_row_scales(packed).narrow(0, 0, rows)};
+    return {codes, {}, {}, packed.scales().narrow(0, 0, rows)};
   }
   return scaled_in_blocks(codes, packed_block_scales(packed).narrow(0, 0, rows),
                           matrix.format->activations.power_of_two_scales);

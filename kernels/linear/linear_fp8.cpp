@@ -133,7 +133,7 @@ ScaledOperand scaled_operand(const PackedCodes& packed, DType code_dtype) {
   operand.ld = packed.ld;
   operand.dtype = code_dtype;
   operand.scale_mode = packed.scale_mode;
-  operand.scale_inv = packed.scales().const_data_ptr<float>();
+  operand.scale_inv = packed.scale_data();
   return operand;
 }
 

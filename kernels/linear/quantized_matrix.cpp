@@ -46,8 +46,8 @@ at::Tensor values_of(const RowImage& rows, int64_t count, at::ScalarType dtype, 
 // All rows and codes, padding included, in fp32.
 at::Tensor values_of(const PackedCodes& codes, DType code_dtype) {
   const at::Tensor values = packed_codes(codes, code_dtype).to(at::kFloat);
-  if (codes.scale_mode == ScaleMode::kTensor) return values.mul(packed_tensor_scale(codes));
-  if (codes.scale_mode == ScaleMode::kRow) return values.mul(packed_row_scales(codes).unsqueeze(1));
+  if (codes.scale_mode == ScaleMode::kTensor) return values.mul(codes.scales());
+  if (codes.scale_mode == ScaleMode::kRow) return values.mul(codes.scales().unsqueeze(1));
   const int64_t blocks = ceil_div(codes.ld, 128);
   const at::Tensor by_row = packed_block_scales(codes);
   if (codes.ld % 128 != 0) {
@@ -121,6 +121,12 @@ at::Tensor PackedCodes::scales() const {
   return buffer.narrow(0, code_bytes(), bytes).view(at::kFloat);
 }
 
+const float* PackedCodes::scale_data() const {
+  if (other_scales.defined()) return other_scales.const_data_ptr<float>();
+  const auto* codes = static_cast<const uint8_t*>(buffer.const_data_ptr());
+  return reinterpret_cast<const float*>(codes + code_bytes());
+}
+
 QuantizedMatrix multiplied(QuantizedMatrix packed, const at::Tensor& factor) {
   for (CodeImage* image : {&packed.rowwise, &packed.columnwise}) {
     if (auto* codes = std::get_if<PackedCodes>(image)) {
@@ -129,10 +135,6 @@ QuantizedMatrix multiplied(QuantizedMatrix packed, const at::Tensor& factor) {
   }
   return packed;
 }
-
-at::Tensor packed_tensor_scale(const PackedCodes& codes) { return codes.scales(); }
-
-at::Tensor packed_row_scales(const PackedCodes& codes) { return codes.scales(); }
 
 at::Tensor packed_block_scales(const PackedCodes& codes) {
   const int64_t blocks = ceil_div(codes.ld, 128);
@@ -181,7 +183,7 @@ void set_codes(const PackedCodes& packed, CodedMatrix& coded) {
   const bool in_blocks = packed.scale_mode == ScaleMode::kBlock1x128;
   coded.codes = static_cast<const uint8_t*>(packed.buffer.const_data_ptr());
   coded.code_pitch = packed.ld;
-  coded.scales = packed.scales().const_data_ptr<float>();
+  coded.scales = packed.scale_data();
   coded.matrix_rows = packed.rows;
   coded.block_rows = by_row ? 1 : 0;
   coded.row_block_pitch = by_row ? 1 : 0;

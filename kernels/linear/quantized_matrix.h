@@ -47,6 +47,8 @@ struct PackedCodes {
   int64_t code_bytes() const { return rows * ld; }
   /// float32 of one dimension: those that are used, in the order in which the buffer has them.
   at::Tensor scales() const;
+  /// Where they lie, for GEMMs, which need no tensor of them.
+  const float* scale_data() const;
 };
 
 /// The codes of one orientation, if there are any.
@@ -117,10 +119,6 @@ QuantizedMatrix multiplied(QuantizedMatrix packed, const at::Tensor& factor);
 
 /// The codes without their scales: float8 (rows, ld).
 at::Tensor packed_codes(const PackedCodes& codes, DType code_dtype);
-/// The scale of codes with one scale: float32 (1,).
-at::Tensor packed_tensor_scale(const PackedCodes& codes);
-/// The scales of codes with one per row: float32 (rows,).
-at::Tensor packed_row_scales(const PackedCodes& codes);
 /// The scales of codes in blocks: float32 (rows, ceil(ld / 128)), that of each 128 codes of a row.
 at::Tensor packed_block_scales(const PackedCodes& codes);
 
