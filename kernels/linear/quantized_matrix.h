@@ -102,6 +102,15 @@ inline ScaleMode packed_columns_scale_mode(const Format& format, OperandRole rol
   return role == OperandRole::kInput ? codes.packed_input_columns : codes.packed_gradient_columns;
 }
 
+/// Whether operands of linears with such a weight are packed, and scaled by their own amaxes.
+inline bool scales_by_itself(const Format& format) {
+  return format.gemm.kind == GemmKind::kPacked && format.amax_history.length == 0;
+}
+/// Whether gradients can be quantized where the weight that they meet is not at hand.
+inline bool gives_gradients_in_codes(const Format& format) {
+  return scales_by_itself(format) && !format.gemm.folds_row_scales;
+}
+
 /// Bytes of a packed matrix (m, k) in one orientation, for every format alike: enough for the
 /// scales of blocks of 1x128.
 int64_t packed_rowwise_bytes(int64_t m, int64_t k);

@@ -23,8 +23,7 @@ const Format* checked_request(const Tensor& logits, OptionalFormat grad_format, 
   }
   const Format& format = checked_format(*grad_format, kLossOp);
   TORCH_CHECK_VALUE(
-      format.gemm.kind == GemmKind::kPacked && format.amax_history.length == 0 &&
-          !format.gemm.folds_row_scales,
+      gives_gradients_in_codes(format),
       fmt::format("{}: a {} linear reads no codes of a gradient that were made without its weight; "
                   "leave grad_format out for values",
                   kLossOp, format.name));

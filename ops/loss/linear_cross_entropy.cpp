@@ -83,18 +83,13 @@ WeightState state_of(const Tensor& weight, const WeightState& given) {
 /// Whether the gradient of logits (m, n) passes in codes.
 bool gives_codes(const Tensor& input, const Tensor& weight, const Format* known,
                  at::ScalarType dtype) {
-  if (known == nullptr) return false;
-  const Format& format = *known;
-  if (has_key(input) || format.gemm.kind != GemmKind::kPacked || format.gemm.folds_row_scales ||
-      format.amax_history.length > 0) {
-    return false;
-  }
+  if (known == nullptr || has_key(input) || !gives_gradients_in_codes(*known)) return false;
   for (const auto& size : {input.sym_numel(), weight.sym_size(0), weight.sym_size(1)}) {
     if (!is_known(size)) return false;
   }
   const int64_t m = leading_numel(input), n = weight.size(0), k = weight.size(1);
-  return can_save_quantized_input(format, input.device(), m, n, k) &&
-         gradient_quantizes_input(format, input.device(), dtype, m, n, k);
+  return can_save_quantized_input(*known, input.device(), m, n, k) &&
+         gradient_quantizes_input(*known, input.device(), dtype, m, n, k);
 }
 
 OptionalTensor in_bfloat16(const OptionalTensor& bias) {

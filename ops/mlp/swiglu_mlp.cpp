@@ -161,8 +161,7 @@ SwigluLinearGrads swiglu_backward_of(const char* op, const Tensor& grad, const T
           .activation = saved.activation,
           .maxima = saved.maxima,
           .column_sums = inner.column_sums};
-      if (wgrad.is_needed && !weight_only && own.gemm.kind == GemmKind::kPacked &&
-          own.amax_history.length == 0 &&
+      if (wgrad.is_needed && !weight_only && scales_by_itself(own) &&
           can_save_quantized_input(gate.device(), saved.gate.size(0), codes.rows, codes.cols)) {
         request.input = &own;
       }

@@ -7,18 +7,6 @@
 #include "ops/linear/normed_input.h"
 
 namespace qshard {
-namespace {
-
-bool scales_by_itself(const Format& format) {
-  return format.gemm.kind == GemmKind::kPacked && format.amax_history.length == 0;
-}
-
-/// Whether gradients can be quantized where the weight that they meet is not at hand.
-bool gives_gradients_in_codes(const Format& format) {
-  return scales_by_itself(format) && !format.gemm.folds_row_scales;
-}
-
-}  // namespace
 
 const Format& format_of(const Tensor& weight, c10::string_view name) {
   if (has_key(weight)) return *buffer_of(weight).layout().format;
