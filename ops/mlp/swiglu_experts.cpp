@@ -3,6 +3,7 @@
 #include "ops/linear/autograd.h"
 #include "ops/linear/grouped_linear.h"
 #include "ops/mlp/swiglu_mlp.h"
+#include "ops/mlp/swiglu_mlp_arguments.h"
 
 namespace qshard {
 namespace {
@@ -35,11 +36,10 @@ Tensor swiglu_experts(const Tensor& input, const Tensor& gate, const OptionalTen
   const auto values_of = [&](const Tensor& weight) {
     return grouped_linear(input, weight, offs, weight_only, format);
   };
-  const Tensor values = values_of(gate);
-  const auto halves =
-      is_given(up) ? std::vector<Tensor>{values, values_of(*up)} : values.chunk(2, -1);
+  const bool has_up = is_given(up);
+  const GateAndUp of(values_of(gate), has_up ? values_of(*up) : Tensor(), /*is_joined=*/!has_up);
   return std::get<0>(swiglu_linear_forward(
-      halves[0], halves[1], quantized_on_use(down, down_format), std::nullopt,
+      of.gate, of.up, quantized_on_use(down, down_format), std::nullopt,
       /*keep_maxima=*/false, weight_only, std::nullopt, std::nullopt, std::nullopt, offs));
 }
 

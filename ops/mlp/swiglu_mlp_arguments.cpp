@@ -48,11 +48,22 @@ SwigluUse::SwigluUse(const Tensor& input, const Tensor& gate, const Tensor& down
   keeps_maxima = packed_scale_mode(down_format) == ScaleMode::kTensor;
 }
 
-void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                      const Tensor& down, const OptionalTensor& gate_bias,
-                      const OptionalTensor& up_bias, const OptionalTensor& down_bias,
-                      c10::string_view activation) {
-  const bool gated = mlp_activation("qshard::swiglu_mlp", activation).gated;
+GateAndUp::GateAndUp(const Tensor& gate, const Tensor& up, bool is_joined) : gate(gate) {
+  if (is_joined) {
+    const auto halves = gate.chunk(2, -1);
+    this->gate = halves[0];
+    this->up = halves[1];
+  } else if (up.defined()) {
+    this->up = up;
+  }
+}
+
+MlpActivation check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                               const Tensor& down, const OptionalTensor& gate_bias,
+                               const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                               c10::string_view activation) {
+  const MlpActivation known = mlp_activation("qshard::swiglu_mlp", activation);
+  const bool gated = known.gated;
   TORCH_CHECK(gated || !is_given(up), "qshard::swiglu_mlp: ", activation,
               " multiplies by nothing; give gate alone, up as None");
   const bool joined = gated && !is_given(up);
@@ -71,6 +82,7 @@ void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTen
               gated ? "gate and up are (inner, columns), or gate alone is (2 inner, columns)"
                     : "gate is (inner, columns)",
               ", down is (outputs, inner), and biases have their rows");
+  return known;
 }
 
 void check_norm(const Tensor& input, const OptionalTensor& norm_weight,

@@ -20,11 +20,21 @@ struct MlpActivation {
 /// @throws c10::ValueError for another name.
 MlpActivation mlp_activation(const char* op, c10::string_view name);
 
+/// What the first linears gave, (..., inner): the halves of `gate` if it has both. `up`: undefined
+/// where it is joined, or where nothing is multiplied.
+struct GateAndUp {
+  Tensor gate;
+  OptionalTensor up;
+
+  GateAndUp(const Tensor& gate, const Tensor& up, bool is_joined);
+};
+
+/// Returns what `activation` is.
 /// @throws c10::Error for shapes that do not go together.
-void check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
-                      const Tensor& down, const OptionalTensor& gate_bias,
-                      const OptionalTensor& up_bias, const OptionalTensor& down_bias,
-                      c10::string_view activation);
+MlpActivation check_swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
+                               const Tensor& down, const OptionalTensor& gate_bias,
+                               const OptionalTensor& up_bias, const OptionalTensor& down_bias,
+                               c10::string_view activation);
 void check_norm(const Tensor& input, const OptionalTensor& norm_weight,
                 const OptionalTensor& norm_bias, bool rms);
 /// Whether weights are plain ones that are quantized for each use.

@@ -156,9 +156,8 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
     at::AutoDispatchBelowAutograd guard;
     static const auto second =
         typed_op<decltype(swiglu_linear_forward)>("qshard::swiglu_linear_forward");
-    const bool is_gated = mlp_activation("qshard::swiglu_mlp", activation).gated;
     const bool has_up = is_given(up);
-    const bool is_joined = is_gated && !has_up;
+    const bool is_joined = !has_up && mlp_activation("qshard::swiglu_mlp", activation).gated;
     // What is traced hides its format, and a plain weight has none.
     const bool is_dynamic = gate_state.has_value();
     const bool needs_name = is_dynamic || input.key_set().has(c10::DispatchKey::Python);
@@ -186,15 +185,13 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
                                  gate, up, gate_bias, up_bias, gate_name)
                   : FirstLinears(input, gate, up, gate_bias, up_bias, weight_only, records_grad,
                                  needs, checks_format, gate_name, gate_state, up_state, offs);
-    const auto halves = is_joined ? first.gate_values.chunk(2, -1)
-                                  : variable_list{first.gate_values, first.up_values};
-    const OptionalTensor second_half = is_gated ? OptionalTensor(halves[1]) : std::nullopt;
+    const GateAndUp values(first.gate_values, first.up_values, is_joined);
     const bool keeps =
         is_given(offs)
-            ? !use.gives_codes && keeps_product_codes(input, halves[0], down, needs, weight_only)
+            ? !use.gives_codes && keeps_product_codes(input, values.gate, down, needs, weight_only)
             : use.keeps_maxima;
     auto [output, maxima] = second.call(
-        halves[0], second_half, down, down_bias, keeps, weight_only,
+        values.gate, values.up, down, down_bias, keeps, weight_only,
         needs_name || kept_down.trusts_format() ? OptionalFormat(down_name) : std::nullopt,
         down_state, residual, offs, activation);
     const bool reads_values = needs.inner || needs.down.weight;
@@ -244,10 +241,10 @@ struct SwigluMlpFunction : Function<SwigluMlpFunction> {
 Tensor down_of_product(const variable_list& values, const Tensor& down,
                        const OptionalTensor& down_bias, bool weight_only,
                        c10::string_view down_format, const WeightState& down_state,
-                       const OptionalTensor& residual, c10::string_view activation) {
-  const auto [function, gated] = mlp_activation("qshard::swiglu_mlp", activation);
-  const auto halves = gated && values.size() == 1 ? values[0].chunk(2, -1) : values;
-  const Tensor product = swiglu_values(halves[0], gated ? halves[1] : Tensor(), function);
+                       const OptionalTensor& residual, MlpActivation activation) {
+  const bool has_up = values.size() > 1;
+  const GateAndUp of(values[0], has_up ? values[1] : Tensor(), activation.gated && !has_up);
+  const Tensor product = swiglu_values(of.gate, of.up.value_or(Tensor()), activation.function);
   return linear_autograd(product, down, down_bias, weight_only, down_format, down_state, residual);
 }
 
@@ -261,7 +258,8 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
                   const WeightState& down_state, const OptionalTensor& residual,
                   const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps,
                   bool rms, bool zero_centered_gamma, c10::string_view activation) {
-  check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias, activation);
+  const bool gated =
+      check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias, activation).gated;
   check_format_name(gate, format, "qshard::swiglu_mlp");
   check_format_name(down, down_format, "qshard::swiglu_mlp");
   check_norm(input, norm_weight, norm_bias, rms);
@@ -282,14 +280,11 @@ Tensor swiglu_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor&
                                          std::nullopt, name_of_plain(format), state));
   };
   const Tensor gate_values = first(gate, gate_bias, gate_state);
-  const bool gated = mlp_activation("qshard::swiglu_mlp", activation).gated;
-  const auto halves = is_given(up) ? std::vector<Tensor>{gate_values, first(*up, up_bias, up_state)}
-                      : gated      ? gate_values.chunk(2, -1)
-                                   : std::vector<Tensor>{gate_values};
+  const Tensor up_values = is_given(up) ? first(*up, up_bias, up_state) : Tensor();
+  const GateAndUp values(gate_values, up_values, gated && !is_given(up));
   return std::get<0>(swiglu_linear_forward(
-      halves[0], gated ? OptionalTensor(halves[1]) : std::nullopt, quantized(down, down_format),
-      down_bias, /*keep_maxima=*/false, weight_only, name_of_plain(down_format), down_state,
-      residual, std::nullopt, activation));
+      values.gate, values.up, quantized(down, down_format), down_bias, /*keep_maxima=*/false,
+      weight_only, name_of_plain(down_format), down_state, residual, std::nullopt, activation));
 }
 
 Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -301,7 +296,8 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
                            const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                            double eps, bool rms, bool zero_centered_gamma,
                            c10::string_view activation) {
-  check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias, activation);
+  const MlpActivation known =
+      check_swiglu_mlp(input, gate, up, down, gate_bias, up_bias, down_bias, activation);
   check_format_name(gate, format, "qshard::swiglu_mlp");
   check_format_name(down, down_format, "qshard::swiglu_mlp");
   check_norm(input, norm_weight, norm_bias, rms);
@@ -338,7 +334,7 @@ Tensor swiglu_mlp_autograd(const Tensor& input, const Tensor& gate, const Option
       }
     }
     return down_of_product(values, quantized(down, down_format), down_bias, weight_only,
-                           down_format, down_state, residual, activation);
+                           down_format, down_state, residual, known);
   }
   const auto if_in_codes = [&](const OptionalTensor& tensor) {
     return in_codes ? tensor : std::nullopt;
@@ -366,9 +362,9 @@ Tensor swiglu_experts_autograd(const Tensor& input, const Tensor& gate, const Op
     const auto values_of = [&](const Tensor& weight) {
       return grouped_linear_autograd(input, weight, offs, weight_only, format);
     };
-    const Tensor values = values_of(first);
-    const auto halves = second ? variable_list{values, values_of(*second)} : values.chunk(2, -1);
-    return grouped_linear_autograd(at::silu(halves[0]) * halves[1], down, offs, weight_only,
+    const GateAndUp of(values_of(first), second ? values_of(*second) : Tensor(),
+                       /*is_joined=*/!second);
+    return grouped_linear_autograd(swiglu_values(of.gate, *of.up), down, offs, weight_only,
                                    down_format);
   }
   const auto name = [&](const Tensor& weight, OptionalFormat given) {

@@ -64,12 +64,9 @@ variable_list SwigluMlpBackward::run() {
 void SwigluMlpBackward::backward_of_down() {
   const Tensor& gate_values = saved_[kGateValues];
   const Tensor& up_values = saved_[kUpValues];
-  // up is not saved where nothing reads it.
-  const auto halves =
-      state_.is_joined ? gate_values.chunk(2, -1)
-                       : variable_list{gate_values, up_values.defined() ? up_values : gate_values};
-  const OptionalTensor up =
-      state_.is_joined || state_.has_up ? OptionalTensor(halves[1]) : std::nullopt;
+  // up is not saved where nothing reads it: gate stands in for it.
+  const bool is_up_kept = !state_.has_up || up_values.defined();
+  const GateAndUp values(gate_values, is_up_kept ? up_values : gate_values, state_.is_joined);
   const RestoredWeight down(state_.down, &saved_[kSavedDown], grad_);
   const GradSink into(needs_.down ? node_ : nullptr, edge_.down, down.weight, grad_, gate_values);
   const auto format = gives_codes_ ? OptionalFormat(state_.grad_format) : std::nullopt;
@@ -78,15 +75,15 @@ void SwigluMlpBackward::backward_of_down() {
   const auto sum = into.leaf.sum.defined() ? OptionalTensor(into.leaf.sum) : std::nullopt;
   OptionalTensor sums;
   if (gives_codes_ && needs_.inner_biases()) {
-    const int64_t features = halves[0].size(-1) * (up ? 2 : 1);
+    const int64_t features = values.gate.size(-1) * (values.up ? 2 : 1);
     sums = inner_biases_ = at::empty({features}, gate_values.options().dtype(at::kFloat));
   }
   Tensor grad_down;
   std::tie(grad_down, gate_.rows, gate_.columns, up_.rows, up_.columns) =
-      op.call(grad_, halves[0], up, down.weight, saved_[kMaxima], needs_.down, needs_.input,
-              gives_codes_ ? needs_.gate || needs_.up : needs_.inner_weights(), state_.is_joined,
-              format, state_.weight_only, into.dtype, OptionalFormat(down.format), down.state, sum,
-              offs(), state_.activation, sums);
+      op.call(grad_, values.gate, values.up, down.weight, saved_[kMaxima], needs_.down,
+              needs_.input, gives_codes_ ? needs_.gate || needs_.up : needs_.inner_weights(),
+              state_.is_joined, format, state_.weight_only, into.dtype, OptionalFormat(down.format),
+              down.state, sum, offs(), state_.activation, sums);
   if (needs_.down && !sum) result_[kDown] = grad_down;
 }
 
