@@ -4,25 +4,12 @@
 
 #include <array>
 
+#include "kernels/cpu/values.h"
+
 namespace qshard::cpu {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 1;
-
-float load(const void* values, int64_t i, DType dtype) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(values)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(values)[i];
-  return dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
-}
-
-void store(void* values, int64_t i, DType dtype, float x) {
-  if (dtype == DType::kFloat32) {
-    static_cast<float*>(values)[i] = x;
-  } else {
-    static_cast<uint16_t*>(values)[i] =
-        dtype == DType::kBFloat16 ? float_to_bfloat16(x) : float_to_half(x);
-  }
-}
 
 /// merged(i, i + 128), then i + 64, and so on: what one lane is left with.
 template <typename T, typename Merged>
@@ -41,7 +28,7 @@ LogitSums sums_of_row(const CrossEntropyTask& task, int64_t row, DType dtype) {
     float x[kSoftmaxChunk], present[kSoftmaxChunk];
     for (int i = 0; i < kSoftmaxChunk; ++i) {
       const bool is_there = begin + i < task.v;
-      x[i] = is_there ? load(task.logits, row * task.v + begin + i, dtype) : -INFINITY;
+      x[i] = is_there ? load_value(task.logits, dtype, row * task.v + begin + i) : -INFINITY;
       present[i] = is_there ? x[i] : 0.f;
     }
     lanes[begin / kSoftmaxChunk % kSoftmaxLanes].add(x, present, sums_logits);
@@ -66,7 +53,8 @@ void cross_entropy_losses(const CrossEntropyTask& task, DType dtype) {
     task.losses[row] =
         target == task.ignored
             ? 0.f
-            : task.smoothing.loss(sums.log_sum(), load(task.logits, row * task.v + target, dtype),
+            : task.smoothing.loss(sums.log_sum(),
+                                  load_value(task.logits, dtype, row * task.v + target),
                                   sums.logits, static_cast<float>(task.v));
   });
   std::array<float, kSoftmaxLanes> losses = {};
@@ -86,9 +74,9 @@ void cross_entropy_gradient(const CrossEntropyTask& task, DType dtype, void* val
       const int64_t i = row * task.v + c;
       const float x = target == task.ignored
                           ? 0.f
-                          : task.smoothing.gradient(load(task.logits, i, dtype), task.log_sums[row],
-                                                    c == target);
-      store(values, i, dtype, x);
+                          : task.smoothing.gradient(load_value(task.logits, dtype, i),
+                                                    task.log_sums[row], c == target);
+      store_value(values, dtype, i, x);
     }
   });
 }

@@ -8,19 +8,11 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/cpu/values.h"
 #include "kernels/statistics/statistics_cuda.h"
 
 namespace qshard {
 namespace {
-
-float value_at(const CodedMatrix& matrix, int64_t row, int64_t col) {
-  const int64_t index = row * matrix.cols + col;
-  if (matrix.value_dtype == DType::kFloat32) {
-    return static_cast<const float*>(matrix.values)[index];
-  }
-  const uint16_t bits = static_cast<const uint16_t*>(matrix.values)[index];
-  return matrix.value_dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
-}
 
 float code_at(const CodedMatrix& matrix, int64_t row, int64_t col) {
   const uint8_t* codes = matrix.codes + row * matrix.code_pitch;
@@ -47,7 +39,7 @@ Tally tally_of_row(const CodedMatrix& matrix, int64_t row, float limit) {
   const float* scales = matrix.scales_of(row);
   for (int64_t col = 0; col < matrix.cols; ++col) {
     const float scale = matrix.scale(scales, row, static_cast<int>(col));
-    float value = value_at(matrix, row, col);
+    float value = cpu::load_value(matrix.values, matrix.value_dtype, row * matrix.cols + col);
     if (matrix.column_factors != nullptr) value *= matrix.column_factors[col];
     tally.add_scale(scale);
     tally.add(value, code_at(matrix, row, col) * scale, limit_below(limit, scale));

@@ -3,26 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/cpu/values.h"
 #include "kernels/numerics/hadamard.h"
 #include "kernels/transpose/transpose_cpu.h"
 
 namespace qshard::cpu {
 namespace {
-
-float load(const void* values, int64_t i, DType dtype) {
-  if (dtype == DType::kFloat32) return static_cast<const float*>(values)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(values)[i];
-  return dtype == DType::kBFloat16 ? bfloat16_to_float(bits) : half_to_float(bits);
-}
-
-void store(float x, void* values, int64_t i, DType dtype) {
-  if (dtype == DType::kFloat32) {
-    static_cast<float*>(values)[i] = x;
-  } else {
-    static_cast<uint16_t*>(values)[i] =
-        dtype == DType::kBFloat16 ? float_to_bfloat16(x) : float_to_half(x);
-  }
-}
 
 // Rows of `bytes` bytes or so for a thread at least.
 int64_t rows_per_thread(int64_t bytes) { return std::max<int64_t>(1, 65536 / bytes); }
@@ -31,11 +17,11 @@ void transform_row(const TransposeTask& task, int64_t col) {
   for (int64_t first = 0; first < task.padded_rows; first += kHadamardSize) {
     float x[kHadamardSize] = {};
     for (int64_t i = first; i < std::min(first + kHadamardSize, task.rows); ++i) {
-      x[i - first] = load(task.values, i * task.cols + col, task.value_dtype);
+      x[i - first] = load_value(task.values, task.value_dtype, i * task.cols + col);
     }
     random_hadamard(x);
     for (int64_t i = 0; i < kHadamardSize; ++i) {
-      store(x[i], task.out, col * task.padded_rows + first + i, task.value_dtype);
+      store_value(task.out, task.value_dtype, col * task.padded_rows + first + i, x[i]);
     }
   }
 }

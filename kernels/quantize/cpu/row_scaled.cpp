@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/cpu/row_kernels.h"
+#include "kernels/cpu/values.h"
 #include "kernels/numerics/row_scales.h"
 #include "kernels/quantize/cpu/quantize_cpu.h"
 #include "kernels/quantize/cpu/row_ranges.h"
@@ -64,18 +65,11 @@ ScaleSlice scale_slice(const Layout& layout, int64_t logical_row) {
   return {begin, std::min(layout.row_scale_bytes(), layout.block_cols() - begin)};
 }
 
-float value_at(const void* values, DType dtype, int64_t i) {
-  const auto* words = static_cast<const uint16_t*>(values);
-  return dtype == DType::kFloat32    ? static_cast<const float*>(values)[i]
-         : dtype == DType::kBFloat16 ? bfloat16_to_float(words[i])
-                                     : half_to_float(words[i]);
-}
-
 // scaled[i] = values[i] * scales[i] in fp32.
 void multiply_columns(const void* values, DType dtype, const std::vector<float>& scales,
                       std::vector<float>& scaled) {
   for (size_t i = 0; i < scales.size(); ++i) {
-    scaled[i] = value_at(values, dtype, static_cast<int64_t>(i)) * scales[i];
+    scaled[i] = load_value(values, dtype, static_cast<int64_t>(i)) * scales[i];
   }
 }
 
@@ -87,7 +81,7 @@ BlockScale four_over_six_scale(const void* row, const QuantizeTask& task, int64_
   const FourOverSix scales(amax, tensor_scale);
   float six[kWidth] = {}, four[kWidth] = {};
   for (int64_t i = 0; i < count; ++i) {
-    const float x = value_at(row, task.value_dtype, j * kWidth + i);
+    const float x = load_value(row, task.value_dtype, j * kWidth + i);
     six[i] = nvfp4_squared_error(x, scales.six, tensor_scale);
     four[i] = nvfp4_squared_error(x, scales.four, tensor_scale);
   }
