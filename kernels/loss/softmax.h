@@ -9,29 +9,13 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/numerics/float8.h"
+#include "kernels/numerics/rounded.h"
 
 namespace qshard {
 
 constexpr int kSoftmaxLanes = 256;
 constexpr int kSoftmaxChunk = 8;
 constexpr float kLowest = -3.402823466e38f;
-
-/// a * b, which no compiler contracts with an addition.
-QSHARD_HOST_DEVICE float rounded_product(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-QSHARD_HOST_DEVICE double rounded_product(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
 
 /// The larger one; `a` is no NaN, and is what a NaN leaves.
 QSHARD_HOST_DEVICE float larger(float a, float b) {
@@ -55,7 +39,7 @@ QSHARD_HOST_DEVICE float exp_of(float x) {
   power = fmaf(power, rest, 0.5f);
   power = fmaf(power, rest, 1.f);
   power = fmaf(power, rest, 1.f);
-  return rounded_product(power, bits_float((float_bits(shifted) << 23) + (127u << 23)));
+  return detail::multiply(power, bits_float((float_bits(shifted) << 23) + (127u << 23)));
 }
 
 /// log(x) of a float x of 0, or of at least 1; NaN of NaN and of infinity.
@@ -66,12 +50,12 @@ QSHARD_HOST_DEVICE float log_of(float x) {
   int exponent = static_cast<int>(bits >> 23) - 127;
   double mantissa = static_cast<double>(bits_float((bits & kMantissaMask) | (127u << 23)));
   if (mantissa > 1.4142135623730951) {
-    mantissa = rounded_product(mantissa, 0.5);
+    mantissa = detail::multiply(mantissa, 0.5);
     ++exponent;
   }
   // 2 artanh(z)
   const double z = (mantissa - 1.) / (mantissa + 1.);
-  const double w = rounded_product(z, z);
+  const double w = detail::multiply(z, z);
   double series = 1. / 15;
   series = fma(series, w, 1. / 13);
   series = fma(series, w, 1. / 11);
@@ -80,7 +64,7 @@ QSHARD_HOST_DEVICE float log_of(float x) {
   series = fma(series, w, 1. / 5);
   series = fma(series, w, 1. / 3);
   series = fma(series, w, 1.);
-  const double log = rounded_product(2. * z, series);
+  const double log = detail::multiply(2. * z, series);
   return static_cast<float>(fma(static_cast<double>(exponent), 0.6931471805599453, log));
 }
 
@@ -96,7 +80,7 @@ struct LogitSums {
     float largest = max;
     for (int i = 0; i < kSoftmaxChunk; ++i) largest = larger(largest, x[i]);
     if (largest > max) {
-      powers = rounded_product(powers, exp_of(max - largest));
+      powers = detail::multiply(powers, exp_of(max - largest));
       max = largest;
     }
     float e[kSoftmaxChunk];
@@ -107,8 +91,8 @@ struct LogitSums {
   QSHARD_HOST_DEVICE static LogitSums merged(const LogitSums& a, const LogitSums& b) {
     LogitSums result;
     result.max = larger(a.max, b.max);
-    result.powers = rounded_product(a.powers, exp_of(a.max - result.max)) +
-                    rounded_product(b.powers, exp_of(b.max - result.max));
+    result.powers = detail::multiply(a.powers, exp_of(a.max - result.max)) +
+                    detail::multiply(b.powers, exp_of(b.max - result.max));
     result.logits = a.logits + b.logits;
     return result;
   }
@@ -135,7 +119,7 @@ struct Smoothing {
     const float plain = log_sum - target;
     if (smoothing == 0.f) return canonical_nan(plain);
     const float mean = logits / count;
-    return canonical_nan(fmaf(smoothing, log_sum - mean, rounded_product(keep, plain)));
+    return canonical_nan(fmaf(smoothing, log_sum - mean, detail::multiply(keep, plain)));
   }
   /// The gradient of the loss by one logit, before it is rounded.
   QSHARD_HOST_DEVICE float gradient(float logit, float log_sum, bool is_target) const {

@@ -23,6 +23,14 @@ QSHARD_HOST_DEVICE float multiply(float a, float b) {
 #endif
 }
 
+QSHARD_HOST_DEVICE double multiply(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 QSHARD_HOST_DEVICE float add(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rn(a, b);
