@@ -90,6 +90,14 @@ def layer_of(
     return layer
 
 
+def turn_complex(query, key, freqs_cis):
+    """Turns (batch, positions, heads, channels) by complex64 (positions, channels / 2), as Meta's Llama and
+    torchtitan write it."""
+    freqs = freqs_cis[: query.shape[1]][None, :, None]
+    pairs = (torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) for x in (query, key))
+    return tuple(torch.view_as_real(pair * freqs).flatten(3).type_as(query) for pair in pairs)
+
+
 class LlamaWithComplexRotary(Llama):
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
@@ -102,20 +110,14 @@ class LlamaWithComplexRotary(Llama):
 
 
 class ComplexRotary(torch.nn.Module):
-    """cache: complex64 (positions, channels / 2)."""
+    """cache: freqs_cis of turn_complex."""
 
     def __init__(self, cache):
         super().__init__()
         self.register_buffer("cache", cache, persistent=False)
 
     def forward(self, query, key, positions=None):
-        return self.turned(query), self.turned(key)
-
-    def turned(self, x):
-        """x: (batch, positions, heads, channels)."""
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        turned = pairs * self.cache[: x.shape[1]][None, :, None]
-        return torch.view_as_real(turned).flatten(3).type_as(x)
+        return turn_complex(query, key, self.cache)
 
 
 qshard.fuse.register(ComplexRotary, qshard.fuse.RotaryPair())

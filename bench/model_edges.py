@@ -7,7 +7,7 @@ and keys, and the loss, alone and with the head before it.
 Device time of forward and backward, µs, kernels alone, median of calls that take turns and find nothing in the
 L2 cache. The reference is the time at which a copy of this run moves the bytes that have to be moved: queries,
 keys, or logits, read and written once in each direction. That of a head is the time of its three GEMMs in bf16.
-Peaks are above what is there before, gradients included.
+A peak counts from the memory in use before the call, and includes the gradients.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from llama_of_modules import turn_complex
 from measuring import Results, Row, interleaved, time_of
 
 import qshard
@@ -23,14 +24,7 @@ import qshard
 HEADS = (32, 8)  # Llama-8B has 32 heads of queries and 8 of keys
 CHANNELS = 128
 VOCABULARIES = (32_000, 128_256)
-COLUMNS = 4096  # of a head's input
-
-
-def turn_complex(xq, xk, freqs_cis):
-    """As Meta's Llama and torchtitan write it."""
-    xq_, xk_ = (torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) for x in (xq, xk))
-    freqs = freqs_cis[: xq.shape[1]][None, :, None]
-    return tuple(torch.view_as_real(x * freqs).flatten(3).type_as(xq) for x in (xq_, xk_))
+COLUMNS = 4096  # input features of a head
 
 
 def turn_halves(xq, xk, cos, sin):
