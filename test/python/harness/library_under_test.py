@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-# Else Inductor starts up to six interpreters in every process that compiles, to try AVX-512, its bfloat16 and AMX, which
-# took two thirds of the first compilation (torch/_inductor/cpu_vec_isa.py). The processor says that it has AVX-512; of the
-# other two no code of ours makes a difference.
+# Inductor tries AVX-512, its bfloat16 and AMX in up to six interpreters in every process that compiles, which takes two
+# thirds of the first compilation (torch/_inductor/cpu_vec_isa.py). Tests trust what the processor says of AVX-512, and do
+# without the other two, because qshard's results do not depend on them.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 for instructions in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
     setattr(torch.cpu, instructions, lambda: False)
