@@ -39,7 +39,7 @@ class LlamaOfModules(Llama):
             config.dim // config.heads, rotary_base=config.rope_base
         )
 
-    def forward(self, tokens):
+    def forward(self, tokens, loss=None):
         angles = self.rotary(tokens.shape[1])
         x = self.embedding(tokens)
         x = x.transpose(0, 1).contiguous() if self.is_tensor_parallel else x
@@ -47,7 +47,8 @@ class LlamaOfModules(Llama):
             for layer in self.layers:
                 x = layer(x, rotary_pos_emb=angles)
         x = x.transpose(0, 1) if self.is_tensor_parallel else x
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if loss is None else loss(x, self.head.weight)
 
 
 @torch.no_grad()

@@ -25,6 +25,8 @@ and for the model as people write it, whose other parts are not the fastest that
     folded         qshard.clip_grad_norm_, which leaves the division to AdamW
     grouped        embedding and head are FSDP2 groups of their own, as in torchtitan
     kept           reshard_after_forward=False: gathered weights stay until backward
+    head           the head is quantized too, and one step with the loss (qshard.nn.linear_cross_entropy)
+    head_backward  such a step of a plain head in bf16, whose backward alone multiplies codes
     selective      selective activation checkpointing, every second product saved, as in torchtitan
 They run one after the other in one process, peers last, each from the same initial values on the
 same text. Each is compared with bf16 of the same options, if that runs too, and ours with its peer.
@@ -184,7 +186,8 @@ class Trainer:
         if configuration.format in RECIPES:
             qshard.quantize_(model, RECIPES[configuration.format],
                              weights="dynamic" if configuration.fsdp1 else "quantized",
-                             keep_master=not configuration.no_master, filter_fn=all_but_head,
+                             keep_master=not configuration.no_master,
+                             filter_fn=None if configuration.head else all_but_head,
                              tp_mesh=mesh["tp"] if self.is_tensor_parallel and is_stock else None)
         if configuration.fused:
             qshard.fuse_(model)
@@ -226,10 +229,17 @@ class Trainer:
         inputs, targets = self.batches[step % len(self.batches)]
         with loss_parallel() if self.is_tensor_parallel else contextlib.nullcontext():
             # The logits have no name here: they live as long as the loss needs them.
-            loss = self.cross_entropy(self.model(inputs), targets)
+            if self.configuration.has_coded_head:
+                loss = self.model(inputs, functools.partial(self.head_and_loss, targets))
+            else:
+                loss = self.cross_entropy(self.model(inputs), targets)
             loss.backward()
         loss = loss.detach()
         return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def head_and_loss(self, targets, x, weight):
+        of_plain = {} if self.configuration.head else dict(format=self.configuration.format, forward_precision="bf16")
+        return qshard.nn.linear_cross_entropy(x, weight, targets, **of_plain)
 
     def update(self):
         if self.configuration.clipped:

@@ -45,6 +45,8 @@ class Configuration:
     grouped: bool = False  # embedding and head are FSDP2 groups of their own
     kept: bool = False  # reshard_after_forward=False
     selective: bool = False  # selective activation checkpointing, as torchtitan's
+    head: bool = False  # quantized, in one step with the loss
+    head_backward: bool = False  # plain, in such a step, whose backward multiplies codes
     fp8_weights: bool = False  # TransformerEngine's parameters are FP8
     reduced: str = ""  # the format gradients are reduced in, if not as they are
 
@@ -68,6 +70,8 @@ class Configuration:
         if flags & edges and flags & {"modules", "fsdp1"}:
             raise argparse.ArgumentTypeError(f"{text}: {', '.join(sorted(flags & edges))} are for a model of "
                                              "stock modules under FSDP2")
+        if flags & {"head", "head_backward"} and (format not in RECIPES or "fsdp1" in flags):
+            raise argparse.ArgumentTypeError(f"{text}: a head in one step with the loss is ours, under FSDP2")
         if format in TE and (reduced or flags - {"compiled", "fp8_weights"}):
             raise argparse.ArgumentTypeError(f"{text}: {format} goes with compiled and fp8_weights alone")
         if "fp8_weights" in flags and format not in TE:
@@ -75,13 +79,18 @@ class Configuration:
         return cls(format, **dict.fromkeys(flags, True),
                    reduced="".join(reduced).removeprefix("reduced_"))
 
+    @property
+    def has_coded_head(self) -> bool:
+        return self.head or self.head_backward
+
     def with_plain_reduction(self) -> "Configuration":
         return replace(self, reduced="")
 
     def of_plain_weights(self) -> "Configuration":
         """bf16 of the same options, of stock modules; torch's styles are its only ones."""
         return replace(self, format=PLAIN, reduced="", fused=False, modules=False, stock=False, watched=False,
-                       clipped=self.clipped or self.folded, folded=False, fp8_weights=False)
+                       clipped=self.clipped or self.folded, folded=False, fp8_weights=False,
+                       head=False, head_backward=False)
 
     def peers(self) -> "list[Configuration]":
         """Those of other libraries with the same options. TransformerEngine has its own blocks, whatever ours are."""
