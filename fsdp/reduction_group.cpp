@@ -40,6 +40,28 @@ class ProcessGroupHandle final : public RankGroup {
     if (!tensors.front().is_same(bits)) bits.copy_(tensors.front());
   }
 
+  at::Tensor all_gather(const at::Tensor& part) const override {
+    const auto group = get();
+    auto sizes = part.sizes().vec();
+    sizes.front() *= group->getSize();
+    at::Tensor whole = at::empty(sizes, part.options()), own = part;
+    c10d::AllgatherOptions options;
+    options.asyncOp = false;
+    group->_allgather_base(whole, own, options)->wait();
+    return whole;
+  }
+
+  void sum_and_scatter(std::vector<at::Tensor> whole, std::vector<at::Tensor> part) const override {
+    c10d::ReduceScatterOptions options;
+    options.asyncOp = false;
+    const auto group = get();
+    if (whole.size() == 1) {
+      group->_reduce_scatter_base(part.front(), whole.front(), options)->wait();
+    } else {
+      group->reduce_scatter_tensor_coalesced(part, whole, options)->wait();
+    }
+  }
+
   c10::intrusive_ptr<c10d::ProcessGroup> get() const { return c10d::resolve_process_group(name()); }
 };
 

@@ -86,7 +86,6 @@ void define_process(torch::Library& m) {
   static_method<"Process.make_shards", &make_shards_op>(type);
   static_method<"Process.set_fallback_tracing", &set_fallback_tracing_op>(type);
   static_method<"Process.traced_fallbacks", &traced_fallbacks_op>(type);
-  static_method<"Process.pass_tally", &pass_tally_op, Takes::kValuesOrMeta>(type);
   static_method<"Process.why_dequantized", &why_dequantized_op>(type);
   static_method<"Process.gemm_verdicts", &gemm_verdicts_op>(type);
   static_method<"Process.foreign_owner_of_key", &foreign_owner_of_key_op>(type);

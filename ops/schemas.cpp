@@ -20,6 +20,7 @@
 #include "ops/wire/activations.h"
 #include "ops/wire/agree_on_ranges.h"
 #include "ops/wire/range_messages.h"
+#include "ops/wire/tokens.h"
 
 namespace qshard {
 
@@ -198,6 +199,8 @@ TORCH_LIBRARY(qshard, m) {
   m.def(
       "_decode_activations(Tensor messages, str format, bool is_gradient, int[] size, int dim, "
       "ScalarType dtype) -> Tensor");
+  m.def("_gather_tokens(Tensor self, int dim, str format, bool is_gradient, str group) -> Tensor");
+  m.def("_sum_and_scatter_tokens(Tensor self, int dim, str group) -> Tensor");
 
   // Tracing, for qshard/_runtime/fakes.py.
   m.def("_plane_copy(Tensor self, str plane) -> Tensor?");
@@ -275,6 +278,8 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"_message_amax", &message_amax>(m);
   implement<"_encode_activation", &encode_activation_op>(m);
   implement<"_decode_activations", &decode_activations_op>(m);
+  implement<"_gather_tokens", &gather_tokens>(m);
+  implement<"_sum_and_scatter_tokens", &sum_and_scatter_tokens>(m);
 
   implement<"_plane_copy", &plane_copy, Takes::kValuesOrMeta>(m);
 
@@ -296,6 +301,8 @@ TORCH_LIBRARY_IMPL(qshard, CompositeImplicitAutograd, m) {
 // qshard/_runtime/fakes.py.
 TORCH_LIBRARY_IMPL(qshard, Meta, m) {
   implement<"dequantize", &dequantize_meta, Takes::kMeta>(m);
+  implement<"_gather_tokens", &gather_tokens_meta, Takes::kMeta>(m);
+  implement<"_sum_and_scatter_tokens", &sum_and_scatter_tokens_meta, Takes::kMeta>(m);
   implement<"linear", &linear_meta, Takes::kMeta>(m);
   implement<"linear_forward", &linear_forward_meta, Takes::kMeta>(m);
   implement<"quantize_input", &quantize_input_meta, Takes::kMeta>(m);

@@ -26,6 +26,16 @@ class RankGroup {
   /// @throws c10::Error if there is no such process group any more.
   virtual void all_reduce_max(at::Tensor bits) const = 0;
 
+  // The current stream of the tensors' device waits for each of these, which are given contiguous
+  // tensors of the same sizes on all ranks.
+
+  /// part (n, ...) of every rank, one after the other: (ranks * n, ...).
+  virtual at::Tensor all_gather(const at::Tensor& part) const = 0;
+  /// `part` is this rank's of the sum of `whole` (ranks * n, ...) over the ranks; the same of each
+  /// further pair of tensors.
+  virtual void sum_and_scatter(std::vector<at::Tensor> whole,
+                               std::vector<at::Tensor> part) const = 0;
+
  private:
   std::string name_;
 };

@@ -27,8 +27,6 @@ take_samples(const WatchPtr& self) {
   return taken;
 }
 
-void pass_tally_op(const at::Tensor& from, const at::Tensor& to) { pass_tally(from, to); }
-
 void end_watch(const WatchPtr& self) { self->watch()->end(); }
 
 }  // namespace qshard

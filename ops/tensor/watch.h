@@ -32,8 +32,6 @@ void add_watched(const WatchPtr& self, const at::Tensor& weight, int64_t number,
 /// operands, and statistics, float64 (weights, 3, 9) on the device of the weights.
 std::vector<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>, at::Tensor>>
 take_samples(const WatchPtr& self);
-/// `to`, which was made of the codes in `from`, is counted as what these were made of.
-void pass_tally_op(const at::Tensor& from, const at::Tensor& to);
 /// Looks at no weight any more.
 void end_watch(const WatchPtr& self);
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed import distributed_c10d
 
-from qshard.tensor_parallel import codes
+ops = torch.ops.qshard
 
 
 def all_reduced(x, group):
@@ -22,47 +22,15 @@ def all_reduced(x, group):
     return x
 
 
-# As many pieces of tokens go into one reduce-scatter each, sent as one. More are copied into one piece.
-_MOST_PIECES = 16
-
-
-def scattered_sum(x, dim, group, ranks):
+def scattered_sum(x, dim, group):
     """This rank's part, along `dim`, of the sum of x (...), which has the same shape on all ranks."""
-    pieces = x.shape[:dim].numel()
-    if 1 < pieces <= _MOST_PIECES:
-        return _scattered_pieces(x, dim, group, ranks)
-    shape = _part_shape(x, dim, ranks)
-    x = torch.cat(x.chunk(ranks, dim)) if pieces > 1 else x.contiguous().flatten(0, dim)
-    if torch.compiler.is_compiling():
-        return funcol.reduce_scatter_tensor(x, "sum", 0, group).view(shape)
-    part = x.new_empty(shape)
-    group = distributed_c10d._resolve_process_group(group)
-    dist.reduce_scatter_tensor(part.view(-1, *x.shape[1:]), x, group=group)
-    return part
-
-
-def _scattered_pieces(x, dim, group, ranks):
-    """Cut by the dimensions before `dim`, pieces are as a reduce-scatter takes and gives them."""
-    pieces = x.contiguous().flatten(0, dim - 1).unbind(0)
-    if torch.compiler.is_compiling():
-        parts = funcol.reduce_scatter_tensor_coalesced(list(pieces), "sum", [0] * len(pieces), group)
-        return torch.stack(parts).view(_part_shape(x, dim, ranks))
-    part = x.new_empty(_part_shape(x, dim, ranks))
-    group = distributed_c10d._resolve_process_group(group)
-    with dist._coalescing_manager(group=group):
-        for piece, own in zip(pieces, part.flatten(0, dim - 1).unbind(0), strict=True):
-            dist.reduce_scatter_tensor(own, piece, group=group)
-    return part
-
-
-def _part_shape(x, dim, ranks):
-    return [size // ranks if i == dim else size for i, size in enumerate(x.shape)]
+    return ops._sum_and_scatter_tokens(x, dim, group)
 
 
 def gathered(x, dim, format, is_gradient, group):
-    is_opaque = torch.compiler.is_compiling()
-    gather = codes.gather_tokens if is_opaque else codes.gather_tokens_now
-    return gather(x, dim, format, is_gradient, group)
+    """x (..., K) of all ranks, put together along `dim`. format: of the weight that it meets, as codes of which it
+    travels, or "" to gather values."""
+    return ops._gather_tokens(x, dim, format, is_gradient, group)
 
 
 class _CopyToRanks(torch.autograd.Function):
@@ -78,13 +46,13 @@ class _CopyToRanks(torch.autograd.Function):
 
 class _GatherInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dim, format, group, ranks):
-        ctx.args = dim, group, ranks
+    def forward(ctx, x, dim, format, group):
+        ctx.args = dim, group
         return gathered(x, dim, format, False, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return scattered_sum(grad, *ctx.args), None, None, None, None
+        return scattered_sum(grad, *ctx.args), None, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -99,13 +67,13 @@ class _SumOverRanks(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dim, format, group, ranks):
+    def forward(ctx, x, dim, format, group):
         ctx.args = dim, format, True, group
-        return scattered_sum(x, dim, group, ranks)
+        return scattered_sum(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return gathered(grad, *ctx.args), None, None, None, None
+        return gathered(grad, *ctx.args), None, None, None
 
 
 copy_to_ranks = _CopyToRanks.apply

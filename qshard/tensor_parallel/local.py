@@ -76,14 +76,14 @@ class TensorParallel:
         else:
             check_can_be_read(weights)
             dim, format = self._dim(x), format or ""
-            make = lambda: collectives.gather_input(x, dim, format, self.group, self.ranks)  # noqa: E731
+            make = lambda: collectives.gather_input(x, dim, format, self.group)  # noqa: E731
         return shared(x, (self, format), make)
 
     def gather_values(self, x):
         """The tokens of all ranks."""
         if self.ranks == 1:
             return x
-        return collectives.gather_input(x, self._dim(x), "", self.group, self.ranks)
+        return collectives.gather_input(x, self._dim(x), "", self.group)
 
     def leave(self, y, format):
         """What the module returns of the output of the local linear."""
@@ -91,7 +91,7 @@ class TensorParallel:
             return y
         if self.sequence_dim is None:
             return collectives.sum_over_ranks(y, self.group)
-        return collectives.scatter_sum(y, self._dim(y), format or "", self.group, self.ranks)
+        return collectives.scatter_sum(y, self._dim(y), format or "", self.group)
 
     def check_output(self, x):
         """Raises, on all ranks, where the tokens of a row's output cannot be cut."""

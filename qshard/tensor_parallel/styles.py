@@ -217,7 +217,7 @@ class _GatherToDTensor(torch.autograd.Function):
         (placement,) = grad.placements
         local = grad.to_local()
         if placement.is_partial():
-            part = collectives.scattered_sum(local, ctx.dim, parallel.group, parallel.ranks)
+            part = collectives.scattered_sum(local, ctx.dim, parallel.group)
         else:
             part = _part(local if placement.is_replicate() else grad.full_tensor(), parallel, ctx.dim)
         return part, None, None

@@ -382,7 +382,6 @@ OF_OPERATOR = {
         "found_inf": d.maybe(lambda: torch.zeros(1)),
     },
     "TensorState.set_rounding_key": lambda d: {"self": d.quantized(format="nvfp4[stochastic]"), "key": 77},
-    "Process.pass_tally": lambda d: {"from": d.plain(d.tokens), "to": d.plain(d.tokens)},
     "Watch.add": lambda d: {"weight": d.quantized(), "number": 0, "step": 1},
     "SavedTensor.over_shared_planes": shared,
     "SavedTensor.read": packed,

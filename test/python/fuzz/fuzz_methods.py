@@ -22,7 +22,6 @@ STATIC = {
     "Process.make_shards": {"rank": "Optional[int]"},
     "Process.set_fallback_tracing": {"enabled": "bool"},
     "Process.traced_fallbacks": {"reads_only": "bool"},
-    "Process.pass_tally": {"from": "Tensor", "to": "Tensor"},
     "Process.why_dequantized": {"device": "Device"},
     "Process.gemm_verdicts": {"device": "Device"},
     "Process.foreign_owner_of_key": {},

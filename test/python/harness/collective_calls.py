@@ -20,6 +20,31 @@ def collectives():
             calls.append((event.name.removeprefix("c10d::").strip("_"), event.input_shapes))
 
 
+class Sent:
+    """What a rank gives to gathers (dtype, elements), and the names of its other collectives, from whatever language they
+    are called."""
+
+    DTYPES = {"unsigned char": torch.uint8, "float": torch.float32, "c10::BFloat16": torch.bfloat16}
+
+    def __init__(self):
+        self.gathered, self.reduced = [], []
+
+    def __enter__(self):
+        self.profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True
+        )
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *exc):
+        self.profile.__exit__(*exc)
+        for event in self.profile.profiler.kineto_results.events():
+            if event.name() == "c10d::_allgather_base_":
+                self.gathered.append((self.DTYPES[event.dtypes()[1]], torch.Size(event.shapes()[1]).numel()))
+            elif event.name().startswith("c10d::"):
+                self.reduced.append(event.name())
+
+
 @contextlib.contextmanager
 def noted(names, note):
     """Yields a list of note(input) for every call of these functions of torch.distributed, (output, input, …)."""

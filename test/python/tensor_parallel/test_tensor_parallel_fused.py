@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from models.formats import DELAYED, RECIPES
 from models.tensor_parallel import varied, write
-from test_tensor_parallel_gather import Sent
+from collective_calls import Sent
 from test_tensor_parallel_modules import TOLERANCE
 from test_tensor_parallel_training import batch, full_grad
 from test_wgrad_accumulation import added

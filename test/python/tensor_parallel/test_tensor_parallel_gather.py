@@ -4,15 +4,15 @@ travels as bytes."""
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import Sent
 from dist_helpers import device, on_ranks
 from models.formats import DELAYED
 from reference import activations, row_scales
 from reference import formats as reference
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import qshard
 from qshard.formats import info_of
-from qshard.tensor_parallel import codes, collectives
+from qshard.tensor_parallel import collectives
 
 ops = torch.ops.qshard
 FORMATS = (
@@ -78,13 +78,13 @@ def test_gathered_activation_is_the_quantized_whole(format):
     ):
         x = activation(ranks * tokens, features, dtype, special)
         part = x.chunk(ranks)[rank].to(device())
-        got = codes.gather_tokens_now(part, 0, format, False, group).cpu()
+        got = ops._gather_tokens(part, 0, format, False, group).cpu()
         want = quantized(x, format)
         assert got.dtype == dtype
         same = (got == want) | (got.isnan() & want.isnan())
         assert same.all(), (dtype, special, tokens, features, int((~same).sum()))
     empty = x[:0].to(device())
-    assert codes.gather_tokens_now(empty, 0, format, False, group).shape == (0, features)
+    assert ops._gather_tokens(empty, 0, format, False, group).shape == (0, features)
     # Along any dimension, of inputs with any strides.
     x = activation(6 * 4, 200, torch.bfloat16).view(3, 2, 4, 200)
     whole = quantized(x.view(-1, 200), format).view(x.shape)
@@ -92,7 +92,7 @@ def test_gathered_activation_is_the_quantized_whole(format):
         if length % ranks:
             continue
         part = x.chunk(ranks, dim)[rank].to(device())
-        got = codes.gather_tokens_now(part, dim, format, False, group).cpu()
+        got = ops._gather_tokens(part, dim, format, False, group).cpu()
         assert got.shape == x.shape and torch.equal(got, whole), dim
 
 
@@ -107,7 +107,7 @@ def test_gathered_gradient_is_the_quantized_whole():
         for special in (False, True):
             x = activation(ranks * 34, 100, torch.bfloat16, special)
             part = x.chunk(ranks)[rank].to(device())
-            got = codes.gather_tokens_now(part, 0, format, True, group).cpu()
+            got = ops._gather_tokens(part, 0, format, True, group).cpu()
             found, scale_inv = activations.quantize_tensorwise(x, torch.float8_e5m2, power_of_two)
             want = (found.view(torch.float8_e5m2).float() * scale_inv).bfloat16()
             same = (got == want) | (got.isnan() & want.isnan())
@@ -115,26 +115,10 @@ def test_gathered_gradient_is_the_quantized_whole():
     x = activation(ranks * 34, 100, torch.bfloat16)
     part = x.chunk(ranks)[rank].to(device())
     for format in ("float8_delayed[e4m3]", "float8_blockwise", "mxfp8"):
-        got = codes.gather_tokens_now(part, 0, format, True, group).cpu()
+        got = ops._gather_tokens(part, 0, format, True, group).cpu()
         assert torch.equal(got, quantized(x, format)), format
     for format in ("nvfp4", "float8_rowwise"):  # rounded at random, or times the weight's scales first
-        assert torch.equal(codes.gather_tokens_now(part, 0, format, True, group).cpu(), x), format
-
-
-class Sent(TorchDispatchMode):
-    """Dtypes and sizes of what a rank gives to collectives, by kind."""
-
-    def __init__(self):
-        super().__init__()
-        self.gathered, self.reduced = [], []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            tensor = args[1] if "allgather" in func.name() else args[0]
-            tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-            kind = self.gathered if "allgather" in func.name() else self.reduced
-            kind.append((tensor.dtype, tensor.numel()))
-        return func(*args, **(kwargs or {}))
+        assert torch.equal(ops._gather_tokens(part, 0, format, True, group).cpu(), x), format
 
 
 @on_ranks(2)
@@ -153,21 +137,21 @@ def test_bytes_of_gathers():
     }
     for format in FORMATS:
         with Sent() as sent:
-            codes.gather_tokens_now(x.view(6, 8, features), 1, format, False, group)
+            ops._gather_tokens(x.view(6, 8, features), 1, format, False, group)
         numel = tokens * features
         expected = int(numel * per_element[format]) if format in per_element else numel + 16
         assert sent.gathered == [(torch.uint8, expected)], (format, sent.gathered)
         meets = info_of(format).activations
         if meets.row_format is None:
-            amax = [(torch.int32, 1)] if meets.packed_rows == "tensor" else []
+            amax = ["c10d::allreduce_"] if meets.packed_rows == "tensor" else []
             assert sent.reduced == amax, (format, sent.reduced)
     for format in ("float8_tensorwise", "float8_blockwise", "mxfp8"):
         with Sent() as sent:
-            codes.gather_tokens_now(x, 0, format, True, group)
+            ops._gather_tokens(x, 0, format, True, group)
         assert [dtype for dtype, _ in sent.gathered] == [torch.uint8]
         assert sent.gathered[0][1] <= tokens * features * 33 / 32
     with Sent() as sent:
-        whole = codes.gather_tokens_now(x.view(6, 8, features), 1, "", False, group)
+        whole = ops._gather_tokens(x.view(6, 8, features), 1, "", False, group)
     assert sent.gathered == [(torch.bfloat16, x.numel())]
     assert torch.equal(whole, x.view(6, 8, features).repeat(1, ranks, 1))
 
@@ -186,11 +170,11 @@ def test_scattered_sums_are_the_parts_of_a_sum():
         want = sum(terms).chunk(ranks, dim)[rank]
         mine = terms[rank].to(device())
         for x in (mine, mine.transpose(0, -1).contiguous().transpose(0, -1)):
-            got = collectives.scattered_sum(x, dim, group, ranks)
+            got = collectives.scattered_sum(x, dim, group)
             assert got.is_contiguous() and torch.equal(got.cpu(), want), (shape, dim)
         torch._dynamo.reset()
         compiled = torch.compile(
-            lambda x: collectives.scattered_sum(x, dim, group, ranks),  # noqa: B023
+            lambda x: collectives.scattered_sum(x, dim, group),  # noqa: B023
             backend="aot_eager", fullgraph=True,
         )
         assert torch.equal(compiled(mine).cpu(), want), (shape, dim)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import qshard
-from qshard.tensor_parallel import codes, collectives, shared
+from qshard.tensor_parallel import collectives, shared
 
 BUDGET_S = 60
 ops = torch.ops.qshard
@@ -87,7 +87,7 @@ class Quantized(torch.autograd.Function):
 
 
 def rounded(x, format, is_gradient):
-    return codes.gather_tokens_now(x.contiguous(), 0, format, is_gradient, Quantized.group)
+    return ops._gather_tokens(x.contiguous(), 0, format, is_gradient, Quantized.group)
 
 
 class OneDevice(Block):

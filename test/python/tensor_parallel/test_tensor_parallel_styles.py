@@ -9,7 +9,7 @@ from dist_helpers import device, full_mesh, on_ranks, on_worlds
 from models.blocks import MLP
 from models.formats import DELAYED, RECIPES
 from models.tensor_parallel import initialise, mlp
-from test_tensor_parallel_gather import Sent
+from collective_calls import Sent
 from test_tensor_parallel_modules import TOLERANCE, Quantized
 from test_tensor_parallel_training import batch, full_grad
 from test_tensor_parallel_values import refused
