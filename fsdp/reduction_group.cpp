@@ -15,6 +15,37 @@
 namespace qshard {
 namespace {
 
+using Tensors = std::vector<at::Tensor>;
+
+// torch 2.15 has other names for these. In 2.11 a process group that is written in Python, which
+// has no backends, is asked for lists of tensors by C++, as functional collectives ask it.
+
+template <typename Group>
+auto gather(Group& group, Tensors& whole, Tensors& part) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;
+  if constexpr (requires { group.all_gather_single(whole[0], part[0], options); }) {
+    return group.all_gather_single(whole[0], part[0], options);
+  } else {
+    return group.hasBackends() ? group._allgather_base(whole[0], part[0], options)
+                               : group.allgather_into_tensor_coalesced(whole, part, options);
+  }
+}
+
+template <typename Group>
+auto scatter(Group& group, Tensors& whole, Tensors& part) {
+  c10d::ReduceScatterOptions options;
+  options.asyncOp = false;
+  if constexpr (requires { group.reduce_scatter_single(part[0], whole[0], options); }) {
+    return whole.size() == 1 ? group.reduce_scatter_single(part[0], whole[0], options)
+                             : group.reduce_scatter_single_coalesced(part, whole, options);
+  } else {
+    return whole.size() == 1 && group.hasBackends()
+               ? group._reduce_scatter_base(part[0], whole[0], options)
+               : group.reduce_scatter_tensor_coalesced(part, whole, options);
+  }
+}
+
 /// Asks for the process group at each use (a look into a hash map beside a collective). A
 /// caller that destroys a group ends it, but others may keep it alive, and its name is given again
 /// in a process that starts over, whose caches may hold DTensors with a mesh of before.
@@ -44,22 +75,14 @@ class ProcessGroupHandle final : public RankGroup {
     const auto group = get();
     auto sizes = part.sizes().vec();
     sizes.front() *= group->getSize();
-    at::Tensor whole = at::empty(sizes, part.options()), own = part;
-    c10d::AllgatherOptions options;
-    options.asyncOp = false;
-    group->_allgather_base(whole, own, options)->wait();
-    return whole;
+    std::vector<at::Tensor> whole{at::empty(sizes, part.options())}, own{part};
+    gather(*group, whole, own)->wait();
+    return whole.front();
   }
 
   void sum_and_scatter(std::vector<at::Tensor> whole, std::vector<at::Tensor> part) const override {
-    c10d::ReduceScatterOptions options;
-    options.asyncOp = false;
     const auto group = get();
-    if (whole.size() == 1) {
-      group->_reduce_scatter_base(part.front(), whole.front(), options)->wait();
-    } else {
-      group->reduce_scatter_tensor_coalesced(part, whole, options)->wait();
-    }
+    scatter(*group, whole, part)->wait();
   }
 
   c10::intrusive_ptr<c10d::ProcessGroup> get() const { return c10d::resolve_process_group(name()); }

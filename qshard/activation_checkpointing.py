@@ -74,6 +74,7 @@ def _others() -> frozenset:
         "ops._c10d_functional.reduce_scatter_tensor_coalesced.default",
         "ops._c10d_functional.all_reduce.default",
         "ops._c10d_functional.all_to_all_single.default",
+        "ops.qshard._sum_and_scatter_tokens.default",
         "ops.deepep.dispatch.default",
         "ops.deepep.combine.default",
         "ops.hybridep.dispatch.default",

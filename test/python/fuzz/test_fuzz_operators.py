@@ -22,7 +22,7 @@ BUDGET_S = 45  # thousands of calls; nothing else of it takes long
 CALLS = 4000  # here; `python fuzz_operators.py --calls 100000` makes more
 # Operators that raise a named error on the CPU, whatever they are given.
 NEEDS_GPU = {"_normalize", "_quantize_normalized", "_grouped_gemm"}
-NEEDS_RANKS = {"_gather_tokens"}  # no process group is there
+NEEDS_RANKS = {"_gather_tokens", "_sum_and_scatter_tokens"}  # no process group is there
 
 
 def test_every_call_is_an_error_or_a_result():
