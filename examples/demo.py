@@ -2,6 +2,7 @@
 
 Each run stops in the middle, saves a checkpoint and resumes from it on another number of processes.
 One format trains its first half with tensor parallelism, too, and resumes without.
+With --experts the model is train_moe.py's, under expert parallelism: python examples/demo.py --experts
 At the end: a table, the losses and their differences to plain FSDP2's as a PNG, and text that the trained
 models wrote.
 """
@@ -18,41 +19,53 @@ from pathlib import Path
 
 import torch
 import train_llama
+import train_moe
 from llama import Llama, LlamaConfig
 
 PLAIN = "bf16"
 IN_PARALLEL = "float8_blockwise"
+FORMATS = ["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8", "nvfp4"]
+FORMATS_OF_EXPERTS = ["float8_blockwise", "mxfp8"]  # tokens travel in their codes
 HERE = Path(__file__).resolve().parent
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--formats", nargs="+",
-                        default=["float8_tensorwise", "float8_delayed", "float8_blockwise", "mxfp8",
-                                 "nvfp4"])
+                        help=f"default: {' '.join(FORMATS)}; with --experts {' '.join(FORMATS_OF_EXPERTS)}")
     parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     parser.add_argument("--processes", type=int, nargs=2, metavar=("BEFORE", "AFTER"),
-                        default=default_processes(),
                         help="number of processes before and after the resume")
+    parser.add_argument("--experts", action="store_true", help="train a mixture of experts")
+    parser.add_argument("--ep", type=int, default=2, metavar="RANKS", help="with --experts: that share them")
     parser.add_argument("--tp", type=int, default=2, metavar="RANKS",
                         help="of the tensor-parallel run; it is left out where the processes are no "
                              "multiple")
     parser.add_argument("--sample", type=int, default=160, help="bytes of text to generate")
-    # Everything else goes to train_llama.py as it is.
-    return parser.parse_known_args()
+    # Everything else goes to train_llama.py or train_moe.py as it is.
+    args, extra = parser.parse_known_args()
+    args.formats = args.formats or (FORMATS_OF_EXPERTS if args.experts else FORMATS)
+    args.processes = args.processes or default_processes(args.experts)
+    if args.experts:
+        args.tp = 1
+        extra += ["--ep", str(args.ep)]
+    return args, extra
 
 
-def default_processes() -> tuple[int, int]:
-    """2 and then 3 on CPU; all GPUs and then three quarters of them, where there are GPUs."""
+def default_processes(has_experts: bool = False) -> tuple[int, int]:
+    """2 and then 3 on CPU; all GPUs and then three quarters of them, where there are GPUs. Two ranks share experts,
+    which are trained on 2 and then 4, or on all GPUs."""
     gpus = torch.cuda.device_count()
+    if has_experts:
+        return (gpus, gpus) if gpus else (2, 4)
     return (gpus, max(1, gpus * 3 // 4)) if gpus else (2, 3)
 
 
-def launch(processes: int, *arguments):
+def launch(script: str, processes: int, *arguments):
     """torchrun on this machine, one thread per process: the processes share its cores."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc-per-node={processes}", HERE / "train_llama.py", *arguments]
+               f"--nproc-per-node={processes}", HERE / script, *arguments]
     subprocess.run([str(part) for part in command], check=True,
                    env={"OMP_NUM_THREADS": "1", **os.environ})
 
@@ -65,9 +78,11 @@ def global_batch(args) -> int:
 
 def seconds_of_a_step(args, extra) -> float:
     """A plain step of this model, timed here, as the processes before the resume would share it."""
-    config = train_llama.parse_arguments(["--steps", str(args.steps), *extra])
+    script = train_moe if args.experts else train_llama
+    config = script.parse_arguments(["--steps", str(args.steps), *extra])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Llama(LlamaConfig(dim=config.dim, hidden=config.hidden, layers=config.layers,
+    hidden = config.hidden * (config.top_k if args.experts else 1)  # of all experts of a token
+    model = Llama(LlamaConfig(dim=config.dim, hidden=hidden, layers=config.layers,
                               heads=config.heads, max_seq_len=config.seq_len)).to(device, torch.bfloat16)
     tokens = torch.zeros(global_batch(args), config.seq_len, dtype=torch.long, device=device)
     threads = torch.get_num_threads()
@@ -90,9 +105,10 @@ def plan(args, extra, is_parallel: bool) -> str:
     minutes = runs * args.steps * seconds_of_a_step(args, extra) / 60
     before, after = args.processes
     process = "process" if before == 1 else "processes"
+    model = f"small Llama{' with experts' * args.experts}"
     parallel = f", and one format with tensor parallelism over {args.tp} processes" if is_parallel else ""
     return (
-        f"This demo trains a small Llama {runs} times for {args.steps} steps: with plain FSDP2 ({PLAIN}), then in\n"
+        f"This demo trains a {model} {runs} times for {args.steps} steps: with plain FSDP2 ({PLAIN}), then in\n"
         f"{', '.join(args.formats)}{parallel}.\n"
         f"Each run stops in the middle on {before} {process}, saves a checkpoint and resumes on {after}.\n"
         f"A plain step was timed on this machine just now: all steps take about {max(1, math.ceil(minutes))} min "
@@ -108,9 +124,10 @@ def train(names: list[str], args, extra, tp: int = 1) -> list[dict]:
     batch = global_batch(args)
     halves = [args.out / f"{half}-half{f'-tp{tp}' if tp > 1 else ''}" for half in ("first", "second")]
     common = ["--format", *names, "--steps", args.steps, "--batch", batch, *extra]
-    launch(before, *common, "--stop-at", args.steps // 2, "--checkpoints", checkpoints,
+    script = "train_moe.py" if args.experts else "train_llama.py"
+    launch(script, before, *common, "--stop-at", args.steps // 2, "--checkpoints", checkpoints,
            "--out", halves[0], "--tp", tp)
-    launch(after, *common, "--resume", checkpoints, "--sample", args.sample, "--out", halves[1])
+    launch(script, after, *common, "--resume", checkpoints, "--sample", args.sample, "--out", halves[1])
     return [joined(*(json.loads((half / f"{name}.json").read_text()) for half in halves))
             for name in names]
 
@@ -130,13 +147,16 @@ def joined(first: dict, second: dict) -> dict:
 
 def table(runs: list[dict]) -> str:
     """Measurements by format, each with its ratio to plain FSDP2."""
-    header = ["", "loss train", "validation", "weight B/rank", "", "gathered B/step", "", "steps/s", ""]
     plain, rows = runs[0], []
+    measured = {"weight B/rank": ("weight_bytes", "{:,}"), "gathered B/step": ("gathered_bytes", "{:,}"),
+                "dispatched B/step": ("dispatched_bytes", "{:,}"), "steps/s": ("steps_per_second", "{:.2f}")}
+    if not plain["dispatched_bytes"]:
+        del measured["dispatched B/step"]
+    header = ["", "loss train", "validation", *(cell for name in measured for cell in (name, ""))]
     for run in runs:
         last = list(run["losses"].values())[-10:]
         row = [run["name"], f"{sum(last) / len(last):.3f}", f"{list(run['validation'].values())[-1]:.3f}"]
-        for key, form in (("weight_bytes", "{:,}"), ("gathered_bytes", "{:,}"),
-                          ("steps_per_second", "{:.2f}")):
+        for key, form in measured.values():
             # One process gathers nothing.
             ratio = f"{run[key] / plain[key]:.2f}x" if plain[key] else ""
             row += [form.format(run[key]), ratio]
@@ -195,6 +215,9 @@ def main():
           "embedding and head included.\nBoth and the speed on "
           f"{runs[0]['world_size']} processes; resumed on {runs[0]['resumed_on']} at step "
           f"{runs[0]['resumed_at']}. Train loss: mean of the last 10 steps.")
+    if args.experts:
+        print(f"Experts: {args.ep} processes share those of a layer. Dispatched bytes: tokens to experts and back, "
+              "forward and\nbackward, of which results and gradients of tokens are values.")
     if is_parallel:
         print(f"tp {args.tp}: until it resumed, tensor parallelism over {args.tp} processes and FSDP2 over "
               f"{args.processes[0] // args.tp}; its gathered bytes\nare those of activations, and of weights "

@@ -9,6 +9,7 @@ parallelize_module are qshard's, to gather activations as codes.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -49,8 +50,8 @@ qshard.fuse.register(FeedForward, qshard.fuse.GatedMLP("gate", "up", "down", F.s
 qshard.fuse.register(Rotary, qshard.fuse.Rotary(keeps_dtype=True))
 
 
-def parse_arguments(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser(description):
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--format", nargs="+", default=["float8_blockwise"], dest="formats",
                         choices=[PLAIN, *RECIPES], metavar="FORMAT",
                         help=f"'{PLAIN}' for plain FSDP2, or: {', '.join(RECIPES)}; several train one "
@@ -80,6 +81,11 @@ def parse_arguments(arguments=None):
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--sample", type=int, default=0, help="bytes of text to generate at the end")
+    return parser
+
+
+def parse_arguments(arguments=None):
+    parser = make_parser(__doc__.splitlines()[0])
     args = parser.parse_args(arguments)
     kv_heads = LlamaConfig.kv_heads
     for name, size in (("key and value heads", kv_heads), ("--seq-len", args.seq_len)):
@@ -127,9 +133,15 @@ class Trainer:
         if args.batch % self.parts:
             raise ValueError(f"--batch {args.batch} does not divide by {self.parts} ranks of FSDP2")
         self.data = StandardLibrary(args.seq_len, args.seed, args.token_bytes)
-        self.model = build_model(format, args, mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95),
+        self.model = self.build()
+        self.optimizer = torch.optim.AdamW(self.parameter_groups(), lr=args.lr, betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
+
+    def build(self):
+        return build_model(self.format, self.args, self.mesh)
+
+    def parameter_groups(self):
+        return [{"params": list(self.model.parameters())}]
 
     def loss(self, inputs, targets):
         inputs, targets = inputs.to(self.device), targets.to(self.device)
@@ -221,24 +233,30 @@ def train(trainer: Trainer, first: int, last: int) -> dict:
         "steps_per_second": 1 / seconds[len(seconds) // 2] if seconds else float("nan"),
         "weight_bytes": weight_bytes(trainer.model),
         "gathered_bytes": sum(n for name, n in wire.items() if name.startswith("allgather")),
+        "dispatched_bytes": wire.get("alltoall_base", 0),
         "collective_bytes": wire,
     }
 
 
 def main():
     args = parse_arguments()
+    with process_group() as device:
+        ranks = dist.get_world_size()
+        if ranks % args.tp:
+            raise ValueError(f"--tp {args.tp} does not divide the {ranks} processes")
+        mesh = init_device_mesh(device, (ranks // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+        for format in args.formats:
+            run(Trainer(format, args, mesh), args)
+
+
+@contextlib.contextmanager
+def process_group():
+    """Makes the process group of all ranks, and ends it after the context. Yields the device that they train on."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    ranks = dist.get_world_size()
-    if ranks % args.tp:
-        raise ValueError(f"--tp {args.tp} does not divide the {ranks} processes")
-    mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks // args.tp, args.tp),
-                            mesh_dim_names=("dp", "tp"))
-
-    for format in args.formats:
-        run(Trainer(format, args, mesh), args)
+    yield "cuda" if cuda else "cpu"
     # Gloo's threads let go of a collective's tensors a little after its end, and abort the process if Python
     # has ended by then (https://github.com/pytorch/pytorch/issues/190489). A barrier has no tensors.
     dist.barrier()
