@@ -33,6 +33,9 @@ TORCH_LIBRARY(qshard, m) {
       "from_planes(Tensor codes, Tensor scale_inv, str format, *, Tensor? tensor_scale_inv=None, "
       "ScalarType dtype=float, bool keep_master=False, int? columns=None, int? logical_rows=None, "
       "int row_offset=0) -> Tensor");
+  m.def(
+      "from_row_image(Tensor image, str format, *, int columns, ScalarType dtype=float) -> "
+      "Tensor");
   m.def("dequantize(Tensor self, *, ScalarType? dtype=None) -> Tensor");
   m.def("is_quantized(Tensor self) -> bool");
   m.def("format(Tensor self) -> str");
@@ -41,6 +44,7 @@ TORCH_LIBRARY(qshard, m) {
   m.def("tensor_scale_inv(Tensor(a) self) -> Tensor(a)");
   m.def("columnwise_codes(Tensor(a) self) -> Tensor(a)");
   m.def("columnwise_scale_inv(Tensor self) -> Tensor");
+  m.def("row_image(Tensor(a) self) -> Tensor(a)");
   m.def("master(Tensor(a) self) -> Tensor(a)?");
   m.def("flush(Tensor[] self) -> ()");
 
@@ -229,6 +233,7 @@ TORCH_LIBRARY(qshard, m) {
 TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"quantize", &quantize, Takes::kValuesOrMeta>(m);
   implement<"from_planes", &from_planes, Takes::kEachDevice>(m);
+  implement<"from_row_image", &from_row_image, Takes::kValuesOrMeta>(m);
   implement<"dequantize", &dequantize, Takes::kValuesOrMeta>(m);
   implement<"is_quantized", &is_quantized_op, Takes::kAnything>(m);
   implement<"format", &format, Takes::kValuesOrMeta>(m);
@@ -237,6 +242,7 @@ TORCH_LIBRARY_IMPL(qshard, CompositeExplicitAutograd, m) {
   implement<"tensor_scale_inv", &tensor_scale_inv, Takes::kValuesOrMeta>(m);
   implement<"columnwise_codes", &columnwise_codes, Takes::kValuesOrMeta>(m);
   implement<"columnwise_scale_inv", &columnwise_scale_inv, Takes::kValuesOrMeta>(m);
+  implement<"row_image", &row_image, Takes::kValuesOrMeta>(m);
   implement<"master", &master, Takes::kValuesOrMeta>(m);
   implement<"flush", &flush_op, Takes::kEachDevice>(m);
 
@@ -339,6 +345,7 @@ TORCH_LIBRARY_IMPL(qshard, Autograd, m) {
   implement<"tensor_scale_inv", &tensor_scale_inv_autograd, Takes::kValuesOrMeta>(m);
   implement<"columnwise_codes", &columnwise_codes_autograd, Takes::kValuesOrMeta>(m);
   implement<"columnwise_scale_inv", &columnwise_scale_inv_autograd, Takes::kValuesOrMeta>(m);
+  implement<"row_image", &row_image_autograd, Takes::kValuesOrMeta>(m);
   implement<"master", &master_autograd, Takes::kValuesOrMeta>(m);
   implement<"linear", &linear_autograd, Takes::kValuesOrMeta>(m);
   implement<"grouped_linear", &grouped_linear_autograd, Takes::kValuesOrMeta>(m);

@@ -1,17 +1,21 @@
-// Indexing of stacks along their first dimension: whole matrices keep the kind.
+// Indexing of stacks and of rows along their first dimension: whole matrices keep the kind, and so
+// do rows that hold their scales.
 //
-// An expert that is picked by its number is multiplied by its codes, as one that select() shows is.
-// Other indexing reads values, as of any plain tensor.
+// An expert that is picked by its number is multiplied by its codes, as one that select() shows is,
+// and so is a token. Other indexing reads values, as of any plain tensor.
 #include <ATen/WrapDimUtils.h>
 
 #include <optional>
 #include <vector>
 
+#include "dispatch/aten/matmul.h"
 #include "dispatch/aten/native_kernels.h"
 #include "dispatch/buffer/buffer_copies.h"
+#include "dispatch/buffer/make_buffer.h"
 #include "dispatch/flush/flush.h"
 #include "dispatch/parts/kernel_bridge.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/format/whole_layout.h"
 
 namespace qshard {
 namespace {
@@ -34,9 +38,29 @@ std::optional<Stack> stack_of(const at::Tensor& self) {
   return Stack{*rows, run};
 }
 
+/// pick() of rows that hold all that they stand for.
+std::optional<at::Tensor> pick_rows(const at::Tensor& self, const at::Tensor& index,
+                                    const char* op) {
+  const auto rows = rows_of_their_own(self);
+  if (!rows) return std::nullopt;
+  const BufferPtr& buffer = impl_of(self).buffer();
+  const Layout& layout = buffer->layout();
+  ensure_codes_current(buffer, op);
+  auto sizes = self.sizes().vec();
+  const int64_t run = c10::multiply_integers(self.sizes().slice(1, self.dim() - 2));
+  const at::Tensor image = buffer->planes().image().narrow(0, rows->first, rows->count).operand();
+  const at::Tensor picked = image.view({sizes[0], run * layout.row_bytes()}).index_select(0, index);
+  sizes[0] = index.numel();
+  const Layout own = whole_layout(*layout.format, sizes[0] * run, layout.cols);
+  return make_tensor(make_buffer_of_codes(Placement(own), buffer->dtype(), /*keeps_master=*/false,
+                                          picked.view({own.rows, own.row_bytes()}), at::Tensor()),
+                     sizes);
+}
+
 /// The entries of dimension 0 that `index` (1-D, integers from 0 on) names; none where these are no
-/// whole matrices.
+/// whole matrices or rows.
 std::optional<at::Tensor> pick(const at::Tensor& self, const at::Tensor& index, const char* op) {
+  if (auto rows = pick_rows(self, index, op)) return rows;
   const auto picked_of = [&](const at::Tensor& tensor) -> std::optional<at::Tensor> {
     const auto stack = stack_of(tensor);
     if (!stack) return std::nullopt;
@@ -86,7 +110,8 @@ std::optional<at::Tensor> only_index(const at::Tensor& self, const Indices& indi
 at::Tensor index(const at::Tensor& self, const Indices& indices) {
   c10::OptionalDeviceGuard device_guard(self.device());
   PlainGuard guard;
-  const auto only = has_key(self) && self.dim() >= 3 ? only_index(self, indices) : std::nullopt;
+  const bool may_pick = has_key(self) && (self.dim() >= 3 || rows_of_their_own(self));
+  const auto only = may_pick ? only_index(self, indices) : std::nullopt;
   if (only) {
     if (const auto picked = pick(self, only->reshape({-1}), "aten::index")) {
       auto sizes = only->sizes().vec();

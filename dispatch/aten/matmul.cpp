@@ -81,6 +81,15 @@ ExpertWeights expert_weights(const at::Tensor& weight, const char* op) {
   return experts;
 }
 
+std::optional<RowWindow> rows_of_their_own(const at::Tensor& x) {
+  if (!is_quantized(x) || x.dim() < 2 || impl_of(x).is_export()) return std::nullopt;
+  const QuantizedBuffer& buffer = buffer_of(x);
+  const Layout& layout = buffer.layout();
+  const bool has_them = layout.format->has_rows_of_their_own() && !buffer.keeps_master() &&
+                        buffer.placement().is_alone() && x.size(-1) == layout.cols;
+  return has_them ? row_window(x) : std::nullopt;
+}
+
 at::Tensor dequantized_codes(const at::Tensor& tensor, const char* op) {
   if (!has_key(tensor)) return tensor;
   const BufferPtr& buffer = impl_of(tensor).buffer();

@@ -6,6 +6,7 @@
 #include <span>
 #include <string_view>
 
+#include "dispatch/buffer/quantized_buffer.h"
 #include "kernels/grouped/grouped_linear.h"
 #include "kernels/linear/linear.h"
 
@@ -28,6 +29,10 @@ ExpertWeights expert_weights(const at::Tensor& weight, const char* op);
 /// Whether expert_weights takes the tensor as it lies, or as it lies transposed.
 bool is_stack(const at::Tensor& tensor);
 bool is_transposed_stack(const at::Tensor& tensor);
+
+/// The rows of a tensor whose value are codes that hold all that each row stands for: no master,
+/// and no scales beside the rows.
+std::optional<RowWindow> rows_of_their_own(const at::Tensor& x);
 
 /// @throws c10::Error naming `op` unless x is (T, in) beside the weight (experts, out, in), and
 /// offs int32 (experts,) beside both.

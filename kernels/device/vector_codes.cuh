@@ -31,6 +31,10 @@ __device__ __forceinline__ T word_as(uint32_t bits) {
 template <int kSize>
 struct BytesType;
 template <>
+struct BytesType<1> {
+  using Type = uint8_t;
+};
+template <>
 struct BytesType<2> {
   using Type = uint16_t;
 };

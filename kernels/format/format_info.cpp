@@ -121,11 +121,11 @@ std::string format_info(const Format& format) {
       R"("scale": {}, "outer_scale": {}, "activations": {}, "gemm": {}, "amax_history": {}, )"
       R"("stochastic_rounding": {}, "columnwise": {}, "gathers_by_phase": {}, "emulated": {}, )"
       R"("four_over_six": {}}})",
-      quoted(format.name), quoted(formats()[static_cast<size_t>(format.index)].name),
-      quoted_name(format.code_dtype), format.code_bits, format.code_max, json(format.scale), outer,
-      json(format.activations), json(format.gemm), json(format.amax_history),
-      format.stochastic_rounding, format.columnwise ? json(format.columnwise->scale) : "null",
-      format.gathers_by_phase, format.emulated, format.four_over_six);
+      quoted(format.name), quoted(base_format(format.index).name), quoted_name(format.code_dtype),
+      format.code_bits, format.code_max, json(format.scale), outer, json(format.activations),
+      json(format.gemm), json(format.amax_history), format.stochastic_rounding,
+      format.columnwise ? json(format.columnwise->scale) : "null", format.gathers_by_phase,
+      format.emulated, format.four_over_six);
 }
 
 }  // namespace qshard

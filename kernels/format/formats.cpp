@@ -73,9 +73,10 @@ constexpr ActivationCodes in_blocks_of_1x128(bool power_of_two) {
 }
 
 // An fp32 scale for 128x128 of a weight, for 1x128 of what meets it.
-constexpr Format of_blocks(std::string_view name, bool power_of_two) {
+constexpr Format of_blocks(std::string_view name, bool power_of_two, const Format* row_format) {
   ActivationCodes activations = in_blocks_of_1x128(power_of_two);
   activations.packed_input_columns = ScaleMode::kBlock128x128;
+  activations.row_format = row_format;
   const GemmPairing gemm{
       .kind = GemmKind::kPacked,
       .scale_mode = ScaleMode::kBlock128x128,
@@ -144,10 +145,36 @@ constexpr Format of_nvfp4(std::string_view name, int64_t block_rows, const Forma
           .gemm = of_row_images(ScaleMode::kBlock1x16, block_rows == 16)};
 }
 
+// Rows that meet 128x128 blocks of a weight: the packed codes of 1x128 and their scales, as E8M0.
+constexpr Format of_rows_of_blocks(std::string_view name, int index, const Format* itself) {
+  ActivationCodes activations = in_blocks_of_1x128(/*power_of_two=*/true);
+  activations.row_format = itself;
+  const ScaleLevel scale{.dtype = kE8M0,
+                         .block_rows = 1,
+                         .block_cols = 128,
+                         .place = ScalePlace::kRows,
+                         .power_of_two = true,
+                         .as_fp32 = true};
+  const GemmPairing gemm{.kind = GemmKind::kRowImages,
+                         .scale_mode = ScaleMode::kBlock1x128,
+                         .transposes_weight = false,
+                         .first_capability = kAnyLaterCapability,
+                         .last_capability = 0,
+                         .devices = "no device has GEMMs of weights with a scale for 1x128"};
+  Format format = of_float8(name, scale, activations, gemm);
+  format.index = index;
+  return format;
+}
+
 // Not in formats(): only ever the second image of another format.
 constexpr Format kMxfp8Columnwise = of_mxfp8("mxfp8_32x1", 32, 1, ScalePlace::kSlices, nullptr);
 // For activations: without the second image that a weight has for its transpose.
-constexpr Format kMxfp8Rows = of_mxfp8("mxfp8_1x32", 1, 32, ScalePlace::kRows, nullptr);
+constexpr Format kMxfp8Rows = [] {
+  Format format = of_mxfp8("mxfp8_1x32[rowwise]", 1, 32, ScalePlace::kRows, &kMxfp8Rows);
+  format.index = 8;
+  return format;
+}();
+constexpr Format kFloat8Rows = of_rows_of_blocks("float8_1x128", 11, &kFloat8Rows);
 constexpr Format kNvfp4Rows = of_nvfp4("nvfp4_1x16", 1, nullptr);
 constexpr Format kNvfp4RowsFourOverSix = [] {
   Format format = of_nvfp4("nvfp4_1x16[4over6]", 1, nullptr);
@@ -162,8 +189,8 @@ constexpr std::array kFormats = [] {
       of_delayed_scale("float8_delayed"),
       of_rows("float8_rowwise", /*power_of_two=*/true),
       of_rows("float8_rowwise_fp32_scale", /*power_of_two=*/false),
-      of_blocks("float8_blockwise", /*power_of_two=*/true),
-      of_blocks("float8_blockwise_fp32_scale", /*power_of_two=*/false),
+      of_blocks("float8_blockwise", /*power_of_two=*/true, &kFloat8Rows),
+      of_blocks("float8_blockwise_fp32_scale", /*power_of_two=*/false, nullptr),
       of_mxfp8("mxfp8", 32, 32, ScalePlace::kRows, &kMxfp8Rows),
       of_mxfp8("mxfp8_1x32", 1, 32, ScalePlace::kRows, &kMxfp8Rows),
       of_nvfp4("nvfp4", 16, &kNvfp4Rows),
@@ -175,6 +202,8 @@ constexpr std::array kFormats = [] {
   }
   return formats;
 }();
+static_assert(kFormats[kMxfp8Rows.index].name == "mxfp8_1x32" &&
+              kFormats.size() == kFloat8Rows.index && kBaseFormats == kFloat8Rows.index + 1);
 
 // Whether inputs that wgrad reads may have blocks of 1x128 or of 128x128.
 bool chooses_input_blocks(const Format& base) {
@@ -194,6 +223,7 @@ const Format& find_base(std::string_view name) {
     if (format.name == name) return format;
     known.push_back(format.name);
   }
+  if (name == kFloat8Rows.name) return kFloat8Rows;
   throw std::invalid_argument(fmt::format("unknown format '{}'; known formats: {}",
                                           shown_name(name), fmt::join(known, ", ")));
 }
@@ -203,7 +233,7 @@ const Format& find_base(std::string_view name) {
       "format '{}' has no option '{}'; known options: stochastic, emulate{}", base.name,
       shown_name(option),
       base.amax_history.length > 0 ? ", margin=N (N >= 0), history=N (N >= 1), most_recent, e4m3"
-      : base.columnwise            ? ", phase"
+      : base.columnwise            ? ", phase, rowwise"
       : chooses_input_blocks(base) ? ", x_block_scaling_dim=N (N 1 or 2)"
       : is_nvfp4(base)             ? ", no_hadamard, nearest_gradients, 4over6"
                                    : ""));
@@ -226,8 +256,10 @@ void apply_option(Format& format, const Format& base, std::string_view option) {
     format.stochastic_rounding = true;
   } else if (option == "emulate") {
     format.emulated = true;
-  } else if (base.columnwise && option == "phase") {
+  } else if (format.columnwise && option == "phase") {
     format.gathers_by_phase = true;
+  } else if (base.columnwise && !format.gathers_by_phase && option == "rowwise") {
+    format.columnwise = nullptr;
   } else if (is_nvfp4(base) && option == "no_hadamard") {
     format.activations.hadamard_columns = false;
   } else if (is_nvfp4(base) && option == "nearest_gradients") {
@@ -270,6 +302,7 @@ std::string canonical_name(const Format& format, const Format& base) {
     options.emplace_back("e4m3");
   }
   if (format.gathers_by_phase) options.emplace_back("phase");
+  if (format.columnwise != base.columnwise) options.emplace_back("rowwise");
   if (input_block_dims(format) != input_block_dims(base)) {
     options.push_back(fmt::format("x_block_scaling_dim={}", input_block_dims(format)));
   }
@@ -294,6 +327,7 @@ const Format& intern(Format format, const Format& base) {
   static auto* variants = new std::map<std::string, Format>;  // tensors may outlive static objects
   const std::string name = canonical_name(format, base);
   if (name == base.name) return base;
+  if (name == kMxfp8Rows.name) return kMxfp8Rows;
   const std::lock_guard lock(mutex);
   if (const auto known = variants->find(name); known != variants->end()) return known->second;
   if (variants->size() >= kMaxVariants) {
@@ -311,6 +345,10 @@ const Format& base_of(std::string_view name) { return find_base(name.substr(0, n
 }  // namespace
 
 std::span<const Format> formats() { return kFormats; }
+
+const Format& base_format(int index) {
+  return index == kFloat8Rows.index ? kFloat8Rows : kFormats[static_cast<size_t>(index)];
+}
 
 Format parse_format(std::string_view name) {
   const Format& base = base_of(name);

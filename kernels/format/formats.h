@@ -41,6 +41,8 @@ struct ScaleLevel {
   int64_t block_cols = 0;  // columns that share it; 0: all of them
   ScalePlace place = ScalePlace::kGrid;
   bool power_of_two = false;  // every scale is a power of two
+  /// E8M0 scales are what fp32 ones would be: 1 for a block of zeros, or with infinity or NaN.
+  bool as_fp32 = false;
 
   constexpr bool spans_matrix() const { return block_rows == 0 && block_cols == 0; }
   /// Whether each row has one scale, which columns on other ranks share.
@@ -73,7 +75,8 @@ struct ActivationCodes {
   /// Codes that wgrad reads are of the random Hadamard transform along the tokens.
   bool hadamard_columns = false;
   bool stochastic_gradients = false;  // gradients are rounded stochastically
-  /// What they are as row images; null: no GEMM reads those.
+  /// What they are as row images, which GEMMs of row images read; others unpack those that arrive
+  /// from another rank. Null: none.
   const Format* row_format = nullptr;
   // As PackedCodes (kernels/linear/quantized_matrix.h). Operators make these for any format, also
   // where no GEMM of it reads them.
@@ -129,7 +132,7 @@ struct Format {
   GemmPairing gemm;
   AmaxHistory amax_history = {};
   bool stochastic_rounding = false;  // of codes, by flushes after an optimizer step
-  int index = 0;                     // of the entry in formats() that this one is a variant of
+  int index = 0;                     // base_format() that this one is a variant of
   /// Format of a second row image of the same values, which dgrad reads; null: there is one image,
   /// for both. All rows of a matrix are in whole blocks of it, and an image's rows have as many
   /// bytes in both.
@@ -148,14 +151,22 @@ struct Format {
     return outer_scale && outer_scale->is_in_grid() ? &*outer_scale : nullptr;
   }
   constexpr bool has_grid() const { return grid_scale() != nullptr; }
+  /// Whether a row image holds all that its rows stand for, whichever other rows there are.
+  constexpr bool has_rows_of_their_own() const {
+    return scale.place == ScalePlace::kRows && scale.block_rows == 1 && !has_grid() && !columnwise;
+  }
   /// Whether a scale spans a whole matrix, alone or above those of its blocks.
   constexpr bool has_tensor_scale() const {
     return scale.spans_matrix() || (outer_scale && outer_scale->spans_matrix());
   }
 };
 
-/// All formats without their variants, in a fixed order.
+/// All formats of weights without their variants, in a fixed order.
 std::span<const Format> formats();
+/// The formats that others are variants of: formats(), then float8_1x128, which activations alone
+/// have.
+constexpr int kBaseFormats = 12;
+const Format& base_format(int index);
 
 /// The format of a name and of options in brackets, such as `nvfp4[stochastic]` or
 /// `float8_delayed[margin=1,history=16,most_recent,e4m3]`. Equal formats are one object; its `name`
@@ -168,6 +179,7 @@ std::span<const Format> formats();
 ///   most_recent    of the history, not the largest (float8_delayed)
 ///   e4m3           gradients in E4M3, not E5M2     (float8_delayed)
 ///   phase          gather one row image per pass   (mxfp8_1x32)
+///   rowwise        there is no second row image    (mxfp8_1x32)
 ///   x_block_scaling_dim=1  inputs of wgrad in blocks of 128 tokens (float8_blockwise)
 ///   no_hadamard    operands of wgrad as they are   (nvfp4, nvfp4_1x16)
 ///   nearest_gradients  gradients rounded to nearest (nvfp4, nvfp4_1x16)

@@ -15,6 +15,7 @@ namespace qshard {
 namespace {
 
 constexpr size_t kMaxFormats = 16;
+static_assert(kBaseFormats <= kMaxFormats);
 using Counters = std::array<std::array<std::atomic<int64_t>, kGemmFallbacks>, kGemmDirections>;
 // A variant counts with its base, but the emulated ones apart, in the second half.
 std::array<Counters, 2 * kMaxFormats> counters{};
@@ -91,10 +92,9 @@ bool is_new_reason(const Format& format, GemmFallback fallback) {
   if (fallback != GemmFallback::kDevice) {
     return !warned[static_cast<size_t>(fallback)].exchange(true, std::memory_order_relaxed);
   }
-  const auto same = std::ranges::find(formats(), format.gemm.devices,
-                                      [](const Format& other) { return other.gemm.devices; });
-  return !warned_of_devices[static_cast<size_t>(same->index)].exchange(true,
-                                                                       std::memory_order_relaxed);
+  int same = 0;
+  while (base_format(same).gemm.devices != format.gemm.devices) ++same;
+  return !warned_of_devices[static_cast<size_t>(same)].exchange(true, std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -186,9 +186,9 @@ std::string gemm_report() {
       }
     }
   };
-  for (const Format& format : formats()) {
-    add_lines(format, /*emulated=*/false);
-    add_lines(format, /*emulated=*/true);
+  for (int index = 0; index < kBaseFormats; ++index) {
+    add_lines(base_format(index), /*emulated=*/false);
+    add_lines(base_format(index), /*emulated=*/true);
   }
   {
     GroupedCalls& calls = grouped_calls();

@@ -65,7 +65,7 @@ GemmVerdicts::GemmVerdicts(std::span<const TrustedGemms> trusted, GemmCheckOptio
 
 size_t GemmVerdicts::place_of(const Format& format, int capability) {
   const ActivationCodes& own = format.activations;
-  const ActivationCodes& base = formats()[format.index].activations;
+  const ActivationCodes& base = base_format(format.index).activations;
   const bool other_gradients = own.gradient_dtype != base.gradient_dtype;
   const bool other_columns = own.packed_input_columns != base.packed_input_columns;
   const size_t variant = 2 * size_t{other_gradients} + size_t{other_columns};

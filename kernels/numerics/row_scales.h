@@ -12,19 +12,23 @@ namespace qshard {
 
 /// Arithmetic of scales of one byte.
 enum class RowScale : uint8_t {
-  kE8M0 = 1,  // 2^(byte - 127); 255 is NaN (OCP MX v1.0)
-  kE4M3 = 2,  // times the matrix's own fp32 scale (NVFP4)
+  kE8M0 = 1,        // 2^(byte - 127); 255 is NaN (OCP MX v1.0)
+  kE4M3 = 2,        // times the matrix's own fp32 scale (NVFP4)
+  kE8M0AsFp32 = 3,  // kE8M0 of the power of two that an fp32 scale would be (ScaleLevel::as_fp32)
 };
 
 /// @throws std::invalid_argument for scales of more bytes.
 inline RowScale row_scale_of(const ScaleLevel& scale) {
-  if (scale.dtype == DType::kFloat8E8M0) return RowScale::kE8M0;
+  if (scale.dtype == DType::kFloat8E8M0) {
+    return scale.as_fp32 ? RowScale::kE8M0AsFp32 : RowScale::kE8M0;
+  }
   if (scale.dtype == DType::kFloat8E4M3) return RowScale::kE4M3;
   throw std::invalid_argument("qshard: scales in rows are E8M0 or E4M3");
 }
 
 constexpr float kE2M1Max = 6.f;
 constexpr uint8_t kE8M0NaN = 0xff;
+constexpr uint8_t kE8M0One = 0x7f;
 constexpr uint8_t kE4M3NaN = 0x7f;
 
 /// e8m0 = ceil(log2(amax / 448)) + 127, so that no element of the block exceeds 448. Clamped to
@@ -35,6 +39,13 @@ QSHARD_HOST_DEVICE uint8_t e8m0_from_amax(float amax) {
   // 448 = 1.75 * 2^8: the quotient's exponent is 8 less, and rounds up past a mantissa of 1.75.
   const int exponent = static_cast<int>(bits >> 23) - 8 + ((bits & kMantissaMask) > 0x600000u);
   return static_cast<uint8_t>(exponent < 0 ? 0 : exponent);
+}
+
+/// inverse_scale(scale_from_amax(amax, 448, power_of_two=true)): the same, but 1 for 0, infinity
+/// and NaN.
+QSHARD_HOST_DEVICE uint8_t e8m0_as_fp32(float amax) {
+  const bool has_scale = amax > 0.f && float_bits(amax) < kInfBits;
+  return has_scale ? e8m0_from_amax(amax) : kE8M0One;
 }
 
 /// 2^(e - 127), NaN for 255.
@@ -52,6 +63,16 @@ QSHARD_HOST_DEVICE float e8m0_encode_scale(uint8_t e) {
 /// where a block may end in code 4 (Format::four_over_six).
 QSHARD_HOST_DEVICE constexpr float nvfp4_range(bool four_over_six) {
   return kE2M1Max * (four_over_six ? 256.f : kE4M3Max);
+}
+
+/// Codes of E4M3 whose scale becomes 2^20 times as large or more are 0: 448 * 2^-20 rounds to it.
+constexpr int kMostShift = 20;
+/// What codes with the E8M0 scale `own` are multiplied by, to have the scale `larger`; 1 where that
+/// is not so.
+QSHARD_HOST_DEVICE float rescaling(uint8_t own, uint8_t larger) {
+  const int shift = static_cast<int>(larger) - static_cast<int>(own);
+  const int used = shift < 0 ? 0 : shift > kMostShift ? kMostShift : shift;
+  return bits_float(static_cast<uint32_t>(127 - used) << 23);
 }
 
 /// NVFP4's tensor scale_inv: amax / range rounded to 16 significant bits, to nearest even; 1 for 0,
@@ -124,8 +145,8 @@ struct BlockScale {
 };
 QSHARD_HOST_DEVICE BlockScale block_scale(RowScale kind, float amax, float tensor_scale,
                                           float largest_code = kE2M1Max) {
-  if (kind == RowScale::kE8M0) {
-    const uint8_t byte = e8m0_from_amax(amax);
+  if (kind != RowScale::kE4M3) {
+    const uint8_t byte = kind == RowScale::kE8M0 ? e8m0_from_amax(amax) : e8m0_as_fp32(amax);
     return {byte, e8m0_encode_scale(byte)};
   }
   const uint8_t byte = nvfp4_block_scale(amax, nvfp4_amax_factor(tensor_scale, largest_code));
@@ -134,7 +155,7 @@ QSHARD_HOST_DEVICE BlockScale block_scale(RowScale kind, float amax, float tenso
 
 /// scale_inv of a block from its byte; NaN is kNaNBits.
 QSHARD_HOST_DEVICE float block_scale_inv(RowScale kind, uint8_t byte, float tensor_scale_inv) {
-  return kind == RowScale::kE8M0 ? e8m0_to_float(byte) : nvfp4_decode_scale(byte, tensor_scale_inv);
+  return kind == RowScale::kE4M3 ? nvfp4_decode_scale(byte, tensor_scale_inv) : e8m0_to_float(byte);
 }
 
 /// Nearest-even E2M1 code (4 bits) of x, saturating at 6; NaN is 7; the sign is kept, NaN's and

@@ -65,6 +65,11 @@ Tensor from_planes(const Tensor& codes, const Tensor& scale_inv, c10::string_vie
                    std::optional<int64_t> columns, std::optional<int64_t> logical_rows,
                    int64_t row_offset);
 
+// ops/tensor/row_image.cpp
+Tensor row_image(const Tensor& self);
+Tensor from_row_image(const Tensor& image, c10::string_view format, int64_t columns,
+                      at::ScalarType dtype);
+
 // ops/linear/linear.cpp
 /// Rows of a tensor seen as a matrix of its last dimension, which may be empty: nothing is divided.
 /// @throws c10::Error for a scalar.
@@ -246,6 +251,7 @@ Tensor scale_inv_autograd(const Tensor& self);
 Tensor tensor_scale_inv_autograd(const Tensor& self);
 Tensor columnwise_codes_autograd(const Tensor& self);
 Tensor columnwise_scale_inv_autograd(const Tensor& self);
+Tensor row_image_autograd(const Tensor& self);
 OptionalTensor master_autograd(const Tensor& self);
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        bool weight_only, std::optional<c10::string_view> format,

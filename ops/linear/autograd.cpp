@@ -238,6 +238,12 @@ Tensor columnwise_scale_inv_autograd(const Tensor& self) {
   return op.call(self);
 }
 
+Tensor row_image_autograd(const Tensor& self) {
+  at::AutoDispatchBelowAutograd guard;
+  static const auto op = typed_op<decltype(row_image)>("qshard::row_image");
+  return op.call(self);
+}
+
 OptionalTensor master_autograd(const Tensor& self) {
   at::AutoDispatchBelowAutograd guard;
   static const auto op = typed_op<decltype(master)>("qshard::master");

@@ -22,11 +22,12 @@ Tensor meta_replica(const Tensor& self) {
 
 OptionalTensor plane_copy(const Tensor& self, c10::string_view plane) {
   using Accessor = OptionalTensor (*)(const Tensor&);
-  constexpr std::array<std::pair<c10::string_view, Accessor>, 5> kAccessors{{
+  constexpr std::array<std::pair<c10::string_view, Accessor>, 6> kAccessors{{
       {"codes", [](const Tensor& t) { return OptionalTensor(codes(t)); }},
       {"scale_inv", [](const Tensor& t) { return OptionalTensor(scale_inv(t)); }},
       {"tensor_scale_inv", [](const Tensor& t) { return OptionalTensor(tensor_scale_inv(t)); }},
       {"columnwise_codes", [](const Tensor& t) { return OptionalTensor(columnwise_codes(t)); }},
+      {"row_image", [](const Tensor& t) { return OptionalTensor(row_image(t)); }},
       {"master", &master},
   }};
   for (const auto& [name, accessor] : kAccessors) {

@@ -37,7 +37,7 @@ struct Tokens {
   }
 
   /// Whether they travel as rows that hold their scales; else as ActivationMessage.
-  bool has_row_scales() const { return format.activations.row_format != nullptr; }
+  bool has_row_scales() const { return format.gemm.kind == GemmKind::kRowImages; }
   ActivationMessage message(bool is_gradient) const {
     return {format, is_gradient ? OperandRole::kGradient : OperandRole::kInput, rows, cols};
   }

@@ -180,6 +180,19 @@ def from_planes(codes, scale_inv, format, *, tensor_scale_inv=None, **kwargs):
     return result
 
 
+@register_fake("qshard::from_row_image")
+def from_row_image(image, format, **kwargs):
+    op = ops.from_row_image.default
+    if not isinstance(image, FakeTensor):
+        return run_really(op, image, format, **kwargs)
+    with no_dispatch():
+        template = torch.empty([int(size) for size in image.shape], dtype=image.dtype, device="meta")
+    real = run_really(op, template, format, **kwargs)
+    result = torch.empty(real.shape, dtype=real.dtype, device=image.device)
+    twins[result.untyped_storage()] = meta_replica(real)
+    return result
+
+
 @register_fake("qshard::is_quantized")
 def is_quantized(self):
     # Compiled graphs are guarded on the dispatch keys of their inputs: no other kind comes there.
@@ -241,7 +254,7 @@ def plane_copy(self, plane):
     return torch.empty_strided(alias.shape, alias.stride(), dtype=alias.dtype, device=alias.device)
 
 
-ALIASES = ("codes", "scale_inv", "tensor_scale_inv", "columnwise_codes", "master")
+ALIASES = ("codes", "scale_inv", "tensor_scale_inv", "columnwise_codes", "row_image", "master")
 for name in ALIASES:
     register_accessor(name)
     register_functional(name)

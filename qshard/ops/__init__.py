@@ -29,6 +29,7 @@ from qshard.ops.accessors import (
     format,
     is_quantized,
     master,
+    row_image,
     scale_inv,
     tensor_scale_inv,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "format_info",
     "formats",
     "from_planes",
+    "from_row_image",
     "grouped_linear",
     "is_quantized",
     "join_rotary_embedding",
@@ -75,6 +77,7 @@ __all__ = [
     "quantize_gradients",
     "quantize_input",
     "rotary_embedding",
+    "row_image",
     "scale_inv",
     "split_rotary_embedding",
     "sum_gradients",
@@ -140,6 +143,24 @@ def from_planes(
 
     No autograd. Raises TypeError for a wrong dtype; ValueError for a wrong shape or device, an unknown format
     and scales that the format cannot have.
+    """
+
+
+@operator
+def from_row_image(
+    image: Tensor, format: str, *, columns: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """A quantized tensor (rows, columns) of rows that `row_image` gave, here or on another rank; a copy, no
+    alias.
+
+    image: plain uint8 (rows, bytes of a row), with any strides, on cpu, cuda or meta.
+    format: theirs, `float8_1x128` or `mxfp8_1x32[rowwise]`.
+    columns: elements of a row.
+    dtype: of the tensor, float32, bfloat16 or float16.
+
+    No autograd. Bytes are taken as they are; only what lies between codes and scales becomes zero. Raises
+    TypeError for another kind of image or dtype; ValueError for an unknown format or one whose rows share
+    scales, and for rows of another length.
     """
 
 

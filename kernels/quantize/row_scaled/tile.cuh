@@ -156,6 +156,11 @@ cudaError_t with_row_scaled_types(const Format& format, DType value_dtype, const
     return format.code_dtype == code && format.scale.dtype == scale &&
            format.scale.block_rows == block_rows && format.scale.block_cols == block_cols;
   };
+  if (format.scale.as_fp32) {
+    return is(DType::kFloat8E4M3, DType::kFloat8E8M0, 1, 128)
+               ? with_kind(RowScaledKind<E4M3, RowScale::kE8M0AsFp32, 1, 128>{})
+               : cudaErrorInvalidValue;
+  }
   if (is(DType::kFloat8E4M3, DType::kFloat8E8M0, 32, 32)) {
     return with_kind(RowScaledKind<E4M3, RowScale::kE8M0, 32, 32>{});
   }

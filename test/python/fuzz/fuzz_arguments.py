@@ -18,7 +18,7 @@ FORMATS = tuple(ops.formats()) + (
     "mxfp8_1x32[phase]",
 )
 MESSAGES = ("float8", "mxfp8", "nvfp4")
-PLANES = ("codes", "scale_inv", "tensor_scale_inv", "columnwise_codes", "master")
+PLANES = ("codes", "scale_inv", "tensor_scale_inv", "columnwise_codes", "row_image", "master")
 TOP = 2**63 - 1
 INTS = (0, 1, -1, 2, 3, 15, 16, 17, 31, 32, 127, 128, 4097, 2**31 - 1, 2**31, 2**32, 2**40, 2**62)
 INTS += (TOP, TOP - 1, TOP - 15, TOP - 127, -TOP, -TOP - 1, -2, -16, -(2**31))

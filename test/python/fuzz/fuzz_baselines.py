@@ -317,6 +317,11 @@ OF_OPERATOR = {
         "row_offset": 0,
     },
     "from_planes": planes,
+    "from_row_image": lambda d: {
+        "image": d.place(ops.row_image(d.quantized(format="float8_1x128")).clone()), "format": "float8_1x128",
+        "columns": d.columns,
+    },
+    "row_image": lambda d: {"self": d.quantized(format="float8_1x128")},
     "columnwise_codes": lambda d: {"self": d.quantized(32, format="mxfp8_1x32")},
     "columnwise_scale_inv": lambda d: {"self": d.quantized(32, format="mxfp8_1x32")},
     "tensor_scale_inv": lambda d: {"self": d.quantized(format="nvfp4")},

@@ -44,7 +44,8 @@ def test_as_the_reference(name):
         second = of.columnwise
         check_level(info.columnwise, second.block, second.row_scale, "slices", second.power_of_two_scales)
     assert info.gemm.kind == ("packed" if of.row_scale is None else "row_images")
-    rows = {None: None, torch.float8_e8m0fnu: "mxfp8_1x32", torch.float8_e4m3fn: "nvfp4_1x16"}
+    rows = {torch.float8_e8m0fnu: "mxfp8_1x32[rowwise]", torch.float8_e4m3fn: "nvfp4_1x16"}
+    rows[None] = "float8_1x128" if name == "float8_blockwise" else None
     assert info.activations.row_format == rows[of.row_scale]
     is_square = of.block is None or of.block[0] == of.block[1]
     assert info.gemm.transposes_weight == (is_square or of.scales_rows)
@@ -75,6 +76,9 @@ def test_options_of_a_format_are_told():
     assert info.activations.gradient_dtype is torch.float8_e4m3fn
     assert info_of("float8_tensorwise").amax_history is None
     assert info_of("mxfp8_1x32[phase]").gathers_by_phase
+    for both in ("phase,rowwise", "rowwise,phase"):  # one image has no second phase
+        with pytest.raises(ValueError, match="has no option"):
+            info_of(f"mxfp8_1x32[{both}]")
     assert info_of("mxfp8[emulate]").emulated
     assert not info_of("nvfp4[no_hadamard]").activations.hadamard_columns
     assert not info_of("nvfp4[nearest_gradients]").activations.stochastic_gradients

@@ -45,6 +45,11 @@ def targets(*shape):
     return torch.where(target == 1, -100, target)
 
 
+def rows_to_meet(fmt, rows, columns, grad=False):
+    """An activation that arrived in codes."""
+    return ops.quantize(plain(rows, columns), info_of(fmt).activations.row_format).requires_grad_(grad)
+
+
 def codes(fmt, tokens):
     """Those of a gradient of a loss, by rows and by columns, and its size."""
     *_, rows, columns = ops.cross_entropy_and_gradient(
@@ -73,6 +78,7 @@ def tensor_scale_of(q):
     return {"tensor_scale_inv": ops.tensor_scale_inv(q).clone()} if has_one else {}
 
 
+MEETS_ROWS = {"float8_blockwise", "mxfp8"}
 IN_CODES = ("float8_tensorwise", "float8_blockwise")  # the gradients of a loss
 MESSAGES = {"float8_blockwise": ("float8",), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
 SAMPLES = {
@@ -86,6 +92,10 @@ SAMPLES = {
         (ops.codes(q).clone(), ops.scale_inv(q).clone(), fmt, tensor_scale_of(q))
         for q in (quantized(fmt=fmt), quantized(32, 36, fmt))
     ],
+    "from_row_image": lambda fmt: [
+        (ops.row_image(rows_to_meet(fmt, 4, 36)).clone(), info_of(fmt).activations.row_format,
+         dict(columns=36, dtype=torch.bfloat16))
+    ] if fmt in MEETS_ROWS else [],
     "dequantize": lambda fmt: [(quantized(fmt=fmt),), (quantized(fmt=fmt, grad=True),)],
     "linear": lambda fmt: [
         (plain(4, 32), quantized(fmt=fmt)),
@@ -253,6 +263,7 @@ ACCESSORS = {
     "tensor_scale_inv": lambda fmt: [(quantized(fmt=fmt),)] if info_of(fmt).outer_scale else [],
     "columnwise_codes": lambda fmt: [(quantized(64, 36, fmt),)] if has_two_images(fmt) else [],
     "columnwise_scale_inv": lambda fmt: [(quantized(64, 36, fmt),)] if has_two_images(fmt) else [],
+    "row_image": lambda fmt: [(rows_to_meet(fmt, 4, 36),)] if fmt in MEETS_ROWS else [],
     "master": lambda fmt: [(quantized(fmt=fmt, keep_master=k),) for k in (True, False)],
     "is_quantized": lambda fmt: [(quantized(fmt=fmt),), (plain(3, 3),)],
     "format": lambda fmt: [(quantized(fmt=fmt),)],

@@ -45,7 +45,9 @@ def activation(tokens, features, dtype, special=False):
 def quantized(x, format):
     """Values that an activation (M, K) has after it was quantized for a weight of `format`."""
     k, codes_of = x.shape[1], info_of(format).activations
-    pow2, rows = codes_of.power_of_two_scales, codes_of.row_format or codes_of.packed_rows
+    pow2, rows = codes_of.power_of_two_scales, codes_of.packed_rows
+    if info_of(format).gemm.kind == "row_images":
+        rows = codes_of.row_format
     if rows == "tensor":
         found, scale_inv = activations.quantize_tensorwise(x, power_of_two=pow2)
     elif rows == "row":
@@ -54,7 +56,7 @@ def quantized(x, format):
     elif rows == "1x128":
         found, scale_inv = activations.quantize_1x128(x, power_of_two=pow2)
         scale_inv = activations.expand_1x128(scale_inv, k)
-    elif rows == "mxfp8_1x32":
+    elif rows == "mxfp8_1x32[rowwise]":
         blocks = torch.nn.functional.pad(x.float(), (0, -k % 32)).view(len(x), -1, 32)
         amax = torch.stack([reference.amax_of(block) for block in blocks.flatten(0, 1)])
         amax = amax.view(len(x), -1)
@@ -141,9 +143,9 @@ def test_bytes_of_gathers():
         numel = tokens * features
         expected = int(numel * per_element[format]) if format in per_element else numel + 16
         assert sent.gathered == [(torch.uint8, expected)], (format, sent.gathered)
-        meets = info_of(format).activations
-        if meets.row_format is None:
-            amax = ["c10d::allreduce_"] if meets.packed_rows == "tensor" else []
+        info = info_of(format)
+        if info.gemm.kind == "packed":
+            amax = ["c10d::allreduce_"] if info.activations.packed_rows == "tensor" else []
             assert sent.reduced == amax, (format, sent.reduced)
     for format in ("float8_tensorwise", "float8_blockwise", "mxfp8"):
         with Sent() as sent:
