@@ -2,12 +2,14 @@
 // rows of one plain input. What does not lie so goes to torch's own linear, which refuses it, or
 // asks its backends (dispatch/aten/nested.cpp).
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <torch/library.h>
 
 #include "dispatch/aten/matmul.h"
 #include "dispatch/aten/registration.h"
 #include "dispatch/tensor/quantized_tensor_impl.h"
+#include "kernels/format/whole_layout.h"
 #include "ops/linear/autograd.h"
 #include "ops/linear/dynamic_weight.h"
 
@@ -37,7 +39,11 @@ Tensor used_weight(const Tensor& weight, std::optional<c10::string_view> format,
   if (state) {
     TORCH_CHECK_VALUE(format,
                       "qshard::linear: weight_state is given, so format must name the weight's");
-    checked_format(*format, "qshard::linear");
+    const Format& own = checked_format(*format, "qshard::linear");
+    TORCH_CHECK_VALUE(
+        weight.dim() != 2 || whole_layout(own, weight.size(0), weight.size(1)).fits(),
+        fmt::format("qshard::linear: {} needs whole blocks of rows, got a weight of shape {}",
+                    own.name, weight.sizes().vec()));
     used = QuantizeForUses::apply(weight, *format, *state);
   } else {
     used = quantized_on_use_autograd(weight, format);

@@ -256,6 +256,7 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& weight, const Ten
                             const WeightState& weight_state, OptionalFormat forward_precision) {
   const HeadCall call(input, weight, target, bias, reduction, ignore_index, label_smoothing,
                       forward_precision);
+  check_format_name(weight, format, kOp);
   format_of(weight, format);
   const WeightState state = state_of(weight, weight_state);
   const OptionalFormat checked = state ? format : std::nullopt;
@@ -274,6 +275,7 @@ Tensor linear_cross_entropy_autograd(const Tensor& input, const Tensor& weight,
                                      OptionalFormat forward_precision) {
   const HeadCall call(input, weight, target, bias, reduction, ignore_index, label_smoothing,
                       forward_precision);
+  check_format_name(weight, format, kOp);
   return LinearCrossEntropyFunction::apply(input, weight, bias, target, call,
                                            at::GradMode::is_enabled(), format, weight_state);
 }
